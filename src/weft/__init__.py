@@ -1,0 +1,1 @@
+"""Weft serves many LoRA adapters from one copy of a base model."""

@@ -1,0 +1,111 @@
+"""Loading and unloading adapters under traffic."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from weft.core.errors import EngineDead, WeftError
+from weft.core.protocols import EngineClient
+from weft.core.types import AdapterInfo, AdapterRef
+from weft.registry import AdapterRegistry, AdapterRoots, Retired
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class AdapterAdmin:
+    """Keeps the engine's adapters equal to the registry's.
+
+    A version is in the engine from before its name is published until after its last request.
+    A drop may overtake a load of the same content, which has no name yet to protect it: so each
+    load in progress is told of the digests dropped meanwhile, and registers again.
+    """
+
+    def __init__(
+        self, engine: EngineClient, registry: AdapterRegistry, roots: AdapterRoots
+    ) -> None:
+        self._engine = engine
+        self._registry = registry
+        self._roots = roots
+        self._dropped_during_loads: list[set[str]] = []
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def load(self, name: str, path: str, replace: bool = False) -> AdapterRef:
+        """Make the adapter in a folder servable under `name`; a failure changes nothing.
+
+        With `replace` the name moves to the new version: running requests end on the old one.
+        Finishes also when the caller is cancelled.
+        """
+        return await asyncio.shield(self._spawn(self._load(name, path, replace)))
+
+    async def unload(self, name: str) -> None:
+        """Forget the name at once; returns when its requests have ended and it is dropped.
+
+        The drop happens also when the caller is cancelled. Raises AdapterNotFound.
+        """
+        retired = self._registry.retire(name)
+        await asyncio.shield(self._spawn(self._drop_when_drained(retired)))
+
+    async def close(self) -> None:
+        """Cancel drops that still wait for requests."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _load(self, name: str, path: str, replace: bool) -> AdapterRef:
+        with self._registry.reserve(name, path):
+            folder = await asyncio.to_thread(self._roots.resolve, path)
+            info = await self._register(str(folder))
+            try:
+                return self._registry.publish(name, info, path, replace, self._drop_soon)
+            except WeftError:
+                await self._drop_if_unused(AdapterRef(name, 0, info.digest))
+                raise
+
+    async def _register(self, path: str) -> AdapterInfo:
+        """Must be followed by `publish` without a wait in between."""
+        dropped: set[str] = set()
+        self._dropped_during_loads.append(dropped)
+        try:
+            info = await self._engine.register_adapter(path)
+            while info.digest in dropped:
+                dropped.clear()
+                info = await self._engine.register_adapter(path)
+            return info
+        finally:
+            self._dropped_during_loads = [d for d in self._dropped_during_loads if d is not dropped]
+
+    async def _drop_when_drained(self, retired: Retired) -> None:
+        drained = asyncio.Event()
+        retired.on_drained(lambda _: drained.set())
+        await drained.wait()
+        await self._drop_if_unused(retired.ref)
+
+    def _drop_soon(self, ref: AdapterRef) -> None:
+        self._spawn(self._drop_if_unused(ref))
+
+    async def _drop_if_unused(self, ref: AdapterRef) -> None:
+        if self._registry.digest_in_use(ref.digest):
+            return
+        for dropped in self._dropped_during_loads:
+            dropped.add(ref.digest)
+        try:
+            await self._engine.drop_adapter(ref)
+        except EngineDead:
+            logger.warning("adapter %r went with the dead engine", ref.name)
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.warning("adapter task failed: %s", error)

@@ -1,0 +1,83 @@
+"""Every error in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import msgspec
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from weft.core.errors import InvalidRequest, WeftError
+
+logger = logging.getLogger(__name__)
+
+_TYPE_OF_STATUS = {429: "rate_limit_error"}
+
+
+class BodyTooLarge(InvalidRequest):
+    status = 413
+    kind = "request_too_large"
+
+
+def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
+    """Status and body. Of an unexpected error the body tells nothing: the log has it."""
+    if isinstance(error, WeftError):
+        plain = error.kind in ("invalid_request_error", "server_error")
+        code = None if plain else error.kind
+        return error.status, _shape(error.status, error.message, error.param, code)
+    if isinstance(error, HTTPException):
+        return error.status_code, _shape(error.status_code, str(error.detail), None, None)
+    logger.error("internal error", exc_info=error)
+    return 500, _shape(500, "internal server error", None, None)
+
+
+def _shape(status: int, message: str, param: str | None, code: str | None) -> dict[str, Any]:
+    kind = "server_error" if status >= 500 else "invalid_request_error"
+    kind = _TYPE_OF_STATUS.get(status, kind)
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def error_response(error: BaseException) -> Response:
+    status, body = error_body(error)
+    headers = dict(getattr(error, "headers", None) or {})
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
+
+
+def invalid(error: ValidationError) -> InvalidRequest:
+    """The first complaint about a body, naming the field: `messages[0].content`."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {first['msg']}")
+    param = field_path(first["loc"])
+    if first["type"] == "missing":
+        return InvalidRequest(f"{param} is required", param)
+    return InvalidRequest(f"{param or 'the body'}: {first['msg']}", param)
+
+
+def field_path(loc: tuple[int | str, ...]) -> str | None:
+    """`("messages", 0, "content", "str")` as `messages[0].content`: names of union members, which
+    are no fields, end a path."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif (path and not part.isidentifier()) or part in _UNION_MEMBERS:
+            break
+        else:
+            path += f".{part}" if path else part
+    return path or None
+
+
+_UNION_MEMBERS = frozenset({"str", "int", "bool", "float"})
+
+
+def add_error_handlers(app: FastAPI) -> None:
+    async def handle(_: Request, error: Exception) -> Response:
+        return error_response(error)
+
+    for kind in (WeftError, HTTPException):
+        app.add_exception_handler(kind, handle)

@@ -1,0 +1,151 @@
+"""Reading bodies, noticing that a client left, and server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncGenerator, Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+from pydantic import BaseModel, ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from weft.api.errors import BodyTooLarge, error_body, error_response, invalid
+from weft.core.errors import InvalidRequest
+
+logger = logging.getLogger(__name__)
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+T = TypeVar("T")
+
+CLIENT_LEFT = 499
+"""The status under which a request is counted whose client left before the answer."""
+
+
+async def read_body(request: Request, model: type[BodyT], max_bytes: int) -> BodyT:
+    """The body as `model`. Raises InvalidRequest naming the field, or BodyTooLarge."""
+    body = await _read(request, max_bytes)
+    if not body:
+        raise InvalidRequest("the body is empty; a JSON object is expected")
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdecimal() else 0
+    chunks: list[bytes] = []
+    if size <= max_bytes:
+        size = 0
+        async for chunk in request.stream():
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > max_bytes:
+                break
+    if size > max_bytes:
+        raise BodyTooLarge(f"the body is larger than {max_bytes} bytes")
+    return b"".join(chunks)
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(body), status, media_type="application/json")
+
+
+async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled, and has ended, when ClientDisconnect is raised."""
+    task = asyncio.create_task(work)
+    watch = asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        await _stop(task)
+        await _stop(watch)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _stop(task: asyncio.Task[Any]) -> None:
+    """Cancel and wait until it has ended. What it raised is for who awaited its result."""
+    task.cancel()
+    with contextlib.suppress(asyncio.CancelledError, Exception):
+        await task
+
+
+async def answer(
+    request: Request, work: Coroutine[Any, Any, dict[str, Any]], release: Callable[[], None]
+) -> Response:
+    """The JSON answer that `work` gives, unless the client leaves first; then `release()`."""
+    try:
+        return json_response(await unless_client_leaves(request.receive, work))
+    except ClientDisconnect:
+        return Response(status_code=CLIENT_LEFT)
+    finally:
+        release()
+
+
+class EventStream(Response):
+    """Server-sent events of the JSON-encodable chunks of a generator, then `[DONE]`.
+
+    The first chunk is awaited before the status is sent, so that a request which fails at once
+    gets its status; a later failure is sent as an event, and ends the stream. Whatever happens,
+    also when nothing was ever sent, the generator is closed and then `release()` is called.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, chunks: AsyncGenerator[dict[str, Any], None], release: Callable[[], None]
+    ) -> None:
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self._chunks = chunks
+        self._release = release
+        self._started = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_client_leaves(receive, self._pump(scope, receive, send))
+        except ClientDisconnect:
+            logger.debug("a client left its stream")
+        finally:
+            self._release()
+
+    async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with contextlib.aclosing(self._chunks):
+            try:
+                async for chunk in self._chunks:
+                    await self._send(send, msgspec.json.encode(chunk))
+            except ClientDisconnect:
+                raise
+            except Exception as error:
+                if not self._started:
+                    await error_response(error)(scope, receive, send)
+                    return
+                await self._send(send, msgspec.json.encode(error_body(error)[1]))
+            else:
+                await self._send(send, b"[DONE]")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, send: Send, data: bytes) -> None:
+        try:
+            if not self._started:
+                self._started = True
+                await send(
+                    {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                )
+            body = b"data: " + data + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        except OSError as error:
+            raise ClientDisconnect from error

@@ -1,0 +1,241 @@
+"""Generation without HTTP: pin the adapter, tokenize, check, run, release."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, cast
+
+from weft.api.settings import ApiSettings
+from weft.core.errors import ContextLengthExceeded, EngineDead, InvalidRequest, ModelNotFound
+from weft.core.protocols import EngineClient
+from weft.core.types import EngineRequest, SamplingParams, TokenEvent, TokenLogprob
+from weft.metrics import Metrics
+from weft.registry import AdapterRegistry, Lease
+from weft.text import OutputDelta, OutputStream, Tokenizer
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Output:
+    """All that one request gave."""
+
+    texts: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+
+    def add(self, delta: OutputDelta) -> None:
+        self.texts.append(delta.text)
+        self.token_ids += delta.token_ids
+        self.logprobs += delta.logprobs or ()
+        self.finish_reason = delta.finish_reason
+        self.stop_reason = delta.stop_reason
+        self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.texts)
+
+
+class Service:
+    """What both generation routes share. Holds no request: each call's state is its own."""
+
+    def __init__(
+        self,
+        engine: EngineClient,
+        registry: AdapterRegistry,
+        tokenizer: Tokenizer | None,
+        settings: ApiSettings,
+        metrics: Metrics,
+    ) -> None:
+        self.engine = engine
+        self.registry = registry
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.metrics = metrics
+
+    def pin(self, model: str) -> Lease:
+        """Look up and pin in one step. The caller releases. Raises ModelNotFound, EngineDead."""
+        if not self.engine.alive:
+            raise EngineDead("the engine is not running")
+        try:
+            return self.registry.resolve(model)
+        except ModelNotFound as error:
+            raise ModelNotFound(error.message, error.param or "model") from None
+
+    async def encode(self, text: str, field_name: str) -> list[int]:
+        """Token ids of a text prompt. `field_name` is where it came from, for errors."""
+        tokenizer = self._need_tokenizer(field_name)
+        self._check_length(tokenizer, len(text), field_name)
+        return await self._maybe_on_thread(len(text), lambda: tokenizer.encode(text))
+
+    async def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool,
+        template_kwargs: Mapping[str, Any] | None,
+    ) -> list[int]:
+        tokenizer = self._need_tokenizer("messages")
+        num_chars = sum(len(m["content"]) for m in messages)
+        self._check_length(tokenizer, num_chars, "messages")
+        return await self._maybe_on_thread(
+            num_chars, lambda: tokenizer.chat(messages, add_generation_prompt, template_kwargs)
+        )
+
+    async def _maybe_on_thread(self, num_chars: int, work: Callable[[], T]) -> T:
+        if num_chars > self.settings.long_text_chars:
+            return await asyncio.to_thread(work)
+        return work()
+
+    def _need_tokenizer(self, field_name: str) -> Tokenizer:
+        if self.tokenizer is None:
+            raise InvalidRequest(
+                f"{field_name}: text needs a tokenizer, and this server runs without one; "
+                "send token ids to /v1/completions",
+                field_name,
+            )
+        return self.tokenizer
+
+    def _check_length(self, tokenizer: Tokenizer, num_chars: int, field_name: str) -> None:
+        """Refuse a text that can't fit before tokenizing it."""
+        limit = self.engine.info.max_model_len
+        at_least = num_chars // tokenizer.max_chars_per_token
+        if at_least > limit:
+            raise ContextLengthExceeded(
+                f"this model's context holds {limit} tokens, and the prompt has at least "
+                f"{at_least}",
+                field_name,
+            )
+
+    def check_ids(self, ids: Sequence[int], field_name: str) -> None:
+        """Raises InvalidRequest unless there are ids and all are in the vocabulary."""
+        if not ids:
+            raise InvalidRequest(f"{field_name} must not be empty", field_name)
+        vocab_size = self.engine.info.vocab_size
+        for bad in (min(ids), max(ids)):
+            if not 0 <= bad < vocab_size:
+                raise InvalidRequest(
+                    f"{field_name}: token id {bad} is outside the vocabulary of {vocab_size}",
+                    field_name,
+                )
+
+    def fit(
+        self, num_prompt: int, params: SamplingParams, prompt_field: str, asked_in: str | None
+    ) -> SamplingParams:
+        """The parameters with `max_tokens` that fits beside the prompt. `asked_in` is the field in
+        which the client set it; None: nobody did, and it may shrink."""
+        limit = self.engine.info.max_model_len
+        room = limit - num_prompt
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"this model's context holds {limit} tokens, and the prompt has {num_prompt}; "
+                "at least one must be left for the answer",
+                prompt_field,
+            )
+        wanted = room if params.max_tokens is None else params.max_tokens
+        if wanted > room and asked_in is not None:
+            raise ContextLengthExceeded(
+                f"this model's context holds {limit} tokens, and {num_prompt + wanted} are asked "
+                f"for: {num_prompt} in the prompt and {wanted} in {asked_in}",
+                asked_in,
+            )
+        return replace(params, max_tokens=min(wanted, room))
+
+    async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
+        """The request's deltas. Closing the generator aborts what still runs in the engine."""
+        output = OutputStream(self.tokenizer, request.params, request.prompt_ids)
+        timer = _Timer(self.metrics)
+        events = cast(AsyncGenerator[TokenEvent, None], self.engine.generate(request))
+        async with aclosing(events):
+            async for event in events:
+                timer.tokens(len(event.token_ids))
+                delta = output.feed(event)
+                yield delta
+                if delta.finish_reason is not None:
+                    timer.end()
+                    return
+        raise EngineDead("the engine ended a request without an answer")
+
+    async def run_all(
+        self, requests: Sequence[EngineRequest]
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """The deltas of several requests as they come, each with the index of its request."""
+        if len(requests) == 1:
+            async with aclosing(self.run(requests[0])) as deltas:
+                async for delta in deltas:
+                    yield 0, delta
+            return
+        async with aclosing(_merge([self.run(r) for r in requests])) as merged:
+            async for item in merged:
+                yield item
+
+    async def collect(self, requests: Sequence[EngineRequest]) -> list[Output]:
+        """The whole outputs, in the order of the requests."""
+        outputs = [Output() for _ in requests]
+        async with aclosing(self.run_all(requests)) as merged:
+            async for index, delta in merged:
+                outputs[index].add(delta)
+        return outputs
+
+
+class _Timer:
+    """Measures one request for the latency histograms."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._start_s = time.monotonic()
+        self._first_s = self._last_s = 0.0
+        self._num_tokens = 0
+
+    def tokens(self, count: int) -> None:
+        if not count:
+            return
+        self._last_s = time.monotonic()
+        if not self._num_tokens:
+            self._first_s = self._last_s
+            self._metrics.time_to_first_token_s.observe(self._first_s - self._start_s)
+        self._num_tokens += count
+
+    def end(self) -> None:
+        if self._num_tokens > 1:
+            mean_s = (self._last_s - self._first_s) / (self._num_tokens - 1)
+            self._metrics.time_per_output_token_s.observe(mean_s)
+
+
+async def _merge(
+    streams: Sequence[AsyncGenerator[OutputDelta, None]],
+) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+    """Items of several streams as they come. The first error ends all of them."""
+    queue: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, stream: AsyncGenerator[OutputDelta, None]) -> None:
+        try:
+            async with aclosing(stream):
+                async for delta in stream:
+                    queue.put_nowait((index, delta))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.create_task(pump(i, s)) for i, s in enumerate(streams)]
+    try:
+        num_open = len(tasks)
+        while num_open:
+            item = await queue.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                num_open -= 1
+            else:
+                yield item
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,33 @@
+"""How a refusal names what it refuses: the names come from a stranger's files."""
+
+from __future__ import annotations
+
+import json
+from typing import NoReturn
+
+from weft.core.errors import AdapterInvalid
+
+_MAX_SHOWN = 160
+"""Characters."""
+
+
+def refuse(name: str, why: str) -> NoReturn:
+    """Raise AdapterInvalid for the field, tensor or file `name`; it becomes `param`."""
+    name = shown_name(name)
+    raise AdapterInvalid(f"{name}: {why}", name) from None
+
+
+def shown_name(name: str) -> str:
+    """`name` itself if it is short and printable ASCII, else escaped and shortened."""
+    if name.isascii() and name.isprintable() and len(name) <= _MAX_SHOWN:
+        return name
+    return show(name).strip('"')
+
+
+def show(value: object) -> str:
+    """A JSON value for a message, in ASCII and shortened."""
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        text = "..."
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 3] + "..."

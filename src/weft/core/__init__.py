@@ -1,0 +1,1 @@
+"""Records, ids, configuration, the error tree and protocols. Standard library only."""

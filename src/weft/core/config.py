@@ -1,0 +1,107 @@
+"""Configuration of the engine: frozen, validated where built, never changed afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weft.core.errors import ConfigError
+
+
+def _at_least(name: str, value: int | float | None, low: int | float) -> None:
+    if value is not None and value < low:
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(f"{flag} must be at least {low}, got {value}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArgs:
+    """Which base model, and how to hold it."""
+
+    model: str
+    """A folder in Hugging Face's layout, or a hub id."""
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
+    """auto: the checkpoint's own on a GPU, float32 on a CPU."""
+    max_model_len: int | None = None
+    """None: what the model's configuration says."""
+    load_format: Literal["auto", "dummy"] = "auto"
+    """dummy: random weights straight on the device, for speed measurements."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    revision: str | None = None
+
+    def __post_init__(self) -> None:
+        _at_least("max_model_len", self.max_model_len, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LoraArgs:
+    """Limits of the adapter memory."""
+
+    max_loras: int = 256
+    """Distinct adapters in one batch; sizes no buffer."""
+    max_cpu_loras: int = 256
+    """Adapters held in the host cache; others are read again from their folders."""
+    max_lora_rank: int = 256
+    adapter_memory: int | None = None
+    """Bytes of device memory for adapters; None: an eighth of the free memory, 2 GiB on a CPU."""
+    max_adapter_wait_steps: int = 64
+    """A request whose adapter finds no room waits at most so many steps before running
+    requests of another adapter are put back to make room for it."""
+    lora_backend: str = "auto"
+    """Name in the registry of `weft.kernels.lora`; auto: torch."""
+
+    def __post_init__(self) -> None:
+        _at_least("max_loras", self.max_loras, 1)
+        _at_least("max_cpu_loras", self.max_cpu_loras, 1)
+        _at_least("max_lora_rank", self.max_lora_rank, 1)
+        _at_least("adapter_memory", self.adapter_memory, 1)
+        _at_least("max_adapter_wait_steps", self.max_adapter_wait_steps, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CacheArgs:
+    """The KV cache."""
+
+    block_size: int = 16
+    """Tokens a block."""
+    num_blocks: int | None = None
+    """None: what `gpu_memory_utilization` leaves on a GPU, `kv_cache_memory` on a CPU."""
+    kv_cache_memory: int = 1 << 30
+    """Bytes, on a CPU."""
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        _at_least("num_blocks", self.num_blocks, 1)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}",
+                "gpu_memory_utilization",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerArgs:
+    """What may be in one step."""
+
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 2048
+    overlap: bool = True
+    """Plan step N+1 while step N runs."""
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineArgs:
+    """All that starts an engine."""
+
+    model: ModelArgs
+    lora: LoraArgs = field(default_factory=LoraArgs)
+    cache: CacheArgs = field(default_factory=CacheArgs)
+    scheduler: SchedulerArgs = field(default_factory=SchedulerArgs)
+    num_threads: int | None = None
+    """Of torch on a CPU; None: torch's own default."""

@@ -1,0 +1,111 @@
+"""Every error that Weft raises on purpose.
+
+    WeftError
+    ├── InvalidRequest          400  a request's field is wrong; `param` names it
+    │   └── ContextLengthExceeded
+    ├── ModelNotFound           404  no base model or adapter has that name
+    ├── AdapterError            400  an adapter can't be loaded, changed or dropped
+    │   ├── AdapterInvalid      400  its files are not served; `param` names the field or tensor
+    │   ├── AdapterConflict     400  the name is taken
+    │   ├── AdapterPathRefused  400  the path is not one that may be read
+    │   ├── AdapterNotFound     404  no such adapter or path
+    │   └── AdapterUnavailable  503  it was accepted once, but can't be made resident now
+    ├── Overloaded              429  the queue is full; try again later
+    ├── EngineDead              503  the engine process is gone
+    └── ConfigError             500  the server can't start like this; `param` names the flag
+
+Errors cross the process boundary as `(kind, message, param)`: see `to_wire` and `from_wire`.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class WeftError(Exception):
+    """Base of the tree. `status` is the HTTP status, `param` the offending field, if any."""
+
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "server_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequest(WeftError):
+    status = 400
+    kind = "invalid_request_error"
+
+
+class ContextLengthExceeded(InvalidRequest):
+    kind = "context_length_exceeded"
+
+
+class ModelNotFound(WeftError):
+    status = 404
+    kind = "model_not_found"
+
+
+class AdapterError(WeftError):
+    status = 400
+    kind = "adapter_error"
+
+
+class AdapterInvalid(AdapterError):
+    kind = "adapter_invalid"
+
+
+class AdapterConflict(AdapterError):
+    kind = "adapter_conflict"
+
+
+class AdapterPathRefused(AdapterError):
+    kind = "adapter_path_refused"
+
+
+class AdapterNotFound(AdapterError):
+    status = 404
+    kind = "adapter_not_found"
+
+
+class AdapterUnavailable(AdapterError):
+    status = 503
+    kind = "adapter_unavailable"
+
+
+class Overloaded(WeftError):
+    status = 429
+    kind = "overloaded"
+
+
+class EngineDead(WeftError):
+    status = 503
+    kind = "engine_dead"
+
+
+class ConfigError(WeftError):
+    kind = "config_error"
+
+
+def _tree(cls: type[WeftError]) -> dict[str, type[WeftError]]:
+    found = {cls.kind: cls}
+    for sub in cls.__subclasses__():
+        found |= _tree(sub)
+    return found
+
+
+type_of_kind: dict[str, type[WeftError]] = _tree(WeftError)
+
+
+def to_wire(error: BaseException) -> tuple[str, str, str | None]:
+    """`(kind, message, param)`; anything that is not a WeftError becomes a server error."""
+    if isinstance(error, WeftError):
+        return error.kind, error.message, error.param
+    return WeftError.kind, f"{type(error).__name__}: {error}", None
+
+
+def from_wire(wire: tuple[str, str, str | None]) -> WeftError:
+    kind, message, param = wire
+    return type_of_kind.get(kind, WeftError)(message, param)

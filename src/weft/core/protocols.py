@@ -1,0 +1,46 @@
+"""Interfaces between packages that must not import each other."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Protocol
+
+from weft.core.types import AdapterInfo, AdapterRef, EngineInfo, EngineRequest, EngineStats, TokenEvent
+
+
+class EngineClient(Protocol):
+    """One engine, wherever it runs. All methods are called from one event loop."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def alive(self) -> bool: ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+        """The request's events; the last one, and only that, has `finish_reason` set.
+
+        Closing the iterator early aborts the request. Engine-side failures of the request come
+        as an event with finish_reason "error"; EngineDead is raised when the engine is gone.
+        """
+        ...
+
+    async def register_adapter(self, path: str) -> AdapterInfo:
+        """Read, validate and pack the adapter in a local folder; it is then known by its digest.
+
+        The same content may be registered more than once; each success is to be undone by one
+        `drop_adapter`. Raises AdapterInvalid (with `param` naming the field or tensor),
+        AdapterNotFound, EngineDead.
+        """
+        ...
+
+    async def drop_adapter(self, ref: AdapterRef) -> None:
+        """Undo one registration of a version. The last one undone frees its memory, once no
+        request of it runs."""
+        ...
+
+    async def stats(self) -> EngineStats: ...
+
+    async def close(self) -> None:
+        """Stop the engine. Open requests end with finish_reason "abort"."""
+        ...

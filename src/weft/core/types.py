@@ -1,0 +1,188 @@
+"""Records that cross package and process boundaries. Standard library only.
+
+Requests go down (`EngineRequest`), tokens come up (`TokenEvent`). All of them are plain
+dataclasses of plain values, so that any codec can carry them between processes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+from weft.core.errors import InvalidRequest
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+MAX_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """One immutable adapter version. `digest` (sha256, hex) keys slots, KV and images."""
+
+    name: str
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """What the engine reports of an adapter that it accepted."""
+
+    digest: str
+    path: str
+    max_rank: int
+    num_bytes: int
+    targets: tuple[str, ...]
+    """Names of the adapted projections without the layer, e.g. ("q_proj", "v_proj")."""
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the tokens of one request.
+
+    temperature 0 is greedy. `top_k` 0 or -1 and `top_p` 1 switch the filter off. `seed` makes a
+    request's tokens reproducible whoever shares its batch. `logprobs` is the number of
+    alternatives to report beside the chosen token (None: no log-probabilities at all).
+
+    Raises InvalidRequest, naming the field, for a value out of range.
+    """
+
+    max_tokens: int | None = 16
+    """None: as many as fit into the model's context."""
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids"):
+            value: object = getattr(self, name)
+            values = (value,) if isinstance(value, str | int) else tuple(getattr(self, name) or ())
+            object.__setattr__(self, name, values)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        _check_int("top_k", self.top_k, -1, None)
+        _check_float("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidRequest("top_p must be in (0, 1], got 0", "top_p")
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(f"stop has more than {MAX_STOP_STRINGS} strings", "stop")
+        if any(not isinstance(s, str) or not s for s in self.stop):
+            raise InvalidRequest("stop must hold non-empty strings", "stop")
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids", token, 0, None)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+
+def _check_int(name: str, value: object, low: int, high: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be an integer, got {value!r}", name)
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise InvalidRequest(f"{name} must be {bound}, got {value}", name)
+
+
+def _check_float(name: str, value: object, low: float, high: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
+        raise InvalidRequest(f"{name} must be a number, got {value!r}", name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be in [{low:g}, {high:g}], got {value}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence to continue. `adapter` None means the base model."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    adapter: AdapterRef | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities (natural, before temperature and filters) at one output position."""
+
+    logprob: float
+    rank: int
+    """Rank of the chosen token, 1 for the most likely."""
+    top: list[tuple[int, float]]
+    """The most likely tokens, best first: (token id, log-probability)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """New tokens of a request. Exactly one event of a request has `finish_reason` set: its last."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended the request; None for EOS."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were taken from the prefix cache."""
+    error: tuple[str, str, str | None] | None = None
+    """With finish_reason "error": see `weft.core.errors.from_wire`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the API needs to know of a started engine."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_loras: int
+    max_lora_rank: int
+    adapter_memory_bytes: int
+    num_parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the engine, read between two steps. All counters since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    """Blocks in use over all blocks, 0 to 1; cached but unused blocks are not in use."""
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
+    resident_adapters: tuple[str, ...] = ()
+    """Digests on the device."""
+    host_adapters: tuple[str, ...] = ()
+    """Digests in the host cache."""
+    adapter_bytes: int = 0
+    """Device bytes that adapters take now."""
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    adapter_loads: int = 0
+    adapter_evictions: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    """Requests by finish reason."""

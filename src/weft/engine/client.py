@@ -1,0 +1,243 @@
+"""EngineClient in two forms: the engine in a thread of this process, or in its own process.
+
+Both join the same `Client` (which request waits for what) with a link that carries commands down
+and reports up. All of `Client` runs on one event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import threading
+from collections.abc import AsyncIterator, Callable
+from queue import SimpleQueue
+from typing import Protocol
+
+from weft.core.config import EngineArgs
+from weft.core.errors import EngineDead, InvalidRequest, WeftError, from_wire, to_wire
+from weft.core.types import (
+    AdapterInfo,
+    AdapterRef,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    TokenEvent,
+)
+from weft.engine.engine import Engine, serve
+from weft.engine.messages import (
+    Abort,
+    Command,
+    Drop,
+    GetStats,
+    Register,
+    Reply,
+    Report,
+    Started,
+    StartFailed,
+    Stop,
+    Submit,
+    Tokens,
+    Wake,
+)
+
+CLOSE_S = 10.0
+"""How long `close` waits for the engine to end by itself."""
+
+
+class Link(Protocol):
+    """A way to an engine."""
+
+    def send(self, command: Command) -> None: ...
+
+    async def join(self, timeout_s: float) -> None:
+        """Wait for the engine's end; end it by force after the time-out where that is possible."""
+        ...
+
+
+class Client:
+    """EngineClient over a link. Build it with `start_in_process` or `start_process`."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._link: Link | None = None
+        self._started: asyncio.Future[EngineInfo] = self._loop.create_future()
+        self._info: EngineInfo | None = None
+        self._dead: WeftError | None = None
+        self._streams: dict[str, asyncio.Queue[TokenEvent | WeftError]] = {}
+        self._calls: dict[int, asyncio.Future[Reply]] = {}
+        self._call_ids = itertools.count()
+
+    async def start(self, link: Link) -> None:
+        """Wait until the engine is ready. Raises what it failed with."""
+        self._link = link
+        self._info = await self._started
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "not started"
+        return self._info
+
+    @property
+    def alive(self) -> bool:
+        return self._info is not None and self._dead is None
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+        if request.request_id in self._streams:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+        self._send(Submit(request))
+        queue: asyncio.Queue[TokenEvent | WeftError] = asyncio.Queue()
+        self._streams[request.request_id] = queue
+        ended = False
+        try:
+            while not ended:
+                item = await queue.get()
+                if isinstance(item, WeftError):
+                    ended = True
+                    raise item
+                ended = item.finish_reason is not None
+                yield item
+        finally:
+            del self._streams[request.request_id]
+            if not ended and self.alive:
+                self._send(Abort(request.request_id))
+
+    async def register_adapter(self, path: str) -> AdapterInfo:
+        reply = await self._call(lambda call_id: Register(call_id, path))
+        assert reply.info is not None
+        return reply.info
+
+    async def drop_adapter(self, ref: AdapterRef) -> None:
+        await self._call(lambda call_id: Drop(call_id, ref.digest))
+
+    async def stats(self) -> EngineStats:
+        reply = await self._call(GetStats)
+        assert reply.stats is not None
+        return reply.stats
+
+    async def close(self) -> None:
+        if self._link is None:
+            return
+        if self._dead is None:
+            with contextlib.suppress(WeftError):
+                self._send(Stop())
+        await self._link.join(CLOSE_S)
+        self.died(EngineDead("the engine was stopped"))
+
+    # -- from the link, on the event loop ------------------------------------------------------
+
+    def dispatch(self, report: Report) -> None:
+        match report:
+            case Tokens(events):
+                for event in events:
+                    queue = self._streams.get(event.request_id)
+                    if queue is not None:
+                        queue.put_nowait(event)
+            case Reply(call_id):
+                future = self._calls.pop(call_id, None)
+                if future is not None and not future.done():
+                    _resolve(future, report)
+            case Started(info):
+                self._started.set_result(info)
+            case StartFailed(error):
+                self._started.set_exception(from_wire(error))
+
+    def died(self, error: WeftError) -> None:
+        """The engine is gone: everything that waits for it ends with this error."""
+        if self._dead is not None:
+            return
+        self._dead = error
+        if not self._started.done():
+            self._started.set_exception(error)
+        for queue in self._streams.values():
+            queue.put_nowait(error)
+        calls, self._calls = self._calls, {}
+        for future in calls.values():
+            if not future.done():
+                future.set_exception(error)
+
+    # -- inside --------------------------------------------------------------------------------
+
+    async def _call(self, make: Callable[[int], Command]) -> Reply:
+        call_id = next(self._call_ids)
+        future: asyncio.Future[Reply] = self._loop.create_future()
+        self._calls[call_id] = future
+        try:
+            self._send(make(call_id))
+            return await future
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _send(self, command: Command) -> None:
+        if self._dead is not None or self._link is None:
+            raise self._dead or EngineDead("the engine was not started")
+        self._link.send(command)
+
+
+def _resolve(future: asyncio.Future[Reply], reply: Reply) -> None:
+    if reply.error is not None:
+        future.set_exception(from_wire(reply.error))
+    else:
+        future.set_result(reply)
+
+
+class _ThreadLink:
+    """The engine in a daemon thread."""
+
+    def __init__(self, args: EngineArgs, client: Client) -> None:
+        self._args = args
+        self._client = client
+        self._loop = asyncio.get_running_loop()
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    async def join(self, timeout_s: float) -> None:
+        await asyncio.to_thread(self._thread.join, timeout_s)
+
+    def _run(self) -> None:
+        def emit(report: Report) -> None:
+            self._post(lambda: self._client.dispatch(report))
+
+        try:
+            run_engine(self._args, self._inbox, emit)
+            error = EngineDead("the engine was stopped")
+        except Exception as failure:
+            error = EngineDead(f"the engine failed: {to_wire(failure)[1]}")
+        self._post(lambda: self._client.died(error))
+
+    def _post(self, call: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(call)
+
+
+def run_engine(
+    args: EngineArgs, inbox: SimpleQueue[Command], emit: Callable[[Report], None]
+) -> None:
+    """Build an engine and serve until Stop; reports a start that failed."""
+    try:
+        engine = Engine(args, wake=lambda: inbox.put(Wake()))
+    except WeftError as error:
+        emit(StartFailed(to_wire(error)))
+        return
+    emit(Started(engine.info))
+    serve(engine, inbox, emit)
+
+
+async def start_in_process(args: EngineArgs) -> Client:
+    """An engine in a thread of this process."""
+    client = Client()
+    await client.start(_ThreadLink(args, client))
+    return client
+
+
+async def start_process(args: EngineArgs) -> Client:
+    """An engine in its own process. Needs pyzmq and msgspec."""
+    from weft.engine.process import ProcessLink
+
+    client = Client()
+    await client.start(ProcessLink(args, client))
+    return client

@@ -1,0 +1,214 @@
+"""The engine: its parts put together, commands applied, steps run. Single-threaded.
+
+`serve` is what runs on the engine's thread or in its process: it takes commands from a queue,
+runs steps while there is work, and emits reports.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from weft.core.config import EngineArgs
+from weft.core.errors import ConfigError, WeftError, to_wire
+from weft.core.types import EngineInfo, EngineRequest, EngineStats, TokenEvent
+from weft.engine.blocks import BlockPool
+from weft.engine.inputs import RowState
+from weft.engine.loop import Loop
+from weft.engine.messages import (
+    Abort,
+    Command,
+    Drop,
+    GetStats,
+    Register,
+    Reply,
+    Report,
+    Stop,
+    Submit,
+    Tokens,
+)
+from weft.engine.runner import MAX_RESIDENT, Runner
+from weft.engine.scheduler import Limits, Scheduler
+from weft.residency.residency import Registered, Residency
+from weft.residency.slots import AdapterSlots
+
+WAIT_S = 0.02
+"""How long a step without work waits for a command while requests wait for something else."""
+
+
+class Engine:
+    """Owns scheduler, residency and runner. Raises ConfigError if it can't start like this."""
+
+    def __init__(self, args: EngineArgs, wake: Callable[[], None] = lambda: None) -> None:
+        if args.scheduler.max_num_batched_tokens < args.scheduler.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {args.scheduler.max_num_batched_tokens} must be at "
+                f"least --max-num-seqs {args.scheduler.max_num_seqs}",
+                "max_num_batched_tokens",
+            )
+        self._args = args
+        self._runner = runner = Runner(args)
+        self._blocks = BlockPool(runner.num_blocks)
+        self._slots = AdapterSlots(runner.pool.arena.numel(), MAX_RESIDENT)
+        self.scheduler = Scheduler(self._limits(), self._blocks, self._slots)
+        self._residency = Residency(
+            self._slots, runner.pool, runner.read_adapter, args.lora.max_cpu_loras, wake
+        )
+        rows = RowState(
+            args.scheduler.max_num_seqs,
+            runner.max_model_len,
+            args.cache.block_size,
+            runner.config.vocab_size,
+        )
+        overlap = args.scheduler.overlap
+        self._loop = Loop(self.scheduler, self._residency, rows, runner, overlap)
+        self._registrations: Counter[str] = Counter()
+        self._random = random.Random()
+
+    def _limits(self) -> Limits:
+        args, runner = self._args, self._runner
+        return Limits(
+            max_num_seqs=args.scheduler.max_num_seqs,
+            max_num_batched_tokens=args.scheduler.max_num_batched_tokens,
+            max_model_len=runner.max_model_len,
+            block_size=args.cache.block_size,
+            max_loras=args.lora.max_loras,
+            max_adapter_wait_steps=args.lora.max_adapter_wait_steps,
+            vocab_size=runner.config.vocab_size,
+            eos_token_ids=frozenset(runner.config.eos_token_ids),
+            enable_prefix_caching=args.cache.enable_prefix_caching,
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        args, runner = self._args, self._runner
+        return EngineInfo(
+            model=args.model.model,
+            architecture=runner.config.architecture,
+            dtype=str(runner.dtype).removeprefix("torch."),
+            device=str(runner.device),
+            max_model_len=runner.max_model_len,
+            vocab_size=runner.config.vocab_size,
+            num_blocks=runner.num_blocks,
+            block_size=args.cache.block_size,
+            max_loras=args.lora.max_loras,
+            max_lora_rank=args.lora.max_lora_rank,
+            adapter_memory_bytes=runner.pool.arena.numel() * runner.pool.element_bytes,
+            num_parameters=runner.num_parameters,
+        )
+
+    @property
+    def working(self) -> bool:
+        """Whether the last step ran something, so that the next one will find work too."""
+        return not self._loop.idle
+
+    # -- commands ------------------------------------------------------------------------------
+
+    def apply(self, command: Command) -> Report | None:
+        """Carry out a command other than Stop; its immediate report, if it has one."""
+        match command:
+            case Submit(request):
+                return _tokens(self.submit(request))
+            case Abort(request_id):
+                return _tokens(self.scheduler.abort(request_id))
+            case Register(call_id, path):
+                self._residency.register(call_id, path)
+            case Drop(call_id, digest):
+                self.drop(digest)
+                return Reply(call_id)
+            case GetStats(call_id):
+                return Reply(call_id, stats=self.stats())
+            case _:
+                pass
+        return None
+
+    def submit(self, request: EngineRequest) -> TokenEvent | None:
+        seed = request.params.seed
+        return self.scheduler.add(request, self._random.getrandbits(63) if seed is None else seed)
+
+    def drop(self, digest: str) -> None:
+        """Undo one registration. The last one undone forgets the adapter, at once or after its
+        last request."""
+        self._registrations[digest] -= 1
+        if self._registrations[digest] <= 0:
+            del self._registrations[digest]
+            if self.scheduler.drop_adapter(digest):
+                self._residency.forget(digest)
+
+    def _count(self, ended: Registered) -> Reply:
+        if ended.info is None:
+            return Reply(ended.call_id, error=to_wire(ended.error or WeftError("not registered")))
+        self._registrations[ended.info.digest] += 1
+        return Reply(ended.call_id, info=ended.info)
+
+    def stats(self) -> EngineStats:
+        scheduler, slots = self.scheduler, self._slots
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            kv_usage=self._blocks.usage,
+            running_adapters=scheduler.running_adapters(),
+            waiting_adapters=scheduler.waiting_adapters(),
+            resident_adapters=slots.resident,
+            host_adapters=self._residency.host.digests(),
+            adapter_bytes=slots.used_elements * self._runner.pool.element_bytes,
+            steps=self._loop.steps,
+            prompt_tokens=scheduler.prompt_tokens,
+            cached_tokens=scheduler.cached_tokens,
+            generated_tokens=scheduler.generated_tokens,
+            preemptions=scheduler.preemptions,
+            adapter_loads=slots.num_loads,
+            adapter_evictions=slots.num_evictions,
+            finished=dict(scheduler.finished),
+        )
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def step(self) -> list[Report]:
+        events, registered = self._loop.step()
+        reports: list[Report] = [self._count(r) for r in registered]
+        if events:
+            reports.append(Tokens(events))
+        return reports
+
+    def close(self) -> list[TokenEvent]:
+        """Stop for good: abort all requests and end the threads."""
+        events = self.scheduler.abort_all()
+        self._residency.close()
+        self._runner.close()
+        return events
+
+
+def serve(engine: Engine, inbox: SimpleQueue[Command], emit: Callable[[Report], None]) -> None:
+    """Run until Stop. Every request that was submitted gets its terminal event."""
+    while True:
+        for command in _commands(inbox, engine):
+            if isinstance(command, Stop):
+                emit(Tokens(engine.close()))
+                return
+            report = engine.apply(command)
+            if report is not None:
+                emit(report)
+        for report in engine.step():
+            emit(report)
+
+
+def _commands(inbox: SimpleQueue[Command], engine: Engine) -> list[Command]:
+    """All commands that are there; waits for one if there is nothing else to do."""
+    commands: list[Command] = []
+    try:
+        if engine.working:
+            commands.append(inbox.get_nowait())
+        else:
+            commands.append(inbox.get(timeout=WAIT_S if engine.scheduler.busy else None))
+        while True:
+            commands.append(inbox.get_nowait())
+    except Empty:
+        return commands
+
+
+def _tokens(event: TokenEvent | None) -> Tokens | None:
+    return Tokens([event]) if event else None
+

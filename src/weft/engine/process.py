@@ -1,0 +1,148 @@
+"""The engine in its own process, joined by ZeroMQ over a local socket, msgpack on the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Generic, TypeVar, cast, get_args
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from weft.core.config import EngineArgs
+from weft.core.errors import EngineDead
+from weft.engine.client import Client, run_engine
+from weft.engine.messages import Command, Report
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class Codec(Generic[T]):
+    """msgpack for a union of records: a pair of the record's class name and its fields."""
+
+    def __init__(self, kinds: tuple[type[T], ...]) -> None:
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._split = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw]).decode
+        self._decode = {kind.__name__: msgspec.msgpack.Decoder(kind).decode for kind in kinds}
+
+    def encode(self, record: T) -> bytes:
+        return self._encode((type(record).__name__, record))
+
+    def decode(self, data: bytes) -> T:
+        kind, payload = self._split(data)
+        return self._decode[kind](payload)
+
+
+COMMANDS = cast(Codec[Command], Codec(get_args(Command)))
+REPORTS = cast(Codec[Report], Codec(get_args(Report)))
+
+
+class ProcessLink:
+    """The API's end: starts the process, watches it, carries messages."""
+
+    def __init__(self, args: EngineArgs, client: Client) -> None:
+        self._client = client
+        self._folder = Path(tempfile.mkdtemp(prefix="weft-"))
+        self._context = zmq.asyncio.Context()
+        down, up = (f"ipc://{self._folder}/{name}" for name in ("commands", "reports"))
+        self._down = _socket(zmq.Context.shadow(self._context.underlying), zmq.PUSH)
+        self._down.bind(down)
+        self._up = _socket(self._context, zmq.PULL)
+        self._up.bind(up)
+        self._process = multiprocessing.get_context("spawn").Process(
+            target=_main, args=(args, down, up), name="weft-engine", daemon=True
+        )
+        self._process.start()
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._process.sentinel, self._ended)
+        self._receiver = asyncio.create_task(self._receive())
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid
+
+    def send(self, command: Command) -> None:
+        self._down.send(COMMANDS.encode(command))
+
+    async def join(self, timeout_s: float) -> None:
+        await asyncio.to_thread(self._process.join, timeout_s)
+        if self._process.is_alive():
+            logger.warning("the engine did not stop within %s s and is ended", timeout_s)
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+        self._close()
+
+    async def _receive(self) -> None:
+        while True:
+            self._client.dispatch(REPORTS.decode(await self._up.recv()))
+
+    def _ended(self) -> None:
+        """The process is gone; what it still sent is delivered first."""
+        self._loop.remove_reader(self._process.sentinel)
+        self._loop.call_later(0.1, self._report_death)
+
+    def _report_death(self) -> None:
+        code = self._process.exitcode
+        self._client.died(EngineDead(f"the engine process ended with exit code {code}"))
+
+    def _close(self) -> None:
+        self._loop.remove_reader(self._process.sentinel)
+        self._receiver.cancel()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _socket(context: zmq.Context, kind: int):  # type: ignore
+    socket = context.socket(kind)
+    socket.set_hwm(0)
+    socket.linger = 0
+    return socket
+
+
+def _main(args: EngineArgs, down: str, up: str) -> None:
+    """The engine process. It ends by Stop, by an error, or when its parent is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _end_with_parent()
+    context = zmq.Context()
+    reports = _socket(context, zmq.PUSH)
+    reports.linger = 1000
+    reports.connect(up)
+    inbox: SimpleQueue[Command] = SimpleQueue()
+    threading.Thread(target=_pull, args=(context, down, inbox), daemon=True).start()
+    try:
+        run_engine(args, inbox, lambda report: reports.send(REPORTS.encode(report)))
+    finally:
+        reports.close()
+
+
+def _pull(context: zmq.Context, down: str, inbox: SimpleQueue[Command]) -> None:  # type: ignore
+    commands = _socket(context, zmq.PULL)
+    commands.connect(down)
+    with contextlib.suppress(zmq.ContextTerminated):
+        while True:
+            inbox.put(COMMANDS.decode(commands.recv()))
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch(join: Callable[[], None]) -> None:
+        join()
+        os._exit(1)
+
+    threading.Thread(target=watch, args=(parent.join,), daemon=True).start()

@@ -1,0 +1,616 @@
+"""Decides what runs in each step. Pure Python: no torch, no clock, no I/O.
+
+    plan = scheduler.plan()              what to run now, with which blocks and slots
+    events = scheduler.commit(plan, result)
+
+Plans may run ahead of commits by one step or more: a request's newest tokens are then *pending*,
+known to the device only. A step goes to, in this order:
+
+1. decodes of running requests, oldest request first; if blocks run out, the youngest running
+   request is preempted: its blocks are released and it waits again, to be recomputed;
+2. the rest of running prompts, in chunks, oldest first;
+3. waiting requests, oldest first. One needs a row, blocks for all its tokens, and its adapter on
+   the device. A request whose adapter is not there is passed over, never dropped, and holds up
+   nobody; its load is started as soon as there is room.
+
+No adapter starves: if one finds no room for `max_adapter_wait_steps` steps, the adapters that
+have had the device longest (and at least that long) yield: their requests are preempted and wait
+behind it. With n adapters in demand and room for one at a time, each is admitted within about
+n * max_adapter_wait_steps steps and its load.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from weft.core.errors import (
+    AdapterUnavailable,
+    ContextLengthExceeded,
+    InvalidRequest,
+    WeftError,
+    to_wire,
+)
+from weft.core.types import EngineRequest, FinishReason, TokenEvent, TokenLogprob
+from weft.engine.blocks import BlockKey, BlockPool, chain_key, root_key
+from weft.engine.plan import Admitted, StepPlan, StepResult
+from weft.residency.slots import AdapterSlots, Load
+
+PREFETCH = 32
+"""Waiting requests beyond the admitted ones whose adapters are loaded ahead."""
+
+
+class Limits(NamedTuple):
+    """What bounds a step and a request."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    max_loras: int
+    max_adapter_wait_steps: int
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+    enable_prefix_caching: bool
+
+
+class _Sequence:
+    """A request inside the scheduler."""
+
+    __slots__ = (
+        "blocks",
+        "computed",
+        "digest",
+        "done",
+        "hashed",
+        "in_flight",
+        "keys",
+        "limit",
+        "num_cached",
+        "num_prompt",
+        "order",
+        "params",
+        "pending",
+        "request_id",
+        "row",
+        "seed",
+        "slot",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(self, request: EngineRequest, order: int, seed: int, limits: Limits) -> None:
+        params = request.params
+        self.request_id = request.request_id
+        self.params = params
+        self.order = order
+        self.seed = seed
+        self.tokens = list(request.prompt_ids)
+        self.num_prompt = len(self.tokens)
+        longest = limits.max_model_len
+        if params.max_tokens is not None:
+            longest = min(longest, self.num_prompt + params.max_tokens)
+        self.limit = longest
+        """Tokens, prompt included, at which the request ends."""
+        self.digest = request.adapter.digest if request.adapter else None
+        self.stop_ids = frozenset(params.stop_token_ids)
+        self.pending = 0
+        """Sampled tokens that only the device knows yet."""
+        self.in_flight = 0
+        """Steps planned and not committed."""
+        self.computed = 0
+        """Positions whose KV is computed once all planned steps have run."""
+        self.blocks: list[int] = []
+        self.keys: list[BlockKey] = []
+        """Prefix keys of full blocks of `tokens`, as far as they were needed."""
+        self.hashed = 0
+        """Blocks that were offered to the prefix index."""
+        self.row = -1
+        """Row in the batch; -1 while waiting."""
+        self.slot = -1
+        """Leased adapter slot; -1 without a lease."""
+        self.num_cached = -1
+        self.done = False
+
+    def __lt__(self, other: _Sequence) -> bool:
+        return self.order < other.order
+
+
+class _Draft:
+    """A plan in the making."""
+
+    def __init__(self, step: int, budget: int) -> None:
+        self.step = step
+        self.budget = budget
+        self.sequences: list[_Sequence] = []
+        self.rows: list[int] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.samples: list[bool] = []
+        self.admitted: list[Admitted] = []
+        self.new_blocks: list[tuple[int, int, int]] = []
+        self.loads: list[Load] = []
+
+    def schedule(self, seq: _Sequence, count: int) -> None:
+        """`count` more tokens of a sequence with a row and blocks for them."""
+        known = len(seq.tokens) + seq.pending
+        self.sequences.append(seq)
+        self.rows.append(seq.row)
+        self.starts.append(seq.computed)
+        self.counts.append(count)
+        seq.computed += count
+        seq.in_flight += 1
+        self.budget -= count
+        sampled = seq.computed == known
+        self.samples.append(sampled)
+        if sampled:
+            seq.pending += 1
+
+
+class Scheduler:
+    """Owner of all requests in the engine."""
+
+    def __init__(self, limits: Limits, blocks: BlockPool, slots: AdapterSlots) -> None:
+        self._limits = limits
+        self._blocks = blocks
+        self._slots = slots
+        self._now = 0
+        self._orders = 0
+        self._by_id: dict[str, _Sequence] = {}
+        self._waiting: list[_Sequence] = []
+        self._running: list[_Sequence] = []
+        self._planned: dict[int, list[_Sequence]] = {}
+        self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._demand: Counter[str] = Counter()
+        """Requests in the engine, by adapter digest."""
+        self._leases: Counter[str] = Counter()
+        self._deferred_since: dict[str, int] = {}
+        self._starving: list[str] = []
+        self._yielding: dict[str, str] = {}
+        """Adapter that makes room -> the starving one that it makes room for."""
+        self._dropping: set[str] = set()
+        self._watermark = blocks.num_blocks // 100
+        self.preemptions = 0
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.finished: Counter[str] = Counter()
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def add(self, request: EngineRequest, seed: int) -> TokenEvent | None:
+        """Queue a request. One that can't be served is answered at once by its error event."""
+        try:
+            self._validate(request)
+        except WeftError as error:
+            self.finished["error"] += 1
+            return _error_event(request.request_id, error)
+        seq = _Sequence(request, self._orders, seed, self._limits)
+        self._orders += 1
+        self._by_id[seq.request_id] = seq
+        self._waiting.append(seq)
+        if seq.digest is not None:
+            self._demand[seq.digest] += 1
+        return None
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        """End a request early; None if it is not here (it ended already)."""
+        seq = self._by_id.get(request_id)
+        return self._finish(seq, "abort") if seq else None
+
+    def abort_all(self) -> list[TokenEvent]:
+        return [self._finish(seq, "abort") for seq in list(self._by_id.values())]
+
+    def _validate(self, request: EngineRequest) -> None:
+        limits = self._limits
+        if request.request_id in self._by_id:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+        if not request.prompt_ids:
+            raise InvalidRequest("the prompt is empty", "prompt")
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= limits.vocab_size:
+            raise InvalidRequest(
+                f"the prompt has a token id outside of [0, {limits.vocab_size})", "prompt"
+            )
+        if len(request.prompt_ids) >= limits.max_model_len:
+            raise ContextLengthExceeded(
+                f"the prompt has {len(request.prompt_ids)} tokens, which leaves no room for an "
+                f"answer in a context of {limits.max_model_len}",
+                "prompt",
+            )
+        ref = request.adapter
+        if ref and (not self._slots.knows(ref.digest) or ref.digest in self._dropping):
+            raise AdapterUnavailable(f"adapter {ref.name!r} is not loaded", "model")
+
+    # -- adapters ------------------------------------------------------------------------------
+
+    def drop_adapter(self, digest: str) -> bool:
+        """Stop taking requests for an adapter. True if it has none left; else `take_dropped`
+        reports it once the last one has ended."""
+        if self._in_use(digest):
+            self._dropping.add(digest)
+            return False
+        return True
+
+    def keep_adapter(self, digest: str) -> None:
+        """Take a drop back that has not been carried out yet."""
+        self._dropping.discard(digest)
+
+    def _in_use(self, digest: str) -> bool:
+        return digest in self._demand or digest in self._leases
+
+    def take_dropped(self) -> list[str]:
+        """Adapters to be dropped whose last request has ended since the last call."""
+        gone = [d for d in self._dropping if not self._in_use(d)]
+        self._dropping.difference_update(gone)
+        return gone
+
+    def adapter_failed(self, digest: str, error: WeftError) -> list[TokenEvent]:
+        """A load failed: end the requests that wait for it."""
+        self._settle(digest)
+        return [
+            self._finish(seq, "error", error=error)
+            for seq in list(self._waiting)
+            if seq.digest == digest
+        ]
+
+    # -- the step ------------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is here."""
+        return bool(self._by_id)
+
+    def plan(self) -> StepPlan:
+        """The next step; empty when nothing can run just now."""
+        self._now += 1
+        self._make_room()
+        draft = _Draft(self._now, self._limits.max_num_batched_tokens)
+        self._plan_decodes(draft)
+        self._plan_chunks(draft)
+        self._plan_waiting(draft)
+        if draft.rows:
+            self._planned[draft.step] = draft.sequences
+        return StepPlan(
+            draft.step,
+            draft.rows,
+            draft.starts,
+            draft.counts,
+            draft.samples,
+            self._limits.max_num_batched_tokens - draft.budget,
+            draft.admitted,
+            draft.new_blocks,
+            draft.loads,
+        )
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
+        """Take the tokens of a step; plans are committed in their order."""
+        events: list[TokenEvent] = []
+        tokens = iter(result.token_ids)
+        logprobs = iter(result.logprobs or ())
+        block_size = self._limits.block_size
+        caching = self._limits.enable_prefix_caching
+        sequences = self._planned.pop(plan.step, [])
+        for i, seq in enumerate(sequences):
+            token = next(tokens) if plan.samples[i] else None
+            logprob = next(logprobs, None) if token is not None else None
+            seq.in_flight -= 1
+            if not seq.done:
+                stop = plan.starts[i] + plan.counts[i]
+                if caching and stop >= (seq.hashed + 1) * block_size:
+                    self._register(seq, stop // block_size)
+                if token is not None:
+                    events.append(self._append(seq, token, logprob))
+            if seq.row < 0 and seq.in_flight == 0:
+                self._end_lease(seq)
+        return events
+
+    def _plan_decodes(self, draft: _Draft) -> None:
+        block_size = self._limits.block_size
+        running = self._running
+        i = 0
+        while i < len(running) and draft.budget:
+            seq = running[i]
+            i += 1
+            known = len(seq.tokens) + seq.pending
+            if known - seq.computed != 1 or known >= seq.limit:
+                continue
+            if known > len(seq.blocks) * block_size and not self._grow(seq, draft):
+                break
+            draft.schedule(seq, 1)
+
+    def _grow(self, seq: _Sequence, draft: _Draft) -> bool:
+        """One more block; False if `seq` itself had to be preempted for want of one."""
+        while not self._blocks.num_free:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        draft.new_blocks.append((seq.row, len(seq.blocks), self._blocks.allocate()))
+        seq.blocks.append(draft.new_blocks[-1][2])
+        return True
+
+    def _plan_chunks(self, draft: _Draft) -> None:
+        for seq in self._running:
+            if not draft.budget:
+                return
+            todo = len(seq.tokens) - seq.computed
+            if todo > 1:
+                draft.schedule(seq, min(todo, draft.budget))
+
+    def _plan_waiting(self, draft: _Draft) -> None:
+        passed: set[str] = set()
+        taken: set[int] = set()
+        ahead = 0
+        for seq in self._waiting:
+            full = not draft.budget or not self._free_rows
+            if full or ahead:
+                ahead += 1
+                if ahead > PREFETCH:
+                    break
+                self._prefetch(seq, draft)
+            elif seq.in_flight or not self._adapter_ready(seq, draft, passed):
+                continue
+            elif self._place(seq, draft):
+                taken.add(seq.order)
+            else:
+                ahead = 1
+        if taken:
+            self._waiting = [s for s in self._waiting if s.order not in taken]
+
+    def _place(self, seq: _Sequence, draft: _Draft) -> bool:
+        """Give a waiting sequence a row, blocks and its adapter; False if blocks are short."""
+        block_size = self._limits.block_size
+        known = len(seq.tokens)
+        hits = self._cached_prefix(seq)
+        fresh = -(-known // block_size) - len(hits)
+        revived = sum(self._blocks.is_free(b) for b in hits)
+        spare = self._watermark if self._running else 0
+        if fresh + revived + spare > self._blocks.num_free:
+            return False
+        for block in hits:
+            self._blocks.share(block)
+        seq.blocks = hits + [self._blocks.allocate() for _ in range(fresh)]
+        seq.hashed = len(hits)
+        seq.computed = len(hits) * block_size
+        seq.row = self._free_rows.pop()
+        self._count_prompt(seq)
+        if seq.digest is not None:
+            self._lease(seq, seq.digest)
+        draft.new_blocks.extend((seq.row, i, b) for i, b in enumerate(seq.blocks))
+        draft.admitted.append(
+            Admitted(seq.row, seq.slot, list(seq.tokens), seq.params, seq.seed)
+        )
+        insort(self._running, seq)
+        draft.schedule(seq, min(known - seq.computed, draft.budget))
+        return True
+
+    def _count_prompt(self, seq: _Sequence) -> None:
+        if seq.num_cached < 0:
+            seq.num_cached = seq.computed
+            self.prompt_tokens += seq.num_prompt
+            self.cached_tokens += seq.num_cached
+
+    def _preempt(self, seq: _Sequence) -> None:
+        """Back to the queue, at its place by arrival; all its KV is recomputed later."""
+        self.preemptions += 1
+        self._running.remove(seq)
+        self._leave(seq)
+        insort(self._waiting, seq)
+
+    def _leave(self, seq: _Sequence) -> None:
+        """Give back a running sequence's row and blocks. Steps in flight may still write to
+        them, but they run before any step that is planned from now on. The adapter lease ends
+        with the last of these steps, as loads are not ordered with steps."""
+        self._blocks.release(seq.blocks)
+        self._free_rows.append(seq.row)
+        seq.row = -1
+        seq.blocks = []
+        seq.hashed = 0
+        seq.computed = 0
+        if seq.in_flight == 0:
+            self._end_lease(seq)
+
+    # -- the prefix cache ----------------------------------------------------------------------
+
+    def _cached_prefix(self, seq: _Sequence) -> list[int]:
+        """Registered blocks of the sequence's beginning; at least one token is left to compute."""
+        if not self._limits.enable_prefix_caching:
+            return []
+        full = (len(seq.tokens) - 1) // self._limits.block_size
+        hits: list[int] = []
+        for i in range(full):
+            block = self._blocks.lookup(self._key(seq, i))
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _register(self, seq: _Sequence, full: int) -> None:
+        """Offer the first `full` blocks to the prefix index, as far as not done yet."""
+        for i in range(seq.hashed, min(full, len(seq.blocks))):
+            self._blocks.register(seq.blocks[i], self._key(seq, i))
+            seq.hashed = i + 1
+
+    def _key(self, seq: _Sequence, i: int) -> BlockKey:
+        size = self._limits.block_size
+        for j in range(len(seq.keys), i + 1):
+            parent = seq.keys[-1] if seq.keys else root_key(seq.digest)
+            seq.keys.append(chain_key(parent, seq.tokens[j * size : (j + 1) * size]))
+        return seq.keys[i]
+
+    # -- adapters in admission -----------------------------------------------------------------
+
+    def _adapter_ready(self, seq: _Sequence, draft: _Draft, passed: set[str]) -> bool:
+        """Whether the sequence can run with its adapter in this step; starts what it takes."""
+        digest = seq.digest
+        if digest is None:
+            return True
+        if digest in passed:
+            return False
+        if self._slots.is_resident(digest) and digest not in self._yielding:
+            if digest in self._leases or len(self._leases) < self._limits.max_loras:
+                return True
+            self._slots.touch(digest, self._now)
+            self._defer(digest)
+        elif digest in self._yielding:
+            self._deferred_since.setdefault(digest, self._now)
+        elif not self._slots.is_loading(digest) and not self._load(digest, draft):
+            self._defer(digest)
+        passed.add(digest)
+        return False
+
+    def _prefetch(self, seq: _Sequence, draft: _Draft) -> None:
+        """Start the load of a request that can't be admitted yet anyway."""
+        digest = seq.digest
+        if digest is None or self._slots.is_loading(digest) or digest in self._yielding:
+            return
+        if self._slots.is_resident(digest):
+            self._slots.touch(digest, self._now)
+        else:
+            self._load(digest, draft)
+
+    def _load(self, digest: str, draft: _Draft) -> bool:
+        load = self._slots.start_load(digest, self._now)
+        if load is not None:
+            draft.loads.append(load)
+        return load is not None
+
+    def _defer(self, digest: str) -> None:
+        since = self._deferred_since.setdefault(digest, self._now)
+        if self._now - since >= self._limits.max_adapter_wait_steps:
+            self._starving.append(digest)
+
+    def _make_room(self) -> None:
+        """Let the longest-served adapters yield to those that starved in the last plan."""
+        quantum = self._limits.max_adapter_wait_steps
+        starving, self._starving = self._starving, []
+        for digest in starving:
+            yielding = [v for v, for_ in self._yielding.items() if for_ == digest]
+            if digest not in self._demand or any(v in self._leases for v in yielding):
+                continue
+            if self._slots.is_resident(digest):
+                longest = self._slots.longest_leased(self._now, quantum)
+                victims = [longest] if longest else []
+            elif self._slots.is_loading(digest):
+                continue
+            else:
+                victims = self._slots.choose_victims(digest, self._now, quantum)
+            for victim in victims:
+                self._yielding[victim] = digest
+                for seq in [s for s in self._running if s.digest == victim]:
+                    self._preempt(seq)
+
+    def _lease(self, seq: _Sequence, digest: str) -> None:
+        seq.slot = self._slots.acquire(digest, self._now)
+        self._leases[digest] += 1
+        self._settle(digest)
+
+    def _end_lease(self, seq: _Sequence) -> None:
+        if seq.slot >= 0 and seq.digest is not None:
+            self._slots.release(seq.digest, self._now)
+            self._leases[seq.digest] -= 1
+            if not self._leases[seq.digest]:
+                del self._leases[seq.digest]
+            seq.slot = -1
+
+    def _settle(self, digest: str) -> None:
+        """The adapter is served, or nobody wants it any more: nobody yields to it."""
+        self._deferred_since.pop(digest, None)
+        for victim in [v for v, for_ in self._yielding.items() if for_ == digest]:
+            del self._yielding[victim]
+
+    # -- the end of a request ------------------------------------------------------------------
+
+    def _append(self, seq: _Sequence, token: int, logprob: TokenLogprob | None) -> TokenEvent:
+        seq.tokens.append(token)
+        seq.pending -= 1
+        self.generated_tokens += 1
+        logprobs = [logprob] if logprob is not None else None
+        if token in seq.stop_ids:
+            return self._finish(seq, "stop", [token], logprobs, stop_reason=token)
+        if token in self._limits.eos_token_ids and not seq.params.ignore_eos:
+            return self._finish(seq, "stop", [token], logprobs)
+        if len(seq.tokens) >= seq.limit:
+            return self._finish(seq, "length", [token], logprobs)
+        return TokenEvent(seq.request_id, [token], logprobs, None, None, max(seq.num_cached, 0))
+
+    def _finish(
+        self,
+        seq: _Sequence,
+        reason: FinishReason,
+        token_ids: Sequence[int] = (),
+        logprobs: list[TokenLogprob] | None = None,
+        stop_reason: int | None = None,
+        error: WeftError | None = None,
+    ) -> TokenEvent:
+        """The one terminal event of a request; everything it holds is given back."""
+        seq.done = True
+        del self._by_id[seq.request_id]
+        self.finished[reason] += 1
+        if seq.row >= 0:
+            self._running.remove(seq)
+            self._leave(seq)
+        else:
+            self._waiting.remove(seq)
+        if seq.digest is not None:
+            self._demand[seq.digest] -= 1
+            if not self._demand[seq.digest]:
+                del self._demand[seq.digest]
+                self._settle(seq.digest)
+        return TokenEvent(
+            seq.request_id,
+            list(token_ids),
+            logprobs,
+            reason,
+            stop_reason,
+            max(seq.num_cached, 0),
+            to_wire(error) if error else None,
+        )
+
+    # -- views ---------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def running_adapters(self) -> tuple[str, ...]:
+        return tuple(self._leases)
+
+    def waiting_adapters(self) -> tuple[str, ...]:
+        return _distinct(s.digest for s in self._waiting)
+
+    def check(self) -> None:
+        """Raise AssertionError unless all invariants hold, those of blocks and slots included."""
+        self._blocks.check()
+        self._slots.check()
+        rows = [s.row for s in self._running]
+        assert sorted(rows + self._free_rows) == list(range(self._limits.max_num_seqs))
+        assert all(s.row < 0 and not s.blocks for s in self._waiting)
+        assert sorted(self._waiting) == self._waiting
+        assert sorted(self._running) == self._running
+        assert len(self._waiting) + len(self._running) == len(self._by_id)
+        uses = Counter(b for s in self._running for b in s.blocks)
+        assert all(self._blocks.num_users(b) == n for b, n in uses.items())
+        assert sum(uses.values()) == self._blocks.total_users
+        for digest, leases in self._leases.items():
+            assert leases == self._slots.num_leases(digest) > 0
+        demand = Counter(s.digest for s in self._by_id.values() if s.digest is not None)
+        assert demand == self._demand
+        assert len(self._leases) <= self._limits.max_loras
+        if not self._by_id:
+            assert not self._yielding and not self._deferred_since
+            assert self._planned or not self._leases
+
+
+def _distinct(digests: Iterable[str | None]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(d for d in digests if d is not None))
+
+
+def _error_event(request_id: str, error: WeftError) -> TokenEvent:
+    return TokenEvent(request_id, [], None, "error", None, 0, to_wire(error))

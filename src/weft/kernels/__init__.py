@@ -1,0 +1,1 @@
+"""Kernels: functions over tensors, each with a plain-torch oracle of the same signature."""

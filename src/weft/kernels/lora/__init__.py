@@ -1,0 +1,50 @@
+"""LoRA kernels: what is added to a base layer's output for rows that belong to an adapter.
+
+Backends register by name and are imported when first asked for. Third parties add theirs with an
+entry point in the group `weft.lora_backends` whose value is a callable `(pool) -> LoraBackend`.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+
+from weft.core.errors import ConfigError
+from weft.kernels.lora.base import AdapterPool, LoraBackend, LoraBatch, LoraStep, Segment
+
+__all__ = [
+    "AdapterPool",
+    "LoraBackend",
+    "LoraBatch",
+    "LoraStep",
+    "Segment",
+    "backend_names",
+    "make_backend",
+]
+
+ENTRY_POINT_GROUP = "weft.lora_backends"
+
+_BUILT_IN = {
+    "reference": "weft.kernels.lora.reference:ReferenceBackend",
+    "torch": "weft.kernels.lora.grouped:GroupedBackend",
+}
+
+
+def backend_names() -> list[str]:
+    """Names that `make_backend` takes, built-in ones first."""
+    return [*_BUILT_IN, *(e.name for e in entry_points(group=ENTRY_POINT_GROUP))]
+
+
+def make_backend(name: str, pool: AdapterPool) -> LoraBackend:
+    """The backend of that name over `pool`; "auto" is torch. Raises ConfigError when unknown."""
+    name = "torch" if name == "auto" else name
+    if name in _BUILT_IN:
+        module, _, attribute = _BUILT_IN[name].partition(":")
+        made: LoraBackend = getattr(import_module(module), attribute)(pool)
+        return made
+    for entry in entry_points(group=ENTRY_POINT_GROUP):
+        if entry.name == name:
+            plugin: LoraBackend = entry.load()(pool)
+            return plugin
+    known = ", ".join(backend_names())
+    raise ConfigError(f"no LoRA backend named {name!r}; there are: {known}", "lora_backend")

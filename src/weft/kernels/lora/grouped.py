@@ -1,0 +1,160 @@
+"""The torch backend: matrix products per segment, or one product for all segments of a group.
+
+A segment of many rows (prefill) is worth its own products. With few rows per segment (decode)
+the products are tiny and calls cost more than arithmetic; then the matrices of all adapters in
+the batch are stacked once,
+
+    v_TR = x_TI @ stack(A)^T        R: the ranks of all adapters in the batch
+    v_TR *= owner(R) == slot(T)     each row keeps the columns of its own adapter
+    y_TO += v_TR @ stack(B)         B placed at its slice's columns, zeros elsewhere
+
+which is three calls whatever the number of adapters. A stack serves all steps with the same set
+of adapters; it is built when a set is met for the second time, within a bound on memory.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from weft.kernels.lora.base import AdapterPool, LoraBatch, Segment
+
+MAX_STACK_BYTES = 256 << 20
+MAX_STACKS = 16
+FEW_ROWS = 8
+"""Mean rows a segment below which stacking is considered."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """The matrices of several adapters for one group. `owner_R` is the slot of each column."""
+
+    a_IR: Tensor
+    b_RO: Tensor
+    owner_R: Tensor
+    key: tuple[tuple[int, int], ...]
+    """(slot, columns) in order: equal keys have equal owners."""
+
+
+@dataclass(slots=True)
+class _StackSet:
+    """Stacks of one set of adapters, by group, filled when first needed."""
+
+    fits: bool
+    stacks: dict[int, _Stack | None] = field(default_factory=dict)
+
+
+class GroupedBackend:
+    """LoraBackend in plain torch, for any device."""
+
+    def __init__(self, pool: AdapterPool) -> None:
+        self._pool = pool
+        self._sets: OrderedDict[tuple[tuple[int, int], ...], _StackSet] = OrderedDict()
+
+    def begin(self, batch: LoraBatch) -> GroupedStep:
+        return GroupedStep(self._pool, batch, self._stack_set(batch))
+
+    def _stack_set(self, batch: LoraBatch) -> _StackSet | None:
+        """The set to use stacks of; None when products per segment are better."""
+        segments = batch.segments
+        rows = sum(s.stop - s.start for s in segments)
+        if len(segments) < 2 or rows > FEW_ROWS * len(segments):
+            return None
+        key = tuple((s.slot, self._pool.generation[s.slot]) for s in segments)
+        found = self._sets.get(key)
+        if found is None:
+            self._sets[key] = _StackSet(fits=self._fits(segments))
+            if len(self._sets) > MAX_STACKS:
+                self._sets.popitem(last=False)
+            return None
+        self._sets.move_to_end(key)
+        return found if found.fits else None
+
+    def _fits(self, segments: tuple[Segment, ...]) -> bool:
+        """Whether stacks of these slots stay in bounds; packing widens B by 3 at most."""
+        elements = 3 * sum(self._pool.num_elements(s.slot) for s in segments)
+        return elements * self._pool.element_bytes <= MAX_STACK_BYTES // MAX_STACKS
+
+
+class GroupedStep:
+    """LoraStep of the torch backend."""
+
+    def __init__(self, pool: AdapterPool, batch: LoraBatch, stacks: _StackSet | None) -> None:
+        self._pool = pool
+        self._batch = batch
+        self._set = stacks
+        self._masks: dict[tuple[tuple[tuple[int, int], ...], bool], Tensor] = {}
+
+    def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
+        self._apply(y_TO, x_TI, group, sampled=False)
+
+    def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
+        self._apply(y_NV, x_NI, group, sampled=True)
+
+    def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
+        for slot, start, stop in self._batch.segments:
+            if view := self._pool.view(slot, group):
+                v_TR = view.a_RI[ids_T[start:stop]]
+                y_TO[start:stop].addmm_(v_TR, view.slices[0].b_OR.t())
+
+    def _apply(self, y: Tensor, x: Tensor, group: int, *, sampled: bool) -> None:
+        segments = self._batch.sampled_segments if sampled else self._batch.segments
+        if not segments:
+            return
+        if self._set is None:
+            _per_segment(self._pool, segments, y, x, group)
+            return
+        stack = self._stack(group)
+        if stack is not None:
+            first = segments[0].start
+            v_TR = x[first:] @ stack.a_IR
+            v_TR.mul_(self._mask(stack, first, sampled))
+            y[first:].addmm_(v_TR, stack.b_RO)
+
+    def _stack(self, group: int) -> _Stack | None:
+        assert self._set is not None
+        if group not in self._set.stacks:
+            slots = [s.slot for s in self._batch.segments]
+            self._set.stacks[group] = _build_stack(self._pool, slots, group)
+        return self._set.stacks[group]
+
+    def _mask(self, stack: _Stack, first: int, sampled: bool) -> Tensor:
+        found = self._masks.get((stack.key, sampled))
+        if found is None:
+            slot = self._batch.slot_N if sampled else self._batch.slot_T
+            found = (slot[first:, None] == stack.owner_R).to(stack.a_IR.dtype)
+            self._masks[stack.key, sampled] = found
+        return found
+
+
+def _per_segment(
+    pool: AdapterPool, segments: tuple[Segment, ...], y: Tensor, x: Tensor, group: int
+) -> None:
+    for slot, start, stop in segments:
+        view = pool.view(slot, group)
+        if view is None:
+            continue
+        v_TR = x[start:stop] @ view.a_RI.t()
+        for s in view.slices:
+            y[start:stop, s.out_start : s.out_stop].addmm_(
+                v_TR[:, s.r_start : s.r_stop], s.b_OR.t()
+            )
+
+
+def _build_stack(pool: AdapterPool, slots: list[int], group: int) -> _Stack | None:
+    views = [(slot, v) for slot in slots if (v := pool.view(slot, group))]
+    if not views:
+        return None
+    key = tuple((slot, v.a_RI.shape[0]) for slot, v in views)
+    a_IR = torch.cat([v.a_RI for _, v in views]).t()
+    b_RO = a_IR.new_zeros(a_IR.shape[1], pool.table.groups[group].out_features)
+    row = 0
+    for _, view in views:
+        for s in view.slices:
+            b_RO[row + s.r_start : row + s.r_stop, s.out_start : s.out_stop] = s.b_OR.t()
+        row += view.a_RI.shape[0]
+    owner = [slot for slot, columns in key for _ in range(columns)]
+    return _Stack(a_IR, b_RO, torch.tensor(owner, dtype=torch.int32, device=a_IR.device), key)

@@ -1,0 +1,328 @@
+"""What a checkpoint's configuration says of the model, read once and checked.
+
+A family is a row of `FAMILIES`. Whatever Weft would compute wrongly is refused here, by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from weft.core.errors import ConfigError
+
+RopeType = Literal["default", "linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """Rotary embedding: base frequency and how it is stretched for longer contexts."""
+
+    theta: float
+    type: RopeType = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int = 0
+    """llama3 and yarn: the context length before stretching."""
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    attention_factor: float | None = None
+    """yarn: what cos and sin are multiplied by; None: derived from `factor` and the mscales."""
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A decoder-only transformer of one of the `FAMILIES`."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    tie_word_embeddings: bool
+    attention_bias: bool
+    """Of q, k and v."""
+    attention_out_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    """RMS norm over each head's q and k, before rope."""
+    windows: tuple[int | None, ...]
+    """Per layer: how many positions a token sees, its own included; None: all."""
+    rope: RopeConfig
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    dtype: str
+    """Of the checkpoint: "float32", "float16" or "bfloat16"."""
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(
+                f"num_key_value_heads {self.num_kv_heads} does not divide "
+                f"num_attention_heads {self.num_heads}",
+                "num_key_value_heads",
+            )
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim must be even, got {self.head_dim}", "head_dim")
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """How one architecture's configuration is read. A string names the field that decides."""
+
+    model_type: str
+    windows: Callable[[Any], tuple[int | None, ...]]
+    attention_bias: bool | str = False
+    attention_out_bias: bool | str = False
+    mlp_bias: bool | str = False
+    qk_norm: bool = False
+
+
+def _no_windows(hf: Any) -> tuple[int | None, ...]:
+    return (None,) * int(hf.num_hidden_layers)
+
+
+def _one_window(hf: Any) -> tuple[int | None, ...]:
+    kind = "full_attention" if hf.sliding_window is None else "sliding_attention"
+    types = getattr(hf, "layer_types", None) or [kind]
+    if set(types) != {kind}:
+        raise ConfigError(
+            f"layer_types {sorted(set(types))} are not served for {hf.model_type} "
+            f"with sliding_window {hf.sliding_window}",
+            "layer_types",
+        )
+    return (hf.sliding_window,) * int(hf.num_hidden_layers)
+
+
+def _layer_windows(hf: Any) -> tuple[int | None, ...]:
+    of_type = {"full_attention": None}
+    if hf.sliding_window is not None:
+        of_type["sliding_attention"] = hf.sliding_window
+    types = list(hf.layer_types)
+    if len(types) != hf.num_hidden_layers or not set(types) <= set(of_type):
+        raise ConfigError(
+            f"layer_types must name one of {', '.join(of_type)} for each of the "
+            f"{hf.num_hidden_layers} layers (use_sliding_window {hf.use_sliding_window}), "
+            f"got {types}",
+            "layer_types",
+        )
+    return tuple(of_type[t] for t in types)
+
+
+FAMILIES: dict[str, Family] = {
+    "LlamaForCausalLM": Family(
+        "llama",
+        _no_windows,
+        attention_bias="attention_bias",
+        attention_out_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "MistralForCausalLM": Family("mistral", _one_window),
+    "Qwen2ForCausalLM": Family("qwen2", _layer_windows, attention_bias=True),
+    "Qwen3ForCausalLM": Family(
+        "qwen3",
+        _layer_windows,
+        attention_bias="attention_bias",
+        attention_out_bias="attention_bias",
+        qk_norm=True,
+    ),
+}
+
+
+def load_model_config(path_or_id: str | Path, revision: str | None = None) -> ModelConfig:
+    """Read config.json (and generation_config.json) of a local folder or a hub id.
+
+    Raises ConfigError, naming the field, for what Weft can't serve.
+    """
+    folder = resolve_model(path_or_id, revision, weights=False)
+    raw = _read_json(folder / "config.json")
+    family = _family_of(raw)
+    return _build(family, _hf_config(folder), raw, _eos_token_ids(folder, raw))
+
+
+_SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
+
+
+def resolve_model(
+    path_or_id: str | Path, revision: str | None = None, *, weights: bool = True
+) -> Path:
+    """The local folder of a model, downloaded when the name is a hub id.
+
+    `weights` False: without the safetensors files. Raises ConfigError when there is no such model.
+    """
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ConfigError(f"{path} has no config.json", "model")
+        return path
+    name = str(path_or_id)
+    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
+        raise ConfigError(f"there is no folder {name}", "model")
+    return _download(name, revision, weights)
+
+
+def _download(name: str, revision: str | None, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_SMALL_FILES, *(["*.safetensors"] if weights else [])]
+    try:
+        folder = snapshot_download(name, revision=revision, allow_patterns=patterns)
+    except (OSError, ValueError) as error:
+        at = f" at revision {revision}" if revision else ""
+        raise ConfigError(
+            f"{name}{at} is neither a local folder nor a model that can be downloaded: {error}",
+            "model",
+        ) from error
+    return resolve_model(Path(folder))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't read {path}: {error}", "model") from error
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} does not hold a JSON object", "model")
+    return value
+
+
+def _family_of(raw: dict[str, Any]) -> str:
+    """The architecture, after checking the fields that rule a checkpoint out."""
+    architectures = raw.get("architectures") or []
+    name = architectures[0] if len(architectures) == 1 else None
+    if name not in FAMILIES:
+        raise ConfigError(
+            f"architectures {architectures} is not served; these are: {', '.join(FAMILIES)}",
+            "architectures",
+        )
+    for key in ("quantization_config", "compression_config"):
+        if raw.get(key):
+            raise ConfigError(f"{key} is set: quantized checkpoints are not served", key)
+    if raw.get("model_type") != FAMILIES[name].model_type:
+        raise ConfigError(
+            f"model_type {raw.get('model_type')!r} does not belong to {name}", "model_type"
+        )
+    return cast(str, name)
+
+
+def _hf_config(folder: Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise ConfigError(f"{folder / 'config.json'} is not valid: {error}", "model") from error
+
+
+def _build(
+    architecture: str, hf: Any, raw: dict[str, Any], eos_token_ids: tuple[int, ...]
+) -> ModelConfig:
+    family = FAMILIES[architecture]
+    if hf.hidden_act != "silu":
+        raise ConfigError(f"hidden_act {hf.hidden_act!r} is not served, only silu", "hidden_act")
+    return ModelConfig(
+        architecture=architecture,
+        vocab_size=hf.vocab_size,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
+        num_layers=hf.num_hidden_layers,
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads,
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        rms_norm_eps=hf.rms_norm_eps,
+        tie_word_embeddings=bool(hf.tie_word_embeddings),
+        attention_bias=_flag(hf, family.attention_bias),
+        attention_out_bias=_flag(hf, family.attention_out_bias),
+        mlp_bias=_flag(hf, family.mlp_bias),
+        qk_norm=family.qk_norm,
+        windows=family.windows(hf),
+        rope=_rope(hf),
+        max_position_embeddings=hf.max_position_embeddings,
+        eos_token_ids=eos_token_ids,
+        dtype=_dtype(raw),
+    )
+
+
+def _flag(hf: Any, value: bool | str) -> bool:
+    return value if isinstance(value, bool) else bool(getattr(hf, value))
+
+
+def _dtype(raw: dict[str, Any]) -> str:
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if dtype not in ("float32", "float16", "bfloat16"):
+        raise ConfigError(f"dtype {dtype!r} is not served", "dtype")
+    return cast(str, dtype)
+
+
+def _rope(hf: Any) -> RopeConfig:
+    """From `rope_parameters`, to which transformers also converts rope_theta and rope_scaling."""
+    p = dict(hf.rope_parameters or {})
+    kind = p.get("rope_type")
+    if kind not in get_args(RopeType):
+        raise ConfigError(
+            f"rope type {kind!r} is not served; these are: {', '.join(get_args(RopeType))}",
+            "rope_parameters",
+        )
+    if p.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ConfigError("partial_rotary_factor other than 1 is not served", "rope_parameters")
+    missing = [k for k in _ROPE_REQUIRED[cast(RopeType, kind)] if p.get(k) is None]
+    if missing:
+        raise ConfigError(f"rope type {kind} needs {', '.join(missing)}", "rope_parameters")
+    read = {k: p[k] for k in _ROPE_READ[cast(RopeType, kind)] if p.get(k) is not None}
+    if kind == "yarn":
+        read.setdefault(
+            "factor", hf.max_position_embeddings / p["original_max_position_embeddings"]
+        )
+        # 0 stands for "the default" there.
+        read = {k: v for k, v in read.items() if v or not k.startswith("beta_")}
+    return RopeConfig(theta=float(p["rope_theta"]), type=cast(RopeType, kind), **read)
+
+
+_ROPE_REQUIRED: dict[RopeType, tuple[str, ...]] = {
+    "default": ("rope_theta",),
+    "linear": ("rope_theta", "factor"),
+    "llama3": (
+        "rope_theta",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+    "yarn": ("rope_theta", "original_max_position_embeddings"),
+}
+_ROPE_READ: dict[RopeType, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": _ROPE_REQUIRED["llama3"][1:],
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+}
+
+
+def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+    value = None
+    generation = folder / "generation_config.json"
+    if generation.is_file():
+        value = _read_json(generation).get("eos_token_id")
+    if value is None:
+        value = raw.get("eos_token_id")
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (value,)

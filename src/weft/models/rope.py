@@ -1,0 +1,89 @@
+"""Tables of the rotary embedding. Shapes: M positions, T token rows, D head dimension."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from weft.models.config import RopeConfig
+
+
+class RopeTable:
+    """cos and sin of every position below `max_len`, computed in fp32 and kept in `dtype`."""
+
+    def __init__(
+        self,
+        rope: RopeConfig,
+        head_dim: int,
+        max_len: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        freq_F, scale = inverse_frequencies(rope, head_dim)
+        angle_MF = torch.arange(max_len, device=device).float()[:, None] * freq_F.to(device)
+        cos, sin = angle_MF.cos() * scale, angle_MF.sin() * scale
+        self._table_M2D = torch.stack(
+            (torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1
+        ).to(dtype)
+
+    def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and signed sin as `apply_rope` takes them, each (T, 1, D)."""
+        rows_T2D = self._table_M2D.index_select(0, positions_T)
+        return rows_T2D[:, :1], rows_T2D[:, 1:]
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
+    """fp32 (D / 2,) angles per position, and the factor for cos and sin."""
+    freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    if rope.type == "linear":
+        return freq / rope.factor, 1.0
+    if rope.type == "llama3":
+        return _llama3(rope, freq), 1.0
+    if rope.type == "yarn":
+        return _yarn(rope, freq), _yarn_attention_factor(rope)
+    return freq, 1.0
+
+
+def _llama3(rope: RopeConfig, freq_F: Tensor) -> Tensor:
+    """Llama 3.1: long wavelengths are stretched, short ones kept, those between blended."""
+    wavelength = 2 * math.pi / freq_F
+    length = rope.original_max_position_embeddings
+    low, high = rope.low_freq_factor, rope.high_freq_factor
+    smooth = (length / wavelength - low) / (high - low)
+    blended = (1 - smooth) * freq_F / rope.factor + smooth * freq_F
+    stretched = torch.where(wavelength > length / low, freq_F / rope.factor, blended)
+    return torch.where(wavelength < length / high, freq_F, stretched)
+
+
+def _yarn(rope: RopeConfig, freq_F: Tensor) -> Tensor:
+    """YaRN (arXiv 2309.00071): a ramp over dimensions from kept to stretched frequencies."""
+    dim = 2 * len(freq_F)
+    low = _yarn_dimension(rope, dim, rope.beta_fast)
+    high = _yarn_dimension(rope, dim, rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = ((torch.arange(dim // 2).float() - low) / (high - low)).clamp(0, 1)
+    return freq_F / rope.factor * ramp + freq_F * (1 - ramp)
+
+
+def _yarn_dimension(rope: RopeConfig, dim: int, rotations: float) -> float:
+    """The dimension that turns so many times within the original context."""
+    turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+    return dim * math.log(turns) / (2 * math.log(rope.theta))
+
+
+def _yarn_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.mscale and rope.mscale_all_dim:
+        return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
+    return _mscale(rope.factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

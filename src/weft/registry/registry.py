@@ -1,0 +1,249 @@
+"""Which adapter names exist, which version each points to, and who still uses old ones.
+
+    publish ──> live ──(retire, or replaced)──> draining ──(last lease released)──> drained
+                 └──────────────── without leases ─────────────────────────────────┘
+
+A name points to at most one live version. Lookup and pin are one step (`resolve`), so that a
+version can't vanish between them. All of it is called from one event loop; nothing here waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from weft.core.errors import AdapterConflict, AdapterNotFound, InvalidRequest, ModelNotFound
+from weft.core.types import AdapterInfo, AdapterRef
+
+MAX_NAME_LENGTH = 200
+"""Characters."""
+
+OnDrained = Callable[[AdapterRef], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ModelCard:
+    """One entry of /v1/models."""
+
+    id: str
+    root: str
+    """Where it came from: the adapter's path, the base model's folder or hub id."""
+    parent: str | None
+    """The base model's name; None for the base itself."""
+
+
+@dataclass(slots=True, eq=False)
+class _Version:
+    """One published version and its users."""
+
+    ref: AdapterRef
+    info: AdapterInfo
+    path: str
+    leases: int = 0
+    retired: bool = False
+    callbacks: list[OnDrained] = field(default_factory=list)
+
+
+class Lease:
+    """The right to use one version (`ref`; None: the base model) until `release`."""
+
+    __slots__ = ("_release", "ref")
+
+    def __init__(self, ref: AdapterRef | None, release: Callable[[], None] | None = None) -> None:
+        self.ref = ref
+        self._release = release
+
+    def release(self) -> None:
+        """Give it back. A second call does nothing."""
+        release, self._release = self._release, None
+        if release is not None:
+            release()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class Retired:
+    """A version that gets no new leases any more."""
+
+    __slots__ = ("_version",)
+
+    def __init__(self, version: _Version) -> None:
+        self._version = version
+
+    @property
+    def ref(self) -> AdapterRef:
+        return self._version.ref
+
+    @property
+    def drained(self) -> bool:
+        """Whether the last lease is released."""
+        return self._version.leases == 0
+
+    def on_drained(self, callback: OnDrained) -> None:
+        """Call `callback(ref)` exactly once: when the last lease is released, at once if none."""
+        if self.drained:
+            callback(self.ref)
+        else:
+            self._version.callbacks.append(callback)
+
+
+class AdapterRegistry:
+    """The names of one base model and its adapters. `check()` states the invariants."""
+
+    def __init__(self, base_names: Sequence[str], base_root: str) -> None:
+        """`base_names`: what requests call the base model, its own name first."""
+        if not base_names:
+            raise ValueError("a base model needs a name")
+        self._base_names = tuple(dict.fromkeys(base_names))
+        self._base_root = base_root
+        self._live: dict[str, _Version] = {}
+        self._draining: set[_Version] = set()
+        self._last_version: dict[str, int] = {}
+        self._loading: dict[str, list[str]] = {}
+
+    def resolve(self, model: str) -> Lease:
+        """Look `model` up and pin what it points to. Raises ModelNotFound."""
+        if model in self._base_names:
+            return Lease(None)
+        version = self._live.get(model)
+        if version is None:
+            raise ModelNotFound(f"The model {model!r} does not exist", "model")
+        version.leases += 1
+        return Lease(version.ref, lambda: self._release(version))
+
+    @contextmanager
+    def reserve(self, name: str, path: str) -> Iterator[None]:
+        """Hold `name` while the adapter in `path` is loaded for it, which is slow.
+
+        Loads of the same path may run side by side. Raises InvalidRequest (an unsafe name),
+        AdapterConflict (the base model's name, or another path is being loaded under it).
+        """
+        self._check_name(name)
+        paths = self._loading.setdefault(name, [])
+        if paths and path not in paths:
+            message = f"The lora adapter {name!r} is being loaded from another path"
+            raise AdapterConflict(message, "lora_name")
+        paths.append(path)
+        try:
+            yield
+        finally:
+            paths.remove(path)
+            if not paths:
+                del self._loading[name]
+
+    def publish(
+        self,
+        name: str,
+        info: AdapterInfo,
+        path: str,
+        replace: bool = False,
+        on_drained: OnDrained | None = None,
+    ) -> AdapterRef:
+        """Let `name` point to the content that `info` tells of; `path` is shown as its root.
+
+        The same content again keeps the version. Other content under a taken name needs
+        `replace`: the old version is then retired, and `on_drained` called once it is drained.
+        Raises InvalidRequest, AdapterConflict.
+        """
+        self._check_name(name)
+        old = self._live.get(name)
+        if old is not None and old.ref.digest == info.digest:
+            old.info, old.path = info, path
+            return old.ref
+        if old is not None and not replace:
+            message = f"The lora adapter {name!r} has already been loaded with other content"
+            raise AdapterConflict(message, "lora_name")
+        number = self._last_version.get(name, 0) + 1
+        ref = AdapterRef(name, number, info.digest)
+        self._last_version[name] = number
+        self._live[name] = _Version(ref, info, path)
+        if old is not None:
+            self._retire(old).on_drained(on_drained or _ignore)
+        return ref
+
+    def retire(self, name: str) -> Retired:
+        """Stop new leases of `name` now; it can be published again. Raises AdapterNotFound."""
+        version = self._live.pop(name, None)
+        if version is None:
+            raise AdapterNotFound(f"The lora adapter {name!r} cannot be found", "lora_name")
+        return self._retire(version)
+
+    def digest_in_use(self, digest: str) -> bool:
+        """Whether any version, live or draining, has that content; its memory must stay then."""
+        versions = [*self._live.values(), *self._draining]
+        return any(version.ref.digest == digest for version in versions)
+
+    def models(self) -> list[ModelCard]:
+        """Base names first, then adapters in the order of their publication."""
+        base = [ModelCard(name, self._base_root, None) for name in self._base_names]
+        parent = self._base_names[0]
+        live = self._live.items()
+        return base + [ModelCard(name, version.path, parent) for name, version in live]
+
+    def adapters(self) -> dict[AdapterRef, AdapterInfo]:
+        """The live versions."""
+        return {version.ref: version.info for version in self._live.values()}
+
+    def check(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        for name, version in self._live.items():
+            assert version.ref.name == name and name not in self._base_names
+            assert not version.retired and not version.callbacks and version.leases >= 0
+            assert version.ref.version == self._last_version[name], "an old version is live"
+            assert version.ref.digest == version.info.digest
+        for version in self._draining:
+            assert version.retired and version.leases > 0, "drained, but still held"
+            live = self._live.get(version.ref.name)
+            assert live is None or live.ref.version > version.ref.version
+        assert all(self._loading.values()), "a reservation without a load"
+
+    def _retire(self, version: _Version) -> Retired:
+        version.retired = True
+        if version.leases:
+            self._draining.add(version)
+        return Retired(version)
+
+    def _release(self, version: _Version) -> None:
+        version.leases -= 1
+        if version.retired and version.leases == 0:
+            self._draining.remove(version)
+            callbacks, version.callbacks = version.callbacks, []
+            for callback in callbacks:
+                callback(version.ref)
+
+    def _check_name(self, name: str) -> None:
+        check_adapter_name(name)
+        if name in self._base_names:
+            raise AdapterConflict(f"{name!r} is the base model's name", "lora_name")
+
+
+def check_adapter_name(name: str) -> None:
+    """Raises InvalidRequest unless `name` is safe in URLs, labels, logs and paths."""
+    if not name:
+        why = "must not be empty"
+    elif len(name) > MAX_NAME_LENGTH:
+        why = f"must not be longer than {MAX_NAME_LENGTH} characters"
+    elif not name.isprintable():
+        why = "must not hold control characters"
+    elif name != name.strip():
+        why = "must not begin or end with a space"
+    elif "," in name or ".." in name or name[0] in "/\\":
+        why = "must not hold ',' or '..', nor begin with '/' or '\\'"
+    else:
+        return
+    raise InvalidRequest(f"lora_name {why}", "lora_name")
+
+
+def _ignore(ref: AdapterRef) -> None:
+    """For a replaced version that nobody waits for."""

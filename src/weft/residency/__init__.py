@@ -1,0 +1,1 @@
+"""Where each adapter is, in which tier, and moving it: pure policy and the transfers."""

@@ -1,0 +1,15 @@
+"""Text on both sides of the engine: tokenizer, detokenizer, stop strings, a request's output."""
+
+from weft.text.detokenizer import Detokenizer
+from weft.text.output import OutputDelta, OutputStream
+from weft.text.stops import StopStrings
+from weft.text.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = [
+    "Detokenizer",
+    "OutputDelta",
+    "OutputStream",
+    "StopStrings",
+    "Tokenizer",
+    "load_tokenizer",
+]

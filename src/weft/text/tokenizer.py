@@ -1,0 +1,177 @@
+"""The base model's tokenizer, behind the few verbs that a server needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from weft.core.errors import ConfigError, InvalidRequest
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "\u2581"
+"""How sentencepiece writes a space."""
+
+_RESERVED_TEMPLATE_KWARGS = frozenset(
+    [
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    ]
+)
+
+
+def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
+    """The tokenizer of a local model folder or a hub id. Raises ConfigError when there is none."""
+    from transformers import AutoTokenizer
+
+    try:
+        return Tokenizer(AutoTokenizer.from_pretrained(path, revision=revision))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"no tokenizer can be loaded from {path!r} ({error}); "
+            "--skip-tokenizer-init serves token ids without one",
+            "tokenizer",
+        ) from error
+
+
+class Tokenizer:
+    """Wraps a `transformers` tokenizer. Safe to use from several threads.
+
+    Where the Rust tokenizer lies beneath, `encode` and `decode` go straight to it: no state is
+    shared between calls, and no clean-up of spaces alters what the model wrote.
+    """
+
+    def __init__(self, hf: Any) -> None:
+        self._hf = hf
+        self._fast: Any | None = getattr(hf, "backend_tokenizer", None)
+        if self._fast is not None:
+            self._fast.no_truncation()
+            self._fast.no_padding()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if self._fast is not None:
+            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+            return ids
+        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """The text of `ids`; ids without a token (rows that pad the vocabulary) have none."""
+        if self._fast is not None:
+            text: str = self._fast.decode(ids, skip_special_tokens=skip_special_tokens)
+            return text
+        return str(
+            self._hf.decode(
+                ids,
+                skip_special_tokens=skip_special_tokens,
+                clean_up_tokenization_spaces=False,
+            )
+        )
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Prompt ids of a conversation, by the model's chat template.
+
+        Raises InvalidRequest when the model has no template or the template refuses.
+        """
+        kwargs = dict(template_kwargs or {})
+        if reserved := sorted(_RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs may not hold {reserved[0]!r}", "chat_template_kwargs"
+            )
+        if not self._hf.chat_template:
+            raise InvalidRequest("this model has no chat template", "messages")
+        return self.encode(
+            self._render(messages, add_generation_prompt, kwargs), add_special_tokens=False
+        )
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, kwargs: Any
+    ) -> str:
+        try:
+            return str(
+                self._hf.apply_chat_template(
+                    [dict(m) for m in messages],
+                    tokenize=False,
+                    add_generation_prompt=add_generation_prompt,
+                    **kwargs,
+                )
+            )
+        except Exception as error:  # templates raise whatever they like
+            raise InvalidRequest(
+                f"the chat template refuses these messages: {error}", "messages"
+            ) from error
+
+    @cached_property
+    def eos_ids(self) -> tuple[int, ...]:
+        eos = self._hf.eos_token_id
+        return () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
+
+    @cached_property
+    def vocab_size(self) -> int:
+        """Ids the tokenizer can produce; a model's own vocabulary may be padded beyond it."""
+        return len(self._hf)
+
+    @cached_property
+    def max_chars_per_token(self) -> int:
+        return max((len(piece) for piece in self._hf.get_vocab()), default=1)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """The ids that `skip_special_tokens` leaves out."""
+        if self._fast is None:
+            return frozenset(self._hf.all_special_ids)
+        added = self._fast.get_added_tokens_decoder()
+        return frozenset(i for i, token in added.items() if token.special)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes that one token stands for, also when they are part of a character only."""
+        if token_id in self._added_tokens:
+            return self._added_tokens[token_id].encode()
+        piece = self._hf.convert_ids_to_tokens(token_id)
+        if piece is None:
+            return b""
+        if self._decoder == "bytes" and all(c in _byte_of_char for c in piece):
+            return bytes(_byte_of_char[c] for c in piece)
+        if self._decoder == "spaces":
+            byte = _BYTE_PIECE.fullmatch(piece)
+            return bytes([int(byte[1], 16)]) if byte else piece.replace(_SPACE, " ").encode()
+        return self.decode([token_id]).encode()
+
+    @cached_property
+    def _added_tokens(self) -> dict[int, str]:
+        return {i: token.content for i, token in self._hf.added_tokens_decoder.items()}
+
+    @cached_property
+    def _decoder(self) -> str:
+        """How pieces spell bytes: "bytes" (byte-level BPE), "spaces" (sentencepiece) or "other"."""
+        state: bytes = getattr(getattr(self._fast, "decoder", None), "__getstate__", bytes)() or b""
+        if b'"ByteLevel"' in state:
+            return "bytes"
+        return "spaces" if b'"Metaspace"' in state or _SPACE.encode() in state else "other"
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Of byte-level BPE: printable bytes are themselves, the others follow from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}
+
+
+_byte_of_char = _byte_alphabet()

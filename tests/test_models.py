@@ -1,0 +1,451 @@
+"""The decoder against transformers, for every family; and what loading refuses."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from weft.core.errors import ConfigError
+from weft.kernels.attention import get_attention_backend, make_batch
+from weft.models.config import ModelConfig, load_model_config, resolve_model
+from weft.models.decoder import Decoder, StepContext
+from weft.models.kv_cache import allocate_kv_cache, kv_bytes_per_block
+from weft.models.loading import Weights, dummy_weights, load_weights, num_parameters
+from weft.models.targets import target_table
+
+BLOCK = 4
+LENGTHS = [37, 9, 22, 1, 50]
+SIZES: dict[str, Any] = {
+    "vocab_size": 71,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def rope(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 1000.0, **more}}
+
+
+LLAMA3 = rope(
+    "llama3",
+    factor=8.0,
+    low_freq_factor=1.0,
+    high_freq_factor=4.0,
+    original_max_position_embeddings=32,
+)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+YARN_FULL = rope(
+    "yarn",
+    factor=4.0,
+    original_max_position_embeddings=16,
+    beta_fast=4.0,
+    beta_slow=2.0,
+    mscale=1.0,
+    mscale_all_dim=0.5,
+    truncate=False,
+)
+
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES),
+    "llama-mha": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
+    "llama3-tied": LlamaConfig(**SIZES, **LLAMA3, tie_word_embeddings=True),
+    "llama-linear": LlamaConfig(**SIZES, **rope("linear", factor=2.5)),
+    "llama-yarn": LlamaConfig(**SIZES, **YARN),
+    "llama-yarn-full": LlamaConfig(**SIZES, **YARN_FULL),
+    "llama-bias": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, head_dim=12),
+    "mistral": MistralConfig(**SIZES, sliding_window=None),
+    "mistral-window": MistralConfig(**SIZES, sliding_window=7),
+    "qwen2": Qwen2Config(**SIZES),
+    "qwen2-window": Qwen2Config(
+        **SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1
+    ),
+    "qwen3": Qwen3Config(**SIZES, head_dim=16),
+    "qwen3-tied-bias": Qwen3Config(
+        **SIZES, head_dim=16, tie_word_embeddings=True, attention_bias=True, **YARN
+    ),
+    "qwen3-window": Qwen3Config(
+        **SIZES,
+        head_dim=16,
+        use_sliding_window=True,
+        sliding_window=5,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+}
+
+
+def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """Random weights everywhere, biases and norms too."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+        elif "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    return model.to(dtype)
+
+
+def load(
+    folder: Path, attention: str = "torch", dtype: torch.dtype = torch.float32
+) -> tuple[ModelConfig, Weights, Decoder]:
+    config = load_model_config(folder)
+    weights = load_weights(folder, config, dtype, "cpu")
+    backend = get_attention_backend(attention)
+    return config, weights, Decoder(config, weights, target_table(config), backend, 64)
+
+
+def make_prompts(vocab_size: int) -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(vocab_size) for _ in range(n)] for n in LENGTHS]
+
+
+@torch.no_grad()
+def expected_logits(model: PreTrainedModel, prompts: list[list[int]]) -> list[torch.Tensor]:
+    return [model(torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts]
+
+
+def run_chunked(
+    decoder: Decoder, prompts: list[list[int]], chunks: list[list[int]]
+) -> list[torch.Tensor]:
+    """Logits at every position. `chunks[s]` are the lengths in which sequence s goes through;
+    in step i, sequences take their i-th chunk, and those that have none left sit out."""
+    ids = list(range(sum(-(-len(p) // BLOCK) for p in prompts) + 3))
+    random.Random(1).shuffle(ids)
+    tables = [[ids.pop() for _ in range(-(-len(p) // BLOCK))] for p in prompts]
+    num_blocks = max(map(max, tables)) + 1
+    kv = allocate_kv_cache(decoder.config, num_blocks, BLOCK, decoder.dtype, "cpu")
+    done = [0] * len(prompts)
+    out: list[list[torch.Tensor]] = [[] for _ in prompts]
+    for i in range(max(map(len, chunks))):
+        active = [s for s in range(len(prompts)) if i < len(chunks[s])]
+        queries = [chunks[s][i] for s in active]
+        spans = [range(done[s], done[s] + q) for s, q in zip(active, queries, strict=True)]
+        batch = make_batch(queries, [r.stop for r in spans], [tables[s] for s in active], BLOCK)
+        positions = torch.tensor([p for r in spans for p in r])
+        step = StepContext(positions, batch, None)
+        tokens = [prompts[s][p] for s, r in zip(active, spans, strict=True) for p in r]
+        logits = decoder.logits(decoder.forward(torch.tensor(tokens), step, kv), step)
+        for s, part, r in zip(active, logits.split(queries), spans, strict=True):
+            out[s].append(part)
+            done[s] = r.stop
+    return [torch.cat(parts) for parts in out]
+
+
+def uneven_chunks(length: int, seed: int) -> list[int]:
+    """Chunks of 1 to 9 tokens, every other one a decode."""
+    rng = random.Random(seed)
+    chunks: list[int] = []
+    while (left := length - sum(chunks)) > 0:
+        chunks.append(min(left, 1 if len(chunks) % 2 == seed % 2 else rng.randint(2, 9)))
+    return chunks
+
+
+def assert_logits(got: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
+    model = make_model(CONFIGS[name])
+    sharded = name.startswith("qwen")
+    model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "5GB")
+    assert (tmp_path / "model.safetensors.index.json").exists() == sharded
+    config, weights, decoder = load(tmp_path)
+    assert num_parameters(weights) == model.num_parameters()
+    prompts = make_prompts(config.vocab_size)
+    expected = expected_logits(model, prompts)
+    assert_logits(run_chunked(decoder, prompts, [[n] for n in LENGTHS]), expected)
+    uneven = [uneven_chunks(n, s) for s, n in enumerate(LENGTHS)]
+    assert_logits(run_chunked(decoder, prompts, uneven), expected)
+    # Decodes alone after a prefill, the commonest kind of step.
+    decodes = [[max(n - 6, 1), *[1] * (n - max(n - 6, 1))] for n in LENGTHS]
+    assert_logits(run_chunked(decoder, prompts, decodes), expected)
+
+
+def test_windows_and_flags_are_read_per_family(tmp_path: Path) -> None:
+    def read(name: str) -> ModelConfig:
+        CONFIGS[name].architectures = [f"{type(CONFIGS[name]).__name__[:-6]}ForCausalLM"]
+        CONFIGS[name].save_pretrained(tmp_path)
+        return load_model_config(tmp_path)
+
+    assert read("mistral").windows == (None,) * 3
+    assert read("mistral-window").windows == (7,) * 3
+    assert read("qwen2-window").windows == (None, 6, 6)
+    assert read("qwen3-window").windows == (5, None, 5)
+    llama, qwen2, qwen3 = read("llama-bias"), read("qwen2"), read("qwen3")
+    assert (llama.attention_bias, llama.attention_out_bias, llama.mlp_bias) == (True, True, True)
+    assert (qwen2.attention_bias, qwen2.attention_out_bias, qwen2.qk_norm) == (True, False, False)
+    assert (qwen3.attention_bias, qwen3.head_dim, qwen3.qk_norm) == (False, 16, True)
+    assert qwen2.eos_token_ids == (2,)
+
+
+def test_half_precision_stays_close(tmp_path: Path) -> None:
+    model = make_model(CONFIGS["qwen3"], torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    config, _, decoder = load(tmp_path, dtype=torch.bfloat16)
+    assert config.dtype == "bfloat16"
+    prompts = make_prompts(config.vocab_size)
+    got = run_chunked(decoder, prompts, [uneven_chunks(n, s) for s, n in enumerate(LENGTHS)])
+    scale = max(t.float().abs().max() for t in got)
+    for a, b in zip(got, expected_logits(model, prompts), strict=True):
+        assert (a - b).float().abs().max() < 0.06 * scale
+
+
+class RecordingLora:
+    """A LoraStep that adds `group + 1` and records what it was called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int, tuple[int, ...], tuple[int, ...]]] = []
+
+    def _add(self, kind: str, y: torch.Tensor, x: torch.Tensor, group: int) -> None:
+        self.calls.append((kind, group, tuple(y.shape), tuple(x.shape)))
+        y += 0.01 * (group + 1)
+
+    def linear(self, y_TO: torch.Tensor, x_TI: torch.Tensor, group: int) -> None:
+        self._add("linear", y_TO, x_TI, group)
+
+    def embedding(self, y_TO: torch.Tensor, ids_T: torch.Tensor, group: int) -> None:
+        self._add("embedding", y_TO, ids_T, group)
+
+    def head(self, y_NV: torch.Tensor, x_NI: torch.Tensor, group: int) -> None:
+        self._add("head", y_NV, x_NI, group)
+
+
+@pytest.mark.parametrize("name", ["llama3-tied", "qwen3"])
+def test_the_seam_calls_every_group_of_the_table_once(name: str, tmp_path: Path) -> None:
+    make_model(CONFIGS[name]).save_pretrained(tmp_path)
+    config, weights, decoder = load(tmp_path)
+    before = weights.embed.clone()
+    table, lora = target_table(config), RecordingLora()
+    batch = make_batch([5], [5], [[1, 0]], BLOCK)
+    step = StepContext(torch.arange(5), batch, lora)
+    kv = allocate_kv_cache(config, 2, BLOCK, torch.float32, "cpu")
+    decoder.logits(decoder.forward(torch.arange(5), step, kv)[-2:], step)
+    assert [(c[0], c[1]) for c in lora.calls] == [(g.kind, g.index) for g in table.groups]
+    for (kind, _, y, x), g in zip(lora.calls, table.groups, strict=True):
+        assert y == (2 if kind == "head" else 5, g.out_features)
+        assert kind == "embedding" or x[1] == g.in_features
+    assert torch.equal(weights.embed, before)
+
+
+def test_target_table_names_every_projection_of_the_model(tiny: ModelConfig) -> None:
+    model = make_model(CONFIGS["qwen3"])
+    modules = dict(model.named_modules())
+    config = replace(tiny, head_dim=16)
+    for target in target_table(config).targets:
+        shape = modules[target.name].weight.shape
+        if target.kind == "embedding":
+            assert shape == (target.in_features, target.out_features)
+        else:
+            assert shape == (target.out_features, target.in_features)
+    assert [s.name for s in target_table(config).groups[3].slices] == [
+        "model.layers.0.mlp.gate_proj",
+        "model.layers.0.mlp.up_proj",
+    ]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    make_model(CONFIGS["llama"]).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    raw = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({k: v for k, v in raw.items() if v is not DROP}))
+
+
+DROP = object()
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+    where = tmp_path_factory.mktemp("tiny")
+    CONFIGS["llama"].architectures = ["LlamaForCausalLM"]
+    CONFIGS["llama"].save_pretrained(where)
+    return load_model_config(where)
+
+
+@pytest.mark.parametrize(
+    ("changes", "param"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
+        ({"architectures": DROP}, "architectures"),
+        ({"model_type": "qwen2"}, "model_type"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"hidden_act": "gelu"}, "hidden_act"),
+        ({"dtype": "float64"}, "dtype"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads"),
+        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters"),
+        ({"rope_parameters": DROP, "rope_scaling": {"type": "su"}}, "rope_parameters"),
+        ({"partial_rotary_factor": 0.5}, "rope_parameters"),
+        ({"hidden_size": "many"}, "model"),
+    ],
+)
+def test_configurations_that_would_be_wrong_are_refused(
+    folder: Path, changes: dict[str, Any], param: str
+) -> None:
+    edit_config(folder, **changes)
+    with pytest.raises(ConfigError) as caught:
+        load_model_config(folder)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("mistral-window", {"layer_types": ["full_attention"] * 3}),
+        ("qwen2", {"layer_types": ["sliding_attention"] * 3}),
+        ("qwen3", {"layer_types": ["full_attention"] * 2}),
+        ("qwen3", {"layer_types": ["chunked_attention"] * 3}),
+    ],
+)
+def test_layer_types_that_disagree_are_refused(
+    name: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    CONFIGS[name].architectures = [f"{type(CONFIGS[name]).__name__[:-6]}ForCausalLM"]
+    CONFIGS[name].save_pretrained(tmp_path)
+    edit_config(tmp_path, **changes)
+    with pytest.raises(ConfigError):
+        load_model_config(tmp_path)
+
+
+def test_old_style_rope_fields_are_read(folder: Path) -> None:
+    scaling = {"rope_type": "llama3", **LLAMA3["rope_parameters"]}
+    del scaling["rope_theta"]
+    edit_config(folder, rope_parameters=DROP, rope_theta=5000.0, rope_scaling=scaling)
+    rope_config = load_model_config(folder).rope
+    assert (rope_config.type, rope_config.theta, rope_config.factor) == ("llama3", 5000.0, 8.0)
+    edit_config(folder, rope_scaling={"type": "linear", "factor": 3.0})
+    rope_config = load_model_config(folder).rope
+    assert (rope_config.type, rope_config.theta, rope_config.factor) == ("linear", 5000.0, 3.0)
+
+
+def test_eos_ids_come_from_the_generation_config_first(folder: Path) -> None:
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    assert load_model_config(folder).eos_token_ids == (5, 7)
+    (folder / "generation_config.json").unlink()
+    assert load_model_config(folder).eos_token_ids == (2,)
+    edit_config(folder, eos_token_id=None)
+    assert load_model_config(folder).eos_token_ids == ()
+
+
+def change_weights(folder: Path, **changes: torch.Tensor | None) -> None:
+    """Keys with "__" for "."; None drops a tensor."""
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for key, value in changes.items():
+        name = key.replace("__", ".")
+        tensors.pop(name, None)
+        if value is not None:
+            tensors[name] = value
+    save_file(tensors, path)
+
+
+def reload(folder: Path) -> Weights:
+    return load_weights(folder, load_model_config(folder), torch.float32, "cpu")
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(folder: Path) -> None:
+    change_weights(folder, model__layers__1__self_attn__k_proj__weight=torch.zeros(3, 32))
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.k_proj\.weight has shape"):
+        reload(folder)
+    zeros = torch.zeros(16, 32, dtype=torch.int8)
+    change_weights(folder, model__layers__1__self_attn__k_proj__weight=zeros)
+    with pytest.raises(ConfigError, match="dtype I8"):
+        reload(folder)
+    change_weights(folder, model__layers__1__self_attn__k_proj__weight=None)
+    with pytest.raises(ConfigError, match=r"lacks model\.layers\.1\.self_attn\.k_proj\.weight"):
+        reload(folder)
+
+
+def test_extra_tensors(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    freq = torch.zeros(4)
+    change_weights(folder, model__layers__0__self_attn__rotary_emb__inv_freq=freq)
+    reload(folder)
+    assert not caplog.records
+    change_weights(folder, model__strange=freq)
+    reload(folder)
+    assert "model.strange" in caplog.text
+
+
+def test_a_tied_head_may_be_stored_but_must_be_equal(tmp_path: Path) -> None:
+    make_model(CONFIGS["llama3-tied"]).save_pretrained(tmp_path)
+    embed = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    change_weights(tmp_path, lm_head__weight=embed.clone())
+    weights = reload(tmp_path)
+    assert weights.head is weights.embed
+    change_weights(tmp_path, lm_head__weight=embed + 1)
+    with pytest.raises(ConfigError, match="differs"):
+        reload(tmp_path)
+
+
+def test_pickles_missing_files_and_wild_indexes_are_refused(folder: Path) -> None:
+    config = load_model_config(folder)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"pytorch_model\.bin: only safetensors"):
+        load_weights(folder, config, torch.float32, "cpu")
+    (folder / "pytorch_model.bin").unlink()
+    with pytest.raises(ConfigError, match=r"no model\.safetensors"):
+        load_weights(folder, config, torch.float32, "cpu")
+    (folder / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(ConfigError, match="can't read"):
+        load_weights(folder, config, torch.float32, "cpu")
+    index = folder / "model.safetensors.index.json"
+    for name in ("../model.safetensors", "model.bin", 3, "missing.safetensors"):
+        index.write_text(json.dumps({"weight_map": {"a": name}}))
+        with pytest.raises(ConfigError):
+            load_weights(folder, config, torch.float32, "cpu")
+
+
+def test_folders_that_are_not_models(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        resolve_model(tmp_path)
+    with pytest.raises(ConfigError, match="no folder"):
+        resolve_model(tmp_path / "absent")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ConfigError, match="can't read"):
+        load_model_config(tmp_path)
+
+
+def test_dummy_weights_are_reproducible_and_run(tiny: ModelConfig) -> None:
+    a, b = (dummy_weights(tiny, torch.float32, "cpu", seed=3) for _ in range(2))
+    assert torch.equal(a.layers[1].qkv, b.layers[1].qkv)
+    assert not torch.equal(a.embed, dummy_weights(tiny, torch.float32, "cpu").embed)
+    assert num_parameters(a) == make_model(CONFIGS["llama"]).num_parameters()
+    decoder = Decoder(tiny, a, target_table(tiny), get_attention_backend("reference"), 64)
+    (logits,) = run_chunked(decoder, [[1, 2, 3]], [[2, 1]])
+    assert logits.shape == (3, tiny.vocab_size)
+    assert logits.isfinite().all()
+
+
+def test_kv_cache_has_the_size_that_is_planned(tiny: ModelConfig) -> None:
+    kv = allocate_kv_cache(tiny, 5, BLOCK, torch.bfloat16, "cpu")
+    held = sum(t.nbytes for c in kv for t in (c.k, c.v))
+    assert held == 5 * kv_bytes_per_block(tiny, BLOCK, torch.bfloat16)
+    assert kv[0].k.shape == (5, BLOCK, tiny.num_kv_heads, tiny.head_dim)

@@ -1,0 +1,357 @@
+"""The registry: names, versions, leases, draining; and the folders adapters may come from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
+
+from weft.core.errors import (
+    AdapterConflict,
+    AdapterNotFound,
+    AdapterPathRefused,
+    InvalidRequest,
+    ModelNotFound,
+)
+from weft.core.types import AdapterInfo, AdapterRef
+from weft.registry import AdapterRegistry, AdapterRoots, Lease, ModelCard
+
+
+def info(digest: str, path: str = "/adapters/x") -> AdapterInfo:
+    return AdapterInfo(digest, path, max_rank=8, num_bytes=100, targets=("q_proj",))
+
+
+@pytest.fixture
+def registry():
+    made = AdapterRegistry(["base", "org/base"], "/models/base")
+    yield made
+    made.check()
+
+
+# names ----------------------------------------------------------------------------------------
+
+
+def test_base_names_resolve_to_no_adapter(registry: AdapterRegistry):
+    for name in ("base", "org/base"):
+        with registry.resolve(name) as lease:
+            assert lease.ref is None
+
+
+def test_unknown_model_is_not_found_never_the_base(registry: AdapterRegistry):
+    with pytest.raises(ModelNotFound, match="nobody") as caught:
+        registry.resolve("nobody")
+    assert caught.value.param == "model"
+
+
+def test_cards_name_root_and_parent(registry: AdapterRegistry):
+    registry.publish("acme/bot", info("d1"), "/adapters/bot")
+    assert registry.models() == [
+        ModelCard("base", "/models/base", None),
+        ModelCard("org/base", "/models/base", None),
+        ModelCard("acme/bot", "/adapters/bot", "base"),
+    ]
+    assert list(registry.adapters()) == [AdapterRef("acme/bot", 1, "d1")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "x" * 201,
+        "a\nb",
+        "a\0b",
+        "a\x7fb",
+        "a,b",
+        "../a",
+        "a..b",
+        "/a",
+        "\\a",
+        " a",
+        "a ",
+        "\ud800",
+    ],
+)
+def test_unsafe_names_are_refused(registry: AdapterRegistry, name: str):
+    with pytest.raises(InvalidRequest) as caught, registry.reserve(name, "/p"):
+        pass
+    assert caught.value.param == "lora_name"
+    with pytest.raises(InvalidRequest):
+        registry.publish(name, info("d1"), "/p")
+
+
+def test_the_base_models_name_is_taken(registry: AdapterRegistry):
+    with pytest.raises(AdapterConflict), registry.reserve("base", "/p"):
+        pass
+    with pytest.raises(AdapterConflict):
+        registry.publish("org/base", info("d1"), "/p")
+
+
+def test_a_name_is_loaded_from_one_path_at_a_time(registry: AdapterRegistry):
+    with registry.reserve("a", "/p"):
+        with registry.reserve("a", "/p"), registry.reserve("b", "/q"):
+            registry.check()
+        with pytest.raises(AdapterConflict), registry.reserve("a", "/q"):
+            pass
+    with registry.reserve("a", "/q"):
+        pass
+
+
+def test_a_failed_load_frees_the_name(registry: AdapterRegistry):
+    with pytest.raises(OSError), registry.reserve("a", "/p"):
+        raise OSError
+    with registry.reserve("a", "/q"):
+        pass
+
+
+# versions -------------------------------------------------------------------------------------
+
+
+def test_the_same_content_keeps_the_version(registry: AdapterRegistry):
+    first = registry.publish("a", info("d1"), "/p")
+    assert registry.publish("a", info("d1"), "/q") is first
+    assert registry.publish("a", info("d1"), "/q", replace=True) is first
+    assert registry.models()[-1].root == "/q"
+
+
+def test_other_content_needs_replace(registry: AdapterRegistry):
+    registry.publish("a", info("d1"), "/p")
+    with pytest.raises(AdapterConflict) as caught:
+        registry.publish("a", info("d2"), "/p")
+    assert caught.value.param == "lora_name"
+    drained: list[AdapterRef] = []
+    lease = registry.resolve("a")
+    ref = registry.publish("a", info("d2"), "/p", replace=True, on_drained=drained.append)
+    assert ref == AdapterRef("a", 2, "d2")
+    assert lease.ref == AdapterRef("a", 1, "d1")
+    with registry.resolve("a") as new:
+        assert new.ref == ref
+    assert drained == []
+    lease.release()
+    assert drained == [AdapterRef("a", 1, "d1")]
+
+
+def test_versions_go_on_after_retirement(registry: AdapterRegistry):
+    registry.publish("a", info("d1"), "/p")
+    registry.retire("a")
+    assert registry.publish("a", info("d1"), "/p").version == 2
+
+
+# leases and draining --------------------------------------------------------------------------
+
+
+def test_retire_without_leases_is_drained_at_once(registry: AdapterRegistry):
+    ref = registry.publish("a", info("d1"), "/p")
+    retired = registry.retire("a")
+    drained: list[AdapterRef] = []
+    retired.on_drained(drained.append)
+    assert retired.drained and drained == [ref]
+    assert not registry.digest_in_use("d1")
+    with pytest.raises(AdapterNotFound):
+        registry.retire("a")
+
+
+def test_retire_waits_for_the_last_lease(registry: AdapterRegistry):
+    ref = registry.publish("a", info("d1"), "/p")
+    leases = [registry.resolve("a") for _ in range(3)]
+    retired = registry.retire("a")
+    drained: list[AdapterRef] = []
+    retired.on_drained(drained.append)
+    with pytest.raises(ModelNotFound):
+        registry.resolve("a")
+    assert [card.id for card in registry.models()] == ["base", "org/base"]
+    for lease in leases:
+        assert drained == [] and not retired.drained and registry.digest_in_use("d1")
+        lease.release()
+        lease.release()
+    assert drained == [ref] and retired.drained and not registry.digest_in_use("d1")
+
+
+def test_two_names_share_a_digest(registry: AdapterRegistry):
+    registry.publish("a", info("d1"), "/p")
+    registry.publish("b", info("d1"), "/p")
+    registry.retire("a")
+    assert registry.digest_in_use("d1")
+    registry.retire("b")
+    assert not registry.digest_in_use("d1")
+
+
+def test_a_callback_may_use_the_registry(registry: AdapterRegistry):
+    registry.publish("a", info("d1"), "/p")
+    lease = registry.resolve("a")
+    in_use: list[bool] = []
+
+    def publish_again(ref: AdapterRef) -> None:
+        in_use.append(registry.digest_in_use(ref.digest))
+        registry.publish("a", info("d2"), "/p")
+
+    registry.retire("a").on_drained(publish_again)
+    lease.release()
+    assert in_use == [False]
+    assert registry.resolve("a").ref == AdapterRef("a", 2, "d2")
+
+
+NAMES = st.sampled_from(["a", "b", "c"])
+DIGESTS = st.sampled_from(["d1", "d2", "d3"])
+
+
+class RegistryMachine(RuleBasedStateMachine):
+    """Against a model that remembers every lease."""
+
+    leases = Bundle("leases")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.registry = AdapterRegistry(["base"], "/base")
+        self.live: dict[str, AdapterRef] = {}
+        self.held: dict[Lease, AdapterRef] = {}
+        self.retired: list[AdapterRef] = []
+        self.drained: list[AdapterRef] = []
+        self.highest: dict[str, int] = {}
+
+    def on_drained(self, ref: AdapterRef) -> None:
+        assert ref in self.retired and ref not in self.drained
+        assert ref not in self.held.values()
+        self.drained.append(ref)
+
+    @rule(name=NAMES, digest=DIGESTS, replace=st.booleans())
+    def publish(self, name: str, digest: str, replace: bool) -> None:
+        old = self.live.get(name)
+        if old is not None and old.digest != digest:
+            if not replace:
+                with pytest.raises(AdapterConflict):
+                    self.registry.publish(name, info(digest), "/p")
+                return
+            self.retired.append(old)
+        ref = self.registry.publish(name, info(digest), "/p", replace, self.on_drained)
+        if old is not None and old.digest == digest:
+            assert ref == old
+        else:
+            assert ref.version > self.highest.get(name, 0)
+            self.highest[name] = ref.version
+        self.live[name] = ref
+
+    @rule(target=leases, name=NAMES)
+    def resolve(self, name: str) -> Lease:
+        if name not in self.live:
+            with pytest.raises(ModelNotFound):
+                self.registry.resolve(name)
+            return self.registry.resolve("base")
+        lease = self.registry.resolve(name)
+        assert lease.ref == self.live[name]
+        self.held[lease] = lease.ref
+        return lease
+
+    @rule(lease=consumes(leases), times=st.integers(1, 2))
+    def release(self, lease: Lease, times: int) -> None:
+        self.held.pop(lease, None)
+        for _ in range(times):
+            lease.release()
+
+    @rule(name=NAMES)
+    def retire(self, name: str) -> None:
+        if name not in self.live:
+            with pytest.raises(AdapterNotFound):
+                self.registry.retire(name)
+            return
+        self.retired.append(self.live.pop(name))
+        self.registry.retire(name).on_drained(self.on_drained)
+
+    @invariant()
+    def drained_exactly_when_no_lease_is_left(self) -> None:
+        self.registry.check()
+        held = set(self.held.values())
+        assert set(self.drained) == {ref for ref in self.retired if ref not in held}
+        assert {card.id for card in self.registry.models()} == {"base", *self.live}
+        used = {ref.digest for ref in [*self.live.values(), *held]}
+        assert {d for d in ("d1", "d2", "d3") if self.registry.digest_in_use(d)} == used
+
+
+TestRegistryMachine = RegistryMachine.TestCase
+TestRegistryMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+# paths ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """root/bot and root/deep/bot are adapters; outside/bot is one that is out of bounds."""
+    for folder in ("root/bot", "root/deep/bot", "other/only", "outside/bot"):
+        (tmp_path / folder).mkdir(parents=True)
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            (tmp_path / folder / name).write_bytes(b"{}")
+    return tmp_path
+
+
+@pytest.fixture
+def roots(tree: Path) -> AdapterRoots:
+    return AdapterRoots([tree / "root", tree / "other"])
+
+
+def refused(roots: AdapterRoots, path: str | Path) -> None:
+    with pytest.raises(AdapterPathRefused) as caught:
+        roots.resolve(str(path))
+    assert caught.value.param == "lora_path"
+
+
+def test_paths_inside_a_root(tree: Path, roots: AdapterRoots):
+    assert roots.resolve(str(tree / "root/bot")) == (tree / "root/bot").resolve()
+    assert roots.resolve("deep/bot") == (tree / "root/deep/bot").resolve()
+    assert roots.resolve("only") == (tree / "other/only").resolve()
+
+
+@pytest.mark.parametrize("path", ["", "../outside/bot", "deep/../bot", "bot\0", "bot\n", "\ud800"])
+def test_odd_paths_are_refused(roots: AdapterRoots, path: str):
+    refused(roots, path)
+
+
+def test_paths_outside_are_refused_whether_they_exist_or_not(tree: Path, roots: AdapterRoots):
+    refused(roots, tree / "outside/bot")
+    refused(roots, tree / "outside/none")
+    refused(roots, tree / "rootless")
+    refused(AdapterRoots([]), "bot")
+
+
+@pytest.mark.parametrize("path", ["none", "deep/none", "bot/adapter_config.json", "x" * 300])
+def test_missing_folders_are_not_found(tree: Path, roots: AdapterRoots, path: str):
+    for spelled in (path, str(tree / "root" / path)):
+        with pytest.raises(AdapterNotFound):
+            roots.resolve(spelled)
+
+
+def test_links_must_stay_inside(tree: Path, roots: AdapterRoots):
+    (tree / "root/good").symlink_to(tree / "other/only")
+    (tree / "root/bad").symlink_to(tree / "outside/bot")
+    (tree / "root/loop").symlink_to(tree / "root/loop")
+    (tree / "link").symlink_to(tree / "root")
+    assert roots.resolve("good") == (tree / "other/only").resolve()
+    assert roots.resolve(str(tree / "link/bot")) == (tree / "root/bot").resolve()
+    refused(roots, "bad")
+    refused(roots, tree / "root/bad")
+    with pytest.raises((AdapterPathRefused, AdapterNotFound)):
+        roots.resolve("loop")
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_linked_files_must_stay_inside(tree: Path, roots: AdapterRoots, name: str):
+    """A hub cache's snapshot links to ../../blobs, which is inside the cache."""
+    snapshot = tree / "root/models--x/snapshots/1"
+    blobs = tree / "root/models--x/blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "abc").write_bytes(b"{}")
+    (snapshot / name).symlink_to(Path("../../blobs/abc"))
+    assert roots.resolve(str(snapshot)) == snapshot.resolve()
+    (snapshot / name).unlink()
+    (snapshot / name).symlink_to(tree / "outside/bot" / name)
+    refused(roots, snapshot)
+
+
+def test_a_linked_root(tree: Path):
+    (tree / "alias").symlink_to(tree / "root")
+    roots = AdapterRoots([tree / "alias"])
+    assert roots.resolve("bot") == (tree / "root/bot").resolve()
+    assert roots.resolve(str(tree / "root/bot")) == (tree / "root/bot").resolve()
