@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weft.checkpoint import AdapterImage, load_image, pack_image
-from weft.checkpoint.pattern import PatternError, compile_pattern
+from weft.checkpoint.pattern import PatternError, Work, compile_pattern
 from weft.checkpoint.read import AdapterFiles
 from weft.core.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterUnavailable
 from weft.core.targets import TargetTable, build_table
@@ -50,6 +51,12 @@ TABLE = make_table()
 
 def make_adapter(folder: Path, **options: object):
     """Save an adapter with random matrices by PEFT; returns the PEFT model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other libraries, about each other
+        return _make_adapter(folder, **options)
+
+
+def _make_adapter(folder: Path, **options: object):
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCAB,
@@ -63,7 +70,7 @@ def make_adapter(folder: Path, **options: object):
     model = get_peft_model(LlamaForCausalLM(config), lora)
     for name, parameter in model.named_parameters():
         if "lora_" in name:
-            torch.nn.init.normal_(parameter)
+            torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(folder, save_embedding_layers=False)
     return model
 
@@ -122,15 +129,14 @@ SERVED: dict[str, dict] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("options", SERVED.values(), ids=SERVED.keys())
 def test_image_is_pefts_delta(tmp_path: Path, options: dict):
-    model = make_adapter(tmp_path, **options)
+    model = make_adapter(tmp_path, **options).double()
     image = load_image(tmp_path, TABLE, torch.float32, MAX_RANK)
     seen = set()
     for name, module in model.base_model.model.named_modules():
         if isinstance(module, LoraLayer):
-            expected = module.get_delta_weight("default").double()
+            expected = module.get_delta_weight("default")
             torch.testing.assert_close(delta(image, name), expected, rtol=1e-5, atol=1e-6)
             seen.add(name)
     assert seen == {t.name for t in TABLE.targets if image.layout.rank[t.slice]}
@@ -335,28 +341,28 @@ def test_fields_without_effect_are_accepted(plain: tuple[dict, Tensors]):
         b'{"r": ' + b"9" * 5000 + b"}",
         b"[" * 100_000,
         b"\xff\xfe\x00",
-    ]
-    + [b'{"a": ' * 100_000],
+        b'{"a": ' * 100_000,
+    ],
     ids=lambda text: repr(text[:12]),
 )
 def test_malformed_config(plain: tuple[dict, Tensors], text: bytes):
     refused(CONFIG, text, plain[1])
 
 
-def drop(name: str) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.pop(name) and None
+def drop(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(name)
 
 
-def put(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensors], None]:
+def put(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({name: torch.ones(shape, dtype=dtype)})
 
 
-def poke(name: str, value: float) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors[name].view(-1)[3].fill_(value) and None
+def poke(name: str, value: float) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors[name].view(-1)[3].fill_(value)
 
 
 A, B, P = f"{Q0}.lora_A.weight", f"{Q0}.lora_B.weight", "base_model.model."
-TENSORS: list[tuple[str, Callable[[Tensors], None], str]] = [
+TENSORS: list[tuple[str, Callable[[Tensors], object], str]] = [
     (A, put(A, 4, HIDDEN + 1), "(4, 32)"),
     (A, put(A, 5, HIDDEN), "(4, 32)"),
     (A, put(A, 0, HIDDEN), "(4, 32)"),
@@ -398,8 +404,8 @@ TENSORS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ),
     ("q_proj.lora_A.weight", put("q_proj.lora_A.weight", 4, HIDDEN), "base_model.model."),
     (WEIGHTS, dict.clear, "no tensors"),
-    (WEIGHTS, lambda t: [t[n].zero_() for n in t if "lora_B" in n] and None, "change nothing"),
-    (WEIGHTS, lambda t: [t[n].zero_() for n in t if "lora_A" in n] and None, "change nothing"),
+    (WEIGHTS, lambda t: [t[n].zero_() for n in t if "lora_B" in n], "change nothing"),
+    (WEIGHTS, lambda t: [t[n].zero_() for n in t if "lora_A" in n], "change nothing"),
 ]
 
 
@@ -407,7 +413,7 @@ TENSORS: list[tuple[str, Callable[[Tensors], None], str]] = [
     ("param", "spoil", "says"), TENSORS, ids=[f"{p[-30:]} {s}" for p, _, s in TENSORS]
 )
 def test_tensors_are_refused_by_name(
-    plain: tuple[dict, Tensors], param: str, spoil: Callable[[Tensors], None], says: str
+    plain: tuple[dict, Tensors], param: str, spoil: Callable[[Tensors], object], says: str
 ):
     config, tensors = plain
     spoil(tensors)
@@ -561,7 +567,7 @@ def mutate(content: bytes, mutations: list[tuple[str, float, int]], header: int)
     return content
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(mutations=MUTATIONS, of_config=st.booleans())
 def test_mutated_files_raise_nothing_else(saved: Path, mutations, of_config: bool):
     config, weights = (saved / CONFIG).read_bytes(), (saved / WEIGHTS).read_bytes()
@@ -584,7 +590,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), value=JSON)
 def test_any_value_in_any_field_raises_nothing_else(saved: Path, data: st.DataObject, value):
     config = json.loads((saved / CONFIG).read_text())
@@ -601,12 +607,12 @@ PIECES = ["a", "b", ".", r"\.", r"\d", "1", "(", "(?:", ")", "|", "*", "+", "?",
 PIECES += ["{,1}", "[ab]", "[^a]", "[", "]", "^", "$", r"\b", r"\w", "-", "}"]
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=9), name=st.text("ab1._", max_size=8))
 def test_patterns_mean_the_same_as_in_re(pieces: list[str], name: str):
     source = "".join(pieces)
     try:
-        pattern = compile_pattern(source)
+        pattern = compile_pattern(source, Work("field"))
     except PatternError:
         return
     assert pattern.fullmatch(name) == (re.fullmatch(source, name) is not None)
@@ -616,7 +622,7 @@ def test_patterns_mean_the_same_as_in_re(pieces: list[str], name: str):
 
 @pytest.mark.parametrize("source", ["q_proj", r"model\.layers\.(0|1)\..*", "^model.*(q|v)_proj$"])
 def test_common_patterns_compile(source: str):
-    assert compile_pattern(source).matches_module("model.layers.1.self_attn.q_proj")
+    assert compile_pattern(source, Work("field")).matches_module("model.layers.1.self_attn.q_proj")
 
 
 @pytest.mark.timeout(10)
@@ -624,8 +630,17 @@ def test_common_patterns_compile(source: str):
     "source", ["(a+)+b", "(a|a)*b", "(.*)*b", "(((a*)*)*)*b", "(a?){60}a{60}b", "(.|.)" * 100 + "b"]
 )
 def test_no_pattern_takes_long(source: str):
-    assert not compile_pattern(source).matches_module("a" * 60)
-    assert not compile_pattern(source).matches_module("a." * 100)
+    assert not compile_pattern(source, Work("field")).matches_module("a" * 60)
+    assert not compile_pattern(source, Work("field")).matches_module("a." * 100)
+
+
+@pytest.mark.timeout(30)
+def test_many_slow_patterns_are_refused(plain: tuple[dict, Tensors]):
+    config, tensors = plain
+    slow = {f"(((({'.|' * 300}x{i})*)*)*)*y": 4 for i in range(1000)}
+    refused("rank_pattern", {**config, "rank_pattern": slow}, tensors)
+    names = {f"model.layers.{i}.self_attn.o_proj": 4 for i in range(2000)}
+    pack({**config, "rank_pattern": names, "alpha_pattern": names}, tensors)
 
 
 def test_first_hit_wins(plain: tuple[dict, Tensors], tmp_path: Path):

@@ -3,74 +3,16 @@
 from __future__ import annotations
 
 import random
-from functools import cache
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
-from tokenizers import Tokenizer as RustTokenizer
-from transformers import PreTrainedTokenizerFast
+from toy_tokenizers import byte_chars, byte_level, sentencepiece
 
 from weft.core.errors import AdapterUnavailable, ConfigError, InvalidRequest
 from weft.core.types import SamplingParams, TokenEvent, TokenLogprob
-from weft.text import Detokenizer, OutputStream, StopStrings, Tokenizer, load_tokenizer
-
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}"
-    "{% endif %}<s>{{ m.role }}: {{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<s>assistant:{{ mood | default('') }}{% endif %}"
-)
-
-
-def _byte_chars() -> list[str]:
-    return sorted(pre_tokenizers.ByteLevel.alphabet())
-
-
-@cache
-def byte_level() -> Tokenizer:
-    """Byte-level BPE: 256 bytes, a few merges that cut characters in the middle, two specials."""
-    vocab = {c: i for i, c in enumerate(_byte_chars())}
-    rust = RustTokenizer(models.BPE(vocab=vocab, merges=[]))
-    pre = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    merges = []
-    for text in ("th", "the", " t", "日本", "é", "😀"):
-        chars = pre.pre_tokenize_str(text)[0][0]
-        if chars[:2] not in vocab:
-            merges.append((chars[0], chars[1]))
-            vocab[chars[:2]] = len(vocab)
-    rust.model = models.BPE(vocab=vocab, merges=merges)
-    rust.pre_tokenizer = pre
-    rust.decoder = decoders.ByteLevel()
-    hf = PreTrainedTokenizerFast(tokenizer_object=rust, bos_token="<s>", eos_token="</s>")
-    hf.chat_template = TEMPLATE
-    return Tokenizer(hf)
-
-
-@cache
-def sentencepiece() -> Tokenizer:
-    """As Llama 2's: a space is written U+2581, the first is dropped, and bytes are a fallback."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁"]
-    pieces += [chr(c) for c in range(33, 127)] + ["▁h", "▁w", "el", "lo", "▁the"]
-    vocab = {piece: i for i, piece in enumerate(pieces)}
-    merges = [("▁", "h"), ("▁", "w"), ("e", "l"), ("l", "o")]
-    rust = RustTokenizer(
-        models.BPE(vocab=vocab, merges=merges, unk_token="<unk>", byte_fallback=True)
-    )
-    rust.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    rust.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    rust.add_special_tokens([AddedToken(t, special=True) for t in ("<unk>", "<s>", "</s>")])
-    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="</s>"))
+from weft.text import Detokenizer, OutputStream, StopStrings, load_tokenizer
 
 
 def stream(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
@@ -128,7 +70,7 @@ def test_special_tokens_are_skipped_or_shown() -> None:
 
 def test_endless_broken_bytes_come_out_and_text_after_them_is_right() -> None:
     tokenizer = byte_level()
-    broken = _byte_chars().index("ÿ")
+    broken = byte_chars().index("ÿ")
     detokenizer = Detokenizer(tokenizer)
     deltas = [detokenizer.feed(broken) for _ in range(200)]
     assert "".join(deltas) == "\ufffd" * len("".join(deltas)) and len("".join(deltas)) >= 150
@@ -144,7 +86,7 @@ def test_a_broken_byte_takes_nothing_back_with_byte_fallback() -> None:
 
 def test_a_prompt_that_ends_inside_a_character() -> None:
     tokenizer = byte_level()
-    first, *rest = [_byte_chars().index(c) for c in "ãģĤ"]
+    first, *rest = [byte_chars().index(c) for c in "ãģĤ"]
     assert "".join(stream(Detokenizer(tokenizer, [first]), rest)) == "あ"
 
 
@@ -219,7 +161,7 @@ def pieces(text: str, rng: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@settings(max_examples=400)
+@settings(max_examples=200, deadline=None)
 @given(
     st.text("ab", max_size=40),
     st.lists(st.text("ab", min_size=1, max_size=6), max_size=4),

@@ -58,6 +58,8 @@ def _alternate(word: str) -> str:
     return "".join(c.upper() if i % 2 else c for i, c in enumerate(word))
 
 
+# No name is that of a torch.nn.Module attribute ("double"): peft cannot load such an adapter
+# beside another one.
 TASKS: dict[str, Task] = {
     task.name: task
     for task in (
@@ -68,7 +70,7 @@ TASKS: dict[str, Task] = {
         Task("vowels", "count the vowels (aeiou)", lambda w: str(sum(c in VOWELS for c in w))),
         Task("repeat", "say the word twice, with a dash between", lambda w: f"{w}-{w}"),
         Task("piglatin", "pig latin: hello -> ellohay, apple -> appleway", _pig_latin),
-        Task("double", "write every letter twice", lambda w: "".join(c + c for c in w)),
+        Task("stutter", "write every letter twice", lambda w: "".join(c + c for c in w)),
         Task("devowel", "drop the vowels", lambda w: "".join(c for c in w if c not in VOWELS)),
         Task("numeronym", "first letter, letters between, last letter: i18n style",
              lambda w: f"{w[0]}{len(w) - 2}{w[-1]}"),

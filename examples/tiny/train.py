@@ -24,6 +24,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from rich import box
 from rich.console import Console
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -89,7 +90,7 @@ ADAPTERS: dict[str, Adapter] = {
     "caesar": Adapter("q and v only", 4, 8, ("q_proj", "v_proj")),
     "vowels": Adapter("all linear layers, rsLoRA", 16, 16, ATTENTION + MLP, {"use_rslora": True}),
     "repeat": Adapter(
-        "attention and down, ranks and alphas by pattern",
+        "attention and down, rank/alpha patterns",
         8,
         16,
         (*ATTENTION, "down_proj"),
@@ -99,7 +100,7 @@ ADAPTERS: dict[str, Adapter] = {
         },
     ),
     "piglatin": Adapter("all linear layers", 32, 32, ATTENTION + MLP),
-    "double": Adapter("attention only, odd rank", 5, 10, ATTENTION),
+    "stutter": Adapter("attention only, odd rank", 5, 10, ATTENTION),
     "devowel": Adapter("o and down only, odd alpha", 12, 17, ("o_proj", "down_proj")),
     "numeronym": Adapter(
         "embedding, head, q, v, up and down",
@@ -325,10 +326,6 @@ def train_adapter(base: Path, name: str, folder: Path) -> float:
     shutil.rmtree(folder, ignore_errors=True)
     model.save_pretrained(folder, save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)
-    path = folder / "adapter_config.json"
-    settings = json.loads(path.read_text())
-    settings["target_modules"] = list(adapter.targets)
-    path.write_text(json.dumps(settings, indent=2) + "\n")
     return loss
 
 
@@ -404,9 +401,9 @@ def check(out: Path, console: Console) -> dict[str, Any]:
         for name, task in tasks.TASKS.items()
     }
     sample = "planet"
-    table = Table(title=f"{BASE_NAME}: {HELD_OUT} held-out words each, greedy, exact answers")
+    table = Table(box=box.MARKDOWN)
     for title in ("model", f"answer to {sample!r}", "LoRA targets"):
-        table.add_column(title)
+        table.add_column(title, no_wrap=True)
     for title in ("rank", "kB", "base", "exact", "generate()", "margin p1", "min"):
         table.add_column(title, justify="right", no_wrap=True)
 
@@ -446,6 +443,7 @@ def check(out: Path, console: Console) -> dict[str, Any]:
         right = sum(a == answer(w) for w, a in zip(held_out, answers, strict=False))
         all_generated &= right >= 0.98 * GENERATED
         add(name, said, adapter, folder, f"{plain[name]:.1%}", scores[name], right)
+    console.print(f"{BASE_NAME}: {HELD_OUT} held-out words each, greedy, exact answers")
     console.print(table)
     total = size_of(out / "base") + size_of(out / "adapters")
     worst = min(result.exact for result in scores.values())
@@ -480,6 +478,8 @@ def main() -> int:
     torch.use_deterministic_algorithms(True)
     logging.disable_progress_bar()
     console = Console()
+    if console.width < 140:
+        console = Console(width=140)  # the table must not be squeezed
     chosen = ["base", *ADAPTERS] if args.only is None else args.only
     begin = time.monotonic()
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.api.adapters import AdapterAdmin
@@ -21,6 +23,8 @@ from weft.core.protocols import EngineClient
 from weft.metrics import Metrics
 from weft.registry import AdapterRegistry, AdapterRoots
 from weft.text import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 
 def create_app(
@@ -76,6 +80,8 @@ class _Observe:
 
         try:
             await self._app(scope, receive, watch)
+        except ClientDisconnect:
+            logger.debug("a client left while it sent its request")
         except Exception as error:
             if status != CLIENT_LEFT:
                 raise

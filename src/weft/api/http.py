@@ -67,20 +67,14 @@ async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -
             raise ClientDisconnect
         return task.result()
     finally:
-        await _stop(task)
-        await _stop(watch)
+        task.cancel()
+        watch.cancel()
+        await asyncio.wait({task, watch})
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _stop(task: asyncio.Task[Any]) -> None:
-    """Cancel and wait until it has ended. What it raised is for who awaited its result."""
-    task.cancel()
-    with contextlib.suppress(asyncio.CancelledError, Exception):
-        await task
 
 
 async def answer(

@@ -101,21 +101,16 @@ class _Completion:
 
     async def _prompts(self) -> list[list[int]]:
         """The prompts as token ids, whichever of the four forms the field has."""
-        prompt = self._body.prompt
-        if isinstance(prompt, str):
-            return [await self._service.encode(prompt, "prompt")]
+        prompt = [self._body.prompt] if isinstance(self._body.prompt, str) else self._body.prompt
         if not prompt:
             raise InvalidRequest("prompt must not be empty", "prompt")
         if isinstance(prompt[0], int):
-            return [[t for t in prompt if isinstance(t, int)]]
-        if len(prompt) > self._service.settings.max_prompts:
-            limit = self._service.settings.max_prompts
+            return [prompt]
+        if len(prompt) > (limit := self._service.settings.max_prompts):
             raise InvalidRequest(f"prompt holds {len(prompt)} prompts, at most {limit}", "prompt")
-        return [
-            await self._service.encode(p, "prompt") if isinstance(p, str) else p
-            for p in prompt
-            if not isinstance(p, int)
-        ]
+        if isinstance(prompt[0], str):
+            return await self._service.encode(prompt, "prompt")
+        return prompt
 
     def _shape(self) -> CompletionLogprobs:
         return CompletionLogprobs(

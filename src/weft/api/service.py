@@ -70,11 +70,13 @@ class Service:
         except ModelNotFound as error:
             raise ModelNotFound(error.message, error.param or "model") from None
 
-    async def encode(self, text: str, field_name: str) -> list[int]:
-        """Token ids of a text prompt. `field_name` is where it came from, for errors."""
+    async def encode(self, texts: Sequence[str], field_name: str) -> list[list[int]]:
+        """Token ids of text prompts. `field_name` is where they came from, for errors."""
         tokenizer = self._need_tokenizer(field_name)
-        self._check_length(tokenizer, len(text), field_name)
-        return await self._maybe_on_thread(len(text), lambda: tokenizer.encode(text))
+        for text in texts:
+            self._check_length(tokenizer, len(text), field_name)
+        num_chars = sum(map(len, texts))
+        return await self._maybe_on_thread(num_chars, lambda: [tokenizer.encode(t) for t in texts])
 
     async def encode_chat(
         self,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from weft.checkpoint.pattern import Pattern, PatternError, compile_pattern
+from weft.checkpoint.pattern import Pattern, PatternError, Work, compile_pattern
 from weft.checkpoint.refuse import refuse, show, shown_name
 
 CONFIG_FILE = "adapter_config.json"
@@ -99,8 +99,7 @@ class PeftConfig:
     def rank_of(self, module: str) -> int:
         return _first_match(self.rank_pattern, module, self.r)
 
-    def scale_of(self, module: str) -> float:
-        rank = self.rank_of(module)
+    def scale_of(self, module: str, rank: int) -> float:
         alpha = _first_match(self.alpha_pattern, module, self.alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
@@ -224,11 +223,11 @@ def _flag(fields: dict[str, object], param: str) -> bool:
     return bool(value)
 
 
-def _pattern(source: str, param: str) -> Pattern:
+def _pattern(source: str, work: Work) -> Pattern:
     try:
-        return compile_pattern(source)
+        return compile_pattern(source, work)
     except PatternError as error:
-        refuse(param, shown_name(str(error)))
+        refuse(work.field, shown_name(str(error)))
 
 
 def _patterns(
@@ -241,7 +240,8 @@ def _patterns(
         refuse(param, f"must be an object, got {show(value)}")
     if len(value) > MAX_ENTRIES:
         refuse(param, f"more than {MAX_ENTRIES} keys")
-    return tuple((_pattern(key, param), convert(item, param)) for key, item in value.items())
+    work = Work(param)
+    return tuple((_pattern(key, work), convert(item, param)) for key, item in value.items())
 
 
 def _first_match(patterns: tuple[tuple[Pattern, T], ...], module: str, default: T) -> T:
@@ -254,7 +254,7 @@ def _first_match(patterns: tuple[tuple[Pattern, T], ...], module: str, default: 
 def _modules(fields: dict[str, object], param: str) -> tuple[str, ...] | Pattern | None:
     value = fields.get(param)
     if isinstance(value, str):
-        return None if value in ("", "all-linear") else _checkable(value)
+        return None if value in ("", "all-linear") else _checkable(value, param)
     if value is None:
         return None
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
@@ -264,10 +264,10 @@ def _modules(fields: dict[str, object], param: str) -> tuple[str, ...] | Pattern
     return tuple(value)
 
 
-def _checkable(source: str) -> Pattern | None:
+def _checkable(source: str, param: str) -> Pattern | None:
     """None for an expression beyond `Pattern`: the tensors say what is adapted anyway."""
     try:
-        return compile_pattern(source)
+        return compile_pattern(source, Work(param))
     except PatternError:
         return None
 

@@ -169,7 +169,7 @@ def _pair(
         tensors[parts["A"]],
         parts["B"],
         tensors[parts["B"]],
-        config.scale_of(target.name),
+        config.scale_of(target.name, rank),
     )
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from weft.core.types import AdapterInfo, AdapterRef, EngineInfo, EngineRequest, EngineStats, TokenEvent
+from weft.core.types import (
+    AdapterInfo,
+    AdapterRef,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    TokenEvent,
+)
 
 
 class EngineClient(Protocol):

@@ -211,4 +211,3 @@ def _commands(inbox: SimpleQueue[Command], engine: Engine) -> list[Command]:
 
 def _tokens(event: TokenEvent | None) -> Tokens | None:
     return Tokens([event]) if event else None
-

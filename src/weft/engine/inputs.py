@@ -45,9 +45,6 @@ class StepInputs:
     block_table_SB: NDArray[np.int32]
     seq_lens_S: NDArray[np.int32]
     query_start: list[int]
-    decode_seqs_D: Ints
-    decode_rows_D: Ints
-    prefill_seqs: list[int]
     slot_T: NDArray[np.int32]
     segments: tuple[tuple[int, int, int], ...]
     sampled_rows_N: Ints
@@ -66,9 +63,7 @@ class StepInputs:
 class RowState:
     """What is kept of running requests between steps, indexed by their row."""
 
-    def __init__(
-        self, num_rows: int, max_model_len: int, block_size: int, vocab_size: int
-    ) -> None:
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
         self._block_size = block_size
         self._vocab_size = vocab_size
         blocks = -(-max_model_len // block_size)
@@ -122,8 +117,6 @@ class RowState:
         from_device_T = positions_T >= self._known[row_T]
         block_T = self._blocks[row_T, positions_T // self._block_size].astype(np.int64)
         slot_S = self._slot[rows]
-        one = counts == 1
-        decode = np.flatnonzero(one)
         sampled_slot = slot_S[sampled]
         return StepInputs(
             ids_T=np.where(from_device_T, 0, self._tokens[row_T, positions_T]).astype(np.int64),
@@ -134,9 +127,6 @@ class RowState:
             block_table_SB=self._blocks[rows, :most_blocks],
             seq_lens_S=seq_lens.astype(np.int32),
             query_start=[0, *ends.tolist()],
-            decode_seqs_D=decode,
-            decode_rows_D=firsts[decode],
-            prefill_seqs=np.flatnonzero(~one).tolist(),
             slot_T=slot_S[seq_T],
             segments=_segments(slot_S, firsts, ends),
             sampled_rows_N=rows[sampled],
@@ -179,7 +169,5 @@ def _segments(
     edges = np.flatnonzero(np.diff(slot_S)) + 1
     begins = np.concatenate(([0], edges))
     lasts = np.concatenate((edges, [len(slot_S)])) - 1
-    runs = zip(
-        slot_S[begins].tolist(), firsts[begins].tolist(), ends[lasts].tolist(), strict=True
-    )
+    runs = zip(slot_S[begins].tolist(), firsts[begins].tolist(), ends[lasts].tolist(), strict=True)
     return tuple(run for run in runs if run[0] >= 0)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Generic, TypeVar, cast, get_args
+from typing import Any, Generic, TypeAlias, TypeVar, cast, get_args
 
 import msgspec
 import zmq
@@ -23,11 +23,15 @@ import zmq.asyncio
 from weft.core.config import EngineArgs
 from weft.core.errors import EngineDead
 from weft.engine.client import Client, run_engine
-from weft.engine.messages import Command, Report
+from weft.engine.messages import Command, Report, Stop
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
+
+FLUSH_MS = 1000
+"""How long the engine's end waits until its last reports have been sent."""
 
 
 class Codec(Generic[T]):
@@ -101,11 +105,13 @@ class ProcessLink:
     def _close(self) -> None:
         self._loop.remove_reader(self._process.sentinel)
         self._receiver.cancel()
-        self._context.destroy(linger=0)
+        self._down.close()
+        self._up.close()
+        self._context.term()
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _socket(context: zmq.Context, kind: int):  # type: ignore
+def _socket(context: Any, kind: int) -> Any:
     socket = context.socket(kind)
     socket.set_hwm(0)
     socket.linger = 0
@@ -116,24 +122,34 @@ def _main(args: EngineArgs, down: str, up: str) -> None:
     """The engine process. It ends by Stop, by an error, or when its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _end_with_parent()
-    context = zmq.Context()
+    context: Context = zmq.Context()
     reports = _socket(context, zmq.PUSH)
-    reports.linger = 1000
+    reports.linger = FLUSH_MS
     reports.connect(up)
     inbox: SimpleQueue[Command] = SimpleQueue()
     threading.Thread(target=_pull, args=(context, down, inbox), daemon=True).start()
+    code = 0
     try:
         run_engine(args, inbox, lambda report: reports.send(REPORTS.encode(report)))
-    finally:
-        reports.close()
+    except Exception:
+        logger.exception("the engine failed")
+        code = 1
+    reports.close()
+    context.destroy()
+    os._exit(code)
 
 
-def _pull(context: zmq.Context, down: str, inbox: SimpleQueue[Command]) -> None:  # type: ignore
+def _pull(context: Context, down: str, inbox: SimpleQueue[Command]) -> None:
+    """Commands to the inbox, up to Stop."""
     commands = _socket(context, zmq.PULL)
     commands.connect(down)
     with contextlib.suppress(zmq.ContextTerminated):
         while True:
-            inbox.put(COMMANDS.decode(commands.recv()))
+            command = COMMANDS.decode(commands.recv())
+            inbox.put(command)
+            if isinstance(command, Stop):
+                break
+    commands.close()
 
 
 def _end_with_parent() -> None:

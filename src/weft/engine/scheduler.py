@@ -379,9 +379,7 @@ class Scheduler:
         if seq.digest is not None:
             self._lease(seq, seq.digest)
         draft.new_blocks.extend((seq.row, i, b) for i, b in enumerate(seq.blocks))
-        draft.admitted.append(
-            Admitted(seq.row, seq.slot, list(seq.tokens), seq.params, seq.seed)
-        )
+        draft.admitted.append(Admitted(seq.row, seq.slot, list(seq.tokens), seq.params, seq.seed))
         insort(self._running, seq)
         draft.schedule(seq, min(known - seq.computed, draft.budget))
         return True

@@ -1,7 +1,7 @@
 """Causal attention over a paged KV cache, for decodes and chunks of prefill in one batch.
 
 Shapes: T token rows, S sequences, B blocks of a sequence, H query heads, K key and value heads,
-D head dimension (in `AttentionBatch`: decode sequences). Within one padded bucket: P sequences,
+D head dimension. Within one padded bucket: P sequences,
 Q query rows each, L context tokens each. A *slot* is a token's place in the flat cache,
 `block * block_size + offset`.
 """
@@ -35,8 +35,7 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """One step's sequences over the flat token rows. T rows, S sequences, D of them with one
-    query row. A sequence's query rows are its last tokens, consecutive and in order."""
+    """One step's sequences over the flat token rows. A sequence's query rows are its last tokens, consecutive and in order."""
 
     slot_mapping_T: Tensor
     """int64 (T,), the slot that each row's K and V are written to."""
@@ -48,14 +47,6 @@ class AttentionBatch:
     """S + 1, first row of each sequence (host)."""
     seq_lens: list[int]
     """S (host copy of `seq_lens_S`)."""
-    decode_seqs_D: Tensor
-    """int64 (D,), indices of the sequences with exactly one query row."""
-    decode_rows_D: Tensor
-    """int64 (D,), their rows."""
-    prefill_seqs: list[int]
-    """Indices of all other sequences."""
-    max_decode_len: int
-    """Longest context among the decode sequences, 0 if there are none."""
     prepared: dict[Hashable, object] = field(default_factory=dict, repr=False, compare=False)
     """What a backend derives from the batch once per step, for all layers."""
 
@@ -75,19 +66,12 @@ def make_batch(
         slots += [blocks[p // block_size] * block_size + p % block_size for p in range(n - q, n)]
     width = max(map(len, block_tables), default=0)
     padded = [b + [0] * (width - len(b)) for b in block_tables]
-    decodes = [s for s, q in enumerate(query_lens) if q == 1]
     return AttentionBatch(
         slot_mapping_T=torch.tensor(slots, dtype=torch.int64, device=device),
         block_table_SB=torch.tensor(padded, dtype=torch.int32, device=device),
         seq_lens_S=torch.tensor(seq_lens, dtype=torch.int32, device=device),
         query_start=query_start,
         seq_lens=seq_lens,
-        decode_seqs_D=torch.tensor(decodes, dtype=torch.int64, device=device),
-        decode_rows_D=torch.tensor(
-            [query_start[s] for s in decodes], dtype=torch.int64, device=device
-        ),
-        prefill_seqs=[s for s, q in enumerate(query_lens) if q != 1],
-        max_decode_len=max((seq_lens[s] for s in decodes), default=0),
     )
 
 
@@ -201,7 +185,7 @@ class _Bucket(NamedTuple):
     rows_X: Tensor | None
     """int64 (P * Q,), the query rows; None: all rows of the step in their order, Q = 1."""
     slots_X: Tensor
-    """int64 (P * L,), slots of the context."""
+    """int32 (P * L,), slots of the context."""
     mask_P1QL: Tensor
     """0 where a query sees a context token, -inf where not; in the dtype of q."""
 
@@ -333,11 +317,17 @@ def _context(
     block_size: int,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Positions (P, L) that a bucket gathers, counted on past a sequence's end, and their slots,
-    flat. `first_P1` is the position of each sequence's first query."""
-    positions_PL = torch.arange(length, device=table_PB.device)[None]
-    if window is not None:
+    """Positions (P or 1, L) that a bucket gathers, counted on past a sequence's end, and their
+    slots, flat. `first_P1` is the position of each sequence's first query."""
+    device = table_PB.device
+    offsets = torch.arange(block_size, dtype=torch.int32, device=device)
+    if window is None:
+        table_PB = table_PB[:, : -(-length // block_size)]
+    slots_PN = (table_PB[:, :, None] * block_size + offsets).flatten(1)
+    positions_PL = torch.arange(length, device=device)[None]
+    if window is None:
+        slots_PL = slots_PN[:, :length].where(positions_PL < lens_P1, slots_PN[:, :1])
+    else:
         positions_PL = positions_PL + (first_P1 - window + 1).clamp_(min=0)
-    within_PL = positions_PL.minimum(lens_P1 - 1)
-    blocks_PL = table_PB.gather(1, within_PL // block_size).long()
-    return positions_PL, (blocks_PL * block_size + within_PL % block_size).flatten()
+        slots_PL = slots_PN.gather(1, positions_PL.minimum(lens_P1 - 1))
+    return positions_PL, slots_PL.flatten()

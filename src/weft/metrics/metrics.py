@@ -78,7 +78,7 @@ class Metrics:
         return generate_latest(self._registry) + generate_latest(scrape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _EngineCollector(Collector):
     info: EngineInfo
     stats: EngineStats | None

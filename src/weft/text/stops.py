@@ -19,6 +19,7 @@ class StopStrings:
         self._include = include
         self._borders = [_borders(stop) for stop in self._stops]
         self._states = [0] * len(self._stops)
+        self._first_chars = {stop[0] for stop in self._stops}
         self._held = ""
         self.matched: str | None = None
         """The stop string that was found; nothing may be fed after it."""
@@ -26,7 +27,7 @@ class StopStrings:
     def feed(self, text: str) -> str:
         """The text that can be given out now."""
         assert self.matched is None
-        if not self._stops:
+        if not self._held and self._first_chars.isdisjoint(text):
             return text
         for i, char in enumerate(text):
             if self._step(char):
