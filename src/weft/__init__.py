@@ -1,1 +1,22 @@
 """Weft serves many LoRA adapters from one copy of a base model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from weft.core.types import SamplingParams
+
+if TYPE_CHECKING:
+    from weft.llm import LLM, RequestOutput
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> object:
+    """Import what needs torch only when it is asked for."""
+    if name in ("LLM", "RequestOutput"):
+        from weft import llm
+
+        return getattr(llm, name)
+    raise AttributeError(f"module 'weft' has no attribute {name!r}")

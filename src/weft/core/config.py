@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
 from weft.core.errors import ConfigError
@@ -105,3 +105,26 @@ class EngineArgs:
     scheduler: SchedulerArgs = field(default_factory=SchedulerArgs)
     num_threads: int | None = None
     """Of torch on a CPU; None: torch's own default."""
+
+
+def engine_args(model: str, **options: object) -> EngineArgs:
+    """EngineArgs from options by field name; those that are None keep their defaults.
+
+    Raises ConfigError for a name that no part has, or a value that a part refuses.
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    parts: dict[str, object] = {}
+    for part, kind in (
+        ("model", ModelArgs),
+        ("lora", LoraArgs),
+        ("cache", CacheArgs),
+        ("scheduler", SchedulerArgs),
+    ):
+        names = {f.name for f in fields(kind)} - {"model"}
+        values = {name: given.pop(name) for name in names & given.keys()}
+        parts[part] = kind(model, **values) if kind is ModelArgs else kind(**values)  # type: ignore
+    num_threads = given.pop("num_threads", None)
+    if given:
+        name = min(given)
+        raise ConfigError(f"there is no option {name!r}", name)
+    return EngineArgs(num_threads=num_threads, **parts)  # type: ignore[arg-type]

@@ -35,7 +35,8 @@ class KVCache:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """One step's sequences over the flat token rows. A sequence's query rows are its last tokens, consecutive and in order."""
+    """One step's sequences over the flat token rows. A sequence's query rows are its last tokens,
+    consecutive and in order."""
 
     slot_mapping_T: Tensor
     """int64 (T,), the slot that each row's K and V are written to."""

@@ -1,0 +1,240 @@
+"""The Python API: an engine in this thread, prompts in, outputs out."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import TypeVar, cast
+
+from weft.core.config import engine_args
+from weft.core.errors import InvalidRequest, ModelNotFound, from_wire
+from weft.core.types import (
+    AdapterInfo,
+    AdapterRef,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    SamplingParams,
+    TokenEvent,
+    TokenLogprob,
+)
+from weft.engine.engine import WAIT_S, Engine
+from weft.engine.messages import Abort, Register, Reply, Report, Submit, Tokens
+from weft.registry import AdapterRegistry
+from weft.text import OutputStream, Tokenizer, load_tokenizer
+
+Prompt = str | list[int]
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one prompt gave."""
+
+    prompt: str | None
+    """None when the prompt was given as token ids."""
+    prompt_token_ids: list[int]
+    adapter: AdapterRef | None
+    """The version that answered; None for the base."""
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    num_cached_tokens: int = 0
+
+
+class LLM:
+    """A base model and adapters, for offline use.
+
+    llm = LLM("path/or/hub-id", adapters={"sql": "path/to/adapter"})
+    llm.generate(["..."], SamplingParams(max_tokens=32), adapter=["sql"])
+
+    `options` are the fields of `weft.core.config` by name (dtype, max_model_len, max_num_seqs,
+    max_loras, ...). Not thread-safe. Raises ConfigError, AdapterError.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        adapters: Mapping[str, str | Path] | None = None,
+        *,
+        skip_tokenizer_init: bool = False,
+        **options: object,
+    ) -> None:
+        args = engine_args(str(model), **options)
+        self._tokenizer = (
+            None if skip_tokenizer_init else load_tokenizer(args.model.model, args.model.revision)
+        )
+        self._wakeups: SimpleQueue[None] = SimpleQueue()
+        self._engine = Engine(args, wake=lambda: self._wakeups.put(None))
+        self.info = self._engine.info
+        self._registry = AdapterRegistry([args.model.model], args.model.model)
+        self._ids = itertools.count()
+        try:
+            for name, path in (adapters or {}).items():
+                self.load_adapter(name, path)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None:
+            raise InvalidRequest("this LLM was made with skip_tokenizer_init", "prompt")
+        return self._tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+        on_finished: Callable[[RequestOutput], None] = lambda _: None,
+    ) -> list[RequestOutput]:
+        """Continue each prompt (text or token ids); all of them share batches.
+
+        `params` and `adapter` are one for all prompts, or one each; adapter None is the base.
+        Returns outputs in the order of the prompts. Raises InvalidRequest or ModelNotFound for
+        bad arguments before anything runs, AdapterUnavailable if a load fails meanwhile.
+        """
+        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        many = cast(list[Prompt], [prompts] if one else list(prompts))
+        params = params or SamplingParams()
+        same = [params] * len(many) if isinstance(params, SamplingParams) else params
+        each_params = _check_length(list(same), len(many), "params")
+        names = [adapter] * len(many) if adapter is None or isinstance(adapter, str) else adapter
+        each_adapter = _check_length(list(names), len(many), "adapter")
+        with contextlib.ExitStack() as leases:
+            refs = [self._lease(leases, name) for name in each_adapter]
+            jobs = [self._job(p, s, r) for p, s, r in zip(many, each_params, refs, strict=True)]
+            return self._run(jobs, on_finished)
+
+    def chat(
+        self,
+        conversations: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        adapter: str | Sequence[str | None] | None = None,
+    ) -> list[RequestOutput]:
+        """As `generate`, for one conversation or several, through the chat template."""
+        one = bool(conversations) and isinstance(conversations[0], Mapping)
+        many = [conversations] if one else conversations
+        prompts = [self.tokenizer.chat([dict(m) for m in c]) for c in many]  # type: ignore
+        return self.generate(prompts, params, adapter)
+
+    def load_adapter(self, name: str, path: str | Path) -> AdapterRef:
+        """Make the adapter in a folder usable under `name`. Raises AdapterError."""
+        with self._registry.reserve(name, str(path)):
+            info = self._register(str(path))
+            return self._registry.publish(name, info, str(path))
+
+    def unload_adapter(self, name: str) -> None:
+        """Raises AdapterNotFound."""
+        self._engine.drop(self._registry.retire(name).ref.digest)
+
+    def stats(self) -> EngineStats:
+        return self._engine.stats()
+
+    def close(self) -> None:
+        self._engine.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _lease(self, leases: contextlib.ExitStack, name: str | None) -> AdapterRef | None:
+        if name is None:
+            return None
+        ref = leases.enter_context(self._registry.resolve(name)).ref
+        if ref is None:
+            raise ModelNotFound(f"{name!r} is the base; say adapter=None for it", "adapter")
+        return ref
+
+    def _job(self, prompt: Prompt, params: SamplingParams, ref: AdapterRef | None) -> _Job:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        request = EngineRequest(str(next(self._ids)), ids, params, ref)
+        output = RequestOutput(prompt if isinstance(prompt, str) else None, ids, ref)
+        return _Job(request, output, OutputStream(self._tokenizer, params, ids))
+
+    def _run(
+        self, jobs: list[_Job], on_finished: Callable[[RequestOutput], None]
+    ) -> list[RequestOutput]:
+        open_jobs = {job.request.request_id: job for job in jobs}
+        first: list[Report | None] = [self._engine.apply(Submit(job.request)) for job in jobs]
+        reports = itertools.chain((r for r in first if r is not None), self._reports())
+        try:
+            while open_jobs:
+                report = next(reports)
+                for event in report.events if isinstance(report, Tokens) else ():
+                    self._take(event, open_jobs, on_finished)
+        finally:
+            for request_id in open_jobs:
+                self._engine.apply(Abort(request_id))
+        return [job.output for job in jobs]
+
+    def _take(
+        self,
+        event: TokenEvent,
+        open_jobs: dict[str, _Job],
+        on_finished: Callable[[RequestOutput], None],
+    ) -> None:
+        job = open_jobs.get(event.request_id)
+        if job is None:
+            return
+        delta = job.stream.feed(event)
+        output = job.output
+        output.text += delta.text
+        output.token_ids += delta.token_ids
+        output.num_cached_tokens = delta.num_cached_tokens
+        if delta.logprobs is not None:
+            output.logprobs = (output.logprobs or []) + delta.logprobs
+        if delta.abort:
+            self._engine.apply(Abort(event.request_id))
+        if delta.finish_reason is not None:
+            output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+            del open_jobs[event.request_id]
+            on_finished(output)
+
+    def _register(self, path: str) -> AdapterInfo:
+        call_id = next(self._ids)
+        self._engine.apply(Register(call_id, path))
+        for report in self._reports():
+            if isinstance(report, Reply) and report.call_id == call_id:
+                if report.error is not None:
+                    raise from_wire(report.error)
+                assert report.info is not None
+                return report.info
+        raise AssertionError("unreachable: reports never end")
+
+    def _reports(self) -> Iterator[Report]:
+        while True:
+            yield from self._engine.step()
+            if not self._engine.working:
+                with contextlib.suppress(Empty):
+                    self._wakeups.get(timeout=WAIT_S)
+
+
+@dataclass(slots=True)
+class _Job:
+    request: EngineRequest
+    output: RequestOutput
+    stream: OutputStream
+
+
+def _check_length(values: list[T], count: int, name: str) -> list[T]:
+    if len(values) != count:
+        raise InvalidRequest(f"{name} has {len(values)} entries for {count} prompts", name)
+    return values
