@@ -87,7 +87,8 @@ def peft_runs(
     for name in names[1:]:
         model.load_adapter(TINY / "adapters" / name, adapter_name=name)
     model.eval()
-    options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    model.generation_config.eos_token_id = None
+    options = {"max_new_tokens": tokens, "do_sample": False}
     longest = max(map(len, prompts))
     ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])

@@ -24,7 +24,6 @@ from weft.core.types import (
     EngineStats,
     TokenEvent,
 )
-from weft.engine.engine import Engine, serve
 from weft.engine.messages import (
     Abort,
     Command,
@@ -218,6 +217,9 @@ def run_engine(
     args: EngineArgs, inbox: SimpleQueue[Command], emit: Callable[[Report], None]
 ) -> None:
     """Build an engine and serve until Stop; reports a start that failed."""
+    # Imported here: the API process, which only starts this, need not wait for torch.
+    from weft.engine.engine import Engine, serve
+
     try:
         engine = Engine(args, wake=lambda: inbox.put(Wake()))
     except WeftError as error:
@@ -230,8 +232,7 @@ def run_engine(
 async def start_in_process(args: EngineArgs) -> Client:
     """An engine in a thread of this process."""
     client = Client()
-    await client.start(_ThreadLink(args, client))
-    return client
+    return await _started(client, _ThreadLink(args, client))
 
 
 async def start_process(args: EngineArgs) -> Client:
@@ -239,5 +240,14 @@ async def start_process(args: EngineArgs) -> Client:
     from weft.engine.process import ProcessLink
 
     client = Client()
-    await client.start(ProcessLink(args, client))
+    return await _started(client, ProcessLink(args, client))
+
+
+async def _started(client: Client, link: Link) -> Client:
+    """The client, or nothing left of it when the start fails or is cancelled."""
+    try:
+        await client.start(link)
+    except BaseException:
+        await client.close()
+        raise
     return client

@@ -160,12 +160,16 @@ def _layer_parts(config: ModelConfig) -> dict[str, list[Part]]:
 def _allocate(
     parts: dict[str, list[Part]], dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
-    return {
-        key: torch.empty(
-            (sum(shape[0] for _, shape in row), *row[0][1][1:]), dtype=dtype, device=device
-        )
-        for key, row in parts.items()
-    }
+    """Empty weights. On a CPU, matrices are (out, in) views of (in, out) memory, which products
+    with few rows read up to three times as fast; the embedding is read by row."""
+    tensors: dict[str, Tensor] = {}
+    for key, row in parts.items():
+        rows, columns = sum(shape[0] for _, shape in row), row[0][1][1:]
+        if columns and key != "embed" and torch.device(device).type == "cpu":
+            tensors[key] = torch.empty((*columns, rows), dtype=dtype).t()
+        else:
+            tensors[key] = torch.empty((rows, *columns), dtype=dtype, device=device)
+    return tensors
 
 
 def _places(parts: dict[str, list[Part]], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

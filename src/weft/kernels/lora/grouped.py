@@ -149,7 +149,7 @@ def _build_stack(pool: AdapterPool, slots: list[int], group: int) -> _Stack | No
     if not views:
         return None
     key = tuple((slot, v.a_RI.shape[0]) for slot, v in views)
-    a_IR = torch.cat([v.a_RI for _, v in views]).t()
+    a_IR = torch.cat([v.a_RI for _, v in views]).t().contiguous()
     b_RO = a_IR.new_zeros(a_IR.shape[1], pool.table.groups[group].out_features)
     row = 0
     for _, view in views:

@@ -1,0 +1,450 @@
+"""`weft demo`: a real server process, eleven tiny adapters, every answer checked.
+
+start the server ─> load one adapter more ─> ask all at once ─> ask one adapter at a time
+                 ─> unload that adapter  ─> table, figures, how to go on, one line of JSON
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib.util
+import json
+import os
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console, Group
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from weft.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
+
+BASE = "base"
+"""The base model's served name."""
+WORDS_EACH = 16
+"""Requests for each adapter and for the base."""
+START_S, STOP_S = 120.0, 30.0
+SEED = 2026
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """The folder examples/tiny."""
+
+    folder: Path
+    tasks: ModuleType
+
+    @property
+    def base(self) -> Path:
+        return self.folder / "base"
+
+    @property
+    def adapters(self) -> list[str]:
+        return list(self.tasks.TASKS)
+
+    def adapter(self, name: str) -> Path:
+        return self.folder / "adapters" / name
+
+    def expected(self, model: str, word: str) -> str:
+        task = self.tasks.TASKS.get(model)
+        return str(task.answer(word) if task else self.tasks.base_answer(word))
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request: a word for a model."""
+
+    model: str
+    word: str
+    expected: str
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    question: Question
+    text: str
+    num_tokens: int
+
+    @property
+    def right(self) -> bool:
+        return self.text == self.question.expected
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """The same questions, asked in one way."""
+
+    answers: list[Answer]
+    seconds: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return sum(a.num_tokens for a in self.answers) / self.seconds
+
+    @property
+    def num_right(self) -> int:
+        return sum(a.right for a in self.answers)
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """What came of loading and unloading an adapter while serving."""
+
+    name: str
+    load_s: float
+    status_after: int
+    """Of a request for it once it was unloaded; 404 is right."""
+
+
+def run_demo(folder: Path | None, port: int) -> bool:
+    """Run it; whether every answer was right. Raises ConfigError when it can't be run."""
+    examples = _find_examples(folder)
+    _need_openai()
+    console = Console()
+    models = [BASE, *examples.adapters]
+    console.print(
+        f"[bold]Weft[/]: {len(models) - 1} LoRA adapters over one base model, in one batch.\n"
+    )
+    with _server(examples, port, console) as url:
+        mixed, single, swap = asyncio.run(_ask(examples, url, models, console))
+    console.print(_table(examples, mixed, swap))
+    console.print(_figures(mixed, single, swap, len(models)))
+    _print_next_steps(console, examples)
+    ok = mixed.num_right == len(mixed.answers) == single.num_right and swap.status_after == 404
+    print(json.dumps(_report(ok, mixed, single, swap, len(models))), flush=True)
+    return ok
+
+
+# -- what is needed --------------------------------------------------------------------------------
+
+
+def _find_examples(folder: Path | None) -> Examples:
+    checkout = Path(__file__).resolve().parents[3] / "examples" / "tiny"
+    found = checkout if folder is None else folder.expanduser()
+    script = found / "tasks.py"
+    if not script.is_file() or not (found / "base").is_dir():
+        raise ConfigError(
+            f"{found} does not hold the demo's models; clone Weft's repository and give its folder"
+            " with --examples path/to/examples/tiny",
+            "examples",
+        )
+    spec = importlib.util.spec_from_file_location("weft_tiny_tasks", script)
+    assert spec is not None and spec.loader is not None
+    tasks = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = tasks  # dataclasses look their module up
+    spec.loader.exec_module(tasks)
+    return Examples(found, tasks)
+
+
+def _need_openai() -> None:
+    if importlib.util.find_spec("openai") is None:
+        raise ConfigError("the demo needs the openai client: pip install 'weft[demo]'", "openai")
+
+
+# -- the server ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _server(examples: Examples, port: int, console: Console) -> Iterator[str]:
+    """`weft serve` as a process of its own, which ends with the block; its URL."""
+    port = port or _free_port()
+    url = f"http://127.0.0.1:{port}"
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "weft.cli.main", "serve", *_serve_args(examples, port)],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        previous = signal.signal(signal.SIGTERM, _exit)
+        try:
+            with console.status("Starting the server"):
+                seconds = _wait_until_healthy(process, url, log)
+            console.print(f"Server started in {seconds:.1f} s: {url}")
+            yield url
+        finally:
+            _end(process)
+            signal.signal(signal.SIGTERM, previous)
+
+
+def _serve_args(examples: Examples, port: int) -> list[str]:
+    """All adapters but the last, which is loaded while serving. One thread: a model this small
+    gains nothing from more."""
+    at_start = examples.adapters[:-1]
+    modules = [f"{name}={examples.adapter(name)}" for name in at_start]
+    flags = {
+        "--port": str(port),
+        "--served-model-name": BASE,
+        "--lora-root": str(examples.folder / "adapters"),
+        "--num-threads": "1",
+        "--kv-cache-memory": "64M",
+        "--adapter-memory": "64M",
+    }
+    pairs = [part for flag in flags.items() for part in flag]
+    return [str(examples.base), *pairs, "--lora-modules", *modules]
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Any) -> float:
+    """Seconds that it took. Raises ConfigError with the end of the server's log."""
+    started = time.monotonic()
+    while (waited := time.monotonic() - started) < START_S:
+        if process.poll() is not None:
+            raise ConfigError(f"the server did not start: {_tail(log)}")
+        with (
+            contextlib.suppress(OSError),
+            urllib.request.urlopen(f"{url}/health", timeout=5),
+        ):
+            return waited
+        time.sleep(0.05)
+    raise ConfigError(f"the server was not ready within {START_S:.0f} s: {_tail(log)}")
+
+
+def _tail(log: Any) -> str:
+    log.seek(0)
+    return str(log.read()).strip()[-600:] or "it said nothing"
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _exit(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)
+
+
+# -- the requests ----------------------------------------------------------------------------------
+
+
+async def _ask(
+    examples: Examples, url: str, models: Sequence[str], console: Console
+) -> tuple[Round, Round, Swap]:
+    from openai import AsyncOpenAI
+
+    late = examples.adapters[-1]
+    words = examples.tasks.words(SEED, WORDS_EACH)
+    questions = [Question(m, w, examples.expected(m, w)) for w in words for m in models]
+    groups = [[q for q in questions if q.model == model] for model in models]
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        load_s = await _load(url, late, examples.adapter(late))
+        console.print(f"Adapter {late!r} loaded while serving, in {load_s * 1000:.0f} ms\n")
+        await asyncio.gather(*(_answer(client, group[-1]) for group in groups))
+        with _progress(console) as progress:
+            mixed = await _round(client, progress, "All models in one batch", [questions])
+            single = await _round(client, progress, "One model after the other", groups)
+        await _post(url, "unload_lora_adapter", {"lora_name": late})
+        status = await _status_of(client, late)
+    return mixed, single, Swap(late, load_s, status)
+
+
+def _progress(console: Console) -> Progress:
+    columns = (
+        TextColumn("{task.description:<26}"),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    return Progress(*columns, console=console)
+
+
+async def _round(
+    client: AsyncOpenAI, progress: Progress, name: str, groups: list[list[Question]]
+) -> Round:
+    """Ask group after group, the questions of each at the same time."""
+    bar = progress.add_task(name, total=sum(map(len, groups)))
+
+    async def ask(question: Question) -> Answer:
+        answer = await _answer(client, question)
+        progress.advance(bar)
+        return answer
+
+    started = time.perf_counter()
+    answers = [a for group in groups for a in await asyncio.gather(*map(ask, group))]
+    return Round(answers, time.perf_counter() - started)
+
+
+async def _answer(client: AsyncOpenAI, question: Question) -> Answer:
+    completion = await client.chat.completions.create(
+        model=question.model,
+        messages=[{"role": "user", "content": question.word}],
+        temperature=0,
+        max_tokens=32,
+    )
+    usage = completion.usage
+    return Answer(
+        question,
+        completion.choices[0].message.content or "",
+        usage.completion_tokens if usage else 0,
+    )
+
+
+async def _load(url: str, name: str, path: Path) -> float:
+    """Seconds that it took."""
+    started = time.perf_counter()
+    await _post(url, "load_lora_adapter", {"lora_name": name, "lora_path": str(path.absolute())})
+    return time.perf_counter() - started
+
+
+async def _post(url: str, verb: str, body: dict[str, str]) -> None:
+    """Raises ConfigError with the server's answer when it refuses."""
+    request = urllib.request.Request(f"{url}/v1/{verb}", json.dumps(body).encode())
+    try:
+        await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=30).close())
+    except urllib.error.HTTPError as error:
+        raise ConfigError(f"{verb}: {error.read().decode()}") from error
+
+
+async def _status_of(client: AsyncOpenAI, model: str) -> int:
+    """The HTTP status of a request for a model."""
+    from openai import APIStatusError
+
+    try:
+        await _answer(client, Question(model, "planet", ""))
+    except APIStatusError as error:
+        return error.status_code
+    return 200
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def _table(examples: Examples, mixed: Round, swap: Swap) -> Table:
+    """One line a model: its first answer, or the first wrong one, and how many were right."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
+    for title, style in (("adapter", "bold"), ("rank", ""), ("targets", "dim"), ("prompt", "")):
+        table.add_column(title, style=style, no_wrap=True)
+    table.add_column("output", no_wrap=True, style="cyan")
+    table.add_column("right", no_wrap=True, justify="right")
+    for model in (BASE, *examples.adapters):
+        answers = [a for a in mixed.answers if a.question.model == model]
+        num_right = sum(a.right for a in answers)
+        shown = next((a for a in answers if not a.right), answers[0])
+        output = shown.text if shown.right else f"{shown.text}, not {shown.question.expected}"
+        colour = "green" if num_right == len(answers) else "red"
+        rank, targets = ("", "(no adapter)") if model == BASE else _shape(examples.adapter(model))
+        name = f"{model} *" if model == swap.name else model
+        score = Text(f"{num_right}/{len(answers)}", colour)
+        table.add_row(name, rank, targets, shown.question.word, Text(output), score)
+    return table
+
+
+_SETS = {
+    "attention": {"q_proj", "k_proj", "v_proj", "o_proj"},
+    "MLP": {"gate_proj", "up_proj", "down_proj"},
+}
+_SHORT = {"embed_tokens": "embed", "lm_head": "head"}
+
+
+def _shape(adapter: Path) -> tuple[str, str]:
+    """Rank and targets, from the adapter's own configuration."""
+    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
+    ranks = sorted({config["r"], *config["rank_pattern"].values()})
+    rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
+    targets = ", ".join(_words_for(set(config["target_modules"])))
+    return rank, targets + (", rsLoRA" if config["use_rslora"] else "")
+
+
+def _words_for(targets: set[str]) -> Iterator[str]:
+    if targets == set().union(*_SETS.values()):
+        yield "all linear"
+        return
+    for name, members in _SETS.items():
+        if members <= targets:
+            yield name
+            targets = targets - members
+    order = ["embed_tokens", "lm_head", *(t for members in _SETS.values() for t in members)]
+    for target in sorted(targets, key=lambda t: order.index(t) if t in order else len(order)):
+        yield _SHORT.get(target, target.removesuffix("_proj"))
+
+
+def _figures(mixed: Round, single: Round, swap: Swap, num_models: int) -> Group:
+    table = Table.grid(padding=(0, 2))
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for name, result in (
+        (f"{len(mixed.answers)} requests for {num_models} models, in one batch", mixed),
+        ("the same requests, one model after the other", single),
+    ):
+        rate = f"[bold]{result.tokens_per_s:,.0f}[/] tokens/s"
+        table.add_row(name, f"{result.seconds:.1f} s", rate)
+    gone = (
+        "404, as it must be" if swap.status_after == 404 else f"{swap.status_after} instead of 404"
+    )
+    note = (
+        f"[dim]* {swap.name} was loaded while the server ran, and unloaded at the end; a request"
+        f" for it then gets {gone}.[/]"
+    )
+    return Group(note, "", table, "")
+
+
+def _print_next_steps(console: Console, examples: Examples) -> None:
+    folder = _short(examples.folder)
+    names = examples.adapters[:2]
+    lines = (
+        f"{_weft()} serve {folder}/base --lora-modules \\",
+        *(f"    {name}={folder}/adapters/{name} \\" for name in names),
+        f"    --lora-root {folder}/adapters",
+        "",
+        "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '",
+        f'    {{"model": "{names[0]}", "messages": [{{"role": "user", "content": "planet"}}]}}\'',
+    )
+    console.print("[bold]Serve it yourself[/], and ask from a second terminal:\n")
+    for line in lines:
+        console.print(Text(f"  {line}" if line else "", "cyan"), soft_wrap=True)
+    console.print()
+
+
+def _weft() -> str:
+    """How this user calls `weft`."""
+    beside = Path(sys.executable).parent / "weft"
+    on_path = shutil.which("weft")
+    if not beside.exists():
+        return f"{_short(Path(sys.executable))} -m weft.cli.main"
+    return "weft" if on_path and Path(on_path).samefile(beside) else _short(beside)
+
+
+def _short(path: Path) -> str:
+    """Relative to the current folder if that is shorter."""
+    path = Path(os.path.abspath(path))  # noqa: PTH100 (a venv's python is a link to be kept)
+    cwd = Path.cwd()
+    return shlex.quote(str(path.relative_to(cwd) if path.is_relative_to(cwd) else path))
+
+
+def _report(ok: bool, mixed: Round, single: Round, swap: Swap, num_models: int) -> dict[str, Any]:
+    return {
+        "ok": ok,
+        "adapters": num_models - 1,
+        "requests": len(mixed.answers) + len(single.answers),
+        "right": mixed.num_right + single.num_right,
+        "mixed_tokens_per_s": round(mixed.tokens_per_s, 1),
+        "one_at_a_time_tokens_per_s": round(single.tokens_per_s, 1),
+        "load_ms": round(swap.load_s * 1000, 1),
+        "status_after_unload": swap.status_after,
+    }

@@ -1,0 +1,155 @@
+"""Flags made from the fields of `weft.core.config`, spelled as vLLM spells them."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, fields
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs
+from weft.core.errors import ConfigError
+
+MODEL, ADAPTERS, MEMORY, BATCH = "Base model", "Adapters", "Memory", "Batching"
+
+_HELP: dict[str, str] = {
+    "dtype": "Precision of the weights. auto: the checkpoint's on a GPU, float32 on a CPU.",
+    "max_model_len": "Longest prompt plus answer, in tokens. Default: what the model allows.",
+    "load_format": "dummy: random weights instead of the checkpoint's, to measure speed.",
+    "device": "Where to run. auto: a CUDA GPU if there is one.",
+    "revision": "Branch, tag or commit of a model from the Hugging Face hub.",
+    "max_loras": "Most different adapters in one batch.",
+    "max_cpu_loras": "Adapters kept ready in host memory; others are read from disk when used.",
+    "max_lora_rank": "Largest rank that is accepted.",
+    "adapter_memory": "Device memory for adapters, such as 512M or 2G. Default: an eighth of a"
+    " GPU's free memory, 2G on a CPU.",
+    "max_adapter_wait_steps": "Steps that a request may wait for room for its adapter before"
+    " running requests make room.",
+    "lora_backend": "Kernels that apply the adapters. auto: the best for the device.",
+    "block_size": "Tokens in one block of the KV cache.",
+    "num_blocks": "Size of the KV cache in blocks, instead of the two options below.",
+    "kv_cache_memory": "Memory for the KV cache on a CPU, such as 512M or 2G.",
+    "gpu_memory_utilization": "Share of a GPU's memory to use, 0 to 1.",
+    "enable_prefix_caching": "Reuse what was computed for prompts that begin alike.",
+    "max_num_seqs": "Most requests that run at the same time; others wait.",
+    "max_num_batched_tokens": "Most tokens in one step; longer prompts are read in chunks.",
+    "overlap": "Plan the next step while one runs (asynchronous scheduling).",
+    "num_threads": "CPU threads for the computation. Default: torch's own choice.",
+}
+_PANEL = {ModelArgs: MODEL, LoraArgs: ADAPTERS, CacheArgs: MEMORY, SchedulerArgs: BATCH}
+_SPELLED = {"num_blocks": "num_gpu_blocks_override"}
+"""Fields whose flag has another name."""
+_BYTES = frozenset({"adapter_memory", "kv_cache_memory"})
+
+
+def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Let `command`, which takes **options, have a flag for every field of EngineArgs' parts."""
+    own = inspect.signature(command, eval_str=True)
+    kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = [*kept, *engine_parameters()]
+    command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def engine_parameters() -> list[inspect.Parameter]:
+    found = [
+        _parameter(part, field, panel)
+        for part, panel in _PANEL.items()
+        for field in fields(part)
+        if field.name != "model"
+    ]
+    threads = next(f for f in fields(EngineArgs) if f.name == "num_threads")
+    return [*found, _parameter(EngineArgs, threads, BATCH)]
+
+
+def _parameter(part: type[Any], field: Field[Any], panel: str) -> inspect.Parameter:
+    hint = get_type_hints(part)[field.name]
+    flag = "--" + _SPELLED.get(field.name, field.name).replace("_", "-")
+    names = f"{flag}/--no-{flag.removeprefix('--')}" if hint is bool else flag
+    special: dict[str, Any] = {}
+    default: Any = field.default
+    if field.name in _BYTES:
+        special = {"parser": parse_bytes, "metavar": "BYTES"}
+        default = default if default is None else show_bytes(default)
+    assert default is not MISSING, field.name
+    option = typer.Option(names, help=_HELP[field.name], rich_help_panel=panel, **special)
+    return inspect.Parameter(
+        field.name,
+        inspect.Parameter.KEYWORD_ONLY,
+        default=default,
+        annotation=Annotated[hint, option],
+    )
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE)
+
+
+def parse_bytes(text: str | int) -> int:
+    """A number of bytes: `1048576`, `512M`, `1.5GiB`; suffixes are powers of 1024."""
+    found = _SIZE.fullmatch(str(text).strip())
+    if found is None:
+        raise typer.BadParameter(f"{text!r} is not a size such as 512M or 2G")
+    power = " KMGT".index((found[2] or " ").upper())
+    return int(float(found[1]) * 1024**power)
+
+
+def show_bytes(size: int) -> str:
+    """The shortest whole number with a suffix: 1073741824 as 1G."""
+    power = 0
+    while power < 4 and size and size % 1024 == 0:
+        size, power = size // 1024, power + 1
+    return f"{size}{' KMGT'[power]}".rstrip()
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """An adapter that is loaded before serving."""
+
+    name: str
+    path: str
+    """Absolute."""
+
+
+def parse_lora_module(text: str) -> LoraModule:
+    """`name=path`, or vLLM's JSON form. Raises ConfigError."""
+    if text.lstrip().startswith("{"):
+        name, path = _from_json(text)
+    else:
+        name, _, path = text.partition("=")
+    if not name or not path:
+        raise ConfigError(f"--lora-modules takes name=path, got {text!r}", "lora_modules")
+    return LoraModule(name, str(Path(path).expanduser().absolute()))
+
+
+def _from_json(text: str) -> tuple[str, str]:
+    try:
+        module = json.loads(text)
+        return str(module["name"]), str(module["path"])
+    except (ValueError, KeyError):
+        raise ConfigError(
+            f"--lora-modules takes name=path or an object with name and path, got {text!r}",
+            "lora_modules",
+        ) from None
+
+
+def spread_lora_modules(args: list[str]) -> list[str]:
+    """Let several modules follow one flag: `--lora-modules a=x b=y` as two flags."""
+    spread: list[str] = []
+    inside = False
+    for arg in args:
+        if inside and _is_module(arg) and spread[-1] != "--lora-modules":
+            spread += ["--lora-modules", arg]
+            continue
+        inside = arg == "--lora-modules" or (inside and spread[-1] == "--lora-modules")
+        spread.append(arg)
+    return spread
+
+
+def _is_module(arg: str) -> bool:
+    return not arg.startswith("-") and ("=" in arg or arg.lstrip().startswith("{"))

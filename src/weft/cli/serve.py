@@ -1,0 +1,254 @@
+"""`weft serve`: an engine process, the HTTP application over it, and their common end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+
+from weft.api import AdapterAdmin, ApiSettings, create_app
+from weft.cli.options import LoraModule, show_bytes
+from weft.core.config import EngineArgs
+from weft.core.errors import ConfigError, WeftError
+from weft.core.protocols import EngineClient
+from weft.core.types import EngineInfo
+from weft.engine.client import start_process
+from weft.models.config import resolve_model
+from weft.registry import AdapterRegistry, AdapterRoots
+from weft.text import Tokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
+
+WATCH_S = 1.0
+"""How often the engine's health is looked at for the log."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServeArgs:
+    """All that starts a server. Raises ConfigError."""
+
+    engine: EngineArgs
+    host: str
+    port: int
+    served_model_names: tuple[str, ...]
+    lora_modules: tuple[LoraModule, ...]
+    lora_roots: tuple[Path, ...]
+    skip_tokenizer_init: bool
+    shutdown_timeout_s: int
+    log_level: str
+
+    def __post_init__(self) -> None:
+        for root in self.lora_roots:
+            if not root.expanduser().is_dir():
+                raise ConfigError(f"--lora-root {root}: no such folder", "lora_root")
+
+    @property
+    def roots(self) -> AdapterRoots:
+        """What may be read while serving: the roots, and the folders given at the start."""
+        modules = (Path(module.path) for module in self.lora_modules)
+        return AdapterRoots([*(root.expanduser() for root in self.lora_roots), *modules])
+
+
+async def run_server(args: ServeArgs) -> None:
+    """Serve until SIGTERM or SIGINT, which are a normal end. Raises WeftError when it can't start.
+
+    Before serving the signals cancel this task. While uvicorn serves it has the signals, and
+    raises them once more afterwards: they must do nothing then, so that the engine can end.
+    """
+    settings = ApiSettings(args.served_model_names)
+    _log_to_stderr(args.log_level)
+    task = asyncio.current_task()
+    assert task is not None
+    _on_signals(task.cancel)
+    with contextlib.closing(_bind(args.host, args.port)) as listener:
+        try:
+            await _start_and_serve(args, settings, listener)
+        except asyncio.CancelledError:
+            logger.info("stopped before the start was complete")
+
+
+async def _start_and_serve(args: ServeArgs, settings: ApiSettings, listener: socket.socket) -> None:
+    console = Console()
+    with console.status(f"Loading {args.engine.model.model}"):
+        engine, tokenizer = await _load(args)
+    try:
+        registry = AdapterRegistry(settings.served_model_names, args.engine.model.model)
+        app = create_app(engine, registry, tokenizer, args.roots, settings)
+        await _load_adapters(console, args.lora_modules, engine, registry)
+        summary = _summary(engine.info, registry, _url(args.host, listener))
+        _on_signals(lambda: None)
+        await _serve_http(app, args, engine, listener, lambda: console.print(summary))
+    finally:
+        await engine.close()
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(
+        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    for chatty in ("httpx", "httpcore", "asyncio"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+# -- the start -----------------------------------------------------------------------------------
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Take the port before anything slow happens."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise ConfigError(f"--host {host}: {error.strerror or error}", "host") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise _port_refused(host, port, error) from error
+    return listener
+
+
+def _port_refused(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(f"can't listen on {host}:{port}: {error.strerror or error}", "port")
+
+
+def _url(host: str, listener: socket.socket) -> str:
+    shown = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{shown}]' if ':' in shown else shown}:{listener.getsockname()[1]}"
+
+
+def _on_signals(call: Callable[[], object]) -> None:
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, call)
+
+
+async def _load(args: ServeArgs) -> tuple[EngineClient, Tokenizer | None]:
+    """The engine's process and the tokenizer, which load side by side."""
+    model = args.engine.model
+    await asyncio.to_thread(resolve_model, model.model, model.revision, weights=False)
+    engine = asyncio.create_task(start_process(args.engine))
+    try:
+        tokenizer = None
+        if not args.skip_tokenizer_init:
+            tokenizer = await asyncio.to_thread(load_tokenizer, model.model, model.revision)
+        return await engine, tokenizer
+    except BaseException:
+        await _undo(engine)
+        raise
+
+
+async def _undo(start: asyncio.Task[EngineClient]) -> None:
+    start.cancel()
+    with contextlib.suppress(asyncio.CancelledError, WeftError):
+        await (await start).close()
+
+
+async def _load_adapters(
+    console: Console,
+    modules: tuple[LoraModule, ...],
+    engine: EngineClient,
+    registry: AdapterRegistry,
+) -> None:
+    """Load the operator's own adapters, whose links may lead anywhere."""
+    admin = AdapterAdmin(engine, registry, AdapterRoots([Path("/")]))
+    with console.status("Loading adapters") as status:
+        for number, module in enumerate(modules, 1):
+            status.update(f"Loading adapters {number}/{len(modules)}")
+            try:
+                await admin.load(module.name, module.path)
+            except WeftError as error:
+                raise ConfigError(
+                    f"adapter {module.name!r} ({module.path}): {error.message}", error.param
+                ) from error
+
+
+# -- serving -------------------------------------------------------------------------------------
+
+
+class _Server(uvicorn.Server):
+    """Calls back once it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_started = on_started
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_started()
+
+
+async def _serve_http(
+    app: FastAPI,
+    args: ServeArgs,
+    engine: EngineClient,
+    listener: socket.socket,
+    on_started: Callable[[], None],
+) -> None:
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="info" if args.log_level == "debug" else "warning",
+        access_log=args.log_level == "debug",
+        timeout_graceful_shutdown=args.shutdown_timeout_s,
+        server_header=False,
+    )
+    watch = asyncio.create_task(_report_death(engine))
+    try:
+        await _Server(config, on_started).serve([listener])
+    except OSError as error:
+        raise _port_refused(args.host, args.port, error) from error
+    finally:
+        watch.cancel()
+
+
+async def _report_death(engine: EngineClient) -> None:
+    while engine.alive:
+        await asyncio.sleep(WATCH_S)
+    logger.error("the engine process has ended; requests are answered with 503 until a restart")
+
+
+def _summary(info: EngineInfo, registry: AdapterRegistry, url: str) -> Panel:
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold", no_wrap=True)
+    rows.add_column(overflow="fold")
+    cards = registry.models()
+    bases = [card.id for card in cards if card.parent is None]
+    adapters = [card.id for card in cards if card.parent is not None]
+    rows.add_row("Model", ", ".join(bases))
+    rows.add_row("", f"{info.architecture}, {_count(info.num_parameters)} parameters, {info.dtype}")
+    rows.add_row("Device", info.device)
+    tokens = info.num_blocks * info.block_size
+    rows.add_row("KV cache", f"{tokens:,} tokens; {info.max_model_len:,} in one request")
+    rows.add_row("Adapters", _names(adapters) if adapters else "none yet")
+    rows.add_row(
+        "", f"{show_bytes(info.adapter_memory_bytes)} of memory, up to rank {info.max_lora_rank}"
+    )
+    rows.add_row("URL", f"[link={url}]{url}[/link]/v1")
+    return Panel(rows, title="Weft is ready", title_align="left", expand=False)
+
+
+def _names(names: list[str], shown: int = 12) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{len(names)}: {', '.join(names[:shown])}{more}"
+
+
+def _count(number: int) -> str:
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return str(number)

@@ -1,0 +1,280 @@
+"""The golden workload: the example model and all its adapters against `peft` in float32.
+
+Greedy decoding leaves one right answer, so token ids are compared for equality. That is sound
+as long as no two tokens nearly tie: both sides compute in float32 and differ by the order of
+their sums only, some 1e-5 of a logit here. The oracle asserts a margin far above that at every
+position of the workload, so no position is left out.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import torch
+from conftest import MakeLLM
+from peft import PeftModel
+from tiny import ADAPTERS, BASE, answer, ask, tasks
+from transformers import AutoModelForCausalLM
+
+from weft import LLM, SamplingParams
+from weft.llm import RequestOutput
+from weft.text import Tokenizer, load_tokenizer
+
+NAMES: list[str | None] = [*ADAPTERS, None]
+WORDS_EACH = 4
+WORD_TOKENS, LONG_TOKENS = 24, 10
+EOS = 2
+MIN_MARGIN = 1e-3
+"""Of logits, between the best token and the second, at every position of the oracle."""
+
+LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
+
+TIGHT = {
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 16,
+    "block_size": 4,
+    "num_blocks": 72,
+    "adapter_memory": 1_700_000,
+    "max_loras": 2,
+    "max_cpu_loras": 1,
+    "max_adapter_wait_steps": 8,
+}
+"""Chunks of at most 16 tokens; KV memory for a long prompt and a few words; adapter memory for
+the largest adapter and little beside it; every load reads from disk."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request of the workload. `word` None: a long conversation, whatever the answer."""
+
+    name: str | None
+    prompt_ids: list[int]
+    word: str | None
+
+    @property
+    def max_tokens(self) -> int:
+        return WORD_TOKENS if self.word else LONG_TOKENS
+
+
+@dataclass(frozen=True)
+class Expected:
+    token_ids: list[int]
+    first_logprobs_V: torch.Tensor
+
+
+class Oracle:
+    """transformers and peft, in float32, with an own greedy loop."""
+
+    def __init__(self) -> None:
+        base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+        first, *others = ADAPTERS.items()
+        with warnings.catch_warnings():
+            # peft asks transformers for names that are to go one day
+            warnings.simplefilter("ignore", FutureWarning)
+            self._model = PeftModel.from_pretrained(base, first[1], adapter_name=first[0])
+            for name, path in others:
+                self._model.load_adapter(path, adapter_name=name)
+        self._model.eval()
+
+    def answers(self, cases: list[Case]) -> list[Expected]:
+        """In batches of one adapter and one prompt length, so that nothing is padded."""
+        batches: dict[tuple[str | None, int, int], list[int]] = {}
+        for i, case in enumerate(cases):
+            key = (case.name, len(case.prompt_ids), case.max_tokens)
+            batches.setdefault(key, []).append(i)
+        found: dict[int, Expected] = {}
+        for (name, _, count), indices in batches.items():
+            prompts = torch.tensor([cases[i].prompt_ids for i in indices])
+            found |= zip(indices, self._batch(name, prompts, count), strict=True)
+        return [found[i] for i in range(len(cases))]
+
+    def _batch(self, name: str | None, ids_ST: torch.Tensor, count: int) -> list[Expected]:
+        if name is None:
+            with self._model.disable_adapter():
+                return self._greedy(ids_ST, count)
+        self._model.set_adapter(name)
+        return self._greedy(ids_ST, count)
+
+    @torch.inference_mode()
+    def _greedy(self, ids_ST: torch.Tensor, count: int) -> list[Expected]:
+        new: list[list[int]] = [[] for _ in ids_ST]
+        first_SV = cache = None
+        while any(len(ids) < count and ids[-1:] != [EOS] for ids in new):
+            out = self._model(input_ids=ids_ST, past_key_values=cache, use_cache=True)
+            cache, logits_SV = out.past_key_values, out.logits[:, -1].float()
+            first_SV = logits_SV.log_softmax(-1) if first_SV is None else first_SV
+            ids_ST = logits_SV.argmax(-1, keepdim=True)
+            best_S2 = logits_SV.topk(2).values
+            for s, ids in enumerate(new):
+                if ids[-1:] != [EOS]:
+                    assert best_S2[s, 0] - best_S2[s, 1] > MIN_MARGIN, "a near-tie: other words"
+                    ids.append(int(ids_ST[s]))
+        return [Expected(ids, first) for ids, first in zip(new, first_SV, strict=True)]
+
+
+def _long_conversation(name: str | None, seed: int) -> list[dict[str, str]]:
+    """Some turns of questions and right answers, then one more question: above 100 tokens."""
+    *earlier, last = tasks.words(seed, 6)
+    turns = [
+        message
+        for word in earlier
+        for message in (*ask(word), {"role": "assistant", "content": answer(name, word)})
+    ]
+    return [*turns, *ask(last * 4)]
+
+
+def _telling_words(seed: int) -> list[str]:
+    """Held-out words to which all adapters and the base give different answers."""
+    words = tasks.words(seed, 4 * WORDS_EACH)
+    telling = [w for w in words if len({answer(name, w) for name in NAMES}) == len(NAMES)]
+    return telling[:WORDS_EACH]
+
+
+def _cases(tokenizer: Tokenizer) -> list[Case]:
+    cases = []
+    for i, name in enumerate(NAMES):
+        words = _telling_words(1000 + i)
+        cases += [Case(name, tokenizer.chat(ask(word)), word) for word in words]
+        cases.append(Case(name, tokenizer.chat(_long_conversation(name, 2000 + i)), None))
+    return cases
+
+
+@pytest.fixture(scope="module")
+def workload() -> Iterator[list[tuple[Case, Expected]]]:
+    """Every adapter and the base in turn: words, then a long conversation."""
+    cases = _cases(load_tokenizer(str(BASE)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = Oracle().answers(cases)
+    torch.set_num_threads(threads)
+    return list(zip(cases, expected, strict=True))
+
+
+def _interleaved(workload: list[tuple[Case, Expected]]) -> list[tuple[Case, Expected]]:
+    """The n-th of each adapter, then the next: neighbours in the queue differ."""
+    each = WORDS_EACH + 1
+    return [workload[i] for n in range(each) for i in range(n, len(workload), each)]
+
+
+def _few(workload: list[tuple[Case, Expected]], backend: str) -> list[tuple[Case, Expected]]:
+    """All for a quick backend; one word each and three long ones for the row-by-row oracle."""
+    if backend != "reference":
+        return workload
+    each = WORDS_EACH + 1
+    return workload[::each] + workload[each - 1 :: 4 * each]
+
+
+def _run(
+    llm: LLM, part: list[tuple[Case, Expected]], logprobs: int | None = None
+) -> list[RequestOutput]:
+    """Run it as one batch; the tokens must be the oracle's."""
+    cases = [case for case, _ in part]
+    params = [
+        SamplingParams(max_tokens=c.max_tokens, temperature=0.0, logprobs=logprobs) for c in cases
+    ]
+    outputs = llm.generate([c.prompt_ids for c in cases], params, [c.name for c in cases])
+    for output, (case, expected) in zip(outputs, part, strict=True):
+        assert output.token_ids == expected.token_ids, (case.name, case.word)
+        assert output.finish_reason == ("stop" if output.token_ids[-1] == EOS else "length")
+    return outputs
+
+
+def _assert_right(outputs: list[RequestOutput], part: list[tuple[Case, Expected]]) -> None:
+    """The right adapter answered, by what its task says."""
+    for output, (case, _) in zip(outputs, part, strict=True):
+        assert (output.adapter.name if output.adapter else None) == case.name
+        if case.word is not None:
+            assert output.text == answer(case.name, case.word)
+
+
+def test_the_workload_is_what_the_others_rely_on(workload: list[tuple[Case, Expected]]) -> None:
+    assert [c.name for c, _ in workload[:: WORDS_EACH + 1]] == NAMES
+    assert len(workload) == (WORDS_EACH + 1) * len(NAMES)
+    assert min(len(c.prompt_ids) for c, _ in workload if not c.word) > 100
+
+
+@LOOPS
+@BACKENDS
+def test_each_adapter_alone(
+    make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str
+) -> None:
+    llm = make_llm(overlap=overlap, lora_backend=backend)
+    for name in NAMES:
+        part = [(c, e) for c, e in _few(workload, backend) if c.name == name]
+        _assert_right(_run(llm, part), part)
+
+
+@LOOPS
+@BACKENDS
+def test_mixed_batch(
+    make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str
+) -> None:
+    llm = make_llm(overlap=overlap, lora_backend=backend)
+    part = _interleaved(workload) if backend == "torch" else _few(workload, backend)
+    _assert_right(_run(llm, part), part)
+    assert llm.stats().preemptions == llm.stats().adapter_evictions == 0
+
+
+@LOOPS
+@BACKENDS
+def test_tight_memory(
+    make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str
+) -> None:
+    """Chunks, preemptions, evictions, loads from disk and the prefix cache, all at once."""
+    llm = make_llm(overlap=overlap, lora_backend=backend, **TIGHT)
+    part = _interleaved(workload) if backend == "torch" else _few(workload, backend)
+    _assert_right(_run(llm, part), part)
+    stats = llm.stats()
+    assert stats.preemptions > 0
+    assert stats.adapter_evictions > 0
+    assert stats.adapter_loads > len(ADAPTERS)
+    assert len(stats.host_adapters) == 1
+    assert stats.steps > sum(len(c.prompt_ids) for c, _ in part) / TIGHT["max_num_batched_tokens"]
+
+
+@LOOPS
+def test_prefix_cache(
+    make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool
+) -> None:
+    """The second run takes all full blocks from the first, each adapter its own."""
+    llm = make_llm(overlap=overlap, block_size=4, num_blocks=2048)
+    part = _interleaved(workload)
+    assert [o.num_cached_tokens for o in _run(llm, part[: len(NAMES)])] == [0] * len(NAMES)
+    _run(llm, part)
+    for output in _run(llm, part):
+        assert output.num_cached_tokens == (len(output.prompt_token_ids) - 1) // 4 * 4
+
+
+def test_prefix_is_not_shared_across_adapters(
+    make_llm: MakeLLM, workload: list[tuple[Case, Expected]]
+) -> None:
+    """One conversation, asked of every adapter in turn: nothing cached, own answers."""
+    llm = make_llm(block_size=4)
+    prompt = llm.tokenizer.chat(ask("hello"))
+    for name in NAMES:
+        params = SamplingParams(max_tokens=WORD_TOKENS, temperature=0.0)
+        (output,) = llm.generate([prompt], params, name)
+        assert (output.text, output.num_cached_tokens) == (answer(name, "hello"), 0)
+
+
+@LOOPS
+@BACKENDS
+def test_first_logprobs(
+    make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str
+) -> None:
+    llm = make_llm(overlap=overlap, lora_backend=backend, max_num_batched_tokens=256)
+    part = _few(workload, backend)
+    for output, (_, expected) in zip(_run(llm, part, logprobs=5), part, strict=True):
+        assert len(output.logprobs) == len(output.token_ids)
+        first, want_V = output.logprobs[0], expected.first_logprobs_V
+        assert first.rank == 1
+        assert first.logprob == pytest.approx(float(want_V[output.token_ids[0]]), abs=1e-3)
+        assert len(first.top) == 5
+        assert first.top[0] == (output.token_ids[0], first.logprob)
+        assert [v for _, v in first.top] == pytest.approx(want_V.topk(5).values.tolist(), abs=1e-3)
+        for token, value in first.top:
+            assert value == pytest.approx(float(want_V[token]), abs=1e-3)

@@ -1,0 +1,34 @@
+"""The example model and its adapters, as tests use them."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+ROOT = Path(__file__).parents[1] / "examples" / "tiny"
+BASE = ROOT / "base"
+ADAPTERS = {path.name: path for path in sorted((ROOT / "adapters").iterdir())}
+
+
+def _load_tasks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("tiny_tasks", ROOT / "tasks.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+tasks = _load_tasks()
+
+
+def answer(name: str | None, word: str) -> str:
+    """What the adapter (None: the base) answers to a word."""
+    return tasks.base_answer(word) if name is None else tasks.TASKS[name].answer(word)
+
+
+def ask(word: str) -> list[dict[str, str]]:
+    """A conversation that asks for one word."""
+    return [{"role": "user", "content": word}]
