@@ -129,7 +129,7 @@ def _long_conversation(name: str | None, seed: int) -> list[dict[str, str]]:
 
 def _telling_words(seed: int) -> list[str]:
     """Held-out words to which all adapters and the base give different answers."""
-    words = tasks.words(seed, 4 * WORDS_EACH)
+    words = tasks.words(seed, 16 * WORDS_EACH)
     telling = [w for w in words if len({answer(name, w) for name in NAMES}) == len(NAMES)]
     return telling[:WORDS_EACH]
 

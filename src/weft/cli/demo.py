@@ -1,7 +1,7 @@
 """`weft demo`: a real server process, eleven tiny adapters, every answer checked.
 
-start the server ─> load one adapter more ─> ask all at once ─> ask one adapter at a time
-                 ─> unload that adapter  ─> table, figures, how to go on, one line of JSON
+start the server ─> load one adapter more ─> chat with all at once ─> measure: all in one
+batch, then one after the other ─> unload that adapter ─> table, figures, how to go on, JSON
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -29,7 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Console, Group
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -42,8 +49,15 @@ BASE = "base"
 """The base model's served name."""
 WORDS_EACH = 16
 """Requests for each adapter and for the base."""
+REPEATS = 2
+"""How often the measured requests are asked."""
+PROMPT = "<|bos|><|user|>{}<|end|><|assistant|>"
+"""What the base's chat template makes of a word."""
+MAX_TOKENS = 32
 START_S, STOP_S = 120.0, 30.0
 SEED = 2026
+SHOWN_LENGTH = 6
+"""Letters of the words in the table, about."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +114,6 @@ class Round:
     def tokens_per_s(self) -> float:
         return sum(a.num_tokens for a in self.answers) / self.seconds
 
-    @property
-    def num_right(self) -> int:
-        return sum(a.right for a in self.answers)
-
 
 @dataclass(frozen=True, slots=True)
 class Swap:
@@ -113,6 +123,30 @@ class Swap:
     load_s: float
     status_after: int
     """Of a request for it once it was unloaded; 404 is right."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """All that the demo found."""
+
+    chat: Round
+    mixed: Round
+    single: Round
+    swap: Swap
+    num_models: int
+    """The adapters and the base."""
+
+    @property
+    def answers(self) -> list[Answer]:
+        return [*self.chat.answers, *self.mixed.answers, *self.single.answers]
+
+    @property
+    def num_right(self) -> int:
+        return sum(a.right for a in self.answers)
+
+    @property
+    def ok(self) -> bool:
+        return self.num_right == len(self.answers) and self.swap.status_after == 404
 
 
 def run_demo(folder: Path | None, port: int) -> bool:
@@ -125,13 +159,12 @@ def run_demo(folder: Path | None, port: int) -> bool:
         f"[bold]Weft[/]: {len(models) - 1} LoRA adapters over one base model, in one batch.\n"
     )
     with _server(examples, port, console) as url:
-        mixed, single, swap = asyncio.run(_ask(examples, url, models, console))
-    console.print(_table(examples, mixed, swap))
-    console.print(_figures(mixed, single, swap, len(models)))
+        outcome = asyncio.run(_ask(examples, url, models, console))
+    console.print(_table(examples, outcome))
+    console.print(_figures(outcome))
     _print_next_steps(console, examples)
-    ok = mixed.num_right == len(mixed.answers) == single.num_right and swap.status_after == 404
-    print(json.dumps(_report(ok, mixed, single, swap, len(models))), flush=True)
-    return ok
+    print(json.dumps(_report(outcome)), flush=True)
+    return outcome.ok
 
 
 # -- what is needed --------------------------------------------------------------------------------
@@ -243,9 +276,7 @@ def _exit(number: int, frame: object) -> None:
 # -- the requests ----------------------------------------------------------------------------------
 
 
-async def _ask(
-    examples: Examples, url: str, models: Sequence[str], console: Console
-) -> tuple[Round, Round, Swap]:
+async def _ask(examples: Examples, url: str, models: Sequence[str], console: Console) -> Outcome:
     from openai import AsyncOpenAI
 
     late = examples.adapters[-1]
@@ -255,13 +286,51 @@ async def _ask(
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         load_s = await _load(url, late, examples.adapter(late))
         console.print(f"Adapter {late!r} loaded while serving, in {load_s * 1000:.0f} ms\n")
-        await asyncio.gather(*(_answer(client, group[-1]) for group in groups))
         with _progress(console) as progress:
-            mixed = await _round(client, progress, "All models in one batch", [questions])
-            single = await _round(client, progress, "One model after the other", groups)
+            rounds = await _rounds(client, progress, questions, groups)
         await _post(url, "unload_lora_adapter", {"lora_name": late})
         status = await _status_of(client, late)
-    return mixed, single, Swap(late, load_s, status)
+    return Outcome(*rounds, Swap(late, load_s, status), len(models))
+
+
+async def _rounds(
+    client: AsyncOpenAI,
+    progress: Progress,
+    questions: list[Question],
+    groups: list[list[Question]],
+) -> tuple[Round, Round, Round]:
+    """A chat request for each question, all at once; then, for the figures, one completion
+    request for each group, which keeps the client's own work small: all at once, and in turn."""
+    total = len(questions)
+    chat = progress.add_task("Chat with all of them", total=total)
+    mixed = progress.add_task("Speed: in one batch", total=total * REPEATS)
+    single = progress.add_task("Speed: one after the other", total=total * REPEATS)
+
+    async def ask_one(question: Question) -> list[Answer]:
+        answer = await _answer(client, question)
+        progress.advance(chat)
+        return [answer]
+
+    async def ask_group(group: list[Question], bar: TaskID) -> list[Answer]:
+        answers = await _complete(client, group)
+        progress.advance(bar, len(group))
+        return answers
+
+    return (
+        await _timed([map(ask_one, questions)]),
+        await _timed([[ask_group(g, mixed) for g in groups] for _ in range(REPEATS)]),
+        await _timed([[ask_group(g, single)] for _ in range(REPEATS) for g in groups]),
+    )
+
+
+async def _timed(waves: Iterable[Iterable[Coroutine[Any, Any, list[Answer]]]]) -> Round:
+    """Wave after wave, the requests of each at the same time."""
+    answers: list[Answer] = []
+    started = time.perf_counter()
+    for wave in waves:
+        for found in await asyncio.gather(*wave):
+            answers += found
+    return Round(answers, time.perf_counter() - started)
 
 
 def _progress(console: Console) -> Progress:
@@ -274,28 +343,12 @@ def _progress(console: Console) -> Progress:
     return Progress(*columns, console=console)
 
 
-async def _round(
-    client: AsyncOpenAI, progress: Progress, name: str, groups: list[list[Question]]
-) -> Round:
-    """Ask group after group, the questions of each at the same time."""
-    bar = progress.add_task(name, total=sum(map(len, groups)))
-
-    async def ask(question: Question) -> Answer:
-        answer = await _answer(client, question)
-        progress.advance(bar)
-        return answer
-
-    started = time.perf_counter()
-    answers = [a for group in groups for a in await asyncio.gather(*map(ask, group))]
-    return Round(answers, time.perf_counter() - started)
-
-
 async def _answer(client: AsyncOpenAI, question: Question) -> Answer:
     completion = await client.chat.completions.create(
         model=question.model,
         messages=[{"role": "user", "content": question.word}],
         temperature=0,
-        max_tokens=32,
+        max_tokens=MAX_TOKENS,
     )
     usage = completion.usage
     return Answer(
@@ -303,6 +356,22 @@ async def _answer(client: AsyncOpenAI, question: Question) -> Answer:
         completion.choices[0].message.content or "",
         usage.completion_tokens if usage else 0,
     )
+
+
+async def _complete(client: AsyncOpenAI, group: list[Question]) -> list[Answer]:
+    """The answers of one model to many words, in one request. The number of tokens is known for
+    the whole request; the first answer carries it."""
+    completion = await client.completions.create(
+        model=group[0].model,
+        prompt=[PROMPT.format(q.word) for q in group],
+        temperature=0,
+        max_tokens=MAX_TOKENS,
+    )
+    num_tokens = completion.usage.completion_tokens if completion.usage else 0
+    return [
+        Answer(question, choice.text, 0 if index else num_tokens)
+        for index, (question, choice) in enumerate(zip(group, completion.choices, strict=True))
+    ]
 
 
 async def _load(url: str, name: str, path: Path) -> float:
@@ -335,29 +404,29 @@ async def _status_of(client: AsyncOpenAI, model: str) -> int:
 # -- what is shown ---------------------------------------------------------------------------------
 
 
-def _table(examples: Examples, mixed: Round, swap: Swap) -> Table:
-    """One line a model: its first answer, or the first wrong one, and how many were right."""
+def _table(examples: Examples, outcome: Outcome) -> Table:
+    """One line a model: a short answer, or a wrong one, and how many were right."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     for title, style in (("adapter", "bold"), ("rank", ""), ("targets", "dim"), ("prompt", "")):
-        table.add_column(title, style=style, no_wrap=True)
-    table.add_column("output", no_wrap=True, style="cyan")
+        table.add_column(title, style=style)
+    table.add_column("output", style="cyan", overflow="fold")
     table.add_column("right", no_wrap=True, justify="right")
     for model in (BASE, *examples.adapters):
-        answers = [a for a in mixed.answers if a.question.model == model]
+        answers = [a for a in outcome.answers if a.question.model == model]
         num_right = sum(a.right for a in answers)
-        shown = next((a for a in answers if not a.right), answers[0])
+        shown = min(answers, key=lambda a: (a.right, abs(len(a.question.word) - SHOWN_LENGTH)))
         output = shown.text if shown.right else f"{shown.text}, not {shown.question.expected}"
         colour = "green" if num_right == len(answers) else "red"
-        rank, targets = ("", "(no adapter)") if model == BASE else _shape(examples.adapter(model))
-        name = f"{model} *" if model == swap.name else model
+        rank, targets = ("", "none") if model == BASE else _shape(examples.adapter(model))
+        name = f"{model}*" if model == outcome.swap.name else model
         score = Text(f"{num_right}/{len(answers)}", colour)
         table.add_row(name, rank, targets, shown.question.word, Text(output), score)
     return table
 
 
 _SETS = {
-    "attention": {"q_proj", "k_proj", "v_proj", "o_proj"},
-    "MLP": {"gate_proj", "up_proj", "down_proj"},
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+    "MLP": ("gate_proj", "up_proj", "down_proj"),
 }
 _SHORT = {"embed_tokens": "embed", "lm_head": "head"}
 
@@ -372,36 +441,33 @@ def _shape(adapter: Path) -> tuple[str, str]:
 
 
 def _words_for(targets: set[str]) -> Iterator[str]:
-    if targets == set().union(*_SETS.values()):
+    """Short names of adapted projections, in the model's order."""
+    order = ["embed_tokens", *_SETS["attention"], *_SETS["MLP"], "lm_head"]
+    if targets == set(order[1:-1]):
         yield "all linear"
         return
     for name, members in _SETS.items():
-        if members <= targets:
+        if targets.issuperset(members):
             yield name
-            targets = targets - members
-    order = ["embed_tokens", "lm_head", *(t for members in _SETS.values() for t in members)]
-    for target in sorted(targets, key=lambda t: order.index(t) if t in order else len(order)):
+            targets = targets.difference(members)
+    for target in sorted(targets, key=order.index):
         yield _SHORT.get(target, target.removesuffix("_proj"))
 
 
-def _figures(mixed: Round, single: Round, swap: Swap, num_models: int) -> Group:
+def _figures(outcome: Outcome) -> Group:
     table = Table.grid(padding=(0, 2))
-    for justify in ("left", "right", "right", "left"):
-        table.add_column(justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right", no_wrap=True)
+    num_prompts = len(outcome.mixed.answers)
     for name, result in (
-        (f"{len(mixed.answers)} requests for {num_models} models, in one batch", mixed),
-        ("the same requests, one model after the other", single),
+        (f"{num_prompts} prompts to {outcome.num_models} models, in one batch", outcome.mixed),
+        ("the same prompts, one model after the other", outcome.single),
     ):
-        rate = f"[bold]{result.tokens_per_s:,.0f}[/] tokens/s"
-        table.add_row(name, f"{result.seconds:.1f} s", rate)
-    gone = (
-        "404, as it must be" if swap.status_after == 404 else f"{swap.status_after} instead of 404"
-    )
-    note = (
-        f"[dim]* {swap.name} was loaded while the server ran, and unloaded at the end; a request"
-        f" for it then gets {gone}.[/]"
-    )
-    return Group(note, "", table, "")
+        table.add_row(name, f"[bold]{result.tokens_per_s:,.0f}[/] tokens/s")
+    swap = outcome.swap
+    gone = "404" if swap.status_after == 404 else f"[red]{swap.status_after} instead of 404[/]"
+    note = f"* loaded while the server ran, and unloaded at the end: asked again, it is a {gone}"
+    return Group(Text.from_markup(note, style="dim"), "", table, "")
 
 
 def _print_next_steps(console: Console, examples: Examples) -> None:
@@ -437,14 +503,14 @@ def _short(path: Path) -> str:
     return shlex.quote(str(path.relative_to(cwd) if path.is_relative_to(cwd) else path))
 
 
-def _report(ok: bool, mixed: Round, single: Round, swap: Swap, num_models: int) -> dict[str, Any]:
+def _report(outcome: Outcome) -> dict[str, Any]:
     return {
-        "ok": ok,
-        "adapters": num_models - 1,
-        "requests": len(mixed.answers) + len(single.answers),
-        "right": mixed.num_right + single.num_right,
-        "mixed_tokens_per_s": round(mixed.tokens_per_s, 1),
-        "one_at_a_time_tokens_per_s": round(single.tokens_per_s, 1),
-        "load_ms": round(swap.load_s * 1000, 1),
-        "status_after_unload": swap.status_after,
+        "ok": outcome.ok,
+        "adapters": outcome.num_models - 1,
+        "answers": len(outcome.answers),
+        "right": outcome.num_right,
+        "mixed_tokens_per_s": round(outcome.mixed.tokens_per_s, 1),
+        "one_at_a_time_tokens_per_s": round(outcome.single.tokens_per_s, 1),
+        "load_ms": round(outcome.swap.load_s * 1000, 1),
+        "status_after_unload": outcome.swap.status_after,
     }

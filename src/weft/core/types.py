@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from weft.core.errors import InvalidRequest
 
@@ -127,8 +127,7 @@ class TokenLogprob:
     """The most likely tokens, best first: (token id, log-probability)."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenEvent:
+class TokenEvent(NamedTuple):
     """New tokens of a request. Exactly one event of a request has `finish_reason` set: its last."""
 
     request_id: str

@@ -87,11 +87,7 @@ class RowState:
             self._blocks[row, index] = block
         rows = np.array(plan.rows, dtype=np.int64)
         order = np.argsort(self._slot[rows], kind="stable")
-        rows = rows[order]
-        starts = np.array(plan.starts, dtype=np.int64)[order]
-        counts = np.array(plan.counts, dtype=np.int64)[order]
-        sampled = np.flatnonzero(np.array(plan.samples)[order])
-        return self._assemble(rows, starts, counts, sampled, order)
+        return self._assemble(plan, rows[order], order)
 
     def _admit(self, a: Admitted) -> None:
         row, params = a.row, a.params
@@ -104,22 +100,33 @@ class RowState:
         self._seed[row] = a.seed
         self._logprobs[row] = -1 if params.logprobs is None else params.logprobs
 
-    def _assemble(
-        self, rows: Ints, starts: Ints, counts: Ints, sampled: Ints, order: Ints
-    ) -> StepInputs:
-        ends = np.cumsum(counts)
-        firsts = ends - counts
-        seq_T = np.repeat(np.arange(len(rows)), counts)
+    def _assemble(self, plan: StepPlan, rows: Ints, order: Ints) -> StepInputs:
+        starts = np.array(plan.starts, dtype=np.int64)[order]
+        # Which sequences sample, and which sequence each token belongs to. When each sequence has
+        # one token and samples, both are the identity, and slices of everything cost nothing.
+        sampled: Ints | slice = slice(None)
+        seq_T: Ints | slice = slice(None)
+        if plan.num_tokens == len(rows) and all(plan.samples):
+            seq_lens, positions_T = starts + 1, starts
+            ends = np.arange(1, len(rows) + 1)
+            firsts = ends - 1
+        else:
+            counts = np.array(plan.counts, dtype=np.int64)[order]
+            sampled = np.flatnonzero(np.array(plan.samples)[order])
+            seq_T = np.repeat(np.arange(len(rows)), counts)
+            seq_lens = starts + counts
+            ends = np.cumsum(counts)
+            firsts = ends - counts
+            positions_T = np.arange(len(seq_T)) - (firsts - starts)[seq_T]
         row_T = rows[seq_T]
-        positions_T = np.arange(len(seq_T)) - (firsts - starts)[seq_T]
-        seq_lens = starts + counts
-        most_blocks = -(-int(seq_lens.max()) // self._block_size)
         from_device_T = positions_T >= self._known[row_T]
         block_T = self._blocks[row_T, positions_T // self._block_size].astype(np.int64)
+        most_blocks = -(-int(seq_lens.max()) // self._block_size)
         slot_S = self._slot[rows]
-        sampled_slot = slot_S[sampled]
+        sampled_ends = ends[sampled]
+        segments = _segments(slot_S, firsts, ends)
         return StepInputs(
-            ids_T=np.where(from_device_T, 0, self._tokens[row_T, positions_T]).astype(np.int64),
+            ids_T=self._ids(row_T, positions_T, from_device_T),
             from_device_T=from_device_T if from_device_T.any() else None,
             row_T=row_T,
             positions_T=positions_T,
@@ -128,17 +135,29 @@ class RowState:
             seq_lens_S=seq_lens.astype(np.int32),
             query_start=[0, *ends.tolist()],
             slot_T=slot_S[seq_T],
-            segments=_segments(slot_S, firsts, ends),
+            segments=segments,
             sampled_rows_N=rows[sampled],
-            sampled_tokens_N=ends[sampled] - 1,
-            slot_N=sampled_slot,
-            sampled_segments=_segments(
-                sampled_slot, np.arange(len(sampled)), np.arange(1, len(sampled) + 1)
+            sampled_tokens_N=sampled_ends - 1,
+            slot_N=slot_S[sampled],
+            sampled_segments=(
+                segments
+                if isinstance(sampled, slice)
+                else _segments(
+                    slot_S[sampled], np.arange(len(sampled)), np.arange(1, len(sampled) + 1)
+                )
             ),
             plan_order_N=np.argsort(order[sampled]),
             sampling=self._sampling(rows[sampled], seq_lens[sampled]),
             num_logprobs_N=self._num_logprobs(rows[sampled]),
         )
+
+    def _ids(self, row_T: Ints, positions_T: Ints, from_device_T: NDArray[np.bool_]) -> Ints:
+        """Token ids; 0 for those that only the device knows."""
+        if from_device_T.all():
+            return np.zeros(len(row_T), dtype=np.int64)
+        ids_T = self._tokens[row_T, positions_T].astype(np.int64)
+        ids_T[from_device_T] = 0
+        return ids_T
 
     def _sampling(self, rows: Ints, positions: Ints) -> SamplingArrays | None:
         random = np.flatnonzero(self._temperature[rows] > 0)

@@ -64,20 +64,20 @@ class _Sequence:
         "computed",
         "digest",
         "done",
-        "hashed",
+        "endings",
         "in_flight",
         "keys",
+        "known",
         "limit",
+        "next_full",
         "num_cached",
         "num_prompt",
         "order",
         "params",
-        "pending",
         "request_id",
         "row",
         "seed",
         "slot",
-        "stop_ids",
         "tokens",
     )
 
@@ -95,9 +95,12 @@ class _Sequence:
         self.limit = longest
         """Tokens, prompt included, at which the request ends."""
         self.digest = request.adapter.digest if request.adapter else None
-        self.stop_ids = frozenset(params.stop_token_ids)
-        self.pending = 0
-        """Sampled tokens that only the device knows yet."""
+        self.endings = frozenset(params.stop_token_ids)
+        """Token ids that end the output."""
+        if not params.ignore_eos:
+            self.endings |= limits.eos_token_ids
+        self.known = self.num_prompt
+        """Tokens, those included that are sampled already and only the device knows yet."""
         self.in_flight = 0
         """Steps planned and not committed."""
         self.computed = 0
@@ -105,8 +108,8 @@ class _Sequence:
         self.blocks: list[int] = []
         self.keys: list[BlockKey] = []
         """Prefix keys of full blocks of `tokens`, as far as they were needed."""
-        self.hashed = 0
-        """Blocks that were offered to the prefix index."""
+        self.next_full = limits.block_size
+        """Tokens at which the next block is full and offered to the prefix index."""
         self.row = -1
         """Row in the batch; -1 while waiting."""
         self.slot = -1
@@ -132,10 +135,11 @@ class _Draft:
         self.admitted: list[Admitted] = []
         self.new_blocks: list[tuple[int, int, int]] = []
         self.loads: list[Load] = []
+        self.chunks: list[_Sequence] = []
+        """Running sequences with more than one token to compute."""
 
     def schedule(self, seq: _Sequence, count: int) -> None:
         """`count` more tokens of a sequence with a row and blocks for them."""
-        known = len(seq.tokens) + seq.pending
         self.sequences.append(seq)
         self.rows.append(seq.row)
         self.starts.append(seq.computed)
@@ -143,10 +147,9 @@ class _Draft:
         seq.computed += count
         seq.in_flight += 1
         self.budget -= count
-        sampled = seq.computed == known
+        sampled = seq.computed == seq.known
         self.samples.append(sampled)
-        if sampled:
-            seq.pending += 1
+        seq.known += sampled
 
 
 class Scheduler:
@@ -287,38 +290,59 @@ class Scheduler:
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
         """Take the tokens of a step; plans are committed in their order."""
         events: list[TokenEvent] = []
-        tokens = iter(result.token_ids)
-        logprobs = iter(result.logprobs or ())
-        block_size = self._limits.block_size
         caching = self._limits.enable_prefix_caching
-        sequences = self._planned.pop(plan.step, [])
-        for i, seq in enumerate(sequences):
-            token = next(tokens) if plan.samples[i] else None
-            logprob = next(logprobs, None) if token is not None else None
+        k = 0
+        for i, seq in enumerate(self._planned.pop(plan.step, ())):
             seq.in_flight -= 1
+            sampled = plan.samples[i]
             if not seq.done:
-                stop = plan.starts[i] + plan.counts[i]
-                if caching and stop >= (seq.hashed + 1) * block_size:
-                    self._register(seq, stop // block_size)
-                if token is not None:
-                    events.append(self._append(seq, token, logprob))
+                tokens = seq.tokens
+                computed = len(tokens) if sampled else plan.starts[i] + plan.counts[i]
+                if computed >= seq.next_full and caching:
+                    self._register(seq, computed)
+                if sampled:
+                    token = result.token_ids[k]
+                    logprobs = None if result.logprobs is None else _listed(result.logprobs[k])
+                    tokens.append(token)
+                    if token in seq.endings or len(tokens) >= seq.limit:
+                        event = self._end(seq, token, logprobs)
+                    else:
+                        event = TokenEvent(
+                            seq.request_id, [token], logprobs, None, None, seq.num_cached
+                        )
+                    events.append(event)
+            k += sampled
             if seq.row < 0 and seq.in_flight == 0:
                 self._end_lease(seq)
+        self.generated_tokens += len(result.token_ids)
         return events
 
     def _plan_decodes(self, draft: _Draft) -> None:
+        """One token of each running request that lacks just one; the others are put in `chunks`.
+
+        This is the loop that runs for every request in every step, so it is written flat.
+        """
         block_size = self._limits.block_size
-        running = self._running
-        i = 0
-        while i < len(running) and draft.budget:
-            seq = running[i]
-            i += 1
-            known = len(seq.tokens) + seq.pending
-            if known - seq.computed != 1 or known >= seq.limit:
-                continue
-            if known > len(seq.blocks) * block_size and not self._grow(seq, draft):
-                break
-            draft.schedule(seq, 1)
+        sequences, rows, starts = draft.sequences, draft.rows, draft.starts
+        for seq in self._running:  # preemption shortens it, from its end
+            known = seq.known
+            computed = seq.computed
+            if known - computed > 1:
+                draft.chunks.append(seq)
+            elif known < seq.limit:
+                if len(rows) == draft.budget:
+                    break
+                if known > len(seq.blocks) * block_size and not self._grow(seq, draft):
+                    break
+                sequences.append(seq)
+                rows.append(seq.row)
+                starts.append(computed)
+                seq.computed = known
+                seq.known = known + 1
+                seq.in_flight += 1
+        draft.counts = [1] * len(rows)
+        draft.samples = [True] * len(rows)
+        draft.budget -= len(rows)
 
     def _grow(self, seq: _Sequence, draft: _Draft) -> bool:
         """One more block; False if `seq` itself had to be preempted for want of one."""
@@ -327,17 +351,16 @@ class Scheduler:
             self._preempt(victim)
             if victim is seq:
                 return False
-        draft.new_blocks.append((seq.row, len(seq.blocks), self._blocks.allocate()))
-        seq.blocks.append(draft.new_blocks[-1][2])
+        block = self._blocks.allocate()
+        draft.new_blocks.append((seq.row, len(seq.blocks), block))
+        seq.blocks.append(block)
         return True
 
     def _plan_chunks(self, draft: _Draft) -> None:
-        for seq in self._running:
+        for seq in draft.chunks:
             if not draft.budget:
                 return
-            todo = len(seq.tokens) - seq.computed
-            if todo > 1:
-                draft.schedule(seq, min(todo, draft.budget))
+            draft.schedule(seq, min(seq.known - seq.computed, draft.budget))
 
     def _plan_waiting(self, draft: _Draft) -> None:
         passed: set[str] = set()
@@ -372,8 +395,8 @@ class Scheduler:
         for block in hits:
             self._blocks.share(block)
         seq.blocks = hits + [self._blocks.allocate() for _ in range(fresh)]
-        seq.hashed = len(hits)
         seq.computed = len(hits) * block_size
+        seq.next_full = seq.computed + block_size
         seq.row = self._free_rows.pop()
         self._count_prompt(seq)
         if seq.digest is not None:
@@ -405,8 +428,8 @@ class Scheduler:
         self._free_rows.append(seq.row)
         seq.row = -1
         seq.blocks = []
-        seq.hashed = 0
         seq.computed = 0
+        seq.next_full = self._limits.block_size
         if seq.in_flight == 0:
             self._end_lease(seq)
 
@@ -425,11 +448,12 @@ class Scheduler:
             hits.append(block)
         return hits
 
-    def _register(self, seq: _Sequence, full: int) -> None:
-        """Offer the first `full` blocks to the prefix index, as far as not done yet."""
-        for i in range(seq.hashed, min(full, len(seq.blocks))):
+    def _register(self, seq: _Sequence, computed: int) -> None:
+        """Offer the full blocks of the first `computed` tokens to the prefix index."""
+        size = self._limits.block_size
+        for i in range(seq.next_full // size - 1, min(computed // size, len(seq.blocks))):
             self._blocks.register(seq.blocks[i], self._key(seq, i))
-            seq.hashed = i + 1
+            seq.next_full += size
 
     def _key(self, seq: _Sequence, i: int) -> BlockKey:
         size = self._limits.block_size
@@ -521,18 +545,12 @@ class Scheduler:
 
     # -- the end of a request ------------------------------------------------------------------
 
-    def _append(self, seq: _Sequence, token: int, logprob: TokenLogprob | None) -> TokenEvent:
-        seq.tokens.append(token)
-        seq.pending -= 1
-        self.generated_tokens += 1
-        logprobs = [logprob] if logprob is not None else None
-        if token in seq.stop_ids:
-            return self._finish(seq, "stop", [token], logprobs, stop_reason=token)
-        if token in self._limits.eos_token_ids and not seq.params.ignore_eos:
-            return self._finish(seq, "stop", [token], logprobs)
-        if len(seq.tokens) >= seq.limit:
+    def _end(self, seq: _Sequence, token: int, logprobs: list[TokenLogprob] | None) -> TokenEvent:
+        """The newest token is the last one."""
+        if token not in seq.endings:
             return self._finish(seq, "length", [token], logprobs)
-        return TokenEvent(seq.request_id, [token], logprobs, None, None, max(seq.num_cached, 0))
+        stop_reason = token if token in seq.params.stop_token_ids else None
+        return self._finish(seq, "stop", [token], logprobs, stop_reason)
 
     def _finish(
         self,
@@ -604,6 +622,10 @@ class Scheduler:
         if not self._by_id:
             assert not self._yielding and not self._deferred_since
             assert self._planned or not self._leases
+
+
+def _listed(logprob: TokenLogprob | None) -> list[TokenLogprob] | None:
+    return None if logprob is None else [logprob]
 
 
 def _distinct(digests: Iterable[str | None]) -> tuple[str, ...]:
