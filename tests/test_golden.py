@@ -118,7 +118,7 @@ class Oracle:
 
 def _long_conversation(name: str | None, seed: int) -> list[dict[str, str]]:
     """Some turns of questions and right answers, then one more question: above 100 tokens."""
-    *earlier, last = tasks.words(seed, 6)
+    *earlier, last = tasks.words(seed, 8)
     turns = [
         message
         for word in earlier

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -87,13 +88,14 @@ class World:
             self.slots, self.pool, self.disk.read, max_host_images, self.woken.release
         )
         self.now = 0
+        self._ended: deque[Registered | LoadEnded] = deque()
 
     def wait(self) -> Registered | LoadEnded:
         """The one thing that ends next; the wake-up comes with it."""
         assert self.woken.acquire(timeout=PATIENCE_S), "nothing woke the engine"
-        (ended,) = self.residency.poll()
+        self._ended += self.residency.poll()
         self.check()
-        return ended
+        return self._ended.popleft()
 
     def register(self, path: str, content: AdapterImage | Exception) -> Registered:
         self.disk.files[path] = content
@@ -306,6 +308,9 @@ def test_close_waits_for_a_load_in_progress(world: World) -> None:
     world.residency.host.drop("a")
     world.disk.gate.clear()
     world.start("a")
+    deadline = time.monotonic() + PATIENCE_S
+    while len(world.disk.reads) < 2 and time.monotonic() < deadline:
+        time.sleep(0.001)
     closing = threading.Thread(target=world.residency.close)
     closing.start()
     time.sleep(0.02)

@@ -130,7 +130,14 @@ class LLM:
         """Make the adapter in a folder usable under `name`. Raises AdapterError."""
         with self._registry.reserve(name, str(path)):
             info = self._register(str(path))
-            return self._registry.publish(name, info, str(path))
+            before = self._registry.current(name)
+            ref = before
+            try:
+                ref = self._registry.publish(name, info, str(path))
+            finally:
+                if ref == before:
+                    self._engine.drop(info.digest)
+            return ref
 
     def unload_adapter(self, name: str) -> None:
         """Raises AdapterNotFound."""

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from weft.core.errors import EngineDead, WeftError
 from weft.core.protocols import EngineClient
-from weft.core.types import AdapterInfo, AdapterRef
+from weft.core.types import AdapterRef
 from weft.registry import AdapterRegistry, AdapterRoots, Retired
 
 logger = logging.getLogger(__name__)
@@ -20,9 +20,9 @@ T = TypeVar("T")
 class AdapterAdmin:
     """Keeps the engine's adapters equal to the registry's.
 
-    A version is in the engine from before its name is published until after its last request.
-    A drop may overtake a load of the same content, which has no name yet to protect it: so each
-    load in progress is told of the digests dropped meanwhile, and registers again.
+    A version is in the engine from before its name is published until after its last request:
+    the registration that a load makes is undone when the load publishes nothing new, or when the
+    version that it published has drained.
     """
 
     def __init__(
@@ -31,7 +31,6 @@ class AdapterAdmin:
         self._engine = engine
         self._registry = registry
         self._roots = roots
-        self._dropped_during_loads: list[set[str]] = []
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def load(self, name: str, path: str, replace: bool = False) -> AdapterRef:
@@ -60,40 +59,28 @@ class AdapterAdmin:
     async def _load(self, name: str, path: str, replace: bool) -> AdapterRef:
         with self._registry.reserve(name, path):
             folder = await asyncio.to_thread(self._roots.resolve, path)
-            info = await self._register(str(folder))
+            info = await self._engine.register_adapter(str(folder))
+            before = self._registry.current(name)
             try:
-                return self._registry.publish(name, info, path, replace, self._drop_soon)
+                ref = self._registry.publish(name, info, path, replace, self._drop_soon)
             except WeftError:
-                await self._drop_if_unused(AdapterRef(name, 0, info.digest))
+                await self._drop(AdapterRef(name, 0, info.digest))
                 raise
-
-    async def _register(self, path: str) -> AdapterInfo:
-        """Must be followed by `publish` without a wait in between."""
-        dropped: set[str] = set()
-        self._dropped_during_loads.append(dropped)
-        try:
-            info = await self._engine.register_adapter(path)
-            while info.digest in dropped:
-                dropped.clear()
-                info = await self._engine.register_adapter(path)
-            return info
-        finally:
-            self._dropped_during_loads = [d for d in self._dropped_during_loads if d is not dropped]
+            if ref == before:
+                await self._drop(ref)
+            return ref
 
     async def _drop_when_drained(self, retired: Retired) -> None:
         drained = asyncio.Event()
         retired.on_drained(lambda _: drained.set())
         await drained.wait()
-        await self._drop_if_unused(retired.ref)
+        await self._drop(retired.ref)
 
     def _drop_soon(self, ref: AdapterRef) -> None:
-        self._spawn(self._drop_if_unused(ref))
+        self._spawn(self._drop(ref))
 
-    async def _drop_if_unused(self, ref: AdapterRef) -> None:
-        if self._registry.digest_in_use(ref.digest):
-            return
-        for dropped in self._dropped_during_loads:
-            dropped.add(ref.digest)
+    async def _drop(self, ref: AdapterRef) -> None:
+        """Undo one registration."""
         try:
             await self._engine.drop_adapter(ref)
         except EngineDead:

@@ -135,7 +135,7 @@ def _main(args: EngineArgs, down: str, up: str) -> None:
         logger.exception("the engine failed")
         code = 1
     reports.close()
-    context.destroy()
+    context.term()
     os._exit(code)
 
 

@@ -179,10 +179,10 @@ class AdapterRegistry:
             raise AdapterNotFound(f"The lora adapter {name!r} cannot be found", "lora_name")
         return self._retire(version)
 
-    def digest_in_use(self, digest: str) -> bool:
-        """Whether any version, live or draining, has that content; its memory must stay then."""
-        versions = [*self._live.values(), *self._draining]
-        return any(version.ref.digest == digest for version in versions)
+    def current(self, name: str) -> AdapterRef | None:
+        """The live version of `name`, if there is one."""
+        version = self._live.get(name)
+        return version.ref if version else None
 
     def models(self) -> list[ModelCard]:
         """Base names first, then adapters in the order of their publication."""

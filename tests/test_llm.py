@@ -1,0 +1,379 @@
+"""The Python API over the example model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import MakeLLM
+from tiny import ADAPTERS, BASE, answer, ask
+
+from weft import LLM, SamplingParams
+from weft.core.errors import (
+    AdapterConflict,
+    AdapterNotFound,
+    AdapterUnavailable,
+    ConfigError,
+    ContextLengthExceeded,
+    InvalidRequest,
+    ModelNotFound,
+)
+from weft.llm import RequestOutput
+
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+EOS = 2
+
+
+@pytest.fixture(scope="module")
+def llm(make_module_llm: MakeLLM) -> LLM:
+    return make_module_llm()
+
+
+def texts(outputs: list[RequestOutput]) -> list[str]:
+    return [output.text for output in outputs]
+
+
+def prompt_of(llm: LLM, word: str) -> list[int]:
+    return llm.tokenizer.chat(ask(word))
+
+
+def copy_adapter(name: str, folder: Path) -> Path:
+    return Path(shutil.copytree(ADAPTERS[name], folder / name))
+
+
+# -- prompts, parameters and adapters ----------------------------------------------------------
+
+
+def test_prompts_as_text_and_as_token_ids(llm: LLM) -> None:
+    text, ids = "<s><|user|>hello<|end|><|assistant|>", prompt_of(llm, "hello")
+    (one,) = llm.generate(ids, GREEDY)
+    assert (one.prompt, one.prompt_token_ids, one.text) == (None, ids, "hello?")
+    assert one.token_ids[-1] == EOS and one.finish_reason == "stop" and one.stop_reason is None
+    assert one.adapter is None and one.logprobs is None
+    assert texts(llm.generate([ids, prompt_of(llm, "tiny")], GREEDY)) == ["hello?", "tiny?"]
+    (written,) = llm.generate(text, GREEDY)
+    assert written.prompt == text
+    assert written.prompt_token_ids == llm.tokenizer.encode(text)
+    mixed = llm.generate([text, ids], GREEDY)
+    assert [o.prompt for o in mixed] == [text, None]
+    assert mixed[0].token_ids == written.token_ids and mixed[1].token_ids == one.token_ids
+
+
+def test_no_prompts(llm: LLM) -> None:
+    assert llm.generate([]) == []
+    assert llm.generate([], [], []) == []
+
+
+def test_chat(llm: LLM) -> None:
+    assert texts(llm.chat(ask("hello"), GREEDY, "upper")) == ["HELLO"]
+    outputs = llm.chat([ask("hello"), ask("hello")], GREEDY, ["reverse", None])
+    assert texts(outputs) == ["olleh", "hello?"]
+    assert outputs[0].prompt_token_ids == prompt_of(llm, "hello")
+
+
+def test_one_of_each_or_one_for_all(llm: LLM) -> None:
+    prompts = [prompt_of(llm, "hello")] * 3
+    params = [GREEDY, SamplingParams(max_tokens=2, temperature=0.0), GREEDY]
+    outputs = llm.generate(prompts, params, ["upper", "caesar", None])
+    assert texts(outputs) == ["HELLO", "kh", "hello?"]
+    assert [o.finish_reason for o in outputs] == ["stop", "length", "stop"]
+    assert [o.adapter and o.adapter.name for o in outputs] == ["upper", "caesar", None]
+    assert texts(llm.generate(prompts, GREEDY, "sort")) == ["ehllo"] * 3
+    assert texts(llm.generate(prompts[:1], [GREEDY], ["sort"])) == ["ehllo"]
+
+
+def test_default_parameters(llm: LLM) -> None:
+    (output,) = llm.generate(prompt_of(llm, "hello"))
+    assert 1 <= len(output.token_ids) <= 16
+
+
+def test_many_more_requests_than_rows(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_num_seqs=4)
+    names: list[str | None] = [*ADAPTERS, None]
+    each = [names[i % len(names)] for i in range(40)]
+    words = ["hello", "world", "spring"]
+    outputs = llm.chat([ask(words[i % 3]) for i in range(40)], GREEDY, each)
+    assert texts(outputs) == [answer(name, words[i % 3]) for i, name in enumerate(each)]
+
+
+@pytest.mark.parametrize(
+    ("params", "adapter", "param"),
+    [
+        ([GREEDY], None, "params"),
+        (GREEDY, ["upper"], "adapter"),
+        ([GREEDY] * 3, None, "params"),
+        (GREEDY, [None] * 3, "adapter"),
+    ],
+)
+def test_wrong_lengths(llm: LLM, params: object, adapter: object, param: str) -> None:
+    with pytest.raises(InvalidRequest, match="for 2 prompts") as caught:
+        llm.generate([[1, 4], [1, 5]], params, adapter)
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize("name", ["nobody", str(BASE), ""])
+def test_unknown_adapter(llm: LLM, name: str) -> None:
+    """Also the base's own name: the base is asked for by None. Nothing has run."""
+    before = llm.stats()
+    with pytest.raises(ModelNotFound):
+        llm.generate([[1, 4], [1, 5]], GREEDY, ["upper", name])
+    assert llm.stats() == before
+
+
+@pytest.mark.parametrize("prompt", [[], [1, 262], [1, -1]])
+def test_bad_prompts(llm: LLM, prompt: list[int]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.generate([prompt_of(llm, "hello"), prompt], GREEDY)
+    assert caught.value.param == "prompt"
+    assert texts(llm.chat(ask("hello"), GREEDY)) == ["hello?"]
+
+
+def test_context_length(make_llm: MakeLLM) -> None:
+    llm = make_llm(max_model_len=32)
+    assert llm.info.max_model_len == 32
+    endless = SamplingParams(max_tokens=None, temperature=0.0, ignore_eos=True)
+    (output,) = llm.generate([7] * 20, endless)
+    assert (len(output.token_ids), output.finish_reason) == (12, "length")
+    (last,) = llm.generate([7] * 31, endless)
+    assert len(last.token_ids) == 1
+    with pytest.raises(ContextLengthExceeded):
+        llm.generate([7] * 32, endless)
+
+
+# -- the end of an output ----------------------------------------------------------------------
+
+
+def test_stop_strings(llm: LLM) -> None:
+    def run(**options: object) -> RequestOutput:
+        params = SamplingParams(max_tokens=24, temperature=0.0, **options)
+        return llm.chat(ask("hello"), params, "repeat")[0]
+
+    plain = run(stop=("-h",))
+    assert (plain.text, plain.finish_reason, plain.stop_reason) == ("hello", "stop", "-h")
+    assert llm.tokenizer.decode(plain.token_ids) == "hello-h"
+    assert run(stop="-h", include_stop_str_in_output=True).text == "hello-h"
+    assert run(stop=("xyz", "lo", "o-")).stop_reason == "lo"
+    never = run(stop=("xyz",))
+    assert (never.text, never.stop_reason) == ("hello-hello", None)
+
+
+def test_stop_token_ids(llm: LLM) -> None:
+    dash = llm.tokenizer.encode("-")[-1]
+    params = SamplingParams(max_tokens=24, temperature=0.0, stop_token_ids=(dash,))
+    (output,) = llm.chat(ask("hello"), params, "repeat")
+    assert (output.text, output.stop_reason, output.token_ids[-1]) == ("hello", dash, dash)
+
+
+def test_ignore_eos_and_max_tokens(llm: LLM) -> None:
+    for count in (1, 5, 20):
+        params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+        (output,) = llm.chat(ask("hello"), params, "upper")
+        assert (len(output.token_ids), output.finish_reason) == (count, "length")
+        assert output.text.startswith("HELLO"[:count])
+
+
+def test_on_finished_is_called_once_each(llm: LLM) -> None:
+    done: list[RequestOutput] = []
+    params = [SamplingParams(max_tokens=n, ignore_eos=True, seed=1) for n in (9, 1, 5)]
+    outputs = llm.generate([[1, 4, 9]] * 3, params, None, done.append)
+    assert [len(o.token_ids) for o in done] == [1, 5, 9]
+    assert {id(o) for o in done} == {id(o) for o in outputs}
+
+
+def test_an_exception_in_the_middle(llm: LLM) -> None:
+    """What still runs is aborted, and the engine serves on."""
+
+    def interrupt(_: RequestOutput) -> None:
+        raise KeyboardInterrupt
+
+    params = [SamplingParams(max_tokens=n, ignore_eos=True) for n in (2, 200, 200)]
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([[1, 4, 9]] * 3, params, ["upper", "sort", None], interrupt)
+    stats = llm.stats()
+    assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert texts(llm.chat([ask("hello")] * 2, GREEDY, ["upper", "sort"])) == ["HELLO", "ehllo"]
+
+
+# -- seeds -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_seeds_do_not_depend_on_the_batch(make_llm: MakeLLM, overlap: bool) -> None:
+    llm = make_llm(overlap=overlap, block_size=4)
+    prompt = prompt_of(llm, "hello")
+    wild = {"temperature": 4.0, "max_tokens": 16, "ignore_eos": True}
+
+    def ids(params: list[SamplingParams], adapters: list[str | None]) -> list[list[int]]:
+        return [o.token_ids for o in llm.generate([prompt] * len(params), params, adapters)]
+
+    seeded = [
+        SamplingParams(seed=5, **wild),
+        SamplingParams(seed=-6, top_k=20, **wild),
+        SamplingParams(seed=5, top_p=0.8, **wild),
+    ]
+    names: list[str | None] = ["upper", None, "sort"]
+    alone = [ids([p], [n])[0] for p, n in zip(seeded, names, strict=True)]
+    others = [SamplingParams(**wild), GREEDY, SamplingParams(seed=9, **wild)]
+    crowd = ids([*others, *seeded], ["caesar", None, "upper", *names])
+    assert crowd[3:] == alone
+    assert ids(seeded[::-1], names[::-1]) == alone[::-1]
+    assert len({tuple(each) for each in crowd}) == len(crowd)
+
+
+def test_without_a_seed_outputs_differ(llm: LLM) -> None:
+    params = SamplingParams(temperature=4.0, max_tokens=16, ignore_eos=True)
+    outputs = llm.generate([[1, 4, 9]] * 4, params)
+    assert len({tuple(o.token_ids) for o in outputs}) == 4
+
+
+# -- adapters at run time ----------------------------------------------------------------------
+
+
+def test_load_and_unload(make_llm: MakeLLM) -> None:
+    llm = make_llm(adapters={})
+    with pytest.raises(ModelNotFound):
+        llm.chat(ask("hello"), GREEDY, "x")
+    first = llm.load_adapter("x", ADAPTERS["upper"])
+    assert (first.name, first.version) == ("x", 1)
+    assert texts(llm.chat(ask("hello"), GREEDY, "x")) == ["HELLO"]
+    llm.unload_adapter("x")
+    with pytest.raises(ModelNotFound):
+        llm.chat(ask("hello"), GREEDY, "x")
+    with pytest.raises(AdapterNotFound):
+        llm.unload_adapter("x")
+    second = llm.load_adapter("x", ADAPTERS["reverse"])
+    assert second.version == 2 and second.digest != first.digest
+    (output,) = llm.chat(ask("hello"), GREEDY, "x")
+    assert (output.text, output.adapter) == ("olleh", second)
+    assert llm.stats().resident_adapters == llm.stats().host_adapters == (second.digest,)
+
+
+def test_two_names_for_one_content(make_llm: MakeLLM) -> None:
+    llm = make_llm(adapters={"a": ADAPTERS["upper"], "b": ADAPTERS["upper"]})
+    assert texts(llm.chat([ask("hello")] * 2, GREEDY, ["a", "b"])) == ["HELLO"] * 2
+    assert len(llm.stats().resident_adapters) == 1
+    llm.unload_adapter("a")
+    assert texts(llm.chat(ask("hello"), GREEDY, "b")) == ["HELLO"]
+    llm.unload_adapter("b")
+    assert_forgotten(llm)
+
+
+def test_loading_the_same_again_changes_nothing(make_llm: MakeLLM) -> None:
+    llm = make_llm(adapters={"a": ADAPTERS["upper"]})
+    again = llm.load_adapter("a", ADAPTERS["upper"])
+    assert again.version == 1
+    assert texts(llm.chat(ask("hello"), GREEDY, "a")) == ["HELLO"]
+    llm.unload_adapter("a")
+    assert_forgotten(llm)
+
+
+def test_a_taken_name(make_llm: MakeLLM) -> None:
+    """The other adapter is refused and leaves nothing behind."""
+    llm = make_llm(adapters={"a": ADAPTERS["upper"]})
+    with pytest.raises(AdapterConflict):
+        llm.load_adapter("a", ADAPTERS["reverse"])
+    assert texts(llm.chat(ask("hello"), GREEDY, "a")) == ["HELLO"]
+    assert len(llm.stats().host_adapters) == 1
+    llm.unload_adapter("a")
+    assert_forgotten(llm)
+
+
+def assert_forgotten(llm: LLM) -> None:
+    """No adapter takes any memory."""
+    llm.chat(ask("hello"), GREEDY)
+    stats = llm.stats()
+    assert stats.resident_adapters == stats.host_adapters == ()
+    assert stats.adapter_bytes == 0
+
+
+def test_a_load_that_fails(make_llm: MakeLLM, tmp_path: Path) -> None:
+    llm = make_llm(adapters={"a": ADAPTERS["upper"]})
+    with pytest.raises(AdapterNotFound) as caught:
+        llm.load_adapter("b", tmp_path / "nothing")
+    assert caught.value.param == "lora_path"
+    with pytest.raises(ModelNotFound):
+        llm.chat(ask("hello"), GREEDY, "b")
+    assert texts(llm.chat(ask("hello"), GREEDY, "a")) == ["HELLO"]
+    with pytest.raises(AdapterNotFound):
+        make_llm(adapters={"a": tmp_path})
+
+
+def test_an_adapter_that_changed_on_disk(make_llm: MakeLLM, tmp_path: Path) -> None:
+    """Its requests get AdapterUnavailable, never other content; others go on."""
+    names = ("caesar", "stutter")
+    llm = make_llm(adapters={n: copy_adapter(n, tmp_path) for n in names}, max_cpu_loras=1)
+    original = copy_adapter("caesar", tmp_path / "kept")
+    shutil.copytree(ADAPTERS["reverse"], tmp_path / "caesar", dirs_exist_ok=True)
+    for wanted in (["caesar"], ["stutter", "caesar", None]):
+        with pytest.raises(AdapterUnavailable, match="changed on disk"):
+            llm.chat([ask("hello")] * len(wanted), GREEDY, wanted)
+        stats = llm.stats()
+        assert (stats.num_running, stats.num_waiting) == (0, 0)
+    assert texts(llm.chat([ask("hello")] * 2, GREEDY, ["stutter", None])) == [
+        "hheelllloo",
+        "hello?",
+    ]
+    shutil.copytree(original, tmp_path / "caesar", dirs_exist_ok=True)
+    assert texts(llm.chat(ask("hello"), GREEDY, "caesar")) == ["khoor"]
+
+
+# -- the start ---------------------------------------------------------------------------------
+
+
+def test_skip_tokenizer_init(make_llm: MakeLLM, llm: LLM) -> None:
+    bare = make_llm(skip_tokenizer_init=True)
+    prompt = prompt_of(llm, "hello")
+    (output,) = bare.generate([prompt], GREEDY, "upper")
+    assert output.text == ""
+    assert output.token_ids == llm.generate([prompt], GREEDY, "upper")[0].token_ids
+    for call in (
+        lambda: bare.generate("hello", GREEDY),
+        lambda: bare.chat(ask("hello"), GREEDY),
+        lambda: bare.generate(prompt, SamplingParams(stop="x")),
+    ):
+        with pytest.raises(InvalidRequest, match="tokenizer"):
+            call()
+
+
+def test_dummy_weights(make_llm: MakeLLM, tmp_path: Path) -> None:
+    """Only a config.json: random weights, the same each time."""
+    shutil.copy(BASE / "config.json", tmp_path)
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "adapters": {}}
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    first, second = (make_llm(tmp_path, **options).generate([5, 6, 7], params) for _ in range(2))
+    assert len(first[0].token_ids) == 8 and first[0].token_ids == second[0].token_ids
+    with pytest.raises(ConfigError, match=r"model\.safetensors"):
+        make_llm(tmp_path, skip_tokenizer_init=True, adapters={})
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"max_model_len": 128, "num_blocks": 4, "block_size": 16}, "max_model_len"),
+        ({"max_model_len": 513}, "max_model_len"),
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "max_num_batched_tokens"),
+        ({"max_num_seqs": 0}, "max_num_seqs"),
+        ({"lora_backend": "nonesuch"}, "lora_backend"),
+        ({"nonesuch": 1}, "nonesuch"),
+    ],
+)
+def test_options_that_cannot_be(
+    make_llm: MakeLLM, options: dict[str, object], param: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make_llm(**options)
+    assert caught.value.param == param
+
+
+def test_not_a_model(make_llm: MakeLLM, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "nonesuch"}))
+    with pytest.raises(ConfigError):
+        make_llm(tmp_path, skip_tokenizer_init=True)
+
+
+def test_context_manager() -> None:
+    with LLM(BASE, num_threads=1, num_blocks=64) as llm:
+        assert texts(llm.chat(ask("hello"), GREEDY)) == ["hello?"]
+    llm.close()
