@@ -172,6 +172,10 @@ class LLM:
 
     def _job(self, prompt: Prompt, params: SamplingParams, ref: AdapterRef | None) -> _Job:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        vocab_size = self.info.vocab_size
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            message = f"the prompt has a token id outside of [0, {vocab_size})"
+            raise InvalidRequest(message, "prompt")
         request = EngineRequest(str(next(self._ids)), ids, params, ref)
         output = RequestOutput(prompt if isinstance(prompt, str) else None, ids, ref)
         return _Job(request, output, OutputStream(self._tokenizer, params, ids))

@@ -35,7 +35,6 @@ from rich.progress import (
     Progress,
     TaskID,
     TextColumn,
-    TimeElapsedColumn,
 )
 from rich.table import Table
 from rich.text import Text
@@ -47,9 +46,9 @@ if TYPE_CHECKING:
 
 BASE = "base"
 """The base model's served name."""
-WORDS_EACH = 16
+WORDS_EACH = 8
 """Requests for each adapter and for the base."""
-REPEATS = 2
+REPEATS = 3
 """How often the measured requests are asked."""
 PROMPT = "<|bos|><|user|>{}<|end|><|assistant|>"
 """What the base's chat template makes of a word."""
@@ -338,7 +337,6 @@ def _progress(console: Console) -> Progress:
         TextColumn("{task.description:<26}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        TimeElapsedColumn(),
     )
     return Progress(*columns, console=console)
 

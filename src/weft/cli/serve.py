@@ -33,6 +33,9 @@ logger = logging.getLogger(__name__)
 WATCH_S = 1.0
 """How often the engine's health is looked at for the log."""
 
+FORCED_S = 10
+"""After the shut-down time-out: how long until connections are cut."""
+
 
 @dataclass(frozen=True, slots=True)
 class ServeArgs:
@@ -181,15 +184,33 @@ async def _load_adapters(
 
 
 class _Server(uvicorn.Server):
-    """Calls back once it listens."""
+    """Tells when it listens; at shut-down ends requests that take too long, in good order."""
 
-    def __init__(self, config: uvicorn.Config, on_started: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        engine: EngineClient,
+        shutdown_timeout_s: float,
+        on_started: Callable[[], None],
+    ) -> None:
         super().__init__(config)
+        self._engine = engine
+        self._shutdown_timeout_s = shutdown_timeout_s
         self._on_started = on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_started()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        close_later = asyncio.create_task(self._close_engine_later())
+        await super().shutdown(sockets)
+        close_later.cancel()
+
+    async def _close_engine_later(self) -> None:
+        """Open requests then end with finish_reason "abort"."""
+        await asyncio.sleep(self._shutdown_timeout_s)
+        await self._engine.close()
 
 
 async def _serve_http(
@@ -204,12 +225,13 @@ async def _serve_http(
         log_config=None,
         log_level="info" if args.log_level == "debug" else "warning",
         access_log=args.log_level == "debug",
-        timeout_graceful_shutdown=args.shutdown_timeout_s,
+        timeout_graceful_shutdown=args.shutdown_timeout_s + FORCED_S,
         server_header=False,
     )
     watch = asyncio.create_task(_report_death(engine))
     try:
-        await _Server(config, on_started).serve([listener])
+        server = _Server(config, engine, args.shutdown_timeout_s, on_started)
+        await server.serve([listener])
     except OSError as error:
         raise _port_refused(args.host, args.port, error) from error
     finally:

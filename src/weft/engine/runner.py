@@ -10,6 +10,7 @@ launched before the previous one's tokens are known on the host.
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -272,6 +273,8 @@ def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
 
 
 def _free_bytes(device: torch.device) -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
 
 

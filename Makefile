@@ -1,0 +1,58 @@
+# make demo   install Weft into .venv and run `weft demo`
+# make test   install what the tests need; lint, types, import rules, tests that need no GPU
+#
+# PYTHON=python3.12 chooses the interpreter that makes .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint types imports pytest format clean
+
+help:
+	@sed -n 's/^# \{0,1\}//p' Makefile
+
+demo: $(VENV)/.installed-demo
+	@$(BIN)/weft demo
+
+test: lint types imports pytest
+
+lint: $(VENV)/.installed-test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(VENV)/.installed-test
+	$(BIN)/mypy
+
+imports: $(VENV)/.installed-test
+	$(BIN)/lint-imports
+
+# One thread each: the tests start many small processes.
+pytest: $(VENV)/.installed-test
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m "not gpu"
+
+format: $(VENV)/.installed-test
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:
+	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+
+# Again only when pyproject.toml has changed.
+$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
+	@echo 'Installing Weft and what "make $*" needs into $(VENV); the first time takes some minutes.'
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e ".[$*]" \
+	  | while IFS= read -r line; do \
+	      case "$$line" in Collecting*|Building*|Installing*) printf '  %.76s\n' "$$line";; esac; \
+	    done
+	@touch $@
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo 'There is no $(PYTHON); say PYTHON=/path/to/python, 3.11 or newer.' >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Weft needs Python 3.11 or newer, and $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
+	    'say PYTHON=/path/to/a/newer/python.' >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)

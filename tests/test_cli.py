@@ -1,0 +1,154 @@
+"""The commands: what they say when they can't start, and the demo from end to end."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import tiny
+import typer
+
+from weft.cli.options import (
+    engine_parameters,
+    parse_bytes,
+    parse_lora_module,
+    show_bytes,
+    spread_lora_modules,
+)
+from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs, engine_args
+from weft.core.errors import ConfigError
+
+BASE = str(tiny.BASE)
+SMALL = ("--num-threads", "1", "--kv-cache-memory", "16M", "--adapter-memory", "16M")
+
+
+def weft(*args: str, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "weft.cli.main", *args],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def refusal(*args: str) -> str:
+    """The one line on stderr with which the command ends."""
+    done = weft(*args)
+    assert done.returncode == 1, done
+    assert done.stdout.strip() == ""
+    [line] = [x for x in done.stderr.splitlines() if " WARNING " not in x]
+    assert line.startswith("weft: error: ")
+    return line
+
+
+# -- flags -----------------------------------------------------------------------------------------
+
+
+def test_every_field_of_the_engine_has_a_flag_with_its_default() -> None:
+    defaults = {p.name: p.default for p in engine_parameters()}
+    parts = (ModelArgs, LoraArgs, CacheArgs, SchedulerArgs)
+    names = {f.name for part in parts for f in fields(part)} | {f.name for f in fields(EngineArgs)}
+    assert set(defaults) == names - {"model", "lora", "cache", "scheduler"}
+    defaults["kv_cache_memory"] = parse_bytes(defaults["kv_cache_memory"])
+    assert engine_args("x", **defaults) == EngineArgs(ModelArgs("x"))
+
+
+def test_sizes() -> None:
+    for text, size in (
+        ("12", 12),
+        ("1k", 1024),
+        ("1.5M", 3 << 19),
+        ("2GiB", 2 << 30),
+        ("1TB", 1 << 40),
+    ):
+        assert parse_bytes(text) == size
+    assert [show_bytes(n) for n in (5, 1 << 30, 3 << 19)] == ["5", "1G", "1536K"]
+    for bad in ("", "G", "2X", "-1", "1 2"):
+        with pytest.raises(typer.BadParameter):
+            parse_bytes(bad)
+
+
+def test_several_modules_may_follow_one_flag() -> None:
+    flag = "--lora-modules"
+    spread = spread_lora_modules([flag, "a=x", "b=y", "base", "c=z", "--port", "1", flag, "d=w"])
+    assert spread == [flag, "a=x", flag, "b=y", "base", "c=z", "--port", "1", flag, "d=w"]
+    assert spread_lora_modules([flag]) == [flag]
+
+
+def test_modules() -> None:
+    assert parse_lora_module("a=/x=y").path == "/x=y"
+    module = parse_lora_module('{"name": "a", "path": "rel", "base_model_name": "b"}')
+    assert (module.name, module.path) == ("a", str(Path.cwd() / "rel"))
+    for bad in ("a", "=x", "a=", "{", '{"name": "a"}', "{}"):
+        with pytest.raises(ConfigError):
+            parse_lora_module(bad)
+
+
+# -- refusals --------------------------------------------------------------------------------------
+
+
+def test_help_and_version() -> None:
+    assert re.fullmatch(r"weft \d+\.\d+\.\d+\n", weft("--version").stdout)
+    assert "--lora-modules" in weft("serve", "--help").stdout
+
+
+def test_an_unknown_flag_is_a_usage_error() -> None:
+    done = weft("serve", BASE, "--max-lorass", "3")
+    assert done.returncode == 2 and "--max-lorass" in done.stderr
+
+
+def test_values_that_are_refused_before_anything_loads(tmp_path: Path) -> None:
+    assert "--max-loras must be at least 1" in refusal("serve", BASE, "--max-loras", "0")
+    assert "nowhere: no such folder" in refusal("serve", BASE, "--lora-root", f"{tmp_path}/nowhere")
+    assert "takes name=path" in refusal("serve", BASE, "--lora-modules", "upper")
+
+
+def test_a_taken_port_is_refused_before_the_model_loads() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        line = refusal("serve", "/no/such/model", "--port", port)
+    assert f"can't listen on 127.0.0.1:{port}: Address already in use" in line
+
+
+def test_a_missing_base(tmp_path: Path) -> None:
+    line = refusal("serve", str(tmp_path / "none"), "--port", "0")
+    assert f"there is no folder {tmp_path / 'none'}" in line
+    assert "has no config.json" in refusal("serve", str(tmp_path), "--port", "0")
+
+
+def test_an_engine_that_cannot_start() -> None:
+    line = refusal("serve", BASE, "--port", "0", "--max-model-len", "100000", *SMALL)
+    assert "--max-model-len 100000 is more than the model's own limit of 512" in line
+
+
+def test_a_broken_adapter_at_the_start_is_named(tmp_path: Path) -> None:
+    for file in tiny.ADAPTERS["upper"].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = tmp_path / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
+    line = refusal("serve", BASE, "--port", "0", *SMALL, "--lora-modules", f"mine={tmp_path}")
+    assert f"adapter 'mine' ({tmp_path}): use_dora" in line
+
+
+# -- the demo --------------------------------------------------------------------------------------
+
+
+def test_demo() -> None:
+    done = weft("demo", timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report["ok"] is True and report["adapters"] == 11
+    assert report["right"] == report["answers"] > 500
+    assert report["status_after_unload"] == 404
+    assert report["mixed_tokens_per_s"] > 0 and report["one_at_a_time_tokens_per_s"] > 0
+
+
+def test_demo_without_its_examples(tmp_path: Path) -> None:
+    assert "--examples path/to/examples/tiny" in refusal("demo", "--examples", str(tmp_path))

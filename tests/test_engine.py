@@ -1,0 +1,439 @@
+"""EngineClient: one suite for the engine in a thread and the engine in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import ADAPTERS, BASE, answer, ask
+
+import weft.engine.client as client_module
+from weft.core.config import engine_args
+from weft.core.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    ConfigError,
+    EngineDead,
+    InvalidRequest,
+)
+from weft.core.types import AdapterRef, EngineRequest, SamplingParams, TokenEvent
+from weft.engine.client import Client, start_in_process, start_process
+from weft.engine.engine import Engine
+from weft.text import load_tokenizer
+
+ARGS = engine_args(str(BASE), num_threads=1, num_blocks=512)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+ENDLESS = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+TOKENIZER = load_tokenizer(str(BASE))
+PATIENCE_S = 10.0
+
+Start = Callable[..., Awaitable[Client]]
+STARTS: list[Start] = [start_in_process, start_process]
+EITHER = pytest.mark.parametrize("start", STARTS, ids=["thread", "process"])
+
+
+class Bench:
+    """A client and the event loop that it belongs to."""
+
+    def __init__(self, start: Start) -> None:
+        self._runner = asyncio.Runner()
+        self.client = self._runner.run(start(ARGS))
+        self.num_requests = 0
+
+    def run(self, work: Awaitable[Any]) -> Any:
+        async def limited() -> Any:
+            async with asyncio.timeout(60):
+                return await work
+
+        return self._runner.run(limited())
+
+    def close(self) -> None:
+        self.run(idle(self.client))
+        self.run(self.client.close())
+        self._runner.close()
+
+
+@pytest.fixture(scope="module", params=STARTS, ids=["thread", "process"])
+def bench(request: pytest.FixtureRequest, engines: list[Engine]) -> Iterator[Bench]:
+    made = Bench(request.param)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engines() -> Iterator[list[Engine]]:
+    """All engines that were started in a thread; they must keep the scheduler's invariants."""
+    made: list[Engine] = []
+    init = Engine.__init__
+
+    def record(engine: Engine, *args: Any, **options: Any) -> None:
+        init(engine, *args, **options)
+        made.append(engine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "__init__", record)
+        yield made
+    assert made
+    for engine in made:
+        engine.scheduler.check()
+        assert not engine.scheduler.busy
+
+
+_ids = iter(range(10**6))
+
+
+def request_of(
+    word: str = "hello",
+    adapter: AdapterRef | None = None,
+    params: SamplingParams = GREEDY,
+) -> EngineRequest:
+    return EngineRequest(f"r{next(_ids)}", TOKENIZER.chat(ask(word)), params, adapter)
+
+
+async def collect(client: Client, request: EngineRequest) -> list[TokenEvent]:
+    return [event async for event in client.generate(request)]
+
+
+def text_of(events: list[TokenEvent]) -> str:
+    """What was generated; the events must be those of one request that ended once."""
+    assert [e.finish_reason is None for e in events] == [True] * (len(events) - 1) + [False]
+    ids = [token for event in events for token in event.token_ids]
+    return TOKENIZER.decode(ids, skip_special_tokens=True)
+
+
+async def register(client: Client, name: str) -> AdapterRef:
+    info = await client.register_adapter(str(ADAPTERS[name]))
+    assert info.path == str(ADAPTERS[name])
+    return AdapterRef(name, 1, info.digest)
+
+
+async def idle(client: Client) -> None:
+    """Nothing runs and nothing waits any more."""
+    end = time.monotonic() + PATIENCE_S
+    while True:
+        stats = await client.stats()
+        if (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0):
+            return
+        assert time.monotonic() < end, stats
+        await asyncio.sleep(0.01)
+
+
+# -- one client for many tests -----------------------------------------------------------------
+
+
+def test_info(bench: Bench) -> None:
+    info = bench.client.info
+    assert bench.client.alive
+    assert (info.model, info.architecture) == (str(BASE), "LlamaForCausalLM")
+    assert (info.dtype, info.num_blocks, info.vocab_size) == ("float32", 512, 262)
+    assert info.max_model_len == 512 and info.num_parameters > 10**6
+
+
+def test_many_requests_at_once(bench: Bench) -> None:
+    """All adapters and the base, side by side; each gets its own answer."""
+
+    async def go() -> None:
+        refs = await asyncio.gather(*(register(bench.client, name) for name in ADAPTERS))
+        each = [*refs, None] * 3
+        words = ["hello", "world", "spring"]
+        runs = [
+            collect(bench.client, request_of(words[i % 3], ref)) for i, ref in enumerate(each)
+        ]
+        for i, events in enumerate(await asyncio.gather(*runs)):
+            name = each[i].name if each[i] else None
+            assert text_of(events) == answer(name, words[i % 3])
+            assert events[-1].finish_reason == "stop"
+        await asyncio.gather(*(bench.client.drop_adapter(ref) for ref in refs))
+
+    bench.run(go())
+
+
+def test_events_carry_what_was_asked_for(bench: Bench) -> None:
+    params = SamplingParams(max_tokens=3, temperature=0.0, logprobs=2)
+    events = bench.run(collect(bench.client, request_of("hello", None, params)))
+    assert text_of(events) == "hel" and events[-1].finish_reason == "length"
+    logprobs = [lp for event in events for lp in event.logprobs]
+    assert [len(lp.top) for lp in logprobs] == [2] * 3
+    ids = [token for event in events for token in event.token_ids]
+    assert [lp.top[0][0] for lp in logprobs] == ids
+    (event,) = bench.run(
+        collect(bench.client, request_of("hello", None, replace(GREEDY, stop_token_ids=[110])))
+    )
+    assert (event.token_ids, event.finish_reason, event.stop_reason) == ([110], "stop", 110)
+
+
+def test_closing_the_iterator_aborts(bench: Bench) -> None:
+    async def go() -> None:
+        before = (await bench.client.stats()).finished
+        async with aclosing(bench.client.generate(request_of(params=ENDLESS))) as stream:
+            async for event in stream:
+                assert event.finish_reason is None
+                break
+        await idle(bench.client)
+        after = (await bench.client.stats()).finished
+        assert after.get("abort", 0) == before.get("abort", 0) + 1
+        assert {k: v for k, v in after.items() if k != "abort"} == {
+            k: v for k, v in before.items() if k != "abort"
+        }
+
+    bench.run(go())
+
+
+def test_cancelling_the_reader_aborts(bench: Bench) -> None:
+    async def go() -> None:
+        reader = asyncio.create_task(collect(bench.client, request_of(params=ENDLESS)))
+        while (await bench.client.stats()).num_running == 0:
+            await asyncio.sleep(0.001)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        await idle(bench.client)
+
+    bench.run(go())
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"prompt_ids": []}, ("invalid_request_error", "prompt")),
+        ({"prompt_ids": [1, 262]}, ("invalid_request_error", "prompt")),
+        ({"prompt_ids": [1] * 512}, ("context_length_exceeded", "prompt")),
+        ({"adapter": AdapterRef("x", 1, "ab" * 32)}, ("adapter_unavailable", "model")),
+    ],
+)
+def test_a_refused_request_ends_at_once(
+    bench: Bench, change: dict[str, Any], error: tuple[str, str]
+) -> None:
+    (event,) = bench.run(collect(bench.client, replace(request_of(), **change)))
+    assert event.finish_reason == "error" and event.token_ids == []
+    assert (event.error[0], event.error[2]) == error
+
+
+def test_a_request_id_that_is_in_use(bench: Bench) -> None:
+    """The second is refused, the first goes on."""
+
+    async def go() -> None:
+        request = request_of(params=replace(ENDLESS, max_tokens=50))
+        async with aclosing(bench.client.generate(request)) as stream:
+            seen = [await anext(stream)]
+            with pytest.raises(InvalidRequest) as caught:
+                await collect(bench.client, request)
+            assert caught.value.param == "request_id"
+            seen += [event async for event in stream]
+        assert sum(len(event.token_ids) for event in seen) == 50
+
+    bench.run(go())
+
+
+def test_register_errors_are_typed(bench: Bench, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(ADAPTERS["caesar"], tmp_path / "dora"))
+    config = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+
+    async def go() -> None:
+        with pytest.raises(AdapterNotFound) as missing:
+            await bench.client.register_adapter(str(tmp_path / "nothing"))
+        assert missing.value.param == "lora_path"
+        with pytest.raises(AdapterInvalid, match="use_dora") as invalid:
+            await bench.client.register_adapter(str(folder))
+        assert invalid.value.param == "use_dora"
+        assert (await bench.client.stats()).host_adapters == ()
+
+    bench.run(go())
+
+
+def test_a_drop_undoes_one_registration(bench: Bench) -> None:
+    async def go() -> None:
+        client = bench.client
+        ref = await register(client, "upper")
+        assert await register(client, "upper") == ref
+        for _ in range(2):
+            assert text_of(await collect(client, request_of("hello", ref))) == "HELLO"
+            assert (await client.stats()).resident_adapters == (ref.digest,)
+            await client.drop_adapter(ref)
+        (event,) = await collect(client, request_of("hello", ref))
+        assert event.error is not None and event.error[0] == "adapter_unavailable"
+        await idle(client)
+        stats = await client.stats()
+        assert (stats.resident_adapters, stats.host_adapters, stats.adapter_bytes) == ((), (), 0)
+
+    bench.run(go())
+
+
+def test_a_drop_lets_running_requests_end(bench: Bench) -> None:
+    async def go() -> None:
+        client = bench.client
+        ref = await register(client, "upper")
+        request = request_of("hello", ref, replace(ENDLESS, max_tokens=60))
+        async with aclosing(client.generate(request)) as stream:
+            seen = [await anext(stream)]
+            await client.drop_adapter(ref)
+            (refused,) = await collect(client, request_of("hello", ref))
+            assert refused.error is not None and refused.error[0] == "adapter_unavailable"
+            seen += [event async for event in stream]
+        assert (sum(len(e.token_ids) for e in seen), seen[-1].finish_reason) == (60, "length")
+        end = time.monotonic() + PATIENCE_S
+        while (await client.stats()).host_adapters and time.monotonic() < end:
+            await asyncio.sleep(0.01)
+        assert (await client.stats()).adapter_bytes == 0
+
+    bench.run(go())
+
+
+def test_stats(bench: Bench) -> None:
+    async def go() -> None:
+        before = await bench.client.stats()
+        prompt = request_of("world").prompt_ids
+        await collect(bench.client, request_of("world", params=replace(ENDLESS, max_tokens=7)))
+        after = await bench.client.stats()
+        assert after.prompt_tokens - before.prompt_tokens == len(prompt)
+        assert after.generated_tokens - before.generated_tokens == 7
+        assert after.steps > before.steps
+        assert after.finished["length"] == before.finished.get("length", 0) + 1
+
+    bench.run(go())
+
+
+# -- the start and the end, each test with its own engine --------------------------------------
+
+
+async def outcome(stream: AsyncIterator[TokenEvent]) -> str:
+    """How a stream ends: its finish reason or the error; and it must end there."""
+    last: TokenEvent | None = None
+    try:
+        async for event in stream:
+            assert last is None or last.finish_reason is None, "an event after the last"
+            last = event
+    except EngineDead:
+        assert last is None or last.finish_reason is None, "ended twice"
+        return "dead"
+    assert last is not None and last.finish_reason is not None, "ended without an end"
+    return last.finish_reason
+
+
+async def open_streams(client: Client, count: int) -> list[asyncio.Task[str]]:
+    """Readers of requests that all run."""
+    streams = [client.generate(request_of(params=ENDLESS)) for _ in range(count)]
+    for stream in streams:
+        assert (await anext(stream)).finish_reason is None
+    return [asyncio.create_task(outcome(stream)) for stream in streams]
+
+
+async def assert_dead(client: Client) -> None:
+    assert not client.alive
+    for call in (
+        client.stats(),
+        client.register_adapter(str(ADAPTERS["upper"])),
+        client.drop_adapter(AdapterRef("x", 1, "ab" * 32)),
+        collect(client, request_of()),
+    ):
+        with pytest.raises(EngineDead):
+            await call
+
+
+@EITHER
+def test_close_ends_open_streams(start: Start) -> None:
+    async def go() -> None:
+        client = await start(ARGS)
+        readers = await open_streams(client, 3)
+        late = asyncio.create_task(collect(client, request_of(params=ENDLESS)))
+        await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE_S):
+            await client.close()
+            assert set(await asyncio.gather(*readers)) <= {"abort", "dead"}
+            (ended,) = await asyncio.gather(late, return_exceptions=True)
+        assert isinstance(ended, EngineDead) or ended[-1].finish_reason == "abort"
+        await assert_dead(client)
+        await client.close()
+
+    asyncio.run(go())
+
+
+def test_a_killed_process_ends_open_streams() -> None:
+    """Within a second: streams and calls alike."""
+
+    async def go() -> None:
+        client = await start_process(ARGS)
+        link: Any = client._link
+        readers = await open_streams(client, 3)
+        os.kill(link.pid, signal.SIGSTOP)  # so that the call below is not answered any more
+        call = asyncio.create_task(client.stats())
+        await asyncio.sleep(0.05)
+        os.kill(link.pid, signal.SIGKILL)
+        async with asyncio.timeout(1.0):
+            assert await asyncio.gather(*readers) == ["dead"] * 3
+            with pytest.raises(EngineDead, match="exit code -9"):
+                await call
+        await assert_dead(client)
+        await client.close()
+        assert not link._folder.exists()
+
+    asyncio.run(go())
+
+
+def test_an_engine_that_fails_ends_open_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception in its thread is told to everybody who waits."""
+
+    async def go() -> None:
+        client = await start_in_process(ARGS)
+        readers = await open_streams(client, 2)
+
+        def step(engine: Engine) -> None:
+            for request_id in list(engine.scheduler._by_id):
+                engine.scheduler.abort(request_id)
+            raise RuntimeError("out of luck")
+
+        monkeypatch.setattr(Engine, "step", step)
+        async with asyncio.timeout(PATIENCE_S):
+            assert await asyncio.gather(*readers) == ["dead"] * 2
+        with pytest.raises(EngineDead, match="out of luck"):
+            await client.stats()
+        await client.close()
+
+    asyncio.run(go())
+
+
+@EITHER
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "max_num_batched_tokens"),
+        ({"max_model_len": 513}, "max_model_len"),
+    ],
+    ids=["engine", "runner"],
+)
+def test_a_failed_start(
+    start: Start, options: dict[str, int], param: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The typed error arrives, and nothing is left of the attempt."""
+    clients: list[Client] = []
+
+    def make() -> Client:
+        clients.append(Client())
+        return clients[-1]
+
+    monkeypatch.setattr(client_module, "Client", make)
+
+    async def go() -> None:
+        with pytest.raises(ConfigError) as caught:
+            await start(engine_args(str(BASE), num_threads=1, **options))
+        assert caught.value.param == param
+        (client,) = clients
+        link: Any = client._link
+        assert not client.alive
+        if start is start_process:
+            assert not link._process.is_alive() and not link._folder.exists()
+        else:
+            assert not link._thread.is_alive()
+
+    asyncio.run(go())
