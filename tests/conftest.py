@@ -10,9 +10,9 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from tiny import ADAPTERS, BASE  # noqa: E402
+from tiny import ADAPTERS, BASE
 
-from weft import LLM  # noqa: E402
+from weft import LLM
 
 MakeLLM = Callable[..., LLM]
 

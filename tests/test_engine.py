@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -83,7 +84,6 @@ def engines() -> Iterator[list[Engine]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Engine, "__init__", record)
         yield made
-    assert made
     for engine in made:
         engine.scheduler.check()
         assert not engine.scheduler.busy
@@ -146,9 +146,7 @@ def test_many_requests_at_once(bench: Bench) -> None:
         refs = await asyncio.gather(*(register(bench.client, name) for name in ADAPTERS))
         each = [*refs, None] * 3
         words = ["hello", "world", "spring"]
-        runs = [
-            collect(bench.client, request_of(words[i % 3], ref)) for i, ref in enumerate(each)
-        ]
+        runs = [collect(bench.client, request_of(words[i % 3], ref)) for i, ref in enumerate(each)]
         for i, events in enumerate(await asyncio.gather(*runs)):
             name = each[i].name if each[i] else None
             assert text_of(events) == answer(name, words[i % 3])
@@ -360,25 +358,47 @@ def test_close_ends_open_streams(start: Start) -> None:
 
 
 def test_a_killed_process_ends_open_streams() -> None:
-    """Within a second: streams and calls alike."""
+    """Within a second: streams and calls alike, also what is sent before its death is known."""
 
     async def go() -> None:
         client = await start_process(ARGS)
         link: Any = client._link
         readers = await open_streams(client, 3)
-        os.kill(link.pid, signal.SIGSTOP)  # so that the call below is not answered any more
-        call = asyncio.create_task(client.stats())
+        os.kill(link.pid, signal.SIGSTOP)  # so that the first call is not answered any more
+        calls = [asyncio.create_task(client.stats())]
         await asyncio.sleep(0.05)
         os.kill(link.pid, signal.SIGKILL)
+        time.sleep(0.1)  # the event loop does not see it yet, ZeroMQ does
+        assert client.alive
         async with asyncio.timeout(1.0):
+            calls.append(asyncio.create_task(client.stats()))
+            assert await outcome(client.generate(request_of())) == "dead"
             assert await asyncio.gather(*readers) == ["dead"] * 3
-            with pytest.raises(EngineDead, match="exit code -9"):
-                await call
+            for call in calls:
+                with pytest.raises(EngineDead, match="exit code -9"):
+                    await call
         await assert_dead(client)
         await client.close()
         assert not link._folder.exists()
 
     asyncio.run(go())
+
+
+def test_a_start_that_is_cancelled(caplog: pytest.LogCaptureFixture) -> None:
+    """The process ends and nothing is left, although it could not be told before it was up."""
+
+    async def go() -> None:
+        others = set(multiprocessing.active_children())
+        starting = asyncio.create_task(start_process(ARGS))
+        await asyncio.sleep(0.1)
+        (process,) = set(multiprocessing.active_children()) - others
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        assert not process.is_alive()
+
+    asyncio.run(go())
+    assert not caplog.records
 
 
 def test_an_engine_that_fails_ends_open_streams(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -359,9 +359,7 @@ def test_dummy_weights(make_llm: MakeLLM, tmp_path: Path) -> None:
         ({"nonesuch": 1}, "nonesuch"),
     ],
 )
-def test_options_that_cannot_be(
-    make_llm: MakeLLM, options: dict[str, object], param: str
-) -> None:
+def test_options_that_cannot_be(make_llm: MakeLLM, options: dict[str, object], param: str) -> None:
     with pytest.raises(ConfigError) as caught:
         make_llm(**options)
     assert caught.value.param == param

@@ -98,9 +98,10 @@ def test_greedy_rows_among_random_ones() -> None:
     ids_N = sample(logits_NV, batch(2, temperature=9.0, seed=[1, 2], random=[1, 3]))
     greedy_N = logits_NV.argmax(-1)
     assert [int(ids_N[i]) for i in (0, 2, 4)] == [int(greedy_N[i]) for i in (0, 2, 4)]
-    assert ids_N[[1, 3]].tolist() == sample(
-        logits_NV[[1, 3]], batch(2, temperature=9.0, seed=[1, 2])
-    ).tolist()
+    assert (
+        ids_N[[1, 3]].tolist()
+        == sample(logits_NV[[1, 3]], batch(2, temperature=9.0, seed=[1, 2])).tolist()
+    )
 
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])

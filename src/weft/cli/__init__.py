@@ -1,1 +1,1 @@
-"""The command line: where the parts of a server are put together."""
+"""The commands: where everything is put together."""

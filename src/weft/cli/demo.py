@@ -53,7 +53,7 @@ REPEATS = 3
 PROMPT = "<|bos|><|user|>{}<|end|><|assistant|>"
 """What the base's chat template makes of a word."""
 MAX_TOKENS = 32
-START_S, STOP_S = 120.0, 30.0
+START_S, STOP_S, REQUEST_S = 120.0, 35.0, 60.0
 SEED = 2026
 SHOWN_LENGTH = 6
 """Letters of the words in the table, about."""
@@ -276,17 +276,22 @@ def _exit(number: int, frame: object) -> None:
 
 
 async def _ask(examples: Examples, url: str, models: Sequence[str], console: Console) -> Outcome:
-    from openai import AsyncOpenAI
+    from openai import AsyncOpenAI, OpenAIError
 
     late = examples.adapters[-1]
     words = examples.tasks.words(SEED, WORDS_EACH)
     questions = [Question(m, w, examples.expected(m, w)) for w in words for m in models]
     groups = [[q for q in questions if q.model == model] for model in models]
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    async with AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=REQUEST_S
+    ) as client:
         load_s = await _load(url, late, examples.adapter(late))
         console.print(f"Adapter {late!r} loaded while serving, in {load_s * 1000:.0f} ms\n")
-        with _progress(console) as progress:
-            rounds = await _rounds(client, progress, questions, groups)
+        try:
+            with _progress(console) as progress:
+                rounds = await _rounds(client, progress, questions, groups)
+        except OpenAIError as error:
+            raise ConfigError(f"a request failed: {error}") from error
         await _post(url, "unload_lora_adapter", {"lora_name": late})
         status = await _status_of(client, late)
     return Outcome(*rounds, Swap(late, load_s, status), len(models))

@@ -136,10 +136,12 @@ class Client:
                 future = self._calls.pop(call_id, None)
                 if future is not None and not future.done():
                     _resolve(future, report)
-            case Started(info):
+            case Started(info) if not self._started.done():
                 self._started.set_result(info)
-            case StartFailed(error):
+            case StartFailed(error) if not self._started.done():
                 self._started.set_exception(from_wire(error))
+            case _:  # the start was cancelled
+                pass
 
     def died(self, error: WeftError) -> None:
         """The engine is gone: everything that waits for it ends with this error."""

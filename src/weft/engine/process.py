@@ -63,7 +63,7 @@ class ProcessLink:
         self._context = zmq.asyncio.Context()
         down, up = (f"ipc://{self._folder}/{name}" for name in ("commands", "reports"))
         self._down = _socket(zmq.Context.shadow(self._context.underlying), zmq.PUSH)
-        self._down.bind(down)
+        self._down.connect(down)  # not bind: sending to nobody must not block the event loop
         self._up = _socket(self._context, zmq.PULL)
         self._up.bind(up)
         self._process = multiprocessing.get_context("spawn").Process(
@@ -142,7 +142,7 @@ def _main(args: EngineArgs, down: str, up: str) -> None:
 def _pull(context: Context, down: str, inbox: SimpleQueue[Command]) -> None:
     """Commands to the inbox, up to Stop."""
     commands = _socket(context, zmq.PULL)
-    commands.connect(down)
+    commands.bind(down)
     with contextlib.suppress(zmq.ContextTerminated):
         while True:
             command = COMMANDS.decode(commands.recv())

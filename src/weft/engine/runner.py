@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ from weft.models.decoder import Decoder, StepContext
 from weft.models.kv_cache import allocate_kv_cache, kv_bytes_per_block
 from weft.models.loading import dummy_weights, load_weights, num_parameters
 from weft.models.targets import target_table
+
+logger = logging.getLogger(__name__)
 
 MAX_RESIDENT = 4096
 """Slots: adapters that may be on the device at a time. A slot costs some kilobytes of tables."""
@@ -208,6 +211,12 @@ class Runner:
         capacity = self.num_blocks * args.cache.block_size
         asked = args.model.max_model_len
         if asked is None:
+            if capacity < self.config.max_position_embeddings:
+                logger.warning(
+                    "requests are limited to the %d tokens of the KV cache; the model allows %d",
+                    capacity,
+                    self.config.max_position_embeddings,
+                )
             return min(self.config.max_position_embeddings, capacity)
         if asked > self.config.max_position_embeddings:
             raise ConfigError(

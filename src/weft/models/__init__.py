@@ -1,1 +1,1 @@
-
+"""Families as data, one decoder for all of them, the layers that adapters change, loading."""
