@@ -83,7 +83,9 @@ def serving(root: Path, *flags: str, adapters: list[str]) -> Iterator[Server]:
     command += [*flags, "--lora-modules", *modules]
     log = root / "server.log"
     with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         yield Server(process, _wait_for_url(process, log), root, log)
     finally:
@@ -396,7 +398,7 @@ def test_sigterm_ends_server_and_engine(tmp_path: Path) -> None:
         engine = server.engine_pid()
         stream = _long_stream(server)
         next(iter(stream))
-        server.process.send_signal(signal.SIGTERM)
+        os.killpg(server.process.pid, signal.SIGTERM)  # to the engine too, as systemd does
         *_, last = stream
         assert last.choices[0].finish_reason == "abort"
         assert server.process.wait(30) == 0, server.log.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
 import logging
 import multiprocessing
@@ -70,6 +71,7 @@ class ProcessLink:
             target=_main, args=(args, down, up), name="weft-engine", daemon=True
         )
         self._process.start()
+        atexit.register(self._process.kill)  # before multiprocessing waits for it
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._process.sentinel, self._ended)
         self._receiver = asyncio.create_task(self._receive())
@@ -79,7 +81,9 @@ class ProcessLink:
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        self._down.send(COMMANDS.encode(command))
+        """Never waits. Without an engine at the other end nothing is sent; `died` tells of that."""
+        with contextlib.suppress(zmq.Again):
+            self._down.send(COMMANDS.encode(command), zmq.DONTWAIT)
 
     async def join(self, timeout_s: float) -> None:
         await asyncio.to_thread(self._process.join, timeout_s)
@@ -103,6 +107,7 @@ class ProcessLink:
         self._client.died(EngineDead(f"the engine process ended with exit code {code}"))
 
     def _close(self) -> None:
+        atexit.unregister(self._process.kill)
         self._loop.remove_reader(self._process.sentinel)
         self._receiver.cancel()
         self._down.close()
@@ -120,7 +125,8 @@ def _socket(context: Any, kind: int) -> Any:
 
 def _main(args: EngineArgs, down: str, up: str) -> None:
     """The engine process. It ends by Stop, by an error, or when its parent is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM):  # often sent to both; the parent decides
+        signal.signal(number, signal.SIG_IGN)
     _end_with_parent()
     context: Context = zmq.Context()
     reports = _socket(context, zmq.PUSH)

@@ -27,6 +27,7 @@ ENTRY_POINT_GROUP = "weft.lora_backends"
 _BUILT_IN = {
     "reference": "weft.kernels.lora.reference:ReferenceBackend",
     "torch": "weft.kernels.lora.grouped:GroupedBackend",
+    "triton": "weft.kernels.lora.triton:TritonBackend",
 }
 
 

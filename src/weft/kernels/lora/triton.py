@@ -1,0 +1,630 @@
+"""The Triton backend: two launches per packed layer, whatever adapters and ranks a step mixes.
+
+Shapes: T token rows, N sampled rows, K inputs and O outputs of a group, S slots, G groups,
+L slices of the model, R the summed ranks of a group's slices in one adapter, W floats of
+workspace a row.
+
+The rows of a slot are cut into tiles of at most `rows` rows; the list of tiles, made once per
+step, is all that the kernels learn of a batch. For every tile and group
+
+    shrink   v[t, p, :] = x[t, K_p] @ A[slot, :, K_p]^T        p: parts that K is cut into
+    expand   y[t, slice] += (sum over p of v[t, p, slice]) @ B[slot, slice]^T
+
+with A, B and the ranks found through the pool's tables. Parts meet in a workspace, so there are
+no atomics. For many rows (prefill) the shrink sums the parts itself, in registers.
+
+What a row gets is a function of its input and its adapter alone, to the bit: how K is cut
+depends on K and R; every part is summed from its first element to its last with the same matrix
+instruction, the parts in order, then the ranks in order; and a row of a tile does not see the
+others. Tile sizes over rows, columns and ranks, and who works on what, change no sum.
+
+Products are accumulated in fp32. With 16-bit matrices, v enters the second product as the sum of
+two 16-bit numbers, which keeps 16 bits of it or more; y is rounded once.
+
+One CUDA graph per number of rows serves every mix: up to `Tuning.few_rows` rows, grids follow
+from the number of rows only and all tensors stay where they are. `reserve` before a capture;
+`begin` before a replay.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.core.errors import ConfigError
+from weft.core.targets import ALIGN, Group
+from weft.kernels.lora.base import AdapterPool, LoraBatch, Segment
+
+MAX_RANK = 256
+"""Of one slice."""
+
+_ALIGN = tl.constexpr(ALIGN)
+_RANK_STEP = 16
+"""Ranks in the workspace are padded to a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How work is cut for the device. None of it changes a result."""
+
+    rows: int = 16
+    """Of a tile. Below 64: from there on another matrix instruction is used on Hopper."""
+    ranks: int = 16
+    columns: int = 128
+    expand_ranks: int = 16
+    shrink_units: int = 64
+    """Programs that share the parts and ranks of one tile."""
+    shrink_programs: int = 4096
+    """Bound on programs in all; beyond it a program takes several tiles."""
+    shrink_warps: int = 2
+    shrink_stages: int = 2
+    expand_programs: int = 4096
+    expand_warps: int = 4
+    expand_stages: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Of one device. `part` and `max_parts` decide how K is cut, hence the last bits."""
+
+    part: int = 256
+    """Elements of K in one step of the shrink; parts are multiples of it."""
+    max_parts: int = 64
+    row_floats: int = 1024
+    """W, workspace per row, at least; it bounds the parts of a high rank."""
+    few_rows: int = 256
+    """Up to here grids depend on the number of rows only, and parts are summed by the expand."""
+    few: Blocks = field(default_factory=Blocks)
+    many: Blocks = field(
+        default_factory=lambda: Blocks(
+            shrink_units=4, shrink_warps=2, shrink_stages=3, expand_programs=1 << 16
+        )
+    )
+    dependent_launch: bool = False
+    """Start a kernel before the one ahead has ended (sm_90 on); adapters are read meanwhile."""
+
+
+@triton.jit
+def _parts(R, K, W, PART: tl.constexpr, MAX_PARTS: tl.constexpr):
+    """(steps of PART in a part of K, number of parts) for an adapter of R ranks."""
+    steps = (K + PART - 1) // PART
+    wanted = tl.minimum(tl.minimum(steps, MAX_PARTS), W // ((R + 15) // 16 * 16))
+    each = (steps + wanted - 1) // wanted
+    return each, (steps + each - 1) // each
+
+
+@triton.jit
+def _dot(a, b, acc, EXACT: tl.constexpr):
+    """acc + a @ b; EXACT: in fp32 whatever the operands' dtype."""
+    if EXACT:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _shrink_part(
+    x_at,
+    a_at,
+    rows,
+    r0,
+    R,
+    K,
+    x_stride,
+    first,
+    last,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PART: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """x (rows, K) @ A[r0:, :]^T over steps [first, last) of K: fp32 (BLOCK_M, BLOCK_R)."""
+    m = tl.arange(0, BLOCK_M)
+    r = r0 + tl.arange(0, BLOCK_R)
+    acc = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+    for step in range(first, last):
+        k = step * PART + tl.arange(0, PART)
+        a = tl.load(
+            a_at + r[:, None] * K + k[None, :],
+            mask=(r < R)[:, None] & (k < K)[None, :],
+            other=0.0,
+        )
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        x = tl.load(
+            x_at + m[:, None].to(tl.int64) * x_stride + k[None, :],
+            mask=(m < rows)[:, None] & (k < K)[None, :],
+            other=0.0,
+        )
+        acc = _dot(x, tl.trans(a), acc, EXACT)
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_tiles", "group", "first_slice"])
+def _shrink(
+    x_ptr,
+    work_ptr,
+    arena_ptr,
+    tiles_ptr,
+    a_offset_ptr,
+    rank_ptr,
+    num_tiles,
+    group,
+    first_slice,
+    x_stride,
+    num_groups,
+    num_targets,
+    K,
+    W: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PART: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """v = x @ A[slot]^T for the rows of all tiles.
+
+    x (T, K) with unit stride along K; work fp32 (T, W), row t holding v[t] as (parts, R rounded
+    up to 16), or one such row when WHOLE; tiles int32 (num_tiles, 4) of slot, first row, number
+    of rows (0: nothing to do) and padding; a_offset int64 (S, G); rank int32 (S, L). Programs:
+    axis 0 shares a tile's blocks of ranks and parts, axis 1 the tiles.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    m = tl.arange(0, BLOCK_M)
+    for i in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+        slot = tl.load(tiles_ptr + 4 * i)
+        row = tl.load(tiles_ptr + 4 * i + 1)
+        rows = tl.load(tiles_ptr + 4 * i + 2)
+        if rows > 0:
+            a_offset = tl.multiple_of(tl.load(a_offset_ptr + slot * num_groups + group), _ALIGN)
+            R = 0
+            for j in tl.static_range(NUM_SLICES):
+                R += tl.load(rank_ptr + slot * num_targets + first_slice + j)
+            if R > 0:
+                R_padded = (R + 15) // 16 * 16
+                each, parts = _parts(R, K, W, PART, MAX_PARTS)
+                steps = (K + PART - 1) // PART
+                blocks = (R + BLOCK_R - 1) // BLOCK_R
+                x_at = x_ptr + row.to(tl.int64) * x_stride
+                a_at = arena_ptr + a_offset
+                work_at = work_ptr + (row + m)[:, None].to(tl.int64) * W
+                if WHOLE:
+                    for u in range(tl.program_id(0), blocks, tl.num_programs(0)):
+                        v = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+                        for p in range(0, parts):
+                            v += _shrink_part(
+                                x_at,
+                                a_at,
+                                rows,
+                                u * BLOCK_R,
+                                R,
+                                K,
+                                x_stride,
+                                p * each,
+                                tl.minimum((p + 1) * each, steps),
+                                BLOCK_M,
+                                BLOCK_R,
+                                PART,
+                                EXACT,
+                                PDL,
+                            )
+                        r = u * BLOCK_R + tl.arange(0, BLOCK_R)
+                        mask = (m < rows)[:, None] & (r < R)[None, :]
+                        tl.store(work_at + r[None, :], v, mask=mask)
+                else:
+                    for u in range(tl.program_id(0), blocks * parts, tl.num_programs(0)):
+                        p = u % parts
+                        r0 = u // parts * BLOCK_R
+                        v = _shrink_part(
+                            x_at,
+                            a_at,
+                            rows,
+                            r0,
+                            R,
+                            K,
+                            x_stride,
+                            p * each,
+                            tl.minimum((p + 1) * each, steps),
+                            BLOCK_M,
+                            BLOCK_R,
+                            PART,
+                            EXACT,
+                            PDL,
+                        )
+                        r = r0 + tl.arange(0, BLOCK_R)
+                        mask = (m < rows)[:, None] & (r < R)[None, :]
+                        tl.store(work_at + p * R_padded + r[None, :], v, mask=mask)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def _delta(
+    v_at,
+    b_at,
+    rows,
+    rank,
+    count,
+    parts,
+    part_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    WHOLE: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """(sum of the parts of v) (rows, rank) @ B (count, rank)^T: fp32 (BLOCK_M, BLOCK_N)."""
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+    for r0 in range(0, rank, BLOCK_R):
+        r = r0 + tl.arange(0, BLOCK_R)
+        b = tl.load(
+            b_at + n[:, None] * rank + r[None, :],
+            mask=(n < count)[:, None] & (r < rank)[None, :],
+            other=0.0,
+        )
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        mask = (m < rows)[:, None] & (r < rank)[None, :]
+        if WHOLE:
+            v = tl.load(v_at + r[None, :], mask=mask, other=0.0).to(tl.float32)
+        else:
+            v = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+            for p0 in range(0, parts, 8):
+                for j in tl.static_range(8):  # unrolled: eight loads in flight
+                    v += tl.load(
+                        v_at + (p0 + j) * part_stride + r[None, :],
+                        mask=mask & (p0 + j < parts),
+                        other=0.0,
+                    )
+        if EXACT:
+            acc = _dot(v, tl.trans(b), acc, EXACT)
+        else:
+            high = v.to(b.dtype)
+            low = (v - high.to(tl.float32)).to(b.dtype)
+            acc = _dot(low, tl.trans(b), acc, EXACT)
+            acc = _dot(high, tl.trans(b), acc, EXACT)
+    return acc
+
+
+@triton.jit(do_not_specialize=["num_tiles", "group", "first_slice"])
+def _expand(
+    y_ptr,
+    work_ptr,
+    ids_ptr,
+    arena_ptr,
+    tiles_ptr,
+    columns_ptr,
+    a_offset_ptr,
+    b_offset_ptr,
+    rank_ptr,
+    num_tiles,
+    group,
+    first_slice,
+    y_stride,
+    num_groups,
+    num_targets,
+    K,
+    W: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PART: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    VEC: tl.constexpr,
+    WHOLE: tl.constexpr,
+    GATHER: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """y[t, slice] += v[t, ranks of slice] @ B[slot, slice]^T for the rows of all tiles.
+
+    y (T, O) with unit stride along O; work and tiles as `_shrink` has them; columns int32
+    (column tiles, 4): slice within the group, index of the tile within the slice, and in units
+    of VEC the number of columns and the first column of y. GATHER: v[t] is row ids[t] (int64)
+    of A (K, R) instead. Programs: axis 0 is the column tile, axis 1 shares the row tiles.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    column = columns_ptr + 4 * tl.program_id(0)
+    slice_ = tl.load(column)
+    start = tl.load(column + 1) * BLOCK_N
+    count = tl.load(column + 2) * VEC
+    y_start = tl.load(column + 3) * VEC
+    for i in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
+        slot = tl.load(tiles_ptr + 4 * i)
+        row = tl.load(tiles_ptr + 4 * i + 1)
+        rows = tl.load(tiles_ptr + 4 * i + 2)
+        if rows > 0:
+            b_offset = tl.multiple_of(
+                tl.load(b_offset_ptr + slot * num_targets + first_slice + slice_), _ALIGN
+            )
+            R = 0
+            rank = 0
+            r_start = 0
+            for j in tl.static_range(NUM_SLICES):
+                of_slice = tl.load(rank_ptr + slot * num_targets + first_slice + j)
+                R += of_slice
+                rank += tl.where(j == slice_, of_slice, 0)
+                r_start += tl.where(j < slice_, of_slice, 0)
+            if rank > 0:
+                t = (row + m)[:, None].to(tl.int64)
+                parts = 1
+                part_stride = (R + 15) // 16 * 16
+                if GATHER:
+                    if PDL:
+                        tl.extra.cuda.gdc_wait()
+                    a_offset = tl.load(a_offset_ptr + slot * num_groups + group)
+                    ids = tl.load(ids_ptr + t, mask=(m < rows)[:, None], other=0)
+                    v_at = arena_ptr + a_offset + ids * R + r_start
+                else:
+                    v_at = work_ptr + t * W + r_start
+                    if not WHOLE:
+                        each, parts = _parts(R, K, W, PART, MAX_PARTS)
+                # Rows of B are wide loads when the rank is known to be a multiple of 8.
+                if rank % 8 == 0:
+                    rank_8 = rank // 8 * 8
+                    acc = _delta(
+                        v_at,
+                        arena_ptr + b_offset + start * rank_8,
+                        rows,
+                        rank_8,
+                        count,
+                        parts,
+                        part_stride,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_R,
+                        WHOLE,
+                        EXACT,
+                        PDL,
+                    )
+                else:
+                    acc = _delta(
+                        v_at,
+                        arena_ptr + b_offset + start * rank,
+                        rows,
+                        rank,
+                        count,
+                        parts,
+                        part_stride,
+                        BLOCK_M,
+                        BLOCK_N,
+                        BLOCK_R,
+                        WHOLE,
+                        EXACT,
+                        PDL,
+                    )
+                y_at = y_ptr + t * y_stride + (y_start + n)[None, :]
+                mask = (m < rows)[:, None] & (n < count)[None, :]
+                y = tl.load(y_at, mask=mask, other=0.0)
+                tl.store(y_at, (y.to(tl.float32) + acc).to(y.dtype), mask=mask)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+INTERPRETED = not isinstance(_shrink, triton.runtime.JITFunction)
+"""Whether this process runs kernels in Triton's interpreter."""
+
+
+class _Rows(NamedTuple):
+    """The tiles of a step's rows, or of its sampled rows."""
+
+    tiles: Tensor
+    num_tiles: int
+    """A bound; entries in excess have no rows."""
+    whole: bool
+
+
+class _TileList:
+    """A list of tiles at a fixed place on the device."""
+
+    def __init__(self, tuning: Tuning, device: torch.device) -> None:
+        self._tuning = tuning
+        self._device = device
+        self._tiles = torch.zeros((tuning.few_rows, 4), dtype=torch.int32, device=device)
+
+    def fill(self, segments: tuple[Segment, ...], num_rows: int) -> _Rows:
+        """Lay the tiles of a step out, ahead of its kernels on the current stream."""
+        whole = num_rows > self._tuning.few_rows
+        rows = (self._tuning.many if whole else self._tuning.few).rows
+        found = [
+            (slot, first, min(rows, stop - first), 0)
+            for slot, start, stop in segments
+            for first in range(start, stop, rows)
+        ]
+        bound = len(found) if whole else num_rows
+        if bound > len(self._tiles):
+            self._tiles = torch.zeros((2 * bound, 4), dtype=torch.int32, device=self._device)
+        if bound:
+            host = np.zeros((bound, 4), np.int32)
+            host[: len(found)] = np.asarray(found, np.int32).reshape(-1, 4)
+            tiles = torch.from_numpy(host)
+            if self._device.type == "cuda":
+                tiles = tiles.pin_memory()
+            self._tiles[:bound].copy_(tiles, non_blocking=True)
+        return _Rows(self._tiles, bound, whole)
+
+
+class TritonBackend:
+    """LoraBackend for CUDA devices (and, in Triton's interpreter, for the CPU).
+
+    Ranks of a slice are at most MAX_RANK. Raises ConfigError where its kernels can't run.
+    """
+
+    def __init__(self, pool: AdapterPool, tuning: Tuning | None = None) -> None:
+        device = pool.arena.device
+        if device.type == "cpu" and not INTERPRETED:
+            raise ConfigError("the triton LoRA backend needs a GPU", "lora_backend")
+        self.pool = pool
+        self.tuning = tuning or Tuning()
+        most = max(len(g.slices) for g in pool.table.groups)
+        self.row_floats = max(self.tuning.row_floats, MAX_RANK * most)
+        self.exact = INTERPRETED or pool.arena.dtype == torch.float32
+        self._token_tiles = _TileList(self.tuning, device)
+        self._sampled_tiles = _TileList(self.tuning, device)
+        self._work = torch.empty((0, self.row_floats), dtype=torch.float32, device=device)
+        self._columns: dict[tuple[tuple[int, ...], int], tuple[Tensor, int]] = {}
+        self.reserve(self.tuning.few_rows)
+
+    def reserve(self, num_rows: int) -> None:
+        """Make room for steps of that many rows. What was captured before is void if it grew."""
+        if num_rows > len(self._work):
+            self._work = self._work.new_empty((num_rows, self.row_floats))
+        for group in self.pool.table.groups:
+            for blocks in (self.tuning.few, self.tuning.many):
+                self.columns(group, blocks.columns)
+
+    def begin(self, batch: LoraBatch) -> TritonStep:
+        for segment in batch.segments:
+            self.pool.view(segment.slot, 0)  # a slot that holds nothing is an error
+        num_rows = max(len(batch.slot_T), len(batch.slot_N))
+        if num_rows > len(self._work):
+            self.reserve(2 * num_rows)
+        tokens = self._token_tiles.fill(batch.segments, len(batch.slot_T))
+        sampled = self._sampled_tiles.fill(batch.sampled_segments, len(batch.slot_N))
+        return TritonStep(self, tokens, sampled, self._work)
+
+    def columns(self, group: Group, width: int) -> tuple[Tensor, int]:
+        """Column tiles of a group's output as `_expand` reads them, and their VEC."""
+        key = (tuple(s.out_features for s in group.slices), width)
+        if key not in self._columns:
+            vec = math.gcd(16, *key[0])
+            rows = [
+                (j, first // width, min(width, s.out_features - first) // vec, 0)
+                for j, s in enumerate(group.slices)
+                for first in range(0, s.out_features, width)
+            ]
+            first_slice = group.slices[0].slice
+            rows = [
+                (j, i, n, (group.slices[j].offset + i * width) // vec) for j, i, n, _ in rows
+            ]
+            assert group.slices[-1].slice == first_slice + len(group.slices) - 1
+            table = torch.tensor(rows, dtype=torch.int32, device=self.pool.arena.device)
+            self._columns[key] = (table, vec)
+        return self._columns[key]
+
+
+class TritonStep:
+    """LoraStep of the Triton backend."""
+
+    def __init__(self, backend: TritonBackend, tokens: _Rows, sampled: _Rows, work: Tensor) -> None:
+        self._backend = backend
+        self._tokens = tokens
+        self._sampled = sampled
+        self._work = work
+
+    def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
+        self._apply(y_TO, x_TI, group, self._tokens)
+
+    def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
+        self._apply(y_NV, x_NI, group, self._sampled)
+
+    def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
+        self.expand(y_TO, group, self._tokens, ids_T)
+
+    def _apply(self, y: Tensor, x: Tensor, group: int, rows: _Rows) -> None:
+        self.shrink(x, group, rows)
+        self.expand(y, group, rows)
+
+    def shrink(self, x_TK: Tensor, group: int, rows: _Rows) -> None:
+        """v of all rows, into the workspace: see `_shrink`."""
+        if not rows.num_tiles:
+            return
+        assert x_TK.stride(1) == 1
+        backend, pool, tuning = self._backend, self._backend.pool, self._backend.tuning
+        blocks = tuning.many if rows.whole else tuning.few
+        of = pool.table.groups[group]
+        units = blocks.shrink_units
+        sharers = max(1, min(rows.num_tiles, blocks.shrink_programs // units))
+        _shrink[units, sharers](
+            x_TK,
+            self._work,
+            pool.arena,
+            rows.tiles,
+            pool.a_offset_SG,
+            pool.rank_SL,
+            rows.num_tiles,
+            group,
+            of.slices[0].slice,
+            x_TK.stride(0),
+            pool.a_offset_SG.shape[1],
+            pool.rank_SL.shape[1],
+            of.in_features,
+            W=backend.row_floats,
+            NUM_SLICES=len(of.slices),
+            BLOCK_M=blocks.rows,
+            BLOCK_R=blocks.ranks,
+            PART=tuning.part,
+            MAX_PARTS=tuning.max_parts,
+            WHOLE=rows.whole,
+            EXACT=backend.exact,
+            PDL=tuning.dependent_launch,
+            num_warps=blocks.shrink_warps,
+            num_stages=blocks.shrink_stages,
+            **self._launch_options(),
+        )
+
+    def expand(self, y_TO: Tensor, group: int, rows: _Rows, ids_T: Tensor | None = None) -> None:
+        """Adds to y what v, or with `ids_T` the rows of an embedding's A, give."""
+        if not rows.num_tiles:
+            return
+        assert y_TO.stride(1) == 1
+        backend, pool, tuning = self._backend, self._backend.pool, self._backend.tuning
+        blocks = tuning.many if rows.whole else tuning.few
+        of = pool.table.groups[group]
+        columns, vec = backend.columns(of, blocks.columns)
+        sharers = max(1, min(rows.num_tiles, blocks.expand_programs // len(columns)))
+        gather = ids_T is not None
+        _expand[len(columns), sharers](
+            y_TO,
+            self._work,
+            ids_T if gather else rows.tiles,
+            pool.arena,
+            rows.tiles,
+            columns,
+            pool.a_offset_SG,
+            pool.b_offset_SL,
+            pool.rank_SL,
+            rows.num_tiles,
+            group,
+            of.slices[0].slice,
+            y_TO.stride(0),
+            pool.a_offset_SG.shape[1],
+            pool.rank_SL.shape[1],
+            of.in_features,
+            W=backend.row_floats,
+            NUM_SLICES=len(of.slices),
+            BLOCK_M=blocks.rows,
+            BLOCK_N=blocks.columns,
+            BLOCK_R=blocks.expand_ranks,
+            PART=tuning.part,
+            MAX_PARTS=tuning.max_parts,
+            VEC=vec,
+            WHOLE=rows.whole or gather,
+            GATHER=gather,
+            EXACT=backend.exact,
+            PDL=tuning.dependent_launch,
+            num_warps=blocks.expand_warps,
+            num_stages=blocks.expand_stages,
+            **self._launch_options(),
+        )
+
+    def _launch_options(self) -> dict[str, bool]:
+        return {"launch_pdl": True} if self._backend.tuning.dependent_launch else {}
