@@ -12,7 +12,7 @@ SHELL := bash
 .PHONY: help demo test lint types imports pytest format clean
 
 help:
-	@sed -n 's/^# \{0,1\}//p' Makefile
+	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
 
 demo: $(VENV)/.installed-demo
 	@$(BIN)/weft demo

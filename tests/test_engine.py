@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
@@ -18,7 +19,6 @@ from typing import Any
 import pytest
 from tiny import ADAPTERS, BASE, answer, ask
 
-import weft.engine.client as client_module
 from weft.core.config import engine_args
 from weft.core.errors import (
     AdapterInvalid,
@@ -28,8 +28,10 @@ from weft.core.errors import (
     InvalidRequest,
 )
 from weft.core.types import AdapterRef, EngineRequest, SamplingParams, TokenEvent
-from weft.engine.client import Client, start_in_process, start_process
+from weft.engine.client import Client
 from weft.engine.engine import Engine
+from weft.engine.process import start_process
+from weft.engine.thread import start_in_process
 from weft.text import load_tokenizer
 
 ARGS = engine_args(str(BASE), num_threads=1, num_blocks=512)
@@ -442,7 +444,7 @@ def test_a_failed_start(
         clients.append(Client())
         return clients[-1]
 
-    monkeypatch.setattr(client_module, "Client", make)
+    monkeypatch.setattr(sys.modules[start.__module__], "Client", make)
 
     async def go() -> None:
         with pytest.raises(ConfigError) as caught:

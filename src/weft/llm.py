@@ -99,6 +99,7 @@ class LLM:
         """Continue each prompt (text or token ids); all of them share batches.
 
         `params` and `adapter` are one for all prompts, or one each; adapter None is the base.
+        `on_finished` is called with each output as it ends, and must not call this LLM.
         Returns outputs in the order of the prompts. Raises InvalidRequest or ModelNotFound for
         bad arguments before anything runs, AdapterUnavailable if a load fails meanwhile.
         """

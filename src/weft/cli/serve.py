@@ -23,7 +23,7 @@ from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError
 from weft.core.protocols import EngineClient
 from weft.core.types import EngineInfo
-from weft.engine.client import start_process
+from weft.engine.process import start_process
 from weft.models.config import resolve_model
 from weft.registry import AdapterRegistry, AdapterRoots
 from weft.text import Tokenizer, load_tokenizer

@@ -1,7 +1,8 @@
-"""EngineClient in two forms: the engine in a thread of this process, or in its own process.
+"""EngineClient: which request waits for what, over a link to an engine.
 
-Both join the same `Client` (which request waits for what) with a link that carries commands down
-and reports up. All of `Client` runs on one event loop.
+The link carries commands down and reports up: `weft.engine.thread` has the engine in a thread of
+this process, `weft.engine.process` in a process of its own. All of `Client` runs on one event
+loop.
 """
 
 from __future__ import annotations
@@ -9,13 +10,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-import threading
 from collections.abc import AsyncIterator, Callable
-from queue import SimpleQueue
 from typing import Protocol
 
-from weft.core.config import EngineArgs
-from weft.core.errors import EngineDead, InvalidRequest, WeftError, from_wire, to_wire
+from weft.core.errors import EngineDead, InvalidRequest, WeftError, from_wire
 from weft.core.types import (
     AdapterInfo,
     AdapterRef,
@@ -37,7 +35,6 @@ from weft.engine.messages import (
     Stop,
     Submit,
     Tokens,
-    Wake,
 )
 
 CLOSE_S = 10.0
@@ -55,7 +52,7 @@ class Link(Protocol):
 
 
 class Client:
-    """EngineClient over a link. Build it with `start_in_process` or `start_process`."""
+    """EngineClient over a link. Made by `start_in_process` or `start_process`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -67,10 +64,16 @@ class Client:
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count()
 
-    async def start(self, link: Link) -> None:
-        """Wait until the engine is ready. Raises what it failed with."""
+    async def start(self, link: Link) -> Client:
+        """This client, once the engine is ready. Raises what it failed with; nothing is left of
+        a start that fails or is cancelled."""
         self._link = link
-        self._info = await self._started
+        try:
+            self._info = await self._started
+        except BaseException:
+            await self.close()
+            raise
+        return self
 
     @property
     def info(self) -> EngineInfo:
@@ -180,76 +183,3 @@ def _resolve(future: asyncio.Future[Reply], reply: Reply) -> None:
         future.set_exception(from_wire(reply.error))
     else:
         future.set_result(reply)
-
-
-class _ThreadLink:
-    """The engine in a daemon thread."""
-
-    def __init__(self, args: EngineArgs, client: Client) -> None:
-        self._args = args
-        self._client = client
-        self._loop = asyncio.get_running_loop()
-        self._inbox: SimpleQueue[Command] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
-        self._thread.start()
-
-    def send(self, command: Command) -> None:
-        self._inbox.put(command)
-
-    async def join(self, timeout_s: float) -> None:
-        await asyncio.to_thread(self._thread.join, timeout_s)
-
-    def _run(self) -> None:
-        def emit(report: Report) -> None:
-            self._post(lambda: self._client.dispatch(report))
-
-        try:
-            run_engine(self._args, self._inbox, emit)
-            error = EngineDead("the engine was stopped")
-        except Exception as failure:
-            error = EngineDead(f"the engine failed: {to_wire(failure)[1]}")
-        self._post(lambda: self._client.died(error))
-
-    def _post(self, call: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
-            self._loop.call_soon_threadsafe(call)
-
-
-def run_engine(
-    args: EngineArgs, inbox: SimpleQueue[Command], emit: Callable[[Report], None]
-) -> None:
-    """Build an engine and serve until Stop; reports a start that failed."""
-    # Imported here: the API process, which only starts this, need not wait for torch.
-    from weft.engine.engine import Engine, serve
-
-    try:
-        engine = Engine(args, wake=lambda: inbox.put(Wake()))
-    except WeftError as error:
-        emit(StartFailed(to_wire(error)))
-        return
-    emit(Started(engine.info))
-    serve(engine, inbox, emit)
-
-
-async def start_in_process(args: EngineArgs) -> Client:
-    """An engine in a thread of this process."""
-    client = Client()
-    return await _started(client, _ThreadLink(args, client))
-
-
-async def start_process(args: EngineArgs) -> Client:
-    """An engine in its own process. Needs pyzmq and msgspec."""
-    from weft.engine.process import ProcessLink
-
-    client = Client()
-    return await _started(client, ProcessLink(args, client))
-
-
-async def _started(client: Client, link: Link) -> Client:
-    """The client, or nothing left of it when the start fails or is cancelled."""
-    try:
-        await client.start(link)
-    except BaseException:
-        await client.close()
-        raise
-    return client

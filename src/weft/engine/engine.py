@@ -1,6 +1,6 @@
 """The engine: its parts put together, commands applied, steps run. Single-threaded.
 
-`serve` is what runs on the engine's thread or in its process: it takes commands from a queue,
+`run_engine` is what runs on the engine's thread or in its process: it takes commands from a queue,
 runs steps while there is work, and emits reports.
 """
 
@@ -25,9 +25,12 @@ from weft.engine.messages import (
     Register,
     Reply,
     Report,
+    Started,
+    StartFailed,
     Stop,
     Submit,
     Tokens,
+    Wake,
 )
 from weft.engine.runner import MAX_RESIDENT, Runner
 from weft.engine.scheduler import Limits, Scheduler
@@ -179,6 +182,19 @@ class Engine:
         self._residency.close()
         self._runner.close()
         return events
+
+
+def run_engine(
+    args: EngineArgs, inbox: SimpleQueue[Command], emit: Callable[[Report], None]
+) -> None:
+    """Build an engine and serve until Stop; reports a start that failed."""
+    try:
+        engine = Engine(args, wake=lambda: inbox.put(Wake()))
+    except WeftError as error:
+        emit(StartFailed(to_wire(error)))
+        return
+    emit(Started(engine.info))
+    serve(engine, inbox, emit)
 
 
 def serve(engine: Engine, inbox: SimpleQueue[Command], emit: Callable[[Report], None]) -> None:

@@ -23,7 +23,7 @@ import zmq.asyncio
 
 from weft.core.config import EngineArgs
 from weft.core.errors import EngineDead
-from weft.engine.client import Client, run_engine
+from weft.engine.client import Client
 from weft.engine.messages import Command, Report, Stop
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,12 @@ class Codec(Generic[T]):
 
 COMMANDS = cast(Codec[Command], Codec(get_args(Command)))
 REPORTS = cast(Codec[Report], Codec(get_args(Report)))
+
+
+async def start_process(args: EngineArgs) -> Client:
+    """A client of an engine in a new process."""
+    client = Client()
+    return await client.start(ProcessLink(args, client))
 
 
 class ProcessLink:
@@ -125,6 +131,8 @@ def _socket(context: Any, kind: int) -> Any:
 
 def _main(args: EngineArgs, down: str, up: str) -> None:
     """The engine process. It ends by Stop, by an error, or when its parent is gone."""
+    from weft.engine.engine import run_engine  # here, as the API process need not wait for torch
+
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to both; the parent decides
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent()

@@ -202,7 +202,7 @@ def _shrink(
                 if WHOLE:
                     for u in range(tl.program_id(0), blocks, tl.num_programs(0)):
                         v = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
-                        for p in range(0, parts):
+                        for p in range(parts):
                             v += _shrink_part(
                                 x_at,
                                 a_at,
@@ -512,9 +512,7 @@ class TritonBackend:
                 for first in range(0, s.out_features, width)
             ]
             first_slice = group.slices[0].slice
-            rows = [
-                (j, i, n, (group.slices[j].offset + i * width) // vec) for j, i, n, _ in rows
-            ]
+            rows = [(j, i, n, (group.slices[j].offset + i * width) // vec) for j, i, n, _ in rows]
             assert group.slices[-1].slice == first_slice + len(group.slices) - 1
             table = torch.tensor(rows, dtype=torch.int32, device=self.pool.arena.device)
             self._columns[key] = (table, vec)

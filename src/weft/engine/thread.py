@@ -1,0 +1,54 @@
+"""The engine in a thread of this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+from weft.core.config import EngineArgs
+from weft.core.errors import EngineDead, to_wire
+from weft.engine.client import Client
+from weft.engine.engine import run_engine
+from weft.engine.messages import Command, Report
+
+
+async def start_in_process(args: EngineArgs) -> Client:
+    """A client of an engine in a thread of this process."""
+    client = Client()
+    return await client.start(ThreadLink(args, client))
+
+
+class ThreadLink:
+    """The engine in a daemon thread."""
+
+    def __init__(self, args: EngineArgs, client: Client) -> None:
+        self._args = args
+        self._client = client
+        self._loop = asyncio.get_running_loop()
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="weft-engine", daemon=True)
+        self._thread.start()
+
+    def send(self, command: Command) -> None:
+        self._inbox.put(command)
+
+    async def join(self, timeout_s: float) -> None:
+        await asyncio.to_thread(self._thread.join, timeout_s)
+
+    def _run(self) -> None:
+        def emit(report: Report) -> None:
+            self._post(lambda: self._client.dispatch(report))
+
+        try:
+            run_engine(self._args, self._inbox, emit)
+            error = EngineDead("the engine was stopped")
+        except Exception as failure:
+            error = EngineDead(f"the engine failed: {to_wire(failure)[1]}")
+        self._post(lambda: self._client.died(error))
+
+    def _post(self, call: Callable[[], None]) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(call)
