@@ -164,7 +164,9 @@ def report(
                 "adapters": args.adapters,
                 "tokens": args.tokens,
                 "threads": args.threads,
-                "tokens_per_s": {n: round(total / statistics.median(t)) for n, t in seconds.items()},
+                "tokens_per_s": {
+                    n: round(total / statistics.median(t)) for n, t in seconds.items()
+                },
                 "ratio": {n: round(r, 2) for n, r in ratios.items()},
                 "agreement": agreement,
             }
