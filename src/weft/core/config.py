@@ -48,12 +48,16 @@ class LoraArgs:
     """A request whose adapter finds no room waits at most so many steps before running
     requests of another adapter are put back to make room for it."""
     lora_backend: str = "auto"
-    """Name in the registry of `weft.kernels.lora`; auto: torch."""
+    """Name in the registry of `weft.kernels.lora`; auto: the best for the device."""
 
     def __post_init__(self) -> None:
         _at_least("max_loras", self.max_loras, 1)
         _at_least("max_cpu_loras", self.max_cpu_loras, 1)
         _at_least("max_lora_rank", self.max_lora_rank, 1)
+        if self.max_lora_rank > 256:
+            raise ConfigError(
+                f"--max-lora-rank must be at most 256, got {self.max_lora_rank}", "max_lora_rank"
+            )
         _at_least("adapter_memory", self.adapter_memory, 1)
         _at_least("max_adapter_wait_steps", self.max_adapter_wait_steps, 1)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from importlib import import_module
 from importlib.metadata import entry_points
+from importlib.util import find_spec
 
 from weft.core.errors import ConfigError
 from weft.kernels.lora.base import AdapterPool, LoraBackend, LoraBatch, LoraStep, Segment
@@ -37,8 +38,10 @@ def backend_names() -> list[str]:
 
 
 def make_backend(name: str, pool: AdapterPool) -> LoraBackend:
-    """The backend of that name over `pool`; "auto" is torch. Raises ConfigError when unknown."""
-    name = "torch" if name == "auto" else name
+    """The backend of that name over `pool`; "auto" is triton on a GPU where Triton is installed,
+    else torch. Raises ConfigError when unknown."""
+    if name == "auto":
+        name = "triton" if pool.arena.is_cuda and find_spec("triton") else "torch"
     if name in _BUILT_IN:
         module, _, attribute = _BUILT_IN[name].partition(":")
         made: LoraBackend = getattr(import_module(module), attribute)(pool)

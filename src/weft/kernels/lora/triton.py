@@ -46,8 +46,6 @@ MAX_RANK = 256
 """Of one slice."""
 
 _ALIGN = tl.constexpr(ALIGN)
-_RANK_STEP = 16
-"""Ranks in the workspace are padded to a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,16 +276,17 @@ def _delta(
         )
         if PDL:
             tl.extra.cuda.gdc_wait()
-        mask = (m < rows)[:, None] & (r < rank)[None, :]
         if WHOLE:
+            mask = (m < rows)[:, None] & (r < rank)[None, :]
             v = tl.load(v_at + r[None, :], mask=mask, other=0.0).to(tl.float32)
         else:
             v = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
             for p0 in range(0, parts, 8):
                 for j in tl.static_range(8):  # unrolled: eight loads in flight
+                    limit = tl.where(parts > p0 + j, rank, 0)
                     v += tl.load(
                         v_at + (p0 + j) * part_stride + r[None, :],
-                        mask=mask & (p0 + j < parts),
+                        mask=(m < rows)[:, None] & (r < limit)[None, :],
                         other=0.0,
                     )
         if EXACT:
@@ -376,7 +375,7 @@ def _expand(
                 else:
                     v_at = work_ptr + t * W + r_start
                     if not WHOLE:
-                        each, parts = _parts(R, K, W, PART, MAX_PARTS)
+                        _, parts = _parts(R, K, W, PART, MAX_PARTS)
                 # Rows of B are wide loads when the rank is known to be a multiple of 8.
                 if rank % 8 == 0:
                     rank_8 = rank // 8 * 8
@@ -507,13 +506,15 @@ class TritonBackend:
         if key not in self._columns:
             vec = math.gcd(16, *key[0])
             rows = [
-                (j, first // width, min(width, s.out_features - first) // vec, 0)
+                (
+                    j,
+                    first // width,
+                    min(width, s.out_features - first) // vec,
+                    (s.offset + first) // vec,
+                )
                 for j, s in enumerate(group.slices)
                 for first in range(0, s.out_features, width)
             ]
-            first_slice = group.slices[0].slice
-            rows = [(j, i, n, (group.slices[j].offset + i * width) // vec) for j, i, n, _ in rows]
-            assert group.slices[-1].slice == first_slice + len(group.slices) - 1
             table = torch.tensor(rows, dtype=torch.int32, device=self.pool.arena.device)
             self._columns[key] = (table, vec)
         return self._columns[key]

@@ -1,0 +1,261 @@
+"""The Triton LoRA kernels in Triton's interpreter, against dense products in float64.
+
+Bounds. All sums are in fp32 and have some hundred terms: 2^-18 of a row's largest magnitude. In
+16 bits, one rounding of y is all that comes on top: relative 2^-11 in float16; in bfloat16 2^-7,
+as the interpreter cuts bits off where a GPU rounds to nearest.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux", allow_module_level=True)
+pytest.importorskip("triton")
+
+from weft.core.errors import ConfigError
+from weft.core.targets import TargetTable, build_table, layout_of
+from weft.kernels.lora import AdapterPool, LoraBatch, Segment, make_backend
+
+# Kernels become interpreted where they are defined; nothing else in this process is affected.
+_before = os.environ.get("TRITON_INTERPRET")
+os.environ["TRITON_INTERPRET"] = "1"
+try:
+    import weft.kernels.lora.triton as kernels
+finally:
+    if _before is None:
+        del os.environ["TRITON_INTERPRET"]
+    else:
+        os.environ["TRITON_INTERPRET"] = _before
+
+pytestmark = pytest.mark.skipif(
+    not kernels.INTERPRETED, reason="the kernels were imported compiled before this module"
+)
+
+VOCAB, HIDDEN, INNER = 19, 37, 50
+TABLE: TargetTable = build_table(
+    [
+        ("embedding", VOCAB, [("embed", HIDDEN)]),
+        ("linear", HIDDEN, [("q", 40), ("k", 9), ("v", 9)]),
+        ("linear", HIDDEN, [("gate", INNER), ("up", INNER)]),
+        ("linear", INNER, [("down", 48)]),
+        ("head", HIDDEN, [("head", VOCAB)]),
+    ]
+)
+RANKS = (
+    (1, 3, 0, 5, 2, 7, 17, 9),
+    (16, 16, 16, 16, 16, 16, 16, 16),
+    (0, 0, 4, 0, 33, 0, 0, 0),
+    (0, 24, 2, 40, 0, 1, 8, 0),
+)
+UNITS = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}
+FEW = kernels.Blocks(
+    rows=16, columns=32, shrink_units=3, shrink_programs=9, expand_programs=6, expand_ranks=16
+)
+TUNING = kernels.Tuning(part=16, max_parts=64, row_floats=128, few_rows=64, few=FEW, many=FEW)
+
+
+def make_pool(
+    ranks: Sequence[tuple[int, ...]], dtype: torch.dtype, table: TargetTable = TABLE, seed: int = 0
+) -> AdapterPool:
+    """Random adapters in slots 0 on; what lies between matrices is NaN."""
+    layouts = [layout_of(table, r) for r in ranks]
+    device = torch.device("cpu")
+    pool = AdapterPool(table, sum(x.num_elements for x in layouts), len(ranks), dtype, device)
+    pool.arena.fill_(torch.nan)
+    generator = torch.Generator().manual_seed(seed)
+    start = 0
+    for slot, layout in enumerate(layouts):
+        pool.install(slot, start, layout)
+        start += layout.num_elements
+        for group in table.groups:
+            if view := pool.view(slot, group.index):
+                matrices = [view.a_RI, *(s.b_OR for s in view.slices)]
+                for matrix in matrices:
+                    matrix.copy_(torch.randn(matrix.shape, generator=generator))
+    return pool
+
+
+def make_batch(slots: Sequence[int], sampled: Sequence[int] | None = None) -> LoraBatch:
+    sampled = slots if sampled is None else sampled
+    return LoraBatch(
+        torch.tensor(slots, dtype=torch.int32),
+        _segments(slots),
+        torch.tensor(sampled, dtype=torch.int32),
+        _segments(sampled),
+    )
+
+
+def _segments(slots: Sequence[int]) -> tuple[Segment, ...]:
+    slots = list(slots)
+    return tuple(
+        Segment(slot, slots.index(slot), slots.index(slot) + slots.count(slot))
+        for slot in sorted(set(slots))
+        if slot >= 0
+    )
+
+
+def make_inputs(pool: AdapterPool, num_rows: int) -> dict[int, tuple[Tensor, Tensor]]:
+    """(x or ids, y) by group."""
+    generator = torch.Generator().manual_seed(num_rows)
+    made = {}
+    for group in pool.table.groups:
+        y = torch.randn((num_rows, group.out_features), generator=generator)
+        if group.kind == "embedding":
+            x = torch.randint(0, group.in_features, (num_rows,), generator=generator)
+        else:
+            x = torch.randn((num_rows, group.in_features), generator=generator)
+            x = x.to(pool.arena.dtype)
+        made[group.index] = x, y.to(pool.arena.dtype)
+    return made
+
+
+def run(
+    backend: kernels.TritonBackend,
+    slots: Sequence[int],
+    inputs: dict[int, tuple[Tensor, Tensor]],
+    rows: slice = slice(None),
+) -> dict[int, Tensor]:
+    """What y becomes, by group, in a step of these rows."""
+    step = backend.begin(make_batch(slots))
+    out = {}
+    for group in backend.pool.table.groups:
+        x, y = inputs[group.index]
+        y = y[rows].clone()
+        calls = {"linear": step.linear, "head": step.head, "embedding": step.embedding}
+        calls[group.kind](y, x[rows], group.index)
+        out[group.index] = y
+    return out
+
+
+def check(
+    pool: AdapterPool,
+    slots: Sequence[int],
+    inputs: dict[int, tuple[Tensor, Tensor]],
+    out: dict[int, Tensor],
+) -> None:
+    unit = UNITS[pool.arena.dtype]
+    for index, y in out.items():
+        x, before = inputs[index]
+        gather = pool.table.groups[index].kind == "embedding"
+        for t, slot in enumerate(slots):
+            view = pool.view(slot, index) if slot >= 0 else None
+            want = before[t].double()
+            touched = torch.zeros(len(want), dtype=torch.bool)
+            if view is not None:
+                a = view.a_RI.double()
+                v = a[x[t]] if gather else a @ x[t].double()
+                for s in view.slices:
+                    part = slice(s.out_start, s.out_stop)
+                    touched[part] = True
+                    want[part] += s.b_OR.double() @ v[s.r_start : s.r_stop]
+            assert torch.equal(y[t, ~touched], before[t, ~touched]), "touched without an adapter"
+            error = (y[t].double() - want).abs()
+            bound = 1.01 * unit * want.abs() + 2.0**-18 * want.abs().max()
+            assert bool((error <= bound).all()), (index, t, slot)
+
+
+def same(a: dict[int, Tensor], b: dict[int, Tensor], rows: slice = slice(None)) -> bool:
+    """Whether `a` is these rows of `b`, to the bit."""
+    return all(torch.equal(a[i], b[i][rows]) for i in a)
+
+
+@pytest.mark.parametrize("dtype", list(UNITS), ids=["fp32", "bf16", "fp16"])
+def test_mixed_ranks_and_odd_widths(dtype: torch.dtype) -> None:
+    pool = make_pool(RANKS, dtype)
+    slots = [-1, -1, 0, 1, 1, 2, 3]
+    inputs = make_inputs(pool, len(slots))
+    check(pool, slots, inputs, run(kernels.TritonBackend(pool, TUNING), slots, inputs))
+
+
+def test_a_row_does_not_see_the_others() -> None:
+    """Alone, among others, in a segment of several tiles, in a prefill: the same bits."""
+    pool = make_pool(RANKS, torch.float32)
+    slots = [-1, *[0] * 18, 1, 1, 3]
+    inputs = make_inputs(pool, len(slots))
+    backend = kernels.TritonBackend(pool, TUNING)
+    together = run(backend, slots, inputs)
+    check(pool, slots, inputs, together)
+    for t in (5, 18, 20, 21):
+        rows = slice(t, t + 1)
+        assert same(run(backend, slots[rows], inputs, rows), together, rows), t
+    assert same(run(backend, slots, inputs), together)
+    prefill = kernels.Tuning(part=16, max_parts=64, row_floats=128, few_rows=4, few=FEW, many=FEW)
+    assert same(run(kernels.TritonBackend(pool, prefill), slots, inputs), together)
+
+
+def test_sizes_of_blocks_change_nothing() -> None:
+    pool = make_pool(RANKS, torch.float32)
+    slots = [0, 0, 2, 3]
+    inputs = make_inputs(pool, len(slots))
+    other = kernels.Blocks(columns=64, shrink_units=1, shrink_programs=1, expand_programs=1)
+    tuning = kernels.Tuning(part=16, max_parts=64, row_floats=128, few_rows=64, few=other)
+    a, b = (run(kernels.TritonBackend(pool, t), slots, inputs) for t in (TUNING, tuning))
+    assert same(a, b)
+
+
+def test_ranks_up_to_the_largest() -> None:
+    table = build_table([("linear", 70, [("q", 16), ("k", 5), ("v", 3)])])
+    ranks = [(256, 256, 256), (255, 0, 1), (64, 128, 200)]
+    pool = make_pool(ranks, torch.float32, table)
+    slots = [-1, 0, 1, 2, 2]
+    inputs = make_inputs(pool, len(slots))
+    blocks = kernels.Blocks(ranks=64, expand_ranks=64, columns=16, shrink_units=2)
+    tuning = kernels.Tuning(part=32, few_rows=8, few=blocks)
+    check(pool, slots, inputs, run(kernels.TritonBackend(pool, tuning), slots, inputs))
+
+
+def test_tables_are_read_at_each_step() -> None:
+    """A step made before a slot got other content, or before `begin` laid out another mix."""
+    pool = make_pool(RANKS, torch.float32)
+    backend = kernels.TritonBackend(pool, TUNING)
+    step = backend.begin(make_batch([-1, -1, 0]))
+    inputs = make_inputs(pool, 3)
+    slots = [1, 3, 3]
+    backend.begin(make_batch(slots))
+    x, y = inputs[1]
+    y = y.clone()
+    step.linear(y, x, 1)  # as a graph does: the launches of the earlier step
+    check(pool, slots, inputs, {1: y})
+
+
+def test_more_rows_than_reserved() -> None:
+    pool = make_pool(RANKS, torch.float32)
+    tuning = kernels.Tuning(part=16, row_floats=128, few_rows=2, few=FEW, many=FEW)
+    backend = kernels.TritonBackend(pool, tuning)
+    slots = [-1, 0, 2, 3, 3]
+    inputs = make_inputs(pool, len(slots))
+    check(pool, slots, inputs, run(backend, slots, inputs))
+
+
+def test_no_sampled_rows_of_adapters() -> None:
+    pool = make_pool(RANKS, torch.float32)
+    backend = kernels.TritonBackend(pool, TUNING)
+    for sampled in ([], [-1, -1]):
+        y = torch.randn(len(sampled), VOCAB)
+        before = y.clone()
+        backend.begin(make_batch([-1, 0], sampled)).head(y, torch.randn(len(sampled), HIDDEN), 4)
+        assert torch.equal(y, before)
+
+
+def test_an_empty_slot_is_an_error() -> None:
+    pool = make_pool(RANKS, torch.float32)
+    pool.clear(2)
+    backend = kernels.TritonBackend(pool, TUNING)
+    with pytest.raises(LookupError, match="slot 2 holds no adapter"):
+        backend.begin(make_batch([0, 2]))
+
+
+def test_compiled_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = make_pool(RANKS, torch.float32)
+    assert isinstance(make_backend("triton", pool), kernels.TritonBackend)
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    with pytest.raises(ConfigError, match="needs a GPU") as caught:
+        make_backend("triton", pool)
+    assert caught.value.param == "lora_backend"
