@@ -1,5 +1,6 @@
 # make demo   install Weft into .venv and run `weft demo`
 # make test   install what the tests need; lint, types, import rules, tests that need no GPU
+# make test-gpu   the tests that need a CUDA device, with the python3 that is there
 #
 # PYTHON=python3.12 chooses the interpreter that makes .venv.
 
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint types imports pytest format clean
+.PHONY: help demo test test-gpu lint types imports pytest format clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -32,6 +33,9 @@ imports: $(VENV)/.installed-test
 # One thread each: the tests start many small processes.
 pytest: $(VENV)/.installed-test
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m "not gpu"
+
+test-gpu:
+	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix

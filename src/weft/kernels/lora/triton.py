@@ -55,9 +55,9 @@ class Blocks:
     rows: int = 16
     """Of a tile. Below 64: from there on another matrix instruction is used on Hopper."""
     ranks: int = 16
-    columns: int = 128
+    columns: int = 256
     expand_ranks: int = 16
-    shrink_units: int = 64
+    shrink_units: int = 32
     """Programs that share the parts and ranks of one tile."""
     shrink_programs: int = 4096
     """Bound on programs in all; beyond it a program takes several tiles."""
@@ -65,7 +65,7 @@ class Blocks:
     shrink_stages: int = 2
     expand_programs: int = 4096
     expand_warps: int = 4
-    expand_stages: int = 2
+    expand_stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Tuning:
 
     part: int = 256
     """Elements of K in one step of the shrink; parts are multiples of it."""
-    max_parts: int = 64
+    max_parts: int = 16
     row_floats: int = 1024
     """W, workspace per row, at least; it bounds the parts of a high rank."""
     few_rows: int = 256
@@ -82,7 +82,11 @@ class Tuning:
     few: Blocks = field(default_factory=Blocks)
     many: Blocks = field(
         default_factory=lambda: Blocks(
-            shrink_units=4, shrink_warps=2, shrink_stages=3, expand_programs=1 << 16
+            columns=128,
+            shrink_units=4,
+            shrink_stages=3,
+            expand_programs=1 << 16,
+            expand_stages=2,
         )
     )
     dependent_launch: bool = False
@@ -461,6 +465,10 @@ class _TileList:
         return _Rows(self._tiles, bound, whole)
 
 
+def _has_dependent_launch(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
 class TritonBackend:
     """LoraBackend for CUDA devices (and, in Triton's interpreter, for the CPU).
 
@@ -472,7 +480,7 @@ class TritonBackend:
         if device.type == "cpu" and not INTERPRETED:
             raise ConfigError("the triton LoRA backend needs a GPU", "lora_backend")
         self.pool = pool
-        self.tuning = tuning or Tuning()
+        self.tuning = tuning or Tuning(dependent_launch=_has_dependent_launch(device))
         most = max(len(g.slices) for g in pool.table.groups)
         self.row_floats = max(self.tuning.row_floats, MAX_RANK * most)
         self.exact = INTERPRETED or pool.arena.dtype == torch.float32
