@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import sys
+import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-
+from hypothesis import settings
 from tiny import ADAPTERS, BASE
 
 from weft import LLM
+
+# CI runs the same examples every time; elsewhere every run explores.
+settings.register_profile("weft", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("weft")
 
 MakeLLM = Callable[..., LLM]
 
