@@ -95,4 +95,5 @@ class AdapterAdmin:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
-            logger.warning("adapter task failed: %s", error)
+            level = logging.DEBUG if isinstance(error, WeftError) else logging.ERROR
+            logger.log(level, "adapter task failed: %s", error)
