@@ -28,7 +28,3 @@ class ApiSettings:
         for name in ("max_body_bytes", "max_prompts", "default_max_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1", name)
-
-    @property
-    def base_name(self) -> str:
-        return self.served_model_names[0]

@@ -7,6 +7,9 @@ from typing import Literal
 
 from weft.core.errors import ConfigError
 
+MAX_RANK = 256
+"""Largest rank that kernels must take."""
+
 
 def _at_least(name: str, value: int | float | None, low: int | float) -> None:
     if value is not None and value < low:
@@ -41,7 +44,7 @@ class LoraArgs:
     """Distinct adapters in one batch; sizes no buffer."""
     max_cpu_loras: int = 256
     """Adapters held in the host cache; others are read again from their folders."""
-    max_lora_rank: int = 256
+    max_lora_rank: int = MAX_RANK
     adapter_memory: int | None = None
     """Bytes of device memory for adapters; None: an eighth of the free memory, 2 GiB on a CPU."""
     max_adapter_wait_steps: int = 64
@@ -54,9 +57,10 @@ class LoraArgs:
         _at_least("max_loras", self.max_loras, 1)
         _at_least("max_cpu_loras", self.max_cpu_loras, 1)
         _at_least("max_lora_rank", self.max_lora_rank, 1)
-        if self.max_lora_rank > 256:
+        if self.max_lora_rank > MAX_RANK:
             raise ConfigError(
-                f"--max-lora-rank must be at most 256, got {self.max_lora_rank}", "max_lora_rank"
+                f"--max-lora-rank must be at most {MAX_RANK}, got {self.max_lora_rank}",
+                "max_lora_rank",
             )
         _at_least("adapter_memory", self.adapter_memory, 1)
         _at_least("max_adapter_wait_steps", self.max_adapter_wait_steps, 1)

@@ -161,7 +161,7 @@ def _allocate(
     parts: dict[str, list[Part]], dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Empty weights. On a CPU, matrices are (out, in) views of (in, out) memory, which products
-    with few rows read up to three times as fast; the embedding is read by row."""
+    with few rows read faster; the embedding is read by row."""
     tensors: dict[str, Tensor] = {}
     for key, row in parts.items():
         rows, columns = sum(shape[0] for _, shape in row), row[0][1][1:]

@@ -38,12 +38,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.core.config import MAX_RANK
 from weft.core.errors import ConfigError
 from weft.core.targets import ALIGN, Group
 from weft.kernels.lora.base import AdapterPool, LoraBatch, Segment
-
-MAX_RANK = 256
-"""Of one slice."""
 
 _ALIGN = tl.constexpr(ALIGN)
 
