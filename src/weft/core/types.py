@@ -16,6 +16,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_BAD_WORDS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,17 @@ class AdapterRef:
     name: str
     version: int
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """What happened to one adapter that has been on the device since the engine's start."""
+
+    num_loads: int
+    """Times it was brought to the device."""
+    num_evictions: int
+    last_load_s: float
+    """Seconds from the order of its last load to its residency."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,12 +52,46 @@ class AdapterInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The form that an output must have: exactly one of these is given.
+
+    Raises InvalidRequest unless it is; whether a schema, regex or grammar is valid shows when
+    the engine compiles it.
+    """
+
+    json: str | None = None
+    """A JSON schema, as JSON text."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    """One of these strings."""
+    grammar: str | None = None
+    """EBNF; its root rule is `root`."""
+    structural_tag: str | None = None
+    """xgrammar's structural tag, as JSON text: free text with constrained parts."""
+    begin_after_token: int | None = None
+    """The form binds from the token after this one on: the end of the reasoning."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "choice", tuple(self.choice))
+        values = (self.json, self.json_object, self.regex, self.choice, self.grammar)
+        given = sum(value not in (None, False, ()) for value in (*values, self.structural_tag))
+        if given != 1:
+            raise InvalidRequest(
+                f"structured_outputs needs exactly one constraint, got {given}",
+                "structured_outputs",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How to choose the tokens of one request.
 
-    temperature 0 is greedy. `top_k` 0 or -1 and `top_p` 1 switch the filter off. `seed` makes a
-    request's tokens reproducible whoever shares its batch. `logprobs` is the number of
-    alternatives to report beside the chosen token (None: no log-probabilities at all).
+    temperature 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the filter off. `seed`
+    makes a request's tokens reproducible whoever shares its batch. `logprobs` is the number of
+    alternatives to report beside the chosen token (None: no log-probabilities at all),
+    `prompt_logprobs` likewise at each position of the prompt.
 
     Raises InvalidRequest, naming the field, for a value out of range.
     """
@@ -55,16 +101,34 @@ class SamplingParams:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    """Tokens less likely than this share of the most likely one are left out."""
+    repetition_penalty: float = 1.0
+    """Above 1: logits of tokens in prompt or output are divided by it (multiplied if negative)."""
+    presence_penalty: float = 0.0
+    """Taken once from the logits of tokens in the output."""
+    frequency_penalty: float = 0.0
+    """Taken from the logits of tokens in the output as often as they are there."""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """Added to the logits, by token id."""
+    min_tokens: int = 0
+    """Tokens before which neither EOS nor a stop token can be chosen, and no stop string ends."""
+    bad_words: tuple[str, ...] = ()
+    """Strings that must not be produced."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these can be chosen; empty: all."""
+    structured_outputs: StructuredOutputs | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        for name in ("stop", "stop_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             value: object = getattr(self, name)
             values = (value,) if isinstance(value, str | int) else tuple(getattr(self, name) or ())
             object.__setattr__(self, name, values)
@@ -75,16 +139,32 @@ class SamplingParams:
         _check_float("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise InvalidRequest("top_p must be in (0, 1], got 0", "top_p")
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
+        if self.repetition_penalty == 0.0:
+            raise InvalidRequest("repetition_penalty must be above 0", "repetition_penalty")
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for token, bias in self.logit_bias.items():
+            _check_int("logit_bias", token, 0, None)
+            _check_float("logit_bias", bias, -100.0, 100.0)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        if self.logprobs is not None:
-            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(f"stop has more than {MAX_STOP_STRINGS} strings", "stop")
         if any(not isinstance(s, str) or not s for s in self.stop):
             raise InvalidRequest("stop must hold non-empty strings", "stop")
-        for token in self.stop_token_ids:
-            _check_int("stop_token_ids", token, 0, None)
+        if len(self.bad_words) > MAX_BAD_WORDS:
+            raise InvalidRequest(f"bad_words has more than {MAX_BAD_WORDS} strings", "bad_words")
+        if any(not isinstance(s, str) or not s for s in self.bad_words):
+            raise InvalidRequest("bad_words must hold non-empty strings", "bad_words")
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name):
+                _check_int(name, token, 0, None)
 
     @property
     def greedy(self) -> bool:
@@ -114,6 +194,8 @@ class EngineRequest:
     prompt_ids: list[int]
     params: SamplingParams
     adapter: AdapterRef | None = None
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not be produced: `params.bad_words`, tokenized."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +222,10 @@ class TokenEvent(NamedTuple):
     """Prompt tokens that were taken from the prefix cache."""
     error: tuple[str, str, str | None] | None = None
     """With finish_reason "error": see `weft.core.errors.from_wire`."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """With the first event, if asked for: one for each token of the prompt, None for its first."""
+    queue_s: float | None = None
+    """With the first event: seconds from the engine's receipt of the request to its first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +260,10 @@ class EngineStats:
     """Digests on the device."""
     host_adapters: tuple[str, ...] = ()
     """Digests in the host cache."""
+    pinned_adapters: tuple[str, ...] = ()
+    """Digests that are never evicted."""
+    adapters: dict[str, AdapterStats] = field(default_factory=dict)
+    """By digest: those that have been on the device."""
     adapter_bytes: int = 0
     """Device bytes that adapters take now."""
     steps: int = 0
