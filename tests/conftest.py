@@ -7,10 +7,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 from tiny import ADAPTERS, BASE
 
 from weft import LLM
+
+# Without a GPU, Triton's kernels are tested in its interpreter; Triton looks when it is imported.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 # CI runs the same examples every time; elsewhere every run explores.
 settings.register_profile("weft", deadline=None, derandomize="CI" in os.environ)

@@ -4,72 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attention_cases import TOLERANCE, assert_same_as_oracle, random_batch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.core.errors import ConfigError
 from weft.kernels import attention
 from weft.kernels.activation import reference_silu_and_mul, silu_and_mul
-from weft.kernels.attention import (
-    AttentionBatch,
-    KVCache,
-    get_attention_backend,
-    make_batch,
-    reference_attention,
-)
+from weft.kernels.attention import torch_attend
 from weft.kernels.norm import reference_rms_norm, rms_norm
+from weft.kernels.ops import TorchOps, make_ops
 from weft.kernels.rope import apply_rope, reference_rope
-
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
-HEAD_DIM = 8
-
-
-def random_batch(lens: list[tuple[int, int]], block_size: int, seed: int) -> AttentionBatch:
-    """Sequences of (query rows, tokens before them) over shuffled blocks; one block is spare."""
-    counts = [-(-(q + past) // block_size) for q, past in lens]
-    ids = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)) + 1
-    tables = [t.tolist() for t in ids.split(counts)]
-    return make_batch([q for q, _ in lens], [q + past for q, past in lens], tables, block_size)
-
-
-def random_inputs(
-    batch: AttentionBatch, heads: tuple[int, int], block_size: int, seed: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, KVCache]:
-    """q, k, v as a layer passes them (slices of a packed tensor), and a cache of random content
-    whose unwritten slots hold NaN."""
-    generator = torch.Generator().manual_seed(seed)
-    num_rows, (H, K) = batch.query_start[-1], heads
-    packed = torch.randn(num_rows, H + 2 * K, HEAD_DIM, generator=generator).to(dtype)
-    q, k, v = packed.split((H, K, K), 1)
-    shape = (int(batch.block_table_SB.max()) + 2, block_size, K, HEAD_DIM)
-    cache = KVCache(
-        torch.full(shape, torch.nan, dtype=dtype), torch.full(shape, torch.nan, dtype=dtype)
-    )
-    for s, n in enumerate(batch.seq_lens):
-        for p in range(n):
-            block = int(batch.block_table_SB[s, p // block_size])
-            for t in (cache.k, cache.v):
-                t[block, p % block_size] = torch.randn(K, HEAD_DIM, generator=generator).to(dtype)
-    return q, k, v, cache
-
-
-def assert_same_as_oracle(
-    batch: AttentionBatch,
-    heads: tuple[int, int],
-    block_size: int,
-    window: int | None,
-    seed: int,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    q, k, v, cache = random_inputs(batch, heads, block_size, seed, dtype)
-    copy = KVCache(cache.k.clone(), cache.v.clone())
-    expected = reference_attention(q, k, v, copy, batch, scale=0.3, window=window)
-    for _ in range(2):  # two layers share what is prepared
-        got = get_attention_backend("torch")(q, k, v, cache, batch, scale=0.3, window=window)
-        assert got.dtype == dtype
-        torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    torch.testing.assert_close(cache.k, copy.k, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(cache.v, copy.v, rtol=0, atol=0, equal_nan=True)
 
 
 @settings(max_examples=50, deadline=None)
@@ -92,7 +37,7 @@ def test_mixed_batches_match_the_oracle(
     seed: int,
 ) -> None:
     batch = random_batch(lens, block_size, seed)
-    assert_same_as_oracle(batch, heads, block_size, window, seed)
+    assert_same_as_oracle(torch_attend, batch, heads, block_size, window, seed)
 
 
 @settings(max_examples=25, deadline=None)
@@ -106,14 +51,14 @@ def test_decode_batches_match_the_oracle(
     past: list[int], heads: tuple[int, int], window: int | None, seed: int
 ) -> None:
     batch = random_batch([(1, p) for p in past], 4, seed)
-    assert_same_as_oracle(batch, heads, 4, window, seed)
+    assert_same_as_oracle(torch_attend, batch, heads, 4, window, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("window", [None, 6])
 def test_half_precision(dtype: torch.dtype, window: int | None) -> None:
     batch = random_batch([(1, 20), (9, 0), (1, 0), (5, 13)], 4, 0)
-    assert_same_as_oracle(batch, (4, 2), 4, window, 0, dtype)
+    assert_same_as_oracle(torch_attend, batch, (4, 2), 4, window, 0, dtype)
 
 
 @pytest.mark.parametrize("prefill", [[], [(20, 4)]])
@@ -123,7 +68,7 @@ def test_decodes_of_very_different_lengths_are_split(
     monkeypatch.setattr(attention, "SPLIT_ROWS", 64)
     lens = [(1, 3), (1, 150), (1, 5), *prefill, (1, 140), (1, 9)]
     batch = random_batch(lens, 4, 1)
-    assert_same_as_oracle(batch, (4, 2), 4, None, 1)
+    assert_same_as_oracle(torch_attend, batch, (4, 2), 4, None, 1)
     (plan,) = batch.prepared.values()
     assert isinstance(plan, attention._Plan)
     assert [b.shape[0] for b in plan.buckets] == [3, 2, *(1 for _ in prefill)]
@@ -132,14 +77,15 @@ def test_decodes_of_very_different_lengths_are_split(
 def test_layers_with_and_without_a_window_share_a_batch() -> None:
     batch = random_batch([(1, 20), (7, 5)], 4, 2)
     for window in (None, 4, None):
-        assert_same_as_oracle(batch, (4, 2), 4, window, 2)
+        assert_same_as_oracle(torch_attend, batch, (4, 2), 4, window, 2)
     assert len(batch.prepared) == 2
 
 
-def test_an_unknown_backend_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"no attention backend named 'nope'.*torch"):
-        get_attention_backend("nope")
-    assert get_attention_backend("auto") is get_attention_backend("torch")
+def test_unknown_ops_are_refused_by_name() -> None:
+    cpu = torch.device("cpu")
+    with pytest.raises(ConfigError, match=r"no ops named 'nope'.*torch"):
+        make_ops("nope", cpu)
+    assert isinstance(make_ops("auto", cpu), TorchOps)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

@@ -23,7 +23,8 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from weft.core.errors import ConfigError
-from weft.kernels.attention import get_attention_backend, make_batch
+from weft.kernels.attention import make_batch
+from weft.kernels.ops import Ops, TorchOps
 from weft.models.config import ModelConfig, load_model_config, resolve_model
 from weft.models.decoder import Decoder, StepContext
 from weft.models.kv_cache import allocate_kv_cache, kv_bytes_per_block
@@ -111,12 +112,11 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
 
 
 def load(
-    folder: Path, attention: str = "torch", dtype: torch.dtype = torch.float32
+    folder: Path, ops: Ops | None = None, dtype: torch.dtype = torch.float32
 ) -> tuple[ModelConfig, Weights, Decoder]:
     config = load_model_config(folder)
     weights = load_weights(folder, config, dtype, "cpu")
-    backend = get_attention_backend(attention)
-    return config, weights, Decoder(config, weights, target_table(config), backend, 64)
+    return config, weights, Decoder(config, weights, target_table(config), ops or TorchOps(), 64)
 
 
 def make_prompts(vocab_size: int) -> list[list[int]]:
@@ -237,6 +237,8 @@ class RecordingLora:
     def _add(self, kind: str, y: torch.Tensor, x: torch.Tensor, group: int) -> None:
         self.calls.append((kind, group, tuple(y.shape), tuple(x.shape)))
         y += 0.01 * (group + 1)
+
+    def start(self, x_TI: torch.Tensor, group: int) -> None: ...
 
     def linear(self, y_TO: torch.Tensor, x_TI: torch.Tensor, group: int) -> None:
         self._add("linear", y_TO, x_TI, group)
@@ -451,7 +453,7 @@ def test_dummy_weights_are_reproducible_and_run(tiny: ModelConfig) -> None:
     assert torch.equal(a.layers[1].qkv, b.layers[1].qkv)
     assert not torch.equal(a.embed, dummy_weights(tiny, torch.float32, "cpu").embed)
     assert num_parameters(a) == make_model(CONFIGS["llama"]).num_parameters()
-    decoder = Decoder(tiny, a, target_table(tiny), get_attention_backend("reference"), 64)
+    decoder = Decoder(tiny, a, target_table(tiny), TorchOps(), 64)
     (logits,) = run_chunked(decoder, [[1, 2, 3]], [[2, 1]])
     assert logits.shape == (3, tiny.vocab_size)
     assert logits.isfinite().all()

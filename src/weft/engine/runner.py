@@ -27,8 +27,9 @@ from weft.core.errors import ConfigError
 from weft.core.types import TokenLogprob
 from weft.engine.inputs import Array, SamplingArrays, StepInputs
 from weft.engine.plan import StepResult
-from weft.kernels.attention import AttentionBatch, get_attention_backend
+from weft.kernels.attention import AttentionBatch
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, make_backend
+from weft.kernels.ops import make_ops
 from weft.kernels.sampling import SamplingBatch, sample, top_logprobs
 from weft.models.config import ModelConfig, load_model_config, resolve_model
 from weft.models.decoder import Decoder, StepContext
@@ -80,8 +81,8 @@ class Runner:
         self._kv = allocate_kv_cache(
             self.config, self.num_blocks, args.cache.block_size, self.dtype, self.device
         )
-        attention = get_attention_backend("auto")
-        self._decoder = Decoder(self.config, weights, self.table, attention, self.max_model_len)
+        ops = make_ops("auto", self.device)
+        self._decoder = Decoder(self.config, weights, self.table, ops, self.max_model_len)
         self._lora = make_backend(args.lora.lora_backend, self.pool)
         rows = args.scheduler.max_num_seqs
         self._last_token_R = torch.zeros(rows, dtype=torch.int64, device=self.device)

@@ -18,8 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.core.errors import ConfigError
-
 
 @dataclass(frozen=True, slots=True)
 class KVCache:
@@ -76,14 +74,12 @@ def make_batch(
     )
 
 
-class AttentionBackend(Protocol):
-    """Write this step's K and V to the cache, then attend over each row's own context."""
+class Attend(Protocol):
+    """Attend over each row's own context; this step's K and V are in the cache already."""
 
     def __call__(
         self,
         q_THD: Tensor,
-        k_TKD: Tensor,
-        v_TKD: Tensor,
         cache: KVCache,
         batch: AttentionBatch,
         *,
@@ -96,31 +92,23 @@ class AttentionBackend(Protocol):
         ...
 
 
-def get_attention_backend(name: str) -> AttentionBackend:
-    """The backend of that name; "auto" is torch. Raises ConfigError when there is none."""
-    backend = _BACKENDS.get("torch" if name == "auto" else name)
-    if backend is None:
-        known = ", ".join(_BACKENDS)
-        raise ConfigError(
-            f"no attention backend named {name!r}; there are: {known}", "attention_backend"
-        )
-    return backend
+def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, batch: AttentionBatch) -> None:
+    """Put this step's keys and values into the cache."""
+    cache.k.flatten(0, 1).index_copy_(0, batch.slot_mapping_T, k_TKD)
+    cache.v.flatten(0, 1).index_copy_(0, batch.slot_mapping_T, v_TKD)
 
 
-def reference_attention(
+def reference_attend(
     q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
     cache: KVCache,
     batch: AttentionBatch,
     *,
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """The oracle of every `AttentionBackend`: one sequence at a time, dense, in fp32."""
-    _write(k_TKD, v_TKD, cache, batch)
+    """The oracle of every `Attend`: one sequence at a time, dense, in fp32."""
     out_THD = torch.empty_like(q_THD)
-    groups = q_THD.shape[1] // k_TKD.shape[1]
+    groups = q_THD.shape[1] // cache.k.shape[2]
     for s, length in enumerate(batch.seq_lens):
         start, stop = batch.query_start[s], batch.query_start[s + 1]
         blocks = batch.block_table_SB[s, : -(-length // cache.block_size)].long()
@@ -139,39 +127,24 @@ def reference_attention(
     return out_THD
 
 
-def torch_attention(
+def torch_attend(
     q_THD: Tensor,
-    k_TKD: Tensor,
-    v_TKD: Tensor,
     cache: KVCache,
     batch: AttentionBatch,
     *,
     scale: float,
     window: int | None,
 ) -> Tensor:
-    """An `AttentionBackend` of plain torch operations: gather, pad, scaled_dot_product_attention.
+    """An `Attend` of plain torch operations: gather, pad, scaled_dot_product_attention.
 
     Sequences of like size share a padded bucket. What that takes (indices, masks) is made once
-    per step and window; in a step of decodes only, a layer costs two writes, two gathers and one
-    attention.
+    per step and window; in a step of decodes only, a layer costs two gathers and one attention.
     """
-    _write(k_TKD, v_TKD, cache, batch)
     plan = _plan_of(batch, cache.block_size, window, q_THD.dtype)
     k_XKD, v_XKD = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
     outs = [_attend(q_THD, k_XKD, v_XKD, bucket, scale) for bucket in plan.buckets]
     out_YHD = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out_YHD if plan.order_T is None else out_YHD.index_select(0, plan.order_T)
-
-
-_BACKENDS: dict[str, AttentionBackend] = {
-    "torch": torch_attention,
-    "reference": reference_attention,
-}
-
-
-def _write(k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, batch: AttentionBatch) -> None:
-    cache.k.flatten(0, 1).index_copy_(0, batch.slot_mapping_T, k_TKD)
-    cache.v.flatten(0, 1).index_copy_(0, batch.slot_mapping_T, v_TKD)
 
 
 class _Bucket(NamedTuple):

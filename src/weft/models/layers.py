@@ -35,9 +35,11 @@ class Linear:
     """In the model's TargetTable."""
 
     def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
+        if step.lora is None:
+            return F.linear(x_TI, self.weight_OI, self.bias_O)
+        step.lora.start(x_TI, self.group)
         y_TO = F.linear(x_TI, self.weight_OI, self.bias_O)
-        if step.lora is not None:
-            step.lora.linear(y_TO, x_TI, self.group)
+        step.lora.linear(y_TO, x_TI, self.group)
         return y_TO
 
 

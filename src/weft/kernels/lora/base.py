@@ -161,7 +161,12 @@ class LoraBatch:
 
 
 class LoraStep(Protocol):
-    """What a layer calls during one step; each method adds to `y` in place."""
+    """What a layer calls during one step; each method but `start` adds to `y` in place."""
+
+    def start(self, x_TI: Tensor, group: int) -> None:
+        """The input of a linear layer is there, and its base product is about to be launched:
+        what can run beside it may begin. `linear` of the same group follows."""
+        ...
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None: ...
 

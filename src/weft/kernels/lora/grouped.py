@@ -88,6 +88,9 @@ class GroupedStep:
         self._set = stacks
         self._masks: dict[tuple[tuple[tuple[int, int], ...], bool], Tensor] = {}
 
+    def start(self, x_TI: Tensor, group: int) -> None:
+        """Nothing runs beside the base product."""
+
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         self._apply(y_TO, x_TI, group, sampled=False)
 

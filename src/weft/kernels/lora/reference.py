@@ -23,6 +23,9 @@ class ReferenceStep:
         self._slot_T = batch.slot_T.tolist()
         self._slot_N = batch.slot_N.tolist()
 
+    def start(self, x_TI: Tensor, group: int) -> None:
+        """Nothing runs beside the base product."""
+
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         self._rows(y_TO, x_TI, group, self._slot_T)
 

@@ -42,6 +42,7 @@ from weft.core.config import MAX_RANK
 from weft.core.errors import ConfigError
 from weft.core.targets import ALIGN, Group
 from weft.kernels.lora.base import AdapterPool, LoraBatch, Segment
+from weft.kernels.staging import Staging
 
 _ALIGN = tl.constexpr(ALIGN)
 
@@ -53,7 +54,7 @@ class Blocks:
     rows: int = 16
     """Of a tile. Below 64: from there on another matrix instruction is used on Hopper."""
     ranks: int = 16
-    columns: int = 256
+    columns: int = 128
     expand_ranks: int = 16
     shrink_units: int = 32
     """Programs that share the parts and ranks of one tile."""
@@ -63,7 +64,11 @@ class Blocks:
     shrink_stages: int = 2
     expand_programs: int = 4096
     expand_warps: int = 4
-    expand_stages: int = 1
+    expand_stages: int = 3
+    wide: int = 4
+    """Tiles of columns that a program of the expand takes when there are many tiles of rows."""
+    wide_from: int = 16
+    """Tiles of rows from which on they are many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,13 +85,11 @@ class Tuning:
     few: Blocks = field(default_factory=Blocks)
     many: Blocks = field(
         default_factory=lambda: Blocks(
-            columns=128,
-            shrink_units=4,
-            shrink_stages=3,
-            expand_programs=1 << 16,
-            expand_stages=2,
+            shrink_units=4, shrink_stages=3, expand_programs=1 << 16, expand_stages=2, wide=1
         )
     )
+    side_stream: bool = True
+    """In a CUDA graph, run the shrink beside the base product, which reads the same input."""
     dependent_launch: bool = False
     """Start a kernel before the one ahead has ended (sm_90 on); adapters are read meanwhile."""
 
@@ -250,7 +253,51 @@ def _shrink(
 
 
 @triton.jit
-def _delta(
+def _sum_parts(
+    v_at,
+    rows,
+    r0,
+    rank,
+    parts,
+    part_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Ranks [r0, r0 + BLOCK_R) of v: its parts in their order, fp32 (BLOCK_M, BLOCK_R)."""
+    m = tl.arange(0, BLOCK_M)
+    r = r0 + tl.arange(0, BLOCK_R)
+    if WHOLE:
+        mask = (m < rows)[:, None] & (r < rank)[None, :]
+        return tl.load(v_at + r[None, :], mask=mask, other=0.0).to(tl.float32)
+    v = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+    for p0 in range(0, parts, 8):
+        for j in tl.static_range(8):  # unrolled: eight loads in flight
+            limit = tl.where(parts > p0 + j, rank, 0)
+            v += tl.load(
+                v_at + (p0 + j) * part_stride + r[None, :],
+                mask=(m < rows)[:, None] & (r < limit)[None, :],
+                other=0.0,
+            )
+    return v
+
+
+@triton.jit
+def _times_b(acc, v, b, EXACT: tl.constexpr):
+    """acc + v @ b^T; v is fp32 and enters as the sum of two numbers of b's dtype."""
+    if EXACT:
+        acc = _dot(v, tl.trans(b), acc, EXACT)
+    else:
+        high = v.to(b.dtype)
+        low = (v - high.to(tl.float32)).to(b.dtype)
+        acc = _dot(low, tl.trans(b), acc, EXACT)
+        acc = _dot(high, tl.trans(b), acc, EXACT)
+    return acc
+
+
+@triton.jit
+def _add_columns(
+    y_at,
     v_at,
     b_at,
     rows,
@@ -261,44 +308,67 @@ def _delta(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    STAGES: tl.constexpr,
+    SINGLE: tl.constexpr,
     WHOLE: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """(sum of the parts of v) (rows, rank) @ B (count, rank)^T: fp32 (BLOCK_M, BLOCK_N)."""
+    """y (rows, count) += (sum of the parts of v) (rows, rank) @ B (count, rank)^T.
+
+    `y_at` points to the first column of each of BLOCK_M rows, `v_at` likewise to v. SINGLE: count
+    is at most BLOCK_N.
+    """
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
-    acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-    for r0 in range(0, rank, BLOCK_R):
-        r = r0 + tl.arange(0, BLOCK_R)
+    r = tl.arange(0, BLOCK_R)
+    if rank <= BLOCK_R and SINGLE:
         b = tl.load(
             b_at + n[:, None] * rank + r[None, :],
             mask=(n < count)[:, None] & (r < rank)[None, :],
             other=0.0,
         )
+        if PDL:  # b is no work of the kernels ahead
+            tl.extra.cuda.gdc_wait()
+        mask = (m < rows)[:, None] & (n < count)[None, :]
+        y = tl.load(y_at + n[None, :], mask=mask, other=0.0)
+        v = _sum_parts(v_at, rows, 0, rank, parts, part_stride, BLOCK_M, BLOCK_R, WHOLE)
+        acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+        acc = _times_b(acc, v, b, EXACT)
+        tl.store(y_at + n[None, :], (y.to(tl.float32) + acc).to(y.dtype), mask=mask)
+    elif rank <= BLOCK_R:
         if PDL:
             tl.extra.cuda.gdc_wait()
-        if WHOLE:
-            mask = (m < rows)[:, None] & (r < rank)[None, :]
-            v = tl.load(v_at + r[None, :], mask=mask, other=0.0).to(tl.float32)
-        else:
-            v = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
-            for p0 in range(0, parts, 8):
-                for j in tl.static_range(8):  # unrolled: eight loads in flight
-                    limit = tl.where(parts > p0 + j, rank, 0)
-                    v += tl.load(
-                        v_at + (p0 + j) * part_stride + r[None, :],
-                        mask=(m < rows)[:, None] & (r < limit)[None, :],
-                        other=0.0,
-                    )
-        if EXACT:
-            acc = _dot(v, tl.trans(b), acc, EXACT)
-        else:
-            high = v.to(b.dtype)
-            low = (v - high.to(tl.float32)).to(b.dtype)
-            acc = _dot(low, tl.trans(b), acc, EXACT)
-            acc = _dot(high, tl.trans(b), acc, EXACT)
-    return acc
+        v = _sum_parts(v_at, rows, 0, rank, parts, part_stride, BLOCK_M, BLOCK_R, WHOLE)
+        for n0 in tl.range(0, count, BLOCK_N, num_stages=STAGES):
+            there = n0 + n < count
+            b = tl.load(
+                b_at + (n0 + n)[:, None] * rank + r[None, :],
+                mask=there[:, None] & (r < rank)[None, :],
+                other=0.0,
+            )
+            mask = (m < rows)[:, None] & there[None, :]
+            y = tl.load(y_at + (n0 + n)[None, :], mask=mask, other=0.0)
+            acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+            acc = _times_b(acc, v, b, EXACT)
+            tl.store(y_at + (n0 + n)[None, :], (y.to(tl.float32) + acc).to(y.dtype), mask=mask)
+    else:
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        for n0 in range(0, count, BLOCK_N):
+            there = n0 + n < count
+            acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+            for r0 in range(0, rank, BLOCK_R):
+                b = tl.load(
+                    b_at + (n0 + n)[:, None] * rank + (r0 + r)[None, :],
+                    mask=there[:, None] & (r0 + r < rank)[None, :],
+                    other=0.0,
+                )
+                v = _sum_parts(v_at, rows, r0, rank, parts, part_stride, BLOCK_M, BLOCK_R, WHOLE)
+                acc = _times_b(acc, v, b, EXACT)
+            mask = (m < rows)[:, None] & there[None, :]
+            y = tl.load(y_at + (n0 + n)[None, :], mask=mask, other=0.0)
+            tl.store(y_at + (n0 + n)[None, :], (y.to(tl.float32) + acc).to(y.dtype), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_tiles", "group", "first_slice"])
@@ -324,6 +394,8 @@ def _expand(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
+    WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
     PART: tl.constexpr,
     MAX_PARTS: tl.constexpr,
     VEC: tl.constexpr,
@@ -335,17 +407,17 @@ def _expand(
     """y[t, slice] += v[t, ranks of slice] @ B[slot, slice]^T for the rows of all tiles.
 
     y (T, O) with unit stride along O; work and tiles as `_shrink` has them; columns int32
-    (column tiles, 4): slice within the group, index of the tile within the slice, and in units
-    of VEC the number of columns and the first column of y. GATHER: v[t] is row ids[t] (int64)
-    of A (K, R) instead. Programs: axis 0 is the column tile, axis 1 shares the row tiles.
+    (column ranges, 4): slice within the group, index of the range of WIDTH within the slice, and
+    in units of VEC the number of columns and the first column of y. GATHER: v[t] is row ids[t]
+    (int64) of A (K, R) instead. Programs: axis 0 is the range of columns, axis 1 shares the row
+    tiles.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     m = tl.arange(0, BLOCK_M)
-    n = tl.arange(0, BLOCK_N)
     column = columns_ptr + 4 * tl.program_id(0)
     slice_ = tl.load(column)
-    start = tl.load(column + 1) * BLOCK_N
+    start = tl.load(column + 1) * WIDTH
     count = tl.load(column + 2) * VEC
     y_start = tl.load(column + 3) * VEC
     for i in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
@@ -378,10 +450,12 @@ def _expand(
                     v_at = work_ptr + t * W + r_start
                     if not WHOLE:
                         _, parts = _parts(R, K, W, PART, MAX_PARTS)
+                y_at = y_ptr + t * y_stride + y_start
                 # Rows of B are wide loads when the rank is known to be a multiple of 8.
                 if rank % 8 == 0:
                     rank_8 = rank // 8 * 8
-                    acc = _delta(
+                    _add_columns(
+                        y_at,
                         v_at,
                         arena_ptr + b_offset + start * rank_8,
                         rows,
@@ -392,12 +466,15 @@ def _expand(
                         BLOCK_M,
                         BLOCK_N,
                         BLOCK_R,
+                        STAGES,
+                        WIDTH == BLOCK_N,
                         WHOLE,
                         EXACT,
                         PDL,
                     )
                 else:
-                    acc = _delta(
+                    _add_columns(
+                        y_at,
                         v_at,
                         arena_ptr + b_offset + start * rank,
                         rows,
@@ -408,14 +485,12 @@ def _expand(
                         BLOCK_M,
                         BLOCK_N,
                         BLOCK_R,
+                        STAGES,
+                        WIDTH == BLOCK_N,
                         WHOLE,
                         EXACT,
                         PDL,
                     )
-                y_at = y_ptr + t * y_stride + (y_start + n)[None, :]
-                mask = (m < rows)[:, None] & (n < count)[None, :]
-                y = tl.load(y_at, mask=mask, other=0.0)
-                tl.store(y_at, (y.to(tl.float32) + acc).to(y.dtype), mask=mask)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -434,15 +509,43 @@ class _Rows(NamedTuple):
 
 
 class _TileList:
-    """A list of tiles at a fixed place on the device."""
+    """The tiles of a step at a fixed place on the device: of its rows, then of its sampled rows.
+    Where each begins follows from the numbers of rows, up to `Tuning.few_rows` of them."""
 
     def __init__(self, tuning: Tuning, device: torch.device) -> None:
         self._tuning = tuning
         self._device = device
-        self._tiles = torch.zeros((tuning.few_rows, 4), dtype=torch.int32, device=device)
+        self._staging = Staging(0, device)
 
-    def fill(self, segments: tuple[Segment, ...], num_rows: int) -> _Rows:
-        """Lay the tiles of a step out, ahead of its kernels on the current stream."""
+    def reserve(self, num_tiles: int) -> None:
+        """Make room for so many of rows and as many of sampled rows."""
+        if 8 * num_tiles > len(self._staging):
+            self._staging = Staging(8 * num_tiles, self._device)
+
+    def fill(self, batch: LoraBatch) -> tuple[_Rows, _Rows]:
+        """Lay a step's tiles out, ahead of its kernels on the current stream."""
+        same = batch.segments is batch.sampled_segments and len(batch.slot_T) == len(batch.slot_N)
+        parts = [self._tiles(batch.segments, len(batch.slot_T))]
+        if not same:
+            parts.append(self._tiles(batch.sampled_segments, len(batch.slot_N)))
+        bounds = [bound for _, bound, _ in parts]
+        self.reserve(sum(bounds))
+        words = self._staging.begin(4 * sum(bounds))
+        words[:] = 0
+        first = 0
+        rows: list[_Rows] = []
+        for found, bound, whole in parts:
+            words[4 * first : 4 * (first + len(found))] = np.asarray(found, np.int32).reshape(-1)
+            tiles = self._staging.device_words[4 * first : 4 * (first + bound)].view(bound, 4)
+            rows.append(_Rows(tiles, bound, whole))
+            first += bound
+        self._staging.send(len(words))
+        return rows[0], rows[-1]
+
+    def _tiles(
+        self, segments: tuple[Segment, ...], num_rows: int
+    ) -> tuple[list[tuple[int, int, int, int]], int, bool]:
+        """Tiles, the bound on their number that kernels are launched for, and `_Rows.whole`."""
         whole = num_rows > self._tuning.few_rows
         rows = (self._tuning.many if whole else self._tuning.few).rows
         found = [
@@ -450,17 +553,7 @@ class _TileList:
             for slot, start, stop in segments
             for first in range(start, stop, rows)
         ]
-        bound = len(found) if whole else num_rows
-        if bound > len(self._tiles):
-            self._tiles = torch.zeros((2 * bound, 4), dtype=torch.int32, device=self._device)
-        if bound:
-            host = np.zeros((bound, 4), np.int32)
-            host[: len(found)] = np.asarray(found, np.int32).reshape(-1, 4)
-            tiles = torch.from_numpy(host)
-            if self._device.type == "cuda":
-                tiles = tiles.pin_memory()
-            self._tiles[:bound].copy_(tiles, non_blocking=True)
-        return _Rows(self._tiles, bound, whole)
+        return found, len(found) if whole else num_rows, whole
 
 
 def _has_dependent_launch(device: torch.device) -> bool:
@@ -482,8 +575,10 @@ class TritonBackend:
         most = max(len(g.slices) for g in pool.table.groups)
         self.row_floats = max(self.tuning.row_floats, MAX_RANK * most)
         self.exact = INTERPRETED or pool.arena.dtype == torch.float32
-        self._token_tiles = _TileList(self.tuning, device)
-        self._sampled_tiles = _TileList(self.tuning, device)
+        self.side_stream = None
+        if self.tuning.side_stream and device.type == "cuda":
+            self.side_stream = torch.cuda.Stream(device)
+        self._tiles = _TileList(self.tuning, device)
         self._work = torch.empty((0, self.row_floats), dtype=torch.float32, device=device)
         self._columns: dict[tuple[tuple[int, ...], int], tuple[Tensor, int]] = {}
         self.reserve(self.tuning.few_rows)
@@ -492,9 +587,11 @@ class TritonBackend:
         """Make room for steps of that many rows. What was captured before is void if it grew."""
         if num_rows > len(self._work):
             self._work = self._work.new_empty((num_rows, self.row_floats))
+        self._tiles.reserve(num_rows)
         for group in self.pool.table.groups:
             for blocks in (self.tuning.few, self.tuning.many):
-                self.columns(group, blocks.columns)
+                for wide in (1, blocks.wide):
+                    self.columns(group, blocks.columns * wide)
 
     def begin(self, batch: LoraBatch) -> TritonStep:
         for segment in batch.segments:
@@ -502,9 +599,7 @@ class TritonBackend:
         num_rows = max(len(batch.slot_T), len(batch.slot_N))
         if num_rows > len(self._work):
             self.reserve(2 * num_rows)
-        tokens = self._token_tiles.fill(batch.segments, len(batch.slot_T))
-        sampled = self._sampled_tiles.fill(batch.sampled_segments, len(batch.slot_N))
-        return TritonStep(self, tokens, sampled, self._work)
+        return TritonStep(self, *self._tiles.fill(batch), self._work)
 
     def columns(self, group: Group, width: int) -> tuple[Tensor, int]:
         """Column tiles of a group's output as `_expand` reads them, and their VEC."""
@@ -534,9 +629,25 @@ class TritonStep:
         self._tokens = tokens
         self._sampled = sampled
         self._work = work
+        self._side = backend.side_stream
+        self._ahead = False
+        """Whether the shrink of the layer that is under way runs on the side stream."""
+
+    def start(self, x_TI: Tensor, group: int) -> None:
+        if self._side is None or not torch.cuda.is_current_stream_capturing():
+            return
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            self.shrink(x_TI, group, self._tokens)
+        self._ahead = True
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
-        self._apply(y_TO, x_TI, group, self._tokens)
+        if self._ahead and self._side is not None:
+            self._ahead = False
+            torch.cuda.current_stream().wait_stream(self._side)
+            self.expand(y_TO, group, self._tokens)
+        else:
+            self._apply(y_TO, x_TI, group, self._tokens)
 
     def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
         self._apply(y_NV, x_NI, group, self._sampled)
@@ -594,7 +705,8 @@ class TritonStep:
         backend, pool, tuning = self._backend, self._backend.pool, self._backend.tuning
         blocks = tuning.many if rows.whole else tuning.few
         of = pool.table.groups[group]
-        columns, vec = backend.columns(of, blocks.columns)
+        width = blocks.columns * (blocks.wide if rows.num_tiles >= blocks.wide_from else 1)
+        columns, vec = backend.columns(of, width)
         sharers = max(1, min(rows.num_tiles, blocks.expand_programs // len(columns)))
         gather = ids_T is not None
         _expand[len(columns), sharers](
@@ -619,6 +731,8 @@ class TritonStep:
             BLOCK_M=blocks.rows,
             BLOCK_N=blocks.columns,
             BLOCK_R=blocks.expand_ranks,
+            WIDTH=width,
+            STAGES=blocks.expand_stages,
             PART=tuning.part,
             MAX_PARTS=tuning.max_parts,
             VEC=vec,
@@ -627,7 +741,6 @@ class TritonStep:
             EXACT=backend.exact,
             PDL=tuning.dependent_launch,
             num_warps=blocks.expand_warps,
-            num_stages=blocks.expand_stages,
             **self._launch_options(),
         )
 

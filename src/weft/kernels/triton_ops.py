@@ -1,0 +1,607 @@
+"""Fused Triton kernels between the matrix products: norms, rope with the KV write, attention.
+
+Shapes: T token rows, S sequences, I hidden size, F intermediate width, H query heads, K key and
+value heads, G = H / K query heads of one key head, D head dimension, B blocks of a sequence,
+P parts that a decode's context is cut into.
+
+Everything is computed in fp32 and rounded once. A decode's launches follow from the number of
+sequences alone, so that a CUDA graph of them serves any lengths; a sequence of length 0 (padding
+of a graph) reads no cache and gives zeros, and a row with a negative slot is not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.core.errors import ConfigError
+from weft.kernels.attention import AttentionBatch, KVCache
+
+MAX_PARTS = 16
+"""Of a decode's context."""
+
+ENOUGH_PROGRAMS = 2
+"""For each processor: a decode that has more is not cut into parts."""
+
+DECODE_TOKENS, DECODE_WARPS, DECODE_STAGES = 64, 4, 3
+"""Context tokens of one round of a decode's program, its warps, and rounds that overlap."""
+
+PREFILL_ROWS = 64
+"""Rows of a prefill tile: G heads of each of its query tokens."""
+
+
+@triton.jit
+def _add_rms_norm(
+    x_ptr, delta_ptr, weight_ptr, out_ptr, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out = rms_norm(x) or, with ADD, x += delta first; one program per row of `width`."""
+    i = tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * width + i
+    x = tl.load(x_ptr + at, mask=i < width, other=0.0)
+    if ADD:
+        delta = tl.load(delta_ptr + at, mask=i < width, other=0.0)
+        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
+        tl.store(x_ptr + at, x, mask=i < width)
+    weight = tl.load(weight_ptr + i, mask=i < width, other=0.0).to(tl.float32)
+    wide = x.to(tl.float32)
+    scale = 1 / tl.sqrt(tl.sum(wide * wide) / width + eps)
+    tl.store(out_ptr + at, (wide * scale * weight).to(x.dtype), mask=i < width)
+
+
+@triton.jit
+def _silu_and_mul(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr):
+    """out (T, F) = silu(gate) * up of rows (gate, up); programs: row, block of columns."""
+    row = tl.program_id(0).to(tl.int64)
+    f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    gate = tl.load(gate_up_ptr + row * 2 * F + f, mask=f < F, other=0.0)
+    up = tl.load(gate_up_ptr + row * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+    wide = gate.to(tl.float32)
+    tl.store(out_ptr + row * F + f, (wide / (1 + tl.exp(-wide)) * up).to(gate.dtype), mask=f < F)
+
+
+@triton.jit
+def _rope_and_write(
+    qkv_ptr,
+    cos_ptr,
+    sin_ptr,
+    norm_ptr,
+    k_ptr,
+    v_ptr,
+    slot_ptr,
+    row_stride,
+    table_stride,
+    eps,
+    H,
+    K,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Head n of row t: q is rotated in place, k to the cache, v copied there. Programs (T, N).
+
+    qkv (T, H + 2K, D) with contiguous heads; cos and sin (T, D) as `apply_rope` has them, both of
+    row stride `table_stride`; norm (H + K, D); k and v (slots, K, D); slot int64 (T,).
+    """
+    t = tl.program_id(0).to(tl.int64)
+    n = tl.program_id(1)
+    d = tl.arange(0, BLOCK)
+    ok = d < D
+    at = qkv_ptr + t * row_stride + n * D
+    x = tl.load(at + d, mask=ok, other=0.0)
+    slot = tl.load(slot_ptr + t)
+    written = d < tl.where(slot < 0, 0, D)
+    if n < H + K:
+        swapped_d = tl.where(d < D // 2, d + D // 2, d - D // 2)
+        swapped = tl.load(at + swapped_d, mask=ok, other=0.0).to(tl.float32)
+        y = x.to(tl.float32)
+        if NORM:
+            scale = 1 / tl.sqrt(tl.sum(y * y) / D + eps)
+            norm_at = norm_ptr + n * D
+            y = y * scale * tl.load(norm_at + d, mask=ok, other=0.0).to(tl.float32)
+            swapped = (
+                swapped * scale * tl.load(norm_at + swapped_d, mask=ok, other=0.0).to(tl.float32)
+            )
+        cos = tl.load(cos_ptr + t * table_stride + d, mask=ok, other=0.0).to(tl.float32)
+        sin = tl.load(sin_ptr + t * table_stride + d, mask=ok, other=0.0).to(tl.float32)
+        y = (y * cos + swapped * sin).to(x.dtype)
+        if n < H:
+            tl.store(at + d, y, mask=ok)  # one warp: both halves have been read
+        else:
+            tl.store(k_ptr + (slot * K + n - H) * D + d, y, mask=written)
+    else:
+        tl.store(v_ptr + (slot * K + n - H - K) * D + d, x, mask=written)
+
+
+@triton.jit
+def _accumulate(
+    q,
+    k_ptr,
+    v_ptr,
+    table_at,
+    head,
+    first,
+    last,
+    position,
+    window,
+    K,
+    scale,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """Online softmax of rows q (M, D) over context tokens [first, last): (acc, sum, maximum).
+
+    CAUSAL: row m sees up to position[m]; WINDOW: and only after position[m] - window.
+    """
+    d = tl.arange(0, BLOCK_D)
+    most = tl.full((BLOCK_M,), -1e30, tl.float32)
+    total = tl.full((BLOCK_M,), 0.0, tl.float32)
+    acc = tl.full((BLOCK_M, BLOCK_D), 0.0, tl.float32)
+    for start in range(first, last, BLOCK_N):
+        n = start + tl.arange(0, BLOCK_N)
+        there = n < last
+        block = tl.load(table_at + n // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
+        at = ((block * BLOCK_SIZE + n % BLOCK_SIZE) * K + head) * D
+        mask = there[:, None] & (d < D)[None, :]
+        k = tl.load(k_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        seen = there[None, :]
+        if CAUSAL:
+            seen = seen & (n[None, :] <= position[:, None])
+        if WINDOW:
+            seen = seen & (n[None, :] > position[:, None] - window)
+        score = tl.where(seen, score, -1e30)
+        most_now = tl.maximum(most, tl.max(score, 1))
+        weight = tl.where(seen, tl.exp(score - most_now[:, None]), 0.0)
+        shrink = tl.exp(most - most_now)
+        total = total * shrink + tl.sum(weight, 1)
+        v = tl.load(v_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
+        acc = acc * shrink[:, None]
+        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
+        most = most_now
+    return acc, total, most
+
+
+@triton.jit
+def _decode(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    acc_ptr,
+    sums_ptr,
+    table_ptr,
+    lens_ptr,
+    pairs_ptr,
+    scale,
+    window,
+    q_stride,
+    table_stride,
+    K,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """One query row of a sequence against one part of its context; programs (S, K, PARTS).
+
+    q and out (T, H, D); acc fp32 (S, PARTS, H, D) and sums fp32 (S, PARTS, H, 2) of (sum,
+    maximum), which `_combine` puts together when PARTS > 1; table int32 (., B); lens int32;
+    pairs int32 (S, 2) of sequence and row, without PAIRS both are the program's number.
+    """
+    i = tl.program_id(0)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    seq = i
+    row = i
+    if PAIRS:
+        seq = tl.load(pairs_ptr + 2 * i)
+        row = tl.load(pairs_ptr + 2 * i + 1)
+    length = tl.load(lens_ptr + seq)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(length - window, 0)
+    each = (length - begin + PARTS * BLOCK_N - 1) // (PARTS * BLOCK_N) * BLOCK_N
+    first = begin + part * each
+    last = tl.minimum(first + each, length)
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    mask = (g < G)[:, None] & (d < D)[None, :]
+    at = (head * G + g)[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + row.to(tl.int64) * q_stride + at, mask=mask, other=0.0)
+    acc, total, most = _accumulate(
+        q,
+        k_ptr,
+        v_ptr,
+        table_ptr + seq.to(tl.int64) * table_stride,
+        head,
+        first,
+        last,
+        g,
+        window,
+        K,
+        scale,
+        D,
+        BLOCK_D,
+        BLOCK_G,
+        BLOCK_N,
+        BLOCK_SIZE,
+        False,
+        False,
+    )
+    H = K * G
+    if PARTS == 1:
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        out_at = out_ptr + row.to(tl.int64) * H * D + at
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        base = (i * PARTS + part).to(tl.int64) * H
+        tl.store(acc_ptr + base * D + at, acc, mask=mask)
+        sums_at = sums_ptr + (base + head * G + g) * 2
+        tl.store(sums_at, total, mask=g < G)
+        tl.store(sums_at + 1, most, mask=g < G)
+
+
+@triton.jit
+def _combine(
+    out_ptr,
+    acc_ptr,
+    sums_ptr,
+    pairs_ptr,
+    H,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """The parts of one head of one row of `_decode`; programs (S, H)."""
+    i = tl.program_id(0)
+    head = tl.program_id(1)
+    row = i
+    if PAIRS:
+        row = tl.load(pairs_ptr + 2 * i + 1)
+    p = tl.arange(0, BLOCK_P)
+    d = tl.arange(0, BLOCK_D)
+    at = (i * PARTS + p).to(tl.int64) * H + head
+    total = tl.load(sums_ptr + at * 2, mask=p < PARTS, other=0.0)
+    most = tl.load(sums_ptr + at * 2 + 1, mask=p < PARTS, other=-1e30)
+    share = tl.exp(most - tl.max(most))
+    acc = tl.load(
+        acc_ptr + at[:, None] * D + d[None, :],
+        mask=(p < PARTS)[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    whole = tl.sum(total * share)
+    out = tl.sum(acc * share[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    out_at = out_ptr + (row.to(tl.int64) * H + head) * D + d
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=d < D)
+
+
+@triton.jit
+def _prefill(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    table_ptr,
+    tiles_ptr,
+    scale,
+    window,
+    q_stride,
+    table_stride,
+    K,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """A tile of query rows of one sequence, G heads of each; programs (tiles, K).
+
+    tiles int32 (., 4): sequence, first row, number of rows, position of the first row. The rest
+    as `_decode` has it.
+    """
+    tile = tiles_ptr + 4 * tl.program_id(0)
+    head = tl.program_id(1)
+    seq = tl.load(tile)
+    row = tl.load(tile + 1)
+    count = tl.load(tile + 2)
+    position = tl.load(tile + 3)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    mask = (m < count * G)[:, None] & (d < D)[None, :]
+    rows = (row + m // G).to(tl.int64)
+    heads = head * G + m % G
+    q = tl.load(
+        q_ptr + rows[:, None] * q_stride + heads[:, None] * D + d[None, :], mask=mask, other=0.0
+    )
+    first = 0
+    if WINDOW:
+        first = tl.maximum(position - window + 1, 0) // BLOCK_SIZE * BLOCK_SIZE
+    acc, total, _ = _accumulate(
+        q,
+        k_ptr,
+        v_ptr,
+        table_ptr + seq.to(tl.int64) * table_stride,
+        head,
+        first,
+        position + count,
+        position + m // G,
+        window,
+        K,
+        scale,
+        D,
+        BLOCK_D,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_SIZE,
+        True,
+        WINDOW,
+    )
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_at = out_ptr + rows[:, None] * (K * G * D) + heads[:, None] * D + d[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+INTERPRETED = not isinstance(_decode, triton.runtime.JITFunction)
+"""Whether this process runs kernels in Triton's interpreter."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """Which rows of a step go to which kernel."""
+
+    num_decodes: int
+    pairs: Tensor | None
+    """int32 (decodes, 2), sequence and row; None: all sequences, each with its one row."""
+    tiles: Tensor | None
+    """int32 (tiles, 4) of the prefill kernel; None: there are none."""
+
+
+class TritonOps:
+    """Ops for CUDA devices (and, in Triton's interpreter, for the CPU)."""
+
+    def __init__(self, device: torch.device) -> None:
+        if device.type == "cpu" and not INTERPRETED:
+            raise ConfigError("the triton ops need a GPU", "ops")
+        self._programs = 1 if device.type == "cpu" else _num_processors(device)
+
+    def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        return _norm(x_TI, None, weight_I, eps)
+
+    def add_rms_norm(self, x_TI: Tensor, delta_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
+        return _norm(x_TI, delta_TI, weight_I, eps)
+
+    def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
+        num_rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+        out_TF = gate_up_T2F.new_empty(num_rows, width)
+        if num_rows:
+            grid = (num_rows, triton.cdiv(width, 1024))
+            _silu_and_mul[grid](gate_up_T2F, out_TF, width, BLOCK=1024, num_warps=4)
+        return out_TF
+
+    def rope_and_write(
+        self,
+        qkv_TND: Tensor,
+        rope: tuple[Tensor, Tensor],
+        norm_ND: Tensor | None,
+        eps: float,
+        cache: KVCache,
+        batch: AttentionBatch,
+    ) -> Tensor:
+        T, N, D = qkv_TND.shape
+        K = cache.k.shape[2]
+        H = N - 2 * K
+        cos_T1D, sin_T1D = rope
+        assert cos_T1D.stride(0) == sin_T1D.stride(0)
+        if T:
+            _rope_and_write[T, N](
+                qkv_TND,
+                cos_T1D,
+                sin_T1D,
+                cos_T1D if norm_ND is None else norm_ND,
+                cache.k,
+                cache.v,
+                batch.slot_mapping_T,
+                qkv_TND.stride(0),
+                cos_T1D.stride(0),
+                eps,
+                H,
+                K,
+                D=D,
+                BLOCK=triton.next_power_of_2(D),
+                NORM=norm_ND is not None,
+                num_warps=1,
+            )
+        return qkv_TND[:, :H]
+
+    def attend(
+        self,
+        q_THD: Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        out_THD = q_THD.new_empty(q_THD.shape)
+        work = self._work_of(batch, q_THD.shape[1] // cache.k.shape[2])
+        if work.num_decodes:
+            self._decode(q_THD, cache, batch, work, scale, window, out_THD)
+        if work.tiles is not None:
+            _run_prefill(q_THD, cache, batch, work.tiles, scale, window, out_THD)
+        return out_THD
+
+    def _decode(
+        self,
+        q_THD: Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        work: _Work,
+        scale: float,
+        window: int | None,
+        out_THD: Tensor,
+    ) -> None:
+        S, (H, D), K = work.num_decodes, q_THD.shape[1:], cache.k.shape[2]
+        parts = max(1, min(MAX_PARTS, ENOUGH_PROGRAMS * self._programs // (S * K)))
+        acc = sums = out_THD
+        if parts > 1:
+            acc = q_THD.new_empty((S, parts, H, D), dtype=torch.float32)
+            sums = q_THD.new_empty((S, parts, H, 2), dtype=torch.float32)
+        pairs = batch.seq_lens_S if work.pairs is None else work.pairs
+        block_d = max(16, triton.next_power_of_2(D))
+        _decode[S, K, parts](
+            q_THD,
+            cache.k,
+            cache.v,
+            out_THD,
+            acc,
+            sums,
+            batch.block_table_SB,
+            batch.seq_lens_S,
+            pairs,
+            scale,
+            window or 0,
+            q_THD.stride(0),
+            batch.block_table_SB.stride(0),
+            K,
+            G=H // K,
+            D=D,
+            BLOCK_D=block_d,
+            BLOCK_G=max(16, triton.next_power_of_2(H // K)),
+            BLOCK_N=DECODE_TOKENS,
+            BLOCK_SIZE=cache.block_size,
+            PARTS=parts,
+            PAIRS=work.pairs is not None,
+            WINDOW=window is not None,
+            num_warps=DECODE_WARPS,
+            num_stages=DECODE_STAGES,
+        )
+        if parts > 1:
+            _combine[S, H](
+                out_THD,
+                acc,
+                sums,
+                pairs,
+                H,
+                D=D,
+                BLOCK_D=block_d,
+                PARTS=parts,
+                BLOCK_P=triton.next_power_of_2(parts),
+                PAIRS=work.pairs is not None,
+                num_warps=4,
+            )
+
+    def _work_of(self, batch: AttentionBatch, num_groups: int) -> _Work:
+        key = ("triton", num_groups)
+        work = batch.prepared.get(key)
+        if work is None:
+            work = batch.prepared[key] = _plan(batch, num_groups)
+        assert isinstance(work, _Work)
+        return work
+
+
+def _norm(x_TI: Tensor, delta_TI: Tensor | None, weight_I: Tensor, eps: float) -> Tensor:
+    num_rows, width = x_TI.shape
+    out_TI = torch.empty_like(x_TI)
+    if num_rows:
+        block = triton.next_power_of_2(width)
+        _add_rms_norm[(num_rows,)](
+            x_TI,
+            x_TI if delta_TI is None else delta_TI,
+            weight_I,
+            out_TI,
+            width,
+            eps,
+            ADD=delta_TI is not None,
+            BLOCK=block,
+            num_warps=min(max(block // 512, 1), 16),
+        )
+    return out_TI
+
+
+def _run_prefill(
+    q_THD: Tensor,
+    cache: KVCache,
+    batch: AttentionBatch,
+    tiles: Tensor,
+    scale: float,
+    window: int | None,
+    out_THD: Tensor,
+) -> None:
+    (H, D), K = q_THD.shape[1:], cache.k.shape[2]
+    _prefill[len(tiles), K](
+        q_THD,
+        cache.k,
+        cache.v,
+        out_THD,
+        batch.block_table_SB,
+        tiles,
+        scale,
+        window or 0,
+        q_THD.stride(0),
+        batch.block_table_SB.stride(0),
+        K,
+        G=H // K,
+        D=D,
+        BLOCK_D=max(16, triton.next_power_of_2(D)),
+        BLOCK_M=_tile_rows(H // K),
+        BLOCK_N=64,
+        BLOCK_SIZE=cache.block_size,
+        WINDOW=window is not None,
+        num_warps=4,
+        num_stages=2,
+    )
+
+
+def _tile_rows(num_groups: int) -> int:
+    return max(PREFILL_ROWS, triton.next_power_of_2(num_groups))
+
+
+def _plan(batch: AttentionBatch, num_groups: int) -> _Work:
+    counts = [b - a for a, b in pairwise(batch.query_start)]
+    if all(count == 1 for count in counts):
+        return _Work(len(counts), None, None)
+    pairs: list[tuple[int, int]] = []
+    tiles: list[tuple[int, int, int, int]] = []
+    size = _tile_rows(num_groups) // num_groups
+    for seq, (row, count) in enumerate(zip(batch.query_start, counts, strict=False)):
+        if count == 1:
+            pairs.append((seq, row))
+            continue
+        before = batch.seq_lens[seq] - count
+        tiles += [
+            (seq, row + first, min(size, count - first), before + first)
+            for first in range(0, count, size)
+        ]
+    device = batch.block_table_SB.device
+    return _Work(len(pairs), _upload(pairs, device), _upload(tiles, device))
+
+
+def _upload(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor | None:
+    if not rows:
+        return None
+    host = torch.tensor(rows, dtype=torch.int32)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def _num_processors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

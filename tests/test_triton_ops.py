@@ -1,0 +1,156 @@
+"""The fused Triton ops in Triton's interpreter, against the oracles of what they fuse."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from attention_cases import HEAD_DIM, TOLERANCE, assert_same_as_oracle, random_batch, random_inputs
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+if sys.platform != "linux":
+    pytest.skip("Triton is for Linux", allow_module_level=True)
+pytest.importorskip("triton")
+
+import weft.kernels.triton_ops as kernels
+from weft.core.errors import ConfigError
+from weft.kernels.activation import reference_silu_and_mul
+from weft.kernels.attention import AttentionBatch, KVCache, make_batch, reference_attend, write_kv
+from weft.kernels.norm import reference_rms_norm
+from weft.kernels.ops import TorchOps
+
+pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
+
+DTYPES = [torch.float32, torch.float16]
+"""bfloat16 is for a GPU: the interpreter computes matrix products of it wrongly."""
+
+
+@pytest.fixture
+def ops(request: pytest.FixtureRequest) -> kernels.TritonOps:
+    return kernels.TritonOps(torch.device("cpu"))
+
+
+def with_parts(num_processors: int) -> kernels.TritonOps:
+    """Ops as on a device of so many processors: the more, the more parts a decode has."""
+    ops = kernels.TritonOps(torch.device("cpu"))
+    ops._programs = num_processors
+    return ops
+
+
+@settings(max_examples=12, deadline=None)
+@given(
+    lens=st.lists(
+        st.tuples(st.one_of(st.just(1), st.integers(1, 40)), st.integers(0, 90)),
+        min_size=1,
+        max_size=4,
+    ),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (7, 1)]),
+    block_size=st.sampled_from([4, 16]),
+    window=st.sampled_from([None, 1, 3, 64]),
+    num_processors=st.sampled_from([1, 8]),
+    seed=st.integers(0, 1000),
+)
+def test_mixed_batches_match_the_oracle(
+    lens: list[tuple[int, int]],
+    heads: tuple[int, int],
+    block_size: int,
+    window: int | None,
+    num_processors: int,
+    seed: int,
+) -> None:
+    batch = random_batch(lens, block_size, seed)
+    ops = with_parts(num_processors)
+    assert_same_as_oracle(ops.attend, batch, heads, block_size, window, seed)
+
+
+@pytest.mark.parametrize("num_processors", [1, 2, 8, 64])
+@pytest.mark.parametrize("window", [None, 5, 100])
+def test_decodes_in_parts_match_the_oracle(num_processors: int, window: int | None) -> None:
+    batch = random_batch([(1, past) for past in (0, 200, 63, 64)], 16, 1)
+    assert_same_as_oracle(with_parts(num_processors).attend, batch, (4, 2), 16, window, 1)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+def test_half_precision(ops: kernels.TritonOps, window: int | None) -> None:
+    batch = random_batch([(1, 20), (9, 0), (1, 0), (70, 13)], 4, 0)
+    assert_same_as_oracle(ops.attend, batch, (4, 2), 4, window, 0, torch.float16)
+
+
+@pytest.mark.parametrize("num_processors", [1, 8])
+def test_padding_of_a_batch_reads_and_writes_no_cache(num_processors: int) -> None:
+    batch = random_batch([(1, 20), (1, 3)], 4, 0)
+    q, k, v, cache = random_inputs(batch, (4, 2), 4, 0, torch.float32)
+    write_kv(k, v, cache, batch)
+    expected = reference_attend(q, cache, batch, scale=0.3, window=None)
+    padded = AttentionBatch(
+        torch.cat((batch.slot_mapping_T, torch.tensor([-1]))),
+        torch.cat((batch.block_table_SB, torch.full_like(batch.block_table_SB[:1], 1 << 20))),
+        torch.cat((batch.seq_lens_S, torch.zeros(1, dtype=torch.int32))),
+        [0, 1, 2, 3],
+        [*batch.seq_lens, 0],
+    )
+    got = with_parts(num_processors).attend(
+        torch.cat((q, q[:1])), cache, padded, scale=0.3, window=None
+    )
+    torch.testing.assert_close(got[:2], expected, atol=2e-5, rtol=2e-5)
+    assert not got[2].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norm_and_activation_match_their_oracles(
+    ops: kernels.TritonOps, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = (3 * torch.randn(5, 40, generator=generator)).to(dtype)
+    delta = torch.randn(5, 40, generator=generator).to(dtype)
+    weight = torch.randn(40, generator=generator).to(dtype)
+    tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    torch.testing.assert_close(
+        ops.rms_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6), **tolerance
+    )
+    added = x + delta
+    got = ops.add_rms_norm(x, delta, weight, 1e-6)
+    assert torch.equal(x, added)
+    torch.testing.assert_close(got, reference_rms_norm(added, weight, 1e-6), **tolerance)
+    torch.testing.assert_close(ops.silu_and_mul(x), reference_silu_and_mul(x), **tolerance)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norm", [False, True])
+def test_rope_and_write_is_the_torch_one(
+    ops: kernels.TritonOps, dtype: torch.dtype, with_norm: bool
+) -> None:
+    batch = random_batch([(3, 5), (1, 9)], 4, 0)
+    generator = torch.Generator().manual_seed(0)
+    _, _, _, cache = random_inputs(batch, (4, 2), 4, 0, dtype)
+    qkv = torch.randn(4, 8, HEAD_DIM, generator=generator).to(dtype)
+    norm = torch.randn(6, HEAD_DIM, generator=generator).to(dtype) if with_norm else None
+    angle = torch.rand(4, HEAD_DIM // 2, generator=generator) * 6
+    cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
+    table = torch.stack((cos, sin), 1).to(dtype)
+    rope = (table[:, :1], table[:, 1:])
+    same = KVCache(cache.k.clone(), cache.v.clone())
+    expected = TorchOps().rope_and_write(qkv.clone(), rope, norm, 1e-6, same, batch)
+    got = ops.rope_and_write(qkv.clone(), rope, norm, 1e-6, cache, batch)
+    tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype], "equal_nan": True}
+    torch.testing.assert_close(got, expected, **tolerance)
+    torch.testing.assert_close(cache.k, same.k, **tolerance)
+    torch.testing.assert_close(cache.v, same.v, rtol=0, atol=0, equal_nan=True)
+
+
+def test_rows_without_a_slot_are_not_written(ops: kernels.TritonOps) -> None:
+    batch = make_batch([1], [1], [[0]], 4)
+    batch.slot_mapping_T.fill_(-1)
+    cache = KVCache(torch.zeros(1, 4, 2, HEAD_DIM), torch.zeros(1, 4, 2, HEAD_DIM))
+    table = torch.ones(1, 2, HEAD_DIM)
+    qkv = torch.ones(1, 8, HEAD_DIM)
+    ops.rope_and_write(qkv, (table[:, :1], table[:, 1:]), None, 1e-6, cache, batch)
+    assert not cache.k.any() and not cache.v.any()
+
+
+def test_without_a_gpu_they_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "INTERPRETED", False)
+    with pytest.raises(ConfigError, match="GPU"):
+        kernels.TritonOps(torch.device("cpu"))
