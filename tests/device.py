@@ -2,16 +2,19 @@
 
 Its "model" hashes everything that it reads through the block table, the adapter of each KV entry
 included. So a wrong block, a stale token, a wrong adapter or a prefix shared across versions
-changes the tokens that come out.
+changes the tokens that come out. Where a mask forbids a token, the next one that is allowed takes
+its place.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from weft.core.types import EngineRequest, TokenLogprob
 from weft.engine.inputs import RowState, StepInputs
-from weft.engine.plan import StepPlan, StepResult
+from weft.engine.plan import StepPlan, StepResult, Words
 
 VOCAB = 50
 
@@ -21,12 +24,71 @@ def next_token(context: list[tuple[int, str | None]], adapter: str | None) -> in
     return int.from_bytes(hashlib.blake2b(repr((context, adapter)).encode()).digest()[:4]) % VOCAB
 
 
-def expected_tokens(prompt: list[int], adapter: str | None, count: int) -> list[int]:
+def expected_tokens(request: EngineRequest, count: int) -> list[int]:
     """What a request alone must yield."""
-    tokens = list(prompt)
+    adapter = request.adapter.digest if request.adapter else None
+    tokens = list(request.prompt_ids)
     for _ in range(count):
-        tokens.append(next_token([(t, adapter) for t in tokens], adapter))
-    return tokens[len(prompt) :]
+        wanted = next_token([(t, adapter) for t in tokens], adapter)
+        allowed = allowed_tokens(request, tokens[len(request.prompt_ids) :])
+        tokens.append(nearest(wanted, allowed))
+    return tokens[len(request.prompt_ids) :]
+
+
+def allowed_tokens(request: EngineRequest, output: list[int]) -> set[int]:
+    """What a request may choose after its output; a rule that leaves nothing doesn't count."""
+    params = request.params
+    left = grammar_allows(output) if params.structured_outputs else set(range(VOCAB))
+    early = len(output) < params.min_tokens
+    for allowed in (
+        set(params.allowed_token_ids or range(VOCAB)),
+        set(range(VOCAB)) - {ids[0] for ids in request.bad_token_ids if len(ids) == 1},
+        set(range(VOCAB)) - ({0, *params.stop_token_ids} if early else set()),
+        set(range(VOCAB))
+        - {
+            ids[-1]
+            for ids in request.bad_token_ids
+            if len(ids) > 1 and output[-len(ids) + 1 :] == list(ids[:-1])
+        },
+    ):
+        left = left & allowed or left
+    return left
+
+
+def nearest(wanted: int, allowed: set[int]) -> int:
+    return min(allowed, key=lambda token: (token - wanted) % VOCAB)
+
+
+def grammar_allows(output: Sequence[int]) -> set[int]:
+    """The only grammar there is: which tokens it allows hangs on all those before."""
+    digest = hashlib.blake2b(repr(list(output)).encode()).digest()
+    return {token for token in range(VOCAB) if digest[token] % 4 == 0} or {0}
+
+
+class FakeGrammar:
+    """Matcher of that grammar."""
+
+    def __init__(self) -> None:
+        self.output: list[int] = []
+
+    def accept(self, token_id: int) -> None:
+        assert token_id in grammar_allows(self.output)
+        self.output.append(token_id)
+
+    def fill(self, words: Words) -> None:
+        words[:] = 0
+        for token in grammar_allows(self.output):
+            words[token // 32] |= 1 << token % 32 if token % 32 < 31 else -(1 << 31)
+
+
+def expected_prompt_logprobs(request: EngineRequest) -> list[TokenLogprob | None]:
+    """Each holds the token that the model would have chosen, and the prompt's own."""
+    adapter = request.adapter.digest if request.adapter else None
+    context = [(t, adapter) for t in request.prompt_ids]
+    return [None] + [
+        TokenLogprob(next_token(context[:n], adapter), context[n][0], [])
+        for n in range(1, len(context))
+    ]
 
 
 @dataclass
@@ -43,12 +105,43 @@ class Device:
         self._write(inputs)
         tokens: list[int] = []
         for n, t in enumerate(inputs.sampled_tokens_N.tolist()):
-            s = next(i for i, q in enumerate(inputs.query_start) if q > t) - 1
-            token = next_token(self._context(inputs, s), self._adapter(int(inputs.slot_T[t])))
+            token = nearest(self._wanted(inputs, t), self._allowed(inputs, n))
             self.last[int(inputs.sampled_rows_N[n])] = token
             tokens.append(token)
         self._check_segments(inputs)
-        return StepResult([tokens[i] for i in inputs.plan_order_N.tolist()])
+        return StepResult(
+            [tokens[i] for i in inputs.plan_order_N.tolist()],
+            prompt_logprobs=self._prompt_logprobs(inputs),
+        )
+
+    def _wanted(self, inputs: StepInputs, t: int) -> int:
+        """What the model says after token `t` of the step."""
+        s = next(i for i, q in enumerate(inputs.query_start) if q > t) - 1
+        context = self._context(inputs, s)[: int(inputs.positions_T[t]) + 1]
+        return next_token(context, self._adapter(int(inputs.slot_T[t])))
+
+    def _allowed(self, inputs: StepInputs, n: int) -> set[int]:
+        mask = inputs.shaping.mask if inputs.shaping else None
+        if mask is None or n not in mask.sampled_K:
+            return set(range(VOCAB))
+        words = mask.words_KW[mask.sampled_K.tolist().index(n)].tolist()
+        return {token for token in range(VOCAB) if words[token // 32] >> token % 32 & 1}
+
+    def _prompt_logprobs(self, inputs: StepInputs) -> dict[int, list[TokenLogprob]]:
+        if inputs.prompt is None:
+            return {}
+        prompt, begin = inputs.prompt, 0
+        found: dict[int, list[TokenLogprob]] = {}
+        for entry, count, _ in prompt.entries:
+            found[entry] = [
+                TokenLogprob(
+                    self._wanted(inputs, int(prompt.token_L[i])), int(prompt.target_L[i]), []
+                )
+                for i in range(begin, begin + count)
+            ]
+            begin += count
+        assert begin == len(prompt.token_L)
+        return found
 
     def _adapter(self, slot: int) -> str | None:
         return None if slot < 0 else self.installed[slot]

@@ -6,6 +6,7 @@ import asyncio
 import json
 import multiprocessing
 import os
+import re
 import shutil
 import signal
 import sys
@@ -27,7 +28,13 @@ from weft.core.errors import (
     EngineDead,
     InvalidRequest,
 )
-from weft.core.types import AdapterRef, EngineRequest, SamplingParams, TokenEvent
+from weft.core.types import (
+    AdapterRef,
+    EngineRequest,
+    SamplingParams,
+    StructuredOutputs,
+    TokenEvent,
+)
 from weft.engine.client import Client
 from weft.engine.engine import Engine
 from weft.engine.process import start_process
@@ -170,6 +177,31 @@ def test_events_carry_what_was_asked_for(bench: Bench) -> None:
         collect(bench.client, request_of("hello", None, replace(GREEDY, stop_token_ids=[110])))
     )
     assert (event.token_ids, event.finish_reason, event.stop_reason) == ([110], "stop", 110)
+
+
+def test_all_parameters_reach_the_engine(bench: Bench) -> None:
+    """Those that are no plain values too: dicts, tuples of tuples, records."""
+    request = request_of(
+        params=SamplingParams(
+            max_tokens=30,
+            temperature=0.0,
+            logit_bias={TOKENIZER.encode("q")[-1]: 50.0},
+            structured_outputs=StructuredOutputs(regex="[a-z]{4}Z[0-9]"),
+            prompt_logprobs=2,
+            frequency_penalty=0.1,
+        )
+    )
+    q, seven = (TOKENIZER.encode(c)[-1] for c in "q7")
+    request = replace(request, bad_token_ids=((q, q), (seven,)))
+    first, *others = events = bench.run(collect(bench.client, request))
+    assert re.fullmatch("(q[a-z]){2}Z[0-689]", text_of(events)), text_of(events)
+    assert events[-1].finish_reason == "stop"
+    assert first.prompt_logprobs[0] is None and first.queue_s >= 0
+    assert [len(lp.top) for lp in first.prompt_logprobs[1:]] == [2] * (len(request.prompt_ids) - 1)
+    assert all(e.prompt_logprobs is None and e.queue_s is None for e in others)
+    wrong = replace(request_of(), params=replace(GREEDY, stop_token_ids=(262,)))
+    (event,) = bench.run(collect(bench.client, wrong))
+    assert event.error is not None and event.error[2] == "stop_token_ids"
 
 
 def test_closing_the_iterator_aborts(bench: Bench) -> None:

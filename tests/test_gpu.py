@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import TOLERANCE as ATTENTION_TOLERANCE
+from attention_cases import random_batch, random_inputs
+from graph_cases import Model, decode
 from tiny import ADAPTERS, answer, ask, tasks
 
 from weft import LLM, SamplingParams
 from weft.core.targets import build_table, layout_of
+from weft.kernels.attention import KVCache, reference_attend, write_kv
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, make_backend
+from weft.kernels.ops import make_ops
 
 pytestmark = [
     pytest.mark.gpu,
@@ -78,3 +85,66 @@ def test_triton_against_the_reference(dtype: torch.dtype, rows: int) -> None:
     error = (got.double() - want.double()).abs().amax(1) / want.double().abs().amax(1)
     assert error.max() <= TOLERANCE[dtype]
     assert not torch.equal(got[rows:], y_TO[rows:])
+
+
+@pytest.mark.parametrize("dtype", ATTENTION_TOLERANCE, ids=str)
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize(
+    "lens",
+    [[(1, 200), (1, 0), (1, 63)], [(1, 20), (150, 0), (1, 3000), (70, 300)]],
+    ids=["decodes", "mixed"],
+)
+def test_attention_against_the_reference(
+    lens: list[tuple[int, int]], window: int | None, dtype: torch.dtype
+) -> None:
+    batch = random_batch(lens, 16, 0)
+    q, k, v, cache = random_inputs(batch, (8, 2), 16, 0, dtype)
+    write_kv(k, v, cache, batch)
+    cache = KVCache(cache.k.cuda(), cache.v.cuda())
+    batch = replace(
+        batch,
+        block_table_SB=batch.block_table_SB.cuda(),
+        seq_lens_S=batch.seq_lens_S.cuda(),
+    )
+    q = q.cuda()
+    want = reference_attend(q, cache, batch, scale=0.3, window=window)
+    got = make_ops("triton", q.device).attend(q, cache, batch, scale=0.3, window=window)
+    tolerance = ATTENTION_TOLERANCE[dtype]
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_graph_computes_what_its_kernels_do(tmp_path: Path, dtype: torch.dtype) -> None:
+    model = Model(tmp_path, "cuda", dtype)
+    with torch.inference_mode():
+        graphs = model.graphs()
+        steps = [
+            decode([5], [-1]),
+            decode([9, 1, 16, 4], [1, -1, 0, 0], [True, False, True, True]),
+            decode([12, 2, 7, 8, 13], [-1] * 5, [True] * 5),
+            decode([3, 3], [0, 0]),
+        ]
+        for inputs in steps:
+            got = graphs.run(inputs)
+            assert got is not None
+            assert torch.equal(got, model.run_freely(inputs))
+
+
+def test_graphs_change_no_token(make_llm: Callable[..., LLM]) -> None:
+    """The same requests, seeded, with log-probabilities, with graphs and without."""
+    llm = make_llm(device="cuda", dtype="float32", enable_prefix_caching=False)
+    jobs = [(name, word) for name in [None, *ADAPTERS] for word in tasks.words(2, 8)]
+    params = [
+        SamplingParams(max_tokens=20, temperature=n % 2, seed=n, logprobs=2)
+        for n in range(len(jobs))
+    ]
+
+    def run() -> list[list[int]]:
+        outputs = llm.chat([ask(word) for _, word in jobs], params, [name for name, _ in jobs])
+        return [o.token_ids for o in outputs]
+
+    with_graphs = run()
+    runner = llm._engine._runner
+    assert runner._graphs is not None
+    runner._graphs = None
+    assert run() == with_graphs

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import random
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from toy_tokenizers import byte_chars, byte_level, sentencepiece
 
 from weft.core.errors import AdapterUnavailable, ConfigError, InvalidRequest
 from weft.core.types import SamplingParams, TokenEvent, TokenLogprob
-from weft.text import Detokenizer, OutputStream, StopStrings, load_tokenizer
+from weft.text import Detokenizer, OutputStream, StopStrings, Tokenizer, load_tokenizer
 
 
 def stream(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
@@ -128,6 +130,69 @@ def test_chat_template_refusals() -> None:
     assert caught.value.param == "chat_template_kwargs"
     with pytest.raises(InvalidRequest, match="no chat template"):
         sentencepiece().chat([{"role": "user", "content": "hi"}])
+
+
+QWEN = (
+    "{% if tools %}<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools>{% endif %}"
+    "{% for m in messages %}<s>{{ m.role }}: {{ m.content or '' }}"
+    "{% for call in m.tool_calls or [] %}<tool_call>{{ call.function.name }}"
+    "{% for key, value in call.function.arguments | items %} {{ key }}={{ value }}{% endfor %}"
+    "</tool_call>{% endfor %}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
+)
+
+
+def with_template(template: str) -> Tokenizer:
+    hf = copy.copy(byte_level()._hf)
+    hf.chat_template = template
+    return Tokenizer(hf)
+
+
+def test_a_chat_with_tools() -> None:
+    tokenizer = with_template(QWEN)
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}]
+    messages = [
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c", "content": "2"},
+    ]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    text = tokenizer.decode(tokenizer.chat(messages, tools=tools))
+    assert json.dumps(tools[0]) in text
+    assert "<tool_call>f x=[1]</tool_call></s><s>tool: 2</s><s>assistant:" in text
+    assert calls[0]["function"]["arguments"] == '{"x": [1]}'  # type: ignore[index]
+    assert "<tools>" not in tokenizer.decode(tokenizer.chat(messages))
+
+
+@pytest.mark.parametrize("arguments", ["{", "[1]", "", "[" * 100_000])
+def test_arguments_that_are_no_object_reach_the_template_as_they_are(arguments: str) -> None:
+    tokenizer = with_template("{{ messages[0].tool_calls[0].function.arguments }}")
+    call = {"function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert tokenizer.decode(tokenizer.chat([message], add_generation_prompt=False)) == arguments
+
+
+def test_a_template_that_shows_no_tools_is_not_given_any() -> None:
+    with pytest.raises(InvalidRequest, match="takes no tools") as caught:
+        byte_level().chat([{"role": "user", "content": "hi"}], tools=[{"type": "function"}])
+    assert caught.value.param == "tools"
+
+
+def test_the_last_message_is_continued() -> None:
+    tokenizer = with_template(QWEN)
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "Well,"}]
+    ids = tokenizer.chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert tokenizer.decode(ids) == "<s>user: hi</s><s>assistant: Well,"
+    with pytest.raises(InvalidRequest) as caught:
+        tokenizer.chat(messages, continue_final_message=True)
+    assert caught.value.param == "continue_final_message"
+
+
+def test_the_template_for_tools_is_the_template() -> None:
+    assert with_template(QWEN).chat_template == QWEN
+    assert sentencepiece().chat_template is None
+    several = with_template(QWEN)
+    several._hf.chat_template = {"default": "a", "tool_use": "b tools"}
+    assert several.chat_template == "b tools"
 
 
 def test_a_missing_tokenizer_is_a_configuration_error(tmp_path: Path) -> None:

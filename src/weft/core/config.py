@@ -43,10 +43,14 @@ class LoraArgs:
     max_loras: int = 256
     """Distinct adapters in one batch; sizes no buffer."""
     max_cpu_loras: int = 256
-    """Adapters held in the host cache; others are read again from their folders."""
+    """Adapters held in the host cache; others are read again from their folders. Those that are
+    pinned, or have no folder, are held besides."""
     max_lora_rank: int = MAX_RANK
     adapter_memory: int | None = None
     """Bytes of device memory for adapters; None: an eighth of the free memory, 2 GiB on a CPU."""
+    eviction_policy: Literal["lru", "fifo"] = "lru"
+    """Which adapters leave the device and the host cache first: those used least recently, or
+    those that came first."""
     max_adapter_wait_steps: int = 64
     """A request whose adapter finds no room waits at most so many steps before running
     requests of another adapter are put back to make room for it."""

@@ -11,6 +11,7 @@
     │   ├── AdapterNotFound     404  no such adapter or path
     │   └── AdapterUnavailable  503  it was accepted once, but can't be made resident now
     ├── Overloaded              429  the queue is full; try again later
+    ├── RequestTimeout          504  it took longer than the operator allows
     ├── EngineDead              503  the engine process is gone
     └── ConfigError             500  the server can't start like this; `param` names the flag
 
@@ -78,6 +79,11 @@ class AdapterUnavailable(AdapterError):
 class Overloaded(WeftError):
     status = 429
     kind = "overloaded"
+
+
+class RequestTimeout(WeftError):
+    status = 504
+    kind = "request_timeout"
 
 
 class EngineDead(WeftError):

@@ -32,11 +32,13 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def register_adapter(self, path: str) -> AdapterInfo:
+    async def register_adapter(self, path: str, pinned: bool = False) -> AdapterInfo:
         """Read, validate and pack the adapter in a local folder; it is then known by its digest.
 
-        The same content may be registered more than once; each success is to be undone by one
-        `drop_adapter`. Raises AdapterInvalid (with `param` naming the field or tensor),
+        A pinned one is brought to the device as soon as there is room at its place, and stays
+        there. The same content may be registered more than once; each success is to be undone by
+        one `drop_adapter`, and the last one says whether it is pinned. Raises AdapterInvalid
+        (with `param` naming the field or tensor), AdapterConflict (`pinned`: too much would be),
         AdapterNotFound, EngineDead.
         """
         ...

@@ -16,7 +16,9 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,10 @@ class SamplingParams:
     alternatives to report beside the chosen token (None: no log-probabilities at all),
     `prompt_logprobs` likewise at each position of the prompt.
 
+    Rules about tokens that leave none to choose are refused where that is plain beforehand. Where
+    it comes about later, the strongest hold: `structured_outputs`, then `allowed_token_ids`, bad
+    words of one token, `min_tokens`, and other bad words last.
+
     Raises InvalidRequest, naming the field, for a value out of range.
     """
 
@@ -135,7 +141,7 @@ class SamplingParams:
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, None)
         _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_int("top_k", self.top_k, -1, None)
+        _check_int("top_k", self.top_k, -1, 2**63 - 1)
         _check_float("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0.0:
             raise InvalidRequest("top_p must be in (0, 1], got 0", "top_p")
@@ -154,14 +160,8 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(f"stop has more than {MAX_STOP_STRINGS} strings", "stop")
-        if any(not isinstance(s, str) or not s for s in self.stop):
-            raise InvalidRequest("stop must hold non-empty strings", "stop")
-        if len(self.bad_words) > MAX_BAD_WORDS:
-            raise InvalidRequest(f"bad_words has more than {MAX_BAD_WORDS} strings", "bad_words")
-        if any(not isinstance(s, str) or not s for s in self.bad_words):
-            raise InvalidRequest("bad_words must hold non-empty strings", "bad_words")
+        _check_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
+        _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         for name in ("stop_token_ids", "allowed_token_ids"):
             for token in getattr(self, name):
                 _check_int(name, token, 0, None)
@@ -170,6 +170,15 @@ class SamplingParams:
     def greedy(self) -> bool:
         return self.temperature == 0.0
 
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise InvalidRequest, naming the field, if a token id is not below `vocab_size`."""
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            highest = max(getattr(self, name), default=-1)
+            if highest >= vocab_size:
+                raise InvalidRequest(
+                    f"{name} has token id {highest}, outside of [0, {vocab_size})", name
+                )
+
 
 def _check_int(name: str, value: object, low: int, high: int | None) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
@@ -177,6 +186,15 @@ def _check_int(name: str, value: object, low: int, high: int | None) -> None:
     if value < low or (high is not None and value > high):
         bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
         raise InvalidRequest(f"{name} must be {bound}, got {value}", name)
+
+
+def _check_strings(name: str, values: tuple[str, ...], max_strings: int, max_chars: int) -> None:
+    if len(values) > max_strings:
+        raise InvalidRequest(f"{name} has more than {max_strings} strings", name)
+    if any(not isinstance(s, str) or not s for s in values):
+        raise InvalidRequest(f"{name} must hold non-empty strings", name)
+    if any(len(s) > max_chars for s in values):
+        raise InvalidRequest(f"{name} has a string of more than {max_chars} characters", name)
 
 
 def _check_float(name: str, value: object, low: float, high: float) -> None:

@@ -60,6 +60,7 @@ class Client:
         self._started: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._info: EngineInfo | None = None
         self._dead: WeftError | None = None
+        self._ended = asyncio.Event()
         self._streams: dict[str, asyncio.Queue[TokenEvent | WeftError]] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count()
@@ -104,8 +105,11 @@ class Client:
             if not ended and self.alive:
                 self._send(Abort(request.request_id))
 
-    async def register_adapter(self, path: str) -> AdapterInfo:
-        reply = await self._call(lambda call_id: Register(call_id, path))
+    async def register_adapter(
+        self, path: str, pinned: bool = False, expect_digest: str | None = None
+    ) -> AdapterInfo:
+        """With `expect_digest`, AdapterUnavailable is raised for any other content."""
+        reply = await self._call(lambda call_id: Register(call_id, path, pinned, expect_digest))
         assert reply.info is not None
         return reply.info
 
@@ -116,6 +120,12 @@ class Client:
         reply = await self._call(GetStats)
         assert reply.stats is not None
         return reply.stats
+
+    async def ended(self) -> WeftError:
+        """Wait until the engine is gone; why it is."""
+        await self._ended.wait()
+        assert self._dead is not None
+        return self._dead
 
     async def close(self) -> None:
         if self._link is None:
@@ -151,6 +161,7 @@ class Client:
         if self._dead is not None:
             return
         self._dead = error
+        self._ended.set()
         if not self._started.done():
             self._started.set_exception(error)
         for queue in self._streams.values():

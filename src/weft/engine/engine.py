@@ -8,13 +8,17 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from queue import Empty, SimpleQueue
 
+import torch
+
+from weft.checkpoint import files_of
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError, to_wire
-from weft.core.types import EngineInfo, EngineRequest, EngineStats, TokenEvent
+from weft.core.types import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenEvent
 from weft.engine.blocks import BlockPool
+from weft.engine.grammar import Grammars
 from weft.engine.inputs import RowState
 from weft.engine.loop import Loop
 from weft.engine.messages import (
@@ -34,8 +38,10 @@ from weft.engine.messages import (
 )
 from weft.engine.runner import MAX_RESIDENT, Runner
 from weft.engine.scheduler import Limits, Scheduler
+from weft.residency.policy import POLICIES
 from weft.residency.residency import Registered, Residency
 from weft.residency.slots import AdapterSlots
+from weft.text import Tokenizer, load_tokenizer
 
 WAIT_S = 0.02
 """How long a step without work waits for a command while requests wait for something else."""
@@ -54,10 +60,11 @@ class Engine:
         self._args = args
         self._runner = runner = Runner(args)
         self._blocks = BlockPool(runner.num_blocks)
-        self._slots = AdapterSlots(runner.pool.arena.numel(), MAX_RESIDENT)
+        policy = POLICIES[args.lora.eviction_policy]
+        self._slots = AdapterSlots(runner.pool.arena.numel(), MAX_RESIDENT, policy)
         self.scheduler = Scheduler(self._limits(), self._blocks, self._slots)
         self._residency = Residency(
-            self._slots, runner.pool, runner.read_adapter, args.lora.max_cpu_loras, wake
+            self._slots, runner.pool, runner.read_adapter, args.lora.max_cpu_loras, wake, policy
         )
         rows = RowState(
             args.scheduler.max_num_seqs,
@@ -65,8 +72,13 @@ class Engine:
             args.cache.block_size,
             runner.config.vocab_size,
         )
+        self._grammars = Grammars(
+            self._load_tokenizer, runner.config.vocab_size, runner.config.eos_token_ids, wake
+        )
         overlap = args.scheduler.overlap
-        self._loop = Loop(self.scheduler, self._residency, rows, runner, overlap)
+        self._loop = Loop(
+            self.scheduler, self._residency, rows, runner, self._grammars.poll, overlap
+        )
         self._registrations: Counter[str] = Counter()
         self._random = random.Random()
 
@@ -83,6 +95,13 @@ class Engine:
             eos_token_ids=frozenset(runner.config.eos_token_ids),
             enable_prefix_caching=args.cache.enable_prefix_caching,
         )
+
+    def _load_tokenizer(self) -> Tokenizer | None:
+        """For grammars; None if the model has none."""
+        try:
+            return load_tokenizer(self._args.model.model, self._args.model.revision)
+        except ConfigError:
+            return None
 
     @property
     def info(self) -> EngineInfo:
@@ -115,9 +134,9 @@ class Engine:
             case Submit(request):
                 return _tokens(self.submit(request))
             case Abort(request_id):
-                return _tokens(self.scheduler.abort(request_id))
-            case Register(call_id, path):
-                self._residency.register(call_id, path)
+                return _tokens(self.abort(request_id))
+            case Register(call_id, path, pinned, expect_digest):
+                self._residency.register(call_id, path, pinned, expect_digest)
             case Drop(call_id, digest):
                 self.drop(digest)
                 return Reply(call_id)
@@ -129,7 +148,31 @@ class Engine:
 
     def submit(self, request: EngineRequest) -> TokenEvent | None:
         seed = request.params.seed
-        return self.scheduler.add(request, self._random.getrandbits(63) if seed is None else seed)
+        refused = self.scheduler.add(
+            request, self._random.getrandbits(63) if seed is None else seed
+        )
+        if refused is None:
+            self._loop.queue_times.receive(request.request_id)
+            if request.params.structured_outputs is not None:
+                self._grammars.start(request.request_id, request.params.structured_outputs)
+        return refused
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        event = self.scheduler.abort(request_id)
+        return self._loop.queue_times.stamp([event])[0] if event else None
+
+    def publish(
+        self, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor], pinned: bool
+    ) -> AdapterInfo:
+        """Register an adapter from memory, at once; see `weft.checkpoint.files_of`.
+
+        Raises AdapterInvalid, AdapterConflict.
+        """
+        image = self._runner.pack_adapter(files_of(config, tensors))
+        info = self._residency.add(image, None, pinned)
+        self.scheduler.keep_adapter(info.digest)
+        self._registrations[info.digest] += 1
+        return info
 
     def drop(self, digest: str) -> None:
         """Undo one registration. The last one undone forgets the adapter, at once or after its
@@ -156,6 +199,8 @@ class Engine:
             waiting_adapters=scheduler.waiting_adapters(),
             resident_adapters=slots.resident,
             host_adapters=self._residency.host.digests(),
+            pinned_adapters=slots.pinned,
+            adapters=self._residency.stats(),
             adapter_bytes=slots.used_elements * self._runner.pool.element_bytes,
             steps=self._loop.steps,
             prompt_tokens=scheduler.prompt_tokens,
@@ -178,7 +223,8 @@ class Engine:
 
     def close(self) -> list[TokenEvent]:
         """Stop for good: abort all requests and end the threads."""
-        events = self.scheduler.abort_all()
+        events = self._loop.queue_times.stamp(self.scheduler.abort_all())
+        self._grammars.close()
         self._residency.close()
         self._runner.close()
         return events

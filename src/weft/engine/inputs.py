@@ -1,7 +1,8 @@
 """From a plan to arrays: what the forward pass of one step reads.
 
 Shapes: R rows of the batch (one per running request, kept between steps), S sequences and T
-tokens of a step, N sampled tokens, B blocks of the longest sequence.
+tokens of a step, N sampled tokens, B blocks of the longest sequence. Of the sampled ones, M are
+random, P have penalties, K a mask, and there are B biases (see `weft.kernels.sampling`).
 
 All work is vectorised over the step. Sequences are ordered by adapter slot, base first, so that
 the tokens of one adapter are consecutive.
@@ -14,10 +15,13 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.engine.plan import Admitted, StepPlan
+from weft.engine.masks import FOREVER, TokenMask
+from weft.engine.plan import Admitted, StepPlan, Words
 
 Ints = NDArray[np.int64]
 Array = NDArray[np.generic]
+Segments = tuple[tuple[int, int, int], ...]
+"""(slot, first, end) of consecutive rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,8 +32,69 @@ class SamplingArrays:
     temperature_M: NDArray[np.float32]
     top_k_M: Ints | None
     top_p_M: NDArray[np.float32] | None
+    min_p_M: NDArray[np.float32] | None
     seed_M: Ints
     position_M: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class BiasArrays:
+    sampled_B: Ints
+    """Index among the N sampled ones."""
+    token_B: Ints
+    value_B: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class PenaltyArrays:
+    sampled_P: Ints
+    row_P: Ints
+    """Row of the batch, by which the device keeps counts."""
+    repetition_P: NDArray[np.float32]
+    presence_P: NDArray[np.float32]
+    frequency_P: NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskArrays:
+    sampled_K: Ints
+    words_KW: Words
+
+
+@dataclass(frozen=True, slots=True)
+class ShapingArrays:
+    """What changes the logits of sampled rows; each is None when no row has it."""
+
+    bias: BiasArrays | None
+    penalties: PenaltyArrays | None
+    mask: MaskArrays | None
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """Tokens of a row with penalties when it is admitted; later ones are counted on the device."""
+
+    row: int
+    prompt_ids: Ints
+    output_ids: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class PromptArrays:
+    """Positions of prompts whose logits are asked for, in the order of the T tokens (L of T)."""
+
+    token_L: Ints
+    """Index among the T tokens."""
+    target_L: Ints
+    """The prompt's next token."""
+    slot_L: NDArray[np.int32]
+    entries: list[tuple[int, int, int]]
+    """(entry of the plan, its positions, alternatives asked for), in order."""
+
+    def segments(self, begin: int, end: int) -> Segments:
+        """As `StepInputs.segments`, of the positions [begin, end)."""
+        firsts = np.arange(end - begin)
+        return _segments(self.slot_L[begin:end], firsts, firsts + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +111,19 @@ class StepInputs:
     seq_lens_S: NDArray[np.int32]
     query_start: list[int]
     slot_T: NDArray[np.int32]
-    segments: tuple[tuple[int, int, int], ...]
+    segments: Segments
     sampled_rows_N: Ints
     """Row of the batch of each sampled token."""
     sampled_tokens_N: Ints
     """Index among the T tokens of each sampled position."""
     slot_N: NDArray[np.int32]
-    sampled_segments: tuple[tuple[int, int, int], ...]
+    sampled_segments: Segments
     plan_order_N: Ints
     """Puts the sampled tokens into the plan's order."""
     sampling: SamplingArrays | None
+    shaping: ShapingArrays | None
+    counted: list[Counted]
+    prompt: PromptArrays | None
     num_logprobs_N: Ints | None
     """Alternatives asked for, -1 for none at all; None if nobody asked."""
 
@@ -75,21 +143,30 @@ class RowState:
         self._temperature = np.zeros(num_rows, dtype=np.float32)
         self._top_k = np.zeros(num_rows, dtype=np.int64)
         self._top_p = np.ones(num_rows, dtype=np.float32)
+        self._min_p = np.zeros(num_rows, dtype=np.float32)
         self._seed = np.zeros(num_rows, dtype=np.int64)
         self._logprobs = np.full(num_rows, -1, dtype=np.int64)
+        self._num_prompt = np.zeros(num_rows, dtype=np.int64)
+        self._prompt_logprobs = np.full(num_rows, -1, dtype=np.int64)
+        self._shaped_until = np.zeros(num_rows, dtype=np.int64)
+        """Position from which on the row's logits are left as they are."""
+        self._masked_until = np.zeros(num_rows, dtype=np.int64)
+        self._penalties = np.zeros((num_rows, 3), dtype=np.float32)
+        self._penalised = np.zeros(num_rows, dtype=np.bool_)
+        self._masks: dict[int, TokenMask] = {}
+        self._biases: dict[int, tuple[Ints, NDArray[np.float32]]] = {}
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The inputs of a plan that is not empty; plans are built in their order."""
-        for admitted in plan.admitted:
-            self._admit(admitted)
+        counted = [c for c in map(self._admit, plan.admitted) if c is not None]
         if plan.new_blocks:
             row, index, block = np.array(plan.new_blocks, dtype=np.int64).T
             self._blocks[row, index] = block
         rows = np.array(plan.rows, dtype=np.int64)
         order = np.argsort(self._slot[rows], kind="stable")
-        return self._assemble(plan, rows[order], order)
+        return self._assemble(plan, rows[order], order, counted)
 
-    def _admit(self, a: Admitted) -> None:
+    def _admit(self, a: Admitted) -> Counted | None:
         row, params = a.row, a.params
         self._tokens[row, : len(a.token_ids)] = a.token_ids
         self._known[row] = len(a.token_ids)
@@ -97,15 +174,47 @@ class RowState:
         self._temperature[row] = params.temperature
         self._top_k[row] = params.top_k if 0 < params.top_k < self._vocab_size else 0
         self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
         self._seed[row] = a.seed
         self._logprobs[row] = -1 if params.logprobs is None else params.logprobs
+        self._num_prompt[row] = a.num_prompt
+        self._prompt_logprobs[row] = a.num_prompt_logprobs
+        return self._admit_shaping(a)
 
-    def _assemble(self, plan: StepPlan, rows: Ints, order: Ints) -> StepInputs:
+    def _admit_shaping(self, a: Admitted) -> Counted | None:
+        """What changes the row's logits; the tokens to count if it has penalties."""
+        row, params = a.row, a.params
+        self._masks.pop(row, None)
+        self._biases.pop(row, None)
+        mask = TokenMask(a, self._vocab_size) if _is_masked(a) else None
+        if mask is not None:
+            self._masks[row] = mask
+        if params.logit_bias:
+            self._biases[row] = (
+                np.array(list(params.logit_bias), dtype=np.int64),
+                np.array(list(params.logit_bias.values()), dtype=np.float32),
+            )
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        penalised = penalties != (1.0, 0.0, 0.0)
+        self._penalties[row] = penalties
+        self._penalised[row] = penalised
+        self._masked_until[row] = mask.until if mask else 0
+        always = penalised or bool(params.logit_bias)
+        self._shaped_until[row] = FOREVER if always else self._masked_until[row]
+        if not penalised:
+            return None
+        ids = np.array(a.token_ids, dtype=np.int64)
+        return Counted(row, ids[: a.num_prompt], ids[a.num_prompt :])
+
+    def _assemble(
+        self, plan: StepPlan, rows: Ints, order: Ints, counted: list[Counted]
+    ) -> StepInputs:
         starts = np.array(plan.starts, dtype=np.int64)[order]
         # Which sequences sample, and which sequence each token belongs to. When each sequence has
         # one token and samples, both are the identity, and slices of everything cost nothing.
         sampled: Ints | slice = slice(None)
         seq_T: Ints | slice = slice(None)
+        prompt = None
         if plan.num_tokens == len(rows) and all(plan.samples):
             seq_lens, positions_T = starts + 1, starts
             ends = np.arange(1, len(rows) + 1)
@@ -118,6 +227,7 @@ class RowState:
             ends = np.cumsum(counts)
             firsts = ends - counts
             positions_T = np.arange(len(seq_T)) - (firsts - starts)[seq_T]
+            prompt = self._prompt(rows, starts, counts, firsts, order)
         row_T = rows[seq_T]
         from_device_T = positions_T >= self._known[row_T]
         block_T = self._blocks[row_T, positions_T // self._block_size].astype(np.int64)
@@ -148,6 +258,9 @@ class RowState:
             ),
             plan_order_N=np.argsort(order[sampled]),
             sampling=self._sampling(rows[sampled], seq_lens[sampled]),
+            shaping=self._shaping(rows[sampled], seq_lens[sampled]),
+            counted=counted,
+            prompt=prompt,
             num_logprobs_N=self._num_logprobs(rows[sampled]),
         )
 
@@ -164,14 +277,74 @@ class RowState:
         if not len(random):
             return None
         rows = rows[random]
-        top_k, top_p = self._top_k[rows], self._top_p[rows]
+        top_k, top_p, min_p = self._top_k[rows], self._top_p[rows], self._min_p[rows]
         return SamplingArrays(
             random,
             self._temperature[rows],
             np.where(top_k > 0, top_k, self._vocab_size) if top_k.any() else None,
             top_p if (top_p < 1).any() else None,
+            min_p if min_p.any() else None,
             self._seed[rows],
             positions[random],
+        )
+
+    def _shaping(self, rows: Ints, positions: Ints) -> ShapingArrays | None:
+        if not (positions < self._shaped_until[rows]).any():
+            return None
+        return ShapingArrays(
+            self._bias(rows), self._penalties_of(rows), self._mask(rows, positions)
+        )
+
+    def _bias(self, rows: Ints) -> BiasArrays | None:
+        found = [(n, *self._biases[r]) for n, r in enumerate(rows.tolist()) if r in self._biases]
+        if not found:
+            return None
+        sampled, tokens, values = zip(*found, strict=True)
+        return BiasArrays(
+            np.repeat(sampled, [len(t) for t in tokens]),
+            np.concatenate(tokens),
+            np.concatenate(values),
+        )
+
+    def _penalties_of(self, rows: Ints) -> PenaltyArrays | None:
+        sampled = np.flatnonzero(self._penalised[rows])
+        if not len(sampled):
+            return None
+        rows = rows[sampled]
+        return PenaltyArrays(sampled, rows, *self._penalties[rows].T.copy())
+
+    def _mask(self, rows: Ints, positions: Ints) -> MaskArrays | None:
+        sampled = np.flatnonzero(positions < self._masked_until[rows])
+        if not len(sampled):
+            return None
+        words_KW = np.empty((len(sampled), -(-self._vocab_size // 32)), dtype=np.int32)
+        for k, n in enumerate(sampled.tolist()):
+            self._masks[int(rows[n])].fill(words_KW[k], int(positions[n]))
+        return MaskArrays(sampled, words_KW)
+
+    def _prompt(
+        self, rows: Ints, starts: Ints, counts: Ints, firsts: Ints, order: Ints
+    ) -> PromptArrays | None:
+        """The positions of prompts that are followed by another token of the prompt."""
+        counts = np.minimum(counts, self._num_prompt[rows] - 1 - starts)
+        asked = np.flatnonzero((self._prompt_logprobs[rows] >= 0) & (counts > 0))
+        if not len(asked):
+            return None
+        rows, starts, counts, firsts = rows[asked], starts[asked], counts[asked], firsts[asked]
+        nth_L = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+        row_L = np.repeat(rows, counts)
+        return PromptArrays(
+            token_L=np.repeat(firsts, counts) + nth_L,
+            target_L=self._tokens[row_L, np.repeat(starts, counts) + nth_L + 1].astype(np.int64),
+            slot_L=self._slot[row_L],
+            entries=list(
+                zip(
+                    order[asked].tolist(),
+                    counts.tolist(),
+                    self._prompt_logprobs[rows].tolist(),
+                    strict=True,
+                )
+            ),
         )
 
     def _num_logprobs(self, rows: Ints) -> Ints | None:
@@ -179,9 +352,13 @@ class RowState:
         return asked if (asked >= 0).any() else None
 
 
-def _segments(
-    slot_S: NDArray[np.int32], firsts: Ints, ends: Ints
-) -> tuple[tuple[int, int, int], ...]:
+def _is_masked(a: Admitted) -> bool:
+    params = a.params
+    early = params.min_tokens and a.endings
+    return bool(early or params.allowed_token_ids or a.bad_tokens or a.bad_sequences or a.grammar)
+
+
+def _segments(slot_S: NDArray[np.int32], firsts: Ints, ends: Ints) -> Segments:
     """(slot, first, end) of the runs of equal slots, base runs left out."""
     if not len(slot_S) or slot_S[-1] < 0:
         return ()

@@ -6,14 +6,51 @@ after step N+1 was launched, so that planning and building hide behind the devic
 
 from __future__ import annotations
 
+import time
 from collections import deque
+from collections.abc import Callable, Sequence
 
+from weft.core.errors import WeftError
 from weft.core.types import TokenEvent
 from weft.engine.inputs import RowState
-from weft.engine.plan import StepPlan
+from weft.engine.plan import Matcher, StepPlan
 from weft.engine.runner import Flight, Runner
 from weft.engine.scheduler import Scheduler
 from weft.residency.residency import LoadEnded, Registered, Residency
+
+PollGrammars = Callable[[], Sequence[tuple[str, Matcher | WeftError]]]
+"""Grammars whose compilation has ended since the last call, by request."""
+
+
+class QueueTimes:
+    """How long requests waited for their first step. Each request ends with an event, after which
+    nothing of it is kept."""
+
+    def __init__(self) -> None:
+        self._received: dict[str, float] = {}
+        self._waited: dict[str, float] = {}
+        """Of requests that have begun and have had no event."""
+
+    def receive(self, request_id: str) -> None:
+        self._received[request_id] = time.monotonic()
+
+    def begin(self, request_id: str) -> None:
+        """The request is in a step; its first one counts."""
+        received = self._received.pop(request_id, None)
+        if received is not None:
+            self._waited[request_id] = time.monotonic() - received
+
+    def stamp(self, events: list[TokenEvent]) -> list[TokenEvent]:
+        """The events, the first of each request with its `queue_s`."""
+        if not self._waited and not self._received:
+            return events
+        return [self._stamped(event) for event in events]
+
+    def _stamped(self, event: TokenEvent) -> TokenEvent:
+        if event.finish_reason is not None:
+            self._received.pop(event.request_id, None)
+        waited = self._waited.pop(event.request_id, None)
+        return event if waited is None else event._replace(queue_s=waited)
 
 
 class Loop:
@@ -25,14 +62,17 @@ class Loop:
         residency: Residency,
         rows: RowState,
         runner: Runner,
+        poll_grammars: PollGrammars,
         overlap: bool,
     ) -> None:
         self._scheduler = scheduler
         self._residency = residency
         self._rows = rows
         self._runner = runner
+        self._poll_grammars = poll_grammars
         self._ahead = 1 if overlap else 0
         self._flights: deque[tuple[StepPlan, Flight]] = deque()
+        self.queue_times = QueueTimes()
         self.steps = 0
         self.idle = True
         """Whether the last step had nothing to run and nothing to wait for on the device."""
@@ -40,8 +80,11 @@ class Loop:
     def step(self) -> tuple[list[TokenEvent], list[Registered]]:
         """One step: token events, and the calls of `Residency.register` that ended."""
         events, registered = self._apply(self._residency.poll())
+        events += self._apply_grammars()
         plan = self._scheduler.plan()
         self._residency.start(plan.loads)
+        for admitted in plan.admitted:
+            self.queue_times.begin(admitted.request_id)
         if not plan.empty:
             self.steps += 1
             self._flights.append((plan, self._runner.launch(self._rows.build(plan))))
@@ -51,7 +94,17 @@ class Loop:
         for digest in self._scheduler.take_dropped():
             self._residency.forget(digest)
         self.idle = plan.empty and not self._flights and not events
-        return events, registered
+        return self.queue_times.stamp(events), registered
+
+    def _apply_grammars(self) -> list[TokenEvent]:
+        events: list[TokenEvent] = []
+        for request_id, grammar in self._poll_grammars():
+            if isinstance(grammar, WeftError):
+                event = self._scheduler.grammar_failed(request_id, grammar)
+                events += [event] if event else []
+            else:
+                self._scheduler.grammar_ready(request_id, grammar)
+        return events
 
     def _apply(
         self, ended: list[Registered | LoadEnded]

@@ -21,6 +21,8 @@ class Abort:
 class Register:
     call_id: int
     path: str
+    pinned: bool = False
+    expect_digest: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,23 +2,54 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from weft.core.types import SamplingParams, TokenLogprob
 from weft.residency.slots import Load
+
+Words = NDArray[np.int32]
+"""Tokens that may be chosen, one bit each: bit t % 32 of word t // 32 is token t's."""
+
+
+class Matcher(Protocol):
+    """Which tokens the output of one request allows next. It is told every token of the output,
+    so its request's next step is planned only when all tokens are known."""
+
+    def accept(self, token_id: int) -> None:
+        """A token was chosen that is not the last one. Raises WeftError if the output can't go on:
+        its request ends with that error."""
+        ...
+
+    def fill(self, words: Words) -> None:
+        """Set the bits of the tokens that may come next, and clear all others."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
     """A request that takes a row of the batch with this step."""
 
+    request_id: str
     row: int
     slot: int
     """Adapter slot, -1 for the base."""
     token_ids: list[int]
     """All tokens known so far: the prompt, and after a preemption the output until then."""
+    num_prompt: int
     params: SamplingParams
     seed: int
+    endings: frozenset[int] = frozenset()
+    """EOS and stop tokens: not to be chosen before `params.min_tokens`."""
+    bad_tokens: tuple[int, ...] = ()
+    """Never to be chosen."""
+    bad_sequences: Matcher | None = None
+    grammar: Matcher | None = None
+    num_prompt_logprobs: int = -1
+    """Alternatives to report at each position of the prompt; -1: nothing is to be reported."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +82,5 @@ class StepResult:
 
     token_ids: list[int]
     logprobs: list[TokenLogprob | None] | None = None
+    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    """By entry of the plan: of the prompt's tokens after each computed one."""

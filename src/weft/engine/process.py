@@ -25,6 +25,7 @@ from weft.core.config import EngineArgs
 from weft.core.errors import EngineDead
 from weft.engine.client import Client
 from weft.engine.messages import Command, Report, Stop
+from weft.metrics.logs import LogArgs, configure_logging, configured_logging
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +75,10 @@ class ProcessLink:
         self._up = _socket(self._context, zmq.PULL)
         self._up.bind(up)
         self._process = multiprocessing.get_context("spawn").Process(
-            target=_main, args=(args, down, up), name="weft-engine", daemon=True
+            target=_main,
+            args=(args, down, up, configured_logging()),
+            name="weft-engine",
+            daemon=True,
         )
         self._process.start()
         atexit.register(self._process.kill)  # before multiprocessing waits for it
@@ -129,10 +133,12 @@ def _socket(context: Any, kind: int) -> Any:
     return socket
 
 
-def _main(args: EngineArgs, down: str, up: str) -> None:
+def _main(args: EngineArgs, down: str, up: str, logs: LogArgs | None) -> None:
     """The engine process. It ends by Stop, by an error, or when its parent is gone."""
     from weft.engine.engine import run_engine  # here, as the API process need not wait for torch
 
+    if logs is not None:
+        configure_logging(logs.level, logs.json)
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to both; the parent decides
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent()

@@ -12,25 +12,29 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from weft.checkpoint import AdapterImage, load_image
+from weft.checkpoint import AdapterFiles, AdapterImage, load_image, pack_image
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError
 from weft.core.types import TokenLogprob
-from weft.engine.inputs import Array, SamplingArrays, StepInputs
+from weft.engine.graphs import DecodeGraphs
+from weft.engine.inputs import Array, PromptArrays, Segments, StepInputs
 from weft.engine.plan import StepResult
+from weft.engine.sampler import Sampler
 from weft.kernels.attention import AttentionBatch
-from weft.kernels.lora import AdapterPool, LoraBatch, Segment, make_backend
+from weft.kernels.lora import AdapterPool, LoraBatch, LoraStep, Segment, make_backend
 from weft.kernels.ops import make_ops
-from weft.kernels.sampling import SamplingBatch, sample, top_logprobs
+from weft.kernels.sampling import top_logprobs
+from weft.kernels.staging import Staging
 from weft.models.config import ModelConfig, load_model_config, resolve_model
 from weft.models.decoder import Decoder, StepContext
 from weft.models.kv_cache import allocate_kv_cache, kv_bytes_per_block
@@ -44,6 +48,9 @@ MAX_RESIDENT = 4096
 
 ACTIVATION_BYTES = 2 << 30
 """Kept free on a GPU for what a step allocates."""
+
+PROMPT_ROWS = 256
+"""Positions of prompts whose logits are computed at a time."""
 
 
 class Flight(Protocol):
@@ -60,6 +67,7 @@ class _Sampled:
 
     ids_N: Tensor
     logprobs: tuple[Tensor, ...] | None
+    prompt: tuple[Tensor, ...] | None
 
 
 class Runner:
@@ -70,27 +78,41 @@ class Runner:
             torch.set_num_threads(args.num_threads)
         self.device = _device(args.model.device)
         self.config = load_model_config(args.model.model, args.model.revision)
+        _check_context(args.model.max_model_len, self.config)  # before anything slow
         self.dtype = _dtype(args.model.dtype, self.config, self.device)
         self.table = target_table(self.config)
         self._max_lora_rank = args.lora.max_lora_rank
         weights = self._load(args)
         self.num_parameters = num_parameters(weights)
         self.pool = self._make_pool(args)
+        rows = args.scheduler.max_num_seqs
+        self._sampler = Sampler(rows, self.config.vocab_size, self.device, self._put)
         self.num_blocks = self._count_blocks(args)
         self.max_model_len = self._context(args)
-        self._kv = allocate_kv_cache(
-            self.config, self.num_blocks, args.cache.block_size, self.dtype, self.device
-        )
+        with _memory_errors("kv_cache_memory"):
+            self._kv = allocate_kv_cache(
+                self.config, self.num_blocks, args.cache.block_size, self.dtype, self.device
+            )
         ops = make_ops("auto", self.device)
         self._decoder = Decoder(self.config, weights, self.table, ops, self.max_model_len)
         self._lora = make_backend(args.lora.lora_backend, self.pool)
-        rows = args.scheduler.max_num_seqs
-        self._last_token_R = torch.zeros(rows, dtype=torch.int64, device=self.device)
+        # One row more than there are, for what pads a step.
+        self._last_token_R = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
+        self._staging = Staging(0, self.device)
+        self._graphs = self._capture(args)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-forward")
 
     def read_adapter(self, path: str, expect_digest: str | None) -> AdapterImage:
         """Read and pack an adapter for this model; any thread. See `load_image` for errors."""
-        image = load_image(Path(path), self.table, self.dtype, self._max_lora_rank, expect_digest)
+        return self._staged(
+            load_image(Path(path), self.table, self.dtype, self._max_lora_rank, expect_digest)
+        )
+
+    def pack_adapter(self, files: AdapterFiles) -> AdapterImage:
+        """As `read_adapter`, of content that is in memory. Raises AdapterInvalid."""
+        return self._staged(pack_image(files, self.table, self.dtype, self._max_lora_rank))
+
+    def _staged(self, image: AdapterImage) -> AdapterImage:
         if self.device.type == "cuda":
             return replace(image, data=image.data.pin_memory())
         return image
@@ -117,60 +139,85 @@ class Runner:
             host = _Sampled(
                 _to_host(sampled.ids_N),
                 tuple(map(_to_host, sampled.logprobs)) if sampled.logprobs else None,
+                tuple(map(_to_host, sampled.prompt)) if sampled.prompt else None,
             )
             done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
         return _CudaFlight(done, lambda: _result(inputs, host))
 
     def _step(self, inputs: StepInputs) -> _Sampled:
-        put = self._put
-        step = self._context_of(inputs)
-        ids_T = put(inputs.ids_T)
-        if inputs.from_device_T is not None:
-            last_T = self._last_token_R[put(inputs.row_T)]
-            ids_T = torch.where(put(inputs.from_device_T), last_T, ids_T)
-        hidden_TI = self._decoder.forward(ids_T, step, self._kv)
-        if not len(inputs.sampled_rows_N):
-            return _Sampled(ids_T[:0], None)
-        logits_NV = self._decoder.logits(hidden_TI[put(inputs.sampled_tokens_N)], step).float()
-        ids_N = sample(logits_NV, self._sampling(inputs.sampling))
-        self._last_token_R[put(inputs.sampled_rows_N)] = ids_N
-        if inputs.num_logprobs_N is None:
-            return _Sampled(ids_N, None)
-        return _Sampled(ids_N, top_logprobs(logits_NV, ids_N, int(inputs.num_logprobs_N.max())))
+        self._sampler.admit(inputs.counted)
+        logits_NV = self._graphs.run(inputs) if self._graphs and inputs.prompt is None else None
+        prompt = None
+        if logits_NV is None:
+            logits_NV, prompt = self._forward(inputs)
+        if not len(logits_NV):
+            return _Sampled(self._last_token_R[:0], None, prompt)
+        ids_N = self._sampler.choose(logits_NV, inputs)
+        self._last_token_R[self._put(inputs.sampled_rows_N)] = ids_N
+        logprobs = None
+        if inputs.num_logprobs_N is not None:
+            logprobs = top_logprobs(logits_NV, ids_N, int(inputs.num_logprobs_N.max()))
+        return _Sampled(ids_N, logprobs, prompt)
 
-    def _context_of(self, inputs: StepInputs) -> StepContext:
-        put = self._put
-        attention = AttentionBatch(
-            slot_mapping_T=put(inputs.slot_mapping_T),
-            block_table_SB=put(inputs.block_table_SB),
-            seq_lens_S=put(inputs.seq_lens_S),
-            query_start=inputs.query_start,
-            seq_lens=inputs.seq_lens_S.tolist(),
-        )
-        lora = None
-        if inputs.segments:
-            batch = LoraBatch(
-                put(inputs.slot_T),
-                tuple(Segment(*s) for s in inputs.segments),
-                put(inputs.slot_N),
-                tuple(Segment(*s) for s in inputs.sampled_segments),
+    def _forward(self, inputs: StepInputs) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """fp32 logits (N, V), and the prompt's log-probabilities if they are asked for."""
+        on_device_T = inputs.from_device_T
+        ids_T, row_T, known_T, positions_T, place_T, slot_T, table_SB, lens_S, sampled_N, slot_N = (
+            self._staging.send_all(
+                (
+                    inputs.ids_T,
+                    inputs.row_T,
+                    np.zeros(0, np.bool_) if on_device_T is None else on_device_T,
+                    inputs.positions_T,
+                    inputs.slot_mapping_T,
+                    inputs.slot_T,
+                    inputs.block_table_SB,
+                    inputs.seq_lens_S,
+                    inputs.sampled_tokens_N,
+                    inputs.slot_N,
+                )
             )
-            lora = self._lora.begin(batch)
-        return StepContext(put(inputs.positions_T), attention, lora)
-
-    def _sampling(self, arrays: SamplingArrays | None) -> SamplingBatch | None:
-        if arrays is None:
-            return None
-        put = self._put
-        return SamplingBatch(
-            put(arrays.random_M),
-            put(arrays.temperature_M),
-            None if arrays.top_k_M is None else put(arrays.top_k_M),
-            None if arrays.top_p_M is None else put(arrays.top_p_M),
-            put(arrays.seed_M),
-            put(arrays.position_M),
         )
+        attention = AttentionBatch(
+            place_T, table_SB, lens_S, inputs.query_start, inputs.seq_lens_S.tolist()
+        )
+        lora = self._begin_lora(slot_T, inputs.segments, slot_N, inputs.sampled_segments)
+        step = StepContext(positions_T, attention, lora)
+        if on_device_T is not None:
+            ids_T = torch.where(known_T, self._last_token_R[row_T], ids_T)
+        hidden_TI = self._decoder.forward(ids_T, step, self._kv)
+        logits_NV = hidden_TI.new_empty((0, self._decoder.num_logits))
+        if len(sampled_N):
+            logits_NV = self._decoder.logits(hidden_TI[sampled_N], step).float()
+        if inputs.prompt is None:
+            return logits_NV, None
+        return logits_NV, self._prompt_logprobs(hidden_TI, step, inputs.prompt)
+
+    def _prompt_logprobs(
+        self, hidden_TI: Tensor, step: StepContext, prompt: PromptArrays
+    ) -> tuple[Tensor, ...]:
+        """As `top_logprobs`, over the prompt's next tokens. Slice by slice, as the logits of a
+        long prompt are large; the last use of the step's adapters."""
+        put = self._put
+        num = max(num for _, _, num in prompt.entries)
+        slices: list[tuple[Tensor, ...]] = []
+        for begin in range(0, len(prompt.token_L), PROMPT_ROWS):
+            end = min(begin + PROMPT_ROWS, len(prompt.token_L))
+            slot_L, segments = put(prompt.slot_L[begin:end]), prompt.segments(begin, end)
+            lora = self._begin_lora(slot_L, segments, slot_L, segments)
+            rows_LI = hidden_TI[put(prompt.token_L[begin:end])]
+            logits_LV = self._decoder.logits(rows_LI, replace(step, lora=lora)).float()
+            slices.append(top_logprobs(logits_LV, put(prompt.target_L[begin:end]), num))
+        return tuple(torch.cat(parts) for parts in zip(*slices, strict=True))
+
+    def _begin_lora(
+        self, slot_T: Tensor, segments: Segments, slot_N: Tensor, sampled_segments: Segments
+    ) -> LoraStep | None:
+        if not segments:
+            return None
+        each, sampled = (tuple(map(Segment._make, s)) for s in (segments, sampled_segments))
+        return self._lora.begin(LoraBatch(slot_T, each, slot_N, sampled))
 
     def _put(self, array: Array) -> Tensor:
         tensor = torch.from_numpy(array)
@@ -185,6 +232,22 @@ class Runner:
             return dummy_weights(self.config, self.dtype, self.device)
         folder = resolve_model(args.model.model, args.model.revision)
         return load_weights(folder, self.config, self.dtype, self.device)
+
+    def _capture(self, args: EngineArgs) -> DecodeGraphs | None:
+        """Graphs of decode steps, where there is a GPU."""
+        if self.device.type != "cuda":
+            return None
+        with_lora = self._lora.reserve(args.scheduler.max_num_batched_tokens)
+        graphs = DecodeGraphs(
+            self._decoder,
+            self._kv,
+            self._lora if with_lora else None,
+            self._last_token_R,
+            -(-self.max_model_len // args.cache.block_size),
+        )
+        with torch.inference_mode():
+            graphs.capture()
+        return graphs
 
     def _make_pool(self, args: EngineArgs) -> AdapterPool:
         num_bytes = args.lora.adapter_memory
@@ -219,12 +282,6 @@ class Runner:
                     self.config.max_position_embeddings,
                 )
             return min(self.config.max_position_embeddings, capacity)
-        if asked > self.config.max_position_embeddings:
-            raise ConfigError(
-                f"--max-model-len {asked} is more than the model's own limit of "
-                f"{self.config.max_position_embeddings} tokens",
-                "max_model_len",
-            )
         if asked > capacity:
             raise ConfigError(
                 f"--max-model-len {asked} does not fit in a KV cache of {capacity} tokens",
@@ -250,11 +307,24 @@ def _to_host(tensor: Tensor) -> Tensor:
 
 def _result(inputs: StepInputs, sampled: _Sampled) -> StepResult:
     order = inputs.plan_order_N
-    ids = sampled.ids_N.numpy()[order].tolist()
-    if sampled.logprobs is None or inputs.num_logprobs_N is None:
-        return StepResult(ids)
-    chosen, rank, values, top_ids = (t.numpy()[order] for t in sampled.logprobs)
-    logprobs = [
+    logprobs = None
+    if sampled.logprobs is not None and inputs.num_logprobs_N is not None:
+        in_order = [t.numpy()[order] for t in sampled.logprobs]
+        logprobs = _records(in_order, inputs.num_logprobs_N[order].tolist())
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+    if sampled.prompt is not None and inputs.prompt is not None:
+        begin = 0
+        for entry, count, num in inputs.prompt.entries:
+            part = [t.numpy()[begin : begin + count] for t in sampled.prompt]
+            prompt_logprobs[entry] = [r for r in _records(part, [num] * count) if r is not None]
+            begin += count
+    return StepResult(sampled.ids_N.numpy()[order].tolist(), logprobs, prompt_logprobs)
+
+
+def _records(arrays: Sequence[Array], nums: list[int]) -> list[TokenLogprob | None]:
+    """From what `top_logprobs` returned, with so many alternatives each; None for -1."""
+    chosen, rank, values, top_ids = arrays
+    return [
         None
         if n < 0
         else TokenLogprob(
@@ -262,9 +332,17 @@ def _result(inputs: StepInputs, sampled: _Sampled) -> StepResult:
             int(rank[i]),
             list(zip(top_ids[i, :n].tolist(), values[i, :n].tolist(), strict=True)),
         )
-        for i, n in enumerate(inputs.num_logprobs_N[order].tolist())
+        for i, n in enumerate(nums)
     ]
-    return StepResult(ids, logprobs)
+
+
+def _check_context(asked: int | None, config: ModelConfig) -> None:
+    limit = config.max_position_embeddings
+    if asked is not None and asked > limit:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the model's own limit of {limit} tokens",
+            "max_model_len",
+        )
 
 
 def _device(name: str) -> torch.device:

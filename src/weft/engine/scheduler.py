@@ -9,9 +9,13 @@ known to the device only. A step goes to, in this order:
 1. decodes of running requests, oldest request first; if blocks run out, the youngest running
    request is preempted: its blocks are released and it waits again, to be recomputed;
 2. the rest of running prompts, in chunks, oldest first;
-3. waiting requests, oldest first. One needs a row, blocks for all its tokens, and its adapter on
-   the device. A request whose adapter is not there is passed over, never dropped, and holds up
-   nobody; its load is started as soon as there is room.
+3. waiting requests, oldest first. One needs a row, blocks for all its tokens, its adapter on the
+   device, and its grammar. A request whose adapter is not there, or whose grammar is still being
+   compiled, is passed over, never dropped, and holds up nobody; its load is started as soon as
+   there is room.
+
+A *paced* request has a Matcher, which must be told each token before it can say what may come
+next: its next decode is planned only when none of its tokens is pending.
 
 No adapter starves: if one finds no room for `max_adapter_wait_steps` steps, the adapters that
 have had the device longest (and at least that long) yield: their requests are preempted and wait
@@ -35,7 +39,8 @@ from weft.core.errors import (
 )
 from weft.core.types import EngineRequest, FinishReason, TokenEvent, TokenLogprob
 from weft.engine.blocks import BlockKey, BlockPool, chain_key, root_key
-from weft.engine.plan import Admitted, StepPlan, StepResult
+from weft.engine.masks import BadSequences
+from weft.engine.plan import Admitted, Matcher, StepPlan, StepResult
 from weft.residency.slots import AdapterSlots, Load
 
 PREFETCH = 32
@@ -60,20 +65,27 @@ class _Sequence:
     """A request inside the scheduler."""
 
     __slots__ = (
+        "bad_sequences",
+        "bad_tokens",
         "blocks",
+        "compiling",
         "computed",
         "digest",
         "done",
         "endings",
+        "grammar",
         "in_flight",
         "keys",
         "known",
+        "known_limit",
         "limit",
         "next_full",
         "num_cached",
         "num_prompt",
         "order",
+        "paced",
         "params",
+        "prompt_logprobs",
         "request_id",
         "row",
         "seed",
@@ -97,8 +109,20 @@ class _Sequence:
         self.digest = request.adapter.digest if request.adapter else None
         self.endings = frozenset(params.stop_token_ids)
         """Token ids that end the output."""
-        if not params.ignore_eos:
+        if not params.ignore_eos or params.structured_outputs:
             self.endings |= limits.eos_token_ids
+        self.bad_tokens = tuple(ids[0] for ids in request.bad_token_ids if len(ids) == 1)
+        sequences = [ids for ids in request.bad_token_ids if len(ids) > 1]
+        self.bad_sequences = BadSequences(sequences) if sequences else None
+        self.grammar: Matcher | None = None
+        self.compiling = params.structured_outputs is not None
+        self.paced = bool(sequences) or self.compiling
+        self.known_limit = self.limit
+        """What `known` may reach now; of a paced sequence with a pending token, its value."""
+        self.prompt_logprobs: list[TokenLogprob] | None = None
+        """As far as they are there; None once they were handed out, or if nobody asked."""
+        if params.prompt_logprobs is not None:
+            self.prompt_logprobs = []
         self.known = self.num_prompt
         """Tokens, those included that are sampled already and only the device knows yet."""
         self.in_flight = 0
@@ -116,6 +140,28 @@ class _Sequence:
         """Leased adapter slot; -1 without a lease."""
         self.num_cached = -1
         self.done = False
+        if self.paced:
+            self._pace()
+
+    def match(self, token: int) -> WeftError | None:
+        """The newest token of a paced sequence is known now; an error ends its request."""
+        try:
+            for matcher in (self.grammar, self.bad_sequences):
+                if matcher is not None:
+                    matcher.accept(token)
+        except WeftError as error:
+            return error
+        self._pace()
+        return None
+
+    def _pace(self) -> None:
+        self.known_limit = min(self.limit, len(self.tokens) + 1)
+
+    def take_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
+        """Those that follow the computed position `start`. A preempted prompt is computed again:
+        what is there already stays."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start :]
 
     def __lt__(self, other: _Sequence) -> bool:
         return self.order < other.order
@@ -222,9 +268,43 @@ class Scheduler:
                 f"answer in a context of {limits.max_model_len}",
                 "prompt",
             )
+        self._validate_choice(request)
         ref = request.adapter
         if ref and (not self._slots.knows(ref.digest) or ref.digest in self._dropping):
             raise AdapterUnavailable(f"adapter {ref.name!r} is not loaded", "model")
+
+    def _validate_choice(self, request: EngineRequest) -> None:
+        """Token ids must be in the vocabulary, and there must be one that can be chosen."""
+        vocab_size, params = self._limits.vocab_size, request.params
+        params.check_vocab(vocab_size)
+        forbidden: set[int] = set()
+        for ids in request.bad_token_ids:
+            if not ids or min(ids) < 0 or max(ids) >= vocab_size:
+                message = f"bad_words has no token ids in [0, {vocab_size}): {ids}"
+                raise InvalidRequest(message, "bad_words")
+            if len(ids) == 1:
+                forbidden.add(ids[0])
+        allowed = set(params.allowed_token_ids)
+        _check_choice(allowed, forbidden, vocab_size, "bad_words")
+        if params.min_tokens:
+            endings = self._limits.eos_token_ids.union(params.stop_token_ids)
+            _check_choice(allowed, forbidden | endings, vocab_size, "min_tokens")
+
+    # -- grammars ------------------------------------------------------------------------------
+
+    def grammar_ready(self, request_id: str, grammar: Matcher) -> None:
+        """The grammar of a waiting request is compiled; ignored if the request is gone."""
+        seq = self._by_id.get(request_id)
+        if seq is not None and seq.compiling:
+            seq.grammar = grammar
+            seq.compiling = False
+
+    def grammar_failed(self, request_id: str, error: WeftError) -> TokenEvent | None:
+        """The grammar of a waiting request can't be compiled; None if the request is gone."""
+        seq = self._by_id.get(request_id)
+        if seq is None or not seq.compiling:
+            return None
+        return self._finish(seq, "error", error=error)
 
     # -- adapters ------------------------------------------------------------------------------
 
@@ -273,6 +353,8 @@ class Scheduler:
         self._plan_decodes(draft)
         self._plan_chunks(draft)
         self._plan_waiting(draft)
+        for digest in self._slots.wanted:
+            self._load(digest, draft)
         if draft.rows:
             self._planned[draft.step] = draft.sequences
         return StepPlan(
@@ -292,7 +374,10 @@ class Scheduler:
         events: list[TokenEvent] = []
         caching = self._limits.enable_prefix_caching
         k = 0
-        for i, seq in enumerate(self._planned.pop(plan.step, ())):
+        planned = self._planned.pop(plan.step, [])
+        for i, prompt_logprobs in result.prompt_logprobs.items():
+            planned[i].take_prompt_logprobs(plan.starts[i], prompt_logprobs)
+        for i, seq in enumerate(planned):
             seq.in_flight -= 1
             sampled = plan.samples[i]
             if not seq.done:
@@ -306,10 +391,15 @@ class Scheduler:
                     tokens.append(token)
                     if token in seq.endings or len(tokens) >= seq.limit:
                         event = self._end(seq, token, logprobs)
+                    elif seq.paced and (error := seq.match(token)):
+                        event = self._finish(seq, "error", error=error)
                     else:
                         event = TokenEvent(
                             seq.request_id, [token], logprobs, None, None, seq.num_cached
                         )
+                    if seq.prompt_logprobs is not None:
+                        event = event._replace(prompt_logprobs=[None, *seq.prompt_logprobs])
+                        seq.prompt_logprobs = None
                     events.append(event)
             k += sampled
             if seq.row < 0 and seq.in_flight == 0:
@@ -329,7 +419,7 @@ class Scheduler:
             computed = seq.computed
             if known - computed > 1:
                 draft.chunks.append(seq)
-            elif known < seq.limit:
+            elif known < seq.known_limit:
                 if len(rows) == draft.budget:
                     break
                 if known > len(seq.blocks) * block_size and not self._grow(seq, draft):
@@ -373,6 +463,8 @@ class Scheduler:
                 if ahead > PREFETCH:
                     break
                 self._prefetch(seq, draft)
+            elif seq.compiling:
+                self._prefetch(seq, draft)
             elif seq.in_flight or not self._adapter_ready(seq, draft, passed):
                 continue
             elif self._place(seq, draft):
@@ -402,10 +494,28 @@ class Scheduler:
         if seq.digest is not None:
             self._lease(seq, seq.digest)
         draft.new_blocks.extend((seq.row, i, b) for i, b in enumerate(seq.blocks))
-        draft.admitted.append(Admitted(seq.row, seq.slot, list(seq.tokens), seq.params, seq.seed))
+        draft.admitted.append(self._admitted(seq))
         insort(self._running, seq)
         draft.schedule(seq, min(known - seq.computed, draft.budget))
         return True
+
+    def _admitted(self, seq: _Sequence) -> Admitted:
+        params = seq.params
+        asked = None if seq.prompt_logprobs is None else params.prompt_logprobs
+        return Admitted(
+            seq.request_id,
+            seq.row,
+            seq.slot,
+            list(seq.tokens),
+            seq.num_prompt,
+            params,
+            seq.seed,
+            self._limits.eos_token_ids.union(params.stop_token_ids),
+            seq.bad_tokens,
+            seq.bad_sequences,
+            seq.grammar,
+            -1 if asked is None else asked,
+        )
 
     def _count_prompt(self, seq: _Sequence) -> None:
         if seq.num_cached < 0:
@@ -436,8 +546,9 @@ class Scheduler:
     # -- the prefix cache ----------------------------------------------------------------------
 
     def _cached_prefix(self, seq: _Sequence) -> list[int]:
-        """Registered blocks of the sequence's beginning; at least one token is left to compute."""
-        if not self._limits.enable_prefix_caching:
+        """Registered blocks of the sequence's beginning; at least one token is left to compute,
+        or all where the prompt's log-probabilities are still to be reported."""
+        if not self._limits.enable_prefix_caching or seq.prompt_logprobs is not None:
             return []
         full = (len(seq.tokens) - 1) // self._limits.block_size
         hits: list[int] = []
@@ -610,6 +721,8 @@ class Scheduler:
         assert all(s.row < 0 and not s.blocks for s in self._waiting)
         assert sorted(self._waiting) == self._waiting
         assert sorted(self._running) == self._running
+        assert all(s.known <= s.known_limit <= s.limit for s in self._running)
+        assert not any(s.compiling for s in self._running)
         assert len(self._waiting) + len(self._running) == len(self._by_id)
         uses = Counter(b for s in self._running for b in s.blocks)
         assert all(self._blocks.num_users(b) == n for b, n in uses.items())
@@ -622,6 +735,12 @@ class Scheduler:
         if not self._by_id:
             assert not self._yielding and not self._deferred_since
             assert self._planned or not self._leases
+
+
+def _check_choice(allowed: set[int], forbidden: set[int], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequest if no token is left. `allowed` empty: all."""
+    if allowed <= forbidden if allowed else len(forbidden) >= vocab_size:
+        raise InvalidRequest(f"{param} leaves no token that could be chosen", param)
 
 
 def _listed(logprob: TokenLogprob | None) -> list[TokenLogprob] | None:

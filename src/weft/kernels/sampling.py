@@ -1,7 +1,10 @@
 """Choosing tokens from logits, without state: the noise is a function of (seed, position).
 
-Shapes: N sampled rows, V vocabulary. A row's choice depends on that row's values alone, so a
-seeded request gets the same tokens whoever shares its batch, and again after a preemption.
+    logits -> shape: bias, penalties, mask -> sample: temperature, min_p, top_k, top_p, noise
+
+Shapes: N sampled rows, V vocabulary; of these rows, P have penalties, K a mask of W 32-bit words,
+M are random; B biases. A row's choice depends on that row's values alone, to the bit, so a seeded
+request gets the same tokens whoever shares its batch, and again after a preemption.
 """
 
 from __future__ import annotations
@@ -11,7 +14,95 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+IN_PROMPT = 1 << 30
+"""In a row's counts: the token is in the prompt. Below it is how often it is in the output."""
+
 _MASK = 0xFFFFFFFF
+_SHARES = 2**40
+"""Probabilities are summed as multiples of 1 / _SHARES: sums of integers don't depend on order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """What is added to single logits; no (row, token) is there twice."""
+
+    row_B: Tensor
+    """int64 (B,), among the N rows."""
+    token_B: Tensor
+    """int64 (B,)."""
+    value_B: Tensor
+    """float32 (B,)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """For rows that punish (or favour) tokens that are in prompt or output already."""
+
+    row_P: Tensor
+    """int64 (P,), among the N rows."""
+    counts_PV: Tensor
+    """int32 (P, V), see IN_PROMPT."""
+    repetition_P: Tensor
+    """float32 (P,), positive; 1 does nothing."""
+    presence_P: Tensor
+    """float32 (P,)."""
+    frequency_P: Tensor
+    """float32 (P,)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mask:
+    """For rows that may choose some tokens only."""
+
+    row_K: Tensor
+    """int64 (K,), among the N rows."""
+    words_KW: Tensor
+    """int32 (K, ceil(V / 32)): bit t % 32 of word t // 32 is set when token t may be chosen; at
+    least one is."""
+
+
+def count_tokens(counts_V: Tensor, prompt_L: Tensor, output_L: Tensor) -> None:
+    """Set a row's counts, int32 (V,), from its tokens, int64."""
+    counts_V.zero_()
+    counts_V.scatter_add_(0, output_L, torch.ones_like(output_L, dtype=torch.int32))
+    in_prompt_V = torch.zeros_like(counts_V)
+    in_prompt_V[prompt_L] = IN_PROMPT
+    counts_V += in_prompt_V
+
+
+def shape(
+    logits_NV: Tensor, bias: Bias | None, penalties: Penalties | None, mask: Mask | None
+) -> Tensor:
+    """Logits to choose from, float32 (N, V). `logits_NV` is not changed; it is returned if there is
+    nothing to do."""
+    if bias is None and penalties is None and mask is None:
+        return logits_NV
+    shaped_NV = logits_NV.clone()
+    if bias is not None:
+        shaped_NV[bias.row_B, bias.token_B] += bias.value_B
+    if penalties is not None:
+        shaped_NV[penalties.row_P] = _penalised(shaped_NV[penalties.row_P], penalties)
+    if mask is not None:
+        allowed_KV = _unpacked(mask.words_KW, logits_NV.shape[1])
+        shaped_NV[mask.row_K] = shaped_NV[mask.row_K].masked_fill(~allowed_KV, -torch.inf)
+    return shaped_NV
+
+
+def _penalised(logits_PV: Tensor, penalties: Penalties) -> Tensor:
+    """First repetition (tokens in prompt or output), then the other two (tokens in the output)."""
+    counts_PV = penalties.counts_PV
+    factor_PV = torch.where(counts_PV > 0, penalties.repetition_P[:, None], 1.0)
+    logits_PV = torch.where(logits_PV > 0, logits_PV / factor_PV, logits_PV * factor_PV)
+    times_PV = counts_PV & (IN_PROMPT - 1)
+    logits_PV = logits_PV - penalties.frequency_P[:, None] * times_PV
+    return logits_PV - penalties.presence_P[:, None] * (times_PV > 0)
+
+
+def _unpacked(words_KW: Tensor, vocab_size: int) -> Tensor:
+    """bool (K, V). Byte by byte, as words are stored with their lowest byte first."""
+    bits_8 = torch.arange(8, dtype=torch.uint8, device=words_KW.device)
+    bytes_KB = words_KW.view(torch.uint8)
+    return ((bytes_KB[:, :, None] >> bits_8) & 1).flatten(1)[:, :vocab_size].bool()
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +117,8 @@ class SamplingBatch:
     """int64 (M,), 1..V; None when no row filters by it."""
     top_p_M: Tensor | None
     """float32 (M,), in (0, 1]; None when no row filters by it."""
+    min_p_M: Tensor | None
+    """float32 (M,), in [0, 1]; None when no row filters by it."""
     seed_M: Tensor
     """int64 (M,)."""
     position_M: Tensor
@@ -35,15 +128,19 @@ class SamplingBatch:
 def sample(logits_NV: Tensor, batch: SamplingBatch | None) -> Tensor:
     """Token ids, int64 (N,): the most likely one, or for random rows a draw from
 
-        softmax(logits / temperature), restricted to the top_k most likely tokens and then to
-        the fewest most likely ones whose probabilities reach top_p.
+        softmax(logits / temperature), restricted to tokens at least min_p times as likely as
+        the most likely one, then to the top_k most likely ones, and then to the fewest most
+        likely ones whose probabilities reach top_p.
 
-    logits_NV: float32. `batch` None: all rows are greedy.
+    logits_NV: float32, one of each row finite. `batch` None: all rows are greedy.
     """
     ids_N = logits_NV.argmax(-1)
     if batch is None:
         return ids_N
     scaled_MV = logits_NV[batch.random_M] / batch.temperature_M[:, None]
+    if batch.min_p_M is not None:
+        floor_M = scaled_MV.amax(-1) + batch.min_p_M.log()
+        scaled_MV = scaled_MV.masked_fill(scaled_MV < floor_M[:, None], -torch.inf)
     scaled_MV = _filter(scaled_MV, batch.top_k_M, batch.top_p_M)
     noise_MV = gumbel(batch.seed_M, batch.position_M, logits_NV.shape[1])
     ids_N[batch.random_M] = (scaled_MV + noise_MV).argmax(-1)
@@ -83,9 +180,10 @@ def _filter(logits_MV: Tensor, top_k_M: Tensor | None, top_p_M: Tensor | None) -
         floor_M1 = sorted_MV.gather(1, top_k_M[:, None] - 1)
         sorted_MV = sorted_MV.masked_fill(sorted_MV < floor_M1, -torch.inf)
     if top_p_M is not None:
-        probs_MV = sorted_MV.softmax(-1)
-        before_MV = probs_MV.cumsum(-1) - probs_MV
-        kept_M1 = (before_MV < top_p_M[:, None]).sum(-1, keepdim=True)
+        shares_MV = (sorted_MV.softmax(-1) * _SHARES).to(torch.int64)
+        before_MV = shares_MV.cumsum(-1) - shares_MV
+        enough_M = (top_p_M.double() * _SHARES).to(torch.int64).masked_fill(top_p_M >= 1, 2**62)
+        kept_M1 = (before_MV < enough_M[:, None]).sum(-1, keepdim=True).clamp(min=1)
         floor_M1 = torch.maximum(floor_M1, sorted_MV.gather(1, kept_M1 - 1))
     return logits_MV.masked_fill(logits_MV < floor_M1, -torch.inf)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
@@ -17,36 +20,67 @@ class Staging:
     words = staging.begin(n)    the host's side of n words, to be filled
     staging.send(n)             copied behind all work that was queued before
 
-    On a CPU a copy is done at once.
+    What was sent stays until the next `send`. On a CPU a copy is done at once.
     """
 
     def __init__(self, num_words: int, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._host = [
-            torch.empty(num_words, dtype=torch.int32, pin_memory=self._on_gpu) for _ in range(DEPTH)
-        ]
-        self._sent: list[torch.cuda.Event | None] = [None] * DEPTH
+        self._device = device
         self._turn = 0
-        self.device_words = torch.zeros(num_words, dtype=torch.int32, device=device)
+        self._sent: list[torch.cuda.Event | None] = [None] * DEPTH
+        self._allocate(num_words)
+
+    def _allocate(self, num_words: int) -> None:
+        pinned = self._device.type == "cuda"
+        self._host = [
+            torch.empty(num_words, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH)
+        ]
+        self.device_words = torch.zeros(num_words, dtype=torch.int32, device=self._device)
 
     def __len__(self) -> int:
         return len(self.device_words)
 
+    def reserve(self, num_words: int) -> None:
+        """Make room. If there was not enough, the device's side moves to another place."""
+        if num_words > len(self):
+            self._allocate(num_words)
+
     def begin(self, num_words: int) -> NDArray[np.int32]:
-        """Waits only for a buffer whose copy of DEPTH steps ago is not done yet."""
-        self._turn = (self._turn + 1) % DEPTH
-        sent = self._sent[self._turn]
-        if sent is not None:
-            sent.synchronize()
-        words: NDArray[np.int32] = self._host[self._turn][:num_words].numpy()
+        """Waits only for a buffer whose copy of DEPTH sends ago is not done yet."""
+        words: NDArray[np.int32] = self._next_host()[:num_words].numpy()
         return words
 
     def send(self, num_words: int) -> Tensor:
         """Returns the device's side, int32 (num_words,)."""
         words = self.device_words[:num_words]
         words.copy_(self._host[self._turn][:num_words], non_blocking=True)
-        if self._on_gpu:
+        if self._device.type == "cuda":
             sent: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             sent.record()
             self._sent[self._turn] = sent
         return words
+
+    def send_all(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
+        """Arrays of any types and shapes, in one copy; room for them is made."""
+        tensors = [torch.from_numpy(array) for array in arrays]
+        ends = [0, *accumulate(-(-t.nbytes // 8) * 2 for t in tensors)]
+        self.reserve(ends[-1])
+        host = self._next_host()
+        for tensor, (start, end) in zip(tensors, pairwise(ends), strict=True):
+            _part(host, start, end, tensor).copy_(tensor)
+        self.send(ends[-1])
+        return [
+            _part(self.device_words, start, end, tensor)
+            for tensor, (start, end) in zip(tensors, pairwise(ends), strict=True)
+        ]
+
+    def _next_host(self) -> Tensor:
+        self._turn = (self._turn + 1) % DEPTH
+        sent = self._sent[self._turn]
+        if sent is not None:
+            sent.synchronize()
+        return self._host[self._turn]
+
+
+def _part(words: Tensor, start: int, end: int, like: Tensor) -> Tensor:
+    """Words from `start` to `end` as a tensor of the type and shape of `like`."""
+    return words[start:end].view(like.dtype)[: like.numel()].view(like.shape)

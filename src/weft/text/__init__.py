@@ -1,5 +1,6 @@
 """Text on both sides of the engine: tokenizer, detokenizer, stop strings, a request's output."""
 
+from weft.text.bad_words import bad_token_ids
 from weft.text.detokenizer import Detokenizer
 from weft.text.output import OutputDelta, OutputStream
 from weft.text.stops import StopStrings
@@ -11,5 +12,6 @@ __all__ = [
     "OutputStream",
     "StopStrings",
     "Tokenizer",
+    "bad_token_ids",
     "load_tokenizer",
 ]

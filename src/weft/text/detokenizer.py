@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from weft.text.tokenizer import Tokenizer
 
@@ -26,14 +26,19 @@ class Detokenizer:
     While `after` ends in U+FFFD a character may be incomplete, and the text waits; after
     `_MAX_PENDING` tokens without an end in sight it is no character, and is passed on as it is.
     The first window holds the end of the prompt, so that an answer which continues a text keeps
-    its leading space.
+    its leading space. `shown_ids` are special tokens that are not skipped.
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt_ids: Sequence[int] = (), skip_special_tokens: bool = True
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown_ids: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
-        self._skip = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        special = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skip = special.difference(shown_ids)
         context = [t for t in prompt_ids[-4 * _CONTEXT_TOKENS :] if t not in self._skip]
         self._window = context[-_CONTEXT_TOKENS:]
         self._read = len(self._window)

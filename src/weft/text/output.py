@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from weft.core.errors import InvalidRequest, from_wire
@@ -22,24 +22,37 @@ class OutputDelta:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """With the first one, if they were asked for."""
     abort: bool = False
     """A stop string ended the output here: the engine does not know, so its request must be
     aborted (its iterator closed)."""
 
 
 class OutputStream:
-    """Turns the events of one request into deltas. Without a tokenizer there is no text."""
+    """Turns the events of one request into deltas. Without a tokenizer there is no text.
+
+    `shown_ids` are special tokens that show in the text whatever the parameters say.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer | None, params: SamplingParams, prompt_ids: Sequence[int] = ()
+        self,
+        tokenizer: Tokenizer | None,
+        params: SamplingParams,
+        prompt_ids: Sequence[int] = (),
+        shown_ids: Collection[int] = (),
     ) -> None:
         if tokenizer is None and params.stop:
             raise InvalidRequest("stop strings need a tokenizer, and none is loaded", "stop")
         self._detokenizer = (
-            Detokenizer(tokenizer, prompt_ids, params.skip_special_tokens) if tokenizer else None
+            Detokenizer(tokenizer, prompt_ids, params.skip_special_tokens, shown_ids)
+            if tokenizer
+            else None
         )
         self._include_stop = params.include_stop_str_in_output
         self._stops = StopStrings(params.stop, self._include_stop)
+        self._num_early = params.min_tokens
+        """Tokens to come in which no stop string ends."""
 
     def feed(self, event: TokenEvent) -> OutputDelta:
         """Raises the request's own error when the engine reports one."""
@@ -56,6 +69,7 @@ class OutputStream:
             finish_reason=event.finish_reason if stop is None else "stop",
             stop_reason=event.stop_reason if stop is None else stop,
             num_cached_tokens=event.num_cached_tokens,
+            prompt_logprobs=event.prompt_logprobs,
             abort=stop is not None and event.finish_reason is None,
         )
 
@@ -70,7 +84,9 @@ class OutputStream:
             return "", len(token_ids)
         parts: list[str] = []
         for n in range(num_written):
-            parts.append(self._stops.feed(self._detokenizer.feed(token_ids[n])))
+            may_end = self._num_early == 0
+            self._num_early -= not may_end
+            parts.append(self._stops.feed(self._detokenizer.feed(token_ids[n]), may_end))
             if self._stops.matched is not None:
                 return "".join(parts), n + 1
         return "".join(parts), len(token_ids)
@@ -78,5 +94,5 @@ class OutputStream:
     def _flush(self) -> str:
         if self._detokenizer is None:
             return ""
-        text = self._stops.feed(self._detokenizer.flush())
+        text = self._stops.feed(self._detokenizer.flush(), self._num_early == 0)
         return text + ("" if self._stops.matched is not None else self._stops.flush())

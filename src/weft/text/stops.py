@@ -24,13 +24,14 @@ class StopStrings:
         self.matched: str | None = None
         """The stop string that was found; nothing may be fed after it."""
 
-    def feed(self, text: str) -> str:
-        """The text that can be given out now."""
+    def feed(self, text: str, may_end: bool = True) -> str:
+        """The text that can be given out now. Unless it `may_end`, no stop string ends in `text`,
+        though one may begin there."""
         assert self.matched is None
         if not self._held and self._first_chars.isdisjoint(text):
             return text
         for i, char in enumerate(text):
-            if self._step(char):
+            if self._step(char, may_end):
                 return self._cut(self._held + text[: i + 1])
         text = self._held + text
         num_ready = len(text) - max(self._states)
@@ -42,14 +43,18 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _step(self, char: str) -> bool:
+    def _step(self, char: str, may_end: bool) -> bool:
         """Advance all automata by one character; true when a stop string is complete."""
         for n, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
             state = self._states[n]
             while state and stop[state] != char:
                 state = borders[state - 1]
             self._states[n] = state + (stop[state] == char)
-            if self._states[n] == len(stop) and len(stop) > len(self.matched or ""):
+            if self._states[n] < len(stop):
+                continue
+            if not may_end:
+                self._states[n] = borders[-1]
+            elif len(stop) > len(self.matched or ""):
                 self.matched = stop
         return self.matched is not None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -21,6 +22,7 @@ _RESERVED_TEMPLATE_KWARGS = frozenset(
         "conversation",
         "documents",
         "max_length",
+        "messages",
         "padding",
         "return_assistant_tokens_mask",
         "return_dict",
@@ -80,37 +82,58 @@ class Tokenizer:
             )
         )
 
+    @property
+    def chat_template(self) -> str | None:
+        """Its text, or None; of several templates the one that serves tools, or the default."""
+        template = self._hf.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use") or template.get("default")
+        return template or None
+
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
     ) -> list[int]:
         """Prompt ids of a conversation, by the model's chat template.
 
-        Raises InvalidRequest when the model has no template or the template refuses.
+        `tools` are functions in OpenAI's form. With `continue_final_message` the prompt ends
+        inside the last message, which the output continues. Arguments of earlier calls may be
+        JSON text: templates get what it stands for.
+
+        Raises InvalidRequest when the model has no template, the template refuses, or it doesn't
+        show tools.
         """
         kwargs = dict(template_kwargs or {})
         if reserved := sorted(_RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
             raise InvalidRequest(
                 f"chat_template_kwargs may not hold {reserved[0]!r}", "chat_template_kwargs"
             )
-        if not self._hf.chat_template:
+        template = self.chat_template
+        if template is None:
             raise InvalidRequest("this model has no chat template", "messages")
-        return self.encode(
-            self._render(messages, add_generation_prompt, kwargs), add_special_tokens=False
-        )
+        if tools and not re.search(r"\btools\b", template):
+            raise InvalidRequest("this model's chat template takes no tools", "tools")
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message",
+            )
+        kwargs |= {
+            "tools": [dict(tool) for tool in tools] if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        return self.encode(self._render(messages, kwargs), add_special_tokens=False)
 
-    def _render(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, kwargs: Any
-    ) -> str:
+    def _render(self, messages: Sequence[Mapping[str, Any]], kwargs: dict[str, Any]) -> str:
         try:
             return str(
                 self._hf.apply_chat_template(
-                    [dict(m) for m in messages],
-                    tokenize=False,
-                    add_generation_prompt=add_generation_prompt,
-                    **kwargs,
+                    [_with_parsed_arguments(m) for m in messages], tokenize=False, **kwargs
                 )
             )
         except Exception as error:  # templates raise whatever they like
@@ -165,6 +188,27 @@ class Tokenizer:
         if b'"ByteLevel"' in state:
             return "bytes"
         return "spaces" if b'"Metaspace"' in state or _SPACE.encode() in state else "other"
+
+
+def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message as templates expect it: the arguments of its calls are objects, not JSON."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+    return {**message, "tool_calls": [_with_parsed_call(call) for call in calls]}
+
+
+def _with_parsed_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _byte_alphabet() -> dict[str, int]:

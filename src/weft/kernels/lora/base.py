@@ -180,6 +180,11 @@ class LoraStep(Protocol):
 class LoraBackend(Protocol):
     """Computes the deltas of all adapters in a batch. Made once over a pool."""
 
+    def reserve(self, num_rows: int) -> bool:
+        """Make room for steps of that many rows. Whether steps can then be captured in CUDA
+        graphs, to be replayed after a `begin` of as many rows."""
+        ...
+
     def begin(self, batch: LoraBatch) -> LoraStep:
         """Prepare one step; the batch has at least one segment."""
         ...

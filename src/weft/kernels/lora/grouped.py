@@ -54,6 +54,9 @@ class GroupedBackend:
         self._pool = pool
         self._sets: OrderedDict[tuple[tuple[int, int], ...], _StackSet] = OrderedDict()
 
+    def reserve(self, num_rows: int) -> bool:
+        return False
+
     def begin(self, batch: LoraBatch) -> GroupedStep:
         return GroupedStep(self._pool, batch, self._stack_set(batch))
 

@@ -13,6 +13,9 @@ class ReferenceBackend:
     def __init__(self, pool: AdapterPool) -> None:
         self._pool = pool
 
+    def reserve(self, num_rows: int) -> bool:
+        return False
+
     def begin(self, batch: LoraBatch) -> ReferenceStep:
         return ReferenceStep(self._pool, batch)
 

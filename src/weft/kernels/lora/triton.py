@@ -514,13 +514,11 @@ class _TileList:
 
     def __init__(self, tuning: Tuning, device: torch.device) -> None:
         self._tuning = tuning
-        self._device = device
         self._staging = Staging(0, device)
 
     def reserve(self, num_tiles: int) -> None:
         """Make room for so many of rows and as many of sampled rows."""
-        if 8 * num_tiles > len(self._staging):
-            self._staging = Staging(8 * num_tiles, self._device)
+        self._staging.reserve(8 * num_tiles)
 
     def fill(self, batch: LoraBatch) -> tuple[_Rows, _Rows]:
         """Lay a step's tiles out, ahead of its kernels on the current stream."""
@@ -583,8 +581,8 @@ class TritonBackend:
         self._columns: dict[tuple[tuple[int, ...], int], tuple[Tensor, int]] = {}
         self.reserve(self.tuning.few_rows)
 
-    def reserve(self, num_rows: int) -> None:
-        """Make room for steps of that many rows. What was captured before is void if it grew."""
+    def reserve(self, num_rows: int) -> bool:
+        """What was captured before is void if this makes more room than there was."""
         if num_rows > len(self._work):
             self._work = self._work.new_empty((num_rows, self.row_floats))
         self._tiles.reserve(num_rows)
@@ -592,6 +590,7 @@ class TritonBackend:
             for blocks in (self.tuning.few, self.tuning.many):
                 for wide in (1, blocks.wide):
                     self.columns(group, blocks.columns * wide)
+        return True
 
     def begin(self, batch: LoraBatch) -> TritonStep:
         for segment in batch.segments:

@@ -1,0 +1,74 @@
+"""From logits to tokens, with what the device keeps of running requests for it.
+
+Shapes: see `weft.kernels.sampling`; R rows of the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import Tensor
+
+from weft.engine.inputs import Array, Counted, PenaltyArrays, SamplingArrays, StepInputs
+from weft.kernels.sampling import Bias, Mask, Penalties, SamplingBatch, count_tokens, sample, shape
+
+Put = Callable[[Array], Tensor]
+"""Brings a host array to the device."""
+
+
+class Sampler:
+    """Owner of the counts of tokens by row, for penalties: as they are kept on the device, a
+    step's penalties see the previous step's tokens before the host does."""
+
+    def __init__(self, num_rows: int, vocab_size: int, device: torch.device, put: Put) -> None:
+        self._put = put
+        self._counts_RV = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
+
+    def admit(self, counted: Iterable[Counted]) -> None:
+        """Rows that begin with these tokens; before the step that first runs them."""
+        put = self._put
+        for c in counted:
+            count_tokens(self._counts_RV[c.row], put(c.prompt_ids), put(c.output_ids))
+
+    def choose(self, logits_NV: Tensor, inputs: StepInputs) -> Tensor:
+        """Token ids, int64 (N,), of a step's sampled rows. Steps come in their order."""
+        batch, shaping, put = self._batch(inputs.sampling), inputs.shaping, self._put
+        if shaping is None:
+            return sample(logits_NV, batch)
+        b, penalties, m = shaping.bias, shaping.penalties, shaping.mask
+        shaped_NV = shape(
+            logits_NV,
+            Bias(put(b.sampled_B), put(b.token_B), put(b.value_B)) if b else None,
+            self._penalties(penalties) if penalties else None,
+            Mask(put(m.sampled_K), put(m.words_KW)) if m else None,
+        )
+        ids_N = sample(shaped_NV, batch)
+        if penalties is not None:
+            row_P, ids_P = put(penalties.row_P), ids_N[put(penalties.sampled_P)]
+            self._counts_RV[row_P, ids_P] += 1
+        return ids_N
+
+    def _penalties(self, arrays: PenaltyArrays) -> Penalties:
+        put = self._put
+        return Penalties(
+            put(arrays.sampled_P),
+            self._counts_RV[put(arrays.row_P)],
+            put(arrays.repetition_P),
+            put(arrays.presence_P),
+            put(arrays.frequency_P),
+        )
+
+    def _batch(self, arrays: SamplingArrays | None) -> SamplingBatch | None:
+        if arrays is None:
+            return None
+        put = self._put
+        return SamplingBatch(
+            put(arrays.random_M),
+            put(arrays.temperature_M),
+            None if arrays.top_k_M is None else put(arrays.top_k_M),
+            None if arrays.top_p_M is None else put(arrays.top_p_M),
+            None if arrays.min_p_M is None else put(arrays.min_p_M),
+            put(arrays.seed_M),
+            put(arrays.position_M),
+        )

@@ -1,0 +1,400 @@
+"""JSON schemas and regular expressions, brought to what xgrammar enforces.
+
+xgrammar drops what it can't express: `minLength` beside `pattern`, `minimum` beside `$ref`, all of
+`allOf`. A form is served exactly or refused, so each keyword passes through here: what remains is
+enforced, what can't be is refused by its name. Annotations, and keywords that no standard knows,
+are left out. Compiled forms may be narrower than what was asked for, never wider:
+
+- objects with `properties` hold no others unless `additionalProperties` says so, and hold them in
+  the schema's order;
+- `pattern` matches whole strings, and `.` no line break.
+
+Enforced: type, const, enum, anyOf, oneOf (if its branches exclude each other), allOf (of one),
+`$ref` (to `#`, `#/$defs/...`, `#/definitions/...`); pattern, format, minLength, maxLength; minimum,
+maximum, exclusiveMinimum, exclusiveMaximum, multipleOf (of integers); items, prefixItems, minItems,
+maxItems; properties, required, additionalProperties, patternProperties (one), minProperties,
+maxProperties.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from itertools import combinations, starmap
+from typing import Any
+
+from weft.core.errors import InvalidRequest
+
+FIELD = "structured_outputs"
+
+_BOUNDS = "minimum maximum exclusiveMinimum exclusiveMaximum"
+_KEYWORDS = {
+    kind: frozenset(keys.split())
+    for kind, keys in {
+        "string": "pattern format minLength maxLength",
+        "integer": f"{_BOUNDS} multipleOf",
+        "number": _BOUNDS,
+        "array": "items prefixItems minItems maxItems",
+        "object": "properties required additionalProperties patternProperties minProperties "
+        "maxProperties",
+        "boolean": "",
+        "null": "",
+    }.items()
+}
+_UNENFORCED = {
+    kind: frozenset(keys.split())
+    for kind, keys in {
+        "string": "",
+        "integer": "",
+        "number": "multipleOf",
+        "array": "uniqueItems contains minContains maxContains additionalItems unevaluatedItems",
+        "object": "propertyNames dependentRequired dependentSchemas dependencies "
+        "unevaluatedProperties",
+        "boolean": "",
+        "null": "",
+    }.items()
+}
+_NEVER = ("not", "if", "$dynamicRef", "$recursiveRef")
+_WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
+"""Keywords that xgrammar takes for the whole schema."""
+
+_BINDING = frozenset({"type", *_WHOLE}).union(*_KEYWORDS.values(), *_UNENFORCED.values())
+
+_YEAR, _LEAP_YEAR = "[1-9][0-9]{3}", "[1-9][0-9](0[48]|[2468][048]|[13579][26])"
+_DATE = (
+    f"({_YEAR}-((0[13578]|1[02])-(0[1-9]|[12][0-9]|3[01])|(0[469]|11)-(0[1-9]|[12][0-9]|30)"
+    f"|02-(0[1-9]|1[0-9]|2[0-8]))|{_LEAP_YEAR}-02-29)"
+)
+_HOUR_MINUTE = "([01][0-9]|2[0-3]):[0-5][0-9]"
+_TIME = f"{_HOUR_MINUTE}:[0-5][0-9](\\.[0-9]{{1,6}})?(Z|[+-]{_HOUR_MINUTE})"
+_BYTE = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_PATTERN_OF_FORMAT = {
+    "date": _DATE,
+    "date-time": f"{_DATE}T{_TIME}",
+    "ipv4": f"{_BYTE}(\\.{_BYTE}){{3}}",
+    "time": _TIME,
+}
+"""xgrammar's own allow February 31 and leading zeros."""
+_FORMATS = frozenset(
+    {
+        "duration",
+        "email",
+        "hostname",
+        "ipv6",
+        "json-pointer",
+        "relative-json-pointer",
+        "uri",
+        "uri-reference",
+        "uri-template",
+        "uuid",
+    }
+)
+"""Others that xgrammar enforces."""
+_MAX_COUNTED = 64
+"""With minProperties or maxProperties: the grammar grows with the cube of the properties."""
+_MAX_MULTIPLE = 1024
+_MAX_COUNT = 2**31 - 1
+_MAX_INTEGER = 2**53
+"""Listed integers beyond it are rounded when xgrammar writes them."""
+_REFERENCE = re.compile(r"#(?:/(?:\$defs|definitions)/[^/]+)?")
+
+_ATOM = re.compile(r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|c[A-Za-z]|.)|\[\^?|.", re.DOTALL)
+_CLASS_WITHOUT = r"[^\ud800-\udfff"
+"""The beginning of a class of what it names not, nor surrogates, which are no text."""
+_CODE = re.compile(r"\\[ux]([0-9a-fA-F]+)")
+_UNKNOWN_ESCAPE = re.compile(r"\\(?![dDwWsSnrtfv])[a-zA-Z1-9]")
+
+
+def refusal(reason: str) -> InvalidRequest:
+    return InvalidRequest(f"structured_outputs: {reason}", FIELD)
+
+
+def enforceable(schema: object) -> Any:
+    """The schema with what binds alone. Raises InvalidRequest for what would not be enforced."""
+    checker = _Checker(schema)
+    checked = checker.check(schema)
+    if isinstance(schema, dict):
+        for key in ("$defs", "definitions"):
+            if key in schema:
+                definitions = _object(schema, key)
+                checked[key] = {name: checker.check(sub) for name, sub in definitions.items()}
+    return checked
+
+
+def enforceable_regex(pattern: str, in_json: bool = False) -> str:
+    """The expression in xgrammar's dialect, with the meaning that it has elsewhere.
+
+    Raises InvalidRequest for anchors inside, for escapes that xgrammar would read as letters, and,
+    for a pattern of a JSON string, for characters that JSON must escape.
+    """
+    atoms: list[str] = []
+    in_class = ""
+    for match in _ATOM.finditer(pattern):
+        atom = match[0]
+        if _UNKNOWN_ESCAPE.fullmatch(atom):
+            raise refusal(f"{atom} in a regular expression is not supported")
+        if in_json and in_class != "[^" and _needs_escape(atom):
+            raise refusal(f"a pattern with {atom!r}, which JSON escapes, is not supported")
+        if in_class:
+            in_class = "" if atom == "]" else in_class
+        elif atom.startswith("["):
+            in_class = atom
+            atom = _CLASS_WITHOUT if atom == "[^" else atom
+        elif atom == ".":
+            atom = rf"{_CLASS_WITHOUT}\n\r]"
+        elif atom in (r"\D", r"\W", r"\S"):
+            atom = rf"{_CLASS_WITHOUT}{atom.lower()}]"
+        elif (atom == "^" and match.start() > 0) or (atom == "$" and match.end() < len(pattern)):
+            raise refusal(f"{atom} inside a regular expression is not supported")
+        atoms.append(atom)
+    return "".join(atoms)
+
+
+def _needs_escape(atom: str) -> bool:
+    """Whether an atom of a regular expression is a character that JSON strings must escape."""
+    code = _CODE.fullmatch(atom)
+    if code is not None:
+        char = chr(int(code[1], 16))
+    elif atom[0] == "\\":
+        char = "\0" if atom[1] in "nrtfv0c" else atom[1]
+    else:
+        char = atom
+    return char < " " or char in '"\\'
+
+
+class _Checker:
+    """Walks one schema; `root` is where its references lead."""
+
+    def __init__(self, root: object) -> None:
+        self._root = root
+
+    def check(self, schema: object) -> dict[str, Any]:
+        if schema is True:
+            return {}
+        if not isinstance(schema, dict):
+            raise refusal(f"a schema must be an object or true, got {str(schema)[:40]}")
+        for key in _NEVER:
+            if key in schema:
+                raise refusal(f"{key!r} is not enforced")
+        for key in _WHOLE:
+            if key in schema:
+                return self._whole(schema, key)
+        return self._typed(schema, _types(schema))
+
+    def _typed(self, schema: dict[str, Any], types: list[str]) -> dict[str, Any]:
+        checked: dict[str, Any] = {"type": types} if types else {}
+        for kind in types:
+            if kind not in _KEYWORDS:
+                raise refusal(f"{kind!r} is no type of JSON")
+            for key in sorted(_UNENFORCED[kind] & schema.keys()):
+                if schema[key] is not False:
+                    raise refusal(f"{key!r} is not enforced for type {kind!r}")
+            checked |= {key: schema[key] for key in sorted(_KEYWORDS[kind] & schema.keys())}
+        _check_values(checked)
+        if "string" in types:
+            _check_string(checked)
+        if "array" in types:
+            self._check_array(checked)
+        if "object" in types:
+            self._check_object(checked)
+        return checked
+
+    def _whole(self, schema: dict[str, Any], key: str) -> dict[str, Any]:
+        """A schema with one of `_WHOLE`: nothing else in it would be enforced."""
+        beside = _BINDING & schema.keys() - {key}
+        if key in ("const", "enum"):
+            beside -= {"type"}
+        if beside:
+            raise refusal(f"{min(beside)!r} beside {key!r} is not enforced")
+        value = schema[key]
+        if key == "$ref":
+            if not isinstance(value, str) or not _REFERENCE.fullmatch(value):
+                raise refusal(f"'$ref' must be '#' or '#/$defs/...', got {str(value)[:80]!r}")
+            return {"$ref": value}
+        values = [value] if key == "const" else value
+        if not isinstance(values, list) or not values:
+            raise refusal(f"{key!r} must be an array with elements")
+        if key in ("const", "enum"):
+            return {"enum": _fitting(values, _types(schema) if "type" in schema else None)}
+        if key == "allOf" and len(values) > 1:
+            raise refusal("'allOf' of several schemas is not enforced")
+        if key == "oneOf" and not all(starmap(self._exclusive, combinations(values, 2))):
+            raise refusal("'oneOf' is not enforced unless its branches exclude each other")
+        return {"anyOf": [self.check(branch) for branch in values]}
+
+    def _check_array(self, checked: dict[str, Any]) -> None:
+        if "prefixItems" in checked:
+            if not isinstance(checked["prefixItems"], list):
+                raise refusal("'prefixItems' must be an array")
+            checked["prefixItems"] = [self.check(item) for item in checked["prefixItems"]]
+        else:
+            checked.setdefault("items", True)
+        if checked.get("items", False) is not False:
+            checked["items"] = self.check(checked["items"])
+
+    def _check_object(self, checked: dict[str, Any]) -> None:
+        named = _object(checked, "properties")
+        patterns = _object(checked, "patternProperties")
+        if len(patterns) + bool("properties" in checked and patterns) > 1:
+            raise refusal("'patternProperties' is enforced alone and with one pattern only")
+        required = checked.get("required", [])
+        if not isinstance(required, list) or not all(isinstance(r, str) for r in required):
+            raise refusal("'required' must be an array of strings")
+        for name in required:
+            if name not in named:
+                raise refusal(f"'required' names {name[:80]!r}, which 'properties' doesn't have")
+        if "properties" not in checked and not patterns:
+            checked.setdefault("additionalProperties", True)
+        open_ended = bool(patterns) or checked.get("additionalProperties", False) is not False
+        if open_ended and checked.get("minProperties", 0) > 1:
+            raise refusal("'minProperties' above 1 is not enforced where any names may come")
+        counted = {"minProperties", "maxProperties"} & checked.keys()
+        if counted and len(named) > _MAX_COUNTED:
+            raise refusal(f"{min(counted)!r} is served for up to {_MAX_COUNTED} properties")
+        if named:
+            checked["properties"] = {name: self.check(sub) for name, sub in named.items()}
+        if patterns:
+            checked["patternProperties"] = {
+                enforceable_regex(pattern, True): self.check(sub)
+                for pattern, sub in patterns.items()
+            }
+            checked.pop("additionalProperties", None)  # names outside the pattern: none come
+        elif open_ended:
+            checked["additionalProperties"] = self.check(checked["additionalProperties"])
+
+    def _exclusive(self, a: object, b: object) -> bool:
+        """Whether no value fits both: by type, by value, or by a property that both require."""
+        a, b = self._resolve(a), self._resolve(b)
+        if _apart(a, b):
+            return True
+        names = [name for name in _required(a) if name in _required(b)]
+        ours, theirs = a.get("properties"), b.get("properties")
+        if a.get("type") != "object" or b.get("type") != "object":
+            return False
+        return (
+            isinstance(ours, dict)
+            and isinstance(theirs, dict)
+            and any(
+                _apart(self._resolve(ours.get(name)), self._resolve(theirs.get(name)))
+                for name in names
+            )
+        )
+
+    def _resolve(self, schema: object) -> dict[str, Any]:
+        """The schema, one reference followed; an empty one for what is no object."""
+        if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
+            _, *path = schema["$ref"].split("/")
+            schema = self._root
+            for name in path:
+                schema = schema.get(name) if isinstance(schema, dict) else None
+        return schema if isinstance(schema, dict) else {}
+
+
+def _apart(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether types or listed values alone exclude that a value fits both."""
+    values_a, values_b = _listed(a), _listed(b)
+    if values_a is not None and values_b is not None:
+        return values_a.isdisjoint(values_b)
+    types_a, types_b = _basic_types(a), _basic_types(b)
+    return bool(types_a and types_b and types_a.isdisjoint(types_b))
+
+
+def _listed(schema: dict[str, Any]) -> set[str] | None:
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    return {json.dumps(v, sort_keys=True) for v in values} if isinstance(values, list) else None
+
+
+def _basic_types(schema: dict[str, Any]) -> set[str]:
+    """The types of the values that fit, integers taken as numbers; empty if unknown."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        types = [_type_of(value) for value in values]
+    else:
+        types = _types(schema) if "type" in schema else []
+    return {"number" if kind == "integer" else kind for kind in types}
+
+
+def _required(schema: dict[str, Any]) -> list[Any]:
+    required = schema.get("required")
+    return required if isinstance(required, list) else []
+
+
+def _types(schema: dict[str, Any]) -> list[str]:
+    """The schema's types; where it names none, those that its keywords speak of."""
+    given = schema.get("type")
+    if given is None:
+        kinds = ("string", "number", "array", "object")
+        return [k for k in kinds if (_KEYWORDS[k] | _UNENFORCED[k]) & schema.keys()]
+    types = given if isinstance(given, list) else [given]
+    if not types or not all(isinstance(kind, str) for kind in types):
+        raise refusal(f"'type' must name types, got {str(given)[:40]}")
+    return types
+
+
+def _type_of(value: object) -> str:
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else "boolean"
+    names = {str: "string", int: "integer", float: "number", list: "array"}
+    return names.get(type(value), "object")
+
+
+def _fitting(values: list[Any], types: list[str] | None) -> list[Any]:
+    """The listed values that the schema's own type allows."""
+    for value in values:
+        if _is_rounded(value):
+            raise refusal("'enum' and 'const' hold integers up to 2**53 only")
+    if types is None:
+        return values
+    wide = {*types, "integer"} if "number" in types else set(types)
+    fitting = [value for value in values if _type_of(value) in wide]
+    if not fitting:
+        raise refusal("'enum' and 'type' have no value in common")
+    return fitting
+
+
+def _is_rounded(value: object) -> bool:
+    if isinstance(value, dict):
+        return any(map(_is_rounded, value.values()))
+    if isinstance(value, list):
+        return any(map(_is_rounded, value))
+    return isinstance(value, int) and abs(value) > _MAX_INTEGER
+
+
+def _check_values(checked: dict[str, Any]) -> None:
+    for key, value in checked.items():
+        if key.startswith(("min", "max")) and key not in _KEYWORDS["number"]:
+            if type(value) is not int or not 0 <= value <= _MAX_COUNT:
+                raise refusal(f"{key!r} must be an integer in [0, {_MAX_COUNT}]")
+        elif key in _KEYWORDS["integer"] and type(value) not in (int, float):
+            raise refusal(f"{key!r} must be a number")
+    if "multipleOf" in checked:
+        step = checked["multipleOf"]
+        if type(step) is not int or not 0 < step <= _MAX_MULTIPLE:
+            raise refusal(f"'multipleOf' must be an integer in [1, {_MAX_MULTIPLE}]")
+        if beside := sorted(_KEYWORDS["number"] & checked.keys()):
+            raise refusal(f"'multipleOf' beside {beside[0]!r} is not enforced")
+
+
+def _check_string(checked: dict[str, Any]) -> None:
+    bounds = sorted({"minLength", "maxLength"} & checked.keys())
+    given = [key for key in ("pattern", "format", *bounds[:1]) if key in checked]
+    if len(given) > 1:
+        raise refusal(f"{given[1]!r} beside {given[0]!r} is not enforced")
+    if "format" in checked:
+        name = str(checked["format"])
+        if name in _PATTERN_OF_FORMAT:
+            del checked["format"]
+            checked["pattern"] = _PATTERN_OF_FORMAT[name]
+        elif name not in _FORMATS:
+            raise refusal(f"the format {name[:40]!r} is not enforced")
+    elif "pattern" in checked:
+        if not isinstance(checked["pattern"], str):
+            raise refusal("'pattern' must be a string")
+        checked["pattern"] = enforceable_regex(checked["pattern"], in_json=True)
+
+
+def _object(checked: dict[str, Any], key: str) -> dict[str, Any]:
+    value = checked.get(key, {})
+    if not isinstance(value, dict):
+        raise refusal(f"{key!r} must be an object")
+    return value

@@ -1,0 +1,346 @@
+"""Reasoning, content and calls of tools, out of the text that a model writes."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from dataclasses import dataclass, field
+
+from weft.text import reasoning as think
+from weft.text.json_stream import JsonObject
+from weft.text.tools import TOOL_FORMATS
+
+_ARGUMENTS = ('"arguments"', '"parameters"')
+_NAMED_CALL = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?")
+_NAME_CHARS = re.compile(r"[\w.\-\[\]]{0,256}")
+
+
+@dataclass(slots=True)
+class ToolCallDelta:
+    """What comes of one call: the first of an index has `id` and `name`."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+    """More of the arguments' JSON, as the model wrote it."""
+
+
+@dataclass(slots=True)
+class Piece:
+    """What a piece of text adds to the message."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+
+
+class ChatParser:
+    """Splits one output, in pieces of any size; how it is cut changes nothing but the timing.
+
+    Feed all text, then flush. For text to have its marks, the detokenizer must not skip those
+    that are special tokens: give `marks` to it. Of the output, only these are left out:
+
+    - `<think>` at the beginning, with white space before and a line break after it
+    - `</think>`, with a line break before and up to two after it
+    - marks around calls, with the white space beside them, and what a call has but name and
+      arguments
+
+    A call is given out as soon as its name and the beginning of its arguments are known. What
+    turns out to be no call before that is content, untouched; what follows valid JSON after it,
+    too. Text is held back while it may be part of a mark, or a call not yet known to be one.
+
+    `starts_in_reasoning`: the prompt ends with the first mark (see `opens_reasoning`).
+    """
+
+    def __init__(
+        self, tool_format: str | None, reasoning: bool, starts_in_reasoning: bool = False
+    ) -> None:
+        self._format = None if tool_format is None else TOOL_FORMATS[tool_format]
+        self._reasoning = reasoning or starts_in_reasoning
+        self._starts_in_reasoning = starts_in_reasoning
+        self._step = self._begin if self._reasoning else self._answer
+        self._text = ""
+        self._at_start = True
+        """Nothing but reasoning has come."""
+        self._mark = ""
+        """What came before the call that is read now: content, if it is none."""
+        self._raw = ""
+        """What was read of the call since."""
+        self._in_list = False
+        self._call: _Call | _NamedCall | None = None
+        self._is_blank = True
+        """No content since the last call."""
+        self.num_tool_calls = 0
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """Tokens that must show in the text, should they be special."""
+        thinking = (think.BEGIN, think.END) if self._reasoning else ()
+        return thinking + (self._format.marks if self._format else ())
+
+    def feed(self, text: str) -> Piece:
+        self._text += text
+        return self._run(final=False)
+
+    def flush(self) -> Piece:
+        """What was held back: the end of the output has come."""
+        return self._run(final=True)
+
+    def _run(self, final: bool) -> Piece:
+        piece = Piece()
+        while self._step(piece, final):
+            pass
+        return piece
+
+    # Each step takes from the text what it can, and says whether another step can go on.
+
+    def _begin(self, piece: Piece, final: bool) -> bool:
+        text = self._text.lstrip()
+        if text.startswith(think.BEGIN):
+            self._text = text[len(think.BEGIN) :]
+            self._step = self._begin_thinking
+        elif think.BEGIN.startswith(text) and not final:
+            return False
+        else:
+            self._step = self._begin_thinking if self._starts_in_reasoning else self._answer
+        return True
+
+    def _begin_thinking(self, piece: Piece, final: bool) -> bool:
+        if self._text:
+            self._text = self._text.removeprefix("\n")
+            self._step = self._think
+        return bool(self._text)
+
+    def _think(self, piece: Piece, final: bool) -> bool:
+        before, found, after = self._text.partition(think.END)
+        if found:
+            piece.reasoning += before.removesuffix("\n")
+            self._text = after
+            self._step = self._begin_answer
+            return True
+        num_held = max(_held(self._text, think.END), _held(self._text, "\n" + think.END))
+        piece.reasoning += self._take(len(self._text) - (0 if final else num_held))
+        return False
+
+    def _begin_answer(self, piece: Piece, final: bool) -> bool:
+        rest = self._text.removeprefix("\n").removeprefix("\n")
+        if not rest and len(self._text) < 2 and not final:
+            return False
+        self._text = rest
+        self._step = self._answer
+        return True
+
+    def _answer(self, piece: Piece, final: bool) -> bool:
+        style, text = self._format, self._text
+        if style is None:
+            self._write(piece, len(text))
+            return False
+        if self._at_start and style.bare:
+            begin = len(text) - len(text.lstrip())
+            if begin == len(text) and not final:
+                return False
+            self._at_start = False
+            if text[begin : begin + 1] == "{":
+                return self._begin_call(begin)
+        begin = text.find(style.begin)
+        if begin >= 0:
+            before = len(text[:begin].rstrip())
+            self._write(piece, before)
+            return self._begin_call(begin - before + len(style.begin))
+        if final:
+            self._write(piece, len(text) if text.strip() or self._is_content else 0)
+            self._text = ""
+        else:
+            self._write(piece, len(text[: len(text) - _held(text, style.begin)].rstrip()))
+        return False
+
+    @property
+    def _is_content(self) -> bool:
+        """Whether white space is content: after a call it belongs to the marks."""
+        return not (self.num_tool_calls and self._is_blank)
+
+    def _begin_call(self, num_chars: int) -> bool:
+        self._mark = self._take(num_chars)
+        self._raw = ""
+        self._step = self._open_call
+        return True
+
+    def _open_call(self, piece: Piece, final: bool) -> bool:
+        assert self._format is not None
+        self._mark += self._take(len(self._text) - len(self._text.lstrip()))
+        if not self._text:
+            return final and self._no_call(piece)
+        char = self._text[0]
+        if self._format.lists and char == "[" and not self._in_list:
+            self._in_list = True
+            self._mark += self._take(1)
+            return True
+        if char == "{":
+            self._call = _Call()
+        elif self._format.lists and not self._in_list:
+            self._call = _NamedCall()
+        else:
+            return self._no_call(piece)
+        self._step = self._read_call
+        return True
+
+    def _no_call(self, piece: Piece) -> bool:
+        """What was read of a call is content, or may hold the beginning of another call."""
+        if self._call is None or not self._call.known:
+            piece.content += self._mark
+            self._is_blank = False
+            self._text = self._raw + self._text
+        self._call = None
+        self._in_list = False
+        self._at_start = False
+        self._step = self._answer
+        return True
+
+    def _read_call(self, piece: Piece, final: bool) -> bool:
+        call = self._call
+        assert call is not None
+        was_known, num_given = call.known, len(call.arguments)
+        num_read = 0
+        while num_read < len(self._text) and not call.done and call.feed(self._text[num_read]):
+            num_read += 1
+        stopped = num_read < len(self._text)
+        self._raw += self._take(num_read)
+        if call.known:
+            self._give(piece, call, was_known, num_given)
+        if call.done:
+            self._call = None
+            self._step = self._close_call
+            return True
+        return (stopped or final) and self._no_call(piece)
+
+    def _give(
+        self, piece: Piece, call: _Call | _NamedCall, was_known: bool, num_given: int
+    ) -> None:
+        if not was_known:
+            self.num_tool_calls += 1
+            self._is_blank = True
+            num_given = 0
+        index = self.num_tool_calls - 1
+        arguments = call.arguments[num_given:]
+        if not was_known:
+            call_id = f"call_{secrets.token_hex(12)}"
+            piece.tool_calls.append(ToolCallDelta(index, call_id, call.name, arguments))
+        elif arguments:
+            piece.tool_calls.append(ToolCallDelta(index, None, None, arguments))
+
+    def _close_call(self, piece: Piece, final: bool) -> bool:
+        assert self._format is not None
+        text = self._text.lstrip()
+        num_spaces = len(self._text) - len(text)
+        end = "]" if self._in_list else self._format.end
+        separator = "," if self._in_list else self._format.separator
+        if separator and text.startswith(separator):
+            return self._begin_call(num_spaces + len(separator))
+        if end and text.startswith(end):
+            self._take(num_spaces + len(end))
+        elif (not text or end.startswith(text)) and not final:
+            return False
+        self._in_list = False
+        self._at_start = False
+        self._step = self._answer
+        return True
+
+    def _take(self, num_chars: int) -> str:
+        taken, self._text = self._text[:num_chars], self._text[num_chars:]
+        return taken
+
+    def _write(self, piece: Piece, num_chars: int) -> None:
+        piece.content += self._take(num_chars)
+        self._is_blank = self._is_blank and not num_chars
+        self._at_start = self._at_start and not num_chars
+
+
+class _Call:
+    """A call as one JSON object, character by character."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.arguments = ""
+        self._json = JsonObject()
+        self._name_json = ""
+        self._seen: set[str] = set()
+        self.done = False
+
+    @property
+    def known(self) -> bool:
+        """Whether it is a call: nothing takes that back."""
+        return bool(self.name and self.arguments)
+
+    def feed(self, char: str) -> bool:
+        """Whether it may still be a call."""
+        was_in_value = self._json.in_value
+        if not self._json.feed(char) or not self._note(char, was_in_value):
+            return False
+        self.done = self._json.done and self.known
+        return self.done or not self._json.done
+
+    def _note(self, char: str, was_in_value: bool) -> bool:
+        json_, key = self._json, self._json.key
+        if json_.in_value and not was_in_value:
+            new = key not in self._seen
+            self._seen |= set(_ARGUMENTS) if key in _ARGUMENTS else {key}
+            return new
+        if was_in_value and key == '"name"':
+            if json_.in_value:
+                self._name_json += char
+                return True
+            name = json.loads(self._name_json)
+            self.name = name if isinstance(name, str) and name.isprintable() else ""
+            return bool(self.name)
+        if json_.in_value and key in _ARGUMENTS:
+            return self._note_argument(char)
+        return True
+
+    def _note_argument(self, char: str) -> bool:
+        if self._json.depth == 1 and char != "}":
+            return char.isspace()  # beside the arguments; there are none but objects
+        self.arguments += char
+        return self.arguments[0] == "{"
+
+
+class _NamedCall:
+    """A call as a name, perhaps with an id, and its arguments: `name[ARGS]{...}`."""
+
+    def __init__(self) -> None:
+        self.name = ""
+        self.arguments = ""
+        self._head = ""
+        self._json = JsonObject()
+
+    @property
+    def done(self) -> bool:
+        return self._json.done
+
+    @property
+    def known(self) -> bool:
+        return bool(self.arguments)
+
+    def feed(self, char: str) -> bool:
+        """Whether it may still be a call."""
+        if not self.name and char == "{":
+            named = _NAMED_CALL.fullmatch(self._head)
+            if named is None:
+                return False
+            self.name = named[1]
+        if not self.name:
+            self._head += char
+            return _NAME_CHARS.fullmatch(self._head) is not None
+        if not self._json.feed(char):
+            return False
+        self.arguments += char
+        return True
+
+
+def _held(text: str, mark: str) -> int:
+    """How much of the text's end may be the beginning of `mark`."""
+    for num_chars in range(min(len(mark) - 1, len(text)), 0, -1):
+        if text.endswith(mark[:num_chars]):
+            return num_chars
+    return 0

@@ -1,0 +1,125 @@
+"""JSON that comes character by character."""
+
+from __future__ import annotations
+
+import re
+
+_NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
+_NUMBER_BEGINNING = re.compile(
+    r"-?(?:(?:0|[1-9][0-9]*)(?:\.[0-9]*|(?:\.[0-9]+)?[eE][+-]?[0-9]*)?)?"
+)
+_LITERALS = ("true", "false", "null")
+_SPACE = " \t\n\r"
+_HEX = frozenset("0123456789abcdefABCDEF")
+
+
+class JsonObject:
+    """Follows one JSON object: whether a character may come, and where it stands.
+
+    Between its keys' colons and commas `in_value` is true, and `key` is the key, as JSON text
+    with quotes, of the outermost object.
+    """
+
+    def __init__(self) -> None:
+        self._stack: list[str] = []
+        self._expected = "object"
+        self._token = ""
+        self.key = ""
+        self.in_value = False
+        self.done = False
+
+    @property
+    def depth(self) -> int:
+        """Objects and arrays that are open."""
+        return len(self._stack)
+
+    def feed(self, char: str) -> bool:
+        """Whether the text is still the beginning of an object, or all of it."""
+        if self._expected in ("string", "key string"):
+            return self._in_string(char)
+        if self._token:
+            return self._in_token(char)
+        if char in _SPACE:
+            return self._expected != "object" and not self.done
+        return self._between(char)
+
+    def _between(self, char: str) -> bool:
+        expected = self._expected
+        if char in "}]":
+            return self._close(char)
+        if expected == "object":
+            return char == "{" and self._open(char)
+        if char == '"' and expected in ("key", "key or end", "value", "value or end"):
+            self._expected = "key string" if expected.startswith("key") else "string"
+            if self.depth == 1 and expected.startswith("key"):
+                self.key = char
+            self._token = char
+            return True
+        if expected == "colon":
+            self._expected = "value"
+            self.in_value = self.in_value or self.depth == 1
+            return char == ":"
+        if expected == "comma or end":
+            self._expected = "key" if self._stack[-1] == "{" else "value"
+            self.in_value = self.in_value and self.depth > 1
+            return char == ","
+        if expected not in ("value", "value or end"):
+            return False
+        if char in "{[":
+            return self._open(char)
+        self._token = char
+        return self._may_be_token(char)
+
+    def _open(self, char: str) -> bool:
+        self._stack.append(char)
+        self._expected = "key or end" if char == "{" else "value or end"
+        return True
+
+    def _close(self, char: str) -> bool:
+        opened = {"}": "{", "]": "["}[char]
+        empty = "key or end" if char == "}" else "value or end"
+        if not self._stack or self._stack[-1] != opened:
+            return False
+        if self._expected not in ("comma or end", empty):
+            return False
+        self._stack.pop()
+        self._expected = "comma or end"
+        self.done = not self._stack
+        self.in_value = self.in_value and not self.done and self.depth > 0
+        return True
+
+    def _in_string(self, char: str) -> bool:
+        """`_token` is what decides: a quote, or an escape that isn't complete."""
+        is_key = self._expected == "key string"
+        if is_key and self.depth == 1:
+            self.key += char
+        if self._token == '"':
+            if char == '"':
+                self._token = ""
+                self._expected = "colon" if is_key else "comma or end"
+            elif char == "\\":
+                self._token = char
+            return char >= " "
+        self._token += char
+        if self._token[1] != "u":
+            self._token, valid = '"', char in '"\\/bfnrt'
+            return valid
+        valid = len(self._token) == 2 or char in _HEX
+        if len(self._token) == 6:
+            self._token = '"'
+        return valid
+
+    def _in_token(self, char: str) -> bool:
+        """Inside a number or a literal, which end with the character after them."""
+        if char in _SPACE or char in ",]}":
+            complete = self._token in _LITERALS or _NUMBER.fullmatch(self._token)
+            self._token = ""
+            self._expected = "comma or end"
+            return bool(complete) and self.feed(char)
+        self._token += char
+        return self._may_be_token(self._token)
+
+    def _may_be_token(self, token: str) -> bool:
+        if any(literal.startswith(token) for literal in _LITERALS):
+            return True
+        return len(token) < 400 and _NUMBER_BEGINNING.fullmatch(token) is not None

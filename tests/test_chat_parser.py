@@ -1,0 +1,332 @@
+"""Reasoning, content and tool calls out of text, whole and in pieces."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from weft.core.errors import InvalidRequest
+from weft.text.chat_parser import ChatParser
+from weft.text.json_stream import JsonObject
+from weft.text.reasoning import detect_reasoning, opens_reasoning
+from weft.text.tools import TOOL_FORMATS, detect_tool_format, tools_schema
+
+ARGUMENTS = '{"a": "}\\"<tool_call>", "b": [1, 2]}'
+HERMES = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
+
+
+@dataclass
+class Parsed:
+    content: str = ""
+    reasoning: str = ""
+    calls: list[tuple[str, str]] = field(default_factory=list)
+
+
+def parse(
+    pieces: list[str], tool_format: str | None, reasoning: bool = False, opened: bool = False
+) -> Parsed:
+    parser = ChatParser(tool_format, reasoning, opened)
+    parsed = Parsed()
+    for piece in [*map(parser.feed, pieces), parser.flush()]:
+        parsed.content += piece.content
+        parsed.reasoning += piece.reasoning
+        for delta in piece.tool_calls:
+            if delta.name is None:
+                assert delta.id is None and delta.index == len(parsed.calls) - 1
+                name, arguments = parsed.calls[-1]
+                parsed.calls[-1] = (name, arguments + delta.arguments)
+            else:
+                assert re.fullmatch("call_[0-9a-f]{24}", delta.id or "")
+                assert delta.index == len(parsed.calls)
+                parsed.calls.append((delta.name, delta.arguments))
+    assert parser.num_tool_calls == len(parsed.calls)
+    return parsed
+
+
+def test_text_without_a_format_is_content() -> None:
+    text = f" <think>\nx</think> {HERMES}\n"
+    assert parse([text], None) == Parsed(text)
+
+
+# Reasoning, as Qwen 3 writes it.
+
+
+@pytest.mark.parametrize(
+    ("text", "opened", "reasoning", "content"),
+    [
+        ("<think>\nhm\n\nso\n</think>\n\nyes\n", False, "hm\n\nso", "yes\n"),
+        ("<think>\n\n</think>\n\nyes", False, "", "yes"),
+        ("\n<think>a</think>b", False, "a", "b"),
+        ("<think>never ends\n", False, "never ends\n", ""),
+        ("no mark </think> at all", False, "", "no mark </think> at all"),
+        ("hm\n</think>\n\n\nyes", True, "hm", "\nyes"),
+        ("<think>\nhm\n</think>\n\nyes", True, "hm", "yes"),
+        ("  <thin", False, "", "  <thin"),
+        ("", True, "", ""),
+    ],
+)
+def test_reasoning(text: str, opened: bool, reasoning: str, content: str) -> None:
+    for pieces in ([text], list(text)):
+        assert parse(pieces, None, True, opened) == Parsed(content, reasoning)
+
+
+def test_reasoning_streams_but_for_what_may_be_its_end() -> None:
+    parser = ChatParser(None, True)
+    assert parser.feed("<think>\nab").reasoning == "ab"
+    assert parser.feed("c\n</thi").reasoning == "c"
+    assert parser.feed("s").reasoning == "\n</this"
+
+
+# Calls.
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text", "content", "calls"),
+    [
+        ("hermes", HERMES, "", [("f", ARGUMENTS)]),
+        ("hermes", f"Let me see.\n\n{HERMES}\n{HERMES}\n", "Let me see.", ["f", "f"]),
+        ("hermes", f"{HERMES}\nDone. ", "\nDone. ", ["f"]),
+        ("hermes", '<tool_call>{"arguments": {}, "name": "g"}', "", [("g", "{}")]),
+        ("hermes", '<tool_call>{"name": "g", "id": [1.5e3, null], "arguments": {} }', "", ["g"]),
+        ("hermes", '<tool_call>{"name": "g", "arguments": {"x": 1', "", [("g", '{"x": 1')]),
+        ("hermes", f'<tool_call>{{"name": 1}} {HERMES}', '<tool_call>{"name": 1}', ["f"]),
+        ("hermes", '<tool_call>{"name": "g"}</tool_call>', None, []),
+        ("hermes", '<tool_call>{"name": "g", "arguments": "{}"}</tool_call>', None, []),
+        ("hermes", '<tool_call>{"name": "g", "argum', None, []),
+        ("hermes", "a <tool_call> b", None, []),
+        ("hermes", "a\n<tool_ca", None, []),
+        ("hermes", "a \n\n", None, []),
+        ("hermes", '<tool_call>{"name": "g", "arguments": {"x": tru}}', "}}", [("g", '{"x": tru')]),
+        ("llama3_json", ' {"name": "g", "parameters": {"x": 1}}', "", [("g", '{"x": 1}')]),
+        ("llama3_json", '{"type": "function", "name": "g", "parameters": {}}', "", ["g"]),
+        ("llama3_json", '<|python_tag|>{"name": "g", "arguments": {}}', "", [("g", "{}")]),
+        (
+            "llama3_json",
+            '{"name": "g", "parameters": {}}; {"name": "h", "parameters": {"a": ";"}}',
+            "",
+            [("g", "{}"), ("h", '{"a": ";"}')],
+        ),
+        ("llama3_json", '{"name": "g", "parameters": {}}; and', "; and", ["g"]),
+        ("llama3_json", '{"name": "Bob", "age": 3}', None, []),
+        ("llama3_json", 'See {"name": "g", "parameters": {}}', None, []),
+        ("llama3_json", "<|python_tag|>print(1)", None, []),
+        ("mistral", '[TOOL_CALLS] [{"name": "g", "arguments": {}}]', "", [("g", "{}")]),
+        (
+            "mistral",
+            'Hm.[TOOL_CALLS][{"name": "g", "arguments": {}, "id": "x"}, '
+            '{"name": "h", "arguments": {"a": [1]}}]\n',
+            "Hm.",
+            [("g", "{}"), ("h", '{"a": [1]}')],
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS]g[ARGS]{"x": 1}[TOOL_CALLS]h[CALL_ID]a1[ARGS]{}',
+            "",
+            [("g", '{"x": 1}'), ("h", "{}")],
+        ),
+        ("mistral", "[TOOL_CALLS] []", None, []),
+        ("mistral", "[TOOL_CALLS] are a mark {}", None, []),
+        ("mistral", '[TOOL_CALLS][{"name": "g", "arguments": {}}, 5]', ", 5]", ["g"]),
+    ],
+)
+def test_calls(
+    tool_format: str, text: str, content: str | None, calls: list[str | tuple[str, str]]
+) -> None:
+    for pieces in ([text], list(text)):
+        parsed = parse(pieces, tool_format)
+        assert parsed.content == (text if content is None else content)
+        assert len(parsed.calls) == len(calls)
+        for (name, arguments), expected in zip(parsed.calls, calls, strict=True):
+            assert (
+                (name, arguments) == expected if isinstance(expected, tuple) else name == expected
+            )
+
+
+def test_a_call_after_reasoning() -> None:
+    text = f"<think>\n<tool_call>?\n</think>\n\n{HERMES}"
+    parsed = parse(list(text), "hermes", True)
+    assert (parsed.reasoning, parsed.content) == ("<tool_call>?", "")
+    assert [name for name, _ in parsed.calls] == ["f"]
+
+
+def test_arguments_stream_as_they_come() -> None:
+    parser = ChatParser("hermes", False)
+    assert parser.feed("Now: <tool_").content == "Now:"
+    assert parser.feed('call>{"name": "f", "arguments": ').tool_calls == []
+    [first] = parser.feed('{"a').tool_calls
+    assert (first.name, first.arguments) == ("f", '{"a')
+    [more] = parser.feed('": 1').tool_calls
+    assert (more.index, more.id, more.name, more.arguments) == (0, None, None, '": 1')
+
+
+def test_only_what_may_be_a_mark_is_held_back() -> None:
+    parser = ChatParser("hermes", True)
+    assert parser.feed("a").content == "a"
+    assert parser.feed("b <").content == "b"
+    assert parser.feed("c").content == " <c"
+    assert parser.feed("\n").content == ""
+    assert parser.flush().content == "\n"
+
+
+FRAGMENTS = st.sampled_from(
+    [
+        *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"),
+        *("[ARGS]", "[", "]", "{", "}", ";", ",", '"', "\\", "\n", " ", "x", "<", "é", "tr", "1."),
+        *('{"name": "f", ', '"arguments": {', '"parameters": {"a": ', '{"name": "g", "arguments":'),
+        *('{"name": "f", "arguments": {}}', HERMES),
+    ]
+)
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(FRAGMENTS, max_size=14).map("".join) | st.text(max_size=30),
+    st.sampled_from([*TOOL_FORMATS, None]),
+    st.booleans(),
+    st.booleans(),
+    st.lists(st.integers(0, 100), max_size=12),
+)
+def test_nothing_is_lost_and_pieces_do_not_matter(
+    text: str, tool_format: str | None, reasoning: bool, opened: bool, cuts: list[int]
+) -> None:
+    whole = parse([text], tool_format, reasoning, opened)
+    ends = sorted({min(cut, len(text)) for cut in cuts})
+    pieces = [text[a:b] for a, b in zip([0, *ends], [*ends, len(text)], strict=True)]
+    assert parse(pieces, tool_format, reasoning, opened) == whole
+    assert parse(list(text), tool_format, reasoning, opened) == whole
+    for part in (whole.reasoning, whole.content, *(args for _, args in whole.calls)):
+        assert is_within(part, text)
+    if not whole.calls and not whole.reasoning and "<think>" not in text:
+        assert whole.content == text or opened  # then a line break may be gone
+
+
+def is_within(part: str, text: str) -> bool:
+    """Whether `part` is `text` with something left out."""
+    characters = iter(text)
+    return all(char in characters for char in part)
+
+
+@settings(max_examples=400)
+@given(
+    st.lists(
+        st.text('ab {}[]<":,;\\n', max_size=5)
+        | st.sampled_from(
+            [
+                "<tool_call>",
+                "</tool_call>",
+                '{"name": "f", "arguments": {"k": [1, "x"]}}',
+                '{"arguments": {}, "name": "é"}',
+                '{"name": "f"}',
+                HERMES,
+            ]
+        ),
+        max_size=10,
+    ).map("".join)
+)
+def test_hermes_equals_a_reading_of_the_whole(text: str) -> None:
+    assert parse([text], "hermes") == read_hermes(text)
+
+
+JSON_TEXTS = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
+    max_leaves=8,
+).map(json.dumps)
+
+
+@settings(max_examples=300)
+@given(
+    JSON_TEXTS.map(lambda value: f'{{"k": {value}, "l":[ ] }}') | st.text('{}[]",:\\u0e1.- \nn'),
+    st.lists(st.tuples(st.integers(0, 60), st.sampled_from('{}[]",:\\u0a1.-e \n\t')), max_size=2),
+)
+@example('{"k": "a\tb"}', [])
+@example('{"k": "\\u00g0"}', [])
+@example('{"k": -01}', [])
+@example('{"k": [1,]}', [])
+def test_json_is_what_python_takes_for_json(text: str, edits: list[tuple[int, str]]) -> None:
+    for position, char in edits:
+        text = text[:position] + char + text[position + 1 :]
+    document = JsonObject()
+    num_read = 0
+    while num_read < len(text) and not document.done and document.feed(text[num_read]):
+        num_read += 1
+    try:
+        value = json.loads(text) if not text[:1].isspace() else None
+    except ValueError:
+        value = None
+    is_object = isinstance(value, dict) and not text[-1:].isspace()
+    assert (document.done and num_read == len(text)) == is_object
+
+
+def read_hermes(text: str) -> Parsed:
+    """The oracle, for texts in which JSON that begins a call's arguments is valid to its end."""
+    parsed = Parsed()
+    position, decoder = 0, json.JSONDecoder()
+    content = ""
+    after_call = False
+    for mark in re.finditer(r"<tool_call>\s*", text):
+        if mark.start() < position:
+            continue
+        try:
+            call, end = decoder.raw_decode(text, mark.end())
+            name, arguments = call["name"], json.dumps(call["arguments"], ensure_ascii=False)
+        except (ValueError, KeyError, TypeError):
+            continue
+        if not isinstance(call["arguments"], dict):
+            continue
+        content += text[position : mark.start()].rstrip()
+        parsed.calls.append((name, arguments))
+        closed = re.compile(r"\s*</tool_call>").match(text, end)
+        position = closed.end() if closed else end
+        after_call = True
+    rest = text[position:]
+    parsed.content = content + (rest if rest.strip() or not after_call else "")
+    return parsed
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_format", "reasoning"),
+    [
+        ("{{ '<tool_call>' }}{{ '<think>\\n\\n</think>' }}", "hermes", True),
+        ("{% if tools %}<tool_call>{% endif %}", "hermes", False),
+        ("[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS][TOOL_CALLS]", "mistral", False),
+        ("{% if builtin_tools %}<|python_tag|>{% endif %}", "llama3_json", False),
+        ("{{ messages[0].content }}", None, False),
+    ],
+)
+def test_detection(template: str, tool_format: str | None, reasoning: bool) -> None:
+    assert detect_tool_format(template) == tool_format
+    assert detect_reasoning(template) == reasoning
+
+
+def test_a_prompt_may_open_the_reasoning() -> None:
+    assert opens_reasoning("<|im_start|>assistant\n<think>\n")
+    assert not opens_reasoning("<|im_start|>assistant\n<think>\n\n</think>\n\n")
+
+
+def test_marks_are_those_that_must_show() -> None:
+    assert ChatParser("hermes", True).marks == (
+        "<think>",
+        "</think>",
+        "<tool_call>",
+        "</tool_call>",
+    )
+    assert "[TOOL_CALLS]" in ChatParser("mistral", False).marks
+    assert ChatParser(None, False).marks == ()
+
+
+def test_a_choice_among_no_such_tools_is_refused() -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for chosen, among in (("g", tools), (None, [{"type": "function"}])):
+        with pytest.raises(InvalidRequest) as caught:
+            tools_schema(among, "hermes", chosen)
+        assert caught.value.param == "tools"

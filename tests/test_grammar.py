@@ -1,0 +1,454 @@
+"""Structured outputs: whatever a model prefers, its output has the form that was asked for.
+
+The model is a random walk over the tokens that the mask allows.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from tiny import BASE
+from tokenizers import AddedToken
+from toy_tokenizers import byte_level, sentencepiece
+from transformers import AutoTokenizer
+
+from weft.core.errors import InvalidRequest, Overloaded, WeftError
+from weft.core.types import StructuredOutputs
+from weft.engine import grammar
+from weft.engine.grammar import Grammars, Matcher
+from weft.text import Tokenizer, load_tokenizer
+from weft.text.chat_parser import ChatParser
+from weft.text.tools import TOOL_FORMATS, tools_schema
+
+PADDING = 50
+"""Rows that the model has beyond the tokenizer's vocabulary."""
+
+
+class Bench:
+    """Grammars over one tokenizer, and a model that writes at random."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self.tokenizer = tokenizer
+        self._woken = threading.Event()
+        self.vocab_size = (tokenizer.vocab_size if tokenizer else 10) + PADDING
+        self.eos = tokenizer.eos_ids[0] if tokenizer else 0
+        self.grammars = Grammars(
+            lambda: tokenizer, self.vocab_size, [self.eos, 10**9], self._woken.set
+        )
+
+    def compile(self, spec: StructuredOutputs) -> Matcher:
+        self.grammars.start("r", spec)
+        [(request_id, outcome)] = self.wait()
+        assert request_id == "r"
+        if isinstance(outcome, WeftError):
+            raise outcome
+        return outcome
+
+    def wait(self, num_outcomes: int = 1) -> list[tuple[str, Matcher | WeftError]]:
+        outcomes: list[tuple[str, Matcher | WeftError]] = []
+        while len(outcomes) < num_outcomes:
+            assert self._woken.wait(30)
+            self._woken.clear()
+            outcomes += self.grammars.poll()
+        return outcomes
+
+    def allowed(self, matcher: Matcher) -> list[int]:
+        words = np.full(-(-self.vocab_size // 32), 0x55AA55AA, dtype=np.int32)
+        matcher.fill(words)
+        bits = np.unpackbits(words.view(np.uint8), bitorder="little")
+        return [int(i) for i in np.flatnonzero(bits)]
+
+    def write(self, matcher: Matcher, rng: random.Random, num_tokens: int = 400) -> list[int]:
+        """The tokens of a random walk up to EOS, or `num_tokens` of one that doesn't end."""
+        ids: list[int] = []
+        while len(ids) < num_tokens:
+            allowed = self.allowed(matcher)
+            ends = self.eos in allowed and rng.random() < 0.5
+            ids.append(self.eos if ends else rng.choice(allowed))
+            matcher.accept(ids[-1])
+            if ids[-1] == self.eos:
+                break
+        return ids
+
+    def texts(self, spec: StructuredOutputs, num: int) -> Iterator[str]:
+        """Outputs that ended."""
+        assert self.tokenizer is not None
+        for seed in range(num):
+            ids = self.write(self.compile(spec), random.Random(seed))
+            if ids[-1] == self.eos:
+                yield self.tokenizer.decode(ids[:-1])
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Bench]:
+    made = Bench(load_tokenizer(str(BASE)))
+    yield made
+    made.grammars.close()
+
+
+def json_form(schema: Any, **fields: Any) -> StructuredOutputs:
+    return StructuredOutputs(json=json.dumps(schema), **fields)
+
+
+def refusal(bench: Bench, spec: StructuredOutputs) -> str:
+    with pytest.raises(InvalidRequest) as caught:
+        bench.compile(spec)
+    assert caught.value.param == "structured_outputs"
+    assert "\n" not in caught.value.message and "/project/" not in caught.value.message
+    return caught.value.message
+
+
+SCHEMAS: list[Any] = [
+    {"type": "integer"},
+    {"type": "integer", "minimum": -7, "maximum": 1200},
+    {"type": "integer", "exclusiveMinimum": 5},
+    {"type": "integer", "multipleOf": 7},
+    {"type": "number", "minimum": 1.5, "maximum": 2.25},
+    {"type": "number", "exclusiveMaximum": -3},
+    {"minimum": 5},
+    {"type": "string", "minLength": 2, "maxLength": 4},
+    {"type": "string", "pattern": r"^[a-c]+-\d{2}.$"},
+    {"type": "string", "pattern": r'x[^"a]{0,3}\S\D'},
+    *({"type": "string", "format": f} for f in ("date", "ipv4", "ipv6", "uuid", "email")),
+    *({"type": "string", "format": f} for f in ("time", "date-time", "duration", "hostname")),
+    {"const": {"a": [1, 'é\n"', None]}},
+    {"type": ["string", "null"], "enum": ["a", 1, None, 'q"']},
+    {"type": "array", "minItems": 1, "maxItems": 3, "items": {"enum": ["x", 2.5]}},
+    {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "boolean"}], "minItems": 2},
+    {"type": "array", "maxItems": 2, "uniqueItems": False},
+    {"type": "object"},
+    {"type": "object", "maxProperties": 2, "minProperties": 1},
+    {
+        "type": "object",
+        "title": "annotations don't matter",
+        "properties": {
+            "a": {"type": "string", "maxLength": 3, "description": "x", "default": ""},
+            'k"\n\\é': {"type": "integer"},
+            "c": {"type": ["boolean", "null"]},
+        },
+        "required": ['k"\n\\é'],
+        "additionalProperties": False,
+    },
+    {
+        "properties": {"a": {"type": "null"}, "b": {}, "c": {"type": "null"}},
+        "minProperties": 1,
+        "maxProperties": 2,
+    },
+    {"type": "object", "properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
+    {"type": "object", "patternProperties": {"^x[0-9]$": {"type": "integer"}}},
+    {"oneOf": [{"type": "string", "maxLength": 3}, {"type": "integer"}]},
+    {
+        "oneOf": [{"$ref": "#/$defs/cat"}, {"$ref": "#/$defs/dog"}],
+        "discriminator": {"propertyName": "kind"},
+        "$defs": {
+            name: {
+                "type": "object",
+                "properties": {"kind": {"const": name}, "n": {"type": "integer"}},
+                "required": ["kind"],
+            }
+            for name in ("cat", "dog")
+        },
+    },
+    {
+        "anyOf": [{"$ref": "#/definitions/node"}, {"type": "null"}],
+        "definitions": {
+            "node": {
+                "type": "object",
+                "properties": {"next": {"anyOf": [{"$ref": "#"}, {"type": "integer"}]}},
+            }
+        },
+    },
+    {"allOf": [{"type": "boolean"}]},
+    True,
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=lambda s: json.dumps(s)[:60])
+def test_json_satisfies_its_schema(bench: Bench, schema: Any) -> None:
+    checker = jsonschema.Draft202012Validator(
+        schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER
+    )
+    texts = list(bench.texts(json_form(schema), 12))
+    assert len(texts) >= 4
+    for text in texts:
+        checker.validate(json.loads(text))
+
+
+def test_a_string_of_bounded_length_may_hold_escapes(bench: Bench) -> None:
+    texts = list(bench.texts(json_form({"type": "string", "minLength": 30}), 10))
+    assert any("\\" in text for text in texts)
+
+
+UNENFORCED: list[tuple[str, Any]] = [
+    ("pattern", {"type": "string", "format": "date", "pattern": "a"}),
+    ("minLength", {"type": "string", "pattern": "a", "minLength": 3}),
+    ("maxLength", {"type": "string", "format": "email", "maxLength": 3}),
+    ("iri", {"type": "string", "format": "iri"}),
+    ("JSON escapes", {"type": "string", "pattern": '^"$'}),
+    ("JSON escapes", {"type": "string", "pattern": r"a\x0a"}),
+    ("multipleOf", {"type": "number", "multipleOf": 0.5}),
+    ("multipleOf", {"type": "integer", "multipleOf": 4096}),
+    ("minimum", {"type": "integer", "multipleOf": 3, "minimum": 4}),
+    ("uniqueItems", {"type": "array", "uniqueItems": True}),
+    ("contains", {"type": "array", "contains": {"const": 5}}),
+    ("contains", {"contains": {"const": 5}}),
+    ("schema must be", {"type": "array", "items": [{"type": "integer"}]}),
+    ("propertyNames", {"type": "object", "propertyNames": {"pattern": "a"}}),
+    ("dependentRequired", {"type": "object", "dependentRequired": {"a": ["b"]}}),
+    ("patternProperties", {"patternProperties": {"^a": {}, "^b": {}}}),
+    ("minProperties", {"type": "object", "minProperties": 2}),
+    ("'b'", {"type": "object", "properties": {"a": {}}, "required": ["b"]}),
+    ("if", {"if": {"type": "string"}, "then": {"minLength": 3}}),
+    ("not", {"not": {"type": "string"}}),
+    ("allOf", {"allOf": [{"type": "integer"}, {"minimum": 3}]}),
+    ("minimum", {"anyOf": [{"type": "integer"}], "minimum": 3}),
+    ("required", {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object"}}, "required": ["x"]}),
+    ("oneOf", {"oneOf": [{"type": "integer"}, {"type": "number"}]}),
+    ("oneOf", {"oneOf": [{"$ref": "#/$defs/a"}, {"type": "null"}], "$defs": {"a": {}}}),
+    ("$ref", {"$ref": "https://example.com/schema"}),
+    ("$ref", {"$ref": "#/properties/a", "properties": {"a": {"not": {}}}}),
+    ("common", {"type": "string", "const": 1}),
+    ("2**53", {"const": 2**60}),
+    ("foo", {"type": "foo"}),
+    ("not", {"type": "object", "properties": {"a": {"items": {"not": {}}}}}),
+    ("not", {"$ref": "#/$defs/a", "$defs": {"a": {"not": {}}}}),
+    ("maxItems", {"type": "array", "maxItems": "3"}),
+    ("maximum", {"type": "integer", "maximum": True}),
+    ("properties", {"type": "object", "properties": 5}),
+    ("anyOf", {"anyOf": []}),
+    ("false", {"type": "object", "properties": {"a": False}}),
+    ("schema", 5),
+]
+
+
+@pytest.mark.parametrize(("name", "schema"), UNENFORCED, ids=lambda s: json.dumps(s)[:60])
+def test_what_would_not_be_enforced_is_refused_by_name(
+    bench: Bench, name: str, schema: Any
+) -> None:
+    assert name.lower() in refusal(bench, json_form(schema)).lower()
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"a.{3}b", r"[a-z]{2,4}\d+", "", "a|bc|", r"(\w+ )*[^a]", r"^x\.y$", r"[.^$]\[", r"\u00e9+?"],
+)
+def test_regex(bench: Bench, pattern: str) -> None:
+    for text in bench.texts(StructuredOutputs(regex=pattern), 20):
+        assert re.fullmatch(pattern, text, re.ASCII), text
+
+
+def test_choice(bench: Bench) -> None:
+    choices = ("yes", "no", 'q"\\\n\té', "yesterday", "")
+    assert {*bench.texts(StructuredOutputs(choice=choices), 60)} == {*choices}
+
+
+def test_json_object(bench: Bench) -> None:
+    for text in bench.texts(StructuredOutputs(json_object=True), 20):
+        assert isinstance(json.loads(text), dict)
+
+
+def test_grammar(bench: Bench) -> None:
+    spec = StructuredOutputs(grammar='root ::= "(" root ")" | "x" root | "."')
+    for text in bench.texts(spec, 20):
+        assert re.fullmatch(r"[(x]*\.\)*", text) and text.count("(") == text.count(")")
+
+
+def tag(format_: dict[str, Any]) -> StructuredOutputs:
+    return StructuredOutputs(
+        structural_tag=json.dumps({"type": "structural_tag", "format": format_})
+    )
+
+
+def test_structural_tag(bench: Bench) -> None:
+    schema = {"type": "string", "minLength": 1, "maxLength": 2}
+    elements: list[dict[str, Any]] = [
+        {"type": "token", "token": "<|user|>"},
+        {"type": "json_schema", "json_schema": schema},
+        {"type": "regex", "pattern": "-.-"},
+    ]
+    texts = list(bench.texts(tag({"type": "sequence", "elements": elements}), 10))
+    assert texts
+    for text in texts:
+        found = re.fullmatch(r'<\|user\|>(".*")-.-', text)
+        assert found and 1 <= len(json.loads(found[1])) <= 2
+
+
+@pytest.mark.parametrize(
+    ("problem", "spec"),
+    [
+        ("invalid JSON", StructuredOutputs(json="{")),
+        ("NaN", StructuredOutputs(json='{"const": NaN}')),
+        ("bytes", StructuredOutputs(json=f'{{"title": "{"é" * 40_000}"}}')),
+        ("bytes", StructuredOutputs(choice=("x" * 40_000, "y" * 40_000))),
+        ("deeper", StructuredOutputs(json='{"items":' * 5000 + "true" + "}" * 5000)),
+        ("deeper", tag({"x": json.loads("[" * 200 + "]" * 200)})),
+        ("parenthesis", StructuredOutputs(regex="(a")),
+        ("Lookahead", StructuredOutputs(regex="(?=a)b")),
+        ("Nest", StructuredOutputs(regex="(" * 5000 + "a" + ")" * 5000)),
+        (r"\b", StructuredOutputs(regex=r"\ba\b")),
+        (r"\Z", StructuredOutputs(regex=r"a\Z")),
+        ("$ inside", StructuredOutputs(regex="a$b")),
+        ("root", StructuredOutputs(grammar='a ::= "x"')),
+        ("not defined", StructuredOutputs(grammar="root ::= foo")),
+        ("no output", StructuredOutputs(grammar="root ::= root")),
+        ("no output", json_form({"$ref": "#"})),
+        ("format", StructuredOutputs(structural_tag="{}")),
+        ("<none>", tag({"type": "token", "token": "<none>"})),
+        ("not", tag({"type": "json_schema", "json_schema": {"not": {}}})),
+        ("any_order", tag({"type": "json_schema", "json_schema": {}, "any_order": True})),
+        ("token", StructuredOutputs(json_object=True, begin_after_token=10**6)),
+    ],
+)
+def test_invalid_forms_are_refused_in_one_line(
+    bench: Bench, problem: str, spec: StructuredOutputs
+) -> None:
+    assert problem in refusal(bench, spec)
+
+
+def test_the_form_binds_after_a_token(bench: Bench) -> None:
+    assert bench.tokenizer is not None
+    [end] = bench.tokenizer.encode("|", add_special_tokens=False)
+    matcher = bench.compile(StructuredOutputs(choice=("ab",), begin_after_token=end))
+    for text in ("some reasoning", ""):
+        for token in bench.tokenizer.encode(text, add_special_tokens=False):
+            matcher.accept(token)
+        before = bench.allowed(matcher)
+        assert before == [i for i in range(bench.tokenizer.vocab_size) if i != bench.eos]
+    matcher.accept(end)
+    ids = bench.write(matcher, random.Random(0))
+    assert bench.tokenizer.decode(ids[:-1]) == "ab"
+
+
+def test_after_its_end_only_eos_is_allowed(bench: Bench) -> None:
+    matcher = bench.compile(StructuredOutputs(choice=("a",)))
+    bench.write(matcher, random.Random(0))
+    assert bench.allowed(matcher) == [bench.eos]
+    matcher.accept(bench.eos)
+    assert bench.allowed(matcher) == [bench.eos]
+
+
+def test_special_tokens_are_no_text(bench: Bench) -> None:
+    assert bench.tokenizer is not None
+    matcher = bench.compile(StructuredOutputs(regex="(.|\n)*"))
+    assert not bench.tokenizer.special_ids.intersection(bench.allowed(matcher)) - {bench.eos}
+
+
+def test_a_grammar_without_a_way_on_ends_its_request(bench: Bench) -> None:
+    matcher = bench.compile(StructuredOutputs(grammar='root ::= "a" b\nb ::= b "c"'))
+    with pytest.raises(InvalidRequest, match="nothing"):
+        bench.write(matcher, random.Random(0))
+
+
+def test_a_grammar_that_costs_too_much_ends_its_request(bench: Bench) -> None:
+    matcher = bench.compile(StructuredOutputs(regex="(((a{1,1000}){1,1000}){1,1000})b"))
+    with pytest.raises(InvalidRequest, match="ambiguous"):
+        for _ in range(1000):
+            bench.allowed(matcher)
+            matcher.accept(bench.tokenizer.encode("a", False)[0])  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("make", [byte_level, sentencepiece])
+def test_other_tokenizers(make: Any) -> None:
+    made = Bench(make())
+    spec = json_form({"type": "object", "properties": {"the 日": {"enum": ["hello", "é😀"]}}})
+    texts = [json.loads(text) for text in made.texts(spec, 20)]
+    made.grammars.close()
+    assert {json.dumps(t) for t in texts} >= {"{}", json.dumps({"the 日": "é😀"})}
+
+
+def test_what_a_server_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Bench(None)
+    assert "needs a tokenizer" in refusal(made, StructuredOutputs(json_object=True))
+    made.grammars.close()
+    made = Bench(byte_level())
+    monkeypatch.setitem(__import__("sys").modules, "xgrammar", None)
+    assert "pip install xgrammar" in refusal(made, StructuredOutputs(json_object=True))
+    made.grammars.close()
+    grammars = Grammars(byte_level, 300, [], lambda: None)
+    grammars.start("r", StructuredOutputs(json_object=True))
+    while not (outcomes := grammars.poll()):
+        pass
+    assert "EOS" in str(outcomes[0][1])
+    grammars.close()
+
+
+def test_a_compilation_that_does_not_end_harms_nobody(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    compile_ = grammar.Compiler.matcher
+
+    def slow(self: grammar.Compiler, spec: StructuredOutputs) -> Matcher:
+        if spec.regex == "slow":
+            release.wait()
+        return compile_(self, spec)
+
+    monkeypatch.setattr(grammar.Compiler, "matcher", slow)
+    monkeypatch.setattr(grammar, "COMPILE_TIMEOUT_S", 0.2)
+    made = Bench(bench.tokenizer)
+    stuck, good = StructuredOutputs(regex="slow"), StructuredOutputs(regex="a")
+    try:
+        for n in range(3):
+            made.grammars.start(f"stuck {n}", stuck)
+        made.grammars.start("good", good)
+        outcomes = dict(made.wait(4))
+        assert isinstance(outcomes.pop("good"), Matcher)
+        assert all("takes longer" in str(error) for error in outcomes.values())
+        for n in range(10):
+            made.grammars.start(f"more {n}", stuck)
+        late = dict(made.wait(10))
+        assert any(isinstance(error, Overloaded) for error in late.values())
+        with pytest.raises(Overloaded):
+            made.compile(good)
+    finally:
+        release.set()
+    while made.grammars._num_stuck:
+        pass
+    made.compile(good)
+    made.grammars.close()
+    assert not any(thread.is_alive() for thread in made.grammars._threads)
+
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {
+                "type": "object",
+                "properties": {"x": {"type": "integer"}, "s": {"type": "string", "maxLength": 9}},
+                "required": ["x"],
+            },
+        },
+    }
+    for name in ("f", "g")
+] + [{"type": "function", "function": {"name": "nothing"}}]
+
+
+@pytest.mark.parametrize("tool_format", list(TOOL_FORMATS))
+@pytest.mark.parametrize("name", [None, "g"])
+def test_a_required_call_is_made(tool_format: str, name: str | None) -> None:
+    hf = AutoTokenizer.from_pretrained(BASE)
+    hf.add_tokens([AddedToken("[TOOL_CALLS]", special=True)], special_tokens=True)
+    made = Bench(Tokenizer(hf))
+    texts = list(made.texts(tools_schema(TOOLS, tool_format, name), 15))
+    made.grammars.close()
+    assert texts
+    called = set()
+    for text in texts:
+        parser = ChatParser(tool_format, False)
+        piece = parser.feed(text)
+        assert (piece.content, parser.flush().content) == ("", "")
+        for call in piece.tool_calls:
+            called.add(call.name)
+            arguments = json.loads(call.arguments)
+            assert arguments == {} if call.name == "nothing" else isinstance(arguments["x"], int)
+    assert called == ({"f", "g", "nothing"} if name is None else {"g"})
