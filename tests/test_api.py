@@ -3,243 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
-import threading
 import time
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-import uvicorn
+from http_api import CHAT, COMPLETE, EOS, HI, Web, World, run, served, until, wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from toy_tokenizers import byte_level
 
-from weft.api import ApiSettings, create_app
-from weft.core.errors import AdapterInvalid, AdapterNotFound, EngineDead
-from weft.core.types import (
-    AdapterInfo,
-    AdapterRef,
-    EngineInfo,
-    EngineRequest,
-    EngineStats,
-    TokenEvent,
-    TokenLogprob,
-)
-from weft.registry import AdapterRegistry, AdapterRoots
-from weft.text import Tokenizer
-
-EOS = byte_level().eos_ids[0]
-INFO = EngineInfo(
-    model="tiny",
-    architecture="LlamaForCausalLM",
-    dtype="float32",
-    device="cpu",
-    max_model_len=64,
-    vocab_size=byte_level().vocab_size,
-    num_blocks=10,
-    block_size=16,
-    max_loras=4,
-    max_lora_rank=16,
-    adapter_memory_bytes=1 << 20,
-    num_parameters=1,
-)
-
-
-class EchoEngine:
-    """Answers the prompt reversed, then what the adapter's file says, then EOS."""
-
-    def __init__(self) -> None:
-        self.info = INFO
-        self.alive = True
-        self.adapters: dict[str, list[int]] = {}
-        self.requests: list[EngineRequest] = []
-        self.aborted: list[str] = []
-        self.num_open = 0
-        self.dropped: list[AdapterRef] = []
-        self.registrations: Counter[str] = Counter()
-        self.gate: asyncio.Event | None = None
-        """Events from `gate_from` on wait for it."""
-        self.gate_from = 1
-        self.on_register: Callable[[], Awaitable[None]] | None = None
-        self.fail_after: tuple[int, Exception] | None = None
-        self.tokens_per_event = 1
-        self.close_s = 0.0
-        """How long an abort takes."""
-        self.in_use: list[AdapterRef | None] = []
-
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
-        self.requests.append(request)
-        self.num_open += 1
-        self.in_use.append(request.adapter)
-        ended = False
-        try:
-            for n, event in enumerate(self._events(request)):
-                if self.fail_after is not None and n == self.fail_after[0]:
-                    ended = True
-                    raise self.fail_after[1]
-                if n >= self.gate_from and self.gate is not None:
-                    await self.gate.wait()
-                ended = event.finish_reason is not None
-                yield event
-        finally:
-            await asyncio.sleep(self.close_s)
-            self.num_open -= 1
-            self.in_use.remove(request.adapter)
-            if not ended:
-                self.aborted.append(request.request_id)
-
-    def _events(self, request: EngineRequest) -> Iterator[TokenEvent]:
-        params = request.params
-        ids = request.prompt_ids[::-1]
-        if request.adapter is not None:
-            if request.adapter.digest not in self.adapters:
-                wire = ("adapter_unavailable", "it is not here", None)
-                yield TokenEvent(request.request_id, [], finish_reason="error", error=wire)
-                return
-            ids = ids + self.adapters[request.adapter.digest]
-        assert params.max_tokens is not None
-        finish, reason = "stop", None
-        for n, token in enumerate(ids):
-            if token in params.stop_token_ids:
-                ids, reason = ids[: n + 1], token
-                break
-        else:
-            ids = [*ids, EOS] if not params.ignore_eos else ids * 64
-        if len(ids) > params.max_tokens:
-            ids, finish, reason = ids[: params.max_tokens], "length", None
-        for start in range(0, len(ids), self.tokens_per_event):
-            part = ids[start : start + self.tokens_per_event]
-            last = start + len(part) == len(ids)
-            yield TokenEvent(
-                request.request_id,
-                part,
-                None if params.logprobs is None else [self._logprob(t, params) for t in part],
-                finish if last else None,  # type: ignore[arg-type]
-                reason if last else None,
-                num_cached_tokens=1,
-            )
-
-    def _logprob(self, token: int, params: Any) -> TokenLogprob:
-        top = [(token, -0.25), (0, -1.5), (1, -2.5)]
-        return TokenLogprob(-0.25, 1, top[: params.logprobs])
-
-    async def register_adapter(self, path: str) -> AdapterInfo:
-        file = Path(path) / "adapter_model.safetensors"
-        if not file.exists():
-            raise AdapterNotFound(f"{path} has no adapter_model.safetensors", "lora_path")
-        content = file.read_text()
-        if content == "bad":
-            raise AdapterInvalid("use_dora is not served", "use_dora")
-        digest = hashlib.sha256(content.encode()).hexdigest()
-        self.registrations[digest] += 1
-        self.adapters[digest] = byte_level().encode(content, add_special_tokens=False)
-        if self.on_register is not None:
-            await self.on_register()
-        return AdapterInfo(digest, path, 4, 100, ("q_proj",))
-
-    async def drop_adapter(self, ref: AdapterRef) -> None:
-        assert ref not in self.in_use, "dropped while a request still uses it"
-        self.registrations[ref.digest] -= 1
-        assert self.registrations[ref.digest] >= 0, "dropped more often than registered"
-        if not self.registrations[ref.digest]:
-            self.dropped.append(ref)
-            del self.adapters[ref.digest]
-
-    async def stats(self) -> EngineStats:
-        if not self.alive:
-            raise EngineDead("the engine is gone")
-        digests = tuple(self.adapters)
-        return EngineStats(
-            num_running=self.num_open,
-            kv_usage=0.5,
-            resident_adapters=digests,
-            waiting_adapters=digests[:1],
-            host_adapters=digests,
-            generated_tokens=7,
-            finished={"stop": 2},
-        )
-
-    async def close(self) -> None:
-        self.alive = False
-
-
-class World:
-    """One application and all that is behind it."""
-
-    def __init__(self, folder: Path, tokenizer: Tokenizer | None, **settings: Any) -> None:
-        self.folder = folder
-        self.engine = EchoEngine()
-        self.registry = AdapterRegistry(["base", "alias"], "/models/tiny")
-        settings = {"served_model_names": ["base", "alias"], **settings}
-        self.app = create_app(
-            self.engine,
-            self.registry,
-            tokenizer,
-            AdapterRoots([folder]),
-            ApiSettings(**settings),
-        )
-
-    def adapter(self, name: str, content: str) -> str:
-        """An adapter's folder whose answers end in `content`."""
-        folder = self.folder / name
-        folder.mkdir(exist_ok=True)
-        (folder / "adapter_model.safetensors").write_text(content)
-        return str(folder)
-
-    def check(self) -> None:
-        """Nothing is leaked: no open request, no lease."""
-        assert self.engine.num_open == 0
-        self.registry.check()
-        for ref in list(self.registry.adapters()):
-            assert self.registry.retire(ref.name).drained, f"a lease of {ref.name} is left"
-
-
-class Web:
-    """A client of one world's application, without sockets."""
-
-    def __init__(self, world: World) -> None:
-        transport = httpx.ASGITransport(app=world.app)
-        self.http = httpx.AsyncClient(transport=transport, base_url="http://weft")
-        self.world = world
-
-    async def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
-        return await self.http.post(path, json=body, **more)
-
-    async def get(self, path: str) -> httpx.Response:
-        return await self.http.get(path)
-
-    async def complete(self, **body: Any) -> Any:
-        answer = await self.post("/v1/completions", {"model": "base", "prompt": "abc", **body})
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    async def chat(self, **body: Any) -> Any:
-        whole = {"model": "base", "messages": [{"role": "user", "content": "hi"}], **body}
-        answer = await self.post("/v1/chat/completions", whole)
-        assert answer.status_code == 200, answer.text
-        return answer.json()
-
-    async def chunks(self, path: str, body: Any) -> list[Any]:
-        answer = await self.post(path, {"model": "base", "stream": True, **body})
-        assert answer.status_code == 200, answer.text
-        assert answer.headers["content-type"].startswith("text/event-stream")
-        events = answer.text.split("\n\n")
-        assert events.pop() == "" and all(e.startswith("data: ") for e in events)
-        data = [e.removeprefix("data: ") for e in events]
-        return [d if d == "[DONE]" else json.loads(d) for d in data]
-
-    async def load(self, name: str, path: str, **more: Any) -> httpx.Response:
-        body = {"lora_name": name, "lora_path": path, **more}
-        return await self.post("/v1/load_lora_adapter", body)
-
-    async def unload(self, name: str) -> httpx.Response:
-        return await self.post("/v1/unload_lora_adapter", {"lora_name": name})
+from weft.core.errors import EngineDead
 
 
 @pytest.fixture
@@ -247,20 +24,6 @@ def world(tmp_path: Path) -> Iterator[World]:
     made = World(tmp_path, byte_level())
     yield made
     made.check()
-
-
-def run(world: World, scenario: Callable[[Web], Awaitable[None]]) -> None:
-    async def main() -> None:
-        web = Web(world)
-        async with web.http:
-            await asyncio.wait_for(scenario(web), 20)
-
-    asyncio.run(main())
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        await asyncio.sleep(0.002)
 
 
 # Answers.
@@ -510,9 +273,14 @@ def test_long_texts_are_tokenized_on_a_thread(tmp_path: Path) -> None:
 
 # Errors.
 
-CHAT = "/v1/chat/completions"
-COMPLETE = "/v1/completions"
-HI = [{"role": "user", "content": "hi"}]
+
+def called(arguments: str) -> dict[str, Any]:
+    function = {"name": "f", "arguments": arguments}
+    return {"id": "c", "type": "function", "function": function}
+
+
+def function(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
 
 
 @pytest.mark.parametrize(
@@ -541,13 +309,36 @@ HI = [{"role": "user", "content": "hi"}]
         (COMPLETE, {"prompt": [True]}, "prompt"),
         (COMPLETE, {}, "prompt"),
         (COMPLETE, {"prompt": "x", "model": None}, "model"),
-        (COMPLETE, {"prompt": "x", "echo": True}, "echo"),
         (COMPLETE, {"prompt": "x", "suffix": "y"}, "suffix"),
         (COMPLETE, {"prompt": "x", "best_of": 2}, "best_of"),
-        (COMPLETE, {"prompt": "x", "n": 2}, "n"),
-        (COMPLETE, {"prompt": "x", "presence_penalty": 0.1}, "presence_penalty"),
-        (COMPLETE, {"prompt": "x", "frequency_penalty": 0.1}, "frequency_penalty"),
-        (COMPLETE, {"prompt": "x", "logit_bias": {"5": 1}}, "logit_bias"),
+        (COMPLETE, {"prompt": "x", "n": 0}, "n"),
+        (COMPLETE, {"prompt": "x", "n": 5}, "n"),
+        (COMPLETE, {"prompt": ["x", "y", "z"], "n": 3}, "prompt"),
+        (COMPLETE, {"prompt": "x", "presence_penalty": 2.1}, "presence_penalty"),
+        (COMPLETE, {"prompt": "x", "frequency_penalty": -2.1}, "frequency_penalty"),
+        (COMPLETE, {"prompt": "x", "repetition_penalty": 0}, "repetition_penalty"),
+        (COMPLETE, {"prompt": "x", "min_p": 2}, "min_p"),
+        (COMPLETE, {"prompt": "x", "min_tokens": 17}, "min_tokens"),
+        (COMPLETE, {"prompt": "x", "logit_bias": {"x": 1}}, "logit_bias"),
+        (COMPLETE, {"prompt": "x", "logit_bias": {"-1": 1}}, "logit_bias"),
+        (COMPLETE, {"prompt": "x", "logit_bias": {"1000000": 1}}, "logit_bias"),
+        (COMPLETE, {"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias"),
+        (COMPLETE, {"prompt": "x", "logit_bias": {"1": "high"}}, "logit_bias"),
+        (COMPLETE, {"prompt": "x", "allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        (COMPLETE, {"prompt": "x", "bad_words": [""]}, "bad_words"),
+        (COMPLETE, {"prompt": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        (COMPLETE, {"prompt": "x", "truncate_prompt_tokens": 65}, "truncate_prompt_tokens"),
+        (COMPLETE, {"prompt": "x", "tools": [{}]}, "tools"),
+        (COMPLETE, {"prompt": "x", "cache_salt": "s"}, "cache_salt"),
+        (COMPLETE, {"prompt": "x", "guided_choice": []}, "guided_choice"),
+        (COMPLETE, {"prompt": "x", "guided_regex": "a", "guided_json": {}}, "guided_regex"),
+        (COMPLETE, {"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
+        (COMPLETE, {"prompt": "x", "structured_outputs": {"yaml": ""}}, "structured_outputs.yaml"),
+        (
+            COMPLETE,
+            {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs",
+        ),
         (COMPLETE, {"prompt": "x", "tempreture": 1}, "tempreture"),
         (COMPLETE, {"prompt": "x", "stream_options": {}}, "stream_options"),
         (
@@ -557,7 +348,17 @@ HI = [{"role": "user", "content": "hi"}]
         ),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        (CHAT, {"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        (CHAT, {"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": [{"type": 5}]}]},
+            "messages[0].content[0].type",
+        ),
+        (
+            CHAT,
+            {"messages": [{"role": "user", "content": "x", "tool_call_id": "c"}]},
+            "messages[0].tool_call_id",
+        ),
         (
             CHAT,
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -566,11 +367,53 @@ HI = [{"role": "user", "content": "hi"}]
         (
             CHAT,
             {"messages": [*HI, {"role": "assistant", "tool_calls": [{}]}]},
-            "messages[1].tool_calls",
+            "messages[1].tool_calls[0].id",
         ),
-        (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools"),
+        (
+            CHAT,
+            {"messages": [*HI, {"role": "assistant", "tool_calls": [called("{")]}]},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        (
+            CHAT,
+            {"messages": [*HI, {"role": "assistant", "tool_calls": [called("[1]")]}]},
+            "messages[1].tool_calls[0].function.arguments",
+        ),
+        (CHAT, {"messages": HI, "tools": [{"type": "function"}]}, "tools[0].function"),
+        (CHAT, {"messages": HI, "tools": [function("f")]}, "tools"),
+        (CHAT, {"messages": HI, "tools": [function("f"), function("f")]}, "tools"),
+        (CHAT, {"messages": HI, "tools": [function("f g")]}, "tools[0].function.name"),
+        (CHAT, {"messages": HI, "tool_choice": "required"}, "tool_choice"),
+        (CHAT, {"messages": HI, "tool_choice": "maybe"}, "tool_choice"),
+        (
+            CHAT,
+            {
+                "messages": HI,
+                "tools": [function("f")],
+                "tool_choice": {"type": "function", "function": {"name": "g"}},
+            },
+            "tool_choice",
+        ),
         (CHAT, {"messages": HI, "functions": [{}]}, "functions"),
-        (CHAT, {"messages": HI, "response_format": {"type": "json_object"}}, "response_format"),
+        (CHAT, {"messages": HI, "function_call": {"name": "f"}}, "function_call"),
+        (CHAT, {"messages": HI, "response_format": {"type": "yaml"}}, "response_format.type"),
+        (
+            CHAT,
+            {"messages": HI, "response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+        ),
+        (
+            CHAT,
+            {
+                "messages": HI,
+                "response_format": {"type": "json_object"},
+                "structured_outputs": {"regex": "a"},
+            },
+            "structured_outputs",
+        ),
+        (CHAT, {"messages": HI, "continue_final_message": True}, "continue_final_message"),
+        (CHAT, {"messages": HI, "add_special_tokens": True}, "add_special_tokens"),
+        (CHAT, {"messages": HI, "echo": True}, "echo"),
         (CHAT, {"messages": HI, "audio": {}}, "audio"),
         (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"messages": HI, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
@@ -585,7 +428,7 @@ HI = [{"role": "user", "content": "hi"}]
 def test_bad_requests_name_the_field(
     tmp_path: Path, path: str, body: dict[str, Any], param: str, stream: bool
 ) -> None:
-    world = World(tmp_path, byte_level(), max_prompts=8)
+    world = World(tmp_path, byte_level(), max_prompts=8, max_choices=4)
     stream = stream and "stream_options" not in body
 
     async def scenario(web: Web) -> None:
@@ -934,7 +777,8 @@ def test_metrics(world: World) -> None:
         }
         assert abs(samples[info] - time.time()) < 60
         loaded = [dict(k[1:]) for k in samples if k[0] == "vllm:lora_adapter_loaded"]
-        assert {"adapter_name": "a", "level": "gpu"} in loaded and len(loaded) == 4
+        on_gpu = {"adapter_name": "a", "level": "gpu", "pinned": "false"}
+        assert on_gpu in loaded and len(loaded) == 4
         routes = {
             dict(k[1:])["route"]: v for k, v in samples.items() if "http_requests_total" in k[0]
         }
@@ -977,28 +821,6 @@ def test_work_that_is_cancelled_before_it_began_returns_its_lease(world: World) 
 
 
 # A real server: sockets, the openai client, clients that leave.
-
-
-@contextmanager
-def served(world: World) -> Iterator[str]:
-    """The application on a loopback port, on a thread."""
-    config = uvicorn.Config(world.app, port=0, log_level="error", lifespan="on")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        wait_until(lambda: server.started)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join(20)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.005)
 
 
 @pytest.fixture(scope="module")
@@ -1047,8 +869,8 @@ def test_openai_client_errors(client: openai.OpenAI) -> None:
         client.completions.create(model="nobody", prompt="x")
     assert missing.value.code == "model_not_found"
     with pytest.raises(openai.BadRequestError) as refused:
-        client.completions.create(model="base", prompt="x", n=2)
-    assert refused.value.param == "n"
+        client.completions.create(model="base", prompt="x", best_of=2)
+    assert refused.value.param == "best_of"
     with pytest.raises(openai.BadRequestError) as early:
         client.completions.create(model="base", prompt="x" * 100, stream=True)
     assert early.value.code == "context_length_exceeded"

@@ -40,6 +40,29 @@ def test_base_names_resolve_to_no_adapter(registry: AdapterRegistry):
             assert lease.ref is None
 
 
+def test_base_colon_adapter(registry: AdapterRegistry):
+    first = registry.publish("a", info("d1"), "/a")
+    for model in ("a", "base:a", "org/base:a"):
+        assert registry.resolve(model).ref == first
+        assert registry.card(model) == ModelCard("a", "/a", "base")
+    exact = registry.publish("base:a", info("d2"), "/b")
+    assert registry.resolve("base:a").ref == exact
+    assert registry.resolve("org/base:a").ref == first
+    assert registry.card("org/base") == ModelCard("org/base", "/models/base", None)
+    for model in ("base:b", "base:", "base:base", "other:a", "base:org/base:a"):
+        with pytest.raises(ModelNotFound):
+            registry.resolve(model)
+        with pytest.raises(ModelNotFound):
+            registry.card(model)
+
+
+def test_a_base_name_may_hold_a_colon():
+    registry = AdapterRegistry(["org/base", "org/base:latest"], "/m")
+    ref = registry.publish("a", info("d1"), "/a")
+    assert registry.resolve("org/base:latest").ref is None
+    assert registry.resolve("org/base:latest:a").ref == ref
+
+
 def test_unknown_model_is_not_found_never_the_base(registry: AdapterRegistry):
     with pytest.raises(ModelNotFound, match="nobody") as caught:
         registry.resolve("nobody")
@@ -114,6 +137,19 @@ def test_the_same_content_keeps_the_version(registry: AdapterRegistry):
     assert registry.publish("a", info("d1"), "/q") is first
     assert registry.publish("a", info("d1"), "/q", replace=True) is first
     assert registry.models()[-1].root == "/q"
+
+
+def test_a_pin_belongs_to_the_content(registry: AdapterRegistry):
+    registry.publish("a", info("d1"), "/p", pinned=True)
+    registry.publish("c", info("d2"), "/p")
+    assert [registry.pinned(d) for d in ("d1", "d2", "d3")] == [True, False, None]
+    registry.publish("b", info("d1"), "/p", pinned=False)
+    assert [card.pinned for card in registry.adapter_cards()] == [False] * 3
+    registry.publish("a", info("d1"), "/p", pinned=True)
+    assert [card.pinned for card in registry.adapter_cards()] == [True, False, True]
+    with pytest.raises(AdapterConflict):
+        registry.publish("c", info("d1"), "/p", pinned=False)
+    assert registry.pinned("d1") is True
 
 
 def test_other_content_needs_replace(registry: AdapterRegistry):
@@ -206,21 +242,22 @@ class RegistryMachine(RuleBasedStateMachine):
         assert ref not in self.held.values()
         self.drained.append(ref)
 
-    @rule(name=NAMES, digest=DIGESTS, replace=st.booleans())
-    def publish(self, name: str, digest: str, replace: bool) -> None:
+    @rule(name=NAMES, digest=DIGESTS, replace=st.booleans(), pinned=st.booleans())
+    def publish(self, name: str, digest: str, replace: bool, pinned: bool) -> None:
         old = self.live.get(name)
         if old is not None and old.digest != digest:
             if not replace:
                 with pytest.raises(AdapterConflict):
-                    self.registry.publish(name, info(digest), "/p")
+                    self.registry.publish(name, info(digest), "/p", pinned=pinned)
                 return
             self.retired.append(old)
-        ref = self.registry.publish(name, info(digest), "/p", replace, self.on_drained)
+        ref = self.registry.publish(name, info(digest), "/p", replace, self.on_drained, pinned)
         if old is not None and old.digest == digest:
             assert ref == old
         else:
             assert ref.version > self.highest.get(name, 0)
             self.highest[name] = ref.version
+        assert self.registry.pinned(digest) is pinned
         self.live[name] = ref
 
     @rule(target=leases, name=NAMES)

@@ -41,6 +41,30 @@ def byte_level() -> Tokenizer:
     return Tokenizer(hf)
 
 
+TOOLS_TEMPLATE = (
+    "{% for t in tools or [] %}<s>tool: {{ t.function.name }} {{ t.function.parameters | tojson }}"
+    "{% endfor %}{% for m in messages %}<s>{{ m.role }}: "
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+    "{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}"
+    "{{ c.function.arguments | tojson }}</tool_call>{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:"
+    "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}"
+    "{% if begun %}<think>\n{% endif %}{% endif %}"
+)
+
+
+@cache
+def thinking() -> Tokenizer:
+    """As `byte_level`, of a model that thinks and calls tools, as Qwen 3 does. The marks are
+    tokens, and those of calls are special."""
+    tokenizer = byte_level.__wrapped__()
+    hf = tokenizer._hf
+    hf.chat_template = TOOLS_TEMPLATE
+    hf.add_tokens([AddedToken(t, special=False) for t in ("<think>", "</think>")])
+    hf.add_tokens([AddedToken(t, special=True) for t in ("<tool_call>", "</tool_call>")], True)
+    return Tokenizer(hf)
+
+
 @cache
 def sentencepiece() -> Tokenizer:
     """As Llama 2's: a space is written U+2581, the first is dropped, and bytes are a fallback."""

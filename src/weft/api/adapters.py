@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
-from weft.core.errors import EngineDead, WeftError
+from weft.core.errors import AdapterNotFound, AdapterPathRefused, EngineDead, WeftError
 from weft.core.protocols import EngineClient
-from weft.core.types import AdapterRef
-from weft.registry import AdapterRegistry, AdapterRoots, Retired
+from weft.core.types import AdapterInfo, AdapterRef
+from weft.registry import (
+    AdapterRegistry,
+    AdapterRoots,
+    Retired,
+    fetch_adapter,
+    is_hub_uri,
+    parse_hub_id,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -22,24 +30,34 @@ class AdapterAdmin:
 
     A version is in the engine from before its name is published until after its last request:
     the registration that a load makes is undone when the load publishes nothing new, or when the
-    version that it published has drained.
+    version that it published has drained. The newest registration of some content says whether
+    the engine keeps it on the device.
     """
 
     def __init__(
-        self, engine: EngineClient, registry: AdapterRegistry, roots: AdapterRoots
+        self,
+        engine: EngineClient,
+        registry: AdapterRegistry,
+        roots: AdapterRoots,
+        allow_hub: bool = False,
     ) -> None:
         self._engine = engine
         self._registry = registry
         self._roots = roots
+        self._allow_hub = allow_hub
         self._tasks: set[asyncio.Task[Any]] = set()
 
-    async def load(self, name: str, path: str, replace: bool = False) -> AdapterRef:
-        """Make the adapter in a folder servable under `name`; a failure changes nothing.
+    async def load(
+        self, name: str, path: str, replace: bool = False, pinned: bool = False
+    ) -> AdapterRef:
+        """Make an adapter servable under `name`; a failure changes nothing.
 
-        With `replace` the name moves to the new version: running requests end on the old one.
-        Finishes also when the caller is cancelled.
+        `path` is a folder, or an id on the Hugging Face hub where that is allowed. With `replace`
+        the name moves to the new version: running requests end on the old one. `pinned` keeps
+        the content on the device, until a load of the same content says otherwise. Finishes also
+        when the caller is cancelled.
         """
-        return await asyncio.shield(self._spawn(self._load(name, path, replace)))
+        return await asyncio.shield(self._spawn(self._load(name, path, replace, pinned)))
 
     async def unload(self, name: str) -> None:
         """Forget the name at once; returns when its requests have ended and it is dropped.
@@ -56,19 +74,40 @@ class AdapterAdmin:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _load(self, name: str, path: str, replace: bool) -> AdapterRef:
+    async def _load(self, name: str, path: str, replace: bool, pinned: bool) -> AdapterRef:
         with self._registry.reserve(name, path):
-            folder = await asyncio.to_thread(self._roots.resolve, path)
-            info = await self._engine.register_adapter(str(folder))
+            folder = await asyncio.to_thread(self._find, path)
+            info = await self._engine.register_adapter(str(folder), pinned)
             before = self._registry.current(name)
             try:
-                ref = self._registry.publish(name, info, path, replace, self._drop_soon)
+                ref = self._registry.publish(name, info, path, replace, self._drop_soon, pinned)
             except WeftError:
-                await self._drop(AdapterRef(name, 0, info.digest))
+                await self._undo(name, info, str(folder), pinned)
                 raise
             if ref == before:
                 await self._drop(ref)
             return ref
+
+    def _find(self, path: str) -> Path:
+        """The folder of an adapter; one from the hub is downloaded first. For a thread."""
+        hub_id = parse_hub_id(path)
+        if hub_id is None or (not is_hub_uri(path) and self._roots.hold(path)):
+            return self._roots.resolve(path)
+        if self._allow_hub:
+            return fetch_adapter(hub_id)
+        why = "adapters are fetched from the Hugging Face hub only with --allow-hub-adapters"
+        if is_hub_uri(path):
+            raise AdapterPathRefused(f"lora_path {path!r}: {why}", "lora_path")
+        raise AdapterNotFound(f"lora_path {path!r}: no such folder, and {why}", "lora_path")
+
+    async def _undo(self, name: str, info: AdapterInfo, folder: str, pinned: bool) -> None:
+        """Take a registration back, and what it said of the pin of content that has a name."""
+        ref = AdapterRef(name, 0, info.digest)
+        before = self._registry.pinned(info.digest)
+        if before is not None and before != pinned:
+            await self._engine.register_adapter(folder, before)
+            await self._drop(ref)
+        await self._drop(ref)
 
     async def _drop_when_drained(self, retired: Retired) -> None:
         drained = asyncio.Event()

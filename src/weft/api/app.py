@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.metadata import version
 
 from fastapi import FastAPI
-from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.middleware.cors import CORSMiddleware
 
 from weft.api.adapters import AdapterAdmin
-from weft.api.errors import add_error_handlers, error_response
-from weft.api.http import CLIENT_LEFT
+from weft.api.errors import add_error_handlers
+from weft.api.middleware import REQUEST_ID, Observe, RequestIds, RequireKey
+from weft.api.observe import TraceHeaders, TraceSink
+from weft.api.openapi import ERRORS
+from weft.api.routes_adapters import adapter_routes
 from weft.api.routes_chat import chat_routes
 from weft.api.routes_completions import completion_routes
-from weft.api.routes_models import adapter_routes, model_routes
+from weft.api.routes_models import model_routes
 from weft.api.routes_ops import ops_routes
+from weft.api.routes_responses import response_routes
+from weft.api.routes_tokenize import tokenize_routes
 from weft.api.service import Service
 from weft.api.settings import ApiSettings
 from weft.core.protocols import EngineClient
 from weft.metrics import Metrics
 from weft.registry import AdapterRegistry, AdapterRoots
 from weft.text import Tokenizer
-
-logger = logging.getLogger(__name__)
 
 
 def create_app(
@@ -33,59 +35,53 @@ def create_app(
     tokenizer: Tokenizer | None,
     roots: AdapterRoots,
     settings: ApiSettings,
+    traces: TraceSink | None = None,
 ) -> FastAPI:
-    """The application; it neither starts nor closes the engine.
-
-    `app.state.adapters` is its AdapterAdmin, for adapters that are loaded before serving.
-    """
-    metrics = Metrics()
-    service = Service(engine, registry, tokenizer, settings, metrics)
-    admin = AdapterAdmin(engine, registry, roots)
+    """The application; it neither starts nor closes the engine."""
+    metrics = Metrics(settings.served_model_names[0])
+    service = Service(engine, registry, tokenizer, settings, metrics, traces)
+    admin = AdapterAdmin(engine, registry, roots, settings.allow_hub_adapters)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         await admin.close()
 
-    app = FastAPI(title="Weft", lifespan=lifespan, openapi_url=None)
-    app.state.adapters = admin
+    # No /docs: its page would load scripts from elsewhere.
+    app = FastAPI(
+        title="Weft",
+        version=version("weft"),
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        responses=ERRORS,
+    )
+    app.state.request_timeout_s = settings.request_timeout_s
     app.include_router(chat_routes(service))
     app.include_router(completion_routes(service))
+    app.include_router(response_routes(service))
+    app.include_router(tokenize_routes(service))
     app.include_router(model_routes(service))
-    app.include_router(adapter_routes(admin, settings.max_body_bytes))
+    app.include_router(adapter_routes(service, admin))
     app.include_router(ops_routes(service))
     add_error_handlers(app)
-    app.add_middleware(_Observe, metrics=metrics)
+    _add_middleware(app, metrics, settings)
+    if traces is not None:
+        app.add_middleware(TraceHeaders)
     return app
 
 
-class _Observe:
-    """Counts requests by route and status, and answers what nobody expected with a plain 500."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app = app
-        self._metrics = metrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        status = CLIENT_LEFT
-
-        async def watch(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, watch)
-        except ClientDisconnect:
-            logger.debug("a client left while it sent its request")
-        except Exception as error:
-            if status != CLIENT_LEFT:
-                raise
-            await error_response(error)(scope, receive, watch)
-        finally:
-            route = getattr(scope.get("route"), "path", "unmatched")
-            self._metrics.http_requests.labels(route, str(status)).inc()
+def _add_middleware(app: FastAPI, metrics: Metrics, settings: ApiSettings) -> None:
+    """The one added last sees a request first. Preflight requests of browsers carry no key."""
+    if settings.api_keys:
+        app.add_middleware(RequireKey, keys=settings.api_keys)
+    app.add_middleware(Observe, metrics=metrics)
+    if settings.allowed_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "retry-after"],
+        )
+    app.add_middleware(RequestIds)

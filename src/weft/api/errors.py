@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -11,16 +11,43 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from weft.core.errors import InvalidRequest, WeftError
+from weft.core.errors import InvalidRequest, Overloaded, WeftError
 
 logger = logging.getLogger(__name__)
 
-_TYPE_OF_STATUS = {429: "rate_limit_error"}
+_TYPE_OF_STATUS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
 class BodyTooLarge(InvalidRequest):
     status = 413
     kind = "request_too_large"
+
+
+class BodyTimeout(InvalidRequest):
+    """The connection is of no use afterwards: the rest of the body may still come."""
+
+    status = 408
+    kind = "body_timeout"
+    headers: ClassVar[dict[str, str]] = {"connection": "close"}
+
+
+class UnsupportedMediaType(InvalidRequest):
+    status = 415
+    kind = "unsupported_media_type"
+
+
+class Unauthorized(WeftError):
+    status = 401
+    kind = "invalid_api_key"
+    headers: ClassVar[dict[str, str]] = {"www-authenticate": "Bearer"}
+
+
+class QueueFull(Overloaded):
+    """`retry_after_s`: whole seconds after which it is worth trying again."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message)
+        self.headers = {"retry-after": str(retry_after_s)}
 
 
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
@@ -49,24 +76,27 @@ def error_response(error: BaseException) -> Response:
 
 def invalid(error: ValidationError) -> InvalidRequest:
     """The first complaint about a body, naming the field: `messages[0].content`."""
-    first = error.errors(include_url=False, include_context=False)[0]
+    first = error.errors(include_url=False)[0]
     if first["type"] == "json_invalid":
         return InvalidRequest(f"the body is not valid JSON: {first['msg']}")
     param = field_path(first["loc"])
     if first["type"] == "missing":
         return InvalidRequest(f"{param} is required", param)
+    if first["type"] == "union_tag_invalid":
+        tags = first["ctx"]["expected_tags"].replace("<", "").replace(">", "")
+        return InvalidRequest(f"{param}.type must be one of {tags}", f"{param}.type")
     return InvalidRequest(f"{param or 'the body'}: {first['msg']}", param)
 
 
 def field_path(loc: tuple[int | str, ...]) -> str | None:
-    """`("messages", 0, "content", "str")` as `messages[0].content`: names of union members, which
-    are no fields, end a path."""
+    """`("messages", 0, "content", "str")` as `messages[0].content`: names of union members are no
+    fields, and left out."""
     path = ""
     for part in loc:
         if isinstance(part, int):
             path += f"[{part}]"
         elif (path and not part.isidentifier()) or part in _UNION_MEMBERS:
-            break
+            continue
         else:
             path += f".{part}" if path else part
     return path or None

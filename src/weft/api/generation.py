@@ -1,18 +1,37 @@
-"""What answers of both generation routes are made of."""
+"""What answers of all generation routes are made of."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.api.schemas import GenerationBody
 from weft.api.service import Output, Service
 from weft.core.errors import InvalidRequest
-from weft.core.types import EngineRequest, SamplingParams
+from weft.core.types import EngineRequest, SamplingParams, StructuredOutputs
 from weft.registry import Lease
+from weft.text import bad_token_ids
+
+_SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+    "bad_words",
+    "allowed_token_ids",
+    "seed",
+    "stop",
+    "stop_token_ids",
+)
+"""Those that bodies and SamplingParams have alike; null leaves the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,12 +60,13 @@ class Head:
         }
 
 
-def usage(prompts: Iterable[Sequence[int]], outputs: Iterable[Output]) -> dict[str, Any]:
-    num_prompt = sum(len(ids) for ids in prompts)
-    num_completion = num_cached = 0
-    for output in outputs:
-        num_completion += len(output.token_ids)
-        num_cached += output.num_cached_tokens
+def usage(
+    requests: Sequence[EngineRequest], outputs: Sequence[Output], num_choices: int
+) -> dict[str, Any]:
+    """Of requests that hold `num_choices` in turn for each prompt: a prompt counts once."""
+    num_prompt = sum(len(r.prompt_ids) for r in requests[::num_choices])
+    num_cached = sum(o.num_cached_tokens for o in outputs[::num_choices])
+    num_completion = sum(len(o.token_ids) for o in outputs)
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_completion,
@@ -56,41 +76,110 @@ def usage(prompts: Iterable[Sequence[int]], outputs: Iterable[Output]) -> dict[s
 
 
 def sampling(
-    body: GenerationBody, max_tokens: int | None, logprobs: int | None, vocab_size: int
+    body: GenerationBody,
+    max_tokens: int | None,
+    logprobs: int | None,
+    vocab_size: int,
+    form: StructuredOutputs | None,
 ) -> SamplingParams:
     """Sampling parameters of a request's fields. Raises InvalidRequest naming the field."""
-    given: dict[str, Any] = {
-        name: value
-        for name in ("temperature", "top_p", "top_k", "seed", "stop", "stop_token_ids")
-        if (value := getattr(body, name)) is not None
-    }
-    for token in given.get("stop_token_ids", ()):
-        if token >= vocab_size:
-            raise InvalidRequest(
-                f"stop_token_ids: {token} is outside the vocabulary of {vocab_size}",
-                "stop_token_ids",
-            )
-    return SamplingParams(
+    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
+    params = SamplingParams(
         max_tokens=max_tokens,
+        logit_bias={_token_id(key): bias for key, bias in (body.logit_bias or {}).items()},
+        structured_outputs=form,
         logprobs=logprobs,
+        prompt_logprobs=body.prompt_logprobs,
         ignore_eos=body.ignore_eos,
         include_stop_str_in_output=body.include_stop_str_in_output,
         skip_special_tokens=body.skip_special_tokens,
         **given,
     )
+    params.check_vocab(vocab_size)
+    return params
 
 
-def engine_request(
+def _token_id(key: str) -> int:
+    if not (key.isascii() and key.isdecimal() and len(key) < 20):
+        raise InvalidRequest(f"logit_bias: {key!r} is no token id", "logit_bias")
+    return int(key)
+
+
+@contextmanager
+def naming(fields: Mapping[str, str]) -> Iterator[None]:
+    """Errors inside name each field as the client knows it: `fields` has other names of some."""
+    try:
+        yield
+    except InvalidRequest as error:
+        own = error.param or ""
+        if not (known := fields.get(own)):
+            raise
+        starts = error.message.startswith(own)
+        message = known + error.message[len(own) :] if starts else error.message
+        raise type(error)(message, known) from None
+
+
+def num_choices(service: Service, body: GenerationBody) -> int:
+    """Choices for each prompt. Raises InvalidRequest."""
+    count = 1 if body.n is None else body.n
+    limit = service.settings.max_choices
+    if not 1 <= count <= limit:
+        raise InvalidRequest(f"n must be in [1, {limit}], got {count}", "n")
+    return count
+
+
+def truncated(
+    service: Service, body: GenerationBody, prompt_ids: list[int], max_tokens: int | None
+) -> list[int]:
+    """The end of the prompt that `truncate_prompt_tokens` leaves. Raises InvalidRequest."""
+    keep = body.truncate_prompt_tokens
+    if keep is None:
+        return prompt_ids
+    limit = service.engine.info.max_model_len
+    if keep == -1:
+        keep = max(limit - max(max_tokens or 1, 1), 1)
+    if not 1 <= keep <= limit:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be -1 or in [1, {limit}], got {keep}",
+            "truncate_prompt_tokens",
+        )
+    return prompt_ids[-keep:]
+
+
+def engine_requests(
     service: Service,
     request_id: str,
-    prompt_ids: list[int],
+    prompts: Sequence[list[int]],
     params: SamplingParams,
     lease: Lease,
+    num_choices: int,
     *,
     prompt_field: str,
     asked_in: str | None,
-) -> EngineRequest:
-    """A checked request to the engine. Raises InvalidRequest, ContextLengthExceeded."""
-    service.check_ids(prompt_ids, prompt_field)
-    fitted = service.fit(len(prompt_ids), params, prompt_field, asked_in)
-    return EngineRequest(request_id, prompt_ids, fitted, lease.ref)
+) -> list[EngineRequest]:
+    """Checked requests to the engine: for each prompt in turn, its choices.
+
+    Choice i has the seed plus i. Raises InvalidRequest, ContextLengthExceeded.
+    """
+    bad = bad_token_ids(service.tokenizer, params.bad_words)
+    requests: list[EngineRequest] = []
+    for prompt_ids in prompts:
+        service.check_ids(prompt_ids, prompt_field)
+        fitted = service.fit(len(prompt_ids), params, prompt_field, asked_in)
+        requests += [
+            EngineRequest(
+                f"{request_id}-{len(requests) + choice}",
+                prompt_ids,
+                _reseeded(fitted, choice),
+                lease.ref,
+                bad,
+            )
+            for choice in range(num_choices)
+        ]
+    return requests
+
+
+def _reseeded(params: SamplingParams, choice: int) -> SamplingParams:
+    if params.seed is None or not choice:
+        return params
+    return replace(params, seed=(params.seed + choice + 2**63) % 2**64 - 2**63)

@@ -1,11 +1,11 @@
-"""Reading bodies, noticing that a client left, and server-sent events."""
+"""Reading bodies, noticing that a client left or is too slow, and server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 import msgspec
@@ -14,8 +14,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.api.errors import BodyTooLarge, error_body, error_response, invalid
-from weft.core.errors import InvalidRequest
+from weft.api.errors import (
+    BodyTimeout,
+    BodyTooLarge,
+    UnsupportedMediaType,
+    error_body,
+    error_response,
+    invalid,
+)
+from weft.core.errors import InvalidRequest, RequestTimeout
 
 logger = logging.getLogger(__name__)
 
@@ -25,10 +32,24 @@ T = TypeVar("T")
 CLIENT_LEFT = 499
 """The status under which a request is counted whose client left before the answer."""
 
+BODY_TIMEOUT_S = 30.0
+"""How long a client may take to send its body."""
+READER_TIMEOUT_S = 120.0
+"""How long a stream waits for a client that does not read. Meanwhile the request goes on, and its
+tokens, at most max_tokens, are kept."""
+
 
 async def read_body(request: Request, model: type[BodyT], max_bytes: int) -> BodyT:
-    """The body as `model`. Raises InvalidRequest naming the field, or BodyTooLarge."""
-    body = await _read(request, max_bytes)
+    """The body as `model`. Raises InvalidRequest naming the field, BodyTooLarge, BodyTimeout or
+    UnsupportedMediaType."""
+    media_type = request.headers.get("content-type", "application/json").partition(";")[0]
+    if media_type.strip().lower() != "application/json":
+        raise UnsupportedMediaType("the content-type of a body must be application/json")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await _read(request, max_bytes)
+    except TimeoutError:
+        raise BodyTimeout(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
     if not body:
         raise InvalidRequest("the body is empty; a JSON object is expected")
     try:
@@ -53,8 +74,10 @@ async def _read(request: Request, max_bytes: int) -> bytes:
     return b"".join(chunks)
 
 
-def json_response(body: Any, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(body), status, media_type="application/json")
+def json_response(
+    body: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
 async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
@@ -80,17 +103,36 @@ async def _disconnected(receive: Receive) -> None:
 async def answer(
     request: Request, work: Coroutine[Any, Any, dict[str, Any]], release: Callable[[], None]
 ) -> Response:
-    """The JSON answer that `work` gives, unless the client leaves first; then `release()`."""
+    """The JSON answer that `work` gives, unless the client leaves first; then `release()`.
+
+    Raises RequestTimeout.
+    """
     try:
-        return json_response(await unless_client_leaves(request.receive, work))
+        async with _in_time(request.scope):
+            return json_response(await unless_client_leaves(request.receive, work))
     except ClientDisconnect:
         return Response(status_code=CLIENT_LEFT)
     finally:
         release()
 
 
+@contextlib.asynccontextmanager
+async def _in_time(scope: Scope) -> AsyncIterator[None]:
+    """Cancel what takes longer than the operator allows. Raises RequestTimeout."""
+    limit_s: float | None = scope["app"].state.request_timeout_s
+    timer = asyncio.timeout(limit_s)
+    try:
+        async with timer:
+            yield
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        raise RequestTimeout(f"the answer took longer than {limit_s:g} s") from None
+
+
 class EventStream(Response):
-    """Server-sent events of the JSON-encodable chunks of a generator, then `[DONE]`.
+    """Server-sent events of the JSON-encodable chunks of a generator, then `[DONE]`; or events
+    named after their chunk's type, if they are `typed`.
 
     The first chunk is awaited before the status is sent, so that a request which fails at once
     gets its status; a later failure is sent as an event, and ends the stream. Whatever happens,
@@ -100,12 +142,16 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, chunks: AsyncGenerator[dict[str, Any], None], release: Callable[[], None]
+        self,
+        chunks: AsyncGenerator[dict[str, Any], None],
+        release: Callable[[], None],
+        typed: bool = False,
     ) -> None:
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
         self._chunks = chunks
         self._release = release
+        self._typed = typed
         self._started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -119,8 +165,10 @@ class EventStream(Response):
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._chunks):
             try:
-                async for chunk in self._chunks:
-                    await self._send(send, msgspec.json.encode(chunk))
+                async with _in_time(scope):
+                    async for chunk in self._chunks:
+                        name = chunk["type"].encode() if self._typed else None
+                        await self._send(send, msgspec.json.encode(chunk), name)
             except ClientDisconnect:
                 raise
             except Exception as error:
@@ -129,17 +177,20 @@ class EventStream(Response):
                     return
                 await self._send(send, msgspec.json.encode(error_body(error)[1]))
             else:
-                await self._send(send, b"[DONE]")
+                if not self._typed:
+                    await self._send(send, b"[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, data: bytes) -> None:
+    async def _send(self, send: Send, data: bytes, name: bytes | None = None) -> None:
         try:
-            if not self._started:
-                self._started = True
-                await send(
-                    {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                )
-            body = b"data: " + data + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-        except OSError as error:
+            async with asyncio.timeout(READER_TIMEOUT_S):
+                if not self._started:
+                    self._started = True
+                    await send(
+                        {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                    )
+                event = b"" if name is None else b"event: " + name + b"\n"
+                body = event + b"data: " + data + b"\n\n"
+                await send({"type": "http.response.body", "body": body, "more_body": True})
+        except OSError as error:  # TimeoutError is one
             raise ClientDisconnect from error

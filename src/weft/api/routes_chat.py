@@ -9,15 +9,16 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from weft.api.generation import Head, engine_request, sampling, usage
+from weft.api.chat import Reader, Turn
+from weft.api.generation import Head, naming, usage
 from weft.api.http import EventStream, answer, read_body
-from weft.api.logprobs import chat_logprobs
+from weft.api.logprobs import chat_logprobs, prompt_logprobs
+from weft.api.openapi import body_of
 from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
-from weft.core.errors import InvalidRequest
-from weft.core.types import EngineRequest, SamplingParams
 from weft.registry import Lease
 from weft.text import OutputDelta
+from weft.text.chat_parser import Piece, ToolCallDelta
 
 _WHOLE = "chat.completion"
 _CHUNK = "chat.completion.chunk"
@@ -26,7 +27,7 @@ _CHUNK = "chat.completion.chunk"
 def chat_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/chat/completions")
+    @router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody))
     async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request, ChatBody, service.settings.max_body_bytes)
         body.check()
@@ -45,99 +46,100 @@ class _Chat:
     def __init__(self, service: Service, body: ChatBody, lease: Lease) -> None:
         self._service = service
         self._body = body
-        self._lease = lease
         self._head = Head.new("chatcmpl", body.model, lease)
+        self._turn = Turn(service, body, lease, self._head.id)
         self._wants_ids = bool(body.return_token_ids) or service.tokenizer is None
 
     async def whole(self) -> dict[str, Any]:
-        request = await self._request()
-        outputs = await self._service.collect([request])
-        output = outputs[0]
-        choice = {
-            "index": 0,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
-            "logprobs": self._logprobs(output.token_ids, output.logprobs),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
-        answer = self._head.chunk(_WHOLE, [choice])
-        answer["usage"] = usage([request.prompt_ids], outputs)
+        turn = self._turn
+        with naming(turn.fields):
+            await turn.prepare()
+            outputs = await turn.collect()
+        choices = [self._whole_choice(i, output) for i, output in enumerate(outputs)]
+        answer = self._head.chunk(_WHOLE, choices)
+        answer["usage"] = usage(turn.requests, outputs, turn.num_choices)
         if self._wants_ids:
-            answer["prompt_token_ids"] = request.prompt_ids
-            choice["token_ids"] = output.token_ids
+            answer["prompt_token_ids"] = turn.requests[0].prompt_ids
+        if (asked := self._body.prompt_logprobs) is not None and outputs[0].prompt_logprobs:
+            answer["prompt_logprobs"] = prompt_logprobs(
+                self._service.tokenizer,
+                turn.requests[0].prompt_ids,
+                outputs[0].prompt_logprobs,
+                asked,
+                bool(self._body.return_tokens_as_token_ids),
+            )
         return answer
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        request = await self._request()
-        output = Output()
-        opened = False
-        async with aclosing(self._service.run(request)) as deltas:
-            async for delta in deltas:
-                output.add(delta)
-                if not opened:
-                    opened = True
-                    yield self._opening(request)
-                if delta.text or delta.finish_reason or delta.logprobs or self._wants_ids:
-                    yield self._chunk([self._choice(delta)])
+        turn = self._turn
+        with naming(turn.fields):
+            await turn.prepare()
+            outputs = [Output() for _ in turn.requests]
+            readers = [turn.reader() for _ in turn.requests]
+            async with aclosing(turn.run()) as merged:
+                async for i, delta in merged:
+                    if not outputs[i].texts:
+                        yield self._opening(i)
+                    outputs[i].add(delta)
+                    piece = readers[i].feed(delta)
+                    if self._shows(delta, piece):
+                        yield self._chunk([self._choice(i, delta, piece, readers[i])])
         if self._body.include_usage:
-            yield self._chunk([]) | {"usage": usage([request.prompt_ids], [output])}
+            total = usage(turn.requests, outputs, turn.num_choices)
+            yield self._chunk([]) | {"usage": total}
 
-    async def _request(self) -> EngineRequest:
-        body = self._body
-        params = self._params()
-        messages = [m.to_template(i) for i, m in enumerate(body.messages)]
-        ids = await self._service.encode_chat(
-            messages, body.add_generation_prompt, body.chat_template_kwargs
-        )
-        return engine_request(
-            self._service,
-            self._head.id,
-            ids,
-            params,
-            self._lease,
-            prompt_field="messages",
-            asked_in=self._max_tokens_field(),
-        )
+    def _whole_choice(self, index: int, output: Output) -> dict[str, Any]:
+        reader = self._turn.reader()
+        reader.feed(output)
+        content = None if reader.calls and not reader.content else reader.content
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if reader.reasoning:
+            message |= _reasoning(reader.reasoning)
+        if reader.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for call in reader.calls
+            ]
+        choice = {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(output),
+            "finish_reason": reader.finish_reason,
+            "stop_reason": output.stop_reason,
+        }
+        if self._wants_ids:
+            choice["token_ids"] = output.token_ids
+        return choice
 
-    def _params(self) -> SamplingParams:
-        body = self._body
-        max_tokens = body.max_completion_tokens
-        if max_tokens is None:
-            max_tokens = body.max_tokens
-        try:
-            return sampling(
-                body,
-                max_tokens,
-                (body.top_logprobs or 0) if body.logprobs else None,
-                self._service.engine.info.vocab_size,
-            )
-        except InvalidRequest as error:
-            renamed = {"max_tokens": self._max_tokens_field(), "logprobs": "top_logprobs"}
-            param = renamed.get(error.param or "", error.param)
-            raise InvalidRequest(
-                error.message.replace(str(error.param), str(param), 1), param
-            ) from None
-
-    def _max_tokens_field(self) -> str | None:
-        """The field in which the client set the length of the answer."""
-        if self._body.max_completion_tokens is not None:
-            return "max_completion_tokens"
-        return None if self._body.max_tokens is None else "max_tokens"
-
-    def _opening(self, request: EngineRequest) -> dict[str, Any]:
+    def _opening(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": None}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         chunk = self._chunk([choice])
         if self._wants_ids:
-            chunk["prompt_token_ids"] = request.prompt_ids
+            chunk["prompt_token_ids"] = self._turn.requests[0].prompt_ids
         return chunk
 
-    def _choice(self, delta: OutputDelta) -> dict[str, Any]:
+    def _shows(self, delta: OutputDelta, piece: Piece) -> bool:
+        said = piece.content or piece.reasoning or piece.tool_calls
+        return bool(said or delta.finish_reason or delta.logprobs or self._wants_ids)
+
+    def _choice(
+        self, index: int, delta: OutputDelta, piece: Piece, reader: Reader
+    ) -> dict[str, Any]:
+        said: dict[str, Any] = {"content": piece.content} if piece.content else {}
+        if piece.reasoning:
+            said |= _reasoning(piece.reasoning)
+        if piece.tool_calls:
+            said["tool_calls"] = [_call_delta(call) for call in piece.tool_calls]
         choice: dict[str, Any] = {
-            "index": 0,
-            "delta": {"content": delta.text} if delta.text else {},
-            "logprobs": self._logprobs(delta.token_ids, delta.logprobs),
-            "finish_reason": delta.finish_reason,
+            "index": index,
+            "delta": said,
+            "logprobs": self._logprobs(delta),
+            "finish_reason": reader.finish_reason,
         }
         if delta.finish_reason is not None:
             choice["stop_reason"] = delta.stop_reason
@@ -145,14 +147,34 @@ class _Chat:
             choice["token_ids"] = delta.token_ids
         return choice
 
-    def _logprobs(self, token_ids: list[int], logprobs: Any) -> dict[str, Any] | None:
-        if not self._body.logprobs or logprobs is None:
+    def _logprobs(self, part: OutputDelta | Output) -> dict[str, Any] | None:
+        body = self._body
+        if not body.logprobs or part.logprobs is None:
             return None
-        tokenizer = self._service.tokenizer
-        return chat_logprobs(tokenizer, token_ids, logprobs, self._body.top_logprobs or 0)
+        return chat_logprobs(
+            self._service.tokenizer,
+            part.token_ids,
+            part.logprobs,
+            body.top_logprobs or 0,
+            bool(body.return_tokens_as_token_ids),
+        )
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = self._head.chunk(_CHUNK, choices)
         if self._body.include_usage:
             chunk["usage"] = None
         return chunk
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under both names that clients look for."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
+    """A call's id, type and name come once, with its first delta."""
+    function = {"arguments": call.arguments}
+    if call.name is None:
+        return {"index": call.index, "function": function}
+    named = {"name": call.name, **function}
+    return {"index": call.index, "id": call.id, "type": "function", "function": named}

@@ -4,18 +4,29 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from weft.api.generation import Head, engine_request, sampling, usage
+from weft.api.formats import structured_outputs
+from weft.api.generation import (
+    Head,
+    engine_requests,
+    naming,
+    num_choices,
+    sampling,
+    truncated,
+    usage,
+)
 from weft.api.http import EventStream, answer, read_body
-from weft.api.logprobs import CompletionLogprobs
+from weft.api.logprobs import CompletionLogprobs, prompt_logprobs
+from weft.api.openapi import body_of
 from weft.api.schemas import CompletionBody
 from weft.api.service import Output, Service
 from weft.core.errors import InvalidRequest
-from weft.core.types import EngineRequest, TokenLogprob
+from weft.core.types import EngineRequest, StructuredOutputs
 from weft.registry import Lease
 from weft.text import OutputDelta
 
@@ -25,7 +36,7 @@ _KIND = "text_completion"
 def completion_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/v1/completions")
+    @router.post("/v1/completions", openapi_extra=body_of(CompletionBody))
     async def create_completion(request: Request) -> Response:
         body = await read_body(request, CompletionBody, service.settings.max_body_bytes)
         body.check()
@@ -39,7 +50,7 @@ def completion_routes(service: Service) -> APIRouter:
 
 
 class _Completion:
-    """One completion request: a choice for each prompt."""
+    """One completion request: `n` choices for each prompt."""
 
     def __init__(self, service: Service, body: CompletionBody, lease: Lease) -> None:
         self._service = service
@@ -47,102 +58,156 @@ class _Completion:
         self._lease = lease
         self._head = Head.new("cmpl", body.model, lease)
         self._wants_ids = bool(body.return_token_ids) or service.tokenizer is None
+        self._num_choices = 1
+        self._texts: list[str] = []
+        """The prompts, if they were given as texts."""
 
     async def whole(self) -> dict[str, Any]:
-        requests = await self._requests()
-        outputs = await self._service.collect(requests)
+        form, field = structured_outputs(self._body)
+        with naming({"structured_outputs": field}):
+            requests = await self._requests(form)
+            outputs = await self._service.collect(requests)
         choices = [
-            self._with_prompt(self._choice(i, output, self._shape()), requests[i])
+            self._choice(i, output, self._shape(), requests[i])
+            | self._prompt_logprobs(output, requests[i])
             for i, output in enumerate(outputs)
         ]
         answer = self._head.chunk(_KIND, choices)
-        answer["usage"] = usage((r.prompt_ids for r in requests), outputs)
+        answer["usage"] = usage(requests, outputs, self._num_choices)
         return answer
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        requests = await self._requests()
-        outputs = [Output() for _ in requests]
-        shapes = [self._shape() for _ in requests]
-        async with aclosing(self._service.run_all(requests)) as merged:
-            async for index, delta in merged:
-                first = not outputs[index].texts
-                outputs[index].add(delta)
-                if first or delta.text or delta.finish_reason or delta.logprobs or self._wants_ids:
-                    choice = self._choice(index, delta, shapes[index])
-                    if first:
-                        choice = self._with_prompt(choice, requests[index])
-                    yield self._chunk([choice])
+        form, field = structured_outputs(self._body)
+        with naming({"structured_outputs": field}):
+            requests = await self._requests(form)
+            outputs = [Output() for _ in requests]
+            shapes = [self._shape() for _ in requests]
+            async with aclosing(self._service.run_all(requests)) as merged:
+                async for i, delta in merged:
+                    first = not outputs[i].texts
+                    outputs[i].add(delta)
+                    if first or self._shows(delta):
+                        request = requests[i] if first else None
+                        yield self._chunk([self._choice(i, delta, shapes[i], request)])
         if self._body.include_usage:
-            yield self._chunk([]) | {"usage": usage((r.prompt_ids for r in requests), outputs)}
+            yield self._chunk([]) | {"usage": usage(requests, outputs, self._num_choices)}
 
-    async def _requests(self) -> list[EngineRequest]:
+    async def _requests(self, form: StructuredOutputs | None) -> list[EngineRequest]:
         body = self._body
+        self._num_choices = num_choices(self._service, body)
+        default = self._service.settings.default_max_tokens
+        max_tokens = default if body.max_tokens is None else body.max_tokens
         params = sampling(
-            body,
-            self._service.settings.default_max_tokens
-            if body.max_tokens is None
-            else body.max_tokens,
-            body.logprobs,
-            self._service.engine.info.vocab_size,
+            body, max_tokens, body.logprobs, self._service.engine.info.vocab_size, form
         )
-        asked_in = None if body.max_tokens is None else "max_tokens"
-        return [
-            engine_request(
-                self._service,
-                f"{self._head.id}-{index}",
-                prompt_ids,
-                params,
-                self._lease,
-                prompt_field="prompt",
-                asked_in=asked_in,
-            )
-            for index, prompt_ids in enumerate(await self._prompts())
-        ]
+        if body.echo and body.logprobs is not None:
+            asked = max(body.logprobs, body.prompt_logprobs or 0)
+            params = replace(params, prompt_logprobs=asked)
+        prompts = await self._prompts()
+        self._check_count(len(prompts) * self._num_choices)
+        return engine_requests(
+            self._service,
+            self._head.id,
+            [truncated(self._service, body, ids, body.max_tokens) for ids in prompts],
+            params,
+            self._lease,
+            self._num_choices,
+            prompt_field="prompt",
+            asked_in=None if body.max_tokens is None else "max_tokens",
+        )
 
     async def _prompts(self) -> list[list[int]]:
         """The prompts as token ids, whichever of the four forms the field has."""
-        prompt = [self._body.prompt] if isinstance(self._body.prompt, str) else self._body.prompt
+        body = self._body
+        prompt = [body.prompt] if isinstance(body.prompt, str) else body.prompt
         if not prompt:
             raise InvalidRequest("prompt must not be empty", "prompt")
         if isinstance(prompt[0], int):
             return [prompt]
-        if len(prompt) > (limit := self._service.settings.max_prompts):
-            raise InvalidRequest(f"prompt holds {len(prompt)} prompts, at most {limit}", "prompt")
-        if isinstance(prompt[0], str):
-            return await self._service.encode(prompt, "prompt")
-        return prompt
-
-    def _shape(self) -> CompletionLogprobs:
-        return CompletionLogprobs(
-            self._service.tokenizer, self._body.logprobs or 0, self._body.skip_special_tokens
+        self._check_count(len(prompt))
+        if not isinstance(prompt[0], str):
+            return prompt
+        if body.truncate_prompt_tokens is None:
+            self._texts = prompt
+        return await self._service.encode(
+            prompt,
+            "prompt",
+            add_special_tokens=body.add_special_tokens is not False,
+            any_length=body.truncate_prompt_tokens is not None,
         )
 
+    def _check_count(self, num_sequences: int) -> None:
+        if num_sequences > (limit := self._service.settings.max_prompts):
+            raise InvalidRequest(
+                f"prompt and n make {num_sequences} sequences, at most {limit}", "prompt"
+            )
+
+    def _shape(self) -> CompletionLogprobs:
+        body = self._body
+        return CompletionLogprobs(
+            self._service.tokenizer,
+            body.logprobs or 0,
+            body.skip_special_tokens,
+            bool(body.return_tokens_as_token_ids),
+        )
+
+    def _shows(self, delta: OutputDelta) -> bool:
+        return bool(delta.text or delta.finish_reason or delta.logprobs or self._wants_ids)
+
     def _choice(
-        self, index: int, part: OutputDelta | Output, shape: CompletionLogprobs
+        self,
+        index: int,
+        part: OutputDelta | Output,
+        shape: CompletionLogprobs,
+        request: EngineRequest | None,
     ) -> dict[str, Any]:
+        """A choice, or a piece of one. `request` comes with its first piece."""
+        echoed = request if self._body.echo else None
         choice: dict[str, Any] = {
             "index": index,
-            "text": part.text,
-            "logprobs": self._logprobs(shape, part.token_ids, part.logprobs),
+            "text": part.text if echoed is None else self._prompt_text(index, echoed) + part.text,
+            "logprobs": self._logprobs(part, shape, echoed),
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }
         if self._wants_ids:
             choice["token_ids"] = part.token_ids
+            if request is not None:
+                choice["prompt_token_ids"] = request.prompt_ids
         return choice
 
-    def _with_prompt(self, choice: dict[str, Any], request: EngineRequest) -> dict[str, Any]:
-        return choice | {"prompt_token_ids": request.prompt_ids} if self._wants_ids else choice
+    def _prompt_text(self, index: int, request: EngineRequest) -> str:
+        if self._texts:
+            return self._texts[index // self._num_choices]
+        if self._service.tokenizer is None:
+            return ""
+        return self._service.tokenizer.decode(request.prompt_ids, self._body.skip_special_tokens)
 
     def _logprobs(
         self,
+        part: OutputDelta | Output,
         shape: CompletionLogprobs,
-        token_ids: list[int],
-        logprobs: list[TokenLogprob] | None,
+        echoed: EngineRequest | None,
     ) -> dict[str, Any] | None:
-        if self._body.logprobs is None or logprobs is None:
+        if self._body.logprobs is None or part.logprobs is None:
             return None
-        return shape.piece(token_ids, logprobs)
+        if echoed is None:
+            return shape.piece(part.token_ids, part.logprobs)
+        ids = [*echoed.prompt_ids, *part.token_ids]
+        return shape.piece(ids, [*(part.prompt_logprobs or ()), *part.logprobs])
+
+    def _prompt_logprobs(self, output: Output, request: EngineRequest) -> dict[str, Any]:
+        body = self._body
+        if body.prompt_logprobs is None or output.prompt_logprobs is None:
+            return {}
+        shown = prompt_logprobs(
+            self._service.tokenizer,
+            request.prompt_ids,
+            output.prompt_logprobs,
+            body.prompt_logprobs,
+            bool(body.return_tokens_as_token_ids),
+        )
+        return {"prompt_logprobs": shown}
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = self._head.chunk(_KIND, choices)

@@ -8,6 +8,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from weft.api.http import json_response
+from weft.api.openapi import TEXT
 from weft.api.service import Service
 from weft.core.errors import EngineDead
 from weft.core.types import EngineStats
@@ -17,17 +18,18 @@ from weft.metrics import CONTENT_TYPE
 def ops_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.get("/health")
+    @router.get("/health", response_class=Response)
     async def health() -> Response:
+        """200 while the engine runs, 503 while it does not, or starts again."""
         if not service.engine.alive:
             raise EngineDead("the engine is not running")
         return Response(status_code=200)
 
-    @router.get("/metrics")
+    @router.get("/metrics", response_class=Response, responses=TEXT)
     async def metrics() -> Response:
-        text = service.metrics.render(
-            service.engine.info, await _stats(service), _names_of(service)
-        )
+        """For Prometheus."""
+        adapters = service.registry.adapters()
+        text = service.metrics.render(service.engine.info, await _stats(service), adapters)
         return Response(text, media_type=CONTENT_TYPE)
 
     @router.get("/version")
@@ -42,11 +44,3 @@ async def _stats(service: Service) -> EngineStats | None:
         return await service.engine.stats()
     except EngineDead:
         return None
-
-
-def _names_of(service: Service) -> dict[str, list[str]]:
-    """The live names of each digest."""
-    names: dict[str, list[str]] = {}
-    for ref in service.registry.adapters():
-        names.setdefault(ref.digest, []).append(ref.name)
-    return names

@@ -1,14 +1,17 @@
-"""Bodies of requests. A field that is not served is refused by name, never ignored."""
+"""Bodies of requests for an answer. A field that is not served is refused, never ignored."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from weft.api.bodies import OpenBody, refuse_extra
+from weft.api.formats import ResponseFormat, StructuredBody
+from weft.api.messages import Message, NamedTool, Tool, ToolChoice
 from weft.core.errors import InvalidRequest
 
-_HARMLESS = frozenset(
+HARMLESS = frozenset(
     {
         "metadata",
         "prompt_cache_key",
@@ -22,110 +25,100 @@ _HARMLESS = frozenset(
 """Known fields that change no token of the answer."""
 
 _NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "add_special_tokens": (),
-    "allowed_token_ids": (),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
     "cache_salt": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
-    "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none", "auto"),
     "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "n": (1,),
-    "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "priority": (0,),
     "prompt_embeds": (),
-    "prompt_logprobs": (),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": (),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
     "verbosity": (),
     "web_search_options": (),
 }
-"""Fields of OpenAI's and vLLM's APIs that this version does not serve, each with the values that
-ask for nothing; null is always one of them."""
+"""Fields of OpenAI's and vLLM's APIs that this version does not serve."""
 
-_MESSAGE_NOT_SERVED: dict[str, tuple[Any, ...]] = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "refusal": (),
-    "tool_call_id": (),
-    "tool_calls": ([],),
+_CHAT_NOT_SERVED = _NOT_SERVED | {
+    "add_special_tokens": (False,),
+    "echo": (False,),
+    "include_reasoning": (True,),
+}
+_COMPLETION_NOT_SERVED = _NOT_SERVED | {
+    "parallel_tool_calls": (True, False),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
 }
 
-
-def _check_extra(
-    extra: dict[str, Any] | None, not_served: dict[str, tuple[Any, ...]], prefix: str = ""
-) -> None:
-    for name, value in (extra or {}).items():
-        if name not in not_served:
-            raise InvalidRequest(f"unknown field: {prefix}{name}", prefix + name)
-        if value is not None and value not in not_served[name]:
-            raise InvalidRequest(f"{prefix}{name} is not supported by this version", prefix + name)
+_HINTS = {"functions": "use tools", "function_call": "use tool_choice"}
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True)
-
-
-class StreamOptions(_Body):
+class StreamOptions(OpenBody):
     include_usage: bool = False
 
     def check(self) -> None:
         extra = {k: v for k, v in (self.model_extra or {}).items() if k != "include_obfuscation"}
-        _check_extra(extra, {"continuous_usage_stats": (False,)}, "stream_options.")
+        refuse_extra(extra, {"continuous_usage_stats": (False,)}, "stream_options.")
 
 
-class GenerationBody(_Body):
+class GenerationBody(OpenBody):
     """What chat and completion requests have in common."""
 
     model: str
     max_tokens: int | None = None
+    n: int | None = None
+    """Choices for each prompt."""
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    """By token id."""
+    min_tokens: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
     seed: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = None
+    truncate_prompt_tokens: int | None = None
+    """Only so many tokens of the prompt are kept, its last; -1: as many as fit."""
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredBody | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
     def check(self) -> None:
-        """Raises InvalidRequest for fields that are unknown or not served."""
-        extra = {k: v for k, v in (self.model_extra or {}).items() if k not in _HARMLESS}
-        _check_extra(extra, _NOT_SERVED)
+        """Raises InvalidRequest for fields that are unknown, not served, or at odds."""
         if self.stream_options is not None:
             if not self.stream:
                 raise InvalidRequest("stream_options needs stream: true", "stream_options")
             self.stream_options.check()
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs can't be streamed", "prompt_logprobs")
+
+    def _check_extra(self, not_served: dict[str, tuple[Any, ...]]) -> None:
+        extra = {k: v for k, v in (self.model_extra or {}).items() if k not in HARMLESS}
+        refuse_extra(extra, not_served, hints=_HINTS)
 
     @property
     def include_usage(self) -> bool:
@@ -137,38 +130,12 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[int] | list[str] | list[list[int]]
     logprobs: int | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
 
-
-class ContentPart(_Body):
-    type: str
-    text: str | None = None
-
-
-class Message(_Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-
-    def to_template(self, index: int) -> dict[str, Any]:
-        """The message as chat templates expect it: content is one string."""
-        where = f"messages[{index}]."
-        _check_extra(self.model_extra, _MESSAGE_NOT_SERVED, where)
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": self.role, "content": self._text(where), **named}
-
-    def _text(self, where: str) -> str:
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        texts: list[str] = []
-        for n, part in enumerate(self.content):
-            if part.type != "text" or part.text is None:
-                raise InvalidRequest(
-                    f"content of type {part.type!r} is not supported, only text",
-                    f"{where}content[{n}].type",
-                )
-            _check_extra(part.model_extra, {}, f"{where}content[{n}].")
-            texts.append(part.text)
-        return "\n".join(texts)
+    def check(self) -> None:
+        super().check()
+        self._check_extra(_COMPLETION_NOT_SERVED)
 
 
 class ChatBody(GenerationBody):
@@ -178,11 +145,16 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    add_generation_prompt: bool = True
+    tools: list[Tool] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         super().check()
+        self._check_extra(_CHAT_NOT_SERVED)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
         both = None not in (self.max_tokens, self.max_completion_tokens)
@@ -190,26 +162,39 @@ class ChatBody(GenerationBody):
             raise InvalidRequest(
                 "max_tokens and max_completion_tokens differ; give one of them", "max_tokens"
             )
+        check_continuation(self.messages, self.add_generation_prompt, self.continue_final_message)
+        self._check_tool_choice()
 
+    @property
+    def max_tokens_field(self) -> str | None:
+        """The field in which the client set the length of the answer."""
+        if self.max_completion_tokens is not None:
+            return "max_completion_tokens"
+        return None if self.max_tokens is None else "max_tokens"
 
-class LoadBody(BaseModel):
-    """`POST /v1/load_lora_adapter`. Controllers send more fields than these; they are ignored."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-    lora_name: str = Field(min_length=1)
-    lora_path: str = Field(min_length=1)
-    load_inplace: bool = False
-    is_3d_lora_weight: bool = False
-
-    def check(self) -> None:
-        if self.is_3d_lora_weight:
+    def _check_tool_choice(self) -> None:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise InvalidRequest("tools has two functions of one name", "tools")
+        if self.tool_choice in (None, "none", "auto"):
+            return
+        if not names:
+            raise InvalidRequest("tool_choice needs tools", "tool_choice")
+        if isinstance(self.tool_choice, NamedTool) and self.tool_choice.function.name not in names:
             raise InvalidRequest(
-                "is_3d_lora_weight is not supported by this version", "is_3d_lora_weight"
+                f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools",
+                "tool_choice",
             )
 
 
-class UnloadBody(BaseModel):
-    """`POST /v1/unload_lora_adapter`."""
-
-    model_config = ConfigDict(extra="ignore", strict=True)
-    lora_name: str = Field(min_length=1)
+def check_continuation(
+    messages: list[Message], add_generation_prompt: bool | None, continue_final: bool | None
+) -> None:
+    """Raises InvalidRequest unless the last message can be continued, if that is asked for."""
+    if not continue_final:
+        return
+    field = "continue_final_message"
+    if add_generation_prompt:
+        raise InvalidRequest(f"{field} and add_generation_prompt are at odds", field)
+    if messages[-1].role != "assistant":
+        raise InvalidRequest(f"{field} needs a last message of role 'assistant'", field)

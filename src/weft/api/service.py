@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
+from weft.api.admission import Admission
+from weft.api.dialect import Dialect
+from weft.api.observe import Observer, TraceSink
 from weft.api.settings import ApiSettings
 from weft.core.errors import ContextLengthExceeded, EngineDead, InvalidRequest, ModelNotFound
 from weft.core.protocols import EngineClient
@@ -30,6 +32,7 @@ class Output:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprob | None] | None = None
 
     def add(self, delta: OutputDelta) -> None:
         self.texts.append(delta.text)
@@ -38,6 +41,8 @@ class Output:
         self.finish_reason = delta.finish_reason
         self.stop_reason = delta.stop_reason
         self.num_cached_tokens = max(self.num_cached_tokens, delta.num_cached_tokens)
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
 
     @property
     def text(self) -> str:
@@ -54,49 +59,90 @@ class Service:
         tokenizer: Tokenizer | None,
         settings: ApiSettings,
         metrics: Metrics,
+        traces: TraceSink | None = None,
     ) -> None:
         self.engine = engine
         self.registry = registry
         self.tokenizer = tokenizer
         self.settings = settings
         self.metrics = metrics
+        self._observer = Observer(metrics, settings.served_model_names[0], traces)
+        self.admission = Admission(settings.max_open)
+        self.dialect = Dialect.of(tokenizer, settings)
 
     def pin(self, model: str) -> Lease:
-        """Look up and pin in one step. The caller releases. Raises ModelNotFound, EngineDead."""
+        """Look up and pin in one step. The caller releases. Raises ModelNotFound, EngineDead,
+        QueueFull."""
         if not self.engine.alive:
             raise EngineDead("the engine is not running")
+        self.admission.check()
         try:
             return self.registry.resolve(model)
         except ModelNotFound as error:
             raise ModelNotFound(error.message, error.param or "model") from None
 
-    async def encode(self, texts: Sequence[str], field_name: str) -> list[list[int]]:
-        """Token ids of text prompts. `field_name` is where they came from, for errors."""
-        tokenizer = self._need_tokenizer(field_name)
-        for text in texts:
+    def check_model(self, model: str | None) -> None:
+        """Raises ModelNotFound for a name that is given and unknown."""
+        if model is not None:
+            self.registry.card(model)
+
+    async def encode(
+        self,
+        texts: Sequence[str],
+        field_name: str,
+        *,
+        add_special_tokens: bool = True,
+        any_length: bool = False,
+    ) -> list[list[int]]:
+        """Token ids of text prompts. `field_name` is where they came from, for errors. Texts that
+        can't fit are refused before they are tokenized, unless `any_length` may come."""
+        tokenizer = self.need_tokenizer(field_name)
+        for text in () if any_length else texts:
             self._check_length(tokenizer, len(text), field_name)
-        num_chars = sum(map(len, texts))
-        return await self._maybe_on_thread(num_chars, lambda: [tokenizer.encode(t) for t in texts])
+        return await self.maybe_on_thread(
+            sum(map(len, texts)), lambda: [tokenizer.encode(t, add_special_tokens) for t in texts]
+        )
 
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
-        add_generation_prompt: bool,
-        template_kwargs: Mapping[str, Any] | None,
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        continue_final_message: bool = False,
+        any_length: bool = False,
     ) -> list[int]:
-        tokenizer = self._need_tokenizer("messages")
+        """Prompt ids of a conversation whose messages are as chat templates expect them.
+
+        To a template that knows no developers, these are the system.
+        """
+        tokenizer = self.need_tokenizer("messages")
         num_chars = sum(len(m["content"]) for m in messages)
-        self._check_length(tokenizer, num_chars, "messages")
-        return await self._maybe_on_thread(
-            num_chars, lambda: tokenizer.chat(messages, add_generation_prompt, template_kwargs)
+        if not any_length:
+            self._check_length(tokenizer, num_chars, "messages")
+        if "developer" not in (tokenizer.chat_template or ""):
+            messages = [
+                {**m, "role": "system"} if m["role"] == "developer" else m for m in messages
+            ]
+        return await self.maybe_on_thread(
+            num_chars + len(repr(tools or "")),
+            lambda: tokenizer.chat(
+                messages,
+                add_generation_prompt,
+                template_kwargs,
+                tools=tools,
+                continue_final_message=continue_final_message,
+            ),
         )
 
-    async def _maybe_on_thread(self, num_chars: int, work: Callable[[], T]) -> T:
+    async def maybe_on_thread(self, num_chars: int, work: Callable[[], T]) -> T:
+        """The result of `work`, which must not hold up the event loop if there is much of it."""
         if num_chars > self.settings.long_text_chars:
             return await asyncio.to_thread(work)
         return work()
 
-    def _need_tokenizer(self, field_name: str) -> Tokenizer:
+    def need_tokenizer(self, field_name: str) -> Tokenizer:
         if self.tokenizer is None:
             raise InvalidRequest(
                 f"{field_name}: text needs a tokenizer, and this server runs without one; "
@@ -145,70 +191,55 @@ class Service:
         if wanted > room and asked_in is not None:
             raise ContextLengthExceeded(
                 f"this model's context holds {limit} tokens, and {num_prompt + wanted} are asked "
-                f"for: {num_prompt} in the prompt and {wanted} in {asked_in}",
+                f"for: {num_prompt} in the prompt and {wanted} for the answer",
                 asked_in,
             )
         return replace(params, max_tokens=min(wanted, room))
 
-    async def run(self, request: EngineRequest) -> AsyncGenerator[OutputDelta, None]:
+    async def _run(
+        self, request: EngineRequest, shown_ids: Collection[int]
+    ) -> AsyncGenerator[OutputDelta, None]:
         """The request's deltas. Closing the generator aborts what still runs in the engine."""
-        output = OutputStream(self.tokenizer, request.params, request.prompt_ids)
-        timer = _Timer(self.metrics)
+        output = OutputStream(self.tokenizer, request.params, request.prompt_ids, shown_ids)
         events = cast(AsyncGenerator[TokenEvent, None], self.engine.generate(request))
-        async with aclosing(events):
-            async for event in events:
-                timer.tokens(len(event.token_ids))
-                delta = output.feed(event)
-                yield delta
-                if delta.finish_reason is not None:
-                    timer.end()
-                    return
-        raise EngineDead("the engine ended a request without an answer")
+        with self._observer.watch(request) as watch:
+            async with aclosing(events):
+                async for event in events:
+                    watch.event(event)
+                    delta = output.feed(event)
+                    watch.finish_reason = delta.finish_reason or watch.finish_reason
+                    yield delta
+                    if delta.finish_reason is not None:
+                        return
+            raise EngineDead("the engine ended a request without an answer")
 
     async def run_all(
-        self, requests: Sequence[EngineRequest]
+        self, requests: Sequence[EngineRequest], shown_ids: Collection[int] = ()
     ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-        """The deltas of several requests as they come, each with the index of its request."""
-        if len(requests) == 1:
-            async with aclosing(self.run(requests[0])) as deltas:
-                async for delta in deltas:
-                    yield 0, delta
-            return
-        async with aclosing(_merge([self.run(r) for r in requests])) as merged:
-            async for item in merged:
-                yield item
+        """The deltas of several requests as they come, each with the index of its request.
 
-    async def collect(self, requests: Sequence[EngineRequest]) -> list[Output]:
+        `shown_ids` are special tokens that their texts show in any case. Closing the generator
+        aborts what still runs. Raises QueueFull.
+        """
+        with self.admission.enter(len(requests)):
+            if len(requests) == 1:
+                async with aclosing(self._run(requests[0], shown_ids)) as deltas:
+                    async for delta in deltas:
+                        yield 0, delta
+                return
+            async with aclosing(_merge([self._run(r, shown_ids) for r in requests])) as merged:
+                async for item in merged:
+                    yield item
+
+    async def collect(
+        self, requests: Sequence[EngineRequest], shown_ids: Collection[int] = ()
+    ) -> list[Output]:
         """The whole outputs, in the order of the requests."""
         outputs = [Output() for _ in requests]
-        async with aclosing(self.run_all(requests)) as merged:
+        async with aclosing(self.run_all(requests, shown_ids)) as merged:
             async for index, delta in merged:
                 outputs[index].add(delta)
         return outputs
-
-
-class _Timer:
-    """Measures one request for the latency histograms."""
-
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-        self._start_s = time.monotonic()
-        self._first_s = self._last_s = 0.0
-        self._num_tokens = 0
-
-    def tokens(self, count: int) -> None:
-        if not count:
-            return
-        self._last_s = time.monotonic()
-        if not self._num_tokens:
-            self._first_s = self._last_s
-            self._metrics.time_to_first_token_s.observe(self._first_s - self._start_s)
-        self._num_tokens += count
-
-    def end(self) -> None:
-        if self._num_tokens > 1:
-            mean_s = (self._last_s - self._first_s) / (self._num_tokens - 1)
-            self._metrics.time_per_output_token_s.observe(mean_s)
 
 
 async def _merge(

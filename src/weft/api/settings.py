@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from weft.core.errors import ConfigError
+from weft.text.tools import TOOL_FORMATS
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,18 +15,50 @@ class ApiSettings:
 
     served_model_names: tuple[str, ...]
     """Names of the base model; the first is the one that answers and adapters' cards give."""
+    max_open: int = 1280
+    """Engine requests that may be open at a time: run or wait. Further ones are refused."""
+    request_timeout_s: float | None = None
+    """How long the answer to one request may take; None: as long as it wants."""
+    api_keys: tuple[str, ...] = ()
+    """With any, requests must carry one of them."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web pages of these origins may call the server from a browser; `*`: all."""
+    allow_hub_adapters: bool = False
+    """Whether clients may load adapters from the Hugging Face hub."""
     max_body_bytes: int = 32 << 20
     max_prompts: int = 1024
-    """Prompts of one completion request."""
+    """Prompts of one completion request, each counted `n` times."""
+    max_choices: int = 128
+    """Choices (`n`) of one prompt."""
     long_text_chars: int = 10_000
     """Texts beyond this are tokenized on a thread, off the event loop."""
     default_max_tokens: int = 16
     """Of completions; a chat's default is the rest of the context."""
+    tool_call_parser: str | None = "auto"
+    """How the model writes calls of tools: a name in TOOL_FORMATS of `weft.text.tools`; auto: as
+    its chat template shows; None: it calls none."""
+    reasoning_parser: Literal["auto", "think"] | None = "auto"
+    """think: the model reasons between `<think>` and `</think>`; auto: if its chat template shows
+    that; None: it does not."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "served_model_names", tuple(self.served_model_names))
+        for name in ("served_model_names", "api_keys", "allowed_origins"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError("--served-model-name must not be empty", "served_model_name")
-        for name in ("max_body_bytes", "max_prompts", "default_max_tokens"):
+        if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
+            raise ConfigError("--api-key must be printable ASCII and not empty", "api_key")
+        if self.request_timeout_s is not None and not self.request_timeout_s > 0:
+            raise ConfigError(
+                f"--request-timeout must be more than 0, got {self.request_timeout_s:g}",
+                "request_timeout",
+            )
+        if self.tool_call_parser not in (None, "auto", *TOOL_FORMATS):
+            names = ", ".join(["auto", *TOOL_FORMATS])
+            raise ConfigError(f"--tool-call-parser must be one of {names}", "tool_call_parser")
+        if self.reasoning_parser not in (None, "auto", "think"):
+            raise ConfigError("--reasoning-parser must be auto or think", "reasoning_parser")
+        sizes = ("max_open", "max_body_bytes", "max_prompts", "max_choices", "default_max_tokens")
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1", name)

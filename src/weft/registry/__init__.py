@@ -1,7 +1,9 @@
-"""Which adapter versions exist and who uses them; which folders they may come from."""
+"""Which adapter versions exist and who uses them; where they may come from."""
 
+from weft.registry.hub import HubId, fetch_adapter, is_hub_uri, parse_hub_id
 from weft.registry.paths import AdapterRoots
 from weft.registry.registry import (
+    AdapterCard,
     AdapterRegistry,
     Lease,
     ModelCard,
@@ -10,10 +12,15 @@ from weft.registry.registry import (
 )
 
 __all__ = [
+    "AdapterCard",
     "AdapterRegistry",
     "AdapterRoots",
+    "HubId",
     "Lease",
     "ModelCard",
     "Retired",
     "check_adapter_name",
+    "fetch_adapter",
+    "is_hub_uri",
+    "parse_hub_id",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from weft.core.errors import AdapterNotFound, AdapterPathRefused
 
-_FILES = ("adapter_config.json", "adapter_model.safetensors")
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
 class AdapterRoots:
@@ -31,10 +32,14 @@ class AdapterRoots:
             if None in places or not places:
                 raise _refused(path, "is outside the folders given with --lora-root")
             raise AdapterNotFound(f"lora_path {path!r}: no such folder", "lora_path")
-        for name in _FILES:
+        for name in ADAPTER_FILES:
             if self._real(folder / name) is None:
                 raise _refused(path, f"{name} is a link that leaves the allowed folders")
         return folder
+
+    def hold(self, path: str) -> bool:
+        """Whether a root has something under this relative path, be it allowed or not."""
+        return any(os.path.lexists(root / path) for root in self._roots)
 
     def _real(self, path: Path) -> Path | None:
         """`path` with links followed; None when that is not below a root."""

@@ -34,6 +34,16 @@ class ModelCard:
     """The base model's name; None for the base itself."""
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterCard:
+    """A live version, and where it came from."""
+
+    ref: AdapterRef
+    info: AdapterInfo
+    path: str
+    pinned: bool
+
+
 @dataclass(slots=True, eq=False)
 class _Version:
     """One published version and its users."""
@@ -41,6 +51,7 @@ class _Version:
     ref: AdapterRef
     info: AdapterInfo
     path: str
+    pinned: bool = False
     leases: int = 0
     retired: bool = False
     callbacks: list[OnDrained] = field(default_factory=list)
@@ -113,14 +124,20 @@ class AdapterRegistry:
         self._loading: dict[str, list[str]] = {}
 
     def resolve(self, model: str) -> Lease:
-        """Look `model` up and pin what it points to. Raises ModelNotFound."""
-        if model in self._base_names:
-            return Lease(None)
-        version = self._live.get(model)
+        """Look `model` up and pin what it points to: a base name, an adapter's name, or
+        `base:adapter`. Raises ModelNotFound."""
+        version = self._find(model)
         if version is None:
-            raise ModelNotFound(f"The model {model!r} does not exist", "model")
+            return Lease(None)
         version.leases += 1
         return Lease(version.ref, lambda: self._release(version))
+
+    def card(self, model: str) -> ModelCard:
+        """What `model` names, as `resolve` understands it. Raises ModelNotFound."""
+        version = self._find(model)
+        if version is None:
+            return ModelCard(model, self._base_root, None)
+        return ModelCard(version.ref.name, version.path, self._base_names[0])
 
     @contextmanager
     def reserve(self, name: str, path: str) -> Iterator[None]:
@@ -149,8 +166,10 @@ class AdapterRegistry:
         path: str,
         replace: bool = False,
         on_drained: OnDrained | None = None,
+        pinned: bool = False,
     ) -> AdapterRef:
-        """Let `name` point to the content that `info` tells of; `path` is shown as its root.
+        """Let `name` point to the content that `info` tells of; `path` is shown as its root, and
+        `pinned` holds from now on for all names of that content.
 
         The same content again keeps the version. Other content under a taken name needs
         `replace`: the old version is then retired, and `on_drained` called once it is drained.
@@ -160,6 +179,7 @@ class AdapterRegistry:
         old = self._live.get(name)
         if old is not None and old.ref.digest == info.digest:
             old.info, old.path = info, path
+            self._pin(info.digest, pinned)
             return old.ref
         if old is not None and not replace:
             message = f"The lora adapter {name!r} has already been loaded with other content"
@@ -168,6 +188,7 @@ class AdapterRegistry:
         ref = AdapterRef(name, number, info.digest)
         self._last_version[name] = number
         self._live[name] = _Version(ref, info, path)
+        self._pin(info.digest, pinned)
         if old is not None:
             self._retire(old).on_drained(on_drained or _ignore)
         return ref
@@ -195,6 +216,15 @@ class AdapterRegistry:
         """The live versions."""
         return {version.ref: version.info for version in self._live.values()}
 
+    def adapter_cards(self) -> list[AdapterCard]:
+        """The live versions in the order of their publication, with all that is known of them."""
+        return [AdapterCard(v.ref, v.info, v.path, v.pinned) for v in self._live.values()]
+
+    def pinned(self, digest: str) -> bool | None:
+        """Whether this content is to stay on the device; None: no name points to it."""
+        found = (v.pinned for v in self._live.values() if v.ref.digest == digest)
+        return next(found, None)
+
     def check(self) -> None:
         """Raises AssertionError when an invariant is broken."""
         for name, version in self._live.items():
@@ -202,11 +232,29 @@ class AdapterRegistry:
             assert not version.retired and not version.callbacks and version.leases >= 0
             assert version.ref.version == self._last_version[name], "an old version is live"
             assert version.ref.digest == version.info.digest
+            assert version.pinned == self.pinned(version.ref.digest), "one content, two pins"
         for version in self._draining:
             assert version.retired and version.leases > 0, "drained, but still held"
             live = self._live.get(version.ref.name)
             assert live is None or live.ref.version > version.ref.version
         assert all(self._loading.values()), "a reservation without a load"
+
+    def _find(self, model: str) -> _Version | None:
+        """None: the base model. An exact name comes before `base:adapter`."""
+        if model in self._base_names:
+            return None
+        version = self._live.get(model)
+        for base in self._base_names:
+            if version is None and model.startswith(f"{base}:"):
+                version = self._live.get(model[len(base) + 1 :])
+        if version is None:
+            raise ModelNotFound(f"The model {model!r} does not exist", "model")
+        return version
+
+    def _pin(self, digest: str, pinned: bool) -> None:
+        for version in self._live.values():
+            if version.ref.digest == digest:
+                version.pinned = pinned
 
     def _retire(self, version: _Version) -> Retired:
         version.retired = True

@@ -1,0 +1,248 @@
+"""Loading and unloading adapters while serving, in the three forms that controllers speak."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import PlainTextResponse, Response
+
+from weft.api.adapters import AdapterAdmin
+from weft.api.http import json_response, read_body
+from weft.api.openapi import TEXT, body_of
+from weft.api.service import Service
+from weft.core.errors import AdapterPathRefused, EngineDead, InvalidRequest, WeftError
+from weft.core.types import EngineStats
+from weft.registry import AdapterCard
+
+
+class _Body(BaseModel):
+    """Controllers send more fields than are known here; they are ignored."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+    lora_name: str = Field(min_length=1)
+
+
+class LoadBody(_Body):
+    lora_path: str = Field(min_length=1)
+    """A folder, or an id on the Hugging Face hub: `org/name[@revision]`."""
+    load_inplace: bool = False
+    """Whether other content under this name is replaced."""
+    pinned: bool = False
+    """Whether it stays on the device, also when nobody uses it."""
+    is_3d_lora_weight: bool = False
+
+    def check(self) -> None:
+        if self.is_3d_lora_weight:
+            raise InvalidRequest(
+                "is_3d_lora_weight is not supported by this version", "is_3d_lora_weight"
+            )
+
+
+class UnloadBody(_Body):
+    pass
+
+
+class Source(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+    uri: str = Field(min_length=1)
+    """`file:///folder` or `hf://org/name[@revision]`."""
+
+    def to_path(self) -> str:
+        """The `lora_path` that means the same. Raises AdapterPathRefused."""
+        if self.uri.startswith("hf://"):
+            return self.uri
+        try:
+            parts = urlsplit(self.uri)
+        except ValueError:
+            parts = urlsplit("")
+        if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
+            return unquote(parts.path)
+        what = f"{parts.scheme}:// is" if parts.scheme else "a URI without a scheme is"
+        raise AdapterPathRefused(f"{what} not served, only file:// and hf://", "source.uri")
+
+
+class SourceBody(_Body):
+    source: Source
+    pinned: bool = False
+
+
+class UpdateAnswer(BaseModel):
+    """What SGLang answers, in good times and bad."""
+
+    success: bool
+    error_message: str | None
+    loaded_adapters: dict[str, str]
+    """The path of each name."""
+
+
+class ShownAdapter(BaseModel):
+    """One adapter of `GET /v1/loras`."""
+
+    name: str
+    version: int
+    """Counts the contents that the name has had."""
+    digest: str
+    """sha256 of the content."""
+    path: str
+    rank: int
+    targets: list[str]
+    """Projections that it changes."""
+    bytes: int
+    pinned: bool
+    tier: Literal["device", "host", "disk"] | None
+    """Where it is now; null when the engine does not answer."""
+
+
+class AdapterList(BaseModel):
+    status: Literal["success"]
+    count: int
+    loras: dict[str, ShownAdapter]
+
+
+class AdapterDone(BaseModel):
+    """What Dynamo answers to a load or unload that succeeded."""
+
+    status: Literal["success"]
+    message: str
+    lora_name: str
+
+
+def adapter_routes(service: Service, admin: AdapterAdmin) -> APIRouter:
+    router = APIRouter()
+    router.include_router(_vllm_routes(admin, service.settings.max_body_bytes))
+    router.include_router(_sglang_routes(service, admin))
+    router.include_router(_dynamo_routes(service, admin))
+    return router
+
+
+def _vllm_routes(admin: AdapterAdmin, max_body_bytes: int) -> APIRouter:
+    router = APIRouter(default_response_class=Response, responses=TEXT)
+
+    @router.post("/v1/load_lora_adapter", openapi_extra=body_of(LoadBody))
+    async def load_lora_adapter(request: Request) -> Response:
+        name = await _load(admin, request, max_body_bytes)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+    @router.post("/v1/unload_lora_adapter", openapi_extra=body_of(UnloadBody))
+    async def unload_lora_adapter(request: Request) -> Response:
+        """Answers when the adapter's running requests have ended."""
+        name = await _unload(admin, request, max_body_bytes)
+        return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+    return router
+
+
+def _sglang_routes(service: Service, admin: AdapterAdmin) -> APIRouter:
+    described: dict[int | str, dict[str, Any]] = {
+        "4XX": {"model": UpdateAnswer, "description": "It can't be loaded or unloaded."},
+        "5XX": {"model": UpdateAnswer, "description": "The engine does not answer."},
+    }
+    router = APIRouter(responses=described)
+    max_body_bytes = service.settings.max_body_bytes
+
+    def answer(error: WeftError | None = None) -> Response:
+        status, message = (200, None) if error is None else (error.status, error.message)
+        paths = {card.ref.name: card.path for card in service.registry.adapter_cards()}
+        shown = UpdateAnswer(
+            success=error is None, error_message=message, loaded_adapters=paths
+        ).model_dump()
+        return json_response(shown, status, getattr(error, "headers", None))
+
+    @router.post("/load_lora_adapter", response_model=UpdateAnswer, openapi_extra=body_of(LoadBody))
+    async def load_lora_adapter(request: Request) -> Response:
+        try:
+            await _load(admin, request, max_body_bytes)
+        except WeftError as error:
+            return answer(error)
+        return answer()
+
+    @router.post(
+        "/unload_lora_adapter", response_model=UpdateAnswer, openapi_extra=body_of(UnloadBody)
+    )
+    async def unload_lora_adapter(request: Request) -> Response:
+        """Answers when the adapter's running requests have ended."""
+        try:
+            await _unload(admin, request, max_body_bytes)
+        except WeftError as error:
+            return answer(error)
+        return answer()
+
+    return router
+
+
+def _dynamo_routes(service: Service, admin: AdapterAdmin) -> APIRouter:
+    router = APIRouter()
+
+    @router.get("/v1/loras", response_model=AdapterList)
+    async def list_adapters() -> Response:
+        """The adapters that are served, with what is known of them."""
+        try:
+            stats = await service.engine.stats()
+        except EngineDead:
+            stats = None
+        shown = {
+            c.ref.name: _shown(c, stats).model_dump() for c in service.registry.adapter_cards()
+        }
+        return json_response({"status": "success", "count": len(shown), "loras": shown})
+
+    @router.post("/v1/loras", response_model=AdapterDone, openapi_extra=body_of(SourceBody))
+    async def add_adapter(request: Request) -> Response:
+        body = await read_body(request, SourceBody, service.settings.max_body_bytes)
+        try:
+            await admin.load(body.lora_name, body.source.to_path(), pinned=body.pinned)
+        except WeftError as error:
+            if error.param == "lora_path":
+                error.param = "source.uri"
+            raise
+        return _done("loaded", body.lora_name)
+
+    @router.delete("/v1/loras/{name:path}", response_model=AdapterDone)
+    async def remove_adapter(name: str) -> Response:
+        """Answers when the adapter's running requests have ended."""
+        await admin.unload(name)
+        return _done("unloaded", name)
+
+    return router
+
+
+async def _load(admin: AdapterAdmin, request: Request, max_body_bytes: int) -> str:
+    body = await read_body(request, LoadBody, max_body_bytes)
+    body.check()
+    await admin.load(body.lora_name, body.lora_path, body.load_inplace, body.pinned)
+    return body.lora_name
+
+
+async def _unload(admin: AdapterAdmin, request: Request, max_body_bytes: int) -> str:
+    body = await read_body(request, UnloadBody, max_body_bytes)
+    await admin.unload(body.lora_name)
+    return body.lora_name
+
+
+def _shown(card: AdapterCard, stats: EngineStats | None) -> ShownAdapter:
+    return ShownAdapter(
+        name=card.ref.name,
+        version=card.ref.version,
+        digest=card.ref.digest,
+        path=card.path,
+        rank=card.info.max_rank,
+        targets=list(card.info.targets),
+        bytes=card.info.num_bytes,
+        pinned=card.pinned,
+        tier=None if stats is None else _tier(card.ref.digest, stats),
+    )
+
+
+def _tier(digest: str, stats: EngineStats) -> Literal["device", "host", "disk"]:
+    if digest in stats.resident_adapters:
+        return "device"
+    return "host" if digest in stats.host_adapters else "disk"
+
+
+def _done(what: str, name: str) -> Response:
+    done = AdapterDone(
+        status="success", message=f"LoRA adapter '{name}' {what} successfully", lora_name=name
+    )
+    return json_response(done.model_dump())

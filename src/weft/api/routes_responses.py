@@ -1,0 +1,234 @@
+"""`POST /v1/responses`: OpenAI's newer API, over the same turn as a chat's. Keeps no state."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from weft.api.chat import Reader, Turn
+from weft.api.generation import naming
+from weft.api.http import EventStream, answer, read_body
+from weft.api.openapi import body_of
+from weft.api.responses import FIELDS, ResponsesBody
+from weft.api.service import Output, Service
+from weft.text.chat_parser import Piece, ToolCallDelta
+
+Event = dict[str, Any]
+
+
+def response_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/v1/responses", openapi_extra=body_of(ResponsesBody))
+    async def create_response(request: Request) -> Response:
+        body = await read_body(request, ResponsesBody, service.settings.max_body_bytes)
+        with naming(FIELDS):
+            chat = body.to_chat()
+        lease = service.pin(body.model)
+        response_id = f"resp_{uuid.uuid4().hex}"
+        made = _Response(response_id, body, Turn(service, chat, lease, response_id))
+        if body.stream:
+            return EventStream(made.events(), lease.release, typed=True)
+        return await answer(request, made.whole(), lease.release)
+
+    return router
+
+
+class _Response:
+    """One request of the responses API."""
+
+    def __init__(self, response_id: str, body: ResponsesBody, turn: Turn) -> None:
+        self._id = response_id
+        self._created_at = int(time.time())
+        self._body = body
+        self._turn = turn
+
+    async def whole(self) -> dict[str, Any]:
+        turn = self._turn
+        with naming(FIELDS), naming(turn.fields):
+            await turn.prepare()
+            (output,) = await turn.collect()
+        reader, items = turn.reader(), _Items()
+        for _ in [*items.add(reader.feed(output)), *items.close(_status(reader))]:
+            pass
+        return self._ended(output, reader, items)
+
+    async def events(self) -> AsyncGenerator[Event, None]:
+        turn = self._turn
+        num_sent = 0
+
+        def numbered(event: Event) -> Event:
+            nonlocal num_sent
+            num_sent += 1
+            return {"sequence_number": num_sent - 1, **event}
+
+        with naming(FIELDS), naming(turn.fields):
+            await turn.prepare()
+            reader, items, output = turn.reader(), _Items(), Output()
+            async with aclosing(turn.run()) as deltas:
+                async for _, delta in deltas:
+                    if not num_sent:
+                        begun = self._response("in_progress")
+                        yield numbered({"type": "response.created", "response": begun})
+                        yield numbered({"type": "response.in_progress", "response": begun})
+                    output.add(delta)
+                    for event in items.add(reader.feed(delta)):
+                        yield numbered(event)
+        for event in items.close(_status(reader)):
+            yield numbered(event)
+        ended = self._ended(output, reader, items)
+        yield numbered({"type": f"response.{ended['status']}", "response": ended})
+
+    def _ended(self, output: Output, reader: Reader, items: _Items) -> dict[str, Any]:
+        num_input = len(self._turn.requests[0].prompt_ids)
+        num_output = len(output.token_ids)
+        num_cached, num_thought = output.num_cached_tokens, self._turn.num_reasoning_tokens(output)
+        status = _status(reader)
+        return self._response(status) | {
+            "completed_at": int(time.time()) if status == "completed" else None,
+            "incomplete_details": None
+            if status == "completed"
+            else {"reason": "max_output_tokens"},
+            "output": items.items,
+            "usage": {
+                "input_tokens": num_input,
+                "input_tokens_details": {"cached_tokens": num_cached, "cache_write_tokens": 0},
+                "output_tokens": num_output,
+                "output_tokens_details": {"reasoning_tokens": num_thought},
+                "total_tokens": num_input + num_output,
+            },
+        }
+
+    def _response(self, status: str) -> dict[str, Any]:
+        """The response before it has any output: what was asked for, with its defaults."""
+        body = self._body
+        text = body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}
+        choice = body.tool_choice or "auto"
+        return {
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created_at,
+            "completed_at": None,
+            "status": status,
+            "background": False,
+            "error": None,
+            "incomplete_details": None,
+            "instructions": body.instructions,
+            "max_output_tokens": body.max_output_tokens,
+            "metadata": body.metadata or {},
+            "model": body.model,
+            "output": [],
+            "parallel_tool_calls": body.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": None, "summary": None},
+            "store": False,
+            "temperature": 1.0 if body.temperature is None else body.temperature,
+            "text": text or {"format": {"type": "text"}},
+            "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
+            "tools": [tool.model_dump() for tool in body.tools or ()],
+            "top_p": 1.0 if body.top_p is None else body.top_p,
+            "truncation": "disabled",
+            "usage": None,
+        }
+
+
+def _status(reader: Reader) -> str:
+    return "incomplete" if reader.finish_reason == "length" else "completed"
+
+
+class _Items:
+    """The items of one output, and the events that tell how they grow. The last one is open."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._open = False
+
+    def add(self, piece: Piece) -> Iterator[Event]:
+        if piece.reasoning:
+            yield from self._text("reasoning", piece.reasoning)
+        if piece.content:
+            yield from self._text("message", piece.content)
+        for call in piece.tool_calls:
+            yield from self._call(call)
+
+    def close(self, status: str = "completed") -> Iterator[Event]:
+        """End the open item. An output without any has an empty message."""
+        if not self.items:
+            yield from self._text("message", "")
+        if not self._open:
+            return
+        self._open = False
+        item = self.items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            done = {"name": item["name"], "arguments": item["arguments"]}
+            yield self._event("response.function_call_arguments.done", **done)
+        else:
+            part = item["content"][0]
+            yield self._text_event("done", part, text=part["text"])
+            yield self._event("response.content_part.done", content_index=0, part={**part})
+        yield self._item_event("response.output_item.done")
+
+    def _text(self, kind: str, text: str) -> Iterator[Event]:
+        if not self._open or self.items[-1]["type"] != kind:
+            yield from self._begin(_empty_text(kind))
+            part = self.items[-1]["content"][0]
+            yield self._event("response.content_part.added", content_index=0, part={**part})
+        part = self.items[-1]["content"][0]
+        part["text"] += text
+        if text:
+            yield self._text_event("delta", part, delta=text)
+
+    def _call(self, call: ToolCallDelta) -> Iterator[Event]:
+        if call.name is not None:
+            yield from self._begin(
+                {
+                    "type": "function_call",
+                    "id": f"fc_{uuid.uuid4().hex}",
+                    "call_id": call.id,
+                    "name": call.name,
+                    "arguments": "",
+                }
+            )
+        self.items[-1]["arguments"] += call.arguments
+        if call.arguments:
+            kind = "response.function_call_arguments.delta"
+            yield self._event(kind, delta=call.arguments)
+
+    def _begin(self, item: dict[str, Any]) -> Iterator[Event]:
+        if self._open:
+            yield from self.close()
+        self._open = True
+        self.items.append(item | {"status": "in_progress"})
+        added = self._item_event("response.output_item.added")
+        if "content" in item:
+            added["item"]["content"] = []
+        yield added
+
+    def _item_event(self, kind: str) -> Event:
+        index = len(self.items) - 1
+        return {"type": kind, "output_index": index, "item": {**self.items[-1]}}
+
+    def _text_event(self, what: str, part: dict[str, Any], **fields: Any) -> Event:
+        if part["type"] == "output_text":
+            fields["logprobs"] = []
+        return self._event(f"response.{part['type']}.{what}", content_index=0, **fields)
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        index, item_id = len(self.items) - 1, self.items[-1]["id"]
+        return {"type": kind, "output_index": index, "item_id": item_id, **fields}
+
+
+def _empty_text(kind: str) -> dict[str, Any]:
+    """A message or reasoning, with one empty part."""
+    if kind == "reasoning":
+        part: dict[str, Any] = {"type": "reasoning_text", "text": ""}
+        return {"type": kind, "id": f"rs_{uuid.uuid4().hex}", "summary": [], "content": [part]}
+    part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+    return {"type": kind, "id": f"msg_{uuid.uuid4().hex}", "role": "assistant", "content": [part]}

@@ -1,0 +1,107 @@
+"""`POST /tokenize` and `/detokenize`, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import Field
+from starlette.responses import Response
+
+from weft.api.bodies import ClosedBody
+from weft.api.http import json_response, read_body
+from weft.api.logprobs import token_text
+from weft.api.messages import Message, Tool
+from weft.api.openapi import body_of
+from weft.api.schemas import check_continuation
+from weft.api.service import Service
+from weft.core.errors import InvalidRequest
+
+
+class TokenizeBody(ClosedBody):
+    """A text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
+    """Of a text, where it is the default; a chat template has its own."""
+    return_token_strs: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("give either prompt or messages", "prompt")
+        if self.messages is not None and self.add_special_tokens:
+            raise InvalidRequest("add_special_tokens is for a prompt", "add_special_tokens")
+        for name in ("add_generation_prompt", "continue_final_message", "tools"):
+            if self.messages is None and getattr(self, name):
+                raise InvalidRequest(f"{name} is for messages", name)
+        if self.messages is not None:
+            check_continuation(
+                self.messages, self.add_generation_prompt, self.continue_final_message
+            )
+
+
+class DetokenizeBody(ClosedBody):
+    model: str | None = None
+    tokens: list[int]
+
+
+def tokenize_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/tokenize", openapi_extra=body_of(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        body = await read_body(request, TokenizeBody, service.settings.max_body_bytes)
+        body.check()
+        service.check_model(body.model)
+        ids = await _encode(service, body)
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": service.engine.info.max_model_len,
+            "tokens": ids,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = await service.maybe_on_thread(
+                len(ids), lambda: [token_text(service.tokenizer, i) for i in ids]
+            )
+        return json_response(answer)
+
+    @router.post("/detokenize", openapi_extra=body_of(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        body = await read_body(request, DetokenizeBody, service.settings.max_body_bytes)
+        service.check_model(body.model)
+        tokenizer = service.need_tokenizer("tokens")
+        if body.tokens:
+            service.check_ids(body.tokens, "tokens")
+        text = await service.maybe_on_thread(
+            len(body.tokens), lambda: tokenizer.decode(body.tokens)
+        )
+        return json_response({"prompt": text})
+
+    return router
+
+
+async def _encode(service: Service, body: TokenizeBody) -> list[int]:
+    if body.messages is not None:
+        return await service.encode_chat(
+            [m.to_template(i) for i, m in enumerate(body.messages)],
+            add_generation_prompt=not body.continue_final_message
+            and body.add_generation_prompt is not False,
+            template_kwargs=body.chat_template_kwargs,
+            tools=[tool.to_template() for tool in body.tools or ()] or None,
+            continue_final_message=bool(body.continue_final_message),
+            any_length=True,
+        )
+    encoded = await service.encode(
+        [body.prompt or ""],
+        "prompt",
+        add_special_tokens=body.add_special_tokens is not False,
+        any_length=True,
+    )
+    return encoded[0]

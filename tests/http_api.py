@@ -1,0 +1,299 @@
+"""An application over a deterministic engine, and a client of it, for tests of the HTTP side."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from toy_tokenizers import byte_level
+
+from weft.api import ApiSettings, create_app
+from weft.core.errors import AdapterInvalid, AdapterNotFound, EngineDead
+from weft.core.types import (
+    AdapterInfo,
+    AdapterRef,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    TokenEvent,
+    TokenLogprob,
+)
+from weft.registry import AdapterRegistry, AdapterRoots
+from weft.text import Tokenizer
+
+CHAT = "/v1/chat/completions"
+COMPLETE = "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+EOS = byte_level().eos_ids[0]
+INFO = EngineInfo(
+    model="tiny",
+    architecture="LlamaForCausalLM",
+    dtype="float32",
+    device="cpu",
+    max_model_len=64,
+    vocab_size=byte_level().vocab_size,
+    num_blocks=10,
+    block_size=16,
+    max_loras=4,
+    max_lora_rank=16,
+    adapter_memory_bytes=1 << 20,
+    num_parameters=1,
+)
+
+
+class EchoEngine:
+    """Answers the prompt reversed, then what the adapter's file says, then EOS.
+
+    While there are `answers`, each request takes one of these instead.
+    """
+
+    def __init__(self, info: EngineInfo = INFO) -> None:
+        self.info = info
+        self.alive = True
+        self.adapters: dict[str, list[int]] = {}
+        self.requests: list[EngineRequest] = []
+        self.answers: list[list[int]] = []
+        self.aborted: list[str] = []
+        self.num_open = 0
+        self.dropped: list[AdapterRef] = []
+        self.registrations: Counter[str] = Counter()
+        self.gate: asyncio.Event | None = None
+        """Events from `gate_from` on wait for it."""
+        self.gate_from = 1
+        self.on_register: Callable[[], Awaitable[None]] | None = None
+        self.fail_after: tuple[int, Exception] | None = None
+        self.tokens_per_event = 1
+        self.close_s = 0.0
+        """How long an abort takes."""
+        self.in_use: list[AdapterRef | None] = []
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+        self.requests.append(request)
+        self.num_open += 1
+        self.in_use.append(request.adapter)
+        ended = False
+        try:
+            for n, event in enumerate(self._events(request)):
+                if self.fail_after is not None and n == self.fail_after[0]:
+                    ended = True
+                    raise self.fail_after[1]
+                await asyncio.sleep(0)
+                if n >= self.gate_from and self.gate is not None:
+                    await self.gate.wait()
+                ended = event.finish_reason is not None
+                yield event
+        finally:
+            try:
+                await asyncio.sleep(self.close_s)
+            finally:
+                self.num_open -= 1
+                self.in_use.remove(request.adapter)
+                if not ended:
+                    self.aborted.append(request.request_id)
+
+    def _events(self, request: EngineRequest) -> Iterator[TokenEvent]:
+        params = request.params
+        ids = self.answers.pop(0) if self.answers else request.prompt_ids[::-1]
+        if request.adapter is not None:
+            if request.adapter.digest not in self.adapters:
+                wire = ("adapter_unavailable", "it is not here", None)
+                yield TokenEvent(request.request_id, [], finish_reason="error", error=wire)
+                return
+            ids = ids + self.adapters[request.adapter.digest]
+        assert params.max_tokens is not None
+        finish, reason = "stop", None
+        for n, token in enumerate(ids):
+            if token in params.stop_token_ids:
+                ids, reason = ids[: n + 1], token
+                break
+        else:
+            ids = [*ids, EOS] if not params.ignore_eos else ids * 64
+        if len(ids) > params.max_tokens:
+            ids, finish, reason = ids[: params.max_tokens], "length", None
+        for start in range(0, len(ids), self.tokens_per_event):
+            part = ids[start : start + self.tokens_per_event]
+            last = start + len(part) == len(ids)
+            yield TokenEvent(
+                request.request_id,
+                part,
+                None if params.logprobs is None else [self._logprob(t, params) for t in part],
+                finish if last else None,  # type: ignore[arg-type]
+                reason if last else None,
+                num_cached_tokens=1,
+                prompt_logprobs=self._prompt_logprobs(request) if not start else None,
+            )
+
+    def _prompt_logprobs(self, request: EngineRequest) -> list[TokenLogprob | None] | None:
+        if (num_top := request.params.prompt_logprobs) is None:
+            return None
+        top = [(0, -0.5), (1, -1.5)][:num_top]
+        return [None, *(TokenLogprob(-3.0, 7, top) for _ in request.prompt_ids[1:])]
+
+    def _logprob(self, token: int, params: Any) -> TokenLogprob:
+        top = [(token, -0.25), (0, -1.5), (1, -2.5)]
+        return TokenLogprob(-0.25, 1, top[: params.logprobs])
+
+    async def register_adapter(self, path: str, pinned: bool = False) -> AdapterInfo:
+        file = Path(path) / "adapter_model.safetensors"
+        if not file.exists():
+            raise AdapterNotFound(f"{path} has no adapter_model.safetensors", "lora_path")
+        content = file.read_text()
+        if content == "bad":
+            raise AdapterInvalid("use_dora is not served", "use_dora")
+        digest = hashlib.sha256(content.encode()).hexdigest()
+        self.registrations[digest] += 1
+        self.adapters[digest] = byte_level().encode(content, add_special_tokens=False)
+        if self.on_register is not None:
+            await self.on_register()
+        return AdapterInfo(digest, path, 4, 100, ("q_proj",))
+
+    async def drop_adapter(self, ref: AdapterRef) -> None:
+        assert ref not in self.in_use, "dropped while a request still uses it"
+        self.registrations[ref.digest] -= 1
+        assert self.registrations[ref.digest] >= 0, "dropped more often than registered"
+        if not self.registrations[ref.digest]:
+            self.dropped.append(ref)
+            del self.adapters[ref.digest]
+
+    async def stats(self) -> EngineStats:
+        if not self.alive:
+            raise EngineDead("the engine is gone")
+        digests = tuple(self.adapters)
+        return EngineStats(
+            num_running=self.num_open,
+            kv_usage=0.5,
+            resident_adapters=digests,
+            waiting_adapters=digests[:1],
+            host_adapters=digests,
+            generated_tokens=7,
+            finished={"stop": 2},
+        )
+
+    async def close(self) -> None:
+        self.alive = False
+
+
+class World:
+    """One application and all that is behind it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        tokenizer: Tokenizer | None,
+        info: EngineInfo = INFO,
+        **settings: Any,
+    ) -> None:
+        self.folder = folder
+        self.engine = EchoEngine(info)
+        self.registry = AdapterRegistry(["base", "alias"], "/models/tiny")
+        settings = {"served_model_names": ["base", "alias"], **settings}
+        self.app = create_app(
+            self.engine,
+            self.registry,
+            tokenizer,
+            AdapterRoots([folder]),
+            ApiSettings(**settings),
+        )
+
+    def adapter(self, name: str, content: str) -> str:
+        """An adapter's folder whose answers end in `content`."""
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        (folder / "adapter_model.safetensors").write_text(content)
+        return str(folder)
+
+    def check(self) -> None:
+        """Nothing is leaked: no open request, no lease."""
+        assert self.engine.num_open == 0
+        self.registry.check()
+        for ref in list(self.registry.adapters()):
+            assert self.registry.retire(ref.name).drained, f"a lease of {ref.name} is left"
+
+
+class Web:
+    """A client of one world's application, without sockets."""
+
+    def __init__(self, world: World) -> None:
+        transport = httpx.ASGITransport(app=world.app)
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://weft")
+        self.world = world
+
+    async def post(self, path: str, body: Any = None, **more: Any) -> httpx.Response:
+        return await self.http.post(path, json=body, **more)
+
+    async def get(self, path: str) -> httpx.Response:
+        return await self.http.get(path)
+
+    async def complete(self, **body: Any) -> Any:
+        answer = await self.post("/v1/completions", {"model": "base", "prompt": "abc", **body})
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def chat(self, **body: Any) -> Any:
+        whole = {"model": "base", "messages": [{"role": "user", "content": "hi"}], **body}
+        answer = await self.post("/v1/chat/completions", whole)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def chunks(self, path: str, body: Any) -> list[Any]:
+        answer = await self.post(path, {"model": "base", "stream": True, **body})
+        assert answer.status_code == 200, answer.text
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        events = answer.text.split("\n\n")
+        assert events.pop() == "" and all(e.startswith("data: ") for e in events)
+        data = [e.removeprefix("data: ") for e in events]
+        return [d if d == "[DONE]" else json.loads(d) for d in data]
+
+    async def load(self, name: str, path: str, **more: Any) -> httpx.Response:
+        body = {"lora_name": name, "lora_path": path, **more}
+        return await self.post("/v1/load_lora_adapter", body)
+
+    async def unload(self, name: str) -> httpx.Response:
+        return await self.post("/v1/unload_lora_adapter", {"lora_name": name})
+
+
+def run(world: World, scenario: Callable[[Web], Awaitable[None]]) -> None:
+    async def main() -> None:
+        web = Web(world)
+        async with web.http:
+            await asyncio.wait_for(scenario(web), 20)
+
+    asyncio.run(main())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.002)
+
+
+@contextmanager
+def served(world: World) -> Iterator[str]:
+    """The application on a loopback port, on a thread."""
+    config = uvicorn.Config(world.app, port=0, log_level="error", lifespan="on")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        wait_until(lambda: server.started)
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end, "it took too long"
+        time.sleep(0.005)

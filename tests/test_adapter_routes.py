@@ -1,0 +1,376 @@
+"""Adapters over HTTP: the three dialects, `base:adapter`, pins, and the Hugging Face hub."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import huggingface_hub
+import pytest
+from http_api import COMPLETE, Web, World, run
+from huggingface_hub.errors import RepositoryNotFoundError
+from toy_tokenizers import byte_level
+
+from weft.core.errors import EngineDead
+from weft.core.types import AdapterInfo
+
+OPENAI_ERROR = {"message", "type", "param", "code"}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path, byte_level())
+    yield made
+    made.check()
+
+
+async def text_of(web: Web, model: str) -> str:
+    return str((await web.complete(model=model))["choices"][0]["text"])
+
+
+async def listed(web: Web) -> dict[str, Any]:
+    return dict((await web.get("/v1/loras")).json()["loras"])
+
+
+# SGLang's -----------------------------------------------------------------------------------------
+
+
+def test_sglang_load_and_unload(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        path = world.adapter("a", "A")
+        body = {"lora_name": "a", "lora_path": path, "pinned": True, "lora_id": None}
+        answer = await web.post("/load_lora_adapter", body)
+        assert answer.status_code == 200
+        assert answer.json() == {
+            "success": True,
+            "error_message": None,
+            "loaded_adapters": {"a": path},
+        }
+        assert await text_of(web, "a") == "cbaA"
+        answer = await web.post("/unload_lora_adapter", {"lora_name": "a"})
+        assert (answer.status_code, answer.json()["loaded_adapters"]) == (200, {})
+        assert not world.engine.adapters
+
+    run(world, scenario)
+
+
+def test_sglang_errors_have_its_own_shape(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        path, bad = world.adapter("a", "A"), world.adapter("bad", "bad")
+        await web.load("a", path)
+        for what, body, status, message in (
+            ("load", {"lora_name": "b", "lora_path": bad}, 400, "use_dora"),
+            ("load", {"lora_name": "a", "lora_path": world.adapter("o", "O")}, 400, "already"),
+            ("load", {"lora_name": "b", "lora_path": f"{path}x"}, 404, "no such folder"),
+            ("load", {"lora_name": "b"}, 400, "lora_path is required"),
+            ("unload", {"lora_name": "b"}, 404, "cannot be found"),
+        ):
+            answer = await web.post(f"/{what}_lora_adapter", body)
+            assert answer.status_code == status, answer.text
+            assert answer.json()["success"] is False
+            assert message in answer.json()["error_message"]
+            assert answer.json()["loaded_adapters"] == {"a": path}
+
+    run(world, scenario)
+
+
+# Dynamo's -----------------------------------------------------------------------------------------
+
+
+def test_dynamo_load_list_unload(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        path = world.adapter("with space", "A")
+        body = {"lora_name": "acme/a", "source": {"uri": f"file://{path}".replace(" ", "%20")}}
+        answer = await web.post("/v1/loras", body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["status"] == "success" and answer.json()["lora_name"] == "acme/a"
+        answer = await web.get("/v1/loras")
+        assert answer.json()["count"] == 1
+        assert answer.json()["loras"] == {
+            "acme/a": {
+                "name": "acme/a",
+                "version": 1,
+                "digest": hashlib.sha256(b"A").hexdigest(),
+                "path": path,
+                "rank": 4,
+                "targets": ["q_proj"],
+                "bytes": 100,
+                "pinned": False,
+                "tier": "device",
+            }
+        }
+        assert (await web.http.delete("/v1/loras/acme/a")).status_code == 200
+        assert (await web.http.delete("/v1/loras/acme/a")).status_code == 404
+        assert await listed(web) == {}
+
+    run(world, scenario)
+
+
+@pytest.mark.parametrize(
+    ("uri", "word"),
+    [
+        ("s3://bucket/a", "s3://"),
+        ("https://x/y", "https://"),
+        ("file://elsewhere/a", "file://"),
+        ("file://", "file://"),
+        ("/plain/path", "without a scheme"),
+        ("http://[", "without a scheme"),
+        ("file:///etc", "outside"),
+        ("hf://x", "hf://org/name"),
+    ],
+)
+def test_dynamo_refuses_other_sources(world: World, uri: str, word: str) -> None:
+    async def scenario(web: Web) -> None:
+        answer = await web.post("/v1/loras", {"lora_name": "a", "source": {"uri": uri}})
+        error = answer.json()["error"]
+        assert answer.status_code in (400, 404) and set(error) == OPENAI_ERROR
+        assert error["param"] == "source.uri" and word in error["message"], error
+
+    run(world, scenario)
+
+
+def test_the_list_tells_where_an_adapter_is(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        await web.load("a", world.adapter("a", "A"))
+        stats = await world.engine.stats()
+
+        async def elsewhere(**tiers: tuple[str, ...]) -> str | None:
+            changed = type(stats)(**tiers)
+
+            async def fake() -> Any:
+                return changed
+
+            world.engine.stats = fake  # type: ignore[method-assign]
+            return (await listed(web))["a"]["tier"]
+
+        assert await elsewhere(host_adapters=stats.resident_adapters) == "host"
+        assert await elsewhere() == "disk"
+
+        async def dead() -> Any:
+            raise EngineDead("gone")
+
+        world.engine.stats = dead  # type: ignore[method-assign]
+        assert (await listed(web))["a"]["tier"] is None
+
+    run(world, scenario)
+
+
+# base:adapter -------------------------------------------------------------------------------------
+
+
+def test_base_colon_adapter_names_the_adapter(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        await web.load("a", world.adapter("a", "A"))
+        for model in ("a", "base:a", "alias:a"):
+            assert await text_of(web, model) == "cbaA"
+            assert (await web.get(f"/v1/models/{model}")).json()["id"] == "a"
+        await web.load("base:a", world.adapter("exact", "E"))
+        assert await text_of(web, "base:a") == "cbaE"
+        assert await text_of(web, "alias:a") == "cbaA"
+        for model in ("base:nobody", "base:", "base:base", "other:a", ":a", "base:alias:a"):
+            answer = await web.post(COMPLETE, {"model": model, "prompt": "abc"})
+            assert answer.status_code == 404, (model, answer.text)
+            assert (await web.get(f"/v1/models/{model}")).status_code == 404
+        assert (await web.unload("base:nobody")).status_code == 404
+
+    run(world, scenario)
+
+
+# pins ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pins(world: World) -> dict[str, bool]:
+    """What the newest registration of each content said."""
+    newest: dict[str, bool] = {}
+    register = world.engine.register_adapter
+
+    async def remember(path: str, pinned: bool = False) -> AdapterInfo:
+        info = await register(path, pinned)
+        newest[info.digest] = pinned
+        return info
+
+    world.engine.register_adapter = remember  # type: ignore[method-assign]
+    return newest
+
+
+def test_pins_reach_the_engine_in_every_dialect(world: World, pins: dict[str, bool]) -> None:
+    async def scenario(web: Web) -> None:
+        for n, (path, body) in enumerate(
+            (
+                ("/v1/load_lora_adapter", lambda p: {"lora_path": p}),
+                ("/load_lora_adapter", lambda p: {"lora_path": p}),
+                ("/v1/loras", lambda p: {"source": {"uri": f"file://{p}"}}),
+            )
+        ):
+            folder = world.adapter(f"a{n}", f"A{n}")
+            answer = await web.post(path, {"lora_name": f"a{n}", "pinned": True, **body(folder)})
+            assert answer.status_code == 200, answer.text
+        assert list(pins.values()) == [True] * 3
+        assert [a["pinned"] for a in (await listed(web)).values()] == [True] * 3
+
+    run(world, scenario)
+
+
+def test_a_load_of_the_same_content_changes_its_pin(world: World, pins: dict[str, bool]) -> None:
+    async def scenario(web: Web) -> None:
+        path = world.adapter("a", "A")
+        for pinned in (False, True, False):
+            assert (await web.load("a", path, pinned=pinned)).status_code == 200
+            assert (await listed(web))["a"]["pinned"] is pinned
+            assert list(pins.values()) == [pinned]
+            assert sum(world.engine.registrations.values()) == 1
+        await web.load("b", path, pinned=True)
+        assert [a["pinned"] for a in (await listed(web)).values()] == [True, True]
+        world.registry.check()
+
+    run(world, scenario)
+
+
+def test_a_refused_load_leaves_the_pin_alone(world: World, pins: dict[str, bool]) -> None:
+    async def scenario(web: Web) -> None:
+        path = world.adapter("a", "A")
+        await web.load("a", path, pinned=True)
+        await web.load("b", world.adapter("b", "B"))
+        answer = await web.load("b", path)
+        assert answer.status_code == 400 and "other content" in answer.text
+        assert pins == {
+            hashlib.sha256(b"A").hexdigest(): True,
+            hashlib.sha256(b"B").hexdigest(): False,
+        }
+        assert set(world.engine.registrations.values()) == {1}
+
+    run(world, scenario)
+
+
+# the hub ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A hub that has acme/a; what is asked of it."""
+    calls: list[Any] = []
+    folder = tmp_path / "hub" / "snapshot"
+    folder.mkdir(parents=True)
+    (folder / "adapter_model.safetensors").write_text("H")
+
+    def download(name: str, *, revision: str | None, allow_patterns: list[str]) -> str:
+        calls.append((name, revision, sorted(allow_patterns)))
+        if name == "acme/gone":
+            asked = httpx.Request("GET", "https://hub/acme/gone")
+            response = httpx.Response(404, request=asked)
+            raise RepositoryNotFoundError("404 Client Error", response=response)
+        if name != "acme/a":
+            raise OSError("no route to host\nand much more")
+        return str(folder)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    return calls
+
+
+def test_adapters_from_the_hub(tmp_path: Path, hub: list[Any]) -> None:
+    world = World(tmp_path / "root", byte_level(), allow_hub_adapters=True)
+    world.folder.mkdir()
+    files = ["adapter_config.json", "adapter_model.safetensors"]
+
+    async def scenario(web: Web) -> None:
+        assert (await web.load("a", "acme/a")).status_code == 200
+        assert (await web.load("a", "acme/a@v2")).status_code == 200
+        body = {"lora_name": "b", "source": {"uri": "hf://acme/a"}}
+        assert (await web.post("/v1/loras", body)).status_code == 200
+        assert hub == [("acme/a", None, files), ("acme/a", "v2", files), ("acme/a", None, files)]
+        assert await text_of(web, "b") == "cbaH"
+        assert (await listed(web))["b"]["path"] == "hf://acme/a"
+        answer = await web.load("c", "acme/other")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, "lora_path")
+        assert "no route to host" in error["message"] and "\n" not in error["message"]
+        answer = await web.load("c", "acme/gone")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "adapter_not_found")
+        for path in ("acme/../a", "/acme/a", "a/b/c", "acme/a@../x", "acme", "~/a"):
+            assert (await web.load("c", path)).status_code in (400, 404)
+        assert len(hub) == 5
+
+    run(world, scenario)
+    world.check()
+
+
+def test_a_folder_comes_before_the_hub(tmp_path: Path, hub: list[Any]) -> None:
+    world = World(tmp_path, byte_level(), allow_hub_adapters=True)
+    (tmp_path / "acme").mkdir()
+
+    async def scenario(web: Web) -> None:
+        world.adapter("acme/a", "local")
+        assert (await web.load("a", "acme/a")).status_code == 200
+        assert await text_of(web, "a") == "cbalocal" and not hub
+
+    run(world, scenario)
+    world.check()
+
+
+def test_the_hub_is_off_unless_allowed(world: World, hub: list[Any]) -> None:
+    async def scenario(web: Web) -> None:
+        for path, status in (("acme/a", 404), ("hf://acme/a", 400)):
+            answer = await web.load("a", path)
+            assert answer.status_code == status
+            assert "--allow-hub-adapters" in answer.json()["error"]["message"]
+        assert not hub
+
+    run(world, scenario)
+
+
+def test_the_hubs_cache_serves_without_a_network(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real client over a cache in its own layout."""
+    repo = tmp_path / "hub" / "models--acme--a"
+    commit = "1" * 40
+    (repo / "refs").mkdir(parents=True)
+    (repo / "refs" / "main").write_text(commit)
+    folder = repo / "snapshots" / commit
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "adapter_model.safetensors").write_text("C")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    world = World(tmp_path / "root", byte_level(), allow_hub_adapters=True)
+    world.folder.mkdir()
+
+    async def scenario(web: Web) -> None:
+        answer = await web.load("a", "acme/a")
+        assert answer.status_code == 200, answer.text
+        assert await text_of(web, "a") == "cbaC"
+        answer = await web.load("b", "acme/missing")
+        assert answer.status_code == 400 and "can't be fetched" in answer.text
+
+    run(world, scenario)
+    world.check()
+
+
+def test_a_slow_download_holds_up_nobody(
+    tmp_path: Path, hub: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = World(tmp_path / "root", byte_level(), allow_hub_adapters=True)
+    world.folder.mkdir()
+
+    async def scenario(web: Web) -> None:
+        loop, go = asyncio.get_running_loop(), asyncio.Event()
+        quick = huggingface_hub.snapshot_download
+
+        def slow(*args: Any, **options: Any) -> Any:
+            asyncio.run_coroutine_threadsafe(go.wait(), loop).result(10)
+            return quick(*args, **options)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", slow)
+        load = asyncio.create_task(web.load("a", "acme/a"))
+        assert await text_of(web, "base") == "cba"
+        assert not load.done()
+        go.set()
+        assert (await load).status_code == 200
+
+    run(world, scenario)
+    world.check()

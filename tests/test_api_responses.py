@@ -1,0 +1,307 @@
+"""`/v1/responses`, as the openai client speaks and reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from http_api import INFO, Web, World, run, served
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+from toy_tokenizers import thinking
+
+from weft.core.errors import EngineDead, InvalidRequest
+from weft.core.types import StructuredOutputs
+
+PATH = "/v1/responses"
+BIG = replace(INFO, max_model_len=4096, vocab_size=thinking().vocab_size)
+TIME: dict[str, Any] = {"type": "function", "name": "time", "parameters": None, "strict": True}
+CALL = '<tool_call>\n{"name": "time", "arguments": {"zone": "UTC"}}\n</tool_call>'
+THOUGHT = "<think>\nhm\n</think>\n\n"
+EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path, thinking(), BIG)
+    yield made
+    made.check()
+
+
+def ids(text: str) -> list[int]:
+    return thinking().encode(text, add_special_tokens=False)
+
+
+def prompt_of(world: World) -> str:
+    return thinking().decode(world.engine.requests[-1].prompt_ids)
+
+
+async def whole_of(web: Web, says: str, **body: Any) -> Response:
+    web.world.engine.answers = [ids(says)]
+    answer = await web.post(PATH, {"model": "base", "input": "hi", **body})
+    assert answer.status_code == 200, answer.text
+    return Response.model_validate(answer.json())
+
+
+async def events_of(web: Web, says: str, **body: Any) -> list[Any]:
+    web.world.engine.answers = [ids(says)]
+    answer = await web.post(PATH, {"model": "base", "input": "hi", "stream": True, **body})
+    assert answer.status_code == 200, answer.text
+    blocks = answer.text.split("\n\n")
+    assert blocks.pop() == ""
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        events.append(EVENT.validate_json(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1].type}"
+    assert [e.sequence_number for e in events] == list(range(len(events)))
+    return events
+
+
+def without_ids(response: Response) -> list[dict[str, Any]]:
+    items = [item.model_dump() for item in response.output]
+    for item in items:
+        assert item.pop("id")
+        item.pop("call_id", None)
+    return items
+
+
+def test_an_answer(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        response = await whole_of(
+            web, "yes", instructions="be brief", max_output_tokens=9, temperature=0.5, top_p=0.5
+        )
+        assert prompt_of(world) == "<s>system: be brief<s>user: hi<s>assistant:"
+        params = world.engine.requests[0].params
+        assert (params.max_tokens, params.temperature, params.top_p) == (9, 0.5, 0.5)
+        assert (response.status, response.output_text) == ("completed", "yes")
+        assert response.id.startswith("resp_") and response.incomplete_details is None
+        usage = response.usage
+        assert usage is not None and usage.input_tokens == len(world.engine.requests[0].prompt_ids)
+        assert (usage.output_tokens, usage.input_tokens_details.cached_tokens) == (4, 1)
+        assert usage.output_tokens_details.reasoning_tokens == 0
+        answer = await web.post(PATH, {"model": "base", "input": "hi", "store": True})
+        assert answer.json()["store"] is False
+
+    run(world, scenario)
+
+
+def test_an_answer_that_was_cut_off(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        response = await whole_of(web, "yes", max_output_tokens=2)
+        assert (response.status, response.output_text) == ("incomplete", "ye")
+        assert response.incomplete_details is not None
+        assert response.incomplete_details.reason == "max_output_tokens"
+        assert response.output[0].status == "incomplete"  # type: ignore[union-attr]
+        *_, last = await events_of(web, "yes", max_output_tokens=2)
+        assert last.type == "response.incomplete" and last.response.output_text == "ye"
+
+    run(world, scenario)
+
+
+def test_the_events_of_a_text(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        events = await events_of(web, "yes")
+        kinds = [e.type.removeprefix("response.") for e in events]
+        assert kinds == [
+            "created",
+            "in_progress",
+            "output_item.added",
+            "content_part.added",
+            *["output_text.delta"] * 3,
+            "output_text.done",
+            "content_part.done",
+            "output_item.done",
+            "completed",
+        ]
+        assert "".join(e.delta for e in events if e.type.endswith("text.delta")) == "yes"
+        assert events[0].response.status == "in_progress" and events[0].response.output == []
+        assert events[2].item.status == "in_progress" and events[2].item.content == []
+        assert events[3].part.text == "" and events[7].text == events[8].part.text == "yes"
+        assert events[9].item == events[-1].response.output[0]
+        assert {e.item_id for e in events[3:9]} == {events[2].item.id}
+
+    run(world, scenario)
+
+
+def test_streams_add_up_to_whole_answers(world: World) -> None:
+    text = THOUGHT + "let me see\n" + CALL + "\n" + CALL
+
+    async def scenario(web: Web) -> None:
+        whole = await whole_of(web, text, tools=[TIME])
+        events = await events_of(web, text, tools=[TIME])
+        final = events[-1].response
+        assert without_ids(whole) == without_ids(final)
+        assert [item.type for item in whole.output] == [
+            "reasoning",
+            "message",
+            "function_call",
+            "function_call",
+        ]
+        assert whole.output[2].arguments == '{"zone": "UTC"}'  # type: ignore[union-attr]
+        assert whole.usage == final.usage and whole.usage is not None
+        assert whole.usage.output_tokens_details.reasoning_tokens == len(ids(THOUGHT.strip()))
+        for index, item in enumerate(final.output):
+            own = [e for e in events if getattr(e, "output_index", None) == index]
+            assert own[0].type == "response.output_item.added"
+            assert own[-1].type == "response.output_item.done" and own[-1].item == item
+            deltas = "".join(getattr(e, "delta", "") for e in own)
+            shown = item.arguments if item.type == "function_call" else item.content[0].text
+            assert deltas == shown
+
+    run(world, scenario)
+
+
+def test_an_empty_answer_is_an_empty_message(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        whole = await whole_of(web, "</s>", max_output_tokens=1)
+        assert [item.type for item in whole.output] == ["message"] and whole.output_text == ""
+
+    run(world, scenario)
+
+
+def test_conversations_as_items(world: World) -> None:
+    def text(kind: str, text: str) -> list[dict[str, Any]]:
+        return [{"type": kind, "text": text}]
+
+    async def scenario(web: Web) -> None:
+        items = [
+            {"role": "user", "content": text("input_text", "hi")},
+            {"type": "message", "role": "assistant", "content": text("output_text", "so")},
+            {"role": "user", "content": "time?"},
+            {"type": "reasoning", "id": "r", "summary": [], "content": text("reasoning_text", "m")},
+            {"type": "function_call", "call_id": "1", "name": "time", "arguments": "{}"},
+            {"type": "function_call", "call_id": "2", "name": "time", "arguments": '{"z": 1}'},
+            {"type": "function_call_output", "call_id": "1", "output": "noon"},
+            {"type": "function_call_output", "call_id": "2", "output": text("input_text", "1 pm")},
+        ]
+        await whole_of(web, "x", input=items)
+        assert prompt_of(world) == (
+            "<s>user: hi<s>assistant: so<s>user: time?<s>assistant: <think>m</think>"
+            '<tool_call>time{}</tool_call><tool_call>time{"z": 1}</tool_call>'
+            "<s>tool: noon<s>tool: 1 pm<s>assistant:"
+        )
+
+    run(world, scenario)
+
+
+def test_forms_and_forced_calls(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
+        response = await whole_of(web, "x", text={"format": form})
+        asked = world.engine.requests[-1].params.structured_outputs
+        assert asked == StructuredOutputs(
+            json='{"type": "object"}', begin_after_token=ids("</think>")[0]
+        )
+        assert response.text is not None and response.text.format is not None
+        assert response.text.format.model_dump(by_alias=True, exclude_none=True) == form
+        choice = {"type": "function", "name": "time"}
+        response = await whole_of(web, CALL, tools=[TIME], tool_choice=choice)
+        asked = world.engine.requests[-1].params.structured_outputs
+        assert asked is not None and "time" in (asked.structural_tag or "")
+        assert response.tool_choice.model_dump() == choice  # type: ignore[union-attr]
+
+    run(world, scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"input": []}, "input"),
+        ({"input": 5}, "input"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+        ({"input": [{"type": "computer_call"}]}, "input[0]"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
+            "input[0].content[0].type",
+        ),
+        (
+            {
+                "input": [
+                    {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{"},
+                ]
+            },
+            "input[0].arguments",
+        ),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
+        ({"input": "x" * 100_000}, "input"),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"background": True}, "background"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
+        ({"temperature": -1}, "temperature"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+        (
+            {"text": {"format": {"type": "json_object"}}, "tools": [TIME]},
+            "text.format",
+        ),
+        ({"nonsense": 1}, "nonsense"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_name_the_field(
+    world: World, body: dict[str, Any], param: str, stream: bool
+) -> None:
+    async def scenario(web: Web) -> None:
+        answer = await web.post(PATH, {"model": "base", "input": "x", "stream": stream, **body})
+        assert answer.status_code == 400, answer.text
+        assert answer.json()["error"]["param"] == param
+        assert not world.engine.requests
+
+    run(world, scenario)
+
+
+def test_errors_of_the_engine(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        body: dict[str, Any] = {"model": "base", "input": "x"}
+        refused = InvalidRequest("structured_outputs: bad", "structured_outputs")
+        world.engine.fail_after = (0, refused)
+        for stream in (False, True):
+            form = {"format": {"type": "json_object"}}
+            answer = await web.post(PATH, {**body, "stream": stream, "text": form})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "text.format")
+        world.engine.fail_after = (1, EngineDead("it died"))
+        answer = await web.post(PATH, {**body, "stream": True})
+        last = answer.text.strip().split("\n\n")[-1]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
+
+    run(world, scenario)
+
+
+def test_the_openai_client(world: World) -> None:
+    ask: dict[str, Any] = {"model": "base", "input": "hi", "tools": [TIME]}
+    text = THOUGHT + CALL
+    with served(world) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        world.engine.answers = [ids(text)] * 3
+        whole = client.responses.create(**ask)
+        *_, last = client.responses.create(**ask, stream=True)
+        with client.responses.stream(**ask) as stream:
+            final = stream.get_final_response()
+        assert last.type == "response.completed"
+        assert without_ids(whole) == without_ids(last.response)
+        assert [i.type for i in final.output] == ["reasoning", "function_call"]
+        again = [
+            {"role": "user", "content": "hi"},
+            *whole.output,
+            {
+                "type": "function_call_output",
+                "call_id": whole.output[1].call_id,  # type: ignore[union-attr]
+                "output": "noon",
+            },
+        ]
+        world.engine.answers = [ids("noon it is")]
+        answer = client.responses.create(model="base", input=again)  # type: ignore[arg-type]
+        assert answer.output_text == "noon it is"
+        assert prompt_of(world).endswith(
+            '<think>hm</think><tool_call>time{"zone": "UTC"}</tool_call><s>tool: noon<s>assistant:'
+        )
+        world.engine.fail_after = (1, EngineDead("it died"))
+        with pytest.raises(openai.APIError, match="it died"):
+            list(client.responses.create(model="base", input="hi", stream=True))

@@ -1,0 +1,311 @@
+"""Tools and reasoning over HTTP: what the model is asked, and what clients get of its text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from http_api import CHAT, HI, INFO, Web, World, run, served
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from toy_tokenizers import byte_level, thinking
+
+from weft.api import ApiSettings
+from weft.core.errors import ConfigError, InvalidRequest
+
+BIG = replace(INFO, max_model_len=4096, vocab_size=thinking().vocab_size)
+END_OF_REASONING = thinking().encode("</think>", add_special_tokens=False)[0]
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "The weather of a place",
+        "parameters": {"type": "object", "properties": {"place": {"type": "string"}}},
+    },
+}
+TIME = {"type": "function", "function": {"name": "time"}}
+PARIS = '{"place": "Paris"}'
+CALL = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
+CALL_TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path, thinking(), BIG)
+    yield made
+    made.check()
+
+
+def ids(text: str) -> list[int]:
+    return thinking().encode(text, add_special_tokens=False)
+
+
+def prompt_of(world: World) -> str:
+    return thinking().decode(world.engine.requests[-1].prompt_ids)
+
+
+async def both(web: Web, text: str, **body: Any) -> tuple[Any, list[Any]]:
+    """The choice that the model's text makes, whole and as the choices of a stream. Strictly
+    read: no field may be of another type than the client has it."""
+    engine = web.world.engine
+    engine.answers = [ids(text)]
+    whole = await web.chat(**body)
+    ChatCompletion.model_validate(whole, strict=True)
+    engine.answers = [ids(text)]
+    chunks = (await web.chunks(CHAT, {"messages": HI, **body}))[:-1]
+    for chunk in chunks:
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+    return whole["choices"][0], [c["choices"][0] for c in chunks]
+
+
+def joined(choices: list[Any], name: str) -> str:
+    return "".join(c["delta"].get(name) or "" for c in choices)
+
+
+def calls_of(choices: list[Any]) -> list[Any]:
+    """The calls that a stream's deltas add up to."""
+    calls: list[Any] = []
+    for delta in (d for c in choices for d in c["delta"].get("tool_calls", ())):
+        if delta["index"] == len(calls):
+            assert delta["type"] == "function" and delta["id"]
+            calls.append({"id": delta["id"], "type": "function", "function": delta["function"]})
+        else:
+            assert set(delta) == {"index", "function"} and set(delta["function"]) == {"arguments"}
+            calls[delta["index"]]["function"]["arguments"] += delta["function"]["arguments"]
+    return calls
+
+
+# Calls.
+
+
+def test_a_call_and_its_stream(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        whole, stream = await both(web, "let me see\n" + CALL, tools=[WEATHER, TIME])
+        assert whole["finish_reason"] == stream[-1]["finish_reason"] == "tool_calls"
+        message = whole["message"]
+        assert message["content"] == joined(stream, "content") == "let me see"
+        (call,) = message["tool_calls"]
+        assert call["type"] == "function" and call["id"].startswith("call_")
+        assert call["function"] == {"name": "weather", "arguments": PARIS}
+        assert [c["function"] for c in calls_of(stream)] == [call["function"]]
+        assert "weather" in prompt_of(world) and '"properties": {}' in prompt_of(world)
+
+    run(world, scenario)
+
+
+def test_a_call_alone_has_no_content(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        whole, stream = await both(web, CALL + "\n" + CALL_TIME, tools=[WEATHER, TIME])
+        assert whole["message"]["content"] is None and joined(stream, "content") == ""
+        names = [c["function"]["name"] for c in whole["message"]["tool_calls"]]
+        assert names == [c["function"]["name"] for c in calls_of(stream)] == ["weather", "time"]
+
+    run(world, scenario)
+
+
+def test_one_call_if_they_may_not_be_parallel(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        for text in (CALL + "\n" + CALL_TIME, "no"):
+            whole, stream = await both(web, text, tools=[WEATHER], parallel_tool_calls=False)
+            calls = whole["message"].get("tool_calls", [])
+            assert len(calls) == len(calls_of(stream)) == (text != "no")
+
+    run(world, scenario)
+
+
+def test_a_call_that_was_cut_off_keeps_its_reason(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        whole, stream = await both(web, CALL, tools=[WEATHER], max_tokens=len(ids(CALL)) - 4)
+        assert whole["finish_reason"] == stream[-1]["finish_reason"] == "length"
+        assert len(calls_of(stream)) == 1
+
+    run(world, scenario)
+
+
+def test_without_tools_a_call_is_content(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        for body in ({}, {"tools": [WEATHER], "tool_choice": "none"}):
+            whole, stream = await both(web, CALL, **body)
+            text = CALL.replace("<tool_call>", "").replace("</tool_call>", "")
+            assert whole["message"]["content"] == joined(stream, "content") == text
+            assert "tool_calls" not in whole["message"]
+            assert whole["finish_reason"] == "stop" and "weather" not in prompt_of(world)
+
+    run(world, scenario)
+
+
+def test_forced_calls_are_a_form_of_the_output(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        named = {"type": "function", "function": {"name": "time"}}
+        for choice, names in (
+            (None, None),
+            ("auto", None),
+            ("required", {"weather", "time"}),
+            (named, {"time"}),
+        ):
+            await both(web, CALL, tools=[WEATHER, TIME], tool_choice=choice)
+            form = world.engine.requests[-1].params.structured_outputs
+            assert (form is None) == (names is None)
+            if form is not None:
+                tag = form.structural_tag or ""
+                assert {n for n in ("weather", "time") if n in tag} == names
+                assert form.begin_after_token == END_OF_REASONING
+
+    run(world, scenario)
+
+
+def test_a_schema_that_the_engine_refuses_is_the_tools_fault(world: World) -> None:
+    refused = InvalidRequest("structured_outputs: no such type", "structured_outputs")
+    world.engine.fail_after = (0, refused)
+
+    async def scenario(web: Web) -> None:
+        body = {"model": "base", "messages": HI, "tools": [WEATHER], "tool_choice": "required"}
+        answer = await web.post(CHAT, body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+    run(world, scenario)
+
+
+def test_a_form_and_tools_are_at_odds(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        body: dict[str, Any] = {"messages": HI, "response_format": {"type": "json_object"}}
+        answer = await web.post(CHAT, {"model": "base", "tools": [WEATHER], **body})
+        assert answer.json()["error"]["param"] == "response_format"
+        await web.chat(**body, tools=[WEATHER], tool_choice="none")
+        await web.chat(tools=[WEATHER], response_format={"type": "text"})
+
+    run(world, scenario)
+
+
+def test_earlier_calls_and_results_are_in_the_prompt(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        call = {"id": "c1", "type": "function", "function": {"name": "time", "arguments": ""}}
+        messages = [
+            *HI,
+            {
+                "role": "assistant",
+                "content": None,
+                "reasoning_content": "hm",
+                "tool_calls": [call],
+                "refusal": None,
+                "function_call": None,
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "noon"}]},
+        ]
+        await web.chat(messages=messages, tools=[TIME])
+        assert prompt_of(world).endswith(
+            "<s>assistant: <think>hm</think><tool_call>time{}</tool_call><s>tool: noon<s>assistant:"
+        )
+
+    run(world, scenario)
+
+
+# Reasoning.
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_reasoning_and_its_stream(world: World, opened: bool) -> None:
+    text = ("" if opened else "<think>\n") + "hm, well\n</think>\n\nyes"
+
+    async def scenario(web: Web) -> None:
+        kwargs = {"begun": opened}
+        whole, stream = await both(web, text, chat_template_kwargs=kwargs, logprobs=True)
+        message = whole["message"]
+        assert (message["content"], message["reasoning_content"]) == ("yes", "hm, well")
+        assert message["reasoning"] == "hm, well"
+        assert joined(stream, "content") == "yes"
+        assert joined(stream, "reasoning_content") == joined(stream, "reasoning") == "hm, well"
+        tokens = [t for c in stream for t in (c["logprobs"] or {"content": []})["content"]]
+        assert tokens == whole["logprobs"]["content"]
+        assert len(tokens) == len(ids(text)) + 1
+
+    run(world, scenario)
+
+
+def test_reasoning_before_a_call(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        text = "<think>\nhm\n</think>\n\n" + CALL
+        whole, stream = await both(web, text, tools=[WEATHER], skip_special_tokens=True)
+        assert whole["message"]["reasoning_content"] == joined(stream, "reasoning") == "hm"
+        assert len(whole["message"]["tool_calls"]) == len(calls_of(stream)) == 1
+
+    run(world, scenario)
+
+
+def test_a_form_binds_after_the_reasoning_if_there_is_any(world: World) -> None:
+    form = {"type": "json_object"}
+
+    async def scenario(web: Web) -> None:
+        for kwargs, begin in (
+            ({}, END_OF_REASONING),
+            ({"begun": True}, END_OF_REASONING),
+            ({"enable_thinking": False}, None),
+        ):
+            await web.chat(response_format=form, chat_template_kwargs=kwargs)
+            asked = world.engine.requests[-1].params.structured_outputs
+            assert asked is not None and asked.begin_after_token == begin
+
+    run(world, scenario)
+
+
+# What the operator says.
+
+
+def test_parsers_are_what_the_operator_says(tmp_path: Path) -> None:
+    world = World(tmp_path, thinking(), BIG, tool_call_parser="mistral", reasoning_parser=None)
+
+    async def scenario(web: Web) -> None:
+        text = '<think>[TOOL_CALLS][{"name": "time", "arguments": {}}]'
+        whole, _ = await both(web, text, tools=[TIME])
+        assert whole["message"]["content"] == "<think>"
+        assert whole["message"]["tool_calls"][0]["function"]["name"] == "time"
+
+    run(world, scenario)
+    world = World(tmp_path, thinking(), BIG, tool_call_parser=None)
+
+    async def refused(web: Web) -> None:
+        answer = await web.post(CHAT, {"model": "base", "messages": HI, "tools": [TIME]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+
+    run(world, refused)
+    for name in ("tool_call_parser", "reasoning_parser"):
+        with pytest.raises(ConfigError) as error:
+            ApiSettings(("base",), **{name: "no such"})
+        assert error.value.param == name
+
+
+# The client.
+
+
+def test_the_openai_client_reads_calls(world: World) -> None:
+    world.engine.answers = [ids(f"<think>\nhm\n</think>\n\n{CALL}\n{CALL_TIME}") for _ in "12"]
+    ask: dict[str, Any] = {"model": "base", "messages": HI, "tools": [WEATHER, TIME]}
+    with served(world) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
+        whole = client.chat.completions.create(**ask).choices[0]
+        with client.chat.completions.stream(**ask) as stream:
+            kinds = {event.type for event in stream}
+            final = stream.get_final_completion().choices[0]
+    assert "tool_calls.function.arguments.done" in kinds
+    assert whole.finish_reason == final.finish_reason == "tool_calls"
+    for choice in (whole, final):
+        functions = [c.function for c in choice.message.tool_calls or ()]  # type: ignore[union-attr]
+        assert [(f.name, json.loads(f.arguments)) for f in functions] == [
+            ("weather", {"place": "Paris"}),
+            ("time", {}),
+        ]
+
+
+def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
+    world = World(tmp_path, byte_level())
+
+    async def scenario(web: Web) -> None:
+        answer = await web.post(CHAT, {"model": "base", "messages": HI, "tools": [TIME]})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+        assert (await web.chat(tools=[TIME], tool_choice="none"))["choices"]
+
+    run(world, scenario)
+    world.check()
