@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from weft.checkpoint import AdapterImage
-from weft.core.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable, WeftError
+from weft.core.errors import (
+    AdapterConflict,
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterUnavailable,
+    WeftError,
+)
 from weft.core.targets import ImageLayout
-from weft.core.types import AdapterInfo
+from weft.core.types import AdapterInfo, AdapterStats
 from weft.residency.host import HostCache
+from weft.residency.policy import POLICIES, Policy, fifo, lru
 from weft.residency.residency import LoadEnded, Registered, Residency
 from weft.residency.slots import AdapterSlots, Load
 
@@ -83,9 +90,15 @@ class World:
         self.pool = FakePool()
         self.disk = FakeDisk()
         self.woken = threading.Semaphore(0)
+        self.clock_s = 0.0
         self.slots = AdapterSlots(100, num_slots)
         self.residency = Residency(
-            self.slots, self.pool, self.disk.read, max_host_images, self.woken.release
+            self.slots,
+            self.pool,
+            self.disk.read,
+            max_host_images,
+            self.woken.release,
+            clock=lambda: self.clock_s,
         )
         self.now = 0
         self._ended: deque[Registered | LoadEnded] = deque()
@@ -97,9 +110,11 @@ class World:
         self.check()
         return self._ended.popleft()
 
-    def register(self, path: str, content: AdapterImage | Exception) -> Registered:
+    def register(
+        self, path: str, content: AdapterImage | Exception, pinned: bool = False
+    ) -> Registered:
         self.disk.files[path] = content
-        self.residency.register(7, path)
+        self.residency.register(7, path, pinned)
         ended = self.wait()
         assert isinstance(ended, Registered) and ended.call_id == 7
         return ended
@@ -209,23 +224,23 @@ def test_load_reads_again_what_the_host_cache_lost(one_image: World) -> None:
 
 
 @pytest.mark.parametrize(
-    ("now_there", "kind"),
+    ("now_there", "reason"),
     [
-        (image("other", 30), AdapterUnavailable),
-        (AdapterNotFound("gone", "lora_path"), AdapterNotFound),
-        (OSError("disk on fire"), AdapterUnavailable),
+        (image("other", 30), "changed"),
+        (AdapterNotFound("it is gone", "lora_path"), "it is gone"),
+        (AdapterInvalid("too large", "adapter_model.safetensors"), "too large"),
+        (OSError("disk on fire"), "OSError: disk on fire"),
     ],
 )
-def test_load_fails(
-    one_image: World, now_there: AdapterImage | Exception, kind: type[WeftError]
-) -> None:
+def test_load_fails(one_image: World, now_there: AdapterImage | Exception, reason: str) -> None:
     """The extent is free again; others load; the same one loads once its file is back."""
     one_image.register("/a", image("a", 60))
     one_image.register("/b", image("b", 60))
     one_image.disk.files["/a"] = now_there
     assert one_image.start("a")
     ended = one_image.wait()
-    assert isinstance(ended, LoadEnded) and ended.digest == "a" and type(ended.error) is kind
+    assert isinstance(ended, LoadEnded) and ended.digest == "a"
+    assert type(ended.error) is AdapterUnavailable and reason in ended.error.message
     assert not one_image.slots.is_resident("a") and not one_image.slots.is_loading("a")
     assert one_image.slots.used_elements == 0
     one_image.load("b")
@@ -319,6 +334,139 @@ def test_close_waits_for_a_load_in_progress(world: World) -> None:
     assert world.wait() == LoadEnded("a", None)
 
 
+def test_what_a_load_left_behind_by_its_adapter_leaves(one_image: World) -> None:
+    """Nothing: its image is not cached either."""
+    one_image.register("/a", image("a", 60))
+    one_image.register("/b", image("b", 60))
+    one_image.disk.gate.clear()
+    assert one_image.start("a")
+    one_image.residency.forget("a")
+    one_image.disk.gate.set()
+    one_image.wait()
+    assert one_image.residency.host.digests() == ("b",)
+
+
+# -- pinned adapters, and those without a folder -----------------------------------------------
+
+
+def test_a_pinned_adapter_is_wanted_and_kept(one_image: World) -> None:
+    world = one_image
+    assert world.register("/a", image("a", 30, 2.5), pinned=True).error is None
+    assert world.slots.wanted == world.slots.pinned == ("a",)
+    load = world.load("a")
+    assert world.slots.wanted == ()
+    for name in "bcd":
+        world.register(f"/{name}", image(name, 50))
+        world.load(name)
+    assert world.slots.resident[-1] == "a" and world.pool.content(load.slot) == [2.5] * 30
+    assert world.residency.host.digests() == ("a", "d")
+    world.residency.forget("a")
+    assert world.slots.pinned == () and world.residency.host.digests() == ("d",)
+
+
+def test_a_pin_that_would_leave_too_little(world: World) -> None:
+    """It is refused, and what was registered before stays as it was."""
+    world.register("/a", image("a", 40))
+    world.register("/b", image("b", 40))
+    assert world.register("/a", image("a", 40), pinned=True).error is None
+    refused = world.register("/b", image("b", 40), pinned=True)
+    assert type(refused.error) is AdapterConflict and refused.error.param == "pinned"
+    assert "--adapter-memory" in refused.error.message
+    refused = world.register("/c", image("c", 61))
+    assert type(refused.error) is AdapterConflict and refused.error.param == "pinned"
+    assert world.slots.pinned == ("a",) and not world.slots.knows("c")
+    assert set(world.residency.host.digests()) == {"a", "b"}
+    world.load("b")
+    assert world.register("/c", image("c", 60)).error is None
+    world.load("c")
+
+
+def test_the_newest_registration_decides_the_pin(one_image: World) -> None:
+    world = one_image
+    world.register("/a", image("a", 30), pinned=True)
+    world.load("a")
+    world.register("/a", image("a", 30))
+    assert world.slots.pinned == ()
+    world.register("/b", image("b", 90))
+    assert world.load("b").evicted == ("a",)
+    assert world.residency.host.digests() == ("b",)
+
+
+def test_a_pin_that_cannot_be_loaded_is_not_tried_for_ever(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world.register("/a", image("a", 30), pinned=True)
+    monkeypatch.setattr(world.pool, "write", lambda *_: (_ for _ in ()).throw(RuntimeError("oom")))
+    assert world.start("a")
+    world.wait()
+    assert world.slots.pinned == ("a",) and world.slots.wanted == ()
+
+
+def test_an_image_without_a_folder_stays_on_the_host(one_image: World) -> None:
+    """Also when the same content is registered from a folder besides, and that one goes away."""
+    world = one_image
+    info = world.residency.add(image("a", 60, 2.5), None, pinned=False)
+    assert info == AdapterInfo("a", "", 4, 240, ("q_proj",))
+    world.register("/a", image("a", 60, 2.5))
+    world.disk.files["/a"] = AdapterNotFound("gone")
+    reads = len(world.disk.reads)
+    for _ in range(2):
+        load = world.load("a")
+        assert world.pool.content(load.slot) == [2.5] * 60
+        world.register("/b", image("b", 60))
+        world.load("b")
+    assert len(world.disk.reads) == reads + 2, "only /b was read"
+    assert world.residency.host.digests() == ("a", "b")
+    world.residency.forget("a")
+    assert world.residency.host.digests() == ("b",)
+
+
+def test_register_expects_a_digest(world: World) -> None:
+    world.disk.files["/a"] = image("a", 30)
+    world.residency.register(1, "/a", expect_digest="b")
+    ended = world.wait()
+    assert isinstance(ended, Registered) and isinstance(ended.error, AdapterUnavailable)
+    assert not world.slots.knows("a") and not world.slots.knows("b")
+    world.residency.register(1, "/a", expect_digest="a")
+    ended = world.wait()
+    assert isinstance(ended, Registered) and ended.error is None
+
+
+def test_stats_by_adapter(world: World) -> None:
+    for name in "ab":
+        world.register(f"/{name}", image(name, 60))
+    assert world.residency.stats() == {}
+    for seconds, name in ((0.5, "a"), (0.25, "b"), (2.0, "a")):
+        assert world.start(name)
+        world.clock_s += seconds
+        world.wait()
+    assert world.residency.stats() == {"a": AdapterStats(2, 1, 2.0), "b": AdapterStats(1, 1, 0.25)}
+    world.residency.forget("a")
+    assert world.residency.stats() == {"b": AdapterStats(1, 1, 0.25)}
+
+
+def test_host_cache_keeps_what_is_kept() -> None:
+    cache = HostCache(1)
+    cache.put(image("a", 1), kept=True)
+    cache.put(image("b", 1), kept=True)
+    cache.put(image("c", 1))
+    assert cache.digests() == ("a", "b", "c")
+    cache.put(image("d", 1))
+    assert cache.digests() == ("a", "b", "d")
+    cache.put(image("a", 1))
+    assert cache.digests() == ("a", "b"), "a was used last"
+
+
+def test_host_cache_first_come_first_to_go() -> None:
+    cache = HostCache(2, fifo)
+    cache.put(image("a", 1))
+    cache.put(image("b", 1))
+    assert cache.get("a") is not None
+    cache.put(image("a", 1))
+    cache.put(image("c", 1))
+    assert cache.digests() == ("b", "c")
+
+
 def test_host_cache_puts_the_least_recently_used_out() -> None:
     cache = HostCache(2)
     cache.put(image("a", 1))
@@ -347,21 +495,31 @@ class Placed:
     size: int
     leases: int
     loading: bool
+    came: int
     last_use: int
+    pinned: bool = False
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
 
     def must_stay(self, now: int) -> bool:
-        return self.loading or self.leases > 0 or self.last_use >= now
+        return self.loading or self.leases > 0 or self.last_use >= now or self.pinned
 
 
-def fits(placed: dict[str, Placed], size: int, keep: Callable[[Placed], bool]) -> bool:
-    """Whether some window of `size` elements holds nothing that must stay."""
-    kept = [p for p in placed.values() if keep(p)]
-    if len(kept) >= NUM_SLOTS:
-        return False
-    return any(
-        all(p.start + p.size <= start or start + size <= p.start for p in kept)
-        for start in range(CAPACITY - size + 1)
-    )
+Spans = dict[str, tuple[int, int]]
+
+
+def apart(a: tuple[int, int], b: tuple[int, int]) -> bool:
+    return a[1] <= b[0] or b[1] <= a[0]
+
+
+def places(name: str, size: int, homes: Spans) -> list[tuple[int, int]]:
+    """Where an adapter may be put: at its home, or outside of all others'."""
+    if name in homes:
+        return [homes[name]]
+    spans = [(start, start + size) for start in range(CAPACITY - size + 1)]
+    return [span for span in spans if all(apart(span, home) for home in homes.values())]
 
 
 class SlotsMachine(RuleBasedStateMachine):
@@ -376,15 +534,56 @@ class SlotsMachine(RuleBasedStateMachine):
         self.placed: dict[str, Placed] = {}
         self.dropped: set[str] = set()
         self.used: dict[str, int] = {}
+        self.homes: Spans = {}
+        self.wanted: set[str] = set()
         self.now = 0
 
-    @rule(name=names, size=st.integers(2, 14))
-    def add(self, name: str, size: int) -> None:
+    def fits(self, name: str, keep: Callable[[Placed], bool]) -> bool:
+        """Whether there is a place for `name`, and a slot, with nothing that must stay."""
+        kept = [p for p in self.placed.values() if keep(p)]
+        return len(kept) < NUM_SLOTS and any(
+            all(apart(place, (p.start, p.stop)) for p in kept)
+            for place in places(name, self.sizes[name], self.homes)
+        )
+
+    @rule(name=names, size=st.integers(2, 14), pinned=st.booleans())
+    def add(self, name: str, size: int, pinned: bool) -> None:
         # content has one size for good: it is part of what the digest stands for
         size = self.used.setdefault(name, size)
-        self.slots.add(name, size)
+        possible = self.may_add(name, size, pinned)
+        try:
+            self.slots.add(name, size, pinned)
+        except AdapterConflict as error:
+            assert not possible and error.param == "pinned"
+            return
+        assert possible
         self.sizes[name] = size
         self.dropped.discard(name)
+        if pinned:
+            self.homes[name] = self.slots._homes[name]
+        else:
+            self.homes.pop(name, None)
+        if pinned and name not in self.placed:
+            self.wanted.add(name)
+        else:
+            self.wanted.discard(name)
+        if name in self.placed:
+            self.placed[name].pinned = pinned
+
+    def may_add(self, name: str, size: int, pinned: bool) -> bool:
+        """Whether some home leaves room for the largest; what is there already stays where it is.
+        What is not pinned must fit beside the homes."""
+        others = {n: home for n, home in self.homes.items() if n != name}
+        if not pinned or name in self.homes:
+            return pinned or bool(places(name, size, others))
+        largest = max(size, *self.sizes.values(), 0)
+        spans = places(name, size, others)
+        if name in self.placed:
+            here = (self.placed[name].start, self.placed[name].stop)
+            spans = [span for span in spans if span == here]
+        return len(others) + 1 < NUM_SLOTS and any(
+            places("another", largest, others | {name: span}) for span in spans
+        )
 
     @rule()
     def tick(self) -> None:
@@ -395,31 +594,34 @@ class SlotsMachine(RuleBasedStateMachine):
         if name not in self.sizes or name in self.placed:
             return
         size = self.sizes[name]
-        possible = fits(self.placed, size, lambda p: p.must_stay(self.now))
-        roomy = fits(self.placed, size, lambda _: True) and len(self.placed) < NUM_SLOTS
+        possible = self.fits(name, lambda p: p.must_stay(self.now))
+        roomy = self.fits(name, lambda _: True)
         load = self.slots.start_load(name, self.now)
         assert (load is not None) == possible
         if load is None:
             return
         gone = [n for n in self.placed if n not in self.slots._extents]
-        assert len(gone) == len(load.evicted_slots)
+        assert sorted(gone) == sorted(load.evicted) and len(gone) == len(load.evicted_slots)
         assert not (gone and roomy), "evicted although there was room"
         stop = load.start + size
         full = len(self.placed) == NUM_SLOTS
         for other in gone:
             p = self.placed.pop(other)
             assert not p.must_stay(self.now)
-            in_the_way = p.start < stop and load.start < p.start + p.size
+            in_the_way = p.start < stop and load.start < p.stop
             assert in_the_way or (full and len(gone) == 1), "evicted for nothing"
         for p in self.placed.values():
-            assert p.start + p.size <= load.start or stop <= p.start
-        assert load.start >= 0 and stop <= CAPACITY
-        self.placed[name] = Placed(load.start, size, 0, True, self.now)
+            assert apart((load.start, stop), (p.start, p.stop))
+        assert (load.start, stop) in places(name, size, self.homes)
+        self.placed[name] = Placed(
+            load.start, size, 0, True, self.now, self.now, name in self.homes
+        )
+        self.wanted.discard(name)
 
     @rule(name=names, size=st.integers(2, 14), lease=st.booleans())
     def bring(self, name: str, size: int, lease: bool) -> None:
         """All that makes an adapter useful, so that the line fills up."""
-        self.add(name, size)
+        self.add(name, size, pinned=name in self.homes)
         self.tick()
         self.start_load(name)
         self.end_load(name, fails=False)
@@ -469,9 +671,12 @@ class SlotsMachine(RuleBasedStateMachine):
         slot = self.slots.remove(name)
         assert (slot is not None) == (found is not None and not found.loading)
         self.sizes.pop(name, None)
+        self.homes.pop(name, None)
+        self.wanted.discard(name)
         if slot is not None:
             del self.placed[name]
         elif found:
+            found.pinned = False
             self.dropped.add(name)
 
     @precondition(lambda self: self.sizes)
@@ -482,25 +687,21 @@ class SlotsMachine(RuleBasedStateMachine):
             return
 
         def keep(p: Placed) -> bool:
-            return p.loading or (p.leases > 0 and self.tenure(p) < quantum)
+            return p.loading or p.pinned or (p.leases > 0 and self.tenure(p) < quantum)
 
         def after(p: Placed) -> bool:
-            return p.loading or (p.leases > 0 and p not in chosen)
+            return p.loading or p.pinned or (p.leases > 0 and p not in chosen)
 
         victims = self.slots.choose_victims(name, self.now, quantum)
         chosen = [self.placed[v] for v in victims]
-        assert all(p.leases and self.tenure(p) >= quantum for p in chosen)
+        assert all(p.leases and not p.pinned and self.tenure(p) >= quantum for p in chosen)
         window_exists = any(
-            all(
-                p.start + p.size <= start or start + self.sizes[name] <= p.start
-                for p in self.placed.values()
-                if keep(p)
-            )
-            for start in range(CAPACITY - self.sizes[name] + 1)
+            all(apart(place, (p.start, p.stop)) for p in self.placed.values() if keep(p))
+            for place in places(name, self.sizes[name], self.homes)
         )
         kept = sum(after(p) for p in self.placed.values())
         if window_exists and kept < NUM_SLOTS:
-            assert fits(self.placed, self.sizes[name], after)
+            assert self.fits(name, after)
 
     def tenure(self, p: Placed) -> int:
         extent = next(e for e in self.slots._line if e.start == p.start)
@@ -511,6 +712,10 @@ class SlotsMachine(RuleBasedStateMachine):
         self.slots.check()
         resident = {n for n, p in self.placed.items() if not p.loading}
         assert set(self.slots.resident) == resident
+        assert set(self.slots.pinned) == set(self.homes)
+        assert self.slots.wanted == tuple(sorted(self.wanted))
+        for name, size in self.sizes.items():
+            assert places(name, size, self.homes), "it could never be loaded"
         assert self.slots.used_elements == sum(p.size for p in self.placed.values())
         for name, p in self.placed.items():
             assert self.slots.is_resident(name) == (not p.loading)
@@ -522,17 +727,85 @@ TestSlotsMachine = SlotsMachine.TestCase
 TestSlotsMachine.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
 
 
-@given(sizes=st.lists(st.integers(1, 8), min_size=1, max_size=12))
+@pytest.mark.parametrize("name", POLICIES)
+@given(uses=st.lists(st.integers(0, 6), min_size=1, max_size=30))
 @settings(max_examples=60, deadline=None)
-def test_least_recently_used_goes_first(sizes: list[int]) -> None:
-    """Equal conditions otherwise: of single neighbours that make room, the oldest."""
-    slots = AdapterSlots(8 * 4, 4)
-    for i, _ in enumerate(sizes):
-        slots.add(f"d{i}", 8)
-        load = slots.start_load(f"d{i}", 2 * i)
-        assert load is not None and slots.loaded(f"d{i}")
+def test_the_policy_says_who_goes_first(name: str, uses: list[int]) -> None:
+    """Equal conditions otherwise: of single neighbours that make room, in arena and slots alike."""
+    slots = AdapterSlots(8 * 4, 4, POLICIES[name])
+    came: dict[str, int] = {}
+    used: dict[str, int] = {}
+    for now, use in enumerate(uses):
+        digest = f"d{use}"
+        slots.add(digest, 8)
+        used[digest] = now
+        if digest in came:
+            slots.acquire(digest, now)
+            slots.release(digest, now)
+            continue
+        load = slots.start_load(digest, now)
+        assert load is not None and slots.loaded(digest)
+        if len(came) == 4:
+            first = min(came, key=(came if name == "fifo" else used).__getitem__)
+            assert load.evicted == (first,)
+            del came[first]
+        came[digest] = now
         slots.check()
-        assert set(slots.resident) == {f"d{j}" for j in range(max(0, i - 3), i + 1)}
+        assert set(slots.resident) == set(came)
+
+
+def test_policies() -> None:
+    key: Policy
+    for key, first in ((lru, "b"), (fifo, "a")):
+        times = {"a": (1, 9), "b": (2, 3), "c": (4, 4)}
+        assert min(times, key=lambda digest: key(*times[digest])) == first
+
+
+def test_homes_lie_close_together() -> None:
+    """So that the gap between them stays long."""
+    slots = AdapterSlots(100, 10)
+    for name in "abc":
+        slots.add(name, 20, pinned=True)
+    assert slots._homes == {"a": (80, 100), "b": (60, 80), "c": (40, 60)}
+    slots.remove("b")
+    slots.add("d", 15, pinned=True)
+    assert slots._homes["d"] == (65, 80)
+    slots.add("e", 40)
+    with pytest.raises(AdapterConflict, match="must leave 41 elements"):
+        slots.add("f", 41, pinned=True)
+    slots.check()
+
+
+def test_a_pinned_adapter_waits_for_the_leases_at_its_home() -> None:
+    """Its home is nobody else's meanwhile."""
+    slots = AdapterSlots(10, 4)
+    for name in "ab":
+        slots.add(name, 5)
+        assert slots.start_load(name, 0) and slots.loaded(name)
+    slots.acquire("b", 1)
+    slots.add("pinned", 3, pinned=True)
+    slots.add("c", 5)
+    assert slots.start_load("pinned", 2) is None and slots.wanted == ("pinned",)
+    assert slots.choose_victims("pinned", 2, 0) == ["b"]
+    slots.release("b", 2)
+    load = slots.start_load("c", 3)
+    assert load is not None and load.start + 5 <= 7 and slots.loaded("c")
+    load = slots.start_load("pinned", 4)
+    assert load is not None and load.start == 7 and slots.loaded("pinned")
+    slots.check()
+
+
+def test_a_pinned_adapter_keeps_its_slot_when_slots_run_out() -> None:
+    slots = AdapterSlots(100, 3)
+    for now, name in enumerate(["pinned", "a", "b", "c"]):
+        slots.add(name, 10, pinned=name == "pinned")
+        load = slots.start_load(name, now)
+        assert load is not None and slots.loaded(name)
+    assert load.evicted == ("a",)
+    with pytest.raises(AdapterConflict):
+        for name in "bc":
+            slots.add(name, 10, pinned=True)
+    slots.check()
 
 
 def test_what_is_waited_for_is_not_evicted_in_that_step() -> None:

@@ -11,6 +11,8 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TypeVar, cast
 
+import torch
+
 from weft.core.config import engine_args
 from weft.core.errors import InvalidRequest, ModelNotFound, from_wire
 from weft.core.types import (
@@ -26,10 +28,13 @@ from weft.core.types import (
 from weft.engine.engine import WAIT_S, Engine
 from weft.engine.messages import Abort, Register, Reply, Report, Submit, Tokens
 from weft.registry import AdapterRegistry
-from weft.text import OutputStream, Tokenizer, load_tokenizer
+from weft.text import OutputStream, Tokenizer, bad_token_ids, load_tokenizer
 
 Prompt = str | list[int]
 T = TypeVar("T")
+
+_MEMORY = "memory"
+"""The root of adapters that come from no folder."""
 
 
 @dataclass(slots=True)
@@ -44,6 +49,8 @@ class RequestOutput:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """One for each token of the prompt, None for its first."""
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
@@ -127,18 +134,40 @@ class LLM:
         prompts = [self.tokenizer.chat([dict(m) for m in c]) for c in many]  # type: ignore
         return self.generate(prompts, params, adapter)
 
-    def load_adapter(self, name: str, path: str | Path) -> AdapterRef:
-        """Make the adapter in a folder usable under `name`. Raises AdapterError."""
+    def load_adapter(
+        self, name: str, path: str | Path, *, replace: bool = False, pinned: bool = False
+    ) -> AdapterRef:
+        """Make the adapter in a folder usable under `name`.
+
+        With `replace` it takes the place of other content under that name, as a new version. A
+        pinned one stays on the device; the newest load of some content says whether it is.
+        Raises AdapterError.
+        """
         with self._registry.reserve(name, str(path)):
-            info = self._register(str(path))
-            before = self._registry.current(name)
-            ref = before
-            try:
-                ref = self._registry.publish(name, info, str(path))
-            finally:
-                if ref == before:
-                    self._engine.drop(info.digest)
-            return ref
+            info = self._register(str(path), pinned)
+            return self._publish(name, info, str(path), replace, pinned)
+
+    def publish_adapter(
+        self,
+        name: str,
+        config: Mapping[str, object],
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        pinned: bool = False,
+    ) -> AdapterRef:
+        """Make an adapter that is in memory usable under `name`, in place of what is there.
+
+            config = model.peft_config["default"].to_dict()
+            tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
+            llm.publish_adapter("policy", config, tensors)
+
+        What both hold is copied, and checked as files are; equal content is the same version,
+        wherever it comes from. Its image stays on the host until it is unloaded or replaced.
+        Raises AdapterError.
+        """
+        with self._registry.reserve(name, _MEMORY):
+            info = self._engine.publish(config, tensors, pinned)
+            return self._publish(name, info, _MEMORY, True, pinned)
 
     def unload_adapter(self, name: str) -> None:
         """Raises AdapterNotFound."""
@@ -177,7 +206,9 @@ class LLM:
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             message = f"the prompt has a token id outside of [0, {vocab_size})"
             raise InvalidRequest(message, "prompt")
-        request = EngineRequest(str(next(self._ids)), ids, params, ref)
+        params.check_vocab(vocab_size)
+        bad = bad_token_ids(self._tokenizer, params.bad_words)
+        request = EngineRequest(str(next(self._ids)), ids, params, ref, bad)
         output = RequestOutput(prompt if isinstance(prompt, str) else None, ids, ref)
         return _Job(request, output, OutputStream(self._tokenizer, params, ids))
 
@@ -208,6 +239,7 @@ class LLM:
             return
         delta = job.stream.feed(event)
         output = job.output
+        output.prompt_logprobs = output.prompt_logprobs or event.prompt_logprobs
         output.text += delta.text
         output.token_ids += delta.token_ids
         output.num_cached_tokens = delta.num_cached_tokens
@@ -220,9 +252,24 @@ class LLM:
             del open_jobs[event.request_id]
             on_finished(output)
 
-    def _register(self, path: str) -> AdapterInfo:
+    def _publish(
+        self, name: str, info: AdapterInfo, path: str, replace: bool, pinned: bool
+    ) -> AdapterRef:
+        """Let `name` point to what was registered; the registration that is then too many goes."""
+        before = self._registry.current(name)
+        ref = before
+        try:
+            ref = self._registry.publish(
+                name, info, path, replace, lambda old: self._engine.drop(old.digest), pinned
+            )
+        finally:
+            if ref == before:
+                self._engine.drop(info.digest)
+        return ref
+
+    def _register(self, path: str, pinned: bool) -> AdapterInfo:
         call_id = next(self._ids)
-        self._engine.apply(Register(call_id, path))
+        self._engine.apply(Register(call_id, path, pinned))
         for report in self._reports():
             if isinstance(report, Reply) and report.call_id == call_id:
                 if report.error is not None:

@@ -22,9 +22,10 @@ from weft.core.errors import AdapterNotFound
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""What weights may be stored in, by safetensors' names."""
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,9 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def _tensor(name: str, spec: dict[str, object]) -> torch.Tensor:
-    dtype = _DTYPES.get(str(spec["dtype"]))
+    dtype = DTYPES.get(str(spec["dtype"]))
     if dtype is None:
-        refuse(name, f"has the dtype {spec['dtype']}; only {', '.join(_DTYPES)} are served")
+        refuse(name, f"has the dtype {spec['dtype']}; only {', '.join(DTYPES)} are served")
     shape, data = spec["shape"], spec["data"]
     assert isinstance(shape, list) and isinstance(data, bytearray)
     if not data:

@@ -7,14 +7,21 @@ The device arena is a line of elements. Adapters take extents of exactly their s
 An adapter is known (added), then absent, loading or resident. A lease keeps it resident while a
 request uses it. To make room, the cheapest window of free space and evictable neighbours is
 found by sliding over the line; what is in it goes. Time is the caller's step number.
+
+A pinned adapter has a *home* from the moment it is added: a place where nothing else is put, and
+from which it is not evicted. Homes lie close together, from the end of the line on, so that the
+gaps between them stay long. The longest gap holds every adapter that is not pinned: what would
+break that is refused, as such an adapter's requests would wait for ever.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from weft.core.errors import AdapterInvalid
+from weft.core.errors import AdapterConflict, AdapterInvalid
+from weft.residency.policy import Policy, lru
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +33,8 @@ class Load:
     start: int
     """First element of its extent."""
     evicted_slots: tuple[int, ...]
+    evicted: tuple[str, ...] = ()
+    """The digests that were in those slots."""
 
 
 @dataclass(slots=True)
@@ -35,9 +44,10 @@ class _Extent:
     start: int
     size: int
     loading: bool
+    came: int
+    last_use: int
     leases: int = 0
     leased_since: int = 0
-    last_use: int = 0
 
     @property
     def stop(self) -> int:
@@ -46,15 +56,21 @@ class _Extent:
 
 Cost = Callable[[_Extent], float | None]
 
+Span = tuple[int, int]
+"""[start, stop) of the arena."""
+
 
 class AdapterSlots:
     """Owner of the slot table and of residency on the device.
 
-    capacity: elements of the arena. num_slots: bound on resident adapters.
+    capacity: elements of the arena. num_slots: bound on resident adapters. policy: which of the
+    adapters without leases go first.
     """
 
-    def __init__(self, capacity: int, num_slots: int) -> None:
+    def __init__(self, capacity: int, num_slots: int, policy: Policy = lru) -> None:
         self.capacity = capacity
+        self._num_slots = num_slots
+        self._policy = policy
         self.num_evictions = 0
         self.num_loads = 0
         self._sizes: dict[str, int] = {}
@@ -62,19 +78,41 @@ class AdapterSlots:
         self._line: list[_Extent] = []
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._dropped: set[str] = set()
+        self._homes: dict[str, Span] = {}
+        """Of pinned adapters."""
+        self._wanted: set[str] = set()
 
     # -- what is known -------------------------------------------------------------------------
 
-    def add(self, digest: str, size: int) -> None:
-        """Make an adapter of `size` elements known. Raises AdapterInvalid if it can never fit."""
+    def add(self, digest: str, size: int, pinned: bool = False) -> None:
+        """Make an adapter of `size` elements known, or pin or unpin it; a failure changes nothing.
+
+        Raises AdapterInvalid if it can never fit, AdapterConflict if it is to be pinned and no
+        gap would be left for the largest adapter known, or if the pinned ones leave none for it.
+        """
         if size > self.capacity:
             raise AdapterInvalid(
                 f"the adapter takes {size} elements of adapter memory, which has {self.capacity}; "
                 "raise --adapter-memory",
                 "adapter_memory",
             )
+        homes = {other: home for other, home in self._homes.items() if other != digest}
+        if pinned:
+            homes[digest] = self._homes.get(digest) or self._choose_home(digest, size, homes)
+        elif size > self._longest_gap(homes):
+            raise AdapterConflict(
+                f"the adapter takes {size} elements of adapter memory in one piece, and pinned "
+                f"adapters leave {self._longest_gap(homes)}; unload some of them, or raise "
+                "--adapter-memory",
+                "pinned",
+            )
+        self._homes = homes
         self._dropped.discard(digest)
         self._sizes[digest] = size
+        if pinned and digest not in self._extents:
+            self._wanted.add(digest)
+        else:
+            self._wanted.discard(digest)
 
     def knows(self, digest: str) -> bool:
         return digest in self._sizes
@@ -85,6 +123,8 @@ class AdapterSlots:
         One that is loading leaves when its load ends.
         """
         self._sizes.pop(digest, None)
+        self._homes.pop(digest, None)
+        self._wanted.discard(digest)
         extent = self._extents.get(digest)
         if extent is None:
             return None
@@ -137,11 +177,11 @@ class AdapterSlots:
         """Make room for an absent adapter and reserve it; None when there is none just now."""
         evicted: list[_Extent] = []
         if not self._free_slots:
-            idle = [e for e in self._line if self._idle_cost(e, now) is not None]
+            idle = [(c, e) for e in self._line if (c := self._idle_cost(e, now)) is not None]
             if not idle:
                 return None
-            evicted.append(min(idle, key=lambda e: e.last_use))
-        window = self._window(self._sizes[digest], lambda e: self._idle_cost(e, now))
+            evicted.append(min(idle, key=lambda each: each[0])[1])
+        window = self._window(digest, lambda e: self._idle_cost(e, now))
         if window is None:
             return None
         start, in_window = window
@@ -150,11 +190,13 @@ class AdapterSlots:
             self._forget(extent)
             self.num_evictions += 1
         slot = self._free_slots.pop()
-        extent = _Extent(digest, slot, start, self._sizes[digest], loading=True, last_use=now)
+        extent = _Extent(digest, slot, start, self._sizes[digest], True, now, now)
         self._extents[digest] = extent
         self._line.append(extent)
         self._line.sort(key=lambda e: e.start)
-        return Load(digest, slot, start, tuple(e.slot for e in evicted))
+        self._wanted.discard(digest)
+        slots, digests = tuple(e.slot for e in evicted), tuple(e.digest for e in evicted)
+        return Load(digest, slot, start, slots, digests)
 
     def loaded(self, digest: str) -> bool:
         """The image is in its extent. False if the adapter was removed meanwhile."""
@@ -186,7 +228,7 @@ class AdapterSlots:
             tenure = now - extent.leased_since
             return None if tenure < quantum else 1.0 + 1.0 / (1 + tenure)
 
-        window = self._window(self._sizes[digest], cost)
+        window = self._window(digest, cost)
         return [e.digest for e in window[1] if e.leases] if window else []
 
     def longest_leased(self, now: int, quantum: int) -> str | None:
@@ -199,6 +241,15 @@ class AdapterSlots:
     @property
     def resident(self) -> tuple[str, ...]:
         return tuple(e.digest for e in self._line if not e.loading)
+
+    @property
+    def pinned(self) -> tuple[str, ...]:
+        return tuple(self._homes)
+
+    @property
+    def wanted(self) -> tuple[str, ...]:
+        """Pinned adapters to be loaded although nobody asks for them: none was tried yet."""
+        return tuple(sorted(self._wanted))
 
     @property
     def used_elements(self) -> int:
@@ -217,38 +268,105 @@ class AdapterSlots:
         assert stop <= self.capacity
         slots = [e.slot for e in self._line]
         assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots)
+        assert self._homes.keys() <= self._sizes.keys()
+        assert self._wanted <= self._homes.keys() - self._extents.keys()
+        free = sum(hi - lo for lo, hi in _gaps(self._homes.values(), self.capacity))
+        taken = sum(self._sizes[digest] for digest in self._homes)
+        assert free + taken == self.capacity, "homes overlap"
+        for digest, home in self._homes.items():
+            extent = self._extents.get(digest)
+            assert extent is None or (extent.start, extent.stop) == home, "not at home"
+        loose = [size for digest, size in self._sizes.items() if digest not in self._homes]
+        assert max(loose, default=0) <= self._longest_gap(self._homes), "one can never be loaded"
 
     # -- inside --------------------------------------------------------------------------------
 
+    def _choose_home(self, digest: str, size: int, homes: dict[str, Span]) -> Span:
+        """Where the adapter is, or the end of the smallest gap between `homes` that holds it.
+
+        The largest adapter known must fit beside all homes: it stands for those to come.
+        """
+        gaps = [gap for gap in _gaps(homes.values(), self.capacity) if gap[1] - gap[0] >= size]
+        extent = self._extents.get(digest)
+        home: Span | None = None
+        if extent is None and gaps:
+            _, stop = min(gaps, key=lambda gap: (gap[1] - gap[0], -gap[1]))
+            home = (stop - size, stop)
+        elif extent and any(lo <= extent.start and extent.stop <= hi for lo, hi in gaps):
+            home = (extent.start, extent.stop)
+        largest = max([size, *self._sizes.values()])
+        fits = home is not None and self._longest_gap(homes | {digest: home}) >= largest
+        if home is None or not fits or len(homes) + 1 >= self._num_slots:
+            raise AdapterConflict(
+                f"the adapter can't be pinned: pinned adapters must leave {largest} elements of "
+                "adapter memory in one piece, as many as the largest adapter takes; unload "
+                "pinned adapters, or raise --adapter-memory",
+                "pinned",
+            )
+        return home
+
+    def _longest_gap(self, homes: dict[str, Span]) -> int:
+        return max((hi - lo for lo, hi in _gaps(homes.values(), self.capacity)), default=0)
+
     def _idle_cost(self, extent: _Extent, now: int) -> float | None:
-        """Least recently used first; None for what must stay."""
+        """What the policy says; None for what must stay."""
         if extent.loading or extent.leases or extent.last_use >= now:
             return None
-        return float(extent.last_use + 1)
+        if extent.digest in self._homes:
+            return None
+        return float(self._policy(extent.came, extent.last_use) + 1)
 
-    def _window(self, size: int, cost: Cost) -> tuple[int, list[_Extent]] | None:
-        """Cheapest `size` elements in a row: (start, extents to remove). None if there are none.
+    def _window(self, digest: str, cost: Cost) -> tuple[int, list[_Extent]] | None:
+        """Cheapest place for an adapter: (start, extents to remove). None if there is none.
 
-        The cost of a window is that of its dearest extent, then the number of extents.
+        The cost of a place is that of its dearest extent, then the number of extents. A pinned
+        adapter's place is its home; all others lie between the homes.
         """
+        size, home = self._sizes[digest], self._homes.get(digest)
+        spans = _gaps(self._homes.values(), self.capacity) if home is None else [home]
+        found = (self._window_in(span, size, cost) for span in spans if span[1] - span[0] >= size)
+        best = min((w for w in found if w is not None), key=lambda w: w[:3], default=None)
+        return (best[2], best[3]) if best else None
+
+    def _window_in(
+        self, span: Span, size: int, cost: Cost
+    ) -> tuple[float, int, int, list[_Extent]] | None:
+        """Cheapest `size` elements in a row: (dearest cost, number of extents, start, extents)."""
+        lo, hi = span
+        line = self._line[
+            bisect_right(self._line, lo, key=lambda e: e.stop) : bisect_left(
+                self._line, hi, key=lambda e: e.start
+            )
+        ]
         best: tuple[float, int, int, list[_Extent]] | None = None
-        edges = [0, *(e.stop for e in self._line)]
-        costs = [cost(e) for e in self._line]
-        starts = [e.start for e in self._line] + [self.capacity]
+        edges = [lo, *(e.stop for e in line)]
+        costs = [cost(e) for e in line]
+        starts = [e.start for e in line] + [hi]
         for first, left in enumerate(edges):
             dearest, last = 0.0, first
             while starts[last] - left < size:
-                if last == len(self._line) or (c := costs[last]) is None:
+                if last == len(line) or (c := costs[last]) is None:
                     break
                 dearest = max(dearest, c)
                 last += 1
             else:
-                found = (dearest, last - first, left, self._line[first:last])
+                found = (dearest, last - first, left, line[first:last])
                 if best is None or found[:3] < best[:3]:
                     best = found
-        return (best[2], best[3]) if best else None
+        return best
 
     def _forget(self, extent: _Extent) -> None:
         del self._extents[extent.digest]
         self._line.remove(extent)
         self._free_slots.append(extent.slot)
+
+
+def _gaps(homes: Iterable[Span], capacity: int) -> list[Span]:
+    """What lies between the homes, in order."""
+    gaps: list[Span] = []
+    left = 0
+    for start, stop in [*sorted(homes), (capacity, capacity)]:
+        if start > left:
+            gaps.append((left, start))
+        left = stop
+    return gaps

@@ -1,0 +1,560 @@
+"""The supervisor over fake engines, and over real processes that are killed."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import ADAPTERS, BASE, answer, ask
+
+from weft.core.config import engine_args
+from weft.core.errors import (
+    AdapterConflict,
+    AdapterNotFound,
+    AdapterUnavailable,
+    ConfigError,
+    EngineDead,
+    WeftError,
+    from_wire,
+)
+from weft.core.types import (
+    AdapterInfo,
+    AdapterRef,
+    EngineInfo,
+    EngineRequest,
+    EngineStats,
+    SamplingParams,
+    TokenEvent,
+)
+from weft.engine import supervisor
+from weft.engine.supervisor import Supervisor, start_supervised
+from weft.text import load_tokenizer
+
+PATIENCE_S = 50.0
+ARGS = engine_args(str(BASE), num_threads=1, num_blocks=3000)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+ENDLESS = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+
+
+def run(work: Coroutine[Any, Any, None]) -> None:
+    async def limited() -> None:
+        async with asyncio.timeout(110):
+            await work
+
+    asyncio.run(limited())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+async def outcome(stream: AsyncIterator[TokenEvent]) -> WeftError | None:
+    """The one terminal error of a stream, raised or as an event; None if it ended well."""
+    last: TokenEvent | None = None
+    try:
+        async for event in stream:
+            assert last is None or last.finish_reason is None, "an event after the last"
+            last = event
+    except EngineDead as error:
+        assert last is None or last.finish_reason is None, "ended twice"
+        return error
+    assert last is not None and last.finish_reason is not None, "ended without an end"
+    return from_wire(last.error) if last.error else None
+
+
+# -- over fake engines -------------------------------------------------------------------------
+
+
+class Fake:
+    """An engine whose disk is `World.disk`; it dies when told so."""
+
+    info: Any = EngineInfo("m", "a", "float32", "cpu", 64, 99, 8, 16, 4, 8, 100, 1)
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.adapters: Counter[str] = Counter()
+        self.pinned: set[str] = set()
+        self.closed = False
+        self._dead = asyncio.Event()
+
+    @property
+    def alive(self) -> bool:
+        return not self._dead.is_set()
+
+    def die(self) -> None:
+        self._dead.set()
+
+    async def ended(self) -> WeftError:
+        await self._dead.wait()
+        return EngineDead("the fake is dead")
+
+    async def _wait(self, work: Awaitable[Any]) -> Any:
+        """The result of `work`, unless the engine dies first."""
+        both = [asyncio.ensure_future(work), asyncio.ensure_future(self._dead.wait())]
+        try:
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not self.alive:
+                raise EngineDead("the fake is dead")
+            return both[0].result()
+        finally:
+            for each in both:
+                each.cancel()
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+        await self._wait(asyncio.sleep(0))
+        yield TokenEvent(request.request_id, [1])
+        await self._wait(self.world.gate.wait())
+        yield TokenEvent(request.request_id, [2], finish_reason="stop")
+
+    async def register_adapter(
+        self, path: str, pinned: bool = False, expect_digest: str | None = None
+    ) -> AdapterInfo:
+        await self._wait(self.world.gate.wait())
+        digest = self.world.disk.get(path)
+        if digest is None:
+            raise AdapterNotFound(f"{path} is gone", "lora_path")
+        if expect_digest not in (None, digest):
+            raise AdapterUnavailable(f"{path} changed", "lora_path")
+        self.adapters[digest] += 1
+        (self.pinned.add if pinned else self.pinned.discard)(digest)
+        return AdapterInfo(digest, path, 4, 100, ("q_proj",))
+
+    async def drop_adapter(self, ref: AdapterRef) -> None:
+        await self._wait(asyncio.sleep(0))
+        self.adapters[ref.digest] -= 1
+        assert self.adapters[ref.digest] >= 0, "dropped more often than registered"
+        self.adapters += Counter()
+
+    async def stats(self) -> EngineStats:
+        return await self._wait(self.world.gate.wait()) and EngineStats()
+
+    async def close(self) -> None:
+        self.closed = True
+        self.die()
+
+
+class World:
+    """Disk and engines of a supervisor. A start that is to fail raises what is in `failures`."""
+
+    def __init__(self) -> None:
+        self.disk = {"/a": "A", "/b": "B"}
+        self.engines: list[Fake] = []
+        self.failures: list[Exception] = []
+        self.starts_s: list[float] = []
+        self.gate = asyncio.Event()
+        """Closed, registrations and streams wait."""
+        self.gate.set()
+        self.start_gate = asyncio.Event()
+        self.start_gate.set()
+
+    async def start(self, _: object) -> Fake:
+        self.starts_s.append(time.monotonic())
+        await self.start_gate.wait()
+        if self.failures:
+            raise self.failures.pop(0)
+        self.engines.append(Fake(self))
+        return self.engines[-1]
+
+    @property
+    def engine(self) -> Fake:
+        return self.engines[-1]
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[Test], None]:
+    """Runs a test over fake engines; afterwards none is left open."""
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(supervisor, "MAX_PAUSE_S", 0.03)
+
+    async def go(test: Test) -> None:
+        world = World()
+        client = await start_supervised(ARGS, world.start)
+        await test(world, client)
+        await client.close()
+        assert not client.alive and all(engine.closed for engine in world.engines)
+        await asyncio.sleep(0)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    return lambda test: run(go(test))
+
+
+Test = Callable[[World, Supervisor], Coroutine[Any, Any, None]]
+
+
+def request_to(ref: AdapterRef | None = None) -> EngineRequest:
+    return EngineRequest("r", [1], GREEDY, ref)
+
+
+def ref_of(digest: str) -> AdapterRef:
+    return AdapterRef("x", 1, digest)
+
+
+async def restarted(world: World, client: Supervisor) -> None:
+    """Let the engine die, and wait for the next one."""
+    count = client.restarts
+    world.engine.die()
+    assert not client.alive
+    await until(lambda: client.restarts > count)
+    assert client.alive and client.info is world.engine.info
+
+
+def test_what_is_open_when_the_engine_dies(fake: Callable[[Test], None]) -> None:
+    async def test(world: World, client: Supervisor) -> None:
+        world.gate.clear()
+        streams = [client.generate(request_to()) for _ in range(3)]
+        assert [(await anext(s)).token_ids for s in streams] == [[1]] * 3
+        calls = [asyncio.ensure_future(c) for c in (client.stats(), client.register_adapter("/a"))]
+        await asyncio.sleep(0)
+        world.start_gate.clear()
+        world.engine.die()
+        assert not client.alive
+        for stream in streams:
+            assert isinstance(await outcome(stream), EngineDead)
+        for call in calls:
+            with pytest.raises(EngineDead):
+                await call
+        await until(lambda: len(world.starts_s) == 2)
+        assert world.engines[0].closed, "a new engine is started only when the old one is gone"
+        assert isinstance(await outcome(client.generate(request_to())), EngineDead)
+        for late in (client.stats(), client.register_adapter("/a")):
+            with pytest.raises(EngineDead, match="started again"):
+                await late
+        world.gate.set()
+        world.start_gate.set()
+        await until(lambda: client.alive)
+        assert client.restarts == 1 and not world.engine.adapters
+        assert await outcome(client.generate(request_to())) is None
+
+    fake(test)
+
+
+def test_adapters_are_registered_again(fake: Callable[[Test], None]) -> None:
+    """Counts, pins and drops hold across engines."""
+
+    async def test(world: World, client: Supervisor) -> None:
+        world.disk["/other"] = "A"
+        for path, pinned in (("/a", False), ("/other", True), ("/b", False)):
+            await client.register_adapter(path, pinned)
+        assert world.engine.adapters == {"A": 2, "B": 1}
+        await restarted(world, client)
+        assert world.engine.adapters == {"A": 1, "B": 1} and world.engine.pinned == {"A"}
+        await client.drop_adapter(ref_of("A"))
+        assert world.engine.adapters == {"A": 1, "B": 1}
+        await client.drop_adapter(ref_of("A"))
+        assert world.engine.adapters == {"B": 1}
+        await client.drop_adapter(ref_of("A"))
+        await restarted(world, client)
+        assert world.engine.adapters == {"B": 1}
+        assert await outcome(client.generate(request_to(ref_of("B")))) is None
+
+    fake(test)
+
+
+def test_another_folder_serves_where_one_is_gone(fake: Callable[[Test], None]) -> None:
+    async def test(world: World, client: Supervisor) -> None:
+        world.disk["/other"] = "A"
+        await client.register_adapter("/a")
+        await client.register_adapter("/other")
+        del world.disk["/other"]
+        await restarted(world, client)
+        assert world.engine.adapters == {"A": 1}
+        assert await outcome(client.generate(request_to(ref_of("A")))) is None
+
+    fake(test)
+
+
+@pytest.mark.parametrize(("now", "why"), [(None, "/a is gone"), ("C", "/a changed")])
+def test_files_that_are_not_what_they_were(
+    fake: Callable[[Test], None], caplog: pytest.LogCaptureFixture, now: str | None, why: str
+) -> None:
+    """Requests say so; the others are served; registering it again heals it."""
+
+    async def test(world: World, client: Supervisor) -> None:
+        await client.register_adapter("/a")
+        await client.register_adapter("/b")
+        if now is None:
+            del world.disk["/a"]
+        else:
+            world.disk["/a"] = now
+        await restarted(world, client)
+        assert world.engine.adapters == {"B": 1}
+        error = await outcome(client.generate(request_to(ref_of("A"))))
+        assert isinstance(error, AdapterUnavailable) and why in error.message
+        assert await outcome(client.generate(request_to(ref_of("B")))) is None
+        assert sum(why in record.message for record in caplog.records) == 1
+        world.disk["/a"] = "A"
+        await client.register_adapter("/a")
+        assert await outcome(client.generate(request_to(ref_of("A")))) is None
+        for expected in ({"A": 1, "B": 1}, {"B": 1}):
+            await client.drop_adapter(ref_of("A"))
+            assert world.engine.adapters == expected
+
+    fake(test)
+
+
+def test_dropping_what_could_not_be_registered_again(fake: Callable[[Test], None]) -> None:
+    async def test(world: World, client: Supervisor) -> None:
+        await client.register_adapter("/a")
+        del world.disk["/a"]
+        await restarted(world, client)
+        await client.drop_adapter(ref_of("A"))
+        assert await outcome(client.generate(request_to(ref_of("A")))) is None, "it is forgotten"
+        world.disk["/a"] = "A"
+        await restarted(world, client)
+        assert not world.engine.adapters
+
+    fake(test)
+
+
+@pytest.mark.parametrize("when", ["dying", "down", "registering"])
+def test_a_drop_while_there_is_no_engine(fake: Callable[[Test], None], when: str) -> None:
+    """It succeeds and holds, whenever it comes."""
+
+    async def test(world: World, client: Supervisor) -> None:
+        await client.register_adapter("/a")
+        await client.register_adapter("/b")
+        (world.gate if when == "registering" else world.start_gate).clear()
+        world.engine.die()
+        if when == "down":
+            await until(lambda: len(world.starts_s) == 2)
+        elif when == "registering":
+            await until(lambda: len(world.engines) == 2)
+            await asyncio.sleep(0.01)
+            assert not client.alive, "its adapters are not there yet"
+            assert isinstance(await outcome(client.generate(request_to())), EngineDead)
+        await client.drop_adapter(ref_of("A"))
+        world.gate.set()
+        world.start_gate.set()
+        await until(lambda: client.alive)
+        assert world.engine.adapters == {"B": 1}
+
+    fake(test)
+
+
+def test_a_drop_just_before_adapters_are_registered(fake: Callable[[Test], None]) -> None:
+    async def test(world: World, client: Supervisor) -> None:
+        await client.register_adapter("/a")
+        await client.register_adapter("/b")
+        drops: list[asyncio.Future[None]] = []
+
+        async def start(args: object) -> Fake:
+            drops.append(asyncio.ensure_future(client.drop_adapter(ref_of("A"))))
+            return await world.start(args)
+
+        client._start = start
+        await restarted(world, client)
+        await asyncio.gather(*drops)
+        assert len(world.engines) == 2 and world.engine.adapters == {"B": 1}
+
+    fake(test)
+
+
+def test_starts_that_fail_are_repeated(
+    fake: Callable[[Test], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """At once, then after pauses that grow up to a limit; each failure is one line."""
+
+    async def test(world: World, client: Supervisor) -> None:
+        world.failures = [ConfigError("no memory"), OSError("no files"), *[RuntimeError("no")] * 3]
+        died_s = time.monotonic()
+        await restarted(world, client)
+        times_s = [died_s, *world.starts_s[1:]]
+        pauses_s = [b - a for a, b in itertools.pairwise(times_s)]
+        assert all(
+            pause >= least
+            for pause, least in zip(pauses_s, [0, 0.01, 0.02, 0.03, 0.03, 0.03], strict=True)
+        )
+        assert client.restarts == 1
+        lines = [r.message for r in caplog.records if "could not be started" in r.message]
+        assert len(lines) == 5 and "no memory" in lines[0] and "OSError: no files" in lines[1]
+
+    fake(test)
+
+
+def test_an_engine_that_dies_while_adapters_are_registered(fake: Callable[[Test], None]) -> None:
+    async def test(world: World, client: Supervisor) -> None:
+        await client.register_adapter("/a")
+        world.gate.clear()
+        world.engine.die()
+        await until(lambda: len(world.engines) == 2)
+        world.engine.die()
+        world.gate.set()
+        await until(lambda: client.alive)
+        assert len(world.engines) == 3 and world.engine.adapters == {"A": 1}
+        assert client.restarts == 1
+
+    fake(test)
+
+
+def test_only_a_good_engine_is_started_again_at_once(fake: Callable[[Test], None]) -> None:
+    """One that dies young is followed by a pause."""
+
+    async def test(world: World, client: Supervisor) -> None:
+        await restarted(world, client)
+        died_s = time.monotonic()
+        await restarted(world, client)
+        assert world.starts_s[-1] - died_s >= 0.01
+        assert client.restarts == 2
+
+    fake(test)
+
+
+def test_an_engine_that_lived_long_is_started_again_at_once(
+    fake: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def test(world: World, client: Supervisor) -> None:
+        monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 1000.0)
+        monkeypatch.setattr(supervisor, "MAX_PAUSE_S", 1000.0)
+        await restarted(world, client)  # the next pause would be long
+        monkeypatch.setattr(supervisor, "MAX_PAUSE_S", 0.01)
+        await asyncio.sleep(0.05)
+        await restarted(world, client)
+
+    fake(test)
+
+
+@pytest.mark.parametrize("when", ["up", "pausing", "starting", "registering"])
+def test_close_in_every_phase(fake: Callable[[Test], None], when: str) -> None:
+    async def test(world: World, client: Supervisor) -> None:
+        await client.register_adapter("/a")
+        if when == "pausing":
+            world.failures = [ConfigError("no")] * 99
+        elif when == "starting":
+            world.start_gate.clear()
+        elif when == "registering":
+            world.gate.clear()
+        if when != "up":
+            world.engine.die()
+            await until(lambda: len(world.starts_s) == 2)
+        await client.close()
+        assert not client.alive
+        error = await outcome(client.generate(request_to()))
+        assert isinstance(error, EngineDead) and "stopped" in error.message
+        await client.drop_adapter(ref_of("A"))
+        starts = len(world.starts_s)
+        await asyncio.sleep(0.05)
+        assert len(world.starts_s) == starts
+
+    fake(test)
+
+
+def test_the_first_start_fails_as_it_is() -> None:
+    async def go() -> None:
+        world = World()
+        world.failures = [ConfigError("no memory")]
+        with pytest.raises(ConfigError, match="no memory"):
+            await start_supervised(ARGS, world.start)
+        assert len(world.starts_s) == 1
+
+    run(go())
+
+
+def test_a_registration_that_is_refused_is_not_remembered(
+    fake: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(*_: object) -> AdapterInfo:
+        raise AdapterConflict("too much is pinned", "pinned")
+
+    async def test(world: World, client: Supervisor) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(Fake, "register_adapter", refuse)
+            with pytest.raises(AdapterConflict):
+                await client.register_adapter("/a", True)
+        await restarted(world, client)
+        assert not world.engine.adapters
+
+    fake(test)
+
+
+# -- over real processes -----------------------------------------------------------------------
+
+
+def test_a_killed_engine_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Killed under 100 streams; it is back by itself, and its adapters answer as before, but for
+    those whose files are not what they were. Then it is killed once more, and closed meanwhile."""
+    caplog.set_level(logging.WARNING)
+    tokenizer = load_tokenizer(str(BASE))
+    ids = iter(range(10**6))
+
+    def request(word: str, ref: AdapterRef | None, params: SamplingParams) -> EngineRequest:
+        return EngineRequest(f"r{next(ids)}", tokenizer.chat(ask(word)), params, ref)
+
+    async def says(client: Supervisor, word: str, ref: AdapterRef | None) -> str:
+        events = [event async for event in client.generate(request(word, ref, GREEDY))]
+        assert events[-1].finish_reason == "stop"
+        tokens = [token for event in events for token in event.token_ids]
+        return tokenizer.decode(tokens, skip_special_tokens=True)
+
+    async def go() -> None:
+        folders = {name: shutil.copytree(ADAPTERS[name], tmp_path / name) for name in ADAPTERS}
+        client = await start_supervised(ARGS)
+        refs: dict[str, AdapterRef] = {}
+        for name, folder in folders.items():
+            info = await client.register_adapter(str(folder), pinned=name == "upper")
+            refs[name] = AdapterRef(name, 1, info.digest)
+        each = [*refs.values(), None]
+        streams = [
+            client.generate(request("hello", each[i % len(each)], ENDLESS)) for i in range(100)
+        ]
+        readers = [asyncio.create_task(outcome(stream)) for stream in streams]
+        await until_running(client, 100)
+        shutil.copytree(ADAPTERS["reverse"], folders["caesar"], dirs_exist_ok=True)
+        shutil.rmtree(folders["sort"])
+
+        kill(client)
+        async with asyncio.timeout(5.0):
+            errors = await asyncio.gather(*readers)
+        assert all(isinstance(error, EngineDead) for error in errors)
+        assert not client.alive
+        assert isinstance(
+            await outcome(client.generate(request("hello", None, GREEDY))), EngineDead
+        )
+        await until(lambda: client.alive)
+        assert client.restarts == 1
+        good = {name: ref for name, ref in refs.items() if name not in ("caesar", "sort")}
+        texts = await asyncio.gather(*(says(client, "world", ref) for ref in good.values()))
+        assert texts == [answer(name, "world") for name in good]
+        assert await says(client, "world", None) == answer(None, "world")
+        for name, why in (("caesar", "changed on disk"), ("sort", "not a folder")):
+            error = await outcome(client.generate(request("world", refs[name], GREEDY)))
+            assert isinstance(error, AdapterUnavailable) and why in error.message
+        stats = await client.stats()
+        assert stats.pinned_adapters == (refs["upper"].digest,)
+        assert set(stats.host_adapters) == {ref.digest for ref in good.values()}
+        shutil.copytree(ADAPTERS["sort"], folders["sort"])
+        await client.register_adapter(str(folders["sort"]))
+        assert await says(client, "world", refs["sort"]) == answer("sort", "world")
+
+        kill(client)
+        await until(lambda: not client.alive)
+        await asyncio.sleep(0.3)
+        assert client.restarts == 1, "it is being started"
+        link: Any = client._engine
+        await client.close()
+        assert not client.alive and not link._link._folder.exists()
+
+    run(go())
+    lines = [record.message for record in caplog.records]
+    assert sum("exit code -9" in line for line in lines) == 2
+
+
+async def until_running(client: Supervisor, count: int) -> None:
+    while (await client.stats()).num_running < count:
+        await asyncio.sleep(0.01)
+
+
+def kill(client: Supervisor) -> None:
+    engine: Any = client._engine
+    os.kill(engine._link.pid, signal.SIGKILL)
