@@ -1,29 +1,35 @@
 """What routers, dashboards and alerts read.
 
-The names under `vllm:` are those that routers of this field already know, with the meaning they
+The names under `vllm:` are those that tools of this field already know, with the meaning they
 expect; what only Weft has is under `weft:`. Figures of the engine are read once per scrape from
-its `EngineStats`; figures of the HTTP side are counted here as they happen.
+its `EngineStats`; figures of requests are counted here as they happen. Series by adapter are
+bounded: see `weft.metrics.tallies`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter as Counts
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
-from prometheus_client.metrics_core import Metric
-from prometheus_client.registry import Collector
 
-from weft.core.types import EngineInfo, EngineStats
+from weft.core.types import AdapterInfo, AdapterRef, EngineInfo, EngineStats
+from weft.metrics.exposition import Exposition, Labels, labels
+from weft.metrics.histogram import Bounds, Histogram
+from weft.metrics.tallies import OTHER, Tallies, Tally
 
 __all__ = ["CONTENT_TYPE", "Metrics"]
 
-_FIRST_TOKEN_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-_PER_TOKEN_S = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
+Adapters = Mapping[AdapterRef, AdapterInfo]
 
+_FIRST_TOKEN_S = Bounds(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_PER_TOKEN_S = Bounds(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
+_QUEUE_S = Bounds(0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_REQUEST_S = Bounds(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+
+# Name, help, and the field of EngineStats. Those under `vllm:` have the label `model_name`.
 _GAUGES: tuple[tuple[str, str, str], ...] = (
     ("vllm:num_requests_running", "Requests in the running batch.", "num_running"),
     ("vllm:num_requests_waiting", "Requests that wait to be run.", "num_waiting"),
@@ -31,6 +37,11 @@ _GAUGES: tuple[tuple[str, str, str], ...] = (
     ("weft:adapter_device_bytes", "Device bytes that adapters take.", "adapter_bytes"),
 )
 _COUNTERS: tuple[tuple[str, str, str], ...] = (
+    ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
+    ("vllm:generation_tokens", "Tokens generated.", "generated_tokens"),
+    ("vllm:num_preemptions", "Requests put back to make room.", "preemptions"),
+    ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", "prompt_tokens"),
+    ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", "cached_tokens"),
     ("weft:engine_steps", "Forward passes.", "steps"),
     ("weft:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
     ("weft:cached_tokens", "Prompt tokens taken from the prefix cache.", "cached_tokens"),
@@ -39,101 +50,272 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("weft:adapter_loads", "Adapters brought to the device.", "adapter_loads"),
     ("weft:adapter_evictions", "Adapters taken off the device.", "adapter_evictions"),
 )
+_TALLY_COUNTERS: tuple[tuple[str, str, Callable[[Tally], int]], ...] = (
+    (
+        "weft:adapter_prompt_tokens",
+        "Prompt tokens of requests, by adapter.",
+        lambda tally: tally.prompt_tokens,
+    ),
+    (
+        "weft:adapter_output_tokens",
+        "Tokens generated, by adapter.",
+        lambda tally: tally.output_tokens,
+    ),
+    (
+        "weft:adapter_evictions_by_name",
+        "Times taken off the device, by adapter.",
+        lambda tally: tally.evictions,
+    ),
+)
+_TALLY_HISTOGRAMS: tuple[tuple[str, str, Callable[[Tally], Histogram]], ...] = (
+    (
+        "weft:adapter_time_to_first_token_seconds",
+        "From a request's start to its first token, by adapter.",
+        lambda tally: tally.first_token_s,
+    ),
+    (
+        "weft:adapter_time_per_output_token_seconds",
+        "A request's mean time between two tokens after the first, by adapter.",
+        lambda tally: tally.per_token_s,
+    ),
+    (
+        "weft:adapter_queue_time_seconds",
+        "From the engine's receipt of a request to its first step, by adapter.",
+        lambda tally: tally.queue_s,
+    ),
+)
 
 
 class Metrics:
-    """All metrics of one server. Has its own registry, so that several servers can coexist."""
+    """All metrics of one server; several can coexist. For one event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str) -> None:
+        """`model_name`: what requests call the base model; a label of the `vllm:` metrics, and the
+        base's own where adapters have theirs."""
+        self._model_name = model_name
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
         self.http_requests = Counter(
             "weft:http_requests",
             "HTTP requests by route and status; 499: the client left.",
             ["route", "status"],
             registry=self._registry,
         )
-        self.time_to_first_token_s = Histogram(
-            "vllm:time_to_first_token_seconds",
-            "From the request's arrival to its first token.",
-            buckets=_FIRST_TOKEN_S,
-            registry=self._registry,
+        self._first_token_s = Histogram(_FIRST_TOKEN_S)
+        self._inter_token_s = Histogram(_PER_TOKEN_S)
+        self._per_token_s = Histogram(_PER_TOKEN_S)
+        self._queue_s = Histogram(_QUEUE_S)
+        self._request_s = Histogram(_REQUEST_S)
+        self._finished: Counts[str] = Counts()
+        self._tallies = Tallies(model_name)
+        self._evictions: dict[str, int] = {}
+        """By digest, as of the last scrape."""
+
+    # -- events of requests; `adapter`: its name, None for the base -----------------------------
+
+    def arrived(self, adapter: str | None, num_prompt_tokens: int) -> None:
+        self._tallies.arrived(adapter)
+        self._tallies.of(adapter).prompt_tokens += num_prompt_tokens
+
+    def queued(self, adapter: str | None, queue_s: float) -> None:
+        """A request took its first step, so long after it was received."""
+        self._queue_s.observe(queue_s)
+        self._tallies.of(adapter).queue_s.observe(queue_s)
+
+    def first_tokens(self, adapter: str | None, count: int, first_token_s: float) -> None:
+        """The first tokens of a request, so long after it came."""
+        tally = self._tallies.of(adapter)
+        tally.output_tokens += count
+        tally.first_token_s.observe(first_token_s)
+        self._first_token_s.observe(first_token_s)
+
+    def more_tokens(self, adapter: str | None, count: int, gap_s: float) -> None:
+        """Tokens of a request, so long after those before."""
+        self._tallies.of(adapter).output_tokens += count
+        self._inter_token_s.observe(gap_s / count, count)
+
+    def finished(
+        self, adapter: str | None, reason: str, request_s: float, per_token_s: float | None
+    ) -> None:
+        """The end of a request; `per_token_s`: its mean time between tokens, if it had several."""
+        tally = self._tallies.of(adapter)
+        tally.finished[reason] += 1
+        self._finished[reason] += 1
+        self._request_s.observe(request_s)
+        if per_token_s is not None:
+            tally.per_token_s.observe(per_token_s)
+            self._per_token_s.observe(per_token_s)
+
+    # -- scrapes --------------------------------------------------------------------------------
+
+    def render(self, info: EngineInfo, stats: EngineStats | None, adapters: Adapters) -> bytes:
+        """The text of one scrape. `stats` is None when the engine does not answer; `adapters` are
+        the live versions."""
+        out = Exposition()
+        out.gauge("weft:engine_up", "1 while the engine answers.", [("", stats is not None)])
+        cache = labels(block_size=str(info.block_size), num_gpu_blocks=str(info.num_blocks))
+        out.gauge("vllm:cache_config_info", "The KV cache.", [(cache, 1)])
+        if stats is not None:
+            names_of = _names_of(adapters)
+            self._count_evictions(stats, names_of)
+            self._add_figures(out, stats)
+            _add_residency(out, info, stats, adapters, names_of)
+        self._add_requests(out)
+        _add_tallies(out, self._tallies.shown(time.monotonic()))
+        return generate_latest(self._registry) + out.encode()
+
+    def _count_evictions(self, stats: EngineStats, names_of: Mapping[str, list[str]]) -> None:
+        """What was evicted since the last scrape; a restarted engine counts from 0 again."""
+        before, self._evictions = self._evictions, {}
+        for digest, adapter in stats.adapters.items():
+            total = self._evictions[digest] = adapter.num_evictions
+            new = total - before.get(digest, 0)
+            if new:
+                name = names_of.get(digest, [OTHER])[0]
+                self._tallies.of(name).evictions += new if new > 0 else total
+
+    def _add_figures(self, out: Exposition, stats: EngineStats) -> None:
+        model = labels(model_name=self._model_name)
+        for add, figures in ((out.gauge, _GAUGES), (out.counter, _COUNTERS)):
+            for name, text, field in figures:
+                given = model if name.startswith("vllm:") else ""
+                add(name, text, [(given, getattr(stats, field))])
+        out.counter(
+            "weft:requests_finished",
+            "Requests by finish reason, as the engine saw them.",
+            [(labels(finish_reason=why), count) for why, count in sorted(stats.finished.items())],
         )
-        self.time_per_output_token_s = Histogram(
-            "vllm:request_time_per_output_token_seconds",
-            "A request's mean time between two tokens after the first.",
-            buckets=_PER_TOKEN_S,
-            registry=self._registry,
+
+    def _add_requests(self, out: Exposition) -> None:
+        for name, text, histogram in (
+            (
+                "vllm:time_to_first_token_seconds",
+                "From a request's start to its first token.",
+                self._first_token_s,
+            ),
+            ("vllm:inter_token_latency_seconds", "Between two tokens.", self._inter_token_s),
+            (
+                "vllm:request_time_per_output_token_seconds",
+                "A request's mean time between two tokens after the first.",
+                self._per_token_s,
+            ),
+            (
+                "vllm:request_queue_time_seconds",
+                "From the engine's receipt of a request to its first step.",
+                self._queue_s,
+            ),
+            ("vllm:e2e_request_latency_seconds", "From start to end.", self._request_s),
+        ):
+            out.histogram(name, text, [(labels(model_name=self._model_name), histogram)])
+        finished = sorted(self._finished.items())
+        out.counter(
+            "vllm:request_success",
+            "Requests by finish reason, as their clients saw them.",
+            [
+                (labels(model_name=self._model_name, finished_reason=reason), count)
+                for reason, count in finished
+            ],
         )
 
-    def render(
-        self,
-        info: EngineInfo,
-        stats: EngineStats | None,
-        names_of: Mapping[str, Sequence[str]],
-    ) -> bytes:
-        """The text of one scrape. `stats` is None when the engine does not answer; `names_of`
-        gives the live names of each adapter digest."""
-        scrape = CollectorRegistry()
-        scrape.register(_EngineCollector(info, stats, names_of))
-        return generate_latest(self._registry) + generate_latest(scrape)
+
+def _add_tallies(out: Exposition, shown: Iterable[tuple[str, Tally]]) -> None:
+    tallies = [(labels(adapter=name), tally) for name, tally in shown]
+    for name, text, count_of in _TALLY_COUNTERS:
+        out.counter(name, text, [(given, count_of(tally)) for given, tally in tallies])
+    out.counter(
+        "weft:adapter_requests",
+        "Requests by adapter and finish reason.",
+        [
+            (f'{given},finished_reason="{reason}"', count)
+            for given, tally in tallies
+            for reason, count in sorted(tally.finished.items())
+        ],
+    )
+    for name, text, histogram_of in _TALLY_HISTOGRAMS:
+        out.histogram(name, text, [(given, histogram_of(tally)) for given, tally in tallies])
 
 
-@dataclass(frozen=True, eq=False)
-class _EngineCollector(Collector):
-    info: EngineInfo
-    stats: EngineStats | None
-    names_of: Mapping[str, Sequence[str]]
+# -- where adapters are; series by name only for those in memory ---------------------------------
 
-    def collect(self) -> Iterator[Metric]:
-        up = "1 while the engine answers."
-        yield GaugeMetricFamily("weft:engine_up", up, value=float(self.stats is not None))
-        yield self._cache_config()
-        if self.stats is not None:
-            yield from self._figures(self.stats)
-            yield self._lora_requests(self.stats)
-            yield self._lora_loaded(self.stats)
 
-    def _figures(self, stats: EngineStats) -> Iterator[Metric]:
-        for name, text, field in _GAUGES:
-            yield GaugeMetricFamily(name, text, value=getattr(stats, field))
-        for name, text, field in _COUNTERS:
-            yield CounterMetricFamily(name, text, value=getattr(stats, field))
-        finished = CounterMetricFamily(
-            "weft:requests_finished", "Requests by finish reason.", labels=["finish_reason"]
-        )
-        for reason, count in sorted(stats.finished.items()):
-            finished.add_metric([reason], count)
-        yield finished
+def _names_of(adapters: Adapters) -> dict[str, list[str]]:
+    """Live names by digest."""
+    names: dict[str, list[str]] = {}
+    for ref in adapters:
+        names.setdefault(ref.digest, []).append(ref.name)
+    return names
 
-    def _cache_config(self) -> Metric:
-        labels = ["block_size", "num_gpu_blocks"]
-        family = GaugeMetricFamily("vllm:cache_config_info", "The KV cache.", labels=labels)
-        family.add_metric([str(self.info.block_size), str(self.info.num_blocks)], 1)
-        return family
 
-    def _lora_requests(self, stats: EngineStats) -> Metric:
-        """One series, whose value is the time: readers take the series with the largest value."""
-        family = GaugeMetricFamily(
-            "vllm:lora_requests_info",
-            "Adapters resident on the device, and adapters that requests wait for.",
-            labels=["max_lora", "running_lora_adapters", "waiting_lora_adapters"],
-        )
-        resident = ",".join(self._names(stats.resident_adapters))
-        waiting = ",".join(self._names(stats.waiting_adapters))
-        family.add_metric([str(self.info.max_loras), resident, waiting], time.time())
-        return family
+def _add_residency(
+    out: Exposition,
+    info: EngineInfo,
+    stats: EngineStats,
+    adapters: Adapters,
+    names_of: Mapping[str, list[str]],
+) -> None:
+    gpu, cpu = set(stats.resident_adapters), set(stats.host_adapters)
+    # One series, whose value is the time: readers take the series with the largest value.
+    requests = labels(
+        max_lora=str(info.max_loras),
+        running_lora_adapters=_joined(stats.resident_adapters, names_of),
+        waiting_lora_adapters=_joined(stats.waiting_adapters, names_of),
+    )
+    out.gauge(
+        "vllm:lora_requests_info",
+        "Adapters resident on the device, and adapters that requests wait for.",
+        [(requests, time.time())],
+    )
+    out.gauge(
+        "vllm:lora_adapter_loaded",
+        "Adapters in device memory and in the host cache.",
+        _loaded(stats, names_of),
+    )
+    out.gauge(
+        "vllm:lora_adapter_load_seconds",
+        "What the last load to the device took, of adapters in memory.",
+        [
+            (labels(adapter_name=name), stats.adapters[digest].last_load_s)
+            for digest in gpu | cpu
+            if digest in stats.adapters
+            for name in names_of.get(digest, ())
+        ],
+    )
+    fastest = Counts(
+        "gpu" if ref.digest in gpu else "cpu" if ref.digest in cpu else "disk" for ref in adapters
+    )
+    out.gauge(
+        "weft:adapters",
+        "Loaded adapters by the fastest memory that has their weights.",
+        [(labels(level=level), fastest[level]) for level in ("gpu", "cpu", "disk")],
+    )
+    out.gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters in device memory.", [("", len(gpu))])
+    out.gauge(
+        "vllm:max_gpu_lora_adapters",
+        "Adapters, of the mean size of those loaded, that fit into device memory.",
+        [("", _room(info, adapters, len(gpu)))],
+    )
 
-    def _lora_loaded(self, stats: EngineStats) -> Metric:
-        family = GaugeMetricFamily(
-            "vllm:lora_adapter_loaded",
-            "Adapters in device memory and in the host cache.",
-            labels=["adapter_name", "level"],
-        )
-        for level, digests in (("gpu", stats.resident_adapters), ("cpu", stats.host_adapters)):
-            for name in self._names(digests):
-                family.add_metric([name, level], 1)
-        return family
 
-    def _names(self, digests: Iterable[str]) -> list[str]:
-        """Live names; a version that only drains has none."""
-        return sorted({name for d in digests for name in self.names_of.get(d, ())})
+def _loaded(
+    stats: EngineStats, names_of: Mapping[str, list[str]]
+) -> Iterator[tuple[Labels, float]]:
+    pinned = set(stats.pinned_adapters)
+    for level, digests in (("gpu", stats.resident_adapters), ("cpu", stats.host_adapters)):
+        for digest in digests:
+            is_pinned = "true" if digest in pinned else "false"
+            for name in names_of.get(digest, ()):
+                yield labels(adapter_name=name, level=level, pinned=is_pinned), 1
+
+
+def _room(info: EngineInfo, adapters: Adapters, num_resident: int) -> int:
+    """The memory is bounded in bytes, not in adapters, so this is an estimate; without any
+    adapter to go by, it is what one batch may hold."""
+    num_bytes = sum(adapter.num_bytes for adapter in adapters.values())
+    if not num_bytes:
+        return max(num_resident, info.max_loras)
+    return max(num_resident, info.adapter_memory_bytes * len(adapters) // num_bytes)
+
+
+def _joined(digests: Iterable[str], names_of: Mapping[str, list[str]]) -> str:
+    """Live names; a version that only drains has none."""
+    return ",".join(sorted({name for d in digests for name in names_of.get(d, ())}))

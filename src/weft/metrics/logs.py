@@ -1,0 +1,119 @@
+"""Logs on stderr: lines for people, or one JSON object a line for collectors.
+
+`weft.request` has one line for each request that ended. In JSON it belongs to the level info;
+in text, which people read, to debug.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextvars import ContextVar
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from weft.metrics.record import RequestRecord
+
+CHATTY = ("httpx", "httpcore", "asyncio", "opentelemetry", "urllib3")
+"""Loggers of which only warnings are of interest."""
+
+request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
+"""The id of the HTTP request that is being answered, as its client knows it, for logs. Clients
+choose it: it is not unique."""
+
+_requests = logging.getLogger("weft.request")
+_OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
+"""What every LogRecord has; all others are somebody's `extra`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogArgs:
+    """How a process logs."""
+
+    level: str
+    json: bool
+
+
+class JsonFormatter(logging.Formatter):
+    """time (ISO 8601, UTC), level, logger, message, the request's id, `extra` fields, exception."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.fromtimestamp(record.created, UTC)
+        fields: dict[str, object] = {
+            "time": time.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        if (request_id := request_id_var.get()) is not None:
+            fields["request_id"] = request_id
+        for name, value in _extra(record).items():
+            fields.setdefault(name, value)
+        if record.exc_info:
+            fields["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            fields["stack"] = record.stack_info
+        return json.dumps(fields, default=str)
+
+
+class TextFormatter(logging.Formatter):
+    """One line, with the `extra` fields at its end; then the exception."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802
+        extra = (f" {name}={value}" for name, value in _extra(record).items())
+        return super().formatMessage(record) + "".join(extra)
+
+
+def _extra(record: logging.LogRecord) -> dict[str, object]:
+    return {k: v for k, v in vars(record).items() if k not in _OWN_FIELDS and v is not None}
+
+
+_configured: LogArgs | None = None
+
+
+def configure_logging(level: str, json: bool) -> None:
+    """Let this process log to stderr from `level` on, and nowhere else."""
+    global _configured
+    _configured = LogArgs(level, json)
+    handler = logging.StreamHandler()
+    handler.setFormatter(JsonFormatter() if json else TextFormatter())
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for name in CHATTY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    shown = json or level == "debug"
+    _requests.setLevel(logging.NOTSET if shown else logging.WARNING)
+
+
+def configured_logging() -> LogArgs | None:
+    """How this process logs, for a process that it starts; None: it was not said."""
+    return _configured
+
+
+def log_request(record: RequestRecord) -> None:
+    """The line of a request that has ended."""
+    if not _requests.isEnabledFor(logging.INFO):
+        return
+    ref = record.adapter
+    fields = {
+        "id": record.request_id,
+        "model": record.model,
+        "adapter": ref and ref.name,
+        "version": ref and ref.version,
+        "digest": ref and ref.digest[:12],
+        "finish_reason": record.finish_reason,
+        "error": record.error,
+        "prompt_tokens": record.num_prompt_tokens,
+        "cached_tokens": record.num_cached_tokens,
+        "output_tokens": record.num_output_tokens,
+        "queue_s": _rounded(record.queue_s),
+        "ttft_s": _rounded(record.first_token_s),
+        "duration_s": _rounded(record.duration_s),
+    }
+    _requests.info("request ended", extra=fields)
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 6)

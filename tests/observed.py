@@ -1,0 +1,90 @@
+"""A server's application over an engine that is told what to answer, for tests of what it tells
+of its requests."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from weft.api import ApiSettings, create_app
+from weft.core.types import AdapterInfo, AdapterRef, EngineInfo, EngineRequest, EngineStats
+from weft.core.types import TokenEvent as Event
+from weft.registry import AdapterRegistry, AdapterRoots
+
+DIGEST = "ab" * 32
+INFO = EngineInfo(
+    model="tiny",
+    architecture="LlamaForCausalLM",
+    dtype="float32",
+    device="cpu",
+    max_model_len=64,
+    vocab_size=100,
+    num_blocks=10,
+    block_size=16,
+    max_loras=4,
+    max_lora_rank=16,
+    adapter_memory_bytes=1000,
+    num_parameters=1,
+)
+PROMPT = [1, 2, 3]
+
+
+class ScriptedEngine:
+    """Every request gets the events of `script`, with its own id."""
+
+    def __init__(self) -> None:
+        self.info = INFO
+        self.alive = True
+        self.hangs = False
+        """After the script, forever."""
+        self.script = [
+            Event("", [5], num_cached_tokens=2, queue_s=0.0),
+            Event("", [6, 7], finish_reason="length", num_cached_tokens=2),
+        ]
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[Event]:
+        for event in self.script:
+            yield event._replace(request_id=request.request_id)
+        if self.hangs:
+            await asyncio.Event().wait()
+
+    async def register_adapter(self, path: str) -> AdapterInfo:
+        return AdapterInfo(DIGEST, path, 4, 100, ("q_proj",))
+
+    async def drop_adapter(self, ref: AdapterRef) -> None:
+        pass
+
+    async def stats(self) -> EngineStats:
+        return EngineStats(resident_adapters=(DIGEST,), finished={"length": 1})
+
+    async def close(self) -> None:
+        self.alive = False
+
+
+Scenario = Callable[[httpx.AsyncClient], Awaitable[None]]
+
+
+def serve(engine: ScriptedEngine, scenario: Scenario, traces: Any = None) -> None:
+    """Run `scenario` with a client of a server for models `base` and `sql`."""
+    registry = AdapterRegistry(["base"], "/models/tiny")
+    info = AdapterInfo(DIGEST, "/adapters/sql", 4, 100, ("q_proj",))
+    registry.publish("sql", info, "/adapters/sql")
+    roots = AdapterRoots([Path("/adapters")])
+    app = create_app(engine, registry, None, roots, ApiSettings(("base",)), traces)
+
+    async def run() -> None:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
+            async with asyncio.timeout(20):
+                await scenario(client)
+
+    asyncio.run(run())
+
+
+async def complete(client: httpx.AsyncClient, model: str = "sql", **headers: str) -> httpx.Response:
+    body = {"model": model, "prompt": PROMPT, "max_tokens": 3}
+    return await client.post("/v1/completions", json=body, headers=headers)

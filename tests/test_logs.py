@@ -1,0 +1,217 @@
+"""Logs: lines for people, JSON for collectors, one line a request; the same in the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import tiny
+import torch
+from observed import DIGEST, PROMPT, ScriptedEngine, complete, serve
+from safetensors.torch import load_file, save_file
+
+from weft.core.config import engine_args
+from weft.core.types import TokenEvent
+from weft.engine.process import start_process
+from weft.metrics.logs import configure_logging, request_id_var
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Handlers and levels are the process's: give them back."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    others = {
+        name: logger.level
+        for name, logger in logging.Logger.manager.loggerDict.items()
+        if isinstance(logger, logging.Logger)
+    }
+    root.handlers = []  # so that those of pytest are not closed
+    monkeypatch.setattr("weft.metrics.logs._configured", None)
+    yield
+    root.handlers, root.level = handlers, level
+    for name, logger in logging.Logger.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger):
+            logger.setLevel(others.get(name, logging.NOTSET))
+
+
+Capture = pytest.CaptureFixture[str]
+
+
+def objects(capsys: Capture) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+logger = logging.getLogger("weft.somewhere")
+
+
+def test_text(capsys: Capture) -> None:
+    configure_logging("info", json=False)
+    logger.debug("not this")
+    logger.info("loaded %s", "sql", extra={"version": 2})
+    date, time, *rest = capsys.readouterr().err.split()
+    assert datetime.fromisoformat(f"{date} {time.split(',')[0]}")
+    assert rest == ["INFO", "weft.somewhere:", "loaded", "sql", "version=2"]
+
+
+def test_json(capsys: Capture) -> None:
+    configure_logging("warning", json=True)
+    logger.info("not this")
+    logger.warning("two\nlines %s", 7, extra={"adapter": "a\u2028b", "path": object, "gone": None})
+    [line] = objects(capsys)
+    at = datetime.fromisoformat(line.pop("time"))
+    assert at.tzinfo is not None and abs((datetime.now(UTC) - at).total_seconds()) < 60
+    assert line == {
+        "level": "warning",
+        "logger": "weft.somewhere",
+        "message": "two\nlines 7",
+        "adapter": "a\u2028b",
+        "path": "<class 'object'>",
+    }
+
+
+def test_an_exception_is_one_field(capsys: Capture) -> None:
+    configure_logging("info", json=True)
+    try:
+        raise ValueError("broken")
+    except ValueError:
+        logger.exception("it failed", stack_info=True)
+    [line] = objects(capsys)
+    assert line["message"] == "it failed" and line["level"] == "error"
+    assert line["exception"].splitlines()[-1] == "ValueError: broken"
+    assert "test_an_exception_is_one_field" in line["stack"]
+
+
+def test_extra_fields_do_not_replace_others(capsys: Capture) -> None:
+    configure_logging("info", json=True)
+    token = request_id_var.set("mine")
+    try:
+        logger.info("x", extra={"request_id": "theirs", "level": "none", "time": 0})
+    finally:
+        request_id_var.reset(token)
+    [line] = objects(capsys)
+    assert line["request_id"] == "mine" and line["level"] == "info" and line["time"] != 0
+
+
+def test_a_second_call_replaces_the_first(capsys: Capture) -> None:
+    configure_logging("info", json=False)
+    configure_logging("info", json=True)
+    logger.info("once")
+    assert len(objects(capsys)) == 1
+
+
+# -- one line a request ----------------------------------------------------------------------------
+
+
+def request_lines(capsys: Capture) -> list[dict[str, Any]]:
+    return [line for line in objects(capsys) if line["logger"] == "weft.request"]
+
+
+def test_a_request_is_one_line(capsys: Capture) -> None:
+    configure_logging("info", json=True)
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        answer = await complete(client, "sql", **{"x-request-id": "my-id"})
+        assert answer.status_code == 200, answer.text
+        await complete(client, "base")
+
+    serve(ScriptedEngine(), scenario)
+    line, base = request_lines(capsys)
+    assert line.pop("id").startswith("cmpl-")
+    assert 0 <= line.pop("ttft_s") <= line.pop("duration_s") < 20
+    del line["time"]
+    assert line == {
+        "level": "info",
+        "logger": "weft.request",
+        "message": "request ended",
+        "request_id": "my-id",
+        "model": "sql",
+        "adapter": "sql",
+        "version": 1,
+        "digest": DIGEST[:12],
+        "finish_reason": "length",
+        "prompt_tokens": len(PROMPT),
+        "cached_tokens": 2,
+        "output_tokens": 3,
+        "queue_s": 0.0,
+    }
+    assert base["model"] == "base" and "adapter" not in base and "version" not in base
+    assert base["request_id"] != "my-id"
+
+
+def test_a_request_that_fails(capsys: Capture) -> None:
+    configure_logging("info", json=True)
+    engine = ScriptedEngine()
+    wire = ("adapter_unavailable", "it is gone", None)
+    engine.script = [TokenEvent("", [], finish_reason="error", error=wire)]
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        assert (await complete(client)).status_code == 503
+        engine.script = []
+        assert (await complete(client)).status_code == 503
+
+    serve(engine, scenario)
+    first, second = request_lines(capsys)
+    assert first["finish_reason"] == "error" and first["error"] == "adapter_unavailable"
+    assert first["output_tokens"] == 0 and "ttft_s" not in first
+    assert second["error"] == "engine_dead"
+
+
+def test_a_request_whose_client_leaves(capsys: Capture) -> None:
+    configure_logging("info", json=True)
+    engine = ScriptedEngine()
+    engine.script, engine.hangs = engine.script[:1], True
+
+    async def scenario(client: httpx.AsyncClient) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await complete(client)
+        metrics = (await client.get("/metrics")).text
+        assert 'model_name="base",finished_reason="abort"} 1.0' in metrics
+
+    serve(engine, scenario)
+    [line] = request_lines(capsys)
+    assert line["finish_reason"] == "abort" and line["output_tokens"] == 1
+
+
+def test_in_text_requests_are_for_debugging(capsys: Capture) -> None:
+    async def scenario(client: httpx.AsyncClient) -> None:
+        await complete(client)
+
+    configure_logging("info", json=False)
+    serve(ScriptedEngine(), scenario)
+    assert capsys.readouterr().err == ""
+    configure_logging("debug", json=False)
+    serve(ScriptedEngine(), scenario)
+    text = capsys.readouterr().err
+    assert "weft.request: request ended id=cmpl-" in text
+    assert "adapter=sql version=1" in text
+
+
+# -- the engine ------------------------------------------------------------------------------------
+
+
+def test_the_engine_process_logs_in_the_same_form(capfd: Capture, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(tiny.BASE, base)
+    tensors = load_file(base / "model.safetensors")
+    save_file({**tensors, "nobody.weight": torch.zeros(1)}, base / "model.safetensors")
+    configure_logging("info", json=True)
+
+    async def start_and_stop() -> None:
+        args = engine_args(str(base), num_threads=1, num_blocks=16, adapter_memory=1 << 20)
+        client = await start_process(args)
+        await client.close()
+
+    asyncio.run(start_and_stop())
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    [line] = [line for line in lines if "nobody.weight" in line["message"]]
+    assert line["level"] == "warning" and line["logger"] == "weft.models.loading"
