@@ -1,5 +1,6 @@
 # make demo   install Weft into .venv and run `weft demo`
 # make test   install what the tests need; lint, types, import rules, tests that need no GPU
+# make docs   docs/cli.md from the commands' help, and the documentation site into site/
 # make test-gpu   the tests that need a CUDA device, with the python3 that is there
 #
 # PYTHON=python3.12 chooses the interpreter that makes .venv.
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu lint types imports pytest format clean
+.PHONY: help demo test test-gpu docs lint types imports pytest format clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -36,6 +37,10 @@ pytest: $(VENV)/.installed-test
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu
+
+docs: $(VENV)/.installed-test
+	$(BIN)/python -m weft.cli.reference > docs/cli.md
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 format: $(VENV)/.installed-test
 	$(BIN)/ruff check --fix

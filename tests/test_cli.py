@@ -13,11 +13,14 @@ from pathlib import Path
 import pytest
 import tiny
 import typer
+from typer.testing import CliRunner
 
+from weft.cli.main import app
 from weft.cli.options import (
     engine_parameters,
+    keys_from_environment,
     parse_bytes,
-    parse_lora_module,
+    parse_lora_modules,
     show_bytes,
     spread_lora_modules,
 )
@@ -44,6 +47,15 @@ def refusal(*args: str) -> str:
     assert done.returncode == 1, done
     assert done.stdout.strip() == ""
     [line] = [x for x in done.stderr.splitlines() if " WARNING " not in x]
+    assert line.startswith("weft: error: ")
+    return line
+
+
+def quick_refusal(*args: str) -> str:
+    """As `refusal`, in this process: for what is refused before anything starts."""
+    done = CliRunner().invoke(app, args)
+    assert (done.exit_code, done.stdout) == (1, "")
+    [line] = done.stderr.splitlines()
     assert line.startswith("weft: error: ")
     return line
 
@@ -80,15 +92,36 @@ def test_several_modules_may_follow_one_flag() -> None:
     spread = spread_lora_modules([flag, "a=x", "b=y", "base", "c=z", "--port", "1", flag, "d=w"])
     assert spread == [flag, "a=x", flag, "b=y", "base", "c=z", "--port", "1", flag, "d=w"]
     assert spread_lora_modules([flag]) == [flag]
+    assert spread_lora_modules([flag, "[{}]", '{"a": 1}']) == [flag, "[{}]", flag, '{"a": 1}']
 
 
-def test_modules() -> None:
-    assert parse_lora_module("a=/x=y").path == "/x=y"
-    module = parse_lora_module('{"name": "a", "path": "rel", "base_model_name": "b"}')
-    assert (module.name, module.path) == ("a", str(Path.cwd() / "rel"))
-    for bad in ("a", "=x", "a=", "{", '{"name": "a"}', "{}"):
+def test_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(text: str) -> list[tuple[str, str]]:
+        return [(module.name, module.path) for module in parse_lora_modules(text)]
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "here").mkdir(parents=True)
+    assert parse("a=/x=y") == [("a", "/x=y")]
+    one = '{"name": "a", "path": "rel", "base_model_name": "b"}'
+    assert parse(one) == [("a", f"{tmp_path}/rel")]
+    assert parse(f'[{one}, {{"name": "b", "path": "/y"}}]') == [
+        ("a", f"{tmp_path}/rel"),
+        ("b", "/y"),
+    ]
+    assert parse("a=org/here") == [("a", f"{tmp_path}/org/here")]
+    for spelled in ("org/there@v1", "hf://org/there@v1"):
+        [module] = parse_lora_modules(f"a={spelled}")
+        assert (module.path, module.folder) == ("hf://org/there@v1", None)
+    for bad in ("a", "=x", "a=", "{", '{"name": "a"}', "{}", "[1]", '["a"]', "[[]]"):
         with pytest.raises(ConfigError):
-            parse_lora_module(bad)
+            parse(bad)
+
+
+def test_keys_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEFT_API_KEY", raising=False)
+    assert keys_from_environment() == []
+    monkeypatch.setenv("WEFT_API_KEY", "one, two,")
+    assert keys_from_environment() == ["one", "two"]
 
 
 # -- refusals --------------------------------------------------------------------------------------
@@ -105,9 +138,18 @@ def test_an_unknown_flag_is_a_usage_error() -> None:
 
 
 def test_values_that_are_refused_before_anything_loads(tmp_path: Path) -> None:
-    assert "--max-loras must be at least 1" in refusal("serve", BASE, "--max-loras", "0")
-    assert "nowhere: no such folder" in refusal("serve", BASE, "--lora-root", f"{tmp_path}/nowhere")
-    assert "takes name=path" in refusal("serve", BASE, "--lora-modules", "upper")
+    modules = ("--lora-modules", f"a={tmp_path}", f"a={tmp_path}")
+    for flags, message in (
+        (("--max-loras", "0"), "--max-loras must be at least 1"),
+        (("--lora-root", f"{tmp_path}/nowhere"), "nowhere: no such folder"),
+        (("--lora-modules", "upper"), "takes name=path"),
+        (("--lora-modules", f"a={tmp_path}/nowhere"), f"'a' ({tmp_path}/nowhere): no such folder"),
+        (modules, "the name is given twice"),
+        (("--lora-modules", f"{BASE}={tmp_path}"), "the name is given twice"),
+        (("--api-key", ""), "--api-key must be"),
+        (("--request-timeout", "0"), "--request-timeout must be more than 0"),
+    ):
+        assert message in quick_refusal("serve", BASE, *flags)
 
 
 def test_a_taken_port_is_refused_before_the_model_loads() -> None:
@@ -123,9 +165,26 @@ def test_a_missing_base(tmp_path: Path) -> None:
     assert "has no config.json" in refusal("serve", str(tmp_path), "--port", "0")
 
 
-def test_an_engine_that_cannot_start() -> None:
-    line = refusal("serve", BASE, "--port", "0", "--max-model-len", "100000", *SMALL)
-    assert "--max-model-len 100000 is more than the model's own limit of 512" in line
+def test_a_missing_tokenizer(tmp_path: Path) -> None:
+    for file in tiny.BASE.iterdir():
+        if "token" not in file.name:
+            (tmp_path / file.name).symlink_to(file)
+    line = refusal("serve", str(tmp_path), "--port", "0", *SMALL)
+    assert "tokenizer" in line and "--skip-tokenizer-init" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--max-model-len", "100000"),
+            "--max-model-len 100000 is more than the model's own limit of 512",
+        ),
+        (("--kv-cache-memory", "9000G"), "not enough memory for --kv-cache-memory"),
+    ],
+)
+def test_an_engine_that_cannot_start(flags: tuple[str, ...], message: str) -> None:
+    assert message in refusal("serve", BASE, "--port", "0", *SMALL, *flags)
 
 
 def test_a_broken_adapter_at_the_start_is_named(tmp_path: Path) -> None:

@@ -1,31 +1,222 @@
-"""What the documentation shows is run."""
+"""What the documentation shows is run, and what it lists is complete.
+
+Python blocks and bash blocks of a page are run in order, in the root of the checkout, against one
+server: the one that quickstart.md starts. A `text` block right after a block is its output, in
+which `...` stands for anything. Blocks marked `.not-run` are not run; `NOT_RUN` counts them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import os
 import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from weft.cli.main import app
+from weft.cli.reference import reference
+from weft.core.errors import ConfigError, WeftError, type_of_kind
 
 ROOT = Path(__file__).parents[1]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-BLOCKS = [(page, code) for page in PAGES for code in BLOCK.findall(page.read_text())]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+FENCE = re.compile(r"^```(.*)\n((?:(?!```).*\n)*)^```\n(\n*)", re.MULTILINE)
+SERVE = "weft serve "
+SMALL = ("--num-threads", "1", "--kv-cache-memory", "64M", "--adapter-memory", "64M")
+START_S = 90
+NOT_RUN = {"quickstart.md": 1, "api.md": 1}
+"""Blocks that need what a test lacks: an empty machine, a model that calls tools."""
 
 
-@pytest.mark.parametrize(
-    ("page", "code"), BLOCKS, ids=[f"{p.name}-{n}" for n, (p, _) in enumerate(BLOCKS)]
-)
-def test_python_block(
-    page: Path, code: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+@dataclass(frozen=True)
+class Block:
+    language: str
+    code: str
+    runs: bool
+    output: str | None
+    """What it is said to print."""
+
+
+def blocks_of(page: Path) -> list[Block]:
+    found: list[Block] = []
+    end = None
+    for fence in FENCE.finditer(page.read_text()):
+        language, *marks = re.findall(r"[\w-]+", fence[1]) or [""]
+        if language == "text" and found and fence.start() == end:
+            found[-1] = Block(found[-1].language, found[-1].code, found[-1].runs, fence[2])
+        else:
+            found.append(Block(language, fence[2], "not-run" not in marks, None))
+        end = fence.end()
+    return found
+
+
+BLOCKS = {page: blocks_of(page) for page in PAGES}
+RUN = [page for page in PAGES if any(b.language in ("python", "bash") for b in BLOCKS[page])]
+
+
+@dataclass(frozen=True)
+class Server:
+    port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+            return answer.read().decode()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    """The server of quickstart.md, on a free port."""
+    quickstart = BLOCKS[DOCS / "quickstart.md"]
+    line = next(b.code for b in quickstart if b.code.startswith(SERVE)).replace("\\\n", " ")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        server = Server(probe.getsockname()[1])
+    args = [*shlex.split(line)[1:], "--port", str(server.port), *SMALL]
+    command = [sys.executable, "-m", "weft.cli.main", *args]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        deadline_s = time.monotonic() + START_S
+        while not is_healthy(server):
+            assert process.poll() is None and time.monotonic() < deadline_s
+            time.sleep(0.1)
+        yield server
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+def is_healthy(server: Server) -> bool:
+    try:
+        server.get("/health")
+    except OSError:
+        return False
+    return True
+
+
+# -- blocks ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+def test_blocks_of(page: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    exec(compile(code, str(page), "exec"), {})
-    if page.name == "README.md":
-        assert "tenalp" in capsys.readouterr().out
+    names: dict[str, object] = {}
+    for block in BLOCKS[page]:
+        if not block.runs or block.language not in ("python", "bash"):
+            continue
+        code = block.code.replace("127.0.0.1:8000", f"127.0.0.1:{server.port}")
+        printed = run_python(code, names) if block.language == "python" else run_bash(code)
+        if block.output is not None:
+            pattern = re.escape(block.output.strip()).replace(r"\.\.\.", ".*")
+            assert re.fullmatch(pattern, printed.strip(), re.DOTALL), printed
+        if page.name == "README.md" and block.language == "python":
+            assert "tenalp" in printed
+
+
+def run_python(code: str, names: dict[str, object]) -> str:
+    """What it prints; pages share their names between blocks."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "block", "exec"), names)
+    close = getattr(names.pop("client", None), "close", lambda: None)
+    close()
+    return printed.getvalue()
+
+
+def run_bash(code: str) -> str:
+    """What it prints."""
+    if code.startswith("weft "):
+        return run_weft(shlex.split(code.replace("\\\n", " "))[1:])
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, code + done.stdout + done.stderr
+    return done.stdout
+
+
+def run_weft(args: list[str]) -> str:
+    """In this process, which has imported all that is slow. Of a server's command line only the
+    flags are checked."""
+    done = CliRunner().invoke(app, [*args, "--help"] if args[0] == "serve" else args)
+    assert done.exit_code == 0, done.output
+    return done.stdout
+
+
+def test_few_blocks_are_not_run() -> None:
+    counts = {page.name: sum(not b.runs for b in blocks) for page, blocks in BLOCKS.items()}
+    assert {name: count for name, count in counts.items() if count} == NOT_RUN
+
+
+# -- completeness ----------------------------------------------------------------------------------
+
+
+def test_commands_are_current() -> None:
+    """If not: python -m weft.cli.reference > docs/cli.md"""
+    assert (DOCS / "cli.md").read_text() == reference(app)
+
+
+def test_api_lists_every_route_and_field(server: Server) -> None:
+    page = (DOCS / "api.md").read_text()
+    api = json.loads(server.get("/openapi.json"))
+    documented = set(re.findall(r"`(?:(?:GET|POST|DELETE) )?(/[^ `]*)`", page))
+    assert documented == {*api["paths"], "/openapi.json"}
+    for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
+        body = api["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+        for field in body["properties"]:
+            assert f"`{field}`" in page, f"{path}: {field}"
+
+
+def test_api_lists_every_error() -> None:
+    page = (DOCS / "api.md").read_text()
+    for kind, error in type_of_kind.items():
+        if kind not in ("invalid_request_error", WeftError.kind, ConfigError.kind):
+            assert f"| {error.status} | `{kind}` |" in page
+
+
+def test_operations_lists_every_metric(server: Server) -> None:
+    page = (DOCS / "operations.md").read_text()
+    names = re.findall(r"^# TYPE ((?:weft|vllm):\S+)", server.get("/metrics"), re.MULTILINE)
+    missing = [n for n in names if f"`{n}`" not in page and not n.endswith("_created")]
+    assert names and not missing
+    assert not set(re.findall(r"`((?:weft|vllm):\w+)`", page)) - set(names)
 
 
 def test_links_lead_somewhere() -> None:
     for page in [*PAGES, ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md"]:
         for link in re.findall(r"\]\((?!https?:)([^)#]+)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_site_builds(tmp_path: Path) -> None:
+    """Also: every page is in the navigation, and nothing is loaded from elsewhere."""
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "straight line" in (tmp_path / "architecture" / "index.html").read_text()
+    html = "".join(page.read_text() for page in tmp_path.rglob("*.html"))
+    assert not re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=.?https?:[^>]+", html)

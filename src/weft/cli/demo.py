@@ -386,7 +386,8 @@ async def _load(url: str, name: str, path: Path) -> float:
 
 async def _post(url: str, verb: str, body: dict[str, str]) -> None:
     """Raises ConfigError with the server's answer when it refuses."""
-    request = urllib.request.Request(f"{url}/v1/{verb}", json.dumps(body).encode())
+    headers = {"content-type": "application/json"}
+    request = urllib.request.Request(f"{url}/v1/{verb}", json.dumps(body).encode(), headers)
     try:
         await asyncio.to_thread(lambda: urllib.request.urlopen(request, timeout=30).close())
     except urllib.error.HTTPError as error:

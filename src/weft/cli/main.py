@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,14 +9,17 @@ import typer
 from typer.core import TyperCommand
 
 from weft import __version__
+from weft.cli.bench import bench
+from weft.cli.ending import fail
 from weft.cli.options import (
     ADAPTERS,
     MODEL,
-    parse_lora_module,
+    keys_from_environment,
+    parse_lora_modules,
     spread_lora_modules,
     with_engine_options,
 )
-from weft.core.config import engine_args
+from weft.core.config import MAX_RANK, engine_args
 from weft.core.errors import WeftError
 
 HTTP = "HTTP server"
@@ -26,11 +27,13 @@ HTTP = "HTTP server"
 app = typer.Typer(
     help="Serve many LoRA adapters from one copy of a base model.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+
+app.add_typer(bench, name="bench")
 
 
 def _show_version(wanted: bool) -> None:
@@ -83,14 +86,67 @@ def serve(
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
+            metavar="NAME",
             help="What requests call the base model. Repeatable. Default: BASE as given.",
             rich_help_panel=HTTP,
         ),
     ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY",
+            help="Serve only requests with this key as their bearer token. Repeatable. Better:"
+            " WEFT_API_KEY=KEY,KEY in the environment, as others can see a command line.",
+            rich_help_panel=HTTP,
+        ),
+    ] = None,
+    allowed_origins: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Let web pages of this origin call the server from a browser; * for all."
+            " Repeatable. Default: none.",
+            rich_help_panel=HTTP,
+        ),
+    ] = None,
+    max_queue: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Requests that may wait beyond --max-num-seqs; further ones get status 429."
+            " Default: four times --max-num-seqs.",
+            min=0,
+            rich_help_panel=HTTP,
+        ),
+    ] = None,
+    request_timeout: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Longest that one answer may take; then it is aborted. Default: no limit.",
+            rich_help_panel=HTTP,
+        ),
+    ] = None,
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json", "mistral"],
+        typer.Option(
+            help="How the model writes calls of tools. auto: as its chat template shows.",
+            rich_help_panel=HTTP,
+        ),
+    ] = "auto",
+    reasoning_parser: Annotated[
+        Literal["auto", "none", "think"],
+        typer.Option(
+            help="Whether the model reasons between <think> and </think>, which is then told apart"
+            " from its answer. auto: if its chat template shows it.",
+            rich_help_panel=HTTP,
+        ),
+    ] = "auto",
     shutdown_timeout: Annotated[
         int,
         typer.Option(
-            help="Seconds that open requests get to finish at shut-down.",
+            metavar="SECONDS",
+            help="Time that open requests get to finish at shut-down.",
             min=0,
             rich_help_panel=HTTP,
         ),
@@ -99,6 +155,21 @@ def serve(
         Literal["debug", "info", "warning", "error"],
         typer.Option(help="debug also logs each request.", rich_help_panel=HTTP),
     ] = "info",
+    log_format: Annotated[
+        Literal["text", "json"],
+        typer.Option(
+            help="json: one object a line on stderr, also for each request.", rich_help_panel=HTTP
+        ),
+    ] = "text",
+    otlp_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Send a trace of each request to this OTLP collector, over HTTP. Needs"
+            " [bold]pip install weft\\[otel][/].",
+            rich_help_panel=HTTP,
+        ),
+    ] = None,
     skip_tokenizer_init: Annotated[
         bool,
         typer.Option(
@@ -111,7 +182,8 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="NAME=PATH...",
-            help="Adapters to load at the start; a request picks one by NAME as its model.",
+            help="Adapters to load at the start, from folders or the Hugging Face hub; a request"
+            " picks one by NAME as its model.",
             rich_help_panel=ADAPTERS,
         ),
     ] = None,
@@ -124,6 +196,14 @@ def serve(
             rich_help_panel=ADAPTERS,
         ),
     ] = None,
+    allow_hub_adapters: Annotated[
+        bool,
+        typer.Option(
+            "--allow-hub-adapters",
+            help="Let clients load adapters from the Hugging Face hub, as org/name.",
+            rich_help_panel=ADAPTERS,
+        ),
+    ] = False,
     enable_lora: Annotated[bool, typer.Option("--enable-lora", hidden=True)] = False,
     **options: object,
 ) -> None:
@@ -131,21 +211,34 @@ def serve(
 
     [bold]weft serve[/] meta-llama/Llama-3.1-8B-Instruct [bold]--lora-modules[/] sql=./sql
     """
-    from weft.cli.serve import ServeArgs, run_server
+    from weft.api import ApiSettings
+    from weft.cli.serve import ServeArgs, max_open, run
 
     try:
+        engine = engine_args(model, **options)
         args = ServeArgs(
-            engine=engine_args(model, **options),
+            engine=engine,
+            api=ApiSettings(
+                served_model_names=tuple(served_model_name or [model]),
+                max_open=max_open(engine, max_queue),
+                request_timeout_s=request_timeout,
+                api_keys=tuple(api_key or keys_from_environment()),
+                allowed_origins=tuple(allowed_origins or []),
+                allow_hub_adapters=allow_hub_adapters,
+                tool_call_parser=None if tool_call_parser == "none" else tool_call_parser,
+                reasoning_parser=None if reasoning_parser == "none" else reasoning_parser,
+            ),
             host=host,
             port=port,
-            served_model_names=tuple(served_model_name or [model]),
-            lora_modules=tuple(map(parse_lora_module, lora_modules or [])),
+            lora_modules=tuple(m for text in lora_modules or [] for m in parse_lora_modules(text)),
             lora_roots=tuple(lora_root or []),
             skip_tokenizer_init=skip_tokenizer_init,
             shutdown_timeout_s=shutdown_timeout,
             log_level=log_level,
+            log_format=log_format,
+            otlp_endpoint=otlp_endpoint,
         )
-        asyncio.run(run_server(args))
+        run(args)
     except WeftError as error:
         if log_level == "debug":
             raise
@@ -179,10 +272,81 @@ def demo(
     raise typer.Exit(0 if ok else 1)
 
 
-def fail(message: str) -> None:
-    """End with one line on stderr and exit status 1."""
-    sys.stderr.write(f"weft: error: {' '.join(message.split())}\n")
-    raise typer.Exit(1)
+@app.command()
+def top(
+    url: Annotated[
+        str, typer.Argument(metavar="URL", help="Where the server is.")
+    ] = "http://127.0.0.1:8000",
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", help="How often to look.", min=0.1)
+    ] = 1.0,
+    once: Annotated[
+        bool,
+        typer.Option("--once", help="Print what happens within one interval, and end."),
+    ] = False,
+) -> None:
+    """Watch a running server: load, latency, memory, and its busiest adapters."""
+    from weft.cli.top import run_top
+
+    try:
+        run_top(url, interval, once)
+    except WeftError as error:
+        fail(error.message)
+    except KeyboardInterrupt:  # the way to leave it
+        raise typer.Exit(0) from None
+
+
+@app.command()
+def check(
+    adapter: Annotated[
+        str,
+        typer.Argument(metavar="ADAPTER", help="The adapter: a PEFT folder, or a name on the hub."),
+    ],
+    base: Annotated[
+        str,
+        typer.Option(
+            metavar="BASE",
+            help="The base model: a folder or a name on the hub. Only its configuration is read.",
+        ),
+    ],
+    max_lora_rank: Annotated[
+        int,
+        typer.Option(
+            metavar="N",
+            help="Largest rank that the server accepts.",
+            min=1,
+            max=MAX_RANK,
+        ),
+    ] = MAX_RANK,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON instead.")
+    ] = False,
+) -> None:
+    """Tell whether an adapter would be served on a base model, and if not, why.
+
+    Needs neither a GPU nor the base's weights.
+    Exit status: 0 served, 1 refused, 2 no such adapter or base.
+    """
+    from weft.cli.check import check_adapter, report_json, show_report
+
+    try:
+        report = check_adapter(adapter, base, max_lora_rank)
+    except WeftError as error:
+        fail(error.message, 2)
+    typer.echo(report_json(report) if as_json else show_report(report))
+    raise typer.Exit(0 if report.served else 1)
+
+
+@app.command()
+def env(
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one line of JSON instead.")
+    ] = False,
+) -> None:
+    """Print versions, machine and settings, to paste into a bug report. Secrets are hidden."""
+    from weft.cli.env import collect, show_json, show_text
+
+    typer.echo(show_json(collect()) if as_json else show_text(collect()))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields
@@ -14,6 +15,7 @@ import typer
 
 from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs
 from weft.core.errors import ConfigError
+from weft.registry import is_hub_uri, parse_hub_id
 
 MODEL, ADAPTERS, MEMORY, BATCH = "Base model", "Adapters", "Memory", "Batching"
 
@@ -23,16 +25,18 @@ _HELP: dict[str, str] = {
     "load_format": "dummy: random weights instead of the checkpoint's, to measure speed.",
     "device": "Where to run. auto: a CUDA GPU if there is one.",
     "revision": "Branch, tag or commit of a model from the Hugging Face hub.",
-    "max_loras": "Most different adapters in one batch.",
+    "max_loras": "How many different adapters one batch may hold.",
     "max_cpu_loras": "Adapters kept ready in host memory; others are read from disk when used.",
     "max_lora_rank": "Largest rank that is accepted.",
     "adapter_memory": "Device memory for adapters, such as 512M or 2G. Default: an eighth of a"
     " GPU's free memory, 2G on a CPU.",
+    "eviction_policy": "Which adapters make way first: used least recently (lru), or come first"
+    " (fifo).",
     "max_adapter_wait_steps": "Steps that a request may wait for room for its adapter before"
     " running requests make room.",
     "lora_backend": "Kernels that apply the adapters. auto: the best for the device.",
     "block_size": "Tokens in one block of the KV cache.",
-    "num_blocks": "Size of the KV cache in blocks, instead of the two options below.",
+    "num_blocks": "Size of the KV cache in blocks, instead of --kv-cache-memory and --gpu-memory-utilization.",
     "kv_cache_memory": "Memory for the KV cache on a CPU, such as 512M or 2G.",
     "gpu_memory_utilization": "Share of a GPU's memory to use, 0 to 1.",
     "enable_prefix_caching": "Reuse what was computed for prompts that begin alike.",
@@ -42,7 +46,7 @@ _HELP: dict[str, str] = {
     "num_threads": "CPU threads for the computation. Default: torch's own choice.",
 }
 _PANEL = {ModelArgs: MODEL, LoraArgs: ADAPTERS, CacheArgs: MEMORY, SchedulerArgs: BATCH}
-_SPELLED = {"num_blocks": "num_gpu_blocks_override"}
+_SPELLED = {"num_blocks": "num_gpu_blocks_override", "eviction_policy": "lora_eviction_policy"}
 """Fields whose flag has another name."""
 _BYTES = frozenset({"adapter_memory", "kv_cache_memory"})
 
@@ -113,29 +117,49 @@ class LoraModule:
 
     name: str
     path: str
-    """Absolute."""
+    """An absolute path, or `hf://org/name[@revision]`."""
+
+    @property
+    def folder(self) -> Path | None:
+        """None for one from the hub."""
+        return None if is_hub_uri(self.path) else Path(self.path)
 
 
-def parse_lora_module(text: str) -> LoraModule:
-    """`name=path`, or vLLM's JSON form. Raises ConfigError."""
-    if text.lstrip().startswith("{"):
-        name, path = _from_json(text)
+def parse_lora_modules(text: str) -> list[LoraModule]:
+    """`name=path`, or vLLM's JSON form: an object, or a list of them. Raises ConfigError."""
+    if text.lstrip().startswith(("{", "[")):
+        pairs = _from_json(text)
     else:
         name, _, path = text.partition("=")
-    if not name or not path:
+        pairs = [(name, path)]
+    if not all(name and path for name, path in pairs):
         raise ConfigError(f"--lora-modules takes name=path, got {text!r}", "lora_modules")
-    return LoraModule(name, str(Path(path).expanduser().absolute()))
+    return [LoraModule(name, _place(path)) for name, path in pairs]
 
 
-def _from_json(text: str) -> tuple[str, str]:
+def _place(path: str) -> str:
+    """What exists on this machine is a folder, even if it looks like a name on the hub."""
+    folder = Path(path).expanduser()
+    hub_id = None if folder.exists() else parse_hub_id(path)
+    return str(folder.absolute()) if hub_id is None else f"hf://{hub_id}"
+
+
+def _from_json(text: str) -> list[tuple[str, str]]:
     try:
-        module = json.loads(text)
-        return str(module["name"]), str(module["path"])
-    except (ValueError, KeyError):
+        given = json.loads(text)
+        modules = given if isinstance(given, list) else [given]
+        return [(str(module["name"]), str(module["path"])) for module in modules]
+    except (ValueError, KeyError, TypeError):
         raise ConfigError(
-            f"--lora-modules takes name=path or an object with name and path, got {text!r}",
+            "--lora-modules takes name=path, an object with name and path, or a list of such"
+            f" objects, got {text!r}",
             "lora_modules",
         ) from None
+
+
+def keys_from_environment() -> list[str]:
+    """The keys in WEFT_API_KEY, separated by commas."""
+    return [key.strip() for key in os.environ.get("WEFT_API_KEY", "").split(",") if key.strip()]
 
 
 def spread_lora_modules(args: list[str]) -> list[str]:
@@ -152,4 +176,4 @@ def spread_lora_modules(args: list[str]) -> list[str]:
 
 
 def _is_module(arg: str) -> bool:
-    return not arg.startswith("-") and ("=" in arg or arg.lstrip().startswith("{"))
+    return not arg.startswith("-") and ("=" in arg or arg.lstrip().startswith(("{", "[")))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import logging
 import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -18,20 +20,22 @@ from rich.panel import Panel
 from rich.table import Table
 
 from weft.api import AdapterAdmin, ApiSettings, create_app
+from weft.api.http import READER_TIMEOUT_S
 from weft.cli.options import LoraModule, show_bytes
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError
 from weft.core.protocols import EngineClient
 from weft.core.types import EngineInfo
-from weft.engine.process import start_process
+from weft.engine.supervisor import Supervisor, start_supervised
+from weft.metrics.logs import configure_logging
 from weft.models.config import resolve_model
 from weft.registry import AdapterRegistry, AdapterRoots
 from weft.text import Tokenizer, load_tokenizer
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from weft.metrics.traces import Traces
 
-WATCH_S = 1.0
-"""How often the engine's health is looked at for the log."""
+logger = logging.getLogger(__name__)
 
 FORCED_S = 10
 """After the shut-down time-out: how long until connections are cut."""
@@ -42,25 +46,47 @@ class ServeArgs:
     """All that starts a server. Raises ConfigError."""
 
     engine: EngineArgs
+    api: ApiSettings
     host: str
     port: int
-    served_model_names: tuple[str, ...]
     lora_modules: tuple[LoraModule, ...]
     lora_roots: tuple[Path, ...]
     skip_tokenizer_init: bool
     shutdown_timeout_s: int
     log_level: str
+    log_format: str = "text"
+    otlp_endpoint: str | None = None
 
     def __post_init__(self) -> None:
         for root in self.lora_roots:
             if not root.expanduser().is_dir():
                 raise ConfigError(f"--lora-root {root}: no such folder", "lora_root")
+        names = set(self.api.served_model_names)
+        for module in self.lora_modules:
+            if module.folder is not None and not module.folder.is_dir():
+                raise _refused(module, "no such folder")
+            if module.name in names:
+                raise _refused(module, "the name is given twice")
+            names.add(module.name)
 
     @property
     def roots(self) -> AdapterRoots:
         """What may be read while serving: the roots, and the folders given at the start."""
-        modules = (Path(module.path) for module in self.lora_modules)
+        modules = (module.folder for module in self.lora_modules if module.folder is not None)
         return AdapterRoots([*(root.expanduser() for root in self.lora_roots), *modules])
+
+
+def max_open(engine: EngineArgs, max_queue: int | None) -> int:
+    """Engine requests that may be open: those that run, and the queue."""
+    num_running = engine.scheduler.max_num_seqs
+    return num_running + (4 * num_running if max_queue is None else max_queue)
+
+
+def run(args: ServeArgs) -> None:
+    """`run_server` on an event loop of its own: uvloop's where that is installed."""
+    loops = importlib.import_module("uvloop" if importlib.util.find_spec("uvloop") else "asyncio")
+    with asyncio.Runner(loop_factory=loops.new_event_loop) as runner:
+        runner.run(run_server(args))
 
 
 async def run_server(args: ServeArgs) -> None:
@@ -69,25 +95,28 @@ async def run_server(args: ServeArgs) -> None:
     Before serving the signals cancel this task. While uvicorn serves it has the signals, and
     raises them once more afterwards: they must do nothing then, so that the engine can end.
     """
-    settings = ApiSettings(args.served_model_names)
-    _log_to_stderr(args.log_level)
+    configure_logging(args.log_level, args.log_format == "json")
+    traces = _open_traces(args.otlp_endpoint)
     task = asyncio.current_task()
     assert task is not None
     _on_signals(task.cancel)
     with contextlib.closing(_bind(args.host, args.port)) as listener:
         try:
-            await _start_and_serve(args, settings, listener)
+            await _start_and_serve(args, listener, traces)
         except asyncio.CancelledError:
             logger.info("stopped before the start was complete")
+        finally:
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
 
 
-async def _start_and_serve(args: ServeArgs, settings: ApiSettings, listener: socket.socket) -> None:
+async def _start_and_serve(args: ServeArgs, listener: socket.socket, traces: Traces | None) -> None:
     console = Console()
     with console.status(f"Loading {args.engine.model.model}"):
         engine, tokenizer = await _load(args)
     try:
-        registry = AdapterRegistry(settings.served_model_names, args.engine.model.model)
-        app = create_app(engine, registry, tokenizer, args.roots, settings)
+        registry = AdapterRegistry(args.api.served_model_names, args.engine.model.model)
+        app = create_app(engine, registry, tokenizer, args.roots, args.api, traces)
         await _load_adapters(console, args.lora_modules, engine, registry)
         summary = _summary(engine.info, registry, _url(args.host, listener))
         _on_signals(lambda: None)
@@ -96,12 +125,12 @@ async def _start_and_serve(args: ServeArgs, settings: ApiSettings, listener: soc
         await engine.close()
 
 
-def _log_to_stderr(level: str) -> None:
-    logging.basicConfig(
-        level=level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    for chatty in ("httpx", "httpcore", "asyncio"):
-        logging.getLogger(chatty).setLevel(logging.WARNING)
+def _open_traces(endpoint: str | None) -> Traces | None:
+    if endpoint is None:
+        return None
+    from weft.metrics.traces import open_traces  # needs an extra
+
+    return open_traces(endpoint)
 
 
 # -- the start -----------------------------------------------------------------------------------
@@ -119,6 +148,10 @@ def _bind(host: str, port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
+        if hasattr(socket, "TCP_USER_TIMEOUT"):
+            # Connections inherit it: unsent data of one that nobody reads must not keep it open.
+            timeout_ms = int(READER_TIMEOUT_S * 1000)
+            listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, timeout_ms)
     except OSError as error:
         listener.close()
         raise _port_refused(host, port, error) from error
@@ -144,7 +177,7 @@ async def _load(args: ServeArgs) -> tuple[EngineClient, Tokenizer | None]:
     """The engine's process and the tokenizer, which load side by side."""
     model = args.engine.model
     await asyncio.to_thread(resolve_model, model.model, model.revision, weights=False)
-    engine = asyncio.create_task(start_process(args.engine))
+    engine = asyncio.create_task(start_supervised(args.engine))
     try:
         tokenizer = None
         if not args.skip_tokenizer_init:
@@ -155,7 +188,7 @@ async def _load(args: ServeArgs) -> tuple[EngineClient, Tokenizer | None]:
         raise
 
 
-async def _undo(start: asyncio.Task[EngineClient]) -> None:
+async def _undo(start: asyncio.Task[Supervisor]) -> None:
     start.cancel()
     with contextlib.suppress(asyncio.CancelledError, WeftError):
         await (await start).close()
@@ -168,16 +201,18 @@ async def _load_adapters(
     registry: AdapterRegistry,
 ) -> None:
     """Load the operator's own adapters, whose links may lead anywhere."""
-    admin = AdapterAdmin(engine, registry, AdapterRoots([Path("/")]))
+    admin = AdapterAdmin(engine, registry, AdapterRoots([Path("/")]), allow_hub=True)
     with console.status("Loading adapters") as status:
         for number, module in enumerate(modules, 1):
             status.update(f"Loading adapters {number}/{len(modules)}")
             try:
                 await admin.load(module.name, module.path)
             except WeftError as error:
-                raise ConfigError(
-                    f"adapter {module.name!r} ({module.path}): {error.message}", error.param
-                ) from error
+                raise _refused(module, error.message) from error
+
+
+def _refused(module: LoraModule, why: str) -> ConfigError:
+    return ConfigError(f"adapter {module.name!r} ({module.path}): {why}", "lora_modules")
 
 
 # -- serving -------------------------------------------------------------------------------------
@@ -224,24 +259,15 @@ async def _serve_http(
         app,
         log_config=None,
         log_level="info" if args.log_level == "debug" else "warning",
-        access_log=args.log_level == "debug",
+        access_log=args.log_level == "debug",  # as each costs time
         timeout_graceful_shutdown=args.shutdown_timeout_s + FORCED_S,
         server_header=False,
     )
-    watch = asyncio.create_task(_report_death(engine))
     try:
         server = _Server(config, engine, args.shutdown_timeout_s, on_started)
         await server.serve([listener])
     except OSError as error:
         raise _port_refused(args.host, args.port, error) from error
-    finally:
-        watch.cancel()
-
-
-async def _report_death(engine: EngineClient) -> None:
-    while engine.alive:
-        await asyncio.sleep(WATCH_S)
-    logger.error("the engine process has ended; requests are answered with 503 until a restart")
 
 
 def _summary(info: EngineInfo, registry: AdapterRegistry, url: str) -> Panel:

@@ -1,0 +1,1 @@
+"""Measurements: decode steps and throughput of an engine, latency of a server."""

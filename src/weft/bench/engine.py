@@ -1,0 +1,241 @@
+"""An engine to measure: a base of known shape, and adapters with random weights."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from weft.bench.report import progress
+from weft.core.errors import ConfigError
+from weft.core.targets import Target, TargetTable, layout_of
+from weft.llm import LLM
+from weft.models.config import load_model_config
+from weft.models.targets import target_table
+
+_LLAMA: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "dtype": "bfloat16",
+}
+PRESETS: dict[str, dict[str, object]] = {
+    "tiny": _LLAMA
+    | {
+        "vocab_size": 262,
+        "hidden_size": 128,
+        "intermediate_size": 384,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+    },
+    "llama-3.2-1b": _LLAMA
+    | {
+        "vocab_size": 128_256,
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "max_position_embeddings": 131_072,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": 500_000.0,
+            "factor": 32.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+        "tie_word_embeddings": True,
+    },
+    "llama-3-8b": _LLAMA
+    | {
+        "vocab_size": 128_256,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+        "tie_word_embeddings": False,
+    },
+    "qwen3-8b": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "dtype": "bfloat16",
+        "vocab_size": 151_936,
+        "hidden_size": 4096,
+        "intermediate_size": 12_288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40_960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": False,
+    },
+}
+"""Shapes of known models by name, as their config.json has them."""
+
+ADAPTER_STD = 0.01
+"""Of A and B: outputs stay finite, whatever the depth."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterShape:
+    """What all adapters of a run have alike."""
+
+    rank: int
+    targets: tuple[str, ...] | None = None
+    """Such as ("q_proj", "v_proj"); None: all linear layers."""
+
+    def of(self, table: TargetTable) -> list[Target]:
+        """The projections to adapt. Raises ConfigError for a name that the model lacks."""
+        linear = [t for t in table.targets if t.kind == "linear"]
+        known = {t.suffix: None for t in linear}
+        for name in self.targets or ():
+            if name not in known:
+                wanted = ", ".join(known)
+                raise ConfigError(f"--targets: {name!r} is none of {wanted}", "targets")
+        return [t for t in linear if self.targets is None or t.suffix in self.targets]
+
+
+def default_model(options: Mapping[str, object]) -> str:
+    """What the device can be expected to run."""
+    return "llama-3-8b" if _on_gpu(options) else "tiny"
+
+
+@contextmanager
+def open_engine(
+    model: str,
+    shape: AdapterShape,
+    num_adapters: int,
+    options: Mapping[str, object],
+) -> Iterator[LLM]:
+    """An LLM over a preset, a folder or a hub id, with adapters published as `adapter_name`.
+
+    The memory for adapters holds all of them, unless `options` say otherwise. Raises ConfigError.
+    """
+    with _folder(model) as folder:
+        table = target_table(load_model_config(folder, _text(options.get("revision"))))
+        targets = shape.of(table)
+        needed = max(num_adapters, 1) * _num_elements(table, targets, shape.rank)
+        item_bytes = _item_bytes(options.get("dtype"), _on_gpu(options))
+        sized = {name: value for name, value in options.items() if value is not None}
+        sized.setdefault("adapter_memory", needed * item_bytes)
+        with LLM(folder, None, skip_tokenizer_init=True, **sized) as llm:
+            dtype = getattr(torch, llm.info.dtype)
+            with progress("Adapters", num_adapters) as advance:
+                for index, tensors in enumerate(_random(targets, shape.rank, num_adapters, dtype)):
+                    llm.publish_adapter(adapter_name(index), _peft_config(targets, shape), tensors)
+                    advance()
+            yield llm
+
+
+def adapter_name(index: int) -> str:
+    return f"adapter-{index}"
+
+
+def describe(llm: LLM, shape: AdapterShape) -> dict[str, object]:
+    """What was measured, for a report."""
+    info = llm.info
+    return {
+        "architecture": info.architecture,
+        "parameters": info.num_parameters,
+        "dtype": info.dtype,
+        "rank": shape.rank,
+        "targets": list(shape.targets) if shape.targets else "all linear",
+        "adapter_memory_bytes": info.adapter_memory_bytes,
+    }
+
+
+def subject(model: str, llm: LLM, shape: AdapterShape) -> str:
+    """The same in a few words, for a title."""
+    return f"{model}, {llm.info.dtype}, rank {shape.rank}, {device_name(llm)}"
+
+
+def device_name(llm: LLM) -> str:
+    on_gpu = llm.info.device.startswith("cuda")
+    return torch.cuda.get_device_name(llm.info.device) if on_gpu else "CPU"
+
+
+def _on_gpu(options: Mapping[str, object]) -> bool:
+    return options.get("device") != "cpu" and torch.cuda.is_available()
+
+
+@contextmanager
+def _folder(model: str) -> Iterator[str]:
+    """Where the configuration is: a preset's is written for as long as it is needed."""
+    if model not in PRESETS:
+        yield model
+        return
+    with tempfile.TemporaryDirectory(prefix="weft-bench-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(PRESETS[model]), encoding="utf-8")
+        yield folder
+
+
+def _item_bytes(dtype: object, on_gpu: bool) -> int:
+    """Of an adapter's element: `auto` never is float32 on a GPU, and always on a CPU."""
+    wide = dtype == "float32" or (dtype in (None, "auto") and not on_gpu)
+    return 4 if wide else 2
+
+
+def _num_elements(table: TargetTable, targets: Sequence[Target], rank: int) -> int:
+    """Of one adapter's image."""
+    adapted = {t.slice for t in targets}
+    return layout_of(
+        table, tuple(rank if t.slice in adapted else 0 for t in table.targets)
+    ).num_elements
+
+
+def _random(
+    targets: Sequence[Target], rank: int, count: int, dtype: torch.dtype
+) -> Iterator[dict[str, torch.Tensor]]:
+    """PEFT's tensors of `count` adapters, all different.
+
+    They are windows of the same noise, each begun one element later: normal draws of so many
+    numbers would take longer than the measurement.
+    """
+    size = sum(rank * (t.in_features + t.out_features) for t in targets)
+    noise = torch.empty(size + count, dtype=torch.float32)
+    noise = noise.normal_(std=ADAPTER_STD, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for start in range(count):
+        tensors: dict[str, torch.Tensor] = {}
+        offset = start
+        for target in targets:
+            for part, shape in (
+                ("lora_A", (rank, target.in_features)),
+                ("lora_B", (target.out_features, rank)),
+            ):
+                end = offset + shape[0] * shape[1]
+                name = f"base_model.model.{target.name}.{part}.weight"
+                tensors[name] = noise[offset:end].view(shape)
+                offset = end
+        yield tensors
+
+
+def _peft_config(targets: Sequence[Target], shape: AdapterShape) -> dict[str, object]:
+    return {
+        "peft_type": "LORA",
+        "r": shape.rank,
+        "lora_alpha": shape.rank,
+        "target_modules": sorted({t.suffix for t in targets}),
+    }
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

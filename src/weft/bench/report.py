@@ -1,0 +1,130 @@
+"""What a benchmark leaves: a table, a plot, one line of JSON. The looks are here, once."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from weft.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLOURS = ("#4c4c4c", "#0072b2", "#009e73", "#e69f00", "#d55e00", "#cc79a7")
+"""To be told apart by everybody; the first is for what others are compared with."""
+INK, FAINT = "#333333", "#e3e3e3"
+PLOT_INCHES = (10.0, 4.2)
+
+Advance = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What one run found."""
+
+    benchmark: str
+    title: str
+    config: Mapping[str, object]
+    results: object
+    """As JSON has it."""
+    shown: RenderableType
+    plot: Callable[[], Figure]
+    device: str | None = None
+    """Its name; None when it is not this machine's."""
+    ok: bool = True
+
+
+def show(report: Report, environment: Mapping[str, object], plot: Path | None) -> None:
+    """Print the table, write the plot unless None, and end with the line of JSON."""
+    console = Console()
+    console.print(Text(report.title, "bold"))
+    console.print(report.shown)
+    if plot is not None:
+        report.plot().savefig(plot, dpi=150)
+        console.print(f"Plot: {plot}", soft_wrap=True, highlight=False)
+    line = {
+        "ok": report.ok,
+        "benchmark": report.benchmark,
+        "device": report.device,
+        "environment": environment,
+        "config": report.config,
+        "results": report.results,
+    }
+    print(json.dumps(line), flush=True)
+
+
+def check_plot(plot: Path | None) -> None:
+    """Before anything is measured: raises ConfigError if the plot could not be written."""
+    if plot is None:
+        return
+    need("matplotlib", "plots need matplotlib, unless you say --no-plot")
+    if not os.access(plot.absolute().parent, os.W_OK) or plot.is_dir():
+        raise ConfigError(f"--plot {plot} can't be written", "plot")
+    if plot.suffix.lower() != ".png":
+        raise ConfigError(f"--plot takes the name of a .png file; got {str(plot)!r}", "plot")
+
+
+def need(module: str, why: str) -> None:
+    """Raises ConfigError that says how to get an optional dependency if it is missing."""
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(f"{why}: pip install 'weft[bench]'", module) from error
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Advance]:
+    """A bar, on a terminal only; the call advances it by one."""
+    console = Console()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    quiet = not console.is_terminal
+    # Rarely drawn: its thread takes time from what is measured.
+    with Progress(
+        *columns, console=console, transient=True, disable=quiet, refresh_per_second=2
+    ) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
+
+
+def new_table(title: str, *columns: str, names: int = 1) -> Table:
+    """The first `names` columns hold text, the others figures."""
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < names else "right")
+    return table
+
+
+def new_figure(title: str, num_panels: int) -> tuple[Figure, Sequence[Axes]]:
+    """A figure with panels side by side, not tied to any display."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=0.14, h_pad=0.08)
+    figure = Figure(figsize=PLOT_INCHES, layout=layout, facecolor="white")
+    figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+    panels: list[Any] = [figure.add_subplot(1, num_panels, n + 1) for n in range(num_panels)]
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color("#999999")
+        axes.tick_params(colors=INK, labelsize=9)
+        axes.grid(color=FAINT, linewidth=0.8)
+        axes.set_axisbelow(True)
+    return figure, panels

@@ -1,0 +1,297 @@
+"""`weft bench`: measurements with a table, a plot, and one line of JSON to keep."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from weft.cli.ending import ending_in_one_line
+from weft.cli.options import MODEL, with_engine_options
+
+if TYPE_CHECKING:
+    from weft.bench.report import Report
+
+WORKLOAD, OUTPUT = "Workload", "Output"
+
+bench = typer.Typer(
+    help="Measure decode steps, throughput, or a running server.", no_args_is_help=True
+)
+
+_Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="BASE",
+        help="A folder, a name on the hub, or a known shape: tiny, llama-3.2-1b, llama-3-8b,"
+        " qwen3-8b. Default: llama-3-8b on a GPU, tiny on a CPU.",
+        rich_help_panel=MODEL,
+    ),
+]
+_Rank = Annotated[int, typer.Option(help="Rank of the adapters.", min=1, rich_help_panel=WORKLOAD)]
+_Targets = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...",
+        help="What the adapters adapt, such as q_proj,v_proj. Default: all linear layers.",
+        rich_help_panel=WORKLOAD,
+    ),
+]
+_Seed = Annotated[
+    int,
+    typer.Option(help="The same seed gives the same requests.", min=0, rich_help_panel=WORKLOAD),
+]
+_INPUT_LEN = (
+    "Tokens of prompts: N, uniform:LOW,HIGH or lognormal:MU,SIGMA,LOW,HIGH (of the natural"
+    " logarithm, clipped)."
+)
+_Plot = Annotated[
+    Path, typer.Option(metavar="FILE.png", help="Where the plot goes.", rich_help_panel=OUTPUT)
+]
+_NoPlot = Annotated[bool, typer.Option("--no-plot", help="Write no plot.", rich_help_panel=OUTPUT)]
+
+
+def _engine_options(*fixed: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As `with_engine_options`, without the flags that the benchmark sets itself; weights are
+    random unless asked for."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        command = with_engine_options(command)
+        signature = inspect.signature(command)
+        kept = [
+            p.replace(default="dummy") if p.name == "load_format" else p
+            for p in signature.parameters.values()
+            if p.name not in fixed
+        ]
+        command.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in kept}
+        return command
+
+    return decorate
+
+
+@bench.command()
+@_engine_options("enable_prefix_caching", "max_loras", "max_num_batched_tokens", "max_num_seqs")
+def decode(
+    model: _Model = None,
+    batch: Annotated[
+        str,
+        typer.Option(metavar="N,...", help="Requests in the batch.", rich_help_panel=WORKLOAD),
+    ] = "1,8,32,64",
+    pattern: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Adapters in the batch: none; identical, one for all; uniform, as many as the"
+            " root of the batch, equally often; skewed, a few asked much more than others;"
+            " distinct, one for each.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = "none,identical,uniform,skewed,distinct",
+    rank: _Rank = 16,
+    targets: _Targets = None,
+    repeats: Annotated[
+        int, typer.Option(help="Results are medians of so many.", min=1, rich_help_panel=WORKLOAD)
+    ] = 3,
+    seed: _Seed = 0,
+    plot: _Plot = Path("weft-bench-decode.png"),
+    no_plot: _NoPlot = False,
+    **options: object,
+) -> None:
+    """Time of a decode step, by batch size and by the adapters in the batch.
+
+    The difference of two runs, of 144 and of 16 output tokens, over 128. Prompts have 128 tokens.
+    Adapters are random, and get the memory that all of them need.
+    """
+    with _reporting(None if no_plot else plot) as done:
+        from weft.bench.decode import DecodePlan, run_decode
+        from weft.bench.engine import AdapterShape
+        from weft.bench.workload import PATTERNS, parse_counts, parse_names
+
+        plan = DecodePlan(
+            batches=parse_counts(batch, "batch"),
+            patterns=parse_names(pattern, PATTERNS, "pattern"),
+            repeats=repeats,
+            seed=seed,
+        )
+        done(run_decode(model, plan, AdapterShape(rank, _names(targets)), options))
+
+
+@bench.command()
+@_engine_options("enable_prefix_caching")
+def throughput(
+    model: _Model = None,
+    num_requests: Annotated[
+        int, typer.Option(help="Submitted all at once.", min=1, rich_help_panel=WORKLOAD)
+    ] = 512,
+    pattern: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Adapters of the requests: none; identical, one for all; uniform, all equally"
+            " often; skewed, a few asked much more than others.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = "none,identical,uniform,skewed",
+    adapters: Annotated[
+        int,
+        typer.Option(help="For uniform and skewed.", min=1, rich_help_panel=WORKLOAD),
+    ] = 64,
+    input_len: Annotated[
+        str, typer.Option(metavar="LENGTHS", help=_INPUT_LEN, rich_help_panel=WORKLOAD)
+    ] = "lognormal:5.2,0.8,16,1024",
+    output_len: Annotated[
+        str,
+        typer.Option(metavar="LENGTHS", help="Tokens of answers.", rich_help_panel=WORKLOAD),
+    ] = "lognormal:4.9,0.7,8,512",
+    rank: _Rank = 16,
+    targets: _Targets = None,
+    seed: _Seed = 0,
+    plot: _Plot = Path("weft-bench-throughput.png"),
+    no_plot: _NoPlot = False,
+    **options: object,
+) -> None:
+    """Tokens and requests per second of an engine that always has enough to do.
+
+    Adapters are random, and get the memory that all of them need unless --adapter-memory is given.
+    """
+    with _reporting(None if no_plot else plot) as done:
+        from weft.bench.engine import AdapterShape
+        from weft.bench.throughput import ThroughputPlan, run_throughput
+        from weft.bench.workload import PATTERNS, Lengths, parse_names
+
+        plan = ThroughputPlan(
+            num_requests=num_requests,
+            patterns=parse_names(pattern, PATTERNS[:-1], "pattern"),
+            num_adapters=adapters,
+            input_len=Lengths.parse(input_len, "input_len"),
+            output_len=Lengths.parse(output_len, "output_len"),
+            seed=seed,
+        )
+        done(run_throughput(model, plan, AdapterShape(rank, _names(targets)), options))
+
+
+@bench.command()
+def serve(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Such as http://127.0.0.1:8000.")],
+    models: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Whom to ask. Default: all adapters that the server lists.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
+    include_base: Annotated[
+        bool,
+        typer.Option("--include-base", help="Ask the base too.", rich_help_panel=WORKLOAD),
+    ] = False,
+    endpoint: Annotated[
+        Literal["completions", "chat"],
+        typer.Option(
+            help="completions: prompts are token ids. chat: words.", rich_help_panel=WORKLOAD
+        ),
+    ] = "completions",
+    choice: Annotated[
+        str,
+        typer.Option(
+            metavar="CHOICE",
+            help="Who is asked next: zipf:EXPONENT, the first much more often; uniform, at"
+            " random; or round-robin.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = "zipf:1.0",
+    arrival: Annotated[
+        str,
+        typer.Option(
+            metavar="ARRIVAL",
+            help="When requests are sent: poisson:RATE a second; bursty:RATE,BURST, so many at"
+            " once; all at once; or closed:CONCURRENCY, each user after the last answer.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = "poisson:8",
+    num_requests: Annotated[
+        int, typer.Option(min=1, help="All in all.", rich_help_panel=WORKLOAD)
+    ] = 256,
+    input_len: Annotated[
+        str, typer.Option(metavar="LENGTHS", help=_INPUT_LEN, rich_help_panel=WORKLOAD)
+    ] = "128",
+    output_len: Annotated[
+        str,
+        typer.Option(metavar="LENGTHS", help="Tokens of answers.", rich_help_panel=WORKLOAD),
+    ] = "64",
+    ignore_eos: Annotated[
+        bool,
+        typer.Option(
+            "--ignore-eos/--no-ignore-eos",
+            help="Ask for answers of exactly that length; not all servers know the field.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = True,
+    seed: _Seed = 0,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="End the whole run then; what is still open has failed.",
+            min=0.001,
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = 600.0,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", help="Sent as the bearer token.", envvar="WEFT_API_KEY"),
+    ] = None,
+    plot: _Plot = Path("weft-bench-serve.png"),
+    no_plot: _NoPlot = False,
+) -> None:
+    """Latency and throughput of any OpenAI-compatible server, under a load of many adapters.
+
+    Exit status 1 if any request failed.
+    """
+    with _reporting(None if no_plot else plot) as done:
+        from weft.bench.report import need
+        from weft.bench.workload import Arrival, Choice, Lengths
+
+        need("httpx", "weft bench serve needs httpx")
+        from weft.bench.serve import LoadPlan, run_serve
+
+        plan = LoadPlan(
+            endpoint=endpoint,
+            models=_names(models) or (),
+            choice=Choice.parse(choice),
+            arrival=Arrival.parse(arrival),
+            num_requests=num_requests,
+            input_len=Lengths.parse(input_len, "input_len"),
+            output_len=Lengths.parse(output_len, "output_len"),
+            ignore_eos=ignore_eos,
+            seed=seed,
+            timeout_s=timeout,
+        )
+        done(run_serve(url, api_key, plan, include_base))
+
+
+@contextmanager
+def _reporting(plot: Path | None) -> Iterator[Callable[[Report], None]]:
+    """Checks before anything slow that the plot can be written; the call shows a report, and ends
+    the command with exit status 1 if it is not ok."""
+    with ending_in_one_line():
+        from weft.bench.report import check_plot, show
+        from weft.cli.env import collect
+
+        def done(report: Report) -> None:
+            sections = collect()
+            environment = {name: sections[name] for name in ("weft", "machine", "gpu")}
+            show(report, environment, plot)
+            raise typer.Exit(0 if report.ok else 1)
+
+        check_plot(plot)
+        yield done
+
+
+def _names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(part.strip() for part in text.split(","))

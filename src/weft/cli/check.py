@@ -1,0 +1,296 @@
+"""`weft check`: what `weft serve` would say to an adapter, without the base's weights or a GPU."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from weft.checkpoint import AdapterImage, load_image
+from weft.checkpoint.config import CONFIG_FILE, PeftConfig, parse_config
+from weft.checkpoint.read import MAX_CONFIG_BYTES, WEIGHTS_FILE
+from weft.checkpoint.refuse import show
+from weft.core.config import MAX_RANK
+from weft.core.errors import AdapterError, AdapterInvalid, ConfigError
+from weft.core.targets import Target, TargetTable
+from weft.models.config import load_model_config
+from weft.models.targets import target_table
+from weft.registry.hub import fetch_adapter, parse_hub_id
+
+_HELP = {
+    "alora_invocation_tokens": "Train without it.",
+    "bias": 'Train with bias="none".',
+    "layers_to_transform": "The configuration and the tensors are not of one training.",
+    "lora_bias": "Train with lora_bias=False.",
+    "modules_to_save": "Train without it; put embed_tokens and lm_head into target_modules to"
+    " adapt them.",
+    "peft_type": "Train a LoRA, or merge this adapter into a base of its own.",
+    "target_modules": "The configuration and the tensors are not of one training.",
+    "task_type": "Train for CAUSAL_LM.",
+    "trainable_token_indices": "Put embed_tokens into target_modules instead.",
+    "use_dora": "Train with use_dora=False, or merge this adapter into a base of its own.",
+}
+"""What to do about a refusal, by the refused field; `_help` knows the rest."""
+
+_OTHER_BASE = ("no such projection", "has the shape", "larger than any")
+"""Parts of messages that tell of an adapter for another base."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One reason not to serve the adapter."""
+
+    param: str | None
+    """The field, tensor or file."""
+    message: str
+    help: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Adapted:
+    """Projections of one kind that are adapted alike."""
+
+    target: str
+    layers: str
+    """Such as "0-3, 7"; empty for what lies outside the layers."""
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a served adapter is."""
+
+    rank: int
+    """`r`, which counts for targets that `rank_pattern` does not name."""
+    alpha: float
+    """`lora_alpha`, likewise beside `alpha_pattern`."""
+    rslora: bool
+    targets: tuple[Adapted, ...]
+    dtypes: tuple[str, ...]
+    """Of the file's tensors."""
+    file_bytes: int
+    digest: str
+    device_bytes: int
+    """In `device_dtype`."""
+    device_dtype: str
+    trained_on: str | None
+    """The config's base_model_name_or_path, which nothing enforces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The verdict: either `facts` or `refusals`."""
+
+    adapter: str
+    base: str
+    served: bool
+    facts: Facts | None
+    refusals: tuple[Refusal, ...]
+
+
+def check_adapter(adapter: str, base: str, max_rank: int) -> Report:
+    """Ask the code that the engine loads adapters with.
+
+    Raises ConfigError when there is no such base or adapter, or the base is not served.
+    """
+    config = load_model_config(base)
+    table, dtype = target_table(config), getattr(torch, config.dtype)
+    folder = _find(adapter)
+    try:
+        image = load_image(folder, table, dtype, max_rank)
+    except AdapterError as error:
+        return Report(adapter, base, False, None, tuple(_refusals(folder, error, max_rank)))
+    return Report(adapter, base, True, _facts(folder, image, table, max_rank), ())
+
+
+def show_report(report: Report) -> str:
+    """Lines for people."""
+    verdict = "served" if report.served else "refused"
+    head = f"{verdict}: {report.adapter} on {report.base}"
+    if report.facts is None:
+        return "\n\n".join([head, *map(_show_refusal, report.refusals)])
+    rows = _rows(report.facts, report.base)
+    width = max(len(name) for name, _ in rows)
+    lines = [f"  {name:<{width}}  {value}" for name, value in rows]
+    return "\n".join([head, "", *lines, "", *_show_targets(report.facts.targets)])
+
+
+def report_json(report: Report) -> str:
+    return json.dumps(asdict(report))
+
+
+def _find(adapter: str) -> Path:
+    folder = Path(adapter).expanduser()
+    if folder.is_dir():
+        return folder
+    try:
+        hub_id = parse_hub_id(adapter)
+        if hub_id is None:
+            raise ConfigError(f"there is no folder {adapter}", "adapter")
+        return fetch_adapter(hub_id)
+    except AdapterError as error:
+        raise ConfigError(f"there is no folder {adapter}, and {error.message}", "adapter") from None
+
+
+# -- why not ---------------------------------------------------------------------------------------
+
+
+def _refusals(folder: Path, first: AdapterError, max_rank: int) -> Iterator[Refusal]:
+    """The first refusal; if a field of the config is at fault, those of its other fields too."""
+    config = folder / CONFIG_FILE
+    fields = _fields(config) if isinstance(first, AdapterInvalid) else {}
+    error: AdapterError | None = first
+    while error is not None:
+        yield Refusal(error.param, error.message, _help(error, fields, max_rank))
+        if error.param not in fields:
+            return
+        del fields[error.param]
+        error = _config_error(fields, max_rank)
+
+
+def _config_error(fields: dict[str, object], max_rank: int) -> AdapterError | None:
+    try:
+        parse_config(json.dumps(fields).encode(), max_rank)
+    except AdapterError as error:
+        # Without its kind the fields of a config mean nothing.
+        return error if error.param in fields else None
+    return None
+
+
+def _fields(config: Path) -> dict[str, object]:
+    """The config's fields; none when it is not an object."""
+    try:
+        with config.open("rb") as file:
+            fields = json.loads(file.read(MAX_CONFIG_BYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
+
+
+def _help(error: AdapterError, fields: dict[str, object], max_rank: int) -> str | None:
+    param = error.param or ""
+    if param in _HELP:
+        return _HELP[param]
+    if param in ("r", "rank_pattern"):
+        return f"--max-lora-rank allows up to {MAX_RANK}." if max_rank < MAX_RANK else None
+    if "NaN" in error.message:
+        return "The training diverged; take an earlier checkpoint."
+    if any(sign in error.message for sign in _OTHER_BASE):
+        trained_on = fields.get("base_model_name_or_path")
+        return f"It says that it was trained on {show(trained_on)}." if trained_on else None
+    return None
+
+
+def _show_refusal(refusal: Refusal) -> str:
+    return "\n".join(f"  {line}" for line in (refusal.message, refusal.help) if line)
+
+
+# -- what it is ------------------------------------------------------------------------------------
+
+
+def _facts(folder: Path, image: AdapterImage, table: TargetTable, max_rank: int) -> Facts:
+    text = (folder / CONFIG_FILE).read_bytes()
+    config = parse_config(text, max_rank)
+    trained_on = json.loads(text).get("base_model_name_or_path")
+    weights = folder / WEIGHTS_FILE
+    return Facts(
+        rank=config.r,
+        alpha=config.alpha,
+        rslora=config.use_rslora,
+        targets=tuple(_adapted(config, image, table)),
+        dtypes=_dtypes(weights),
+        file_bytes=len(text) + weights.stat().st_size,
+        digest=image.digest,
+        device_bytes=image.num_bytes,
+        device_dtype=str(image.data.dtype).removeprefix("torch."),
+        trained_on=None if trained_on is None else str(trained_on),
+    )
+
+
+def _dtypes(weights: Path) -> tuple[str, ...]:
+    with safe_open(weights, "pt") as file:
+        return tuple(sorted({file.get_slice(name).get_dtype() for name in file.keys()}))  # noqa: SIM118
+
+
+def _adapted(config: PeftConfig, image: AdapterImage, table: TargetTable) -> Iterator[Adapted]:
+    alike: dict[tuple[str, int, float], list[Target]] = {}
+    for target in table.targets:
+        rank = image.layout.rank[target.slice]
+        if rank:
+            key = target.suffix, rank, config.scale_of(target.name, rank)
+            alike.setdefault(key, []).append(target)
+    order = list(image.targets).index
+    for (suffix, rank, scale), targets in sorted(alike.items(), key=lambda item: order(item[0][0])):
+        yield Adapted(suffix, _ranges(map(_layer, targets)), rank, scale)
+
+
+def _layer(target: Target) -> int | None:
+    return next((int(part) for part in target.name.split(".") if part.isdecimal()), None)
+
+
+def _ranges(layers: Iterable[int | None]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if layer is None:
+            continue
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1] = [runs[-1][0], layer]
+        else:
+            runs.append([layer])
+    return ", ".join("-".join(map(str, run)) for run in runs)
+
+
+def _rows(facts: Facts, base: str) -> list[tuple[str, str]]:
+    ranks = sorted({adapted.rank for adapted in facts.targets})
+    scales = sorted({adapted.scale for adapted in facts.targets})
+    return [
+        ("kind", "LoRA, rank-stabilised (rsLoRA)" if facts.rslora else "LoRA"),
+        ("rank", ", ".join(map(str, ranks))),
+        ("alpha", f"{facts.alpha:g}"),
+        ("scale", ", ".join(f"{scale:.4g}" for scale in scales)),
+        ("dtype", ", ".join(facts.dtypes)),
+        ("files", _size(facts.file_bytes)),
+        ("on the device", _on_device(facts)),
+        ("digest", facts.digest),
+        ("trained on", _trained_on(facts.trained_on, base)),
+    ]
+
+
+def _on_device(facts: Facts) -> str:
+    size = f"{_size(facts.device_bytes)} as {facts.device_dtype}"
+    if facts.device_dtype == "float32":
+        return size
+    return f"{size}; twice that on a CPU, which serves float32"
+
+
+def _trained_on(trained_on: str | None, base: str) -> str:
+    if trained_on is None:
+        return "it does not say"
+    if Path(trained_on).name == Path(base).resolve().name:
+        return show(trained_on)
+    return f"{show(trained_on)}; make sure that this is the base given"
+
+
+def _show_targets(targets: tuple[Adapted, ...]) -> Iterator[str]:
+    width = max(len(adapted.layers) for adapted in targets)
+    width = max(width, len("layers"))
+    yield f"  {'target':<12}  {'layers':<{width}}  rank  scale"
+    for adapted in targets:
+        yield (
+            f"  {adapted.target:<12}  {adapted.layers or '-':<{width}}"
+            f"  {adapted.rank:>4}  {adapted.scale:.4g}"
+        )
+
+
+def _size(num_bytes: int) -> str:
+    """84.1 MB: what file listings say, in powers of 1000."""
+    for unit, power in (("GB", 3), ("MB", 2), ("kB", 1)):
+        if num_bytes >= 1000**power:
+            return f"{num_bytes / 1000**power:.1f} {unit}"
+    return f"{num_bytes} bytes"

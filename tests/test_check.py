@@ -1,0 +1,195 @@
+"""`weft check`: its verdict is the server's, and it says why and what would help."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import tiny
+import torch
+from safetensors.torch import load_file, save_file
+from typer.testing import CliRunner, Result
+
+from weft import LLM, SamplingParams
+from weft.cli.main import app
+from weft.core.errors import AdapterError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+Broken = Callable[..., Path]
+
+
+def check(adapter: Path | str, *options: str, base: Path | str = tiny.BASE) -> Result:
+    return CliRunner().invoke(app, ["check", str(adapter), "--base", str(base), *options])
+
+
+def report(adapter: Path | str, *options: str, base: Path | str = tiny.BASE) -> dict:
+    return json.loads(check(adapter, "--json", *options, base=base).stdout)
+
+
+@pytest.fixture
+def broken(tmp_path: Path) -> Broken:
+    """A copy of an example adapter with fields of its config changed."""
+
+    def make(name: str = "reverse", **fields: object) -> Path:
+        folder = tmp_path / name
+        shutil.copytree(tiny.ADAPTERS[name], folder)
+        config = folder / CONFIG
+        config.write_text(json.dumps(json.loads(config.read_text()) | fields))
+        return folder
+
+    return make
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file(tensors, folder / WEIGHTS)
+
+
+# -- served ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", tiny.ADAPTERS)
+def test_the_examples_are_served(name: str) -> None:
+    done = check(tiny.ADAPTERS[name])
+    assert done.exit_code == 0
+    assert done.stdout.startswith(f"served: {tiny.ADAPTERS[name]} on {tiny.BASE}\n")
+
+
+def test_the_facts_of_an_adapter() -> None:
+    facts = report(tiny.ADAPTERS["repeat"])["facts"]
+    size = sum((tiny.ADAPTERS["repeat"] / name).stat().st_size for name in (CONFIG, WEIGHTS))
+    with LLM(tiny.BASE, {}, num_threads=1, num_blocks=64) as llm:
+        assert facts["digest"] == llm.load_adapter("mine", tiny.ADAPTERS["repeat"]).digest
+        llm.generate(["planet"], SamplingParams(max_tokens=1), adapter="mine")
+        assert facts["device_bytes"] == llm.stats().adapter_bytes
+    assert (facts["rank"], facts["alpha"], facts["rslora"]) == (8, 16, False)
+    assert (facts["dtypes"], facts["file_bytes"]) == (["F32"], size)
+    assert (facts["device_dtype"], facts["trained_on"]) == ("float32", "weft-tiny")
+    assert [tuple(t.values()) for t in facts["targets"]] == [
+        ("q_proj", "0", 4, 1.0),
+        ("q_proj", "1-4", 8, 2.0),
+        ("k_proj", "0-4", 8, 2.0),
+        ("v_proj", "0-4", 8, 2.0),
+        ("o_proj", "0-4", 8, 2.0),
+        ("down_proj", "0-4", 16, 1.5),
+    ]
+
+
+def test_what_people_read() -> None:
+    lines = [line.split() for line in check(tiny.ADAPTERS["vowels"]).stdout.splitlines()]
+    assert ["kind", "LoRA,", "rank-stabilised", "(rsLoRA)"] in lines
+    assert ["trained", "on", '"weft-tiny";', "make", "sure", "that", "this"] in [
+        line[:7] for line in lines
+    ]
+    assert ["down_proj", "0-4", "16", "4"] in lines
+    outside = [line.split() for line in check(tiny.ADAPTERS["numeronym"]).stdout.splitlines()]
+    assert ["embed_tokens", "-", "8", "2"] in outside
+
+
+def test_a_base_is_recognised_by_its_name(broken: Broken) -> None:
+    assert "make sure" not in check(broken(base_model_name_or_path="weft/base")).stdout
+
+
+def test_a_16_bit_base_takes_half_the_memory(tmp_path: Path) -> None:
+    config = json.loads((tiny.BASE / "config.json").read_text()) | {"dtype": "bfloat16"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    facts = report(tiny.ADAPTERS["upper"], base=tmp_path)["facts"]
+    assert facts["device_dtype"] == "bfloat16"
+    assert facts["device_bytes"] * 2 == report(tiny.ADAPTERS["upper"])["facts"]["device_bytes"]
+
+
+# -- refused ---------------------------------------------------------------------------------------
+
+
+def test_every_refused_field_is_told_at_once(broken: Broken) -> None:
+    folder = broken(use_dora=True, modules_to_save=["lm_head"], bias="all", shiny=3, r=300)
+    done = check(folder)
+    assert done.exit_code == 1
+    refusals = report(folder)["refusals"]
+    params = {"use_dora", "modules_to_save", "bias", "shiny", "r"}
+    assert {r["param"] for r in refusals} == params and len(refusals) == len(params)
+    assert "Train with use_dora=False" in done.stdout and 'bias="none"' in done.stdout
+
+
+def test_the_first_refusal_is_the_servers(broken: Broken) -> None:
+    folder = broken(use_rslora="yes", lora_alpha=None)
+    with (
+        LLM(tiny.BASE, {}, num_threads=1, num_blocks=64) as llm,
+        pytest.raises(AdapterError) as refused,
+    ):
+        llm.load_adapter("mine", folder)
+    first = report(folder)["refusals"][0]
+    assert (first["param"], first["message"]) == (refused.value.param, refused.value.message)
+
+
+def test_a_rank_above_the_servers_limit() -> None:
+    done = check(tiny.ADAPTERS["piglatin"], "--max-lora-rank", "8")
+    assert done.exit_code == 1
+    assert "r: a rank must be in [1, 8]" in done.stdout
+    assert "--max-lora-rank allows up to 256" in done.stdout
+    assert check(tiny.ADAPTERS["piglatin"], "--max-lora-rank", "32").exit_code == 0
+
+
+def test_an_adapter_for_another_base(broken: Broken) -> None:
+    folder = broken(base_model_name_or_path="other/\x1b[31mbase")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    change_tensors(folder, lambda tensors: tensors.update({name: torch.ones(8, 7)}))
+    done = check(folder)
+    assert f"{name}: has the shape (8, 7)" in done.stdout
+    assert 'trained on "other/\\u001b[31mbase"' in done.stdout
+
+
+def test_a_tensor_with_nan(broken: Broken) -> None:
+    folder = broken()
+    change_tensors(folder, lambda tensors: next(iter(tensors.values())).fill_(float("nan")))
+    assert "take an earlier checkpoint" in check(folder).stdout
+
+
+def test_files_that_are_missing_or_no_adapter(tmp_path: Path, broken: Broken) -> None:
+    assert [r["param"] for r in report(tmp_path)["refusals"]] == [CONFIG]
+    folder = broken()
+    (folder / CONFIG).write_text("[]")
+    assert [r["param"] for r in report(folder)["refusals"]] == [CONFIG]
+    (folder / CONFIG).write_text('{"peft_type": "IA3", "use_dora": true}')
+    refusals = report(folder)["refusals"]
+    assert [r["param"] for r in refusals] == ["peft_type"]
+    assert "merge this adapter" in refusals[0]["help"]
+
+
+# -- neither ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("adapter", "base", "said"),
+    [
+        ("/no/such/adapter", tiny.BASE, "there is no folder /no/such/adapter"),
+        ("org/adapter", tiny.BASE, "'org/adapter' can't be fetched from the Hugging Face hub"),
+        ("hf://x", tiny.BASE, "'hf://x' is not of the form"),
+        (tiny.ADAPTERS["upper"], "/no/such/base", "there is no folder /no/such/base"),
+    ],
+)
+def test_what_is_not_there(
+    monkeypatch: pytest.MonkeyPatch, adapter: str, base: str, said: str
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    done = check(adapter, base=base)
+    assert (done.exit_code, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith("weft: error: ") and said in line
+
+
+def test_an_adapter_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def download(name: str, **_: object) -> str:
+        asked.append(name)
+        return str(tiny.ADAPTERS["sort"])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    assert check("org/sort").exit_code == 0
+    assert asked == ["org/sort"]
