@@ -223,6 +223,20 @@ def test_load_reads_again_what_the_host_cache_lost(one_image: World) -> None:
     assert one_image.residency.host.digests() == ("a",)
 
 
+@pytest.mark.parametrize("lost", [OSError("disk on fire"), image("other", 30)])
+def test_load_reads_any_folder_that_holds_the_content(
+    one_image: World, lost: AdapterImage | Exception
+) -> None:
+    """Several were registered with the same content; the newest has changed since."""
+    for path in ("/old", "/new"):
+        one_image.register(path, image("a", 30, 2.5))
+    one_image.register("/b", image("b", 30))
+    one_image.disk.files["/new"] = lost
+    load = one_image.load("a")
+    assert one_image.disk.reads[-2:] == [("/new", "a"), ("/old", "a")]
+    assert one_image.pool.content(load.slot) == [2.5] * 30
+
+
 @pytest.mark.parametrize(
     ("now_there", "reason"),
     [

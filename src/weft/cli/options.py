@@ -36,7 +36,8 @@ _HELP: dict[str, str] = {
     " running requests make room.",
     "lora_backend": "Kernels that apply the adapters. auto: the best for the device.",
     "block_size": "Tokens in one block of the KV cache.",
-    "num_blocks": "Size of the KV cache in blocks, instead of --kv-cache-memory and --gpu-memory-utilization.",
+    "num_blocks": "Size of the KV cache in blocks, instead of --kv-cache-memory and"
+    " --gpu-memory-utilization.",
     "kv_cache_memory": "Memory for the KV cache on a CPU, such as 512M or 2G.",
     "gpu_memory_utilization": "Share of a GPU's memory to use, 0 to 1.",
     "enable_prefix_caching": "Reuse what was computed for prompts that begin alike.",

@@ -93,6 +93,10 @@ class DecodeGraphs:
         replay()
         return self._logits_NV[:num_seqs]
 
+    def close(self) -> None:
+        """Let go of the graphs, which hold on to the model's tensors."""
+        self._replays.clear()
+
     def _make(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._device)
 

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -86,6 +87,7 @@ class Runner:
         self.num_parameters = num_parameters(weights)
         self.pool = self._make_pool(args)
         rows = args.scheduler.max_num_seqs
+        self._put = partial(_put, self.device)
         self._sampler = Sampler(rows, self.config.vocab_size, self.device, self._put)
         self.num_blocks = self._count_blocks(args)
         self.max_model_len = self._context(args)
@@ -125,6 +127,8 @@ class Runner:
 
     def close(self) -> None:
         self._thread.shutdown()
+        if self._graphs is not None:
+            self._graphs.close()
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -219,12 +223,6 @@ class Runner:
         each, sampled = (tuple(map(Segment._make, s)) for s in (segments, sampled_segments))
         return self._lora.begin(LoraBatch(slot_T, each, slot_N, sampled))
 
-    def _put(self, array: Array) -> Tensor:
-        tensor = torch.from_numpy(array)
-        if self.device.type == "cpu":
-            return tensor
-        return tensor.pin_memory().to(self.device, non_blocking=True)
-
     # -- the start -----------------------------------------------------------------------------
 
     def _load(self, args: EngineArgs):  # type: ignore[no-untyped-def]
@@ -288,6 +286,13 @@ class Runner:
                 "max_model_len",
             )
         return asked
+
+
+def _put(device: torch.device, array: Array) -> Tensor:
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class _CudaFlight:

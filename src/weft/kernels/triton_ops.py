@@ -172,7 +172,7 @@ def _accumulate(
     return acc, total, most
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _decode(
     q_ptr,
     k_ptr,
@@ -293,7 +293,7 @@ def _combine(
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _prefill(
     q_ptr,
     k_ptr,

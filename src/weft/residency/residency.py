@@ -26,7 +26,7 @@ from weft.residency.policy import Policy, lru
 from weft.residency.slots import AdapterSlots, Load
 
 NUM_LOADERS = 2
-MAX_PATHS = 8
+MAX_PATHS = 16
 """Folders remembered for one content; the newest ones."""
 
 Read = Callable[[str, str | None], AdapterImage]
@@ -194,7 +194,7 @@ class Residency:
     def _read_again(self, paths: tuple[str, ...], digest: str) -> AdapterImage:
         """From the first folder that still holds this content; the last one's error if none."""
         for path in paths[:-1]:
-            with contextlib.suppress(WeftError):
+            with contextlib.suppress(Exception):
                 return self._read(path, digest)
         return self._read(paths[-1], digest)
 
