@@ -7,34 +7,23 @@ import random
 import re
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import observed
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from weft.core.types import AdapterInfo, AdapterRef, AdapterStats, EngineInfo, EngineStats
+from weft.core.types import AdapterInfo, AdapterRef, AdapterStats, EngineStats
 from weft.metrics import Metrics, tallies
 from weft.metrics.histogram import Bounds, Histogram
 from weft.metrics.tallies import OTHER, PERIOD_S, Tallies
 
 ROOT = Path(__file__).parents[1]
-INFO = EngineInfo(
-    model="/models/tiny",
-    architecture="LlamaForCausalLM",
-    dtype="float32",
-    device="cpu",
-    max_model_len=64,
-    vocab_size=100,
-    num_blocks=10,
-    block_size=16,
-    max_loras=4,
-    max_lora_rank=16,
-    adapter_memory_bytes=1000,
-    num_parameters=1,
-)
+INFO = replace(observed.INFO, model="/models/tiny")
 Sample = tuple[str, frozenset[tuple[str, str]]]
 
 
