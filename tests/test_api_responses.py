@@ -215,7 +215,7 @@ def test_forms_and_forced_calls(world: World) -> None:
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
-        ({"input": [{"type": "computer_call"}]}, "input[0]"),
+        ({"input": [{"type": "computer_call"}]}, "input[0].type"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type",
