@@ -25,7 +25,8 @@ class ApiSettings:
     """Web pages of these origins may call the server from a browser; `*`: all."""
     allow_hub_adapters: bool = False
     """Whether clients may load adapters from the Hugging Face hub."""
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 8 << 20
+    """A larger body is refused: reading one holds up everybody for up to a second or two."""
     max_prompts: int = 1024
     """Prompts of one completion request, each counted `n` times."""
     max_choices: int = 128
