@@ -5,15 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import re
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +17,9 @@ import openai
 import pytest
 import tiny
 from openai import AsyncOpenAI, OpenAI
-from prometheus_client.parser import text_string_to_metric_families
-from tiny import ADAPTERS, BASE
+from serving import START_S, Server, command_of, serving, until
+from tiny import ADAPTERS
 
-START_S = 90.0
 LATE = next(iter(ADAPTERS))
 """Not loaded at the start."""
 MODELS = ["base", *(name for name in ADAPTERS if name != LATE)]
@@ -35,90 +29,10 @@ def expected(model: str, word: str) -> str:
     return tiny.answer(None if model == "base" else model, word)
 
 
-@dataclass
-class Server:
-    """A running `weft serve`."""
-
-    process: subprocess.Popen[bytes]
-    url: str
-    root: Path
-    """Its --lora-root."""
-    log: Path
-
-    @property
-    def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def async_client(self) -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
-
-    def post(self, path: str, **body: object) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60)
-
-    def metrics(self) -> dict[str, list[Any]]:
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
-        return {f.name: f.samples for f in text_string_to_metric_families(text)}
-
-    def engine_pid(self) -> int:
-        """The one child that runs the engine; multiprocessing keeps another for its resources."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        found = [int(c) for c in children.split() if b"spawn_main" in _command(int(c))]
-        assert len(found) == 1, found
-        return found[0]
-
-
-def _command(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
-
-
-@contextmanager
-def serving(root: Path, *flags: str, adapters: list[str]) -> Iterator[Server]:
-    modules = [f"{name}={ADAPTERS[name]}" for name in adapters]
-    command = [sys.executable, "-m", "weft.cli.main", "serve", str(BASE)]
-    command += ["--port", "0", "--served-model-name", "base", "--lora-root", str(root)]
-    command += ["--num-threads", "1", "--kv-cache-memory", "64M", "--adapter-memory", "64M"]
-    command += [*flags, "--lora-modules", *modules]
-    log = root / "server.log"
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        yield Server(process, _wait_for_url(process, log), root, log)
-    finally:
-        process.terminate()
-        try:
-            process.wait(40)
-        finally:
-            process.kill()
-            process.wait()
-
-
-def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        found = re.search(r"(http://[0-9.]+:\d+)/v1", log.read_text())
-        if found:
-            assert httpx.get(f"{found[1]}/health").status_code == 200
-            return found[1]
-        time.sleep(0.05)
-    raise AssertionError(log.read_text())
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with serving(tmp_path_factory.mktemp("root"), adapters=MODELS[1:]) as running:
         yield running
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 async def ask(client: AsyncOpenAI, model: str, word: str) -> str:
@@ -435,7 +349,7 @@ def test_sigterm_ends_server_and_engine(guarded: Server) -> None:
     assert last.choices[0].finish_reason == "abort"
     assert guarded.process.wait(30) == 0, guarded.log.read_text()
     assert "Traceback" not in guarded.log.read_text()
-    until(lambda: not _command(engine), "the engine is an orphan")
+    until(lambda: not command_of(engine), "the engine is an orphan")
 
 
 def test_a_dead_engine_is_started_again(server: Server) -> None:

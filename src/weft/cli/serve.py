@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 FORCED_S = 10
 """After the shut-down time-out: how long until connections are cut."""
+KEEP_ALIVE_S = 75
+"""How long an idle connection stays open. Clients and proxies keep theirs for up to a minute, and
+must be the first to close: a request that crosses the server's close is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,6 +265,7 @@ async def _serve_http(
         access_log=args.log_level == "debug",  # as each costs time
         timeout_graceful_shutdown=args.shutdown_timeout_s + FORCED_S,
         server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
     )
     try:
         server = _Server(config, engine, args.shutdown_timeout_s, on_started)

@@ -1,0 +1,101 @@
+"""A real `weft serve` process over the example model, for tests of what its users meet."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI, OpenAI
+from prometheus_client.parser import text_string_to_metric_families
+from tiny import ADAPTERS, BASE
+
+START_S = 90.0
+"""How long a server, or its engine again, may take to start on a busy machine."""
+
+
+@dataclass
+class Server:
+    """A running `weft serve`."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    root: Path
+    """Its --lora-root."""
+    log: Path
+
+    @property
+    def client(self) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def async_client(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def post(self, path: str, **body: object) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def metrics(self) -> dict[str, list[Any]]:
+        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        return {f.name: f.samples for f in text_string_to_metric_families(text)}
+
+    def engine_pid(self) -> int:
+        """The one child that runs the engine; multiprocessing keeps another for its resources."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
+        found = [int(c) for c in children.split() if b"spawn_main" in command_of(int(c))]
+        assert len(found) == 1, found
+        return found[0]
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+@contextmanager
+def serving(root: Path, *flags: str, adapters: list[str], model: Path = BASE) -> Iterator[Server]:
+    modules = [f"{name}={ADAPTERS[name]}" for name in adapters]
+    command = [sys.executable, "-m", "weft.cli.main", "serve", str(model)]
+    command += ["--port", "0", "--served-model-name", "base", "--lora-root", str(root)]
+    command += ["--num-threads", "1", "--kv-cache-memory", "64M", "--adapter-memory", "64M"]
+    command += [*flags, "--lora-modules", *modules]
+    log = root / "server.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        yield Server(process, _wait_for_url(process, log), root, log)
+    finally:
+        process.terminate()
+        try:
+            process.wait(40)
+        finally:
+            process.kill()
+            process.wait()
+
+
+def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        found = re.search(r"(http://[0-9.]+:\d+)/v1", log.read_text())
+        if found:
+            assert httpx.get(f"{found[1]}/health").status_code == 200
+            return found[1]
+        time.sleep(0.05)
+    raise AssertionError(log.read_text())
+
+
+def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.05)

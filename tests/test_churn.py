@@ -1,0 +1,259 @@
+"""Ten thousand requests while adapters come, go, change under their names and are evicted.
+
+Every answer must be that of the very version which its request had pinned. Room is scarce in all
+tiers, prompts share their beginnings, and many names point to the same content, so that a token
+from a wrong version, slot or prefix would show.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import shutil
+from collections import Counter
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import tiny
+from tiny import ADAPTERS, BASE
+
+from weft.api.adapters import AdapterAdmin
+from weft.core.config import engine_args
+from weft.core.errors import ModelNotFound
+from weft.core.types import AdapterRef, EngineRequest, EngineStats, SamplingParams
+from weft.engine import thread
+from weft.engine.client import Client
+from weft.engine.engine import Engine, serve
+from weft.engine.messages import Started, Wake
+from weft.registry import AdapterRegistry, AdapterRoots
+from weft.text import load_tokenizer
+
+NUM_REQUESTS = 10_000
+NUM_TENANTS = 24
+NUM_OPEN = 288
+"""Requests open at a time, more than may run."""
+REQUESTS_PER_CHANGE = 20
+STEPS_PER_CHECK = 50
+MAX_TOKENS = 4
+PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+
+ROOM = {
+    "adapter_memory": 2 << 20,  # all eleven take 4.7 MB, the largest 1.5 MB
+    "max_loras": 6,
+    "max_cpu_loras": 3,
+    "max_adapter_wait_steps": 8,
+    "block_size": 2,
+    "num_blocks": 1280,  # 256 requests take up to 1536
+    "max_num_seqs": 256,
+}
+
+
+def _words() -> list[str]:
+    """Words whose shortened answers tell all tasks and the base apart."""
+    names = [None, *ADAPTERS]
+    found = [w for w in tiny.tasks.words(seed=3, n=400) if len(w) == tiny.tasks.MIN_LENGTH]
+    return [w for w in found if len({tiny.answer(n, w)[:MAX_TOKENS] for n in names}) == len(names)]
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """Engines in threads, whose invariants are checked as they run."""
+    started: list[Engine] = []
+
+    def run_engine(args: Any, inbox: SimpleQueue[Any], emit: Any) -> None:
+        engine = Engine(args, wake=lambda: inbox.put(Wake()))
+        started.append(engine)
+        step, count = engine.step, itertools.count()
+
+        def checked_step() -> Any:
+            reports = step()
+            if next(count) % STEPS_PER_CHECK == 0:
+                engine.scheduler.check()
+            return reports
+
+        monkeypatch.setattr(engine, "step", checked_step)
+        emit(Started(engine.info))
+        serve(engine, inbox, emit)
+
+    monkeypatch.setattr(thread, "run_engine", run_engine)
+    return started
+
+
+@dataclass
+class Churn:
+    """The driver: clients that ask, and an operator who changes adapters."""
+
+    engine: Client
+    registry: AdapterRegistry
+    admin: AdapterAdmin
+    root: Path
+    random: random.Random
+    task_of: dict[str, str] = field(default_factory=dict)
+    """The task whose content has this digest."""
+    serves: dict[str, set[str | None]] = field(default_factory=dict)
+    """Tasks that a name may serve now: two while it changes; None: the name may be unknown."""
+    changing: set[str] = field(default_factory=set)
+    counts: Counter[str] = field(default_factory=Counter)
+    wrong: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokenizer = load_tokenizer(str(BASE))
+        self.words = _words()
+        self.prompts = {word: self.tokenizer.chat(tiny.ask(word)) for word in self.words}
+        self.changes: list[asyncio.Task[None]] = []
+        self.ids = itertools.count()
+
+    # -- clients -------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        for name in ADAPTERS:
+            ref = await self.admin.load(name, str(ADAPTERS[name]))
+            self.task_of[ref.digest] = name
+            self.serves[name] = {name}
+        for i in range(NUM_TENANTS):
+            task = list(ADAPTERS)[i % len(ADAPTERS)]
+            await self.admin.load(f"tenant-{i}", str(ADAPTERS[task]))
+            self.serves[f"tenant-{i}"] = {task}
+        requests = iter(range(NUM_REQUESTS))
+        await asyncio.gather(*(self._client(requests) for _ in range(NUM_OPEN)))
+        await asyncio.gather(*self.changes)
+
+    async def _client(self, requests: Any) -> None:
+        for i in requests:
+            if i % REQUESTS_PER_CHANGE == 0:
+                self._change_something()
+            name = self.random.choice([None, *self.serves])
+            await self._ask(name, self.random.choice(self.words), self.random.random() < 0.02)
+
+    async def _ask(self, name: str | None, word: str, leave: bool) -> None:
+        """One request, given up after its first token if the client is to `leave`."""
+        may_serve = {None} if name is None else set(self.serves[name])
+        try:
+            lease = self.registry.resolve(name or "base")
+        except ModelNotFound:
+            self._expect(None in may_serve, f"{name} is unknown, and should serve {may_serve}")
+            self.counts["unknown"] += 1
+            return
+        with lease:
+            task = self.task_of[lease.ref.digest] if lease.ref else None
+            self._expect(task in may_serve, f"{name} serves {task}, not {may_serve}")
+            await self._generate(lease.ref, task, word, leave)
+
+    async def _generate(
+        self, ref: AdapterRef | None, task: str | None, word: str, leave: bool
+    ) -> None:
+        request = EngineRequest(str(next(self.ids)), self.prompts[word], PARAMS, ref)
+        token_ids: list[int] = []
+        finish_reason, cached = None, False
+        async with aclosing(self.engine.generate(request)) as events:
+            async for event in events:
+                token_ids += event.token_ids
+                finish_reason = event.finish_reason
+                if event.error is not None:
+                    self.wrong.append(f"{ref}: {event.error}")
+                cached = cached or event.num_cached_tokens > 0
+                if leave:
+                    break
+        text = self.tokenizer.decode(token_ids, skip_special_tokens=True)
+        expected = tiny.answer(task, word)[:MAX_TOKENS]
+        whole = "length" if len(expected) == MAX_TOKENS else "stop"
+        self.counts["left" if finish_reason is None else finish_reason] += 1
+        self._expect(
+            expected.startswith(text) if finish_reason is None
+            else (text, finish_reason) == (expected, whole),
+            f"{ref} was to answer {word!r} with {expected!r}: {text!r}, {finish_reason}",
+        )  # fmt: skip
+        self.counts["cached"] += cached
+        outlived = ref is not None and self.registry.current(ref.name) != ref
+        self.counts["outlived"] += outlived
+
+    def _expect(self, holds: bool, what: str) -> None:
+        if not holds:
+            self.wrong.append(what)
+
+    # -- the operator --------------------------------------------------------------------------
+
+    def _change_something(self) -> None:
+        """Begin a change of a name that is not being changed."""
+        settled = [n for n in self.serves if n not in ADAPTERS and n not in self.changing]
+        gone = [name for name in settled if self.serves[name] == {None}]
+        name = self.random.choice(gone or settled)
+        [now] = self.serves[name]
+        if now is not None and self.random.random() < 0.5:
+            self.serves[name] = {now, None}
+            change = self._unload(name)
+        else:
+            task = self.random.choice(list(ADAPTERS))
+            self.serves[name] = {now, task}
+            change = self._load(name, task)
+        self.changing.add(name)
+        self.changes.append(asyncio.create_task(change))
+
+    async def _load(self, name: str, task: str) -> None:
+        ref = await self.admin.load(name, self._path(name, task), replace=True)
+        self.serves[name] = {task}
+        self.changing.remove(name)
+        self._expect(self.task_of[ref.digest] == task, f"{name} was loaded with another {task}")
+        self.counts["loads"] += 1
+
+    async def _unload(self, name: str) -> None:
+        self.serves[name] = {None}  # from now on, whatever still runs
+        self.changing.remove(name)
+        await self.admin.unload(name)
+        self.counts["unloads"] += 1
+
+    def _path(self, name: str, task: str) -> str:
+        """The task's own folder, or the name's, whose content is replaced."""
+        if self.random.random() < 0.5:
+            return str(ADAPTERS[task])
+        return str(shutil.copytree(ADAPTERS[task], self.root / name, dirs_exist_ok=True))
+
+
+@pytest.mark.timeout(300)
+def test_no_token_comes_from_a_wrong_version(engines: list[Engine], tmp_path: Path) -> None:
+    async def run() -> Churn:
+        client = await thread.start_in_process(engine_args(str(BASE), num_threads=1, **ROOM))
+        registry = AdapterRegistry(["base"], str(BASE))
+        admin = AdapterAdmin(client, registry, AdapterRoots([BASE.parent, tmp_path]))
+        churn = Churn(client, registry, admin, tmp_path, random.Random(0))
+        try:
+            await churn.run()
+            stats = await client.stats()
+            assert stats.adapter_evictions > NUM_REQUESTS / 100
+            assert stats.adapter_loads > stats.adapter_evictions
+            assert stats.preemptions and stats.cached_tokens
+            await _unload_all(registry, admin)
+            _check_empty(await client.stats())
+        finally:
+            await admin.close()
+            await client.close()
+        return churn
+
+    churn = asyncio.run(run())
+    assert not churn.wrong, f"{len(churn.wrong)} wrong, first {churn.wrong[:5]}"
+    counts = churn.counts
+    ended = ("stop", "length", "left", "unknown")
+    assert sum(counts[how] for how in ended) == NUM_REQUESTS
+    assert counts["unknown"] < NUM_REQUESTS / 10
+    assert min(counts[what] for what in (*ended, "cached", "outlived", "loads", "unloads")) > 50
+    engines[0].scheduler.check()
+
+
+async def _unload_all(registry: AdapterRegistry, admin: AdapterAdmin) -> None:
+    registry.check()
+    await asyncio.gather(*(admin.unload(ref.name) for ref in registry.adapters()))
+    registry.check()
+    assert not registry.adapters()
+
+
+def _check_empty(stats: EngineStats) -> None:
+    """Nothing is left of requests and adapters, in any tier."""
+    assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
+    assert stats.running_adapters == stats.waiting_adapters == ()
+    assert stats.resident_adapters == stats.host_adapters == stats.pinned_adapters == ()
+    assert (stats.adapters, stats.adapter_bytes) == ({}, 0)
