@@ -1,4 +1,4 @@
-"""A small model and decode steps for CUDA graphs."""
+"""A small model and steps for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from weft.core.targets import layout_of
-from weft.engine.graphs import DecodeGraphs
+from weft.engine.graphs import StepGraphs
 from weft.engine.inputs import StepInputs
 from weft.kernels.attention import make_batch
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment
@@ -22,12 +22,12 @@ from weft.models.kv_cache import allocate_kv_cache
 from weft.models.loading import dummy_weights
 from weft.models.targets import target_table
 
-BLOCK, MAX_LEN, MAX_ROWS = 4, 32, 5
+BLOCK, MAX_LEN, MAX_ROWS, TOKEN_SIZES = 4, 32, 5, (6, 12)
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 32,
-    "num_hidden_layers": 2,
+    "num_hidden_layers": 1,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "intermediate_size": 48,
@@ -48,7 +48,7 @@ class Model:
         table = target_table(config)
         weights = dummy_weights(config, dtype, self.device)
         self.decoder = Decoder(config, weights, table, TritonOps(self.device), MAX_LEN)
-        self.kv = allocate_kv_cache(config, 40, BLOCK, dtype, self.device)
+        self.kv = allocate_kv_cache(config, 8 * MAX_ROWS + 1, BLOCK, dtype, self.device)
         generator = torch.Generator(self.device).manual_seed(0)
         layouts = [layout_of(table, (rank,) * len(table.targets)) for rank in (3, 8)]
         size = max(layout.num_elements for layout in layouts)
@@ -56,70 +56,98 @@ class Model:
         pool.arena.normal_(0, 0.3, generator=generator)
         for slot, layout in enumerate(layouts):
             pool.install(slot, slot * size, layout)
-        self.lora = TritonBackend(pool, Tuning(few=Blocks(columns=64, shrink_units=2)))
+        self.lora = TritonBackend(
+            pool, Tuning(blocks=Blocks(columns=64, shrink_units=2), few_rows=8)
+        )
         self.last_token_R = torch.arange(10, 11 + MAX_ROWS, device=self.device)
         """The last one is for padding."""
         for cache in self.kv:
             cache.k.normal_(generator=generator)
             cache.v.normal_(generator=generator)
+        self.graphs_made = self.graphs()
 
-    def graphs(self, lora: bool = True) -> DecodeGraphs:
-        graphs = DecodeGraphs(
-            self.decoder, self.kv, self.lora if lora else None, self.last_token_R, MAX_LEN // BLOCK
+    def graphs(self, lora: bool = True) -> StepGraphs:
+        graphs = StepGraphs(
+            self.decoder,
+            self.kv,
+            self.lora if lora else None,
+            self.last_token_R,
+            MAX_LEN // BLOCK,
+            TOKEN_SIZES,
         )
         graphs.capture()
         return graphs
 
     @torch.no_grad()
     def run_freely(self, inputs: StepInputs) -> torch.Tensor:
+        def put(array: np.ndarray) -> torch.Tensor:
+            return torch.from_numpy(array).to(self.device)
+
         lens = inputs.seq_lens_S.tolist()
         tables = [row.tolist() for row in inputs.block_table_SB]
-        attention = make_batch([1] * len(lens), lens, tables, BLOCK, self.device)
+        counts = np.diff(inputs.query_start).tolist()
+        attention = make_batch(counts, lens, tables, BLOCK, self.device)
         lora = None
         if inputs.segments:
-            segments = tuple(Segment(*s) for s in inputs.segments)
-            slot = torch.from_numpy(inputs.slot_T).to(self.device)
-            lora = self.lora.begin(LoraBatch(slot, segments, slot, segments))
-        step = StepContext(torch.from_numpy(inputs.positions_T).to(self.device), attention, lora)
-        ids = torch.from_numpy(inputs.ids_T).to(self.device)
+            each, sampled = (
+                tuple(Segment(*s) for s in part)
+                for part in (inputs.segments, inputs.sampled_segments)
+            )
+            lora = self.lora.begin(LoraBatch(put(inputs.slot_T), each, put(inputs.slot_N), sampled))
+        step = StepContext(put(inputs.positions_T), attention, lora)
+        ids = put(inputs.ids_T)
         if inputs.from_device_T is not None:
-            known = self.last_token_R[torch.from_numpy(inputs.row_T).to(self.device)]
-            ids = torch.where(torch.from_numpy(inputs.from_device_T).to(self.device), known, ids)
-        return self.decoder.logits(self.decoder.forward(ids, step, self.kv), step).float()
+            known = self.last_token_R[put(inputs.row_T)]
+            ids = torch.where(put(inputs.from_device_T), known, ids)
+        hidden = self.decoder.forward(ids, step, self.kv)[put(inputs.sampled_tokens_N)]
+        return self.decoder.logits(hidden, step).float()
 
 
 def decode(lens: list[int], slots: list[int], from_device: list[bool] | None = None) -> StepInputs:
-    """Inputs of a step of decodes; sequence s has its blocks from 8 s + 1 on."""
+    """Inputs of a step of decodes: contexts and slots of sequences."""
+    n = len(lens)
+    return mixed([1] * n, lens, slots, [True] * n, from_device)
+
+
+def mixed(
+    counts: list[int],
+    lens: list[int],
+    slots: list[int],
+    samples: list[bool],
+    from_device: list[bool] | None = None,
+) -> StepInputs:
+    """Inputs of a step that computes the last `counts` tokens of contexts; sequence s has its
+    blocks from 8 s + 1 on."""
     slot = np.array(slots, np.int32)
     order = np.argsort(slot, kind="stable")
-    length = np.array(lens, np.int32)[order]
+    slot, count, length = slot[order], np.array(counts)[order], np.array(lens, np.int32)[order]
     rows = order.astype(np.int64)
-    width = -(-int(length.max()) // BLOCK)
-    table = (rows[:, None] * 4 + 1 + np.arange(width)).astype(np.int32) % 40
-    position = length.astype(np.int64) - 1
-    block = np.take_along_axis(table, position[:, None] // BLOCK, 1)[:, 0].astype(np.int64)
-    edges = [i for i in range(len(slots)) if i == 0 or slot[order][i] != slot[order][i - 1]]
-    segments = tuple(
-        (int(slot[order][i]), i, j)
-        for i, j in zip(edges, [*edges[1:], len(slots)], strict=True)
-        if slot[order][i] >= 0
-    )
-    n = np.arange(len(slots))
+    table = rows[:, None] * 8 + 1 + np.arange(-(-int(length.max()) // BLOCK))
+    seq = np.repeat(np.arange(len(slot)), count)
+    ends = np.cumsum(count)
+    position = np.arange(len(seq)) - (ends - length)[seq]
+    sampled = np.flatnonzero(np.array(samples)[order])
+    on_device = None if from_device is None else np.array(from_device)[order][seq]
     inputs = StepInputs(**{field.name: None for field in fields(StepInputs)})
     given = {
-        "ids_T": rows + 40,
-        "from_device_T": None if from_device is None else np.array(from_device)[order],
-        "row_T": rows,
+        "ids_T": (rows[seq] * 7 + position) % CONFIG["vocab_size"],
+        "from_device_T": on_device,
+        "row_T": rows[seq],
         "positions_T": position,
-        "slot_mapping_T": block * BLOCK + position % BLOCK,
-        "block_table_SB": table,
+        "slot_mapping_T": table[seq, position // BLOCK] * BLOCK + position % BLOCK,
+        "block_table_SB": table.astype(np.int32),
         "seq_lens_S": length,
-        "query_start": [*range(len(slots) + 1)],
-        "slot_T": slot[order],
-        "segments": segments,
-        "sampled_rows_N": rows,
-        "sampled_tokens_N": n,
-        "slot_N": slot[order],
-        "sampled_segments": segments,
+        "query_start": [0, *ends.tolist()],
+        "slot_T": slot[seq],
+        "segments": _segments(slot[seq]),
+        "sampled_rows_N": rows[sampled],
+        "sampled_tokens_N": ends[sampled] - 1,
+        "slot_N": slot[sampled],
+        "sampled_segments": _segments(slot[sampled]),
     }
     return replace(inputs, **given)
+
+
+def _segments(slot: np.ndarray) -> tuple[tuple[int, int, int], ...]:
+    places = {int(s): np.flatnonzero(slot == s) for s in slot if s >= 0}
+    return tuple((s, int(at[0]), int(at[-1]) + 1) for s, at in places.items())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention_cases import TOLERANCE as ATTENTION_TOLERANCE
 from attention_cases import random_batch, random_inputs
-from graph_cases import Model, decode
+from graph_cases import Model, decode, mixed
 from tiny import ADAPTERS, answer, ask, tasks
 
 from weft import LLM, SamplingParams
@@ -128,6 +128,20 @@ def test_a_graph_computes_what_its_kernels_do(tmp_path: Path, dtype: torch.dtype
             got = graphs.run(inputs)
             assert got is not None
             assert torch.equal(got, model.run_freely(inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("slots", [[-1] * 5, [0, 1, 1, -1, 0]], ids=["base", "adapters"])
+def test_a_graph_of_a_mixed_step_computes_what_its_kernels_do(
+    tmp_path: Path, slots: list[int], dtype: torch.dtype
+) -> None:
+    """Of a step as large as one that was captured, so that all products have the same shapes."""
+    model = Model(tmp_path, "cuda", dtype)
+    with torch.inference_mode():
+        inputs = mixed([2, 1, 5, 1, 3], [32, 1, 30, 32, 3], slots, [True] * 5)
+        got = model.graphs().run(inputs)
+        assert got is not None
+        assert torch.equal(got, model.run_freely(inputs))
 
 
 def test_graphs_change_no_token(make_llm: Callable[..., LLM]) -> None:

@@ -1,10 +1,9 @@
-"""Decode steps from fixed places, padded to captured sizes, against the same steps run freely."""
+"""Steps from fixed places, padded to captured sizes, against the same steps run freely."""
 
 from __future__ import annotations
 
 import sys
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,10 +11,12 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 pytest.importorskip("triton")
 
-from graph_cases import MAX_ROWS, Model, decode
+from graph_cases import MAX_ROWS, TOKEN_SIZES, Model, decode, mixed
 
 import weft.kernels.triton_ops as triton_ops
-from weft.engine.graphs import bucket_sizes
+from weft.engine import graphs as graphs_module
+from weft.engine.graphs import batch_sizes, token_sizes
+from weft.engine.inputs import StepInputs
 
 pytestmark = pytest.mark.skipif(not triton_ops.INTERPRETED, reason="compiled kernels are for a GPU")
 
@@ -25,48 +26,99 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
     return Model(tmp_path_factory.mktemp("model"))
 
 
-def test_steps_of_any_mix_match_steps_without_a_graph(model: Model) -> None:
-    graphs = model.graphs()
-    steps = [
-        decode([5], [-1]),
-        decode([9, 1, 16], [1, -1, 0], [True, False, True]),
-        decode([3, 3], [0, 0]),
-        decode([12, 2, 7, 8, 13], [-1] * 5, [True] * 5),
-        decode([15] * 4, [1, 0, -1, 0]),
-        decode([2], [1]),
-    ]
-    for inputs in steps:
-        got = graphs.run(inputs)
-        assert got is not None
-        torch.testing.assert_close(got, model.run_freely(inputs), atol=1e-4, rtol=1e-4)
+DECODES = [
+    decode([5], [-1]),
+    decode([9, 1, 16], [1, -1, 0], [True, False, True]),
+    decode([3, 3], [0, 0]),
+    decode([12, 2, 7, 8, 13], [-1] * 5, [True] * 5),
+    decode([15] * 4, [1, 0, -1, 0]),
+    decode([2], [1]),
+]
+MIXED = {
+    "prompt": mixed([9], [9], [-1], [True]),
+    "part of a prompt": mixed([5], [7], [0], [False]),
+    "one token of a prompt": mixed([1, 1], [9, 4], [1, -1], [False, True]),
+    "base": mixed([1, 3, 1], [30, 29, 4], [-1] * 3, [True] * 3, [True, False, False]),
+    "adapters": mixed([1, 6, 1, 3], [30, 20, 7, 31], [1, -1, 0, 0], [True, False, True, True]),
+    "full": mixed([2, 1, 5, 1, 3], [32, 1, 30, 32, 3], [0, 1, 1, -1, 0], [True] * 5),
+}
 
 
-def test_padding_leaves_the_cache_and_last_tokens_alone(model: Model) -> None:
-    graphs = model.graphs()
-    inputs = decode([9, 1, 16], [1, -1, 0])
+def check(model: Model, inputs: StepInputs) -> None:
+    got = model.graphs_made.run(inputs)
+    assert got is not None
+    torch.testing.assert_close(got, model.run_freely(inputs), atol=1e-4, rtol=1e-4)
+
+
+def test_decodes_of_any_mix_match_steps_without_a_graph(model: Model) -> None:
+    for inputs in DECODES:
+        check(model, inputs)
+
+
+def test_steps_with_chunks_match_steps_without_a_graph(model: Model) -> None:
+    """After a larger step, of which nothing may be left behind."""
+    for name in ("full", "prompt", "part of a prompt", "adapters", "base", "one token of a prompt"):
+        check(model, MIXED[name])
+
+
+@pytest.mark.parametrize("inputs", [DECODES[1], MIXED["adapters"]], ids=["decodes", "mixed"])
+def test_padding_leaves_the_cache_and_last_tokens_alone(model: Model, inputs: StepInputs) -> None:
     model.run_freely(inputs)
     before = [t.clone() for cache in model.kv for t in (cache.k, cache.v)]
-    graphs.run(inputs)
+    model.graphs_made.run(inputs)
     after = [t for cache in model.kv for t in (cache.k, cache.v)]
     for a, b in zip(before, after, strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
     assert model.last_token_R.tolist() == list(range(10, 11 + MAX_ROWS))
 
 
-def test_other_steps_have_no_graph(model: Model) -> None:
+def test_padding_reads_no_cache(model: Model) -> None:
+    """Blocks that no sequence of the step has hold NaN."""
+    inputs = MIXED["adapters"]
+    want = model.run_freely(inputs)
+    used = torch.from_numpy(inputs.block_table_SB).long().flatten()
+    for cache in model.kv:
+        for t in (cache.k, cache.v):
+            kept = t[used].clone()
+            t.fill_(torch.nan)
+            t[used] = kept
+    torch.testing.assert_close(model.graphs_made.run(inputs), want, atol=1e-4, rtol=1e-4)
+    for cache in model.kv:
+        cache.k.normal_()
+        cache.v.normal_()
+
+
+def test_other_steps_have_no_graph(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = model.graphs(lora=False)
     assert graphs.run(decode([3, 3], [0, -1])) is None
     assert graphs.run(decode([3, 3], [-1, -1])) is not None
-    prefill = decode([3, 3], [-1, -1])
-    object.__setattr__(prefill, "ids_T", np.arange(4))
-    assert graphs.run(prefill) is None
+    too_long = mixed([1, TOKEN_SIZES[-1]], [30, 30], [-1, -1], [True, True])
+    assert graphs.run(too_long) is None
+    monkeypatch.setattr(graphs_module, "MAX_CONTEXT", 29)
+    assert graphs.run(MIXED["base"]) is None
+
+
+def test_a_step_of_more_chunks_than_planned_has_no_graph(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs_module, "MAX_CHUNKS", 1)
+    graphs = model.graphs(lora=False)
+    assert graphs.run(mixed([2, 1, 1, 1], [5] * 4, [-1] * 4, [True] * 4)) is not None
+    assert graphs.run(mixed([2, 2, 1], [5] * 3, [-1] * 3, [True] * 3)) is None
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 8, 100, 256, 1000])
 def test_sizes_cover_every_batch(max_rows: int) -> None:
-    sizes = bucket_sizes(max_rows)
+    sizes = batch_sizes(max_rows)
     assert sizes == sorted(set(sizes))
     assert sizes[-1] == max_rows
     for rows in range(1, max_rows + 1):
         fits = min(size for size in sizes if size >= rows)
         assert fits - rows <= max(7, rows // 4)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 16, 100, 1024, 2048])
+def test_sizes_cover_steps_up_to_the_largest(max_tokens: int) -> None:
+    sizes = token_sizes(max_tokens)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == min(max_tokens, 1024)

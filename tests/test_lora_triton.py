@@ -42,10 +42,10 @@ RANKS = (
     (0, 24, 2, 40, 0, 1, 8, 0),
 )
 UNITS = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}
-FEW = kernels.Blocks(
+BLOCKS = kernels.Blocks(
     rows=16, columns=32, shrink_units=3, shrink_programs=9, expand_programs=6, expand_ranks=16
 )
-TUNING = kernels.Tuning(part=16, max_parts=64, row_floats=128, few_rows=64, few=FEW, many=FEW)
+TUNING = kernels.Tuning(part=16, max_parts=64, row_floats=128, few_rows=64, blocks=BLOCKS)
 
 
 def make_pool(
@@ -173,7 +173,7 @@ def test_a_row_does_not_see_the_others() -> None:
         rows = slice(t, t + 1)
         assert same(run(backend, slots[rows], inputs, rows), together, rows), t
     assert same(run(backend, slots, inputs), together)
-    prefill = kernels.Tuning(part=16, max_parts=64, row_floats=128, few_rows=4, few=FEW, many=FEW)
+    prefill = kernels.Tuning(part=16, max_parts=64, row_floats=128, few_rows=4, blocks=BLOCKS)
     assert same(run(kernels.TritonBackend(pool, prefill), slots, inputs), together)
 
 
@@ -182,7 +182,7 @@ def test_sizes_of_blocks_change_nothing() -> None:
     slots = [0, 0, 2, 3]
     inputs = make_inputs(pool, len(slots))
     other = kernels.Blocks(columns=64, shrink_units=1, shrink_programs=1, expand_programs=1)
-    tuning = kernels.Tuning(part=16, max_parts=64, row_floats=128, few_rows=64, few=other)
+    tuning = kernels.Tuning(part=16, max_parts=64, row_floats=128, few_rows=64, blocks=other)
     a, b = (run(kernels.TritonBackend(pool, t), slots, inputs) for t in (TUNING, tuning))
     assert same(a, b)
 
@@ -194,7 +194,7 @@ def test_ranks_up_to_the_largest() -> None:
     slots = [-1, 0, 1, 2, 2]
     inputs = make_inputs(pool, len(slots))
     blocks = kernels.Blocks(ranks=64, expand_ranks=64, columns=16, shrink_units=2)
-    tuning = kernels.Tuning(part=32, few_rows=8, few=blocks)
+    tuning = kernels.Tuning(part=32, few_rows=8, blocks=blocks)
     check(pool, slots, inputs, run(kernels.TritonBackend(pool, tuning), slots, inputs))
 
 
@@ -214,7 +214,7 @@ def test_tables_are_read_at_each_step() -> None:
 
 def test_more_rows_than_reserved() -> None:
     pool = make_pool(RANKS, torch.float32)
-    tuning = kernels.Tuning(part=16, row_floats=128, few_rows=2, few=FEW, many=FEW)
+    tuning = kernels.Tuning(part=16, row_floats=128, few_rows=2, blocks=BLOCKS)
     backend = kernels.TritonBackend(pool, tuning)
     slots = [-1, 0, 2, 3, 3]
     inputs = make_inputs(pool, len(slots))

@@ -27,7 +27,7 @@ from weft.checkpoint import AdapterFiles, AdapterImage, load_image, pack_image
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError
 from weft.core.types import TokenLogprob
-from weft.engine.graphs import DecodeGraphs
+from weft.engine.graphs import StepGraphs, token_sizes
 from weft.engine.inputs import Array, PromptArrays, Segments, StepInputs
 from weft.engine.plan import StepResult
 from weft.engine.sampler import Sampler
@@ -231,17 +231,18 @@ class Runner:
         folder = resolve_model(args.model.model, args.model.revision)
         return load_weights(folder, self.config, self.dtype, self.device)
 
-    def _capture(self, args: EngineArgs) -> DecodeGraphs | None:
-        """Graphs of decode steps, where there is a GPU."""
+    def _capture(self, args: EngineArgs) -> StepGraphs | None:
+        """Graphs of steps, where there is a GPU."""
         if self.device.type != "cuda":
             return None
         with_lora = self._lora.reserve(args.scheduler.max_num_batched_tokens)
-        graphs = DecodeGraphs(
+        graphs = StepGraphs(
             self._decoder,
             self._kv,
             self._lora if with_lora else None,
             self._last_token_R,
             -(-self.max_model_len // args.cache.block_size),
+            token_sizes(args.scheduler.max_num_batched_tokens),
         )
         with torch.inference_mode():
             graphs.capture()

@@ -8,15 +8,19 @@ Q query rows each, L context tokens each. A *slot* is a token's place in the fla
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
+
+Ints = NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,19 @@ class KVCache:
     @property
     def block_size(self) -> int:
         return self.k.shape[1]
+
+
+class RowWork(NamedTuple):
+    """Which rows of a step go to which kernel, where decodes and chunks of prompts have their own.
+    Entries in excess do nothing."""
+
+    num_decodes: int
+    pairs: Tensor | None
+    """int32 (decodes, 2), sequence and row, -1 in excess; None: all sequences, each with its one
+    row."""
+    tiles: Tensor | None
+    """int32 (tiles, 4): sequence, first row, number of rows (0 in excess) and position of the
+    first row; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +63,8 @@ class AttentionBatch:
     """S + 1, first row of each sequence (host)."""
     seq_lens: list[int]
     """S (host copy of `seq_lens_S`)."""
+    work: RowWork | None = None
+    """At fixed places, of a step that is captured; then the host's lists are not read."""
     prepared: dict[Hashable, object] = field(default_factory=dict, repr=False, compare=False)
     """What a backend derives from the batch once per step, for all layers."""
 
@@ -72,6 +91,39 @@ def make_batch(
         query_start=query_start,
         seq_lens=seq_lens,
     )
+
+
+PREFILL_ROWS = 64
+"""Rows of a tile of a chunk, at least: G = H / K query heads of each of its tokens."""
+
+
+def tile_rows(num_groups: int) -> int:
+    """Rows of a tile, with G heads of each token."""
+    return max(PREFILL_ROWS, 1 << (num_groups - 1).bit_length())
+
+
+def row_work(
+    query_start: list[int], seq_lens: Sequence[int] | Ints, num_groups: int, num_padding: int = 0
+) -> tuple[Ints, Ints]:
+    """Pairs of the sequences that have one row, and tiles of the others, as `RowWork` has them.
+    Rows of padding behind the last one are a chunk with no context, which gives zeros."""
+    starts = np.array(query_start, dtype=np.int32)
+    counts = np.diff(starts)
+    decodes = np.flatnonzero(counts == 1)
+    chunks = [
+        (seq, query_start[seq], int(counts[seq]), int(seq_lens[seq]))
+        for seq in np.flatnonzero(counts > 1).tolist()
+    ]
+    if num_padding:
+        chunks.append((0, query_start[-1], num_padding, 0))
+    size = tile_rows(num_groups) // num_groups
+    tiles = [
+        (seq, row + first, min(size, count - first), length - count + first)
+        for seq, row, count, length in chunks
+        for first in range(0, count, size)
+    ]
+    pairs = np.stack((decodes, starts[decodes]), 1).astype(np.int32)
+    return pairs, np.array(tiles, dtype=np.int32).reshape(-1, 4)
 
 
 class Attend(Protocol):

@@ -62,7 +62,8 @@ class Staging:
     def send_all(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
         """Arrays of any types and shapes, in one copy; room for them is made."""
         tensors = [torch.from_numpy(array) for array in arrays]
-        ends = [0, *accumulate(-(-t.nbytes // 8) * 2 for t in tensors)]
+        # Each begins at 16 bytes, or kernels would be compiled anew for what they can't assume.
+        ends = [0, *accumulate(-(-t.nbytes // 16) * 4 for t in tensors)]
         self.reserve(ends[-1])
         host = self._next_host()
         for tensor, (start, end) in zip(tensors, pairwise(ends), strict=True):

@@ -11,17 +11,17 @@ of a graph) reads no cache and gives zeros, and a row with a negative slot is no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core.errors import ConfigError
-from weft.kernels.attention import AttentionBatch, KVCache
+from weft.kernels.attention import AttentionBatch, KVCache, RowWork, row_work, tile_rows
 
 MAX_PARTS = 16
 """Of a decode's context."""
@@ -31,9 +31,6 @@ ENOUGH_PROGRAMS = 2
 
 DECODE_TOKENS, DECODE_WARPS, DECODE_STAGES = 64, 4, 3
 """Context tokens of one round of a decode's program, its warps, and rounds that overlap."""
-
-PREFILL_ROWS = 64
-"""Rows of a prefill tile: G heads of each of its query tokens."""
 
 
 @triton.jit
@@ -202,7 +199,8 @@ def _decode(
 
     q and out (T, H, D); acc fp32 (S, PARTS, H, D) and sums fp32 (S, PARTS, H, 2) of (sum,
     maximum), which `_combine` puts together when PARTS > 1; table int32 (., B); lens int32;
-    pairs int32 (S, 2) of sequence and row, without PAIRS both are the program's number.
+    pairs int32 (S, 2) of sequence and row (-1: nothing to do), without PAIRS both are the
+    program's number.
     """
     i = tl.program_id(0)
     head = tl.program_id(1)
@@ -212,7 +210,7 @@ def _decode(
     if PAIRS:
         seq = tl.load(pairs_ptr + 2 * i)
         row = tl.load(pairs_ptr + 2 * i + 1)
-    length = tl.load(lens_ptr + seq)
+    length = tl.load(lens_ptr + seq, mask=seq >= 0, other=0)
     begin = 0
     if WINDOW:
         begin = tl.maximum(length - window, 0)
@@ -221,7 +219,7 @@ def _decode(
     last = tl.minimum(first + each, length)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
-    mask = (g < G)[:, None] & (d < D)[None, :]
+    mask = (g < tl.where(row < 0, 0, G))[:, None] & (d < D)[None, :]
     at = (head * G + g)[:, None] * D + d[None, :]
     q = tl.load(q_ptr + row.to(tl.int64) * q_stride + at, mask=mask, other=0.0)
     acc, total, most = _accumulate(
@@ -290,7 +288,7 @@ def _combine(
     whole = tl.sum(total * share)
     out = tl.sum(acc * share[:, None], 0) / tl.where(whole > 0, whole, 1.0)
     out_at = out_ptr + (row.to(tl.int64) * H + head) * D + d
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=d < D)
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=d < tl.where(row < 0, 0, D))
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -363,17 +361,6 @@ def _prefill(
 
 INTERPRETED = not isinstance(_decode, triton.runtime.JITFunction)
 """Whether this process runs kernels in Triton's interpreter."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Work:
-    """Which rows of a step go to which kernel."""
-
-    num_decodes: int
-    pairs: Tensor | None
-    """int32 (decodes, 2), sequence and row; None: all sequences, each with its one row."""
-    tiles: Tensor | None
-    """int32 (tiles, 4) of the prefill kernel; None: there are none."""
 
 
 class TritonOps:
@@ -455,13 +442,14 @@ class TritonOps:
         q_THD: Tensor,
         cache: KVCache,
         batch: AttentionBatch,
-        work: _Work,
+        work: RowWork,
         scale: float,
         window: int | None,
         out_THD: Tensor,
     ) -> None:
         S, (H, D), K = work.num_decodes, q_THD.shape[1:], cache.k.shape[2]
-        parts = max(1, min(MAX_PARTS, ENOUGH_PROGRAMS * self._programs // (S * K)))
+        wanted = max(1, min(MAX_PARTS, ENOUGH_PROGRAMS * self._programs // (S * K)))
+        parts = 1 << (wanted.bit_length() - 1)  # each number is compiled for
         acc = sums = out_THD
         if parts > 1:
             acc = q_THD.new_empty((S, parts, H, D), dtype=torch.float32)
@@ -510,12 +498,14 @@ class TritonOps:
                 num_warps=4,
             )
 
-    def _work_of(self, batch: AttentionBatch, num_groups: int) -> _Work:
+    def _work_of(self, batch: AttentionBatch, num_groups: int) -> RowWork:
+        if batch.work is not None:
+            return batch.work
         key = ("triton", num_groups)
         work = batch.prepared.get(key)
         if work is None:
             work = batch.prepared[key] = _plan(batch, num_groups)
-        assert isinstance(work, _Work)
+        assert isinstance(work, RowWork)
         return work
 
 
@@ -563,7 +553,7 @@ def _run_prefill(
         G=H // K,
         D=D,
         BLOCK_D=max(16, triton.next_power_of_2(D)),
-        BLOCK_M=_tile_rows(H // K),
+        BLOCK_M=tile_rows(H // K),
         BLOCK_N=64,
         BLOCK_SIZE=cache.block_size,
         WINDOW=window is not None,
@@ -572,34 +562,19 @@ def _run_prefill(
     )
 
 
-def _tile_rows(num_groups: int) -> int:
-    return max(PREFILL_ROWS, triton.next_power_of_2(num_groups))
-
-
-def _plan(batch: AttentionBatch, num_groups: int) -> _Work:
-    counts = [b - a for a, b in pairwise(batch.query_start)]
-    if all(count == 1 for count in counts):
-        return _Work(len(counts), None, None)
-    pairs: list[tuple[int, int]] = []
-    tiles: list[tuple[int, int, int, int]] = []
-    size = _tile_rows(num_groups) // num_groups
-    for seq, (row, count) in enumerate(zip(batch.query_start, counts, strict=False)):
-        if count == 1:
-            pairs.append((seq, row))
-            continue
-        before = batch.seq_lens[seq] - count
-        tiles += [
-            (seq, row + first, min(size, count - first), before + first)
-            for first in range(0, count, size)
-        ]
+def _plan(batch: AttentionBatch, num_groups: int) -> RowWork:
+    num_seqs = len(batch.query_start) - 1
+    if all(b - a == 1 for a, b in pairwise(batch.query_start)):
+        return RowWork(num_seqs, None, None)
+    pairs, tiles = row_work(batch.query_start, batch.seq_lens, num_groups)
     device = batch.block_table_SB.device
-    return _Work(len(pairs), _upload(pairs, device), _upload(tiles, device))
+    return RowWork(len(pairs), _upload(pairs, device), _upload(tiles, device))
 
 
-def _upload(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor | None:
-    if not rows:
+def _upload(rows: NDArray[np.int32], device: torch.device) -> Tensor | None:
+    if not len(rows):
         return None
-    host = torch.tensor(rows, dtype=torch.int32)
+    host = torch.from_numpy(rows)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 

@@ -156,7 +156,8 @@ class LoraBatch:
     """int32 (T,), -1 for base rows."""
     segments: tuple[Segment, ...]
     slot_N: Tensor
-    """int32 (N,), of the sampled rows."""
+    """int32 (N,), of the sampled rows; `slot_T` itself if those are all rows, in a graph and in its
+    replays alike."""
     sampled_segments: tuple[Segment, ...]
 
 

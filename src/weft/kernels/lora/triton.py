@@ -11,7 +11,7 @@ step, is all that the kernels learn of a batch. For every tile and group
     expand   y[t, slice] += (sum over p of v[t, p, slice]) @ B[slot, slice]^T
 
 with A, B and the ranks found through the pool's tables. Parts meet in a workspace, so there are
-no atomics. For many rows (prefill) the shrink sums the parts itself, in registers.
+no atomics.
 
 What a row gets is a function of its input and its adapter alone, to the bit: how K is cut
 depends on K and R; every part is summed from its first element to its last with the same matrix
@@ -21,9 +21,8 @@ others. Tile sizes over rows, columns and ranks, and who works on what, change n
 Products are accumulated in fp32. With 16-bit matrices, v enters the second product as the sum of
 two 16-bit numbers, which keeps 16 bits of it or more; y is rounded once.
 
-One CUDA graph per number of rows serves every mix: up to `Tuning.few_rows` rows, grids follow
-from the number of rows only and all tensors stay where they are. `reserve` before a capture;
-`begin` before a replay.
+One CUDA graph per number of rows serves every mix: grids follow from the number of rows only, and
+all tensors stay where they are. `reserve` before a capture; `begin` before a replay.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core.config import MAX_RANK
@@ -45,6 +45,9 @@ from weft.kernels.lora.base import AdapterPool, LoraBatch, Segment
 from weft.kernels.staging import Staging
 
 _ALIGN = tl.constexpr(ALIGN)
+
+SPARE_SHARERS = 32
+"""Programs for the tiles of many rows, beyond as many as there would be of full tiles."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,13 +84,9 @@ class Tuning:
     row_floats: int = 1024
     """W, workspace per row, at least; it bounds the parts of a high rank."""
     few_rows: int = 256
-    """Up to here grids depend on the number of rows only, and parts are summed by the expand."""
-    few: Blocks = field(default_factory=Blocks)
-    many: Blocks = field(
-        default_factory=lambda: Blocks(
-            shrink_units=4, shrink_stages=3, expand_programs=1 << 16, expand_stages=2, wide=1
-        )
-    )
+    """Up to here there is a program for each tile that there may be. Beyond, programs read how
+    many there are, and share them."""
+    blocks: Blocks = field(default_factory=Blocks)
     side_stream: bool = True
     """In a CUDA graph, run the shrink beside the base product, which reads the same input."""
     dependent_launch: bool = False
@@ -171,20 +170,22 @@ def _shrink(
     BLOCK_R: tl.constexpr,
     PART: tl.constexpr,
     MAX_PARTS: tl.constexpr,
-    WHOLE: tl.constexpr,
+    COUNTED: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """v = x @ A[slot]^T for the rows of all tiles.
 
     x (T, K) with unit stride along K; work fp32 (T, W), row t holding v[t] as (parts, R rounded
-    up to 16), or one such row when WHOLE; tiles int32 (num_tiles, 4) of slot, first row, number
-    of rows (0: nothing to do) and padding; a_offset int64 (S, G); rank int32 (S, L). Programs:
-    axis 0 shares a tile's blocks of ranks and parts, axis 1 the tiles.
+    up to 16); tiles int32 (num_tiles, 4) of slot, first row, number of rows (0: nothing to do)
+    and, in the first one, how many there are, for COUNTED; a_offset int64 (S, G); rank int32
+    (S, L). Programs: axis 0 shares a tile's blocks of ranks and parts, axis 1 the tiles.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     m = tl.arange(0, BLOCK_M)
+    if COUNTED:
+        num_tiles = tl.load(tiles_ptr + 3)
     for i in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
         slot = tl.load(tiles_ptr + 4 * i)
         row = tl.load(tiles_ptr + 4 * i + 1)
@@ -202,52 +203,28 @@ def _shrink(
                 x_at = x_ptr + row.to(tl.int64) * x_stride
                 a_at = arena_ptr + a_offset
                 work_at = work_ptr + (row + m)[:, None].to(tl.int64) * W
-                if WHOLE:
-                    for u in range(tl.program_id(0), blocks, tl.num_programs(0)):
-                        v = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
-                        for p in range(parts):
-                            v += _shrink_part(
-                                x_at,
-                                a_at,
-                                rows,
-                                u * BLOCK_R,
-                                R,
-                                K,
-                                x_stride,
-                                p * each,
-                                tl.minimum((p + 1) * each, steps),
-                                BLOCK_M,
-                                BLOCK_R,
-                                PART,
-                                EXACT,
-                                PDL,
-                            )
-                        r = u * BLOCK_R + tl.arange(0, BLOCK_R)
-                        mask = (m < rows)[:, None] & (r < R)[None, :]
-                        tl.store(work_at + r[None, :], v, mask=mask)
-                else:
-                    for u in range(tl.program_id(0), blocks * parts, tl.num_programs(0)):
-                        p = u % parts
-                        r0 = u // parts * BLOCK_R
-                        v = _shrink_part(
-                            x_at,
-                            a_at,
-                            rows,
-                            r0,
-                            R,
-                            K,
-                            x_stride,
-                            p * each,
-                            tl.minimum((p + 1) * each, steps),
-                            BLOCK_M,
-                            BLOCK_R,
-                            PART,
-                            EXACT,
-                            PDL,
-                        )
-                        r = r0 + tl.arange(0, BLOCK_R)
-                        mask = (m < rows)[:, None] & (r < R)[None, :]
-                        tl.store(work_at + p * R_padded + r[None, :], v, mask=mask)
+                for u in range(tl.program_id(0), blocks * parts, tl.num_programs(0)):
+                    p = u % parts
+                    r0 = u // parts * BLOCK_R
+                    v = _shrink_part(
+                        x_at,
+                        a_at,
+                        rows,
+                        r0,
+                        R,
+                        K,
+                        x_stride,
+                        p * each,
+                        tl.minimum((p + 1) * each, steps),
+                        BLOCK_M,
+                        BLOCK_R,
+                        PART,
+                        EXACT,
+                        PDL,
+                    )
+                    r = r0 + tl.arange(0, BLOCK_R)
+                    mask = (m < rows)[:, None] & (r < R)[None, :]
+                    tl.store(work_at + p * R_padded + r[None, :], v, mask=mask)
     if PDL:
         tl.extra.cuda.gdc_wait()
 
@@ -399,7 +376,7 @@ def _expand(
     PART: tl.constexpr,
     MAX_PARTS: tl.constexpr,
     VEC: tl.constexpr,
-    WHOLE: tl.constexpr,
+    COUNTED: tl.constexpr,
     GATHER: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
@@ -420,6 +397,8 @@ def _expand(
     start = tl.load(column + 1) * WIDTH
     count = tl.load(column + 2) * VEC
     y_start = tl.load(column + 3) * VEC
+    if COUNTED:
+        num_tiles = tl.load(tiles_ptr + 3)
     for i in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
         slot = tl.load(tiles_ptr + 4 * i)
         row = tl.load(tiles_ptr + 4 * i + 1)
@@ -448,8 +427,7 @@ def _expand(
                     v_at = arena_ptr + a_offset + ids * R + r_start
                 else:
                     v_at = work_ptr + t * W + r_start
-                    if not WHOLE:
-                        _, parts = _parts(R, K, W, PART, MAX_PARTS)
+                    _, parts = _parts(R, K, W, PART, MAX_PARTS)
                 y_at = y_ptr + t * y_stride + y_start
                 # Rows of B are wide loads when the rank is known to be a multiple of 8.
                 if rank % 8 == 0:
@@ -468,7 +446,7 @@ def _expand(
                         BLOCK_R,
                         STAGES,
                         WIDTH == BLOCK_N,
-                        WHOLE,
+                        GATHER,
                         EXACT,
                         PDL,
                     )
@@ -487,7 +465,7 @@ def _expand(
                         BLOCK_R,
                         STAGES,
                         WIDTH == BLOCK_N,
-                        WHOLE,
+                        GATHER,
                         EXACT,
                         PDL,
                     )
@@ -505,12 +483,15 @@ class _Rows(NamedTuple):
     tiles: Tensor
     num_tiles: int
     """A bound; entries in excess have no rows."""
-    whole: bool
+    sharers: int
+    """Programs that share the tiles."""
+    counted: bool
+    """Whether programs read how many tiles there are."""
 
 
 class _TileList:
     """The tiles of a step at a fixed place on the device: of its rows, then of its sampled rows.
-    Where each begins follows from the numbers of rows, up to `Tuning.few_rows` of them."""
+    Where each begins follows from the numbers of rows."""
 
     def __init__(self, tuning: Tuning, device: torch.device) -> None:
         self._tuning = tuning
@@ -522,36 +503,39 @@ class _TileList:
 
     def fill(self, batch: LoraBatch) -> tuple[_Rows, _Rows]:
         """Lay a step's tiles out, ahead of its kernels on the current stream."""
-        same = batch.segments is batch.sampled_segments and len(batch.slot_T) == len(batch.slot_N)
-        parts = [self._tiles(batch.segments, len(batch.slot_T))]
-        if not same:
-            parts.append(self._tiles(batch.sampled_segments, len(batch.slot_N)))
-        bounds = [bound for _, bound, _ in parts]
-        self.reserve(sum(bounds))
-        words = self._staging.begin(4 * sum(bounds))
+        parts = [(batch.segments, len(batch.slot_T))]
+        if batch.slot_N is not batch.slot_T:
+            parts.append((batch.sampled_segments, len(batch.slot_N)))
+        bound = sum(num_rows for _, num_rows in parts)
+        self._staging.reserve(4 * bound)
+        words = self._staging.begin(4 * bound)
         words[:] = 0
         first = 0
         rows: list[_Rows] = []
-        for found, bound, whole in parts:
-            words[4 * first : 4 * (first + len(found))] = np.asarray(found, np.int32).reshape(-1)
-            tiles = self._staging.device_words[4 * first : 4 * (first + bound)].view(bound, 4)
-            rows.append(_Rows(tiles, bound, whole))
-            first += bound
+        for segments, num_rows in parts:
+            place = slice(4 * first, 4 * (first + num_rows))
+            rows.append(self._lay_out(segments, words[place], self._staging.device_words[place]))
+            first += num_rows
         self._staging.send(len(words))
         return rows[0], rows[-1]
 
-    def _tiles(
-        self, segments: tuple[Segment, ...], num_rows: int
-    ) -> tuple[list[tuple[int, int, int, int]], int, bool]:
-        """Tiles, the bound on their number that kernels are launched for, and `_Rows.whole`."""
-        whole = num_rows > self._tuning.few_rows
-        rows = (self._tuning.many if whole else self._tuning.few).rows
+    def _lay_out(
+        self, segments: tuple[Segment, ...], words: NDArray[np.int32], place: Tensor
+    ) -> _Rows:
+        """The tiles of as many rows as there is room for, as no tile is without a row."""
+        num_rows = len(words) // 4
+        counted = num_rows > self._tuning.few_rows
+        size = self._tuning.blocks.rows
         found = [
-            (slot, first, min(rows, stop - first), 0)
+            (slot, first, min(size, stop - first), 0)
             for slot, start, stop in segments
-            for first in range(start, stop, rows)
+            for first in range(start, stop, size)
         ]
-        return found, len(found) if whole else num_rows, whole
+        if found:
+            words[: 4 * len(found)] = np.array(found, np.int32).reshape(-1)
+            words[3] = len(found)
+        sharers = min(num_rows, num_rows // size + SPARE_SHARERS) if counted else num_rows
+        return _Rows(place.view(num_rows, 4), num_rows, sharers, counted)
 
 
 def _has_dependent_launch(device: torch.device) -> bool:
@@ -587,9 +571,9 @@ class TritonBackend:
             self._work = self._work.new_empty((num_rows, self.row_floats))
         self._tiles.reserve(num_rows)
         for group in self.pool.table.groups:
-            for blocks in (self.tuning.few, self.tuning.many):
-                for wide in (1, blocks.wide):
-                    self.columns(group, blocks.columns * wide)
+            blocks = self.tuning.blocks
+            for wide in (1, blocks.wide):
+                self.columns(group, blocks.columns * wide)
         return True
 
     def begin(self, batch: LoraBatch) -> TritonStep:
@@ -664,10 +648,10 @@ class TritonStep:
             return
         assert x_TK.stride(1) == 1
         backend, pool, tuning = self._backend, self._backend.pool, self._backend.tuning
-        blocks = tuning.many if rows.whole else tuning.few
+        blocks = tuning.blocks
         of = pool.table.groups[group]
         units = blocks.shrink_units
-        sharers = max(1, min(rows.num_tiles, blocks.shrink_programs // units))
+        sharers = max(1, min(rows.sharers, blocks.shrink_programs // units))
         _shrink[units, sharers](
             x_TK,
             self._work,
@@ -688,7 +672,7 @@ class TritonStep:
             BLOCK_R=blocks.ranks,
             PART=tuning.part,
             MAX_PARTS=tuning.max_parts,
-            WHOLE=rows.whole,
+            COUNTED=rows.counted,
             EXACT=backend.exact,
             PDL=tuning.dependent_launch,
             num_warps=blocks.shrink_warps,
@@ -702,11 +686,11 @@ class TritonStep:
             return
         assert y_TO.stride(1) == 1
         backend, pool, tuning = self._backend, self._backend.pool, self._backend.tuning
-        blocks = tuning.many if rows.whole else tuning.few
+        blocks = tuning.blocks
         of = pool.table.groups[group]
         width = blocks.columns * (blocks.wide if rows.num_tiles >= blocks.wide_from else 1)
         columns, vec = backend.columns(of, width)
-        sharers = max(1, min(rows.num_tiles, blocks.expand_programs // len(columns)))
+        sharers = max(1, min(rows.sharers, blocks.expand_programs // len(columns)))
         gather = ids_T is not None
         _expand[len(columns), sharers](
             y_TO,
@@ -735,7 +719,7 @@ class TritonStep:
             PART=tuning.part,
             MAX_PARTS=tuning.max_parts,
             VEC=vec,
-            WHOLE=rows.whole or gather,
+            COUNTED=rows.counted,
             GATHER=gather,
             EXACT=backend.exact,
             PDL=tuning.dependent_launch,
