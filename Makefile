@@ -49,19 +49,13 @@ format: $(VENV)/.installed-test
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
-# What is installed, one after the other: with the clients in one go, pip searches for minutes.
-EXTRAS_demo := demo
-EXTRAS_test := test clients
-
 # Again only when pyproject.toml has changed.
 $(VENV)/.installed-%: pyproject.toml | $(BIN)/python
 	@echo 'Installing Weft and what "make $*" needs into $(VENV); the first time takes some minutes.'
-	@for extra in $(EXTRAS_$*); do \
-	  $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e ".[$$extra]" \
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e ".[$*]" \
 	  | while IFS= read -r line; do \
 	      case "$$line" in Collecting*|Building*|Installing*) printf '  %.76s\n' "$$line";; esac; \
-	    done; \
-	done
+	    done
 	@touch $@
 
 $(BIN)/python:
