@@ -15,10 +15,12 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -71,6 +73,8 @@ YARN_FULL = rope(
     truncate=False,
 )
 
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+
 CONFIGS: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES),
     "llama-mha": LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
@@ -95,6 +99,25 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         use_sliding_window=True,
         sliding_window=5,
         layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+    ),
+    "qwen3-moe": Qwen3MoeConfig(**SIZES, **EXPERTS, head_dim=16),
+    "qwen3-moe-mixed": Qwen3MoeConfig(
+        **SIZES | {"num_hidden_layers": 5},
+        **EXPERTS,
+        head_dim=16,
+        decoder_sparse_step=2,
+        mlp_only_layers=[3],
+        norm_topk_prob=True,
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-moe-window": Qwen3MoeConfig(
+        **SIZES, **EXPERTS, head_dim=16, use_sliding_window=True, sliding_window=5
+    ),
+    "qwen3-moe-dense": Qwen3MoeConfig(**SIZES, head_dim=16, mlp_only_layers=[0, 1, 2]),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+    "mixtral-window": MixtralConfig(
+        **SIZES, num_local_experts=3, num_experts_per_tok=3, sliding_window=7, head_dim=12
     ),
 }
 

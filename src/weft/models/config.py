@@ -37,6 +37,31 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class MoeConfig:
+    """Layers whose MLP is a mixture of experts, each token going through `top_k` of them."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    """Of one expert."""
+    normalize: bool
+    """Whether a token's weights are scaled to a sum of 1."""
+    round_weights: bool
+    """To the model's dtype, before they multiply the experts' outputs; else they stay float32."""
+    layers: tuple[bool, ...]
+    """Per layer: whether it has experts; others have a dense MLP."""
+    names: tuple[str, str, str, str]
+    """In checkpoints with a tensor per expert: of the MLP, and of an expert's gate, up and down."""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_k <= self.num_experts:
+            raise ConfigError(
+                f"num_experts_per_tok must be in [1, {self.num_experts}], got {self.top_k}",
+                "num_experts_per_tok",
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A decoder-only transformer of one of the `FAMILIES`."""
 
@@ -63,6 +88,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     dtype: str
     """Of the checkpoint: "float32", "float16" or "bfloat16"."""
+    moe: MoeConfig | None = None
+    """None: all layers are dense."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -85,6 +112,7 @@ class Family:
     attention_out_bias: bool | str = False
     mlp_bias: bool | str = False
     qk_norm: bool = False
+    moe: Callable[[Any], MoeConfig | None] = lambda hf: None
 
 
 def _no_windows(hf: Any) -> tuple[int | None, ...]:
@@ -118,6 +146,41 @@ def _layer_windows(hf: Any) -> tuple[int | None, ...]:
     return tuple(of_type[t] for t in types)
 
 
+def _qwen3_moe(hf: Any) -> MoeConfig | None:
+    step = hf.decoder_sparse_step
+    if step < 1:
+        raise ConfigError(
+            f"decoder_sparse_step must be positive, got {step}", "decoder_sparse_step"
+        )
+    layers = tuple(
+        i not in hf.mlp_only_layers and hf.num_experts > 0 and (i + 1) % step == 0
+        for i in range(hf.num_hidden_layers)
+    )
+    if not any(layers):
+        return None
+    return MoeConfig(
+        num_experts=hf.num_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        normalize=bool(hf.norm_topk_prob),
+        round_weights=True,
+        layers=layers,
+        names=("mlp", "gate_proj", "up_proj", "down_proj"),
+    )
+
+
+def _mixtral(hf: Any) -> MoeConfig:
+    return MoeConfig(
+        num_experts=hf.num_local_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        normalize=True,
+        round_weights=False,
+        layers=(True,) * int(hf.num_hidden_layers),
+        names=("block_sparse_moe", "w1", "w3", "w2"),
+    )
+
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         "llama",
@@ -135,6 +198,15 @@ FAMILIES: dict[str, Family] = {
         attention_out_bias="attention_bias",
         qk_norm=True,
     ),
+    "Qwen3MoeForCausalLM": Family(
+        "qwen3_moe",
+        _one_window,
+        attention_bias="attention_bias",
+        attention_out_bias="attention_bias",
+        qk_norm=True,
+        moe=_qwen3_moe,
+    ),
+    "MixtralForCausalLM": Family("mixtral", _one_window, moe=_mixtral),
 }
 
 
@@ -249,6 +321,7 @@ def _build(
         max_position_embeddings=hf.max_position_embeddings,
         eos_token_ids=eos_token_ids,
         dtype=_dtype(raw),
+        moe=family.moe(hf),
     )
 
 

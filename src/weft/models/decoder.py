@@ -6,6 +6,8 @@ heads, D head dimension.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -13,10 +15,11 @@ from weft.core.targets import TargetTable
 from weft.kernels.attention import KVCache
 from weft.kernels.ops import Ops
 from weft.models.config import ModelConfig
-from weft.models.layers import Embedding, Head, Linear, StepContext
+from weft.models.layers import Embedding, Head, HeadNorm, Linear, Norm, StepContext
 from weft.models.loading import LayerWeights, Weights
+from weft.models.moe import SparseMlp
 from weft.models.rope import RopeTable
-from weft.models.targets import GROUPS_PER_LAYER
+from weft.models.targets import first_group
 
 __all__ = ["Decoder", "StepContext"]
 
@@ -35,26 +38,32 @@ class Decoder:
         self.config = config
         self.dtype, self.device = weights.embed.dtype, weights.embed.device
         self.num_logits = len(weights.head)
-        self._ops = ops
         self._embed = Embedding(weights.embed, 0)
-        self._layers = [_Layer(config, layer, i, ops) for i, layer in enumerate(weights.layers)]
-        norms = [layer.attention_norm for layer in weights.layers]
-        self._first_norm_I, *self._next_norms = *norms, weights.norm
+        self._layers = [
+            _Layer(config, layer, i, table, ops) for i, layer in enumerate(weights.layers)
+        ]
+        norms = [
+            (f"model.layers.{i}.input_layernorm", layer.attention_norm)
+            for i, layer in enumerate(weights.layers)
+        ]
+        self._first_norm, *self._next_norms = (
+            Norm(weight_I, config.rms_norm_eps, table.norms_by_name[name].index, ops)
+            for name, weight_I in (*norms, ("model.norm", weights.norm))
+        )
         """The norm before the first layer, and the one that follows each layer."""
         self._head = Head(weights.head, len(table.groups) - 1)
         self._rope = RopeTable(config.rope, config.head_dim, max_model_len, self.dtype, self.device)
 
     def forward(self, ids_T: Tensor, step: StepContext, kv: list[KVCache]) -> Tensor:
         """Hidden states after the final norm, (T, I). Writes the rows' K and V to `kv`."""
-        ops, eps = self._ops, self.config.rms_norm_eps
         x_TI = self._embed(ids_T, step)
         rope = self._rope.at(step.positions_T)
-        normed_TI = ops.rms_norm(x_TI, self._first_norm_I, eps)
-        for layer, cache, next_norm_I in zip(self._layers, kv, self._next_norms, strict=True):
+        normed_TI = self._first_norm(x_TI, step)
+        for layer, cache, next_norm in zip(self._layers, kv, self._next_norms, strict=True):
             delta_TI = layer.attend(normed_TI, rope, step, cache)
-            normed_TI = ops.add_rms_norm(x_TI, delta_TI, layer.mlp_norm_I, eps)
+            normed_TI = layer.mlp_norm.add(x_TI, delta_TI, step)
             delta_TI = layer.mlp(normed_TI, step)
-            normed_TI = ops.add_rms_norm(x_TI, delta_TI, next_norm_I, eps)
+            normed_TI = next_norm.add(x_TI, delta_TI, step)
         return normed_TI
 
     def logits(self, x_NI: Tensor, step: StepContext) -> Tensor:
@@ -65,16 +74,18 @@ class Decoder:
 class _Layer:
     """Attention and MLP over normed rows; the residual stream is the decoder's."""
 
-    def __init__(self, config: ModelConfig, weights: LayerWeights, index: int, ops: Ops) -> None:
-        group = 1 + index * GROUPS_PER_LAYER
-        self.mlp_norm_I = weights.mlp_norm
+    def __init__(
+        self, config: ModelConfig, weights: LayerWeights, index: int, table: TargetTable, ops: Ops
+    ) -> None:
+        name, group, eps = f"model.layers.{index}", first_group(table, index), config.rms_norm_eps
+        mlp_norm = table.norms_by_name[f"{name}.post_attention_layernorm"]
+        self.mlp_norm = Norm(weights.mlp_norm, eps, mlp_norm.index, ops)
         self._qkv = Linear(weights.qkv, weights.qkv_bias, group)
         self._o = Linear(weights.o, weights.o_bias, group + 1)
-        self._gate_up = Linear(weights.gate_up, weights.gate_up_bias, group + 2)
-        self._down = Linear(weights.down, weights.down_bias, group + 3)
-        self._qk_norm_ND = _qk_norm(config, weights)
+        self.mlp = _mlp(config, weights, group + 2, ops)
+        self._qk_norm = _qk_norm(config, weights, name, table)
         self._ops = ops
-        self._eps = config.rms_norm_eps
+        self._eps = eps
         self._num_heads = config.num_heads + 2 * config.num_kv_heads
         self._head_dim = config.head_dim
         self._scale = config.head_dim**-0.5
@@ -85,17 +96,40 @@ class _Layer:
     ) -> Tensor:
         ops, batch = self._ops, step.attention
         qkv_TND = self._qkv(x_TI, step).view(-1, self._num_heads, self._head_dim)
-        q_THD = ops.rope_and_write(qkv_TND, rope, self._qk_norm_ND, self._eps, cache, batch)
+        norm = self._qk_norm(len(x_TI), step) if self._qk_norm else None
+        q_THD = ops.rope_and_write(qkv_TND, rope, norm, self._eps, cache, batch)
         out_THD = ops.attend(q_THD, cache, batch, scale=self._scale, window=self._window)
         return self._o(out_THD.flatten(1), step)
 
-    def mlp(self, x_TI: Tensor, step: StepContext) -> Tensor:
-        return self._down(self._ops.silu_and_mul(self._gate_up(x_TI, step)), step)
+
+@dataclass(frozen=True, slots=True)
+class _DenseMlp:
+    gate_up: Linear
+    down: Linear
+    ops: Ops
+
+    def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
+        return self.down(self.ops.silu_and_mul(self.gate_up(x_TI, step)), step)
 
 
-def _qk_norm(config: ModelConfig, weights: LayerWeights) -> Tensor | None:
-    """The norm weights of q and k repeated for their heads, (H + K, D)."""
+def _mlp(config: ModelConfig, weights: LayerWeights, group: int, ops: Ops) -> _DenseMlp | SparseMlp:
+    """The MLP of a layer, whose groups begin with `group`."""
+    w = weights
+    if w.gate_up is not None and w.down is not None:
+        gate_up = Linear(w.gate_up, w.gate_up_bias, group)
+        return _DenseMlp(gate_up, Linear(w.down, w.down_bias, group + 1), ops)
+    assert w.router is not None and config.moe is not None
+    assert w.experts_gate_up is not None and w.experts_down is not None
+    router = Linear(w.router, None, group)
+    return SparseMlp(router, w.experts_gate_up, w.experts_down, group + 1, config.moe, ops)
+
+
+def _qk_norm(
+    config: ModelConfig, weights: LayerWeights, layer: str, table: TargetTable
+) -> HeadNorm | None:
     if weights.q_norm is None or weights.k_norm is None:
         return None
     q_HD = weights.q_norm.expand(config.num_heads, -1)
-    return torch.cat((q_HD, weights.k_norm.expand(config.num_kv_heads, -1)))
+    weight_ND = torch.cat((q_HD, weights.k_norm.expand(config.num_kv_heads, -1)))
+    q, k = (table.norms_by_name[f"{layer}.self_attn.{name}"].index for name in ("q_norm", "k_norm"))
+    return HeadNorm(weight_ND, config.num_heads, q, k)

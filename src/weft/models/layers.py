@@ -1,6 +1,8 @@
-"""The layers that adapters can change: linear, embedding and head. Nothing else knows of them.
+"""The layers that adapters can change: linear, embedding, head and norms. Nothing else knows of
+them.
 
-Shapes: T token rows, N sampled rows, I inputs, O outputs, V vocabulary.
+Shapes: T token rows, N sampled rows, I inputs, O outputs, V vocabulary, H query heads, K key and
+value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -11,7 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch
-from weft.kernels.lora.base import LoraStep
+from weft.kernels.fp8 import Fp8Weight, linear
+from weft.kernels.lora.base import LoraStep, NormStep
+from weft.kernels.ops import Ops
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,22 +27,76 @@ class StepContext:
     attention: AttentionBatch
     lora: LoraStep | None
     """None: no row of this step belongs to an adapter."""
+    norms: NormStep | None = None
+    """None: all rows have the base's norms."""
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """RMS norm of rows, with the adapters' weights for theirs."""
+
+    weight_I: Tensor
+    eps: float
+    index: int
+    """In the model's TargetTable."""
+    ops: Ops
+
+    def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
+        return self._replace(self.ops.rms_norm(x_TI, self.weight_I, self.eps), x_TI, step)
+
+    def add(self, x_TI: Tensor, delta_TI: Tensor, step: StepContext) -> Tensor:
+        """Add `delta` to `x` in place; the norm of the sum."""
+        y_TI = self.ops.add_rms_norm(x_TI, delta_TI, self.weight_I, self.eps)
+        return self._replace(y_TI, x_TI, step)
+
+    def _replace(self, y_TI: Tensor, x_TI: Tensor, step: StepContext) -> Tensor:
+        if step.norms is not None:
+            for start, stop, weight_I in step.norms.of(self.index):
+                y_TI[start:stop] = self.ops.rms_norm(x_TI[start:stop], weight_I, self.eps)
+        return y_TI
+
+
+@dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """The weights of the norms over each head's q and k, which are applied with rope."""
+
+    weight_ND: Tensor
+    """(H + K, D), repeated for the heads."""
+    num_heads: int
+    """H"""
+    q_index: int
+    k_index: int
+    """In the model's TargetTable."""
+
+    def __call__(self, num_rows: int, step: StepContext) -> Tensor:
+        """For all rows, (H + K, D); or row by row, (T, H + K, D)."""
+        if step.norms is None:
+            return self.weight_ND
+        q_own, k_own = step.norms.of(self.q_index), step.norms.of(self.k_index)
+        if not (q_own or k_own):
+            return self.weight_ND
+        weight_TND = self.weight_ND.repeat(num_rows, 1, 1)
+        for start, stop, weight_D in q_own:
+            weight_TND[start:stop, : self.num_heads] = weight_D
+        for start, stop, weight_D in k_own:
+            weight_TND[start:stop, self.num_heads :] = weight_D
+        return weight_TND
 
 
 @dataclass(frozen=True, slots=True)
 class Linear:
     """`y = x W^T + b`, plus the adapters' part. Packed projections are one layer."""
 
-    weight_OI: Tensor
+    weight_OI: Tensor | Fp8Weight
     bias_O: Tensor | None
     group: int
     """In the model's TargetTable."""
 
     def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
         if step.lora is None:
-            return F.linear(x_TI, self.weight_OI, self.bias_O)
+            return linear(x_TI, self.weight_OI, self.bias_O)
         step.lora.start(x_TI, self.group)
-        y_TO = F.linear(x_TI, self.weight_OI, self.bias_O)
+        y_TO = linear(x_TI, self.weight_OI, self.bias_O)
         step.lora.linear(y_TO, x_TI, self.group)
         return y_TO
 

@@ -1,7 +1,8 @@
 """Weights of a decoder: read from safetensors, or made at random, straight on the device.
 
-q, k, v and gate, up are packed along the output dimension. What the model's files must hold is
-data (`_PARTS`), from which both the packing and the checks follow.
+q, k, v and gate, up are packed along the output dimension, the experts of a layer one after the
+other. What the model's files must hold is data (`_parts`), from which both the packing and the
+checks follow.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.core.config import Quantization
 from weft.core.errors import ConfigError
+from weft.kernels.fp8 import Fp8Weight, quantize_weight
 from weft.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -24,20 +27,28 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Matrices are (out, in); a bias or norm that the model lacks is None."""
+    """One decoder layer. Matrices are (out, in); a bias or norm that the model lacks is None.
+
+    Its MLP is dense (`gate_up`, `down`) or a mixture of experts (the last three)."""
 
     attention_norm: Tensor
-    qkv: Tensor
+    qkv: Tensor | Fp8Weight
     qkv_bias: Tensor | None
     q_norm: Tensor | None
     k_norm: Tensor | None
-    o: Tensor
+    o: Tensor | Fp8Weight
     o_bias: Tensor | None
     mlp_norm: Tensor
-    gate_up: Tensor
+    gate_up: Tensor | Fp8Weight | None
     gate_up_bias: Tensor | None
-    down: Tensor
+    down: Tensor | Fp8Weight | None
     down_bias: Tensor | None
+    router: Tensor | None
+    """(experts, hidden)"""
+    experts_gate_up: Tensor | None
+    """(experts, 2 * inner, hidden)"""
+    experts_down: Tensor | None
+    """(experts, hidden, inner)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,15 +64,21 @@ class Weights:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype, device: torch.device | str
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    quantization: Quantization | None = None,
 ) -> Weights:
     """Read the safetensors files of `folder`, tensor by tensor.
 
-    Raises ConfigError naming what is missing, has another shape or is quantized.
+    `quantization`: of the layers' matrices, once they are in `dtype`. Raises ConfigError naming
+    what is missing, has another shape or is quantized already.
     """
     parts = _parts(config)
     tensors = _allocate(parts, dtype, device)
     places = _places(parts, tensors)
+    stacked = _stacked(config, tensors)
     unread = set(places)
     unknown: list[str] = []
     tied_head: Tensor | None = None
@@ -70,6 +87,11 @@ def load_weights(
             _check(name, stored, places[name].shape)
             places[name].copy_(stored[:])
             unread.discard(name)
+        elif name in stacked:
+            key, view = stacked[name]
+            _check(name, stored, view.shape)
+            view.copy_(stored[:])
+            unread.difference_update(part for part, _ in parts[key])
         elif name == HEAD and config.tie_word_embeddings:
             tied_head = stored[:].to(dtype)
         elif not name.endswith("rotary_emb.inv_freq"):
@@ -79,11 +101,16 @@ def load_weights(
         raise ConfigError(
             f"tie_word_embeddings is set, but {HEAD} differs from {EMBED}", "tie_word_embeddings"
         )
-    return _assemble(config, tensors)
+    del places, stacked
+    return _assemble(config, _quantized(tensors, quantization))
 
 
 def dummy_weights(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, seed: int = 0
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    seed: int = 0,
+    quantization: Quantization | None = None,
 ) -> Weights:
     """Random weights made on the device: normal with deviation 0.02, norms 1."""
     generator = torch.Generator(device=device).manual_seed(seed)
@@ -93,7 +120,7 @@ def dummy_weights(
             tensor.fill_(1.0)
         else:
             tensor.normal_(std=0.02, generator=generator)
-    return _assemble(config, tensors)
+    return _assemble(config, _quantized(tensors, quantization))
 
 
 def num_parameters(weights: Weights) -> int:
@@ -106,7 +133,7 @@ def num_parameters(weights: Weights) -> int:
     return total
 
 
-def _tensors_of(layer: LayerWeights) -> list[Tensor]:
+def _tensors_of(layer: LayerWeights) -> list[Tensor | Fp8Weight]:
     values = (getattr(layer, f.name) for f in fields(layer))
     return [v for v in values if v is not None]
 
@@ -127,13 +154,14 @@ def _parts(config: ModelConfig) -> dict[str, list[Part]]:
     if not config.tie_word_embeddings:
         parts["head"] = [(HEAD, vocab_hidden)]
     for i in range(config.num_layers):
-        for key, row in _layer_parts(config).items():
+        for key, row in (_attention_parts(config) | _mlp_parts(config, i)).items():
             parts[f"{i}.{key}"] = [(f"model.layers.{i}.{name}", shape) for name, shape in row]
     return parts
 
 
-def _layer_parts(config: ModelConfig) -> dict[str, list[Part]]:
-    hidden, inner, head = config.hidden_size, config.intermediate_size, config.head_dim
+def _attention_parts(config: ModelConfig) -> dict[str, list[Part]]:
+    """Of one layer, with its norms."""
+    hidden, head = config.hidden_size, config.head_dim
     q_size, kv_size = config.num_heads * head, config.num_kv_heads * head
     parts: dict[str, list[Part]] = {
         "attention_norm": [("input_layernorm.weight", (hidden,))],
@@ -143,29 +171,83 @@ def _layer_parts(config: ModelConfig) -> dict[str, list[Part]]:
         parts["q_norm"] = [("self_attn.q_norm.weight", (head,))]
         parts["k_norm"] = [("self_attn.k_norm.weight", (head,))]
     qkv = {"self_attn.q_proj": q_size, "self_attn.k_proj": kv_size, "self_attn.v_proj": kv_size}
-    gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
-    packed: list[tuple[str, dict[str, int], int, bool]] = [
-        ("qkv", qkv, hidden, config.attention_bias),
-        ("o", {"self_attn.o_proj": hidden}, q_size, config.attention_out_bias),
-        ("gate_up", gate_up, hidden, config.mlp_bias),
-        ("down", {"mlp.down_proj": hidden}, inner, config.mlp_bias),
-    ]
-    for key, outs, in_size, bias in packed:
-        parts[key] = [(f"{name}.weight", (out, in_size)) for name, out in outs.items()]
-        if bias:
-            parts[f"{key}_bias"] = [(f"{name}.bias", (out,)) for name, out in outs.items()]
+    out = {"self_attn.o_proj": hidden}
+    return (
+        parts
+        | _matrices("qkv", qkv, hidden, config.attention_bias)
+        | _matrices("o", out, q_size, config.attention_out_bias)
+    )
+
+
+def _mlp_parts(config: ModelConfig, layer: int) -> dict[str, list[Part]]:
+    hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+    moe = config.moe
+    if moe is None or not moe.layers[layer]:
+        gate_up = {"mlp.gate_proj": inner, "mlp.up_proj": inner}
+        return _matrices("gate_up", gate_up, hidden, bias) | _matrices(
+            "down", {"mlp.down_proj": hidden}, inner, bias
+        )
+    mlp, gate, up, down = moe.names
+    experts = [f"{mlp}.experts.{i}" for i in range(moe.num_experts)]
+    gates_ups = {f"{e}.{part}": moe.intermediate_size for e in experts for part in (gate, up)}
+    downs = {f"{e}.{down}": hidden for e in experts}
+    return (
+        _matrices("router", {f"{mlp}.gate": moe.num_experts}, hidden)
+        | _matrices("experts_gate_up", gates_ups, hidden)
+        | _matrices("experts_down", downs, moe.intermediate_size)
+    )
+
+
+def _matrices(
+    key: str, outs: dict[str, int], in_size: int, bias: bool = False
+) -> dict[str, list[Part]]:
+    """A packed matrix, and its bias if it has one."""
+    parts: dict[str, list[Part]] = {
+        key: [(f"{name}.weight", (out, in_size)) for name, out in outs.items()]
+    }
+    if bias:
+        parts[f"{key}_bias"] = [(f"{name}.bias", (out,)) for name, out in outs.items()]
     return parts
+
+
+_STACKED = {
+    "mlp.gate.weight": "router",
+    "mlp.experts.gate_up_proj": "experts_gate_up",
+    "mlp.experts.down_proj": "experts_down",
+}
+"""Names of whole weights in checkpoints that transformers stores as it holds them."""
+
+
+def _stacked(config: ModelConfig, tensors: dict[str, Tensor]) -> dict[str, tuple[str, Tensor]]:
+    """Where whole weights of mixtures of experts go: key, and view of the tensor."""
+    moe = config.moe
+    if moe is None:
+        return {}
+    return {
+        f"model.layers.{i}.{name}": (f"{i}.{key}", _by_expert(config, key, tensors[f"{i}.{key}"]))
+        for i, sparse in enumerate(moe.layers)
+        for name, key in _STACKED.items()
+        if sparse
+    }
+
+
+def _by_expert(config: ModelConfig, key: str, tensor: Tensor) -> Tensor:
+    """Experts as a dimension of their own."""
+    if config.moe is None or not key.startswith("experts_"):
+        return tensor
+    return tensor.view(config.moe.num_experts, -1, tensor.shape[1])
 
 
 def _allocate(
     parts: dict[str, list[Part]], dtype: torch.dtype, device: torch.device | str
 ) -> dict[str, Tensor]:
     """Empty weights. On a CPU, matrices are (out, in) views of (in, out) memory, which products
-    with few rows read faster; the embedding is read by row."""
+    with few rows read faster; the embedding is read by row, and experts lie one after another."""
     tensors: dict[str, Tensor] = {}
     for key, row in parts.items():
         rows, columns = sum(shape[0] for _, shape in row), row[0][1][1:]
-        if columns and key != "embed" and torch.device(device).type == "cpu":
+        by_row = key == "embed" or "experts_" in key
+        if columns and not by_row and torch.device(device).type == "cpu":
             tensors[key] = torch.empty((*columns, rows), dtype=dtype).t()
         else:
             tensors[key] = torch.empty((rows, *columns), dtype=dtype, device=device)
@@ -181,13 +263,35 @@ def _places(parts: dict[str, list[Part]], tensors: dict[str, Tensor]) -> dict[st
     return places
 
 
-def _assemble(config: ModelConfig, tensors: dict[str, Tensor]) -> Weights:
-    layers = tuple(
-        LayerWeights(**{f.name: tensors.get(f"{i}.{f.name}") for f in fields(LayerWeights)})  # type: ignore[arg-type]
-        for i in range(config.num_layers)
-    )
+_QUANTIZED = ("qkv", "o", "gate_up", "down")
+
+
+def _quantized(tensors: dict[str, Tensor], quantization: Quantization | None) -> dict[str, Any]:
+    """The weights with the layers' matrices quantized; `tensors` is emptied, so that both kinds of
+    a matrix exist for one at a time."""
+    weights: dict[str, Any] = {}
+    if quantization is not None and any("experts_" in key for key in tensors):
+        raise ConfigError("--quantization is not served for mixtures of experts", "quantization")
+    while tensors:
+        key, tensor = tensors.popitem()
+        if quantization is not None and key.rpartition(".")[2] in _QUANTIZED:
+            weights[key] = quantize_weight(tensor, quantization == "fp8")
+        else:
+            weights[key] = tensor
+    return weights
+
+
+def _assemble(config: ModelConfig, tensors: dict[str, Any]) -> Weights:
+    layers = tuple(_layer(config, tensors, i) for i in range(config.num_layers))
     embed = tensors["embed"]
     return Weights(embed, layers, tensors["norm"], tensors.get("head", embed))
+
+
+def _layer(config: ModelConfig, tensors: dict[str, Any], index: int) -> LayerWeights:
+    found: dict[str, Any] = {f.name: tensors.get(f"{index}.{f.name}") for f in fields(LayerWeights)}
+    return LayerWeights(
+        **{k: v if v is None else _by_expert(config, k, v) for k, v in found.items()}
+    )
 
 
 def _stored_tensors(folder: Path, device: torch.device | str) -> Iterator[tuple[str, Any]]:

@@ -1,0 +1,113 @@
+"""A mixture of experts in place of the dense MLP.
+
+Shapes: T token rows, E experts, K experts per token, P = T * K pairs of a token and an expert,
+I hidden size, F width of an expert.
+
+Pairs are ordered by expert, and those of one expert as the tokens are, so that the rows of one
+expert are consecutive, and among them those of one adapter.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.kernels.ops import Ops
+from weft.models.config import MoeConfig
+from weft.models.layers import Linear, StepContext
+
+
+class Routing(NamedTuple):
+    """The pairs of a step."""
+
+    order_P: Tensor
+    """int64: the pair at a place, as token * K + rank."""
+    place_P: Tensor
+    """int64: the place of a pair; the inverse of `order_P`."""
+    expert_P: Tensor
+    """int64, by place; rising."""
+    ends_E: Tensor
+    """int32: the first place beyond an expert's."""
+
+
+def choose_experts(logits_TE: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor]:
+    """The weights of each token's experts, (T, K), and their numbers, int64 (T, K).
+
+    Weights are probabilities over all experts, computed in float32; see `MoeConfig` for what
+    becomes of them.
+    """
+    weight_TK, expert_TK = logits_TE.softmax(-1, dtype=torch.float32).topk(moe.top_k)
+    if moe.normalize:
+        weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
+    if moe.round_weights:
+        weight_TK = weight_TK.to(logits_TE.dtype)
+    return weight_TK, expert_TK
+
+
+def route(expert_TK: Tensor, num_experts: int) -> Routing:
+    """Order the pairs by expert. Nothing has to be known on the host."""
+    expert_P, order_P = expert_TK.flatten().sort(stable=True)
+    place_P = torch.empty_like(order_P)
+    place_P[order_P] = torch.arange(len(order_P), device=order_P.device)
+    experts_E = torch.arange(num_experts, device=expert_P.device)
+    ends_E = torch.searchsorted(expert_P, experts_E, right=True, out_int32=True)
+    return Routing(order_P, place_P, expert_P, ends_E)
+
+
+def grouped_linear(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
+    """Each expert's matrix times its rows, (P, O); its rows end before `ends_E`.
+
+    One launch on a GPU. On a CPU only the experts that have rows are read.
+    """
+    if x_PI.is_cuda:
+        return F.grouped_mm(x_PI, weight_EOI.transpose(1, 2), offs=ends_E)
+    y_PO = x_PI.new_empty((len(x_PI), weight_EOI.shape[1]))
+    begin = 0
+    for expert, end in enumerate(ends_E.tolist()):
+        if end > begin:
+            torch.mm(x_PI[begin:end], weight_EOI[expert].t(), out=y_PO[begin:end])
+        begin = end
+    return y_PO
+
+
+@dataclass(frozen=True, slots=True)
+class SparseMlp:
+    """Router and experts of one layer."""
+
+    router: Linear
+    gate_up_EOI: Tensor
+    """(E, 2 * F, I)"""
+    down_EIF: Tensor
+    group: int
+    """In the model's TargetTable: of the experts' gate and up; that of both as one and that of
+    down follow."""
+    moe: MoeConfig
+    ops: Ops
+
+    def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
+        weight_TK, expert_TK = choose_experts(self.router(x_TI, step), self.moe)
+        routing = route(expert_TK, self.moe.num_experts)
+        token_P = routing.order_P // self.moe.top_k
+        y_PI = self._experts(x_TI[token_P], token_P, routing, step)
+        y_TKI = y_PI[routing.place_P].view(*weight_TK.shape, -1)
+        return (y_TKI * weight_TK[:, :, None]).sum(1).to(x_TI.dtype)
+
+    def _experts(
+        self, x_PI: Tensor, token_P: Tensor, routing: Routing, step: StepContext
+    ) -> Tensor:
+        ends_E = routing.ends_E
+        gate_up_PO = grouped_linear(x_PI, self.gate_up_EOI, ends_E)
+        lora = None
+        if step.lora is not None:
+            lora = step.lora.experts(token_P, routing.expert_P)
+            lora.linear(gate_up_PO, x_PI, self.group)
+            lora.linear(gate_up_PO, x_PI, self.group + 1)
+        inner_PF = self.ops.silu_and_mul(gate_up_PO)
+        y_PI = grouped_linear(inner_PF, self.down_EIF, ends_E)
+        if lora is not None:
+            lora.linear(y_PI, inner_PF, self.group + 2)
+        return y_PI

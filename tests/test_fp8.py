@@ -1,0 +1,127 @@
+"""A base in fp8: products against their definition, and served adapters against `peft` over the
+same rounded base, in float32."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from conftest import MakeLLM
+from peft import PeftModel
+from tiny import ADAPTERS, BASE, ask
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from weft import SamplingParams
+from weft.core.config import Quantization
+from weft.kernels import fp8, triton_fp8
+from weft.text import load_tokenizer
+
+NAMES: list[str | None] = [None, *list(ADAPTERS)[:5]]
+TOKENS = 16
+MAX_ERROR = {"fp8-weight-only": 1e-3, "fp8": 1.0}
+"""Of a log-probability. Where inputs are rounded too, sums in another order (1e-6 apart) now and
+then round one to its other neighbour, 6 % away. At most a tenth of the positions may see that."""
+
+
+def as_fp8(x: Tensor) -> Tensor:
+    """Each row's values as 8-bit numbers with the row's own scale, written out."""
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    scale = torch.where(scale > 0, scale, 1.0)
+    return (x / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale
+
+
+# -- products ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_product_is_that_of_the_rounded_operands(dynamic: bool) -> None:
+    torch.manual_seed(0)
+    x, w, b = torch.randn(5, 96), torch.randn(70, 96), torch.randn(70)
+    x[2] = 0
+    w[3] = 0
+    weight = fp8.quantize_weight(w, dynamic)
+    expected = (as_fp8(x) if dynamic else x) @ as_fp8(w).t() + b
+    torch.testing.assert_close(fp8.linear(x, weight, b), expected)
+    torch.testing.assert_close(fp8.linear(x, weight, None), expected - b)
+    assert weight.shape == w.shape and weight.numel() == w.numel()
+    assert torch.equal(weight.dequantized(torch.float32), as_fp8(w))
+
+
+@pytest.mark.parametrize("rows", [0, 1, 17, 64, 65])
+def test_triton_weight_only_product(rows: int) -> None:
+    torch.manual_seed(rows)
+    x, w, b = torch.randn(rows, 300), torch.randn(70, 300), torch.randn(70)
+    weight = fp8.quantize_weight(w, False)
+    for bias in (None, b):
+        y = triton_fp8.weight_only_linear(x, weight.q_OI, weight.scale_O, bias)
+        torch.testing.assert_close(y, fp8.linear(x, weight, bias), rtol=1e-5, atol=1e-4)
+
+
+def test_relative_error_of_rounding_is_bounded() -> None:
+    """Three bits after the leading one: at most 1 / 16 of a value, or of the smallest step."""
+    w = torch.randn(32, 256, generator=torch.Generator().manual_seed(1))
+    error = (fp8.quantize_weight(w, False).dequantized(torch.float32) - w).abs()
+    smallest = w.abs().amax(1, keepdim=True) / 448 * 2**-10
+    assert bool((error <= torch.maximum(w.abs() / 16, smallest) * 1.0001).all())
+
+
+# -- the served model --------------------------------------------------------------------------
+
+
+class Oracle:
+    """peft over the example model whose layers hold rounded weights, and (dynamic) round their
+    inputs; LoRA sees the inputs as they are."""
+
+    def __init__(self, dynamic: bool) -> None:
+        base = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+        for layer in base.model.layers:
+            for module in layer.modules():
+                if isinstance(module, nn.Linear):
+                    module.weight.data = as_fp8(module.weight.data)
+                    if dynamic:
+                        module.register_forward_pre_hook(lambda _, args: (as_fp8(args[0]),))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model = None
+            for name in NAMES:
+                if name is None:
+                    continue
+                if model is None:
+                    model = PeftModel.from_pretrained(base, ADAPTERS[name], adapter_name=name)
+                else:
+                    model.load_adapter(ADAPTERS[name], adapter_name=name)
+        assert model is not None
+        self.model = model.eval()
+
+    @torch.inference_mode()
+    def logprobs(self, name: str | None, ids: list[int]) -> Tensor:
+        """(len(ids), V)"""
+        batch = torch.tensor([ids])
+        if name is None:
+            with self.model.disable_adapter():
+                return self.model(input_ids=batch).logits[0].log_softmax(-1)
+        self.model.set_adapter(name)
+        return self.model(input_ids=batch).logits[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("quantization", ["fp8", "fp8-weight-only"])
+def test_adapters_on_an_fp8_base(quantization: Quantization, make_llm: MakeLLM) -> None:
+    llm = make_llm(quantization=quantization)
+    tokenizer = load_tokenizer(str(BASE))
+    prompts = [tokenizer.chat(ask(word)) for word in ("forest", "winter")]
+    params = SamplingParams(max_tokens=TOKENS, temperature=0.0, logprobs=5, ignore_eos=True)
+    cases = [(name, prompt) for prompt in prompts for name in NAMES]
+    mixed = llm.generate([p for _, p in cases], params, [n for n, _ in cases])
+    oracle = Oracle(dynamic=quantization == "fp8")
+    errors: list[float] = []
+    for (name, prompt), output in zip(cases, mixed, strict=True):
+        expected = oracle.logprobs(name, prompt + output.token_ids[:-1])[len(prompt) - 1 :]
+        assert output.logprobs is not None
+        for row, token, entry in zip(expected, output.token_ids, output.logprobs, strict=True):
+            assert entry is not None
+            assert float(row[token]) >= float(row.max()) - MAX_ERROR[quantization]
+            errors += [abs(logprob - float(row[other])) for other, logprob in entry.top]
+    assert max(errors) < MAX_ERROR[quantization]
+    assert sorted(errors)[len(errors) * 9 // 10] < 1e-3
