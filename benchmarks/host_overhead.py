@@ -47,7 +47,7 @@ class Bench:
             max_model_len=MAX_MODEL_LEN,
             block_size=BLOCK_SIZE,
             max_loras=NUM_ADAPTERS,
-            max_adapter_wait_steps=64,
+            max_adapter_wait=2.0,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=frozenset({2}),
             enable_prefix_caching=True,
@@ -63,7 +63,7 @@ class Bench:
 
     def step(self) -> None:
         marks = [time.perf_counter()]
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(marks[0])
         marks.append(time.perf_counter())
         self.rows.build(plan)
         marks.append(time.perf_counter())
@@ -76,7 +76,7 @@ class Bench:
 def _resident(slots: AdapterSlots, i: int) -> AdapterRef:
     digest = hashlib.sha256(str(i).encode()).hexdigest()
     slots.add(digest, 1)
-    slots.start_load(digest, now=i)
+    slots.start_load(digest, now=float(i))
     slots.loaded(digest)
     return AdapterRef(str(i), 1, digest)
 

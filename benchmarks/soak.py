@@ -64,7 +64,7 @@ SERVER = {
     "--num-threads": "1",
     "--kv-cache-memory": "16M",
     "--adapter-memory": "3M",
-    "--max-cpu-loras": "4",
+    "--adapter-host-memory": "1M",
     "--log-level": "warning",
 }
 NONSENSE: list[tuple[dict[str, Any], int]] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -16,6 +17,10 @@ from weft import LLM
 # Without a GPU, Triton's kernels are tested in its interpreter; Triton looks when it is imported.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Images of adapters, of every process that tests start.
+_caches = tempfile.TemporaryDirectory(prefix="weft-tests-")
+os.environ["XDG_CACHE_HOME"] = _caches.name
 
 # CI runs the same examples every time; elsewhere every run explores.
 settings.register_profile("weft", deadline=None, derandomize="CI" in os.environ)

@@ -1,20 +1,22 @@
 """A device in plain Python for tests of the scheduler: KV slots, last tokens, adapter slots.
 
 Its "model" hashes everything that it reads through the block table, the adapter of each KV entry
-included. So a wrong block, a stale token, a wrong adapter or a prefix shared across versions
-changes the tokens that come out. Where a mask forbids a token, the next one that is allowed takes
+included, which is none before the position at which an activated one begins. So a wrong block, a
+stale token, a wrong adapter, one at a wrong position or a prefix shared across versions changes
+the tokens that come out. Where a mask forbids a token, the next one that is allowed takes
 its place.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from weft.core.types import EngineRequest, TokenLogprob
 from weft.engine.inputs import RowState, StepInputs
 from weft.engine.plan import StepPlan, StepResult, Words
+from weft.residency.slots import Load
 
 VOCAB = 50
 
@@ -24,12 +26,27 @@ def next_token(context: list[tuple[int, str | None]], adapter: str | None) -> in
     return int.from_bytes(hashlib.blake2b(repr((context, adapter)).encode()).digest()[:4]) % VOCAB
 
 
-def expected_tokens(request: EngineRequest, count: int) -> list[int]:
-    """What a request alone must yield."""
+Activation = int | None
+"""First position of the prompt at which the adapter is active; None: it is nowhere."""
+
+
+def context_of(
+    request: EngineRequest, tokens: Sequence[int], active_from: Activation
+) -> list[tuple[int, str | None]]:
+    """Each token with the adapter that is active there."""
     adapter = request.adapter.digest if request.adapter else None
+    begin = len(tokens) if active_from is None else active_from
+    return [(t, adapter if i >= begin else None) for i, t in enumerate(tokens)]
+
+
+def expected_tokens(
+    request: EngineRequest, count: int, active_from: Activation = 0
+) -> list[int]:
+    """What a request alone must yield."""
     tokens = list(request.prompt_ids)
     for _ in range(count):
-        wanted = next_token([(t, adapter) for t in tokens], adapter)
+        context = context_of(request, tokens, active_from)
+        wanted = next_token(context, context[-1][1])
         allowed = allowed_tokens(request, tokens[len(request.prompt_ids) :])
         tokens.append(nearest(wanted, allowed))
     return tokens[len(request.prompt_ids) :]
@@ -81,12 +98,13 @@ class FakeGrammar:
             words[token // 32] |= 1 << token % 32 if token % 32 < 31 else -(1 << 31)
 
 
-def expected_prompt_logprobs(request: EngineRequest) -> list[TokenLogprob | None]:
+def expected_prompt_logprobs(
+    request: EngineRequest, active_from: Activation = 0
+) -> list[TokenLogprob | None]:
     """Each holds the token that the model would have chosen, and the prompt's own."""
-    adapter = request.adapter.digest if request.adapter else None
-    context = [(t, adapter) for t in request.prompt_ids]
+    context = context_of(request, request.prompt_ids, active_from)
     return [None] + [
-        TokenLogprob(next_token(context[:n], adapter), context[n][0], [])
+        TokenLogprob(next_token(context[:n], context[n - 1][1]), context[n][0], [])
         for n in range(1, len(context))
     ]
 
@@ -97,8 +115,28 @@ class Device:
     block_size: int
     kv: dict[int, tuple[int, str | None]] = field(default_factory=dict)
     last: dict[int, int] = field(default_factory=dict)
-    installed: dict[int, str] = field(default_factory=dict)
-    """Adapter slot -> digest."""
+    arena: dict[int, str] = field(default_factory=dict)
+    """Element of adapter memory -> the digest whose image wrote it."""
+    installed: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """Adapter slot -> start and size of its image."""
+
+    def start(self, load: Load) -> None:
+        """Make room for a load, and begin to write where its image will be."""
+        for slot in load.evicted_slots:
+            self.installed.pop(slot, None)
+        for slot, source, dest, count in load.moves:
+            assert self.installed[slot] == (source, count)
+            image = [self.arena[source + i] for i in range(count)]
+            self.arena.update(zip(range(dest, dest + count), image, strict=True))
+            self.installed[slot] = (dest, count)
+        self._fill(range(load.start, load.start + load.size), "being loaded")
+
+    def install(self, load: Load) -> None:
+        self._fill(range(load.start, load.start + load.size), load.digest)
+        self.installed[load.slot] = (load.start, load.size)
+
+    def _fill(self, elements: Iterable[int], digest: str) -> None:
+        self.arena.update(dict.fromkeys(elements, digest))
 
     def run(self, plan: StepPlan) -> StepResult:
         inputs = self.rows.build(plan)
@@ -144,7 +182,12 @@ class Device:
         return found
 
     def _adapter(self, slot: int) -> str | None:
-        return None if slot < 0 else self.installed[slot]
+        """What the slot's image says; a damaged one is no adapter's."""
+        if slot < 0:
+            return None
+        start, size = self.installed[slot]
+        content = {self.arena[i] for i in range(start, start + size)}
+        return content.pop() if len(content) == 1 else "damaged"
 
     def _write(self, inputs: StepInputs) -> None:
         for t, place in enumerate(inputs.slot_mapping_T.tolist()):

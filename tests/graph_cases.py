@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -40,9 +41,14 @@ class Model:
     """A small random model over Triton's ops, two adapters resident, contexts in its cache."""
 
     def __init__(
-        self, folder: Path, device: str = "cpu", dtype: torch.dtype = torch.float32
+        self,
+        folder: Path,
+        device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        changes: Mapping[str, object] | None = None,
     ) -> None:
-        (folder / "config.json").write_text(json.dumps(CONFIG))
+        """`changes`: of the configuration."""
+        (folder / "config.json").write_text(json.dumps(CONFIG | dict(changes or {})))
         config = load_model_config(folder)
         self.device = torch.device(device)
         table = target_table(config)

@@ -98,6 +98,7 @@ def test_dynamo_load_list_unload(world: World) -> None:
                 "path": path,
                 "rank": 4,
                 "targets": ["q_proj"],
+                "conversion_error": 0.0,
                 "bytes": 100,
                 "pinned": False,
                 "tier": "device",

@@ -107,13 +107,13 @@ def test_a_16_bit_base_takes_half_the_memory(tmp_path: Path) -> None:
 
 
 def test_every_refused_field_is_told_at_once(broken: Broken) -> None:
-    folder = broken(use_dora=True, modules_to_save=["lm_head"], bias="all", shiny=3, r=300)
+    folder = broken(use_qalora=True, task_type="SEQ_CLS", bias="some", shiny=3, r=300)
     done = check(folder)
     assert done.exit_code == 1
     refusals = report(folder)["refusals"]
-    params = {"use_dora", "modules_to_save", "bias", "shiny", "r"}
+    params = {"use_qalora", "task_type", "bias", "shiny", "r"}
     assert {r["param"] for r in refusals} == params and len(refusals) == len(params)
-    assert "Train with use_dora=False" in done.stdout and 'bias="none"' in done.stdout
+    assert "Train for CAUSAL_LM" in done.stdout and "not of one training" in done.stdout
 
 
 def test_the_first_refusal_is_the_servers(broken: Broken) -> None:
@@ -155,7 +155,7 @@ def test_files_that_are_missing_or_no_adapter(tmp_path: Path, broken: Broken) ->
     folder = broken()
     (folder / CONFIG).write_text("[]")
     assert [r["param"] for r in report(folder)["refusals"]] == [CONFIG]
-    (folder / CONFIG).write_text('{"peft_type": "IA3", "use_dora": true}')
+    (folder / CONFIG).write_text('{"peft_type": "PROMPT_TUNING", "use_dora": true}')
     refusals = report(folder)["refusals"]
     assert [r["param"] for r in refusals] == ["peft_type"]
     assert "merge this adapter" in refusals[0]["help"]

@@ -7,6 +7,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from weft.checkpoint import AdapterImage, load_image, pack_image
 from weft.checkpoint.pattern import PatternError, Work, compile_pattern
 from weft.checkpoint.read import AdapterFiles
 from weft.core.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterUnavailable
-from weft.core.targets import TargetTable, build_table
+from weft.core.targets import Norm, Target, TargetTable, build_table
 
 HIDDEN, KV, MLP, VOCAB, LAYERS = 32, 16, 48, 64, 2
 MAX_RANK = 16
@@ -44,7 +45,7 @@ def make_table() -> TargetTable:
         rows.append(("linear", HIDDEN, [(mlp + "gate_proj", MLP), (mlp + "up_proj", MLP)]))
         rows.append(("linear", MLP, [(mlp + "down_proj", HIDDEN)]))
     rows.append(("head", HIDDEN, [("lm_head", VOCAB)]))
-    return build_table(rows)
+    return build_table(rows, norms=[("model.norm", HIDDEN)])
 
 
 TABLE = make_table()
@@ -210,17 +211,36 @@ def refused(param: str, config: object, tensors: Tensors | bytes, **options) -> 
 
 
 FIELDS = [
-    ("peft_type", "ADALORA"),
+    ("peft_type", "PROMPT_TUNING"),
     ("peft_type", None),
     ("task_type", "SEQ_CLS"),
     ("task_type", []),
-    ("bias", "all"),
-    ("bias", "lora_only"),
+    ("bias", "some"),
+    ("bias", 1),
+    ("bias", ["all"]),
     ("use_dora", True),
+    ("use_dora", "yes"),
     ("lora_bias", True),
+    ("lora_bias", 1),
     ("modules_to_save", ["lm_head"]),
+    ("modules_to_save", ["norm"]),
+    ("modules_to_save", ["score"]),
+    ("modules_to_save", "lm_head"),
+    ("modules_to_save", [""]),
+    ("modules_to_save", [1]),
+    ("modules_to_save", 0),
     ("trainable_token_indices", [1, 2]),
     ("trainable_token_indices", {"embed_tokens": [1]}),
+    ("trainable_token_indices", {"lm_head": [1]}),
+    ("trainable_token_indices", {"q_proj": [1]}),
+    ("trainable_token_indices", {"embed_tokens": [1], "model.embed_tokens": [2]}),
+    ("trainable_token_indices", [-1]),
+    ("trainable_token_indices", [1, 1]),
+    ("trainable_token_indices", [1.0]),
+    ("trainable_token_indices", [True]),
+    ("trainable_token_indices", 1),
+    ("trainable_token_indices", "1"),
+    ("ensure_weight_tying", 1),
     ("alora_invocation_tokens", [5, 6]),
     ("layer_replication", [[0, 2], [1, 2]]),
     ("arrow_config", {"top_k": 3}),
@@ -230,13 +250,6 @@ FIELDS = [
     ("kasa_config", {"beta": 1}),
     ("velora_config", {"num_groups": 2}),
     ("monteclora_config", {"num_samples": 2}),
-    ("ensure_weight_tying", True),
-    ("fan_in_fan_out", True),
-    ("init_lora_weights", "pissa"),
-    ("init_lora_weights", "pissa_niter_16"),
-    ("init_lora_weights", "olora"),
-    ("init_lora_weights", "OLoRA"),
-    ("init_lora_weights", "corda"),
     ("init_lora_weights", "loftq"),
     ("init_lora_weights", "lora_ga"),
     ("init_lora_weights", "magic"),
@@ -362,6 +375,8 @@ def poke(name: str, value: float) -> Callable[[Tensors], object]:
     return lambda tensors: tensors[name].view(-1)[3].fill_(value)
 
 
+O0 = Q0.replace("q_proj", "o_proj")
+DELTA = "base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta"
 A, B, P = f"{Q0}.lora_A.weight", f"{Q0}.lora_B.weight", "base_model.model."
 TENSORS: list[tuple[str, Callable[[Tensors], object], str]] = [
     (A, put(A, 4, HIDDEN + 1), "(4, 32)"),
@@ -376,17 +391,26 @@ TENSORS: list[tuple[str, Callable[[Tensors], object], str]] = [
     (B, put(B, HIDDEN, 4, dtype=torch.int32), "I32"),
     (A, poke(A, float("nan")), "NaN"),
     (B, poke(B, float("inf")), "NaN"),
-    (f"{Q0}.lora_B.bias", put(f"{Q0}.lora_B.bias", HIDDEN), "only"),
-    (f"{Q0}.lora_magnitude_vector", put(f"{Q0}.lora_magnitude_vector", HIDDEN), "only"),
+    (f"{Q0}.lora_B.bias", put(f"{Q0}.lora_B.bias", HIDDEN), "lora_bias is not set"),
+    (f"{Q0}.lora_magnitude_vector", put(f"{Q0}.lora_magnitude_vector", HIDDEN), "use_dora"),
     (f"{Q0}.lora_E", put(f"{Q0}.lora_E", 4, 1), "only"),
-    (f"{Q0}.base_layer.bias", put(f"{Q0}.base_layer.bias", HIDDEN), "only"),
+    (f"{Q0}.base_layer.bias", put(f"{Q0}.base_layer.bias", HIDDEN), "no bias"),
+    (f"{Q0}.bias", put(f"{Q0}.bias", HIDDEN), "PEFT would ignore"),
+    (f"{Q0}.weight", put(f"{Q0}.weight", HIDDEN, HIDDEN), "only whole weights of"),
+    (f"{O0}.base_layer.bias", put(f"{O0}.base_layer.bias", HIDDEN), "PEFT would ignore"),
+    (f"{O0}.lora_B.bias", put(f"{O0}.lora_B.bias", HIDDEN), "PEFT would ignore"),
+    (f"{P}model.norm.weight", put(f"{P}model.norm.weight", HIDDEN + 1), "(32,)"),
+    (f"{P}model.norm.bias", put(f"{P}model.norm.bias", HIDDEN), "only the weight"),
     (f"{Q0}.lora_A.default.weight", put(f"{Q0}.lora_A.default.weight", 4, HIDDEN), "only"),
     (f"{Q0}.lora_embedding_A", put(f"{Q0}.lora_embedding_A", 4, HIDDEN), "linear"),
-    (f"{P}lm_head.weight", put(f"{P}lm_head.weight", VOCAB, HIDDEN), "save_embedding_layers"),
+    (f"{P}lm_head.weight", put(f"{P}lm_head.weight", VOCAB + 2, HIDDEN), "2 more than the base"),
+    (f"{P}lm_head.weight", put(f"{P}lm_head.weight", VOCAB, HIDDEN + 1), "(64, 32)"),
+    (f"{P}lm_head.weight", put(f"{P}lm_head.weight", VOCAB), "(64, 32)"),
+    (DELTA, put(DELTA, 2, HIDDEN), "does not say which tokens"),
     (
         f"{P}model.embed_tokens.base_layer.weight",
         put(f"{P}model.embed_tokens.base_layer.weight", VOCAB, HIDDEN),
-        "save_embedding_layers=False",
+        "PEFT would ignore",
     ),
     (
         f"{P}model.embed_tokens.lora_A.weight",
@@ -439,6 +463,176 @@ def test_an_adapter_without_effect_is_refused(plain: tuple[dict, Tensors]):
 def test_a_rank_that_the_pattern_denies(plain: tuple[dict, Tensors]):
     config, tensors = plain
     refused(A, {**config, "rank_pattern": {"q_proj": 5}}, tensors)
+
+
+# what comes beside A and B; that it is right is shown in test_fidelity.py ----------------------
+
+
+class Base:
+    """BaseWeights with the values that are given, and ones elsewhere."""
+
+    def __init__(self, dtype: torch.dtype, **weights: torch.Tensor) -> None:
+        self.dtype = dtype
+        self.weights = weights
+
+    def weight(self, target: Target) -> torch.Tensor:
+        found = self.weights.get(target.suffix)
+        if found is None:
+            found = torch.ones(target.out_features, target.in_features)
+        return found.to(self.dtype)
+
+    def bias(self, target: Target) -> torch.Tensor | None:
+        return None
+
+    def norm(self, norm: Norm) -> torch.Tensor:
+        return torch.ones(norm.size, dtype=self.dtype)
+
+
+def pack_on(base: Base, config: object, tensors: Tensors, table: TargetTable = TABLE):
+    files = AdapterFiles(json.dumps(config).encode(), save(tensors))
+    return pack_image(files, table, base.dtype, MAX_RANK, base)
+
+
+def vector(image: AdapterImage, offset: int, size: int) -> torch.Tensor:
+    words = size * 4 // image.data.element_size()
+    return image.data[offset : offset + words].view(torch.float32)
+
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+@pytest.fixture
+def with_bias(plain: tuple[dict, Tensors]) -> tuple[dict, Tensors]:
+    """An adapter with a bias on each B."""
+    config, tensors = plain
+    for name in [name for name in tensors if "lora_B" in name]:
+        tensors[name.replace(".weight", ".bias")] = torch.randn(len(tensors[name]))
+    return {**config, "lora_bias": True}, tensors
+
+
+@DTYPES
+def test_vectors_keep_their_bits(with_bias: tuple[dict, Tensors], dtype: torch.dtype):
+    config, tensors = with_bias
+    plain = pack_on(Base(dtype), {**config, "lora_bias": False}, _without(tensors, "bias"))
+    image = pack_on(Base(dtype), config, tensors)
+    target = TABLE.by_name["model.layers.0.self_attn.q_proj"]
+    shift = vector(image, image.layout.shift_offset[target.slice], HIDDEN)
+    assert torch.equal(shift, tensors[f"{Q0}.lora_B.bias"] * (config["lora_alpha"] / 4))
+    assert torch.equal(image.data[: len(plain.data)], plain.data)
+    assert not image.provisional and not image.layout.scale_offset
+    assert plain.num_bytes + 4 * LAYERS * (HIDDEN + KV) <= image.num_bytes < plain.num_bytes + 2000
+
+
+def _without(tensors: Tensors, part: str) -> Tensors:
+    return {name: tensor for name, tensor in tensors.items() if part not in name}
+
+
+HEAD = f"{P}lm_head.weight"
+TIED = replace(TABLE, tied=True)
+
+
+@DTYPES
+def test_only_rows_that_differ_are_kept(plain: tuple[dict, Tensors], dtype: torch.dtype):
+    config, tensors = plain
+    config["modules_to_save"] = ["lm_head"]
+    own = torch.randn(VOCAB, HIDDEN)
+    base = Base(dtype, lm_head=own)
+    tensors[HEAD] = own.clone()
+    assert not pack_on(base, config, tensors).layout.has_extras
+    tensors[HEAD][[3, 60]] += 1
+    image = pack_on(base, config, tensors)
+    start, at, num = image.layout.head_rows
+    words = num * 4 // dtype.itemsize
+    assert image.data[at : at + words].view(torch.int32).tolist() == [3, 60]
+    rows = image.data[start : start + num * HIDDEN].view(num, HIDDEN)
+    assert torch.equal(rows, tensors[HEAD][[3, 60]].to(dtype))
+    tensors[HEAD] = own + 1
+    assert pack_on(base, config, tensors).layout.head_rows[1:] == (-1, VOCAB)
+
+
+def test_rows_of_tied_weights_are_there_once(plain: tuple[dict, Tensors]):
+    config, tensors = plain
+    config["trainable_token_indices"] = [9, 4]
+    tensors[DELTA] = torch.randn(2, HIDDEN)
+    image = pack_on(Base(torch.float32), config, tensors, TIED)
+    assert image.layout.head_rows == image.layout.embedding_rows
+    start, _, num = image.layout.head_rows
+    rows = image.data[start : start + num * HIDDEN].view(num, HIDDEN)
+    assert torch.equal(rows, tensors[DELTA].flip(0)), "in the order of ids"
+    assert not pack_on(Base(torch.float32), config, tensors).layout.head_rows
+
+
+def test_what_the_base_has_too_is_no_change(plain: tuple[dict, Tensors]):
+    config, tensors = plain
+    base = Base(torch.float32)
+    for name in [name for name in tensors if "lora_B" in name]:
+        tensors[name].zero_()
+        length = torch.full((len(tensors[name]),), HIDDEN**0.5)
+        tensors[name.replace(".lora_B.weight", ".lora_magnitude_vector")] = length
+    tensors |= {f"{P}model.norm.weight": torch.ones(HIDDEN), HEAD: torch.ones(VOCAB, HIDDEN)}
+    config |= {"use_dora": True, "modules_to_save": ["lm_head", "norm"]}
+    with pytest.raises(AdapterInvalid, match="change nothing"):
+        pack_on(base, config, tensors)
+    tensors[f"{P}model.norm.weight"][0] = 2
+    assert pack_on(base, config, tensors).targets == ("q_proj", "v_proj", "lm_head", "norm")
+
+
+def test_without_a_base_the_image_is_provisional(plain: tuple[dict, Tensors]):
+    config, tensors = plain
+    assert not pack(config, tensors).provisional
+    config["modules_to_save"] = ["lm_head"]
+    tensors[HEAD] = torch.ones(VOCAB, HIDDEN)
+    image = pack(config, tensors)
+    assert image.provisional
+    assert image.num_bytes >= pack_on(Base(torch.float32), config, tensors).num_bytes
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e6])
+@pytest.mark.parametrize("part", ["bias", HEAD, f"{P}model.norm.weight", DELTA])
+def test_values_that_are_no_numbers_are_refused(
+    with_bias: tuple[dict, Tensors], part: str, value: float
+):
+    config, tensors = with_bias
+    config |= {"modules_to_save": ["lm_head", "norm"], "trainable_token_indices": [1]}
+    tensors |= {
+        HEAD: torch.ones(VOCAB, HIDDEN),
+        f"{P}model.norm.weight": torch.ones(HIDDEN),
+        DELTA: torch.zeros(1, HIDDEN),
+    }
+    name = f"{Q0}.lora_B.bias" if part == "bias" else part
+    tensors[name].view(-1)[5] = value
+    if part == "bias" and value == 1e6:
+        assert pack(config, tensors, torch.float16), "fp32, whatever the serving dtype"
+    else:
+        refused(name, config, tensors, dtype=torch.float16)
+
+
+def test_rows_of_no_length_have_no_direction(plain: tuple[dict, Tensors]):
+    config, tensors = plain
+    config["use_dora"] = True
+    for name in [name for name in tensors if "lora_B" in name]:
+        magnitude = torch.ones(len(tensors[name]))
+        tensors[name.replace(".lora_B.weight", ".lora_magnitude_vector")] = magnitude
+    tensors[f"{Q0}.lora_B.weight"][7] = 0
+    base = Base(torch.float32, q_proj=torch.zeros(HIDDEN, HIDDEN))
+    with pytest.raises(AdapterInvalid, match="zero") as caught:
+        pack_on(base, config, tensors)
+    assert caught.value.param == f"{Q0}.lora_magnitude_vector"
+
+
+def test_tensors_of_tied_weights_that_differ_are_refused(plain: tuple[dict, Tensors]):
+    config, tensors = plain
+    embedding = f"{P}model.embed_tokens.weight"
+    tensors |= {HEAD: torch.ones(VOCAB, HIDDEN), embedding: torch.zeros(VOCAB, HIDDEN)}
+    base = Base(torch.float32)
+    assert pack_on(base, config, tensors)
+    for options, param in (
+        ({}, HEAD),
+        ({"ensure_weight_tying": True, "modules_to_save": ["embed_tokens"]}, "ensure_weight_tying"),
+    ):
+        with pytest.raises(AdapterInvalid) as caught:
+            pack_on(base, config | options, tensors, TIED)
+        assert caught.value.param == param
 
 
 # files ----------------------------------------------------------------------------------------

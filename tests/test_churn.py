@@ -45,8 +45,8 @@ PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 ROOM = {
     "adapter_memory": 2 << 20,  # all eleven take 4.7 MB, the largest 1.5 MB
     "max_loras": 6,
-    "max_cpu_loras": 3,
-    "max_adapter_wait_steps": 8,
+    "adapter_host_memory": 1 << 20,
+    "max_adapter_wait": 0.05,
     "block_size": 2,
     "num_blocks": 1280,  # 256 requests take up to 1536
     "max_num_seqs": 256,

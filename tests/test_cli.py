@@ -21,6 +21,7 @@ from weft.cli.options import (
     keys_from_environment,
     parse_bytes,
     parse_lora_modules,
+    parse_weights,
     show_bytes,
     spread_lora_modules,
 )
@@ -68,7 +69,10 @@ def test_every_field_of_the_engine_has_a_flag_with_its_default() -> None:
     parts = (ModelArgs, LoraArgs, CacheArgs, SchedulerArgs)
     names = {f.name for part in parts for f in fields(part)} | {f.name for f in fields(EngineArgs)}
     assert set(defaults) == names - {"model", "lora", "cache", "scheduler"}
-    defaults["kv_cache_memory"] = parse_bytes(defaults["kv_cache_memory"])
+    for name in ("kv_cache_memory", "adapter_host_memory", "adapter_cache_bytes"):
+        if defaults[name] is not None:
+            defaults[name] = parse_bytes(defaults[name])
+    defaults["tenant_weights"] = parse_weights(defaults["tenant_weights"])
     assert engine_args("x", **defaults) == EngineArgs(ModelArgs("x"))
 
 
@@ -122,6 +126,20 @@ def test_keys_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert keys_from_environment() == []
     monkeypatch.setenv("WEFT_API_KEY", "one, two,")
     assert keys_from_environment() == ["one", "two"]
+
+
+def test_weights_of_tenants() -> None:
+    assert parse_weights('{"acme": 2, "b": 0.5}') == {"acme": 2.0, "b": 0.5}
+    assert engine_args("m", tenant_weights={"a": 2.0}).scheduler.tenant_weights == {"a": 2.0}
+    for bad in ("acme=2", "[1]", '{"acme": "2"}', '{"acme": true}', '{"acme": null}'):
+        with pytest.raises(typer.BadParameter):
+            parse_weights(bad)
+    for weight in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError):
+            SchedulerArgs(tenant_weights={"a": weight})
+    for seconds in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(ConfigError):
+            LoraArgs(max_adapter_wait=seconds)
 
 
 # -- refusals --------------------------------------------------------------------------------------

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from tiny import ADAPTERS, BASE, answer, ask
@@ -16,7 +18,9 @@ from weft.engine.client import Client
 from weft.engine.thread import start_in_process
 from weft.text import load_tokenizer
 
-ARGS = engine_args(str(BASE), num_threads=1, num_blocks=512, max_cpu_loras=1)
+ARGS = engine_args(
+    str(BASE), num_threads=1, num_blocks=512, adapter_host_memory=1, adapter_cache_dir="none"
+)
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 TOKENIZER = load_tokenizer(str(BASE))
 NUM_BROKEN = 50
@@ -127,6 +131,38 @@ def test_broken_adapters_beside_good_traffic(tmp_path: Path) -> None:
         await ends(client, 0, None)
         stats = await client.stats()
         assert (stats.host_adapters, stats.adapter_bytes, stats.adapters) == ((), 0, {})
+        await client.close()
+
+    asyncio.run(go())
+
+
+def test_what_was_registered_is_served_from_its_image(tmp_path: Path) -> None:
+    """Folders break, and images do; who has neither gets the reason, all others their answers."""
+    folders = {
+        name: Path(shutil.copytree(ADAPTERS[name], tmp_path / name))
+        for name in ("caesar", "upper", "reverse")
+    }
+    cache = tmp_path / "cache"
+    args = replace(ARGS, lora=replace(ARGS.lora, adapter_cache_dir=str(cache)))
+
+    async def go() -> None:
+        client = await start_in_process(args)
+        refs = {name: await register(client, folder) for name, folder in folders.items()}
+        while len(list(cache.glob("*.image"))) < len(refs):
+            await asyncio.sleep(0.01)
+        image_of = {n: next(cache.glob(f"{ref.digest}*")) for n, ref in refs.items()}
+        gone(folders["caesar"])
+        corrupt(folders["upper"])
+        for name in ("upper", "reverse"):
+            os.truncate(image_of[name], 5000)
+        ended = await asyncio.gather(*(ends(client, n, refs[n]) for n in folders))
+        (caesar, _), (_, upper), (reverse, _) = ended
+        assert caesar == answer("caesar", "hello") and reverse == answer("reverse", "hello")
+        assert upper.error is not None and "changed on disk" in from_wire(upper.error).message
+        again = await client.register_adapter(str(folders["caesar"]), False, refs["caesar"].digest)
+        assert again.digest == refs["caesar"].digest, "as when the engine is started again"
+        stats = await client.stats()
+        assert stats.tiers["disk"].errors == 2 and stats.tiers["disk"].hits == 2
         await client.close()
 
     asyncio.run(go())

@@ -20,6 +20,7 @@ from toy_tokenizers import byte_level
 from weft.api import ApiSettings
 from weft.api.admission import Admission
 from weft.api.errors import QueueFull
+from weft.api.tenants import tenant_of
 from weft.core.errors import ConfigError, InvalidRequest
 from weft.metrics.logs import request_id_var
 from weft.text import OutputStream
@@ -213,9 +214,48 @@ def test_keys(make: Any) -> None:
     run(world, scenario)
 
 
+def test_keys_name_tenants(make: Any) -> None:
+    """By the key's name, else by the adapter's."""
+    world = make(api_keys=["plain", "acme=secret", "=a=b", "c2VjcmV0=="])
+
+    async def scenario(web: Web) -> None:
+        load = {"lora_name": "a/b", "lora_path": world.adapter("a", "x")}
+        headers = {"authorization": "Bearer secret"}
+        answer = await web.http.post("/v1/load_lora_adapter", headers=headers, json=load)
+        assert answer.status_code == 200, answer.text
+        for key, model, tenant in (
+            ("plain", "base", ""),
+            ("plain", "a/b", "a"),
+            ("a=b", "a/b", "a"),
+            ("c2VjcmV0==", "base", ""),
+            ("secret", "a/b", "acme"),
+            ("secret", "base", "acme"),
+        ):
+            headers = {"authorization": f"Bearer {key}"}
+            answer = await web.http.post(COMPLETE, headers=headers, json=ASK | {"model": model})
+            assert answer.status_code == 200, answer.text
+            assert world.engine.requests[-1].tenant == tenant, key
+        for key in ("acme=secret", "acme", "=a=b", "b", "c2VjcmV0"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert (await web.http.get("/v1/models", headers=headers)).status_code == 401
+        shown = (await web.get("/metrics")).text
+        assert 'weft:tenant_tokens_total{tenant="acme",kind="prompt"} 4' in shown
+        assert 'weft:tenant_tokens_total{tenant="other",kind="output"} 0' in shown
+
+    run(world, scenario)
+
+
+def test_an_adapter_name_begins_with_its_tenant() -> None:
+    assert tenant_of(None) == ""
+    assert tenant_of("sql") == "sql"
+    assert tenant_of("acme/sql/v2") == "acme"
+    assert tenant_of("/sql") == ""
+
+
 def test_settings_are_checked() -> None:
     for wrong in (
         {"api_keys": [""]},
+        {"api_keys": ["acme=schlüssel"]},
         {"api_keys": ["schlüssel"]},
         {"request_timeout_s": 0.0},
         {"request_timeout_s": float("nan")},

@@ -303,7 +303,8 @@ def test_a_load_that_fails(make_llm: MakeLLM, tmp_path: Path) -> None:
 def test_an_adapter_that_changed_on_disk(make_llm: MakeLLM, tmp_path: Path) -> None:
     """Its requests get AdapterUnavailable, never other content; others go on."""
     names = ("caesar", "stutter")
-    llm = make_llm(adapters={n: copy_adapter(n, tmp_path) for n in names}, max_cpu_loras=1)
+    folders = {n: copy_adapter(n, tmp_path) for n in names}
+    llm = make_llm(adapters=folders, adapter_host_memory=1, adapter_cache_dir="none")
     original = copy_adapter("caesar", tmp_path / "kept")
     shutil.copytree(ADAPTERS["reverse"], tmp_path / "caesar", dirs_exist_ok=True)
     for wanted in (["caesar"], ["stutter", "caesar", None]):

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from weft.core.types import AdapterInfo, AdapterRef, AdapterStats, EngineStats
+from weft.core.types import AdapterInfo, AdapterRef, AdapterStats, EngineStats, Spread, TierStats
 from weft.metrics import Metrics, tallies
 from weft.metrics.histogram import Bounds, Histogram
 from weft.metrics.tallies import OTHER, PERIOD_S, Tallies
@@ -159,6 +159,34 @@ def test_where_adapters_are() -> None:
     assert value(found, "vllm:max_gpu_lora_adapters") == 5, "1000 bytes, 200 each"
     levels = {d["level"]: n for d, n in series(found, "weft:adapters")}
     assert levels == {"gpu": 1, "cpu": 1, "disk": 2}
+
+
+def test_tiers_and_loads() -> None:
+    spread = Spread((0, 2, *[0] * 12), 0.004)
+    stats = EngineStats(
+        tiers={"device": TierStats(30, 90, 3, 5, 6, 7), "disk": TierStats(40, 80, 4, 1, 2, 3, 9)},
+        load_s={"read": spread, "copy": spread},
+        adapter_wait_s=spread,
+    )
+    found = scrape(Metrics("base"), stats)
+    for name, device, disk in (
+        ("bytes", 30, 40),
+        ("limit_bytes", 90, 80),
+        ("adapters", 3, 4),
+        ("hits_total", 5, 1),
+        ("misses_total", 6, 2),
+        ("evictions_total", 7, 3),
+        ("errors_total", 0, 9),
+    ):
+        assert value(found, f"weft:adapter_tier_{name}", tier="device") == device
+        assert value(found, f"weft:adapter_tier_{name}", tier="disk") == disk
+    for name, labels in (
+        ("weft:adapter_load_seconds", {"stage": "copy"}),
+        ("weft:adapter_wait_seconds", {}),
+    ):
+        assert value(found, f"{name}_sum", **labels) == 0.004
+        assert value(found, f"{name}_bucket", **labels, le="0.001") == 0
+        assert value(found, f"{name}_bucket", **labels, le="0.0025") == 2
 
 
 def test_room_without_any_adapter_is_what_a_batch_may_hold() -> None:
@@ -350,7 +378,12 @@ def everything() -> dict[Sample, float]:
     metrics.first_tokens("a", 1, 0.1)
     metrics.finished("a", "stop", 0.1, 0.1)
     stats = EngineStats(
-        resident_adapters=("d-a",), adapters={"d-a": AdapterStats(1, 0, 0.1)}, finished={"stop": 1}
+        resident_adapters=("d-a",),
+        adapters={"d-a": AdapterStats(1, 0, 0.1)},
+        tiers={"disk": TierStats(0, 0, 0)},
+        load_s={"read": Spread((1, *[0] * 13), 0.0)},
+        adapter_wait_s=Spread((1, *[0] * 13), 0.0),
+        finished={"stop": 1},
     )
     return scrape(metrics, stats, adapters(a=1))
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from device import (
     VOCAB,
+    Activation,
     Device,
     FakeGrammar,
     allowed_tokens,
@@ -27,6 +28,7 @@ from weft.core.types import (
     StructuredOutputs,
     TokenEvent,
 )
+from weft.engine.activation import find_invocation
 from weft.engine.blocks import BlockPool
 from weft.engine.inputs import RowState
 from weft.engine.plan import StepPlan, StepResult
@@ -34,9 +36,14 @@ from weft.engine.scheduler import Limits, Scheduler
 from weft.residency.slots import AdapterSlots, Load
 
 BLOCK = 4
-WAIT_STEPS = 6
+WAIT = 6.0
+"""A step takes a second here."""
 SIZES = [10, 20, 30, 40, 25, 5]
 """Elements of each adapter; the arena has 60."""
+
+
+TALK = [1, 2, 3, 1, 3, 2, 1, 1, 2, 2, 1, 3, 3, 1, 2, 1]
+"""What many prompts begin with."""
 
 
 def digest_of(adapter: int, version: int = 0) -> str:
@@ -56,6 +63,7 @@ class Harness:
         max_loras: int = 3,
         capacity: int = 60,
         caching: bool = True,
+        weights: dict[str, float] | None = None,
     ) -> None:
         limits = Limits(
             max_num_seqs=rows,
@@ -63,40 +71,47 @@ class Harness:
             max_model_len=40,
             block_size=BLOCK,
             max_loras=max_loras,
-            max_adapter_wait_steps=WAIT_STEPS,
+            max_adapter_wait=WAIT,
             vocab_size=VOCAB,
             eos_token_ids=frozenset({0}),
             enable_prefix_caching=caching,
         )
         self.ahead = ahead
+        self.max_num_seqs = rows
         self.slots = AdapterSlots(capacity, 8)
-        self.scheduler = Scheduler(limits, BlockPool(num_blocks), self.slots)
+        self.scheduler = Scheduler(limits, BlockPool(num_blocks), self.slots, weights)
         self.device = Device(RowState(rows, 40, BLOCK, VOCAB), BLOCK)
         self.flights: deque[tuple[StepPlan, StepResult]] = deque()
         self.loads: list[Load] = []
         self.compiling: list[str] = []
         self.events: dict[str, list[TokenEvent]] = {}
         self.requests: dict[str, EngineRequest] = {}
+        self.active_from: dict[str, Activation] = {}
+        self.begun: dict[str, tuple[int, float]] = {}
+        """Step of each request's first admission, and its wait for its adapter until then."""
         self.aborted: set[str] = set()
         self.steps = 0
 
-    def add(self, request: EngineRequest) -> None:
+    def add(self, request: EngineRequest, active_from: Activation = 0) -> None:
         self.requests[request.request_id] = request
+        self.active_from[request.request_id] = active_from
         self.events[request.request_id] = []
-        refused = self.scheduler.add(request, seed=0)
+        refused = self.scheduler.add(request, 0, active_from)
         self._take([refused])
         if request.params.structured_outputs and not refused:
             self.compiling.append(request.request_id)
 
     def step(self) -> None:
         self.steps += 1
-        plan = self.scheduler.plan()
+        plan = self.scheduler.plan(float(self.steps))
         for load in plan.loads:
-            for slot in load.evicted_slots:
-                self.device.installed.pop(slot, None)
+            self.device.start(load)
         self.loads += plan.loads
+        for admitted in plan.admitted:
+            self.begun.setdefault(admitted.request_id, (self.steps, admitted.adapter_wait_s))
         if not plan.empty:
             assert plan.num_tokens == sum(plan.counts) <= 12
+            assert len(plan.rows) <= self.max_num_seqs
             self.flights.append((plan, self.device.run(plan)))
         while len(self.flights) > (0 if plan.empty else self.ahead):
             self._take(self.scheduler.commit(*self.flights.popleft()))
@@ -106,7 +121,7 @@ class Harness:
     def end_load(self, index: int, ok: bool) -> None:
         load = self.loads.pop(index)
         if ok and self.slots.loaded(load.digest):
-            self.device.installed[load.slot] = load.digest
+            self.device.install(load)
             return
         if not ok:
             self.slots.load_failed(load.digest)
@@ -146,7 +161,7 @@ class Harness:
         request = self.requests[request_id]
         reason = self.events[request_id][-1].finish_reason
         got = self.output(request_id)
-        assert got == expected_tokens(request, len(got))
+        assert got == expected_tokens(request, len(got), self.active_from[request_id])
         self._verify_prompt_logprobs(request)
         if reason == "length":
             limit = min(40, len(request.prompt_ids) + (request.params.max_tokens or 40))
@@ -167,7 +182,8 @@ class Harness:
         if request.params.prompt_logprobs is None or not events[0].token_ids:
             assert got == [None] * len(events)
         else:
-            assert got == [expected_prompt_logprobs(request)] + [None] * (len(events) - 1)
+            expected = expected_prompt_logprobs(request, self.active_from[request.request_id])
+            assert got == [expected] + [None] * (len(events) - 1)
 
 
 GRAMMAR = StructuredOutputs(regex="the one of the fake device")
@@ -179,11 +195,12 @@ def request(
     max_tokens: int = 5,
     adapter: str | None = None,
     bad: tuple[tuple[int, ...], ...] = (),
+    tenant: str = "",
     **params: object,
 ) -> EngineRequest:
     ref = AdapterRef("a", 1, adapter) if adapter else None
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
-    return EngineRequest(name, prompt, sampling, ref, bad)
+    return EngineRequest(name, prompt, sampling, ref, bad, tenant)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -197,7 +214,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.h.slots.add(digest_of(i), size)
 
     @rule(
-        prompt=st.lists(st.integers(1, 3), min_size=1, max_size=30),
+        shared=st.integers(0, 16),
+        prompt=st.lists(st.integers(1, 3), min_size=1, max_size=14),
         max_tokens=st.integers(1, 12),
         adapter=st.none() | st.integers(0, len(SIZES) - 1),
         ignore_eos=st.booleans(),
@@ -214,22 +232,37 @@ class SchedulerMachine(RuleBasedStateMachine):
             },
         ),
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
+        invocation=st.sampled_from([(), (), (1, 2), (3,), (1, 1)]),
     )
     def submit(
         self,
+        shared: int,
         prompt: list[int],
         max_tokens: int,
         adapter: int | None,
         ignore_eos: bool,
         choice: dict[str, Any],
         prompt_logprobs: int | None,
+        tenant: str,
+        invocation: tuple[int, ...],
     ) -> None:
         name = f"r{len(self.h.requests)}"
+        prompt = TALK[:shared] + prompt
         digest = None if adapter is None else digest_of(adapter, self.versions[adapter])
+        active_from = find_invocation(prompt, invocation) if invocation else 0
         min_tokens = min(choice.get("min_tokens", 0), max_tokens)
         options = {"ignore_eos": ignore_eos, "prompt_logprobs": prompt_logprobs, **choice}
         self.h.add(
-            request(name, prompt, max_tokens, digest, **options | {"min_tokens": min_tokens})
+            request(
+                name,
+                prompt,
+                max_tokens,
+                digest,
+                tenant=tenant,
+                **options | {"min_tokens": min_tokens},
+            ),
+            active_from,
         )
 
     @rule(index=st.integers(0, 100), ok=st.sampled_from([True, True, True, False]))
@@ -315,6 +348,92 @@ def test_prefix_is_shared_within_a_version_only(ahead: int) -> None:
         assert h.events[name][-1].num_cached_tokens == cached
 
 
+def _ask(h: Harness, prompt: list[int], adapter: int | None, active_from: Activation) -> int:
+    """Run one request; how many of its tokens came from the prefix cache."""
+    name = f"r{len(h.requests)}"
+    digest = None if adapter is None else digest_of(adapter)
+    h.add(request(name, prompt, 2, digest, ignore_eos=True), active_from)
+    h.run()
+    h.verify(name)
+    return h.events[name][-1].num_cached_tokens
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("budget", [3, 12])
+def test_the_base_s_part_is_shared_by_all(ahead: int, budget: int) -> None:
+    """Blocks before the position at which an adapter becomes active: on a block's edge, inside a
+    block, at the prompt's beginning, at its last token, nowhere."""
+    h = Harness(ahead=ahead, num_blocks=80, budget=budget)
+    for i in range(3):
+        h.slots.add(digest_of(i), 10)
+    talk = TALK[:14]
+    for adapter, active_from, cached in [
+        (0, 8, 0),
+        (0, 8, 12),  # its own part too
+        (1, 8, 8),
+        (None, 0, 8),
+        (1, 10, 8),  # the same tokens, another position: not what it computed from 8 on
+        (1, 11, 8),
+        (1, 11, 12),
+        (2, 12, 12),
+        (2, 13, 12),
+        (2, 0, 0),
+        (2, 1, 0),
+        (2, None, 12),
+        (None, 0, 12),
+    ]:
+        assert _ask(h, talk, adapter, active_from) == cached, (adapter, active_from)
+
+
+def test_an_adapter_that_becomes_active_again_later() -> None:
+    """A second turn: what the first one's answer was computed with is no part of the base's."""
+    h = Harness(num_blocks=80)
+    h.slots.add(digest_of(0), 10)
+    turn = TALK[:10]
+    assert _ask(h, turn, 0, 5) == 0
+    turn = turn + h.output("r0") + TALK[:8]
+    assert _ask(h, turn, 0, 5) == 8, "still the first turn's activation"
+    assert _ask(h, turn, 0, 14) == 4
+    assert _ask(h, turn, None, 0) == 12
+
+
+def test_both_parts_go_into_one_step() -> None:
+    h = Harness()
+    h.slots.add(digest_of(0), 10)
+    _ask(h, [9], 0, 0)
+    h.add(request("r", TALK[:11], 1, digest_of(0)), 6)
+    h.step()
+    h.verify("r")
+    assert h.events["r"]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_steps_hold_no_more_sequences_than_rows(ahead: int) -> None:
+    """Though one has two parts in a step; with preemptions, and the prompt's log-probabilities."""
+    h = Harness(ahead=ahead, rows=3, num_blocks=11)
+    h.slots.add(digest_of(0), 10)
+    for i in range(9):
+        options = {"prompt_logprobs": 0} if i % 3 == 0 else {}
+        prompt = TALK[: 2 + i % 3]
+        h.add(request(f"r{i}", prompt, 20, digest_of(0), ignore_eos=True, **options), i % 3)
+    h.run()
+    assert h.scheduler.preemptions > 0
+    for name in h.requests:
+        h.verify(name)
+
+
+def test_an_adapter_that_is_nowhere_active_is_not_waited_for() -> None:
+    h = Harness()
+    h.slots.add(digest_of(0), 10)
+    h.add(request("r", TALK[:9], 2, digest_of(0), ignore_eos=True), None)
+    h.step()
+    h.step()
+    h.verify("r")
+    assert h.events["r"][-1].finish_reason == "length"
+    assert not h.loads
+    assert h.scheduler.drop_adapter(digest_of(0))
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize(("capacity", "max_loras"), [(10, 8), (100, 1)])
 def test_no_adapter_starves(ahead: int, capacity: int, max_loras: int) -> None:
@@ -325,7 +444,7 @@ def test_no_adapter_starves(ahead: int, capacity: int, max_loras: int) -> None:
         h.slots.add(digest_of(i), 10)
     flood = 0
     waiting = {f"cold{i}" for i in range(1, n)}
-    for step in range(n * (WAIT_STEPS + 12)):
+    for step in range(n * (int(WAIT) + 12)):
         if step % 2 == 0:
             h.add(request(f"flood{flood}", [1, 2], 12, digest_of(0), ignore_eos=True))
             flood += 1
@@ -338,6 +457,155 @@ def test_no_adapter_starves(ahead: int, capacity: int, max_loras: int) -> None:
         h.scheduler.check()
         waiting -= {w for w in waiting if h.events.get(w) and h.events[w][-1].finish_reason}
     assert not waiting
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(("n", "k"), [(2, 1), (5, 1), (5, 2), (7, 3)])
+@pytest.mark.parametrize("short_of", ["memory", "max_loras"])
+def test_adapters_take_turns(ahead: int, n: int, k: int, short_of: str) -> None:
+    """Adapters whose requests never end by themselves, with room for k of n: in every span of
+    ceil(n / k) times (the longest wait, a prompt and a load) each is admitted, and each gets
+    tokens in every turn."""
+    room = (k * 10, 8) if short_of == "memory" else (n * 10, k)
+    h = Harness(ahead=ahead, num_blocks=100, rows=8, capacity=room[0], max_loras=room[1])
+    last = dict.fromkeys((f"r{i}" for i in range(n)), 0)
+    for i in range(n):
+        h.slots.add(digest_of(i), 10)
+        h.add(request(f"r{i}", [1 + i] * 5, 30, digest_of(i), ignore_eos=True))
+    bound = -(-n // k) * (WAIT + 6)
+    for step in range(200):
+        for _ in range(len(h.loads)):
+            h.end_load(0, ok=True)
+        h.step()
+        h.scheduler.check()
+        for seq in h.scheduler._running:
+            last[seq.request_id] = step
+        for name, admitted in last.items():
+            if not (h.events[name] and h.events[name][-1].finish_reason):
+                assert step - admitted <= bound
+    assert all(h.events[name][-1].finish_reason == "length" for name in last)
+    assert h.scheduler.preemptions <= n * 30 / (WAIT - 2)
+    for name in last:
+        h.verify(name)
+
+
+def test_a_large_adapter_gets_the_room_of_several() -> None:
+    """Three small adapters in streams that never end leave it no room unless they yield."""
+    h = Harness(num_blocks=100, rows=6, capacity=30)
+    for i, size in enumerate([10, 10, 10, 30]):
+        h.slots.add(digest_of(i), size)
+    for step in range(60):
+        h.add(request(f"s{step}", [1], 6, digest_of(step % 3), ignore_eos=True))
+        if step == 10:
+            h.add(request("large", [2], 3, digest_of(3), ignore_eos=True))
+        for _ in range(len(h.loads)):
+            h.end_load(0, ok=True)
+        h.step()
+        h.scheduler.check()
+    assert h.begun["large"][0] - 10 <= 2 * WAIT + 6
+
+
+def test_short_requests_drain_and_are_not_preempted() -> None:
+    """An adapter that has to yield takes no new requests for half of the longest wait."""
+    h = Harness(num_blocks=100, capacity=10)
+    for i in range(2):
+        h.slots.add(digest_of(i), 10)
+    for step in range(40):
+        h.add(request(f"hot{step}", [1], 2, digest_of(0), ignore_eos=True))
+        if step == 10:
+            h.add(request("cold", [2], 2, digest_of(1), ignore_eos=True))
+        for _ in range(len(h.loads)):
+            h.end_load(0, ok=True)
+        h.step()
+    assert h.begun["cold"][0] - 10 <= WAIT
+    assert h.scheduler.preemptions == 0
+
+
+def test_a_long_prompt_gets_a_token_before_it_yields() -> None:
+    """Without the prefix cache a prompt of more steps than a turn has would begin anew for ever."""
+    h = Harness(num_blocks=100, rows=4, budget=2, capacity=10, caching=False)
+    for i in range(2):
+        h.slots.add(digest_of(i), 10)
+        h.add(request(f"r{i}", [1] * 30, 4, digest_of(i), ignore_eos=True))
+    h.run(400)
+    assert h.scheduler.preemptions <= sum(len(h.output(name)) for name in h.requests)
+    assert h.steps <= 8 * (15 + 5)
+    for name in h.requests:
+        h.verify(name)
+
+
+def test_the_wait_for_an_adapter_is_reported() -> None:
+    h = Harness()
+    h.slots.add(digest_of(0), 10)
+    h.add(request("cold", [1], 9, digest_of(0), ignore_eos=True))
+    for _ in range(4):
+        h.step()
+    h.add(request("later", [1], 9, digest_of(0), ignore_eos=True))
+    h.step()
+    h.end_load(0, ok=True)
+    h.step()
+    h.add(request("warm", [1], 9, digest_of(0), ignore_eos=True))
+    h.step()
+    assert h.begun == {"cold": (6, 5.0), "later": (6, 2.0), "warm": (7, 0.0)}
+    h.run()
+
+
+def _served(h: Harness, tenant: str) -> float:
+    """Weighted tokens that a tenant's requests got: prompts when they begin, output as it comes."""
+    return sum(
+        len(r.prompt_ids) * (name in h.begun) + 2 * len(h.output(name))
+        for name, r in h.requests.items()
+        if r.tenant == tenant
+    )
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+def test_backlogged_tenants_are_served_by_weight(ahead: int, weight: float) -> None:
+    """One sends long requests, the other many short ones. Their service differs by at most twice
+    what can be in the batch at once (the bound of the paper: 2 max(L_input, 2 M))."""
+    h = Harness(ahead=ahead, num_blocks=60, rows=4, budget=12, weights={"b": weight}, caching=False)
+    for i in range(80):
+        h.add(request(f"a{i}", [1] * 12, 20, tenant="a", ignore_eos=True))
+    for i in range(500):
+        h.add(request(f"b{i}", [2] * 2, 4, tenant="b", ignore_eos=True))
+    bound = 2 * max(12, 2 * 4 * 20)
+    for _ in range(400):
+        h.step()
+        assert abs(_served(h, "a") - _served(h, "b") / weight) <= bound
+    assert h.scheduler.num_waiting > 50
+    assert {r.tenant for n, r in h.requests.items() if n not in h.begun} == {"a", "b"}
+    assert _served(h, "a") > 2 * bound
+
+
+def test_a_flood_does_not_hold_up_another_tenant() -> None:
+    """A thousand requests wait; another tenant's begins with the next row that becomes free."""
+    h = Harness(rows=4, num_blocks=60)
+    for i in range(1000):
+        h.add(request(f"flood{i}", [1, 2], 8, tenant="flood", ignore_eos=True))
+    for step in range(200):
+        if step % 20 == 10:
+            h.add(request(f"other{step}", [3], 4, tenant="other", ignore_eos=True))
+            came = step + 1
+        h.step()
+        if step % 20 == 19 and step > 10:
+            assert h.begun[f"other{step - 9}"][0] - came <= 8
+    h.scheduler.check()
+    for name in list(h.requests):
+        h._take([h.scheduler.abort(name)])
+    h.scheduler.check()
+    assert not h.scheduler.busy
+
+
+def test_what_is_computed_again_is_not_charged_again() -> None:
+    h = Harness(num_blocks=11, caching=False)
+    for i in range(4):
+        h.add(request(f"r{i}", [1 + i] * 9, 20, ignore_eos=True, tenant="a"))
+    h.add(request("b", [9], 1, tenant="b"))
+    h.run()
+    assert h.scheduler.preemptions > 0
+    (account,) = [a for a in h.scheduler._waiting.accounts if a.name == "a"]
+    assert account.counter == 4 * (9 + 2 * 20)
 
 
 def test_requests_pass_one_that_waits_for_its_grammar() -> None:

@@ -34,7 +34,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """A server with room for a few of its adapters, on the device as on the host."""
-    room = ("--adapter-memory", "2M", "--max-cpu-loras", "4")
+    room = ("--adapter-memory", "2M", "--adapter-host-memory", "1M")
     with serving(tmp_path_factory.mktemp("root"), *room, adapters=[*ADAPTERS]) as running:
         yield running
 

@@ -60,6 +60,21 @@ weft:adapters{{level="cpu"}} 2
 weft:adapters{{level="disk"}} 997
 weft:adapter_loads_total {at * 2}
 weft:adapter_evictions_total {at}
+weft:adapter_tier_bytes{{tier="device"}} 1610612736
+weft:adapter_tier_bytes{{tier="host"}} 0
+weft:adapter_tier_limit_bytes{{tier="device"}} 2147483648
+weft:adapter_tier_limit_bytes{{tier="host"}} 536870912
+weft:adapter_tier_hits_total{{tier="device"}} {at * 3}
+weft:adapter_tier_misses_total{{tier="device"}} {at}
+weft:adapter_tier_evictions_total{{tier="device"}} {at}
+weft:adapter_load_seconds_count{{stage="read"}} {at}
+weft:adapter_load_seconds_bucket{{stage="read",le="0.01"}} {at}
+weft:adapter_load_seconds_bucket{{stage="read",le="+Inf"}} {at}
+weft:adapter_load_seconds_count{{stage="copy"}} {at}
+weft:adapter_load_seconds_bucket{{stage="copy",le="0.002"}} {at}
+weft:adapter_load_seconds_bucket{{stage="copy",le="+Inf"}} {at}
+weft:adapter_wait_seconds_bucket{{le="0.02"}} {at}
+weft:adapter_wait_seconds_bucket{{le="+Inf"}} {at}
 weft:http_requests_total{{route="/v1/completions",status="200"}} {at}
 weft:http_requests_total{{route="/v1/completions",status="503"}} 0
 {adapters}
@@ -99,6 +114,16 @@ def test_adapters_the_busiest_first() -> None:
         ("french", 4, "disk"),
     ]
     assert all(r.requests_per_s == 1 and r.num_requests == 121 for r in rows)
+
+
+def test_tiers() -> None:
+    view = measure(scrape(120), scrape(110))
+    assert view.tiers == (
+        top.TierRow("device", 1.5 * 2**30, 2**31, 0.75, 1.0),
+        top.TierRow("host", 0.0, 2**29, None, 0.0),
+    )
+    assert {name: each.p50_s for name, each in view.stages.items()} == {"read": 0.005, "copy": 1e-3}
+    assert view.wait.p50_s == 0.01
 
 
 def test_latencies_are_of_late_if_there_were_requests() -> None:
@@ -148,6 +173,9 @@ weft top  base  http://host:8000                                       up 1h 12m
 KV cache  ━━━━━━━━━━━━━━━━╸                                                  25%
 Adapters  1 on device (room for about 40), 2 in host memory, 997 on disk
           2.0 loads/s, 1.0 evictions/s
+  device  1.5G of 2.0G, 75% found, 1.0 evictions/s
+  host    0 of 512M, - found
+  p50     read 5.0 ms, copy 1.0 ms, requests wait 10 ms
 
 Adapter          Tokens/s   Requests/s   Requests   TTFT p50   TPOT p50   In
 ────────────────────────────────────────────────────────────────────────────────

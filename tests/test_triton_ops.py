@@ -118,15 +118,15 @@ def test_norm_and_activation_match_their_oracles(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("with_norm", [False, True])
+@pytest.mark.parametrize("norm_shape", [None, (6, HEAD_DIM), (4, 6, HEAD_DIM)])
 def test_rope_and_write_is_the_torch_one(
-    ops: kernels.TritonOps, dtype: torch.dtype, with_norm: bool
+    ops: kernels.TritonOps, dtype: torch.dtype, norm_shape: tuple[int, ...] | None
 ) -> None:
     batch = random_batch([(3, 5), (1, 9)], 4, 0)
     generator = torch.Generator().manual_seed(0)
     _, _, _, cache = random_inputs(batch, (4, 2), 4, 0, dtype)
     qkv = torch.randn(4, 8, HEAD_DIM, generator=generator).to(dtype)
-    norm = torch.randn(6, HEAD_DIM, generator=generator).to(dtype) if with_norm else None
+    norm = torch.randn(norm_shape, generator=generator).to(dtype) if norm_shape else None
     angle = torch.rand(4, HEAD_DIM // 2, generator=generator) * 6
     cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
     table = torch.stack((cos, sin), 1).to(dtype)

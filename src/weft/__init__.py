@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from weft.core.composition import WeightedAdapter
 from weft.core.types import SamplingParams
 
 if TYPE_CHECKING:
     from weft.llm import LLM, RequestOutput
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "WeightedAdapter", "__version__"]
 
 
 def __getattr__(name: str) -> object:

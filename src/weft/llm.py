@@ -13,6 +13,7 @@ from typing import TypeVar, cast
 
 import torch
 
+from weft.core.composition import WeightedAdapter
 from weft.core.config import engine_args
 from weft.core.errors import InvalidRequest, ModelNotFound, from_wire
 from weft.core.types import (
@@ -27,10 +28,12 @@ from weft.core.types import (
 )
 from weft.engine.engine import WAIT_S, Engine
 from weft.engine.messages import Abort, Register, Reply, Report, Submit, Tokens
-from weft.registry import AdapterRegistry
+from weft.registry import AdapterRegistry, Lease
 from weft.text import OutputStream, Tokenizer, bad_token_ids, load_tokenizer
 
 Prompt = str | list[int]
+AdapterChoice = str | Sequence[WeightedAdapter] | None
+"""A name, adapters whose weighted sum is meant, or None: the base."""
 T = TypeVar("T")
 
 _MEMORY = "memory"
@@ -100,12 +103,15 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice] = None,
         on_finished: Callable[[RequestOutput], None] = lambda _: None,
+        tenant: str | Sequence[str] = "",
     ) -> list[RequestOutput]:
         """Continue each prompt (text or token ids); all of them share batches.
 
-        `params` and `adapter` are one for all prompts, or one each; adapter None is the base.
+        `params`, `adapter` and `tenant` are one for all prompts, or one each; adapter None is the
+        base, and a sequence of WeightedAdapter their sum: `[WeightedAdapter("sql", 0.7), ...]`.
+        Of prompts that wait, each tenant's are served alike.
         `on_finished` is called with each output as it ends, and must not call this LLM.
         Returns outputs in the order of the prompts. Raises InvalidRequest or ModelNotFound for
         bad arguments before anything runs, AdapterUnavailable if a load fails meanwhile.
@@ -115,18 +121,21 @@ class LLM:
         params = params or SamplingParams()
         same = [params] * len(many) if isinstance(params, SamplingParams) else params
         each_params = _check_length(list(same), len(many), "params")
-        names = [adapter] * len(many) if adapter is None or isinstance(adapter, str) else adapter
-        each_adapter = _check_length(list(names), len(many), "adapter")
+        each_adapter = _check_length(_choices(adapter, len(many)), len(many), "adapter")
+        tenants = [tenant] * len(many) if isinstance(tenant, str) else list(tenant)
+        each_tenant = _check_length(tenants, len(many), "tenant")
         with contextlib.ExitStack() as leases:
-            refs = [self._lease(leases, name) for name in each_adapter]
-            jobs = [self._job(p, s, r) for p, s, r in zip(many, each_params, refs, strict=True)]
+            held = [leases.enter_context(self._lease(choice)) for choice in each_adapter]
+            jobs = [
+                self._job(*job) for job in zip(many, each_params, held, each_tenant, strict=True)
+            ]
             return self._run(jobs, on_finished)
 
     def chat(
         self,
         conversations: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        adapter: str | Sequence[str | None] | None = None,
+        adapter: AdapterChoice | Sequence[AdapterChoice] = None,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or several, through the chat template."""
         one = bool(conversations) and isinstance(conversations[0], Mapping)
@@ -192,15 +201,17 @@ class LLM:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _lease(self, leases: contextlib.ExitStack, name: str | None) -> AdapterRef | None:
-        if name is None:
-            return None
-        ref = leases.enter_context(self._registry.resolve(name)).ref
-        if ref is None:
-            raise ModelNotFound(f"{name!r} is the base; say adapter=None for it", "adapter")
-        return ref
+    def _lease(self, choice: AdapterChoice) -> Lease:
+        if choice is None:
+            return Lease(None)
+        if not isinstance(choice, str):
+            return self._registry.resolve_sum(choice)
+        lease = self._registry.resolve(choice)
+        if lease.ref is None:
+            raise ModelNotFound(f"{choice!r} is the base; say adapter=None for it", "adapter")
+        return lease
 
-    def _job(self, prompt: Prompt, params: SamplingParams, ref: AdapterRef | None) -> _Job:
+    def _job(self, prompt: Prompt, params: SamplingParams, lease: Lease, tenant: str) -> _Job:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         vocab_size = self.info.vocab_size
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -208,8 +219,9 @@ class LLM:
             raise InvalidRequest(message, "prompt")
         params.check_vocab(vocab_size)
         bad = bad_token_ids(self._tokenizer, params.bad_words)
-        request = EngineRequest(str(next(self._ids)), ids, params, ref, bad)
-        output = RequestOutput(prompt if isinstance(prompt, str) else None, ids, ref)
+        request_id = str(next(self._ids))
+        request = EngineRequest(request_id, ids, params, lease.ref, bad, tenant, lease.parts)
+        output = RequestOutput(prompt if isinstance(prompt, str) else None, ids, lease.ref)
         return _Job(request, output, OutputStream(self._tokenizer, params, ids))
 
     def _run(
@@ -291,6 +303,25 @@ class _Job:
     request: EngineRequest
     output: RequestOutput
     stream: OutputStream
+
+
+def _choices(adapter: AdapterChoice | Sequence[AdapterChoice], count: int) -> list[AdapterChoice]:
+    """One for each prompt. A sequence of nothing but WeightedAdapter is one choice for all."""
+    if _is_choice(adapter):
+        return [cast(AdapterChoice, adapter)] * count
+    if not isinstance(adapter, Sequence) or not all(map(_is_choice, adapter)):
+        raise InvalidRequest(
+            "adapter must be a name, None, a sequence of WeightedAdapter, or one of these for each"
+            " prompt",
+            "adapter",
+        )
+    return [cast(AdapterChoice, choice) for choice in adapter]
+
+
+def _is_choice(value: object) -> bool:
+    if value is None or isinstance(value, str):
+        return True
+    return isinstance(value, Sequence) and {type(each) for each in value} == {WeightedAdapter}
 
 
 def _check_length(values: list[T], count: int, name: str) -> list[T]:

@@ -23,6 +23,7 @@ from weft.api.routes_responses import response_routes
 from weft.api.routes_tokenize import tokenize_routes
 from weft.api.service import Service
 from weft.api.settings import ApiSettings
+from weft.api.tenants import parse_key
 from weft.core.protocols import EngineClient
 from weft.metrics import Metrics
 from weft.registry import AdapterRegistry, AdapterRoots
@@ -74,7 +75,7 @@ def create_app(
 def _add_middleware(app: FastAPI, metrics: Metrics, settings: ApiSettings) -> None:
     """The one added last sees a request first. Preflight requests of browsers carry no key."""
     if settings.api_keys:
-        app.add_middleware(RequireKey, keys=settings.api_keys)
+        app.add_middleware(RequireKey, keys=[parse_key(key) for key in settings.api_keys])
     app.add_middleware(Observe, metrics=metrics)
     if settings.allowed_origins:
         app.add_middleware(

@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.api.schemas import GenerationBody
 from weft.api.service import Output, Service
+from weft.api.tenants import tenant_of
 from weft.core.errors import InvalidRequest
 from weft.core.types import EngineRequest, SamplingParams, StructuredOutputs
 from weft.registry import Lease
@@ -162,6 +163,7 @@ def engine_requests(
     Choice i has the seed plus i. Raises InvalidRequest, ContextLengthExceeded.
     """
     bad = bad_token_ids(service.tokenizer, params.bad_words)
+    tenant = tenant_of(lease.ref.name if lease.ref else None)
     requests: list[EngineRequest] = []
     for prompt_ids in prompts:
         service.check_ids(prompt_ids, prompt_field)
@@ -173,6 +175,8 @@ def engine_requests(
                 _reseeded(fitted, choice),
                 lease.ref,
                 bad,
+                tenant,
+                lease.parts,
             )
             for choice in range(num_choices)
         ]

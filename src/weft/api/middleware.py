@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.api.errors import Unauthorized, error_response
 from weft.api.http import CLIENT_LEFT
+from weft.api.tenants import ApiKey, key_name_var
 from weft.metrics import Metrics
 from weft.metrics.logs import request_id_var
 
@@ -88,28 +89,31 @@ class Observe:
 
 
 class RequireKey:
-    """Lets only requests pass that carry one of the keys as a bearer token."""
+    """Lets only requests pass that carry one of the keys as a bearer token, and keeps its name."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
         self._app = app
-        self._digests = [_digest(key.encode()) for key in keys]
+        self._names = {_digest(key.secret.encode()): key.name for key in keys}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             given = Headers(scope=scope).get("authorization")
-            if given is None or not self._known(given):
+            name = None if given is None else self._name_of(given)
+            if name is None:
                 what = "Incorrect API key" if given else "No API key"
                 error = Unauthorized(f"{what} provided; send it as 'Authorization: Bearer KEY'")
                 await error_response(error)(scope, receive, send)
                 return
+            key_name_var.set(name)
         await self._app(scope, receive, send)
 
-    def _known(self, given: str) -> bool:
-        """Takes the same time for every wrong token: all keys are compared, by digest."""
+    def _name_of(self, given: str) -> str | None:
+        """The name of the key that is given; None if it is no key. Takes the same time for every
+        wrong token: all keys are compared, by digest."""
         scheme, _, token = given.partition(" ")
         digest = _digest(token.strip().encode("latin-1"))
-        equal = [hmac.compare_digest(digest, key) for key in self._digests]
-        return scheme.lower() == "bearer" and any(equal)
+        equal = [key for key in self._names if hmac.compare_digest(digest, key)]
+        return self._names[equal[0]] if equal and scheme.lower() == "bearer" else None
 
 
 def _digest(key: bytes) -> bytes:

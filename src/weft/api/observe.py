@@ -108,6 +108,8 @@ class Watch:
         if self._first_s is not None and self._num_tokens > 1:
             per_token_s = (self._last_s - self._first_s) / (self._num_tokens - 1)
         self._metrics.finished(self._adapter, self.finish_reason, duration_s, per_token_s)
+        num_prompt = len(self._request.prompt_ids) - self._num_cached if self._num_tokens else 0
+        self._metrics.served(self._request.tenant, num_prompt, self._num_tokens)
         return RequestRecord(
             request_id=self._request.request_id,
             model=self._adapter or model_name,

@@ -18,7 +18,7 @@ from weft.api.messages import (
     ToolCall,
 )
 from weft.api.messages import Tool as ChatTool
-from weft.api.schemas import HARMLESS, ChatBody
+from weft.api.schemas import HARMLESS, AdapterSum, ChatBody
 from weft.core.errors import InvalidRequest
 
 FIELDS = {
@@ -140,6 +140,7 @@ class ResponsesBody(OpenBody):
     """`POST /v1/responses`."""
 
     model: str
+    adapters: AdapterSum | None = None
     input: TextOr[list[Item]]
     instructions: str | None = None
     max_output_tokens: int | None = None

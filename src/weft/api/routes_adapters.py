@@ -90,6 +90,9 @@ class ShownAdapter(BaseModel):
     rank: int
     targets: list[str]
     """Projections that it changes."""
+    conversion_error: float
+    """How far the LoRA served for an adapter of another kind is off, in its worst projection, as a
+    relative Frobenius norm; 0: not at all."""
     bytes: int
     pinned: bool
     tier: Literal["device", "host", "disk"] | None
@@ -229,6 +232,7 @@ def _shown(card: AdapterCard, stats: EngineStats | None) -> ShownAdapter:
         path=card.path,
         rank=card.info.max_rank,
         targets=list(card.info.targets),
+        conversion_error=card.info.conversion_error,
         bytes=card.info.num_bytes,
         pinned=card.pinned,
         tier=None if stats is None else _tier(card.ref.digest, stats),

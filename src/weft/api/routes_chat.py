@@ -14,7 +14,7 @@ from weft.api.generation import Head, naming, usage
 from weft.api.http import EventStream, answer, read_body
 from weft.api.logprobs import chat_logprobs, prompt_logprobs
 from weft.api.openapi import body_of
-from weft.api.schemas import ChatBody
+from weft.api.schemas import ChatBody, weighted
 from weft.api.service import Output, Service
 from weft.registry import Lease
 from weft.text import OutputDelta
@@ -31,7 +31,7 @@ def chat_routes(service: Service) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request, ChatBody, service.settings.max_body_bytes)
         body.check()
-        lease = service.pin(body.model)
+        lease = service.pin(body.model, weighted(body.adapters))
         chat = _Chat(service, body, lease)
         if body.stream:
             return EventStream(chat.chunks(), lease.release)

@@ -23,7 +23,7 @@ from weft.api.generation import (
 from weft.api.http import EventStream, answer, read_body
 from weft.api.logprobs import CompletionLogprobs, prompt_logprobs
 from weft.api.openapi import body_of
-from weft.api.schemas import CompletionBody
+from weft.api.schemas import CompletionBody, weighted
 from weft.api.service import Output, Service
 from weft.core.errors import InvalidRequest
 from weft.core.types import EngineRequest, StructuredOutputs
@@ -40,7 +40,7 @@ def completion_routes(service: Service) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         body = await read_body(request, CompletionBody, service.settings.max_body_bytes)
         body.check()
-        lease = service.pin(body.model)
+        lease = service.pin(body.model, weighted(body.adapters))
         completion = _Completion(service, body, lease)
         if body.stream:
             return EventStream(completion.chunks(), lease.release)

@@ -16,6 +16,7 @@ from weft.api.generation import naming
 from weft.api.http import EventStream, answer, read_body
 from weft.api.openapi import body_of
 from weft.api.responses import FIELDS, ResponsesBody
+from weft.api.schemas import weighted
 from weft.api.service import Output, Service
 from weft.text.chat_parser import Piece, ToolCallDelta
 
@@ -30,7 +31,7 @@ def response_routes(service: Service) -> APIRouter:
         body = await read_body(request, ResponsesBody, service.settings.max_body_bytes)
         with naming(FIELDS):
             chat = body.to_chat()
-        lease = service.pin(body.model)
+        lease = service.pin(body.model, weighted(body.adapters))
         response_id = f"resp_{uuid.uuid4().hex}"
         made = _Response(response_id, body, Turn(service, chat, lease, response_id))
         if body.stream:

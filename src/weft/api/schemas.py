@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from weft.api.bodies import OpenBody, refuse_extra
+from weft.api.bodies import ClosedBody, OpenBody, refuse_extra
 from weft.api.formats import ResponseFormat, StructuredBody
 from weft.api.messages import Message, NamedTool, Tool, ToolChoice
+from weft.core.composition import MAX_PARTS, MAX_SCALE, WeightedAdapter
 from weft.core.errors import InvalidRequest
 
 HARMLESS = frozenset(
@@ -68,10 +69,34 @@ class StreamOptions(OpenBody):
         refuse_extra(extra, {"continuous_usage_stats": (False,)}, "stream_options.")
 
 
+class AdapterWeight(ClosedBody):
+    """An adapter, and what its part of the sum is multiplied by."""
+
+    name: str
+    scale: float = Field(1.0, ge=-MAX_SCALE, le=MAX_SCALE)
+
+
+AdapterSum = Annotated[
+    list[AdapterWeight],
+    Field(
+        min_length=1,
+        max_length=MAX_PARTS,
+        description="Adapters whose weighted sum answers; `model` then names the base model.",
+    ),
+]
+
+
+def weighted(adapters: list[AdapterWeight] | None) -> list[WeightedAdapter] | None:
+    if adapters is None:
+        return None
+    return [WeightedAdapter(each.name, each.scale) for each in adapters]
+
+
 class GenerationBody(OpenBody):
     """What chat and completion requests have in common."""
 
     model: str
+    adapters: AdapterSum | None = None
     max_tokens: int | None = None
     n: int | None = None
     """Choices for each prompt."""

@@ -12,7 +12,8 @@ from weft.api.admission import Admission
 from weft.api.dialect import Dialect
 from weft.api.observe import Observer, TraceSink
 from weft.api.settings import ApiSettings
-from weft.core.errors import ContextLengthExceeded, EngineDead, InvalidRequest, ModelNotFound
+from weft.core.composition import WeightedAdapter
+from weft.core.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from weft.core.protocols import EngineClient
 from weft.core.types import EngineRequest, SamplingParams, TokenEvent, TokenLogprob
 from weft.metrics import Metrics
@@ -70,16 +71,23 @@ class Service:
         self.admission = Admission(settings.max_open)
         self.dialect = Dialect.of(tokenizer, settings)
 
-    def pin(self, model: str) -> Lease:
-        """Look up and pin in one step. The caller releases. Raises ModelNotFound, EngineDead,
-        QueueFull."""
+    def pin(self, model: str, adapters: Sequence[WeightedAdapter] | None = None) -> Lease:
+        """Look up and pin in one step: what `model` names, or the weighted sum of `adapters` on
+        the base that it then must name. The caller releases. Raises ModelNotFound, InvalidRequest,
+        EngineDead, QueueFull."""
         if not self.engine.alive:
             raise EngineDead("the engine is not running")
         self.admission.check()
-        try:
-            return self.registry.resolve(model)
-        except ModelNotFound as error:
-            raise ModelNotFound(error.message, error.param or "model") from None
+        lease = self.registry.resolve(model)
+        if adapters is None:
+            return lease
+        lease.release()
+        if lease.ref is not None:
+            raise InvalidRequest(
+                f"adapters are summed on the base model; model must name that, not {model!r}",
+                "adapters",
+            )
+        return self.registry.resolve_sum(adapters)
 
     def check_model(self, model: str | None) -> None:
         """Raises ModelNotFound for a name that is given and unknown."""

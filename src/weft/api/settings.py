@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from weft.api.tenants import parse_key
 from weft.core.errors import ConfigError
 from weft.text.tools import TOOL_FORMATS
 
@@ -20,7 +21,7 @@ class ApiSettings:
     request_timeout_s: float | None = None
     """How long the answer to one request may take; None: as long as it wants."""
     api_keys: tuple[str, ...] = ()
-    """With any, requests must carry one of them."""
+    """With any, requests must carry one of them. As `weft.api.tenants.parse_key` reads them."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the server from a browser; `*`: all."""
     allow_hub_adapters: bool = False
@@ -47,8 +48,8 @@ class ApiSettings:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError("--served-model-name must not be empty", "served_model_name")
-        if not all(key and key.isascii() and key.isprintable() for key in self.api_keys):
-            raise ConfigError("--api-key must be printable ASCII and not empty", "api_key")
+        for key in self.api_keys:
+            parse_key(key)
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ConfigError(
                 f"--request-timeout must be more than 0, got {self.request_timeout_s:g}",

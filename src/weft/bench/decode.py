@@ -109,9 +109,9 @@ def run_decode(
     with open_engine(name, shape, plan.num_adapters, settings) as llm:
         with progress("Decode steps", plan.num_runs) as advance:
             rows = measure_decode(llm, plan, advance)
-        title = f"Time of a decode step: {subject(name, llm, shape)}"
-        config = {"model": name, **describe(llm, shape), **asdict(plan), "options": settings}
-        device = device_name(llm)
+        title = f"Time of a decode step: {subject(name, llm.info, shape)}"
+        config = {"model": name, **describe(llm.info, shape), **asdict(plan), "options": settings}
+        device = device_name(llm.info)
     return Report(
         benchmark="decode",
         title=title,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,10 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from weft.bench.report import progress
+from weft.checkpoint import AdapterImage
+from weft.checkpoint.config import CONFIG_FILE
+from weft.checkpoint.read import WEIGHTS_FILE
 from weft.core.errors import ConfigError
-from weft.core.targets import Target, TargetTable, layout_of
+from weft.core.targets import ALIGN, Target, TargetTable, layout_of
+from weft.core.types import EngineInfo
 from weft.llm import LLM
 from weft.models.config import load_model_config
 from weft.models.targets import target_table
@@ -88,6 +94,45 @@ PRESETS: dict[str, dict[str, object]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
         "tie_word_embeddings": False,
     },
+    "qwen3-30b-a3b": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "dtype": "bfloat16",
+        "vocab_size": 151_936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 48,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 4,
+        "head_dim": 128,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 40_960,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": False,
+    },
+    "mixtral-8x7b": {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "dtype": "bfloat16",
+        "vocab_size": 32_000,
+        "hidden_size": 4096,
+        "intermediate_size": 14_336,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+        "tie_word_embeddings": False,
+    },
 }
 """Shapes of known models by name, as their config.json has them."""
 
@@ -130,13 +175,12 @@ def open_engine(
 
     The memory for adapters holds all of them, unless `options` say otherwise. Raises ConfigError.
     """
-    with _folder(model) as folder:
-        table = target_table(load_model_config(folder, _text(options.get("revision"))))
+    with preset_folder(model) as folder:
+        table = table_of(folder, options)
         targets = shape.of(table)
-        needed = max(num_adapters, 1) * _num_elements(table, targets, shape.rank)
-        item_bytes = _item_bytes(options.get("dtype"), _on_gpu(options))
+        needed = max(num_adapters, 1) * image_bytes(table, targets, shape.rank, options)
         sized = {name: value for name, value in options.items() if value is not None}
-        sized.setdefault("adapter_memory", needed * item_bytes)
+        sized.setdefault("adapter_memory", needed)
         with LLM(folder, None, skip_tokenizer_init=True, **sized) as llm:
             dtype = getattr(torch, llm.info.dtype)
             with progress("Adapters", num_adapters) as advance:
@@ -150,9 +194,8 @@ def adapter_name(index: int) -> str:
     return f"adapter-{index}"
 
 
-def describe(llm: LLM, shape: AdapterShape) -> dict[str, object]:
+def describe(info: EngineInfo, shape: AdapterShape) -> dict[str, object]:
     """What was measured, for a report."""
-    info = llm.info
     return {
         "architecture": info.architecture,
         "parameters": info.num_parameters,
@@ -163,22 +206,26 @@ def describe(llm: LLM, shape: AdapterShape) -> dict[str, object]:
     }
 
 
-def subject(model: str, llm: LLM, shape: AdapterShape) -> str:
+def subject(model: str, info: EngineInfo, shape: AdapterShape) -> str:
     """The same in a few words, for a title."""
-    return f"{model}, {llm.info.dtype}, rank {shape.rank}, {device_name(llm)}"
+    return f"{model}, {info.dtype}, rank {shape.rank}, {device_name(info)}"
 
 
-def device_name(llm: LLM) -> str:
-    on_gpu = llm.info.device.startswith("cuda")
-    return torch.cuda.get_device_name(llm.info.device) if on_gpu else "CPU"
+def device_name(info: EngineInfo) -> str:
+    on_gpu = info.device.startswith("cuda")
+    return torch.cuda.get_device_name(info.device) if on_gpu else "CPU"
 
 
 def _on_gpu(options: Mapping[str, object]) -> bool:
     return options.get("device") != "cpu" and torch.cuda.is_available()
 
 
+def table_of(folder: str, options: Mapping[str, object]) -> TargetTable:
+    return target_table(load_model_config(folder, _text(options.get("revision"))))
+
+
 @contextmanager
-def _folder(model: str) -> Iterator[str]:
+def preset_folder(model: str) -> Iterator[str]:
     """Where the configuration is: a preset's is written for as long as it is needed."""
     if model not in PRESETS:
         yield model
@@ -194,38 +241,87 @@ def _item_bytes(dtype: object, on_gpu: bool) -> int:
     return 4 if wide else 2
 
 
-def _num_elements(table: TargetTable, targets: Sequence[Target], rank: int) -> int:
-    """Of one adapter's image."""
+def image_bytes(
+    table: TargetTable, targets: Sequence[Target], rank: int, options: Mapping[str, object]
+) -> int:
+    """Of one adapter on the device."""
+    layout = layout_of(table, _ranks(table, targets, rank))
+    return layout.num_elements * _item_bytes(options.get("dtype"), _on_gpu(options))
+
+
+def noise_images(
+    table: TargetTable, targets: Sequence[Target], ranks: Sequence[int], info: EngineInfo
+) -> Iterator[AdapterImage]:
+    """An adapter of each of `ranks`, all different.
+
+    They are windows of one buffer, each begun a little later, so that thousands of them take the
+    host memory of one. A digest stands for where the window is.
+    """
+    layouts = {rank: layout_of(table, _ranks(table, targets, rank)) for rank in set(ranks)}
+    size = max(layout.num_elements for layout in layouts.values()) + ALIGN * len(ranks)
+    noise = torch.empty(size, dtype=torch.float32)
+    noise = noise.normal_(std=ADAPTER_STD, generator=torch.Generator().manual_seed(0))
+    noise = noise.to(getattr(torch, info.dtype))
+    if info.device.startswith("cuda"):
+        noise = noise.pin_memory()
+    names = tuple(dict.fromkeys(t.suffix for t in targets))
+    for index, rank in enumerate(ranks):
+        window = noise[index * ALIGN :][: layouts[rank].num_elements]
+        digest = hashlib.sha256(f"noise {index} {rank}".encode()).hexdigest()
+        yield AdapterImage(digest, layouts[rank], window, names)
+
+
+def write_adapters(
+    folder: Path, targets: Sequence[Target], ranks: Sequence[int], info: EngineInfo
+) -> Iterator[Path]:
+    """A folder for an adapter of each of `ranks`, all different, as PEFT writes them."""
+    noise = _noise(targets, max(ranks), len(ranks), getattr(torch, info.dtype))
+    for index, rank in enumerate(ranks):
+        path = folder / adapter_name(index)
+        path.mkdir()
+        config = json.dumps(_peft_config(targets, AdapterShape(rank)))
+        (path / CONFIG_FILE).write_text(config, encoding="utf-8")
+        save_file(_tensors(noise[index:], targets, rank), path / WEIGHTS_FILE)
+        yield path
+
+
+def _ranks(table: TargetTable, targets: Sequence[Target], rank: int) -> tuple[int, ...]:
     adapted = {t.slice for t in targets}
-    return layout_of(
-        table, tuple(rank if t.slice in adapted else 0 for t in table.targets)
-    ).num_elements
+    return tuple(rank if t.slice in adapted else 0 for t in table.targets)
 
 
 def _random(
     targets: Sequence[Target], rank: int, count: int, dtype: torch.dtype
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """PEFT's tensors of `count` adapters, all different.
-
-    They are windows of the same noise, each begun one element later: normal draws of so many
-    numbers would take longer than the measurement.
-    """
-    size = sum(rank * (t.in_features + t.out_features) for t in targets)
-    noise = torch.empty(size + count, dtype=torch.float32)
-    noise = noise.normal_(std=ADAPTER_STD, generator=torch.Generator().manual_seed(0)).to(dtype)
+    """PEFT's tensors of `count` adapters, all different."""
+    noise = _noise(targets, rank, count, dtype)
     for start in range(count):
-        tensors: dict[str, torch.Tensor] = {}
-        offset = start
-        for target in targets:
-            for part, shape in (
-                ("lora_A", (rank, target.in_features)),
-                ("lora_B", (target.out_features, rank)),
-            ):
-                end = offset + shape[0] * shape[1]
-                name = f"base_model.model.{target.name}.{part}.weight"
-                tensors[name] = noise[offset:end].view(shape)
-                offset = end
-        yield tensors
+        yield _tensors(noise[start:], targets, rank)
+
+
+def _noise(
+    targets: Sequence[Target], max_rank: int, count: int, dtype: torch.dtype
+) -> torch.Tensor:
+    """What `count` adapters are windows of, each begun one element later: normal draws of so many
+    numbers would take longer than the measurement."""
+    size = sum(max_rank * (t.in_features + t.out_features) for t in targets)
+    noise = torch.empty(size + count, dtype=torch.float32)
+    return noise.normal_(std=ADAPTER_STD, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
+def _tensors(noise: torch.Tensor, targets: Sequence[Target], rank: int) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    offset = 0
+    for target in targets:
+        for part, shape in (
+            ("lora_A", (rank, target.in_features)),
+            ("lora_B", (target.out_features, rank)),
+        ):
+            end = offset + shape[0] * shape[1]
+            name = f"base_model.model.{target.name}.{part}.weight"
+            tensors[name] = noise[offset:end].view(shape)
+            offset = end
+    return tensors
 
 
 def _peft_config(targets: Sequence[Target], shape: AdapterShape) -> dict[str, object]:

@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ COLOURS = ("#4c4c4c", "#0072b2", "#009e73", "#e69f00", "#d55e00", "#cc79a7")
 """To be told apart by everybody; the first is for what others are compared with."""
 INK, FAINT = "#333333", "#e3e3e3"
 PLOT_INCHES = (10.0, 4.2)
+FILE_WIDTH = 110
+"""Columns where no terminal says how many there are."""
 
 Advance = Callable[[], None]
 
@@ -47,9 +50,14 @@ class Report:
     ok: bool = True
 
 
-def show(report: Report, environment: Mapping[str, object], plot: Path | None) -> None:
-    """Print the table, write the plot unless None, and end with the line of JSON."""
+def show(
+    report: Report, environment: Mapping[str, object], plot: Path | None, record: Path | None
+) -> None:
+    """Print the table, write the plot unless None, and end with the line of JSON, which goes to
+    the end of `record` too."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
     console.print(Text(report.title, "bold"))
     console.print(report.shown)
     if plot is not None:
@@ -58,12 +66,17 @@ def show(report: Report, environment: Mapping[str, object], plot: Path | None) -
     line = {
         "ok": report.ok,
         "benchmark": report.benchmark,
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "device": report.device,
         "environment": environment,
         "config": report.config,
         "results": report.results,
     }
-    print(json.dumps(line), flush=True)
+    text = json.dumps(line)
+    if record is not None:
+        with record.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
+    print(text, flush=True)
 
 
 def check_plot(plot: Path | None) -> None:
@@ -75,6 +88,15 @@ def check_plot(plot: Path | None) -> None:
         raise ConfigError(f"--plot {plot} can't be written", "plot")
     if plot.suffix.lower() != ".png":
         raise ConfigError(f"--plot takes the name of a .png file; got {str(plot)!r}", "plot")
+
+
+def check_record(record: Path | None) -> None:
+    """Likewise for the file to which the line of JSON is added."""
+    if record is None:
+        return
+    place = record if record.exists() else record.absolute().parent
+    if record.is_dir() or not os.access(place, os.W_OK):
+        raise ConfigError(f"--record {record} can't be written", "record")
 
 
 def need(module: str, why: str) -> None:
@@ -104,12 +126,22 @@ def progress(title: str, total: int) -> Iterator[Advance]:
         yield lambda: bar.advance(task)
 
 
-def new_table(title: str, *columns: str, names: int = 1) -> Table:
-    """The first `names` columns hold text, the others figures."""
-    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+def new_table(title: str, *columns: str, names: int = 1, dense: bool = False) -> Table:
+    """The first `names` columns hold text, the others figures. `dense`: there are many."""
+    table = Table(
+        title=title or None,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        padding=(0, 1, 0, 0) if dense else (0, 1),
+    )
     for index, column in enumerate(columns):
         table.add_column(column, justify="left" if index < names else "right")
     return table
+
+
+def bytes_in_words(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
 
 
 def new_figure(title: str, num_panels: int) -> tuple[Figure, Sequence[Axes]]:

@@ -19,8 +19,15 @@ from weft.bench.engine import (
     subject,
 )
 from weft.bench.report import COLOURS, INK, Advance, Report, new_figure, new_table, progress
-from weft.bench.workload import PATTERNS, Lengths, Pattern, assign, random_prompts, rng_of
-from weft.core.errors import ConfigError
+from weft.bench.workload import (
+    PATTERNS,
+    Lengths,
+    Pattern,
+    assign,
+    check_lengths,
+    random_prompts,
+    rng_of,
+)
 from weft.core.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -84,9 +91,9 @@ def run_throughput(
     with open_engine(name, shape, plan.num_published, settings) as llm:
         with progress("Requests", plan.num_requests * len(plan.patterns)) as advance:
             rows = measure_throughput(llm, plan, advance)
-        title = f"Throughput: {subject(name, llm, shape)}"
-        config = {"model": name, **describe(llm, shape), **asdict(plan), "options": settings}
-        device = device_name(llm)
+        title = f"Throughput: {subject(name, llm.info, shape)}"
+        config = {"model": name, **describe(llm.info, shape), **asdict(plan), "options": settings}
+        device = device_name(llm.info)
     return Report(
         benchmark="throughput",
         title=title,
@@ -100,13 +107,7 @@ def run_throughput(
 
 def measure_throughput(llm: LLM, plan: ThroughputPlan, advance: Advance) -> list[ThroughputRow]:
     """Raises ConfigError if the longest request can't fit into the model's context."""
-    longest = plan.input_len.high + plan.output_len.high
-    if longest > llm.info.max_model_len:
-        raise ConfigError(
-            f"requests may take {longest} tokens, more than the context of"
-            f" {llm.info.max_model_len}; choose a shorter --input-len or --output-len",
-            "input_len",
-        )
+    check_lengths(plan.input_len, plan.output_len, llm.info.max_model_len)
     lengths = plan.input_len.draw(plan.num_requests, rng_of(plan.seed, 0))
     prompts = random_prompts(lengths, 0, llm.info.vocab_size, rng_of(plan.seed, 1))
     outputs = plan.output_len.draw(plan.num_requests, rng_of(plan.seed, 2))

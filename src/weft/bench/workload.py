@@ -120,6 +120,17 @@ class Lengths:
         return [int(n) for n in np.clip(drawn, self.low, self.high)]
 
 
+def check_lengths(input_len: Lengths, output_len: Lengths, max_model_len: int) -> None:
+    """Raises ConfigError if the longest request can't fit into the model's context."""
+    longest = input_len.high + output_len.high
+    if longest > max_model_len:
+        raise ConfigError(
+            f"requests may take {longest} tokens, more than the context of {max_model_len};"
+            " choose a shorter --input-len or --output-len",
+            "input_len",
+        )
+
+
 def random_prompts(
     lengths: Sequence[int], low: int, high: int, rng: np.random.Generator
 ) -> list[list[int]]:

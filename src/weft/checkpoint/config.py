@@ -9,16 +9,22 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypedDict, TypeVar
 
+from weft.checkpoint.kinds import KINDS, Kind
 from weft.checkpoint.pattern import Pattern, PatternError, Work, compile_pattern
 from weft.checkpoint.refuse import refuse, show, shown_name
 
 CONFIG_FILE = "adapter_config.json"
+MAX_FIELD_RANK = 1 << 20
+"""What a rank may say that stands for no image's rank."""
 MAX_ENTRIES = 2048
 """Of `rank_pattern`, `alpha_pattern`, `target_modules` and `exclude_modules`, each."""
+
+MAX_INVOCATION = 256
+"""Token ids of `alora_invocation_tokens`."""
 
 T = TypeVar("T")
 
@@ -28,6 +34,7 @@ _HARMLESS = frozenset(
         "base_model_name_or_path",
         "corda_config",
         "eva_config",
+        "fan_in_fan_out",
         "inference_mode",
         "loftq_config",
         "lora_dropout",
@@ -40,46 +47,54 @@ _HARMLESS = frozenset(
         "runtime_config",
     }
 )
-"""Without effect on inference, or (the init configs) decided by `init_lora_weights`."""
+"""Without effect on inference, or (the init configs) decided by `init_lora_weights`. PEFT itself
+unsets `fan_in_fan_out` for linear layers, and embeddings are not read by it."""
 
 _READ = frozenset(
     {
+        "alora_invocation_tokens",
         "alpha_pattern",
         "bias",
+        "ensure_weight_tying",
         "exclude_modules",
         "init_lora_weights",
         "layers_pattern",
         "layers_to_transform",
         "lora_alpha",
+        "lora_bias",
+        "modules_to_save",
         "peft_type",
         "r",
         "rank_pattern",
         "target_modules",
+        "target_parameters",
         "task_type",
+        "trainable_token_indices",
+        "use_dora",
         "use_rslora",
     }
 )
 
 _REFUSED = {
-    "alora_invocation_tokens": "activated LoRA is not served",
     "arrow_config": "Arrow routing is not served",
-    "ensure_weight_tying": "tied adapters of embedding and head are not served",
-    "fan_in_fan_out": "no base model here stores its weights transposed",
-    "kasa_config": "KaSA's diagonal is not served",
+    "kasa_config": "KaSA changes the base model's weights, which is not served",
     "layer_replication": "the base model's layers can't be replicated for one adapter",
-    "lora_bias": "biases are not served",
-    "modules_to_save": "whole modules beside LoRA are not served",
     "monteclora_config": "MonteCLoRA is not served",
-    "target_parameters": "LoRA on parameters (experts) is not served",
-    "trainable_token_indices": "trained token rows are not served",
     "use_bdlora": "block-diagonal LoRA is not served",
-    "use_dora": "DoRA is not served",
     "use_qalora": "QALoRA is not served",
     "velora_config": "VeLoRA is not served",
 }
 
+_LORA = Kind("LoRA", _HARMLESS, _READ, _REFUSED, rank=("r", 8), alpha=("lora_alpha", 8))
+
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
-_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_RESIDUAL_INITS = ("pissa", "olora", "corda")
+"""They change the base model so that `weft.checkpoint.residual` can tell."""
+_BASE_CHANGING_INITS = {
+    "loftq": "quantizes the base model; merge the adapter into the base it was trained on",
+    "lora_ga": "changes the base model; save the adapter with PEFT's"
+    " path_initial_model_for_weight_conversion, which makes it a plain LoRA",
+}
 
 
 @dataclass(frozen=True)
@@ -95,16 +110,74 @@ class PeftConfig:
     """Names or name endings; one expression; None: no statement (absent, or "all-linear")."""
     exclude_modules: tuple[str, ...] | Pattern | None
     layers_to_transform: frozenset[int] | None
+    target_parameters: tuple[str, ...] = ()
+    """Names or name endings of parameters: those of experts, and weights of linear layers."""
+    use_dora: bool = False
+    lora_bias: bool = False
+    bias: str = "none"
+    """Of the base model, what was trained: "none", "lora_only" or "all"."""
+    modules_to_save: tuple[str, ...] = ()
+    """Endings of names."""
+    token_indices: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    """Trained token ids by the ending of a module's name."""
+    ensure_weight_tying: bool = False
+    invocation: tuple[int, ...] = ()
+    """Token ids from whose last occurrence in the prompt on the adapter is active; (): always."""
+    residual_init: str = ""
+    """`init_lora_weights`, if it needs the base model that it left: see `residual`."""
+    kind: str = "LORA"
+    """The peft_type: LORA, or a key of `KINDS`."""
+    options: Mapping[str, object] = field(default_factory=dict)
+    """Of a kind other than LORA: the config's fields, for `weft.checkpoint.convert`."""
 
     def rank_of(self, module: str) -> int:
-        return _first_match(self.rank_pattern, module, self.r)
+        return _first_match(self.rank_pattern, self._key_of(module), self.r)
 
     def scale_of(self, module: str, rank: int) -> float:
-        alpha = _first_match(self.alpha_pattern, module, self.alpha)
+        alpha = _first_match(self.alpha_pattern, self._key_of(module), self.alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
+    def selects_parameter(self, name: str) -> bool:
+        return any(_ends_with(name, entry) for entry in self.target_parameters)
+
+    def _key_of(self, module: str) -> str:
+        """What patterns are matched with: the parameter, where that is what was asked for."""
+        weight = module + ".weight"
+        return weight if self.selects_parameter(weight) else module
+
+    def saves(self, module: str) -> bool:
+        """Whether the whole module was trained."""
+        return module.endswith(self.modules_to_save)
+
+    def token_ids(self, module: str) -> tuple[int, ...] | None:
+        """The tokens whose rows of the module were trained."""
+        found = [ids for ending, ids in self.token_indices.items() if module.endswith(ending)]
+        if len(found) > 1:
+            refuse("trainable_token_indices", f"names {module} more than once")
+        return found[0] if found else None
+
+    def check_saved(self, saved: list[str], known: list[str]) -> None:
+        """Raises AdapterInvalid unless `saved` holds all that `modules_to_save` asks for and
+        `trainable_token_indices` names modules among those of the base, `known`."""
+        for ending in self.modules_to_save:
+            modules = [module for module in known if module.endswith(ending)]
+            if not modules:
+                refuse("modules_to_save", f"the base model has no module {show(ending)}")
+            for module in modules:
+                if module not in saved:
+                    refuse("modules_to_save", f"the file holds no weight of {module}")
+        for ending in self.token_indices:
+            if not any(module.endswith(ending) for module in ("model.embed_tokens", "lm_head")):
+                refuse("trainable_token_indices", f"{show(ending)} is no embedding of the base")
+
     def check_modules(self, modules: list[str]) -> None:
-        """Raises AdapterInvalid unless the config selects exactly the kinds of `modules`."""
+        """Raises AdapterInvalid unless the config selects exactly the kinds of `modules`, among
+        which parameters may be."""
+        keys = {module: self._key_of(module) for module in modules}
+        for entry in self.target_parameters:
+            if not any(_ends_with(key, entry) for key in keys.values()):
+                refuse("target_parameters", f"no tensor of the file is for {show(entry)}")
+        modules = [module for module, key in keys.items() if not self.selects_parameter(key)]
         for module in modules:
             self._check_module(module)
         if isinstance(self.target_modules, tuple):
@@ -127,9 +200,11 @@ class PeftConfig:
 def parse_config(text: bytes, max_rank: int) -> PeftConfig:
     """The config in the bytes of adapter_config.json. Raises AdapterInvalid, naming the field."""
     fields = _load_object(text)
-    _check_kind(fields)
-    _check_refused(fields)
-    _check_init(fields.get("init_lora_weights"))
+    kind = _check_kind(fields)
+    _check_refused(fields, kind)
+    if fields["peft_type"] != "LORA":
+        return _other_kind(fields, kind, max_rank)
+    residual_init = _residual_init(fields.get("init_lora_weights"))
 
     def rank(value: object, param: str) -> int:
         return _rank(value, param, max_rank)
@@ -143,6 +218,108 @@ def parse_config(text: bytes, max_rank: int) -> PeftConfig:
         target_modules=_modules(fields, "target_modules"),
         exclude_modules=_modules(fields, "exclude_modules"),
         layers_to_transform=_layers(fields),
+        residual_init=residual_init,
+        target_parameters=_names(fields.get("target_parameters"), "target_parameters"),
+        invocation=_invocation(fields),
+        **_beside(fields),
+    )
+
+
+def _invocation(fields: dict[str, object]) -> tuple[int, ...]:
+    param = "alora_invocation_tokens"
+    value = fields.get(param)
+    if _is_off(value):
+        return ()
+    if not isinstance(value, list) or any(type(i) is not int or i < 0 for i in value):
+        refuse(param, f"must be token ids, got {show(value)}")
+    if len(value) > MAX_INVOCATION:
+        refuse(param, f"more than {MAX_INVOCATION} token ids")
+    # Before the invocation keys and values must be the base's, so all of the adapter must be off
+    # there. PEFT has these on at all positions, or can't join them with it.
+    for other in ("use_dora", "modules_to_save", "trainable_token_indices", "target_parameters"):
+        if not _is_off(fields.get(other)):
+            refuse(other, f"can't be joined with {param}")
+    if fields.get("bias") not in (None, "", "none"):
+        refuse("bias", f"trained biases can't be joined with {param}")
+    return tuple(value)
+
+
+class _Beside(TypedDict):
+    """Fields of `PeftConfig` for what an adapter holds beside A and B."""
+
+    use_dora: bool
+    lora_bias: bool
+    bias: str
+    modules_to_save: tuple[str, ...]
+    token_indices: dict[str, tuple[int, ...]]
+    ensure_weight_tying: bool
+
+
+def _beside(fields: dict[str, object]) -> _Beside:
+    bias = fields.get("bias") or "none"
+    if not isinstance(bias, str) or bias not in ("none", "lora_only", "all"):
+        refuse("bias", f"must be none, lora_only or all, got {show(bias)}")
+    beside = _Beside(
+        use_dora=_flag(fields, "use_dora"),
+        lora_bias=_flag(fields, "lora_bias"),
+        bias=bias,
+        modules_to_save=_names(fields.get("modules_to_save"), "modules_to_save"),
+        token_indices=_token_indices(fields.get("trainable_token_indices")),
+        ensure_weight_tying=_flag(fields, "ensure_weight_tying"),
+    )
+    if beside["use_dora"] and beside["lora_bias"]:
+        refuse("lora_bias", "PEFT can't join it with use_dora")
+    return beside
+
+
+def _names(value: object, param: str) -> tuple[str, ...]:
+    if _is_off(value):
+        return ()
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        refuse(param, f"must be a list of names, got {show(value)}")
+    if len(value) > MAX_ENTRIES:
+        refuse(param, f"more than {MAX_ENTRIES} entries")
+    return tuple(value)
+
+
+def _token_indices(value: object) -> dict[str, tuple[int, ...]]:
+    """By the ending of a module's name; a list is for the embedding."""
+    param = "trainable_token_indices"
+    by_module = value if isinstance(value, dict) else {"embed_tokens": value}
+    if len(by_module) > MAX_ENTRIES:
+        refuse(param, f"more than {MAX_ENTRIES} keys")
+    found: dict[str, tuple[int, ...]] = {}
+    for ending, ids in by_module.items():
+        if _is_off(ids):
+            continue
+        if not isinstance(ids, list) or any(type(i) is not int or i < 0 for i in ids):
+            refuse(param, f"must be token ids, got {show(ids)}")
+        if len(set(ids)) < len(ids):
+            refuse(param, "names a token twice")
+        found[ending] = tuple(ids)
+    return found
+
+
+def _other_kind(fields: dict[str, object], kind: Kind, max_rank: int) -> PeftConfig:
+    if fields.get("bias") not in (None, "none"):
+        refuse("bias", f"trained biases are served for plain LoRA only, got {show(fields['bias'])}")
+    patterns = "alpha_pattern" in kind.read
+
+    def rank(value: object, param: str) -> int:
+        # LoKr's may be huge to ask for full matrices; what counts is the rank of the result.
+        return _rank(value, param, max_rank if kind.rank_is_images else MAX_FIELD_RANK)
+
+    return PeftConfig(
+        r=rank(fields.get(*kind.rank), kind.rank[0]),
+        alpha=_number(fields.get(*kind.alpha), kind.alpha[0]),
+        use_rslora=False,
+        rank_pattern=_patterns(fields, "rank_pattern", rank) if patterns else (),
+        alpha_pattern=_patterns(fields, "alpha_pattern", _number) if patterns else (),
+        target_modules=_modules(fields, "target_modules"),
+        exclude_modules=_modules(fields, "exclude_modules"),
+        layers_to_transform=_layers(fields),
+        kind=str(fields["peft_type"]),
+        options=fields,
     )
 
 
@@ -162,38 +339,40 @@ def _is_off(value: object) -> bool:
     return value is None or value is False or (value in ("", [], {}))
 
 
-def _check_kind(fields: dict[str, object]) -> None:
-    if fields.get("peft_type") != "LORA":
-        refuse("peft_type", f"only LORA is served, got {show(fields.get('peft_type'))}")
+def _check_kind(fields: dict[str, object]) -> Kind:
+    name = fields.get("peft_type")
+    kind = ({"LORA": _LORA} | KINDS).get(name) if isinstance(name, str) else None
+    if kind is None:
+        refuse("peft_type", f"only LORA, {', '.join(KINDS)} are served, got {show(name)}")
     if fields.get("task_type") not in (None, "CAUSAL_LM"):
         refuse("task_type", f"only CAUSAL_LM is served, got {show(fields['task_type'])}")
-    if fields.get("bias") not in (None, "none"):
-        refuse("bias", f"trained biases are not served, got {show(fields['bias'])}")
+    return kind
 
 
-def _check_refused(fields: dict[str, object]) -> None:
-    for field, value in fields.items():
-        if _is_off(value) or field in _HARMLESS:
+def _check_refused(fields: dict[str, object], kind: Kind) -> None:
+    for name, value in fields.items():
+        if _is_off(value) or name in kind.harmless:
             continue
-        if field in _REFUSED:
-            refuse(field, _REFUSED[field])
-        if field not in _READ:
-            refuse(field, f"an unknown field with the value {show(value)}")
+        if name in kind.refused:
+            refuse(name, kind.refused[name])
+        if name not in kind.read:
+            refuse(name, f"an unknown field with the value {show(value)}")
 
 
-def _check_init(value: object) -> None:
+def _residual_init(value: object) -> str:
+    """The initialisation, if it is one whose adapters need the base that it left."""
     if value is None or isinstance(value, bool):
-        return
+        return ""
     if not isinstance(value, str):
         refuse("init_lora_weights", f"expected a name or a boolean, got {show(value)}")
-    if value.lower().startswith(_BASE_CHANGING_INITS):
-        refuse(
-            "init_lora_weights",
-            f"{show(value)} changes the base model; save the adapter with PEFT's"
-            " path_initial_model_for_weight_conversion, which makes it a plain LoRA",
-        )
-    if value.lower() not in _PLAIN_INITS:
+    init = value.lower()
+    if init in _BASE_CHANGING_INITS:
+        refuse("init_lora_weights", f"{show(value)} {_BASE_CHANGING_INITS[init]}")
+    if init in _RESIDUAL_INITS or init.startswith("pissa_niter_"):
+        return init
+    if init not in _PLAIN_INITS:
         refuse("init_lora_weights", f"unknown initialisation {show(value)}")
+    return ""
 
 
 def _rank(value: object, param: str, max_rank: int) -> int:
@@ -218,9 +397,11 @@ def _number(value: object, param: str) -> float:
 
 def _flag(fields: dict[str, object], param: str) -> bool:
     value = fields.get(param)
-    if not (value is None or isinstance(value, bool)):
+    if _is_off(value):
+        return False
+    if not isinstance(value, bool):
         refuse(param, f"must be true or false, got {show(value)}")
-    return bool(value)
+    return value
 
 
 def _pattern(source: str, work: Work) -> Pattern:

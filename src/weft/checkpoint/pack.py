@@ -1,16 +1,32 @@
-"""From an adapter's tensors to its image: names to targets, shapes, ranks, scale.
+"""From an adapter's parts to its image: ranks, scales, what differs from the base.
 
 The layout of an image is stated in `weft.core.targets`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from weft.checkpoint.config import PeftConfig, parse_config
+from weft.checkpoint.base import (
+    BaseWeights,
+    Replaced,
+    affine,
+    check_finite,
+    is_finite,
+    replaced_norm,
+    replaced_rows,
+)
+from weft.checkpoint.config import parse_config
+from weft.checkpoint.convert import (
+    CONVERSION_TOLERANCE,
+    Limits,
+    convert_parts,
+)
+from weft.checkpoint.memory import allocate
+from weft.checkpoint.parts import AdapterParts, Named, Rows, TargetParts, sort_parts
 from weft.checkpoint.read import (
     MAX_HEADER_BYTES,
     WEIGHTS_FILE,
@@ -19,17 +35,22 @@ from weft.checkpoint.read import (
     read_files,
 )
 from weft.checkpoint.refuse import refuse, show
+from weft.checkpoint.residual import check_residual
 from weft.core.errors import AdapterUnavailable
-from weft.core.targets import ImageLayout, Target, TargetTable, layout_of
-
-PREFIX = "base_model.model."
+from weft.core.targets import (
+    Extras,
+    ImageLayout,
+    Kind,
+    Target,
+    TargetTable,
+    aligned,
+    layout_of,
+    vocabulary,
+)
 
 _BLOCK = 1 << 14
 """Elements copied at a time: few enough to stay in the cache, and for torch not to wake a pool
 of threads, which would take the cores from a step that runs meanwhile."""
-_LINEAR_PARTS = {".lora_A.weight": "A", ".lora_B.weight": "B"}
-_EMBEDDING_PARTS = {".lora_embedding_A": "A", ".lora_embedding_B": "B"}
-_WHOLE = (".base_layer.weight", "embed_tokens.weight", "lm_head.weight")
 
 
 @dataclass(frozen=True)
@@ -40,25 +61,48 @@ class AdapterImage:
     """Of its two files, see `weft.checkpoint.read.AdapterFiles.digest`."""
     layout: ImageLayout
     data: torch.Tensor
-    """(layout.num_elements,), the serving dtype, CPU; the gaps between matrices are zero."""
+    """(layout.num_elements,), the serving dtype, CPU; the gaps between parts are zero."""
     targets: tuple[str, ...]
-    """Names of the adapted projections without the layer, in table order."""
+    """Names of the adapted modules without the layer, in table order, norms last."""
+    provisional: bool = False
+    """Packed without the base's weights, on which some of it depends: to be looked at, with sizes
+    that are upper bounds, but not to be served."""
+    conversion_error: float = 0.0
+    """Of an adapter of another kind than LoRA: see `Conversion`."""
+    conversion_worst: str = ""
+    invocation: tuple[int, ...] = ()
+    """Of an activated LoRA: the token ids that it is active from."""
 
     @property
     def num_bytes(self) -> int:
         return self.data.numel() * self.data.element_size()
 
 
-@dataclass(frozen=True)
-class _Pair:
-    """The matrices of one target: A (r, in), B (out, r), and their names in the file."""
+@dataclass(slots=True)
+class _Beside:
+    """What an image holds beside A and B; vectors float32, the rest in the serving dtype."""
 
-    target: Target
-    a_name: str
-    a: torch.Tensor
-    b_name: str
-    b: torch.Tensor
-    scale: float
+    scale: dict[int, torch.Tensor]
+    """By slice."""
+    shift: dict[int, torch.Tensor]
+    norms: dict[int, torch.Tensor]
+    """By their index in the table."""
+    embedding: Replaced | None = None
+    head: Replaced | None = None
+
+    @property
+    def shared(self) -> bool:
+        return self.embedding is not None and self.head is self.embedding
+
+    def extras(self) -> Extras:
+        return Extras(
+            frozenset(self.scale),
+            frozenset(self.shift),
+            frozenset(self.norms),
+            0 if self.embedding is None else len(self.embedding.rows),
+            0 if self.head is None else len(self.head.rows),
+            self.shared,
+        )
 
 
 def load_image(
@@ -67,142 +111,171 @@ def load_image(
     dtype: torch.dtype,
     max_rank: int,
     expect_digest: str | None = None,
+    base: BaseWeights | None = None,
+    conversion_tolerance: float = CONVERSION_TOLERANCE,
 ) -> AdapterImage:
     """Read, validate and pack the PEFT adapter in the folder `path` for the base in `table`.
 
-    Raises AdapterNotFound (folder or file missing), AdapterInvalid (not served; `param` names
-    the field, tensor or file), AdapterUnavailable (the digest is not `expect_digest`).
+    `base`: see `pack_image`. Raises AdapterNotFound (folder or file missing), AdapterInvalid (not
+    served; `param` names the field, tensor or file), AdapterUnavailable (the digest is not
+    `expect_digest`).
+    """
+    files = read_adapter(path, table, max_rank, expect_digest)
+    return pack_image(files, table, dtype, max_rank, base, conversion_tolerance)
+
+
+def read_adapter(
+    path: Path, table: TargetTable, max_rank: int, expect_digest: str | None = None
+) -> AdapterFiles:
+    """The first part of `load_image`: the content of the folder `path`, which the rest is made of.
+
+    Raises AdapterNotFound, AdapterUnavailable, and AdapterInvalid for files that are too large.
     """
     files = read_files(path, _max_weight_bytes(table, max_rank))
     if expect_digest is not None and files.digest != expect_digest:
         message = f"the adapter in {show(str(path))} changed on disk since it was loaded"
         raise AdapterUnavailable(message, "lora_path")
-    return pack_image(files, table, dtype, max_rank)
+    return files
 
 
 def pack_image(
-    files: AdapterFiles, table: TargetTable, dtype: torch.dtype, max_rank: int
+    files: AdapterFiles,
+    table: TargetTable,
+    dtype: torch.dtype,
+    max_rank: int,
+    base: BaseWeights | None = None,
+    conversion_tolerance: float = CONVERSION_TOLERANCE,
 ) -> AdapterImage:
-    """The image of an adapter from the content of its files. Raises AdapterInvalid."""
+    """The image of an adapter from the content of its files.
+
+    `conversion_tolerance`: the largest error, see `Conversion`, of what is no LoRA. Without
+    `base`, the verdict is for a base of these shapes, and the image may be provisional. Raises
+    AdapterInvalid.
+    """
     config = parse_config(files.config, max_rank)
-    pairs = _pair_up(parse_tensors(files.weights), table, config)
-    config.check_modules([pair.target.name for pair in pairs])
-    ranks = [0] * len(table.targets)
-    for pair in pairs:
-        ranks[pair.target.slice] = pair.a.shape[0]
-    layout = layout_of(table, tuple(ranks))
-    data = _pack(pairs, table, layout, dtype)
-    targets = tuple(dict.fromkeys(pair.target.suffix for pair in pairs))
-    return AdapterImage(files.digest, layout, data, targets)
-
-
-def _max_weight_bytes(table: TargetTable, max_rank: int) -> int:
-    """An upper bound for the file of any adapter of at most `max_rank`, in float32."""
-    features = sum(target.in_features + target.out_features for target in table.targets)
-    return 4 * max_rank * features + 2 * MAX_HEADER_BYTES
-
-
-def _pair_up(
-    tensors: dict[str, torch.Tensor], table: TargetTable, config: PeftConfig
-) -> list[_Pair]:
-    """A and B of every adapted target, in table order, checked."""
-    parts: dict[str, dict[str, str]] = {}
-    for tensor in tensors:
-        target, part = _locate(tensor, table)
-        parts.setdefault(target.name, {})[part] = tensor
-    if not parts:
-        refuse(WEIGHTS_FILE, "holds no tensors")
-    adapted = [target for target in table.targets if target.name in parts]
-    return [_pair(target, parts[target.name], tensors, config) for target in adapted]
-
-
-def _locate(tensor: str, table: TargetTable) -> tuple[Target, str]:
-    """The target that a tensor of the file is for, and whether it is its A or its B."""
-    if not tensor.startswith(PREFIX):
-        refuse(tensor, f"not a tensor of a PEFT LoRA, whose names start with {PREFIX}")
-    name = tensor.removeprefix(PREFIX)
-    for suffix, part in (_LINEAR_PARTS | _EMBEDDING_PARTS).items():
-        if name.endswith(suffix):
-            target = _known(tensor, name.removesuffix(suffix), table)
-            if (suffix in _EMBEDDING_PARTS) != (target.kind == "embedding"):
-                refuse(tensor, f"{target.name} is a {target.kind} in the base model")
-            return target, part
-    why = "only lora_A and lora_B matrices are served"
-    if name.endswith(_WHOLE):
-        why += "; save the adapter with save_embedding_layers=False to leave whole weights out"
-    return refuse(tensor, why)
-
-
-def _known(tensor: str, name: str, table: TargetTable) -> Target:
-    target = table.by_name.get(name)
-    if target is None:
-        refuse(tensor, f"no such projection in the base model{_hint(name, table)}")
-    return target
-
-
-def _hint(name: str, table: TargetTable) -> str:
-    """What the base has instead: fewer layers, or other projections."""
-    num_layers = 1 + max((_layer(target.name) for target in table.targets), default=-1)
-    if _layer(name) >= num_layers:
-        return f", which has {num_layers} layers"
-    return f", which has {', '.join(dict.fromkeys(target.suffix for target in table.targets))}"
-
-
-def _layer(name: str) -> int:
-    """The first number that is a part of the name; -1 when there is none."""
-    parts = (part for part in name.split(".") if part.isdecimal() and len(part) < 10)
-    return next((int(part) for part in parts), -1)
-
-
-def _pair(
-    target: Target, parts: dict[str, str], tensors: dict[str, torch.Tensor], config: PeftConfig
-) -> _Pair:
-    for present, missing in (("A", "B"), ("B", "A")):
-        if missing not in parts:
-            refuse(parts[present], f"its counterpart, the {missing} matrix, is missing")
-    rank = config.rank_of(target.name)
-    _check_shape(parts["A"], tensors[parts["A"]], (rank, target.in_features))
-    _check_shape(parts["B"], tensors[parts["B"]], (target.out_features, rank))
-    return _Pair(
-        target,
-        parts["A"],
-        tensors[parts["A"]],
-        parts["B"],
-        tensors[parts["B"]],
-        config.scale_of(target.name, rank),
+    tensors = parse_tensors(files.weights)
+    if config.kind == "LORA":
+        parts = sort_parts(tensors, table, config)
+        if config.residual_init and base is not None:
+            check_residual(config.residual_init, parts, base)
+        image = pack_parts(files.digest, parts, table, dtype, base)
+        provisional = image.provisional or (bool(config.residual_init) and base is None)
+        if config.invocation:
+            _check_activated(config.invocation, parts, image, table)
+        return replace(image, provisional=provisional, invocation=config.invocation)
+    limits = Limits(max_rank, conversion_tolerance)
+    parts, conversion = convert_parts(tensors, table, config, limits)
+    image = pack_parts(files.digest, parts, table, dtype, base)
+    return replace(
+        image, conversion_error=conversion.error, conversion_worst=conversion.worst
     )
 
 
-def _check_shape(name: str, tensor: torch.Tensor, expected: tuple[int, int]) -> None:
-    if tuple(tensor.shape) != expected:
-        refuse(
-            name,
-            f"has the shape {tuple(tensor.shape)}; the base model and the ranks in the config"
-            f" make it {expected}",
-        )
+def _check_activated(
+    invocation: tuple[int, ...], parts: AdapterParts, image: AdapterImage, table: TargetTable
+) -> None:
+    """PEFT adapts linear layers alone this way; what else an adapter holds is on at all positions."""
+    vocab, _ = vocabulary(table, "embedding")
+    beyond = [i for i in invocation if i >= vocab]
+    if beyond:
+        message = f"token {beyond[0]} is beyond the base model's vocabulary of {vocab}"
+        refuse("alora_invocation_tokens", message)
+    for each in parts.targets:
+        if each.a is not None and each.target.kind not in ("linear", "head"):
+            refuse(each.a.name, f"no {each.target.kind} can be adapted by an activated LoRA")
+    layout = image.layout
+    if not image.provisional and (
+        layout.norm_offset or layout.embedding_rows or layout.head_rows
+    ):
+        message = "the file holds weights that differ from the base's, which can't be activated"
+        refuse("alora_invocation_tokens", message)
 
 
-def _pack(
-    pairs: list[_Pair], table: TargetTable, layout: ImageLayout, dtype: torch.dtype
-) -> torch.Tensor:
-    """The flat buffer (layout.num_elements,). Scaling is done in float32, then cast to `dtype`."""
-    data = torch.zeros(layout.num_elements, dtype=dtype)
+def pack_parts(
+    digest: str,
+    parts: AdapterParts,
+    table: TargetTable,
+    dtype: torch.dtype,
+    base: BaseWeights | None,
+) -> AdapterImage:
+    """The image of an adapter that was sorted. Raises AdapterInvalid."""
+    ranks = [0] * len(table.targets)
+    for each in parts.targets:
+        ranks[each.target.slice] = each.rank
+    beside = _beside(parts, table, dtype, base)
+    plain = layout_of(table, tuple(ranks))
+    extras = beside.extras()
+    layout = plain if extras == Extras() else layout_of(table, plain.rank, extras, dtype.itemsize)
+    data = allocate(layout.num_elements, dtype).zero_()
+    changes = _fill_pairs(data, parts.targets, table, layout)
+    _check_finite(data[: plain.num_elements], parts.targets, table, layout)
+    _fill_beside(data, beside, layout)
+    if not (changes or layout.has_extras or (base is None and parts.needs_base)):
+        refuse(WEIGHTS_FILE, f"the adapter would change nothing: {_nothing(parts)}")
+    return AdapterImage(
+        digest, layout, data, _names(parts), provisional=base is None and parts.needs_base
+    )
+
+
+def _nothing(parts: AdapterParts) -> str:
+    if parts.needs_base:
+        return "all that it holds is as in the base model"
+    return "A or B is zero in every target"
+
+
+def _names(parts: AdapterParts) -> tuple[str, ...]:
+    names = [each.target.suffix for each in parts.targets]
+    if parts.embedding is not None:
+        names.insert(0, "embed_tokens")
+    if parts.head is not None:
+        names.append("lm_head")
+    names += [norm.name.rpartition(".")[2] for norm, _ in parts.norms]
+    return tuple(dict.fromkeys(names))
+
+
+def _max_weight_bytes(table: TargetTable, max_rank: int) -> int:
+    """An upper bound for the file of any adapter of at most `max_rank`, in float32: with some
+    vectors for each target and norm, and with the whole weights of embedding and head."""
+    targets = table.targets
+    features = sum((t.in_features + t.out_features) * table.copies(t.kind) for t in targets)
+    whole = [t.in_features * t.out_features for t in targets if t.kind in ("embedding", "head")]
+    vectors = 4 * features + sum(norm.size for norm in table.norms)
+    return 4 * (max_rank * features + 2 * sum(whole) + vectors) + 2 * MAX_HEADER_BYTES
+
+
+# -- A and B ---------------------------------------------------------------------------------------
+
+
+def _fill_pairs(
+    data: torch.Tensor, targets: list[TargetParts], table: TargetTable, layout: ImageLayout
+) -> bool:
+    """Copy A and B, the scaling done in float32. Whether they change anything."""
     changes = False
-    for pair in pairs:
-        a, b = _views(data, pair.target, table, layout)
-        if pair.target.kind == "embedding":
-            _fill(a.t(), pair.a.t(), 1.0)
-        else:
-            _fill(a, pair.a, 1.0)
-        _fill(b, pair.b, pair.scale)
-        changes = changes or bool(a.any() and b.any())
-    _check_finite(data, pairs, table, layout)
-    if not changes:
-        refuse(WEIGHTS_FILE, "the adapter would change nothing: A or B is zero in every target")
-    return data
+    for parts in targets:
+        if parts.a is None or parts.b is None:
+            continue
+        for expert in range(table.copies(parts.target.kind)):
+            a, b = pair_views(data, parts.target, table, layout, expert)
+            a_source, b_source = _of_expert(parts, expert)
+            if parts.target.kind == "embedding":
+                fill(a.t(), a_source.tensor.t(), 1.0)
+            else:
+                fill(a, a_source.tensor, 1.0)
+            fill(b, b_source.tensor, parts.scaling)
+            changes = changes or bool(a.any() and b.any())
+    return changes
 
 
-def _fill(dest: torch.Tensor, source: torch.Tensor, scale: float) -> None:
+def _of_expert(parts: TargetParts, expert: int) -> tuple[Named, Named]:
+    """A (r, in) and B (out, r), which only experts have several of."""
+    assert parts.a is not None and parts.b is not None
+    if parts.target.kind != "experts":
+        return parts.a, parts.b
+    (a_name, a), (b_name, b) = parts.a, parts.b
+    return Named(a_name, a[expert]), Named(b_name, b[expert])
+
+
+def fill(dest: torch.Tensor, source: torch.Tensor, scale: float) -> None:
     """dest = scale * source, both (rows, columns), in blocks of rows."""
     step = max(1, _BLOCK // dest.shape[1])
     for start in range(0, dest.shape[0], step):
@@ -210,42 +283,114 @@ def _fill(dest: torch.Tensor, source: torch.Tensor, scale: float) -> None:
         dest[start : start + step].copy_(block if scale == 1.0 else block.float() * scale)
 
 
-def _views(
-    data: torch.Tensor, target: Target, table: TargetTable, layout: ImageLayout
+def pair_views(
+    data: torch.Tensor, target: Target, table: TargetTable, layout: ImageLayout, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (r, in) and B (out, r) of one target as views of the image."""
+    """A (r, in) and B (out, r) of one target as views of the image; `expert` is 0 where there are
+    none."""
     group = table.groups[target.group]
     rank = layout.rank[target.slice]
     total = sum(layout.rank[s.slice] for s in group.slices)
     row = sum(layout.rank[s.slice] for s in group.slices if s.slice < target.slice)
-    start = layout.a_offset[target.group]
+    start = layout.a_offset[target.group] + expert * aligned(total * group.in_features)
     stacked = data[start : start + total * group.in_features]
     if group.kind == "embedding":
         a = stacked.view(group.in_features, total)[:, row : row + rank].t()
     else:
         a = stacked.view(total, group.in_features)[row : row + rank]
-    start = layout.b_offset[target.slice]
+    start = layout.b_offset[target.slice] + expert * aligned(target.out_features * rank)
     b = data[start : start + target.out_features * rank].view(target.out_features, rank)
     return a, b
 
 
 def _check_finite(
-    data: torch.Tensor, pairs: list[_Pair], table: TargetTable, layout: ImageLayout
+    data: torch.Tensor, targets: list[TargetParts], table: TargetTable, layout: ImageLayout
 ) -> None:
-    if _is_finite(data):
+    """Of A and B, both as they are in the file and in the serving dtype."""
+    if not len(data) or is_finite(data):
         return
-    for pair in pairs:
-        views = _views(data, pair.target, table, layout)
-        for name, original, packed in zip(
-            (pair.a_name, pair.b_name), (pair.a, pair.b), views, strict=True
-        ):
-            if not _is_finite(original):
-                refuse(name, "holds NaN or infinite values")
-            if not _is_finite(packed):
-                refuse(name, f"holds values too large for {str(data.dtype).removeprefix('torch.')}")
+    for parts in targets:
+        if parts.a is None or parts.b is None:
+            continue
+        for expert in range(table.copies(parts.target.kind)):
+            views = pair_views(data, parts.target, table, layout, expert)
+            for named, packed in zip(_of_expert(parts, expert), views, strict=True):
+                check_finite(named, packed)
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    """In one pass and without a temporary: NaN and infinity both show in the extremes."""
-    low, high = torch.aminmax(tensor)
-    return bool(torch.isfinite(low) and torch.isfinite(high))
+# -- what comes beside them ------------------------------------------------------------------------
+
+
+def _beside(
+    parts: AdapterParts, table: TargetTable, dtype: torch.dtype, base: BaseWeights | None
+) -> _Beside:
+    beside = _Beside({}, {}, {})
+    beside.embedding = _replaced(parts.embedding, "embedding", table, dtype, base)
+    beside.head = beside.embedding
+    if not _same(parts.embedding, parts.head):
+        beside.head = _replaced(parts.head, "head", table, dtype, base)
+    for each in parts.targets:
+        if each.is_affine:
+            whole = {"embedding": beside.embedding, "head": beside.head}.get(each.target.kind)
+            scale, shift = affine(each, base, whole)
+            if scale is not None:
+                beside.scale[each.target.slice] = scale
+            if shift is not None:
+                beside.shift[each.target.slice] = shift
+    for norm, named in parts.norms:
+        weight = replaced_norm(norm, named, dtype, base)
+        if weight is not None:
+            beside.norms[norm.index] = weight
+    return beside
+
+
+def _replaced(
+    rows: Rows | None,
+    kind: Kind,
+    table: TargetTable,
+    dtype: torch.dtype,
+    base: BaseWeights | None,
+) -> Replaced | None:
+    if rows is None:
+        return None
+    target = next(target for target in table.targets if target.kind == kind)
+    return replaced_rows(rows, target, dtype, base)
+
+
+def _same(one: Rows | None, other: Rows | None) -> bool:
+    """Whether one copy of the rows serves both."""
+    if one is None or other is None:
+        return one is other
+    pairs = ((one.whole, other.whole), (one.some, other.some))
+    return one.ids == other.ids and all(
+        a is b or (a is not None and b is not None and torch.equal(a.tensor, b.tensor))
+        for a, b in pairs
+    )
+
+
+def _fill_beside(data: torch.Tensor, beside: _Beside, layout: ImageLayout) -> None:
+    for vectors, offsets in (
+        (beside.scale, layout.scale_offset),
+        (beside.shift, layout.shift_offset),
+        (beside.norms, layout.norm_offset),
+    ):
+        for index, vector in vectors.items():
+            _put(data, offsets[index], vector)
+    _put_rows(data, beside.embedding, layout.embedding_rows)
+    if not beside.shared:
+        _put_rows(data, beside.head, layout.head_rows)
+
+
+def _put_rows(data: torch.Tensor, replaced: Replaced | None, at: tuple[int, ...]) -> None:
+    if replaced is None:
+        return
+    start, ids, _ = at
+    _put(data, start, replaced.rows)
+    if ids >= 0:
+        _put(data, ids, replaced.ids)
+
+
+def _put(data: torch.Tensor, start: int, values: torch.Tensor) -> None:
+    """The values with their own bits, whatever their dtype."""
+    size = values.numel() * values.element_size() // data.element_size()
+    data[start : start + size].view(values.dtype).copy_(values.flatten())

@@ -7,23 +7,31 @@ that of the content served even when somebody writes to the folder meanwhile.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import math
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
 import torch
-from safetensors import SafetensorError, deserialize
 
 from weft.checkpoint.config import CONFIG_FILE
+from weft.checkpoint.memory import allocate
 from weft.checkpoint.refuse import refuse, show, shown_name
 from weft.core.errors import AdapterNotFound
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
+MAX_DIMENSIONS = 8
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """What weights may be stored in, by safetensors' names."""
+
+Bytes = npt.NDArray[np.uint8]
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
@@ -33,7 +41,7 @@ class AdapterFiles:
     """The content of an adapter's folder."""
 
     config: bytes
-    weights: bytes
+    weights: bytes | memoryview
 
     @cached_property
     def digest(self) -> str:
@@ -50,23 +58,35 @@ def read_files(folder: Path, max_weight_bytes: int) -> AdapterFiles:
     """Raises AdapterNotFound (no folder, a file missing) and AdapterInvalid (pickle, too large)."""
     if not _is(folder, directory=True):
         raise AdapterNotFound(f"{show(str(folder))} is not a folder", "lora_path")
-    config = _read(folder, CONFIG_FILE, MAX_CONFIG_BYTES)
+    config = bytes(_read(folder, CONFIG_FILE, MAX_CONFIG_BYTES))
     if not _is(folder / WEIGHTS_FILE, directory=False):
         _refuse_pickle(folder)
     return AdapterFiles(config, _read(folder, WEIGHTS_FILE, max_weight_bytes))
 
 
-def parse_tensors(weights: bytes) -> dict[str, torch.Tensor]:
+def parse_tensors(weights: bytes | memoryview) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file by name, CPU, in the file's dtypes.
 
+    They are views of `weights`, or of one copy where those can't be written to: other threads run
+    while a large copy is made, which is not so while libraries make many small ones.
     Raises AdapterInvalid for a malformed file or a dtype other than float32, float16, bfloat16.
     """
-    _check_header(weights)
-    try:
-        found = deserialize(weights)  # type: ignore[no-untyped-call]
-    except (SafetensorError, ValueError, OverflowError) as error:
-        refuse(WEIGHTS_FILE, f"malformed: {shown_name(str(error))}")
-    return {name: _tensor(name, spec) for name, spec in found}
+    header = _parse_header(weights)
+    data = np.frombuffer(weights, np.uint8, offset=8 + int.from_bytes(weights[:8], "little"))
+    if not data.flags.writeable:
+        data = data.copy()
+    end = 0
+    tensors: dict[str, torch.Tensor] = {}
+    for name, spec in sorted(header.items(), key=_begin):
+        entry = _entry(name, spec)
+        if entry.begin != end or entry.end > len(data):
+            where = "overlap others, leave a hole or exceed the file"
+            refuse(WEIGHTS_FILE, f"malformed: the data of {shown_name(name)} {where}")
+        end = entry.end
+        tensors[name] = _tensor(data[entry.begin : end], entry)
+    if end != len(data):
+        refuse(WEIGHTS_FILE, "malformed: it is longer than its tensors")
+    return tensors
 
 
 def _is(path: Path, directory: bool) -> bool:
@@ -76,19 +96,31 @@ def _is(path: Path, directory: bool) -> bool:
         return False
 
 
-def _read(folder: Path, name: str, max_bytes: int) -> bytes:
+def _read(folder: Path, name: str, max_bytes: int) -> memoryview:
     path = folder / name
     if not _is(path, directory=False):
         raise AdapterNotFound(f"{show(str(folder))} has no file {name}", name)
     try:
-        with path.open("rb") as file:
-            content = file.read(max_bytes + 1)
+        with path.open("rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > max_bytes:
+                refuse(name, f"larger than any that is served here ({max_bytes} bytes)")
+            content = _read_all(file, size)
     except OSError as error:
         message = f"{show(str(path))} can't be read: {error.strerror}"
         raise AdapterNotFound(message, name) from None
-    if len(content) > max_bytes:
-        refuse(name, f"larger than any that is served here ({max_bytes} bytes)")
+    if len(content) > size:
+        refuse(name, "it grew while it was read")
     return content
+
+
+def _read_all(file: io.FileIO, size: int) -> memoryview:
+    """All of it, if it still has `size` bytes; one more if it has more."""
+    content = allocate(size + 1, torch.uint8).numpy().data
+    length = 0
+    while count := file.readinto(content[length:]):
+        length += count
+    return content[:length]
 
 
 def _refuse_pickle(folder: Path) -> None:
@@ -104,19 +136,23 @@ def _refuse_pickle(folder: Path) -> None:
         )
 
 
-def _check_header(weights: bytes) -> None:
-    """The header must lie inside the file and name no tensor twice."""
+def _parse_header(weights: bytes | memoryview) -> dict[str, object]:
+    """What the file says of each tensor. It must lie inside the file and name none twice."""
     length = int.from_bytes(weights[:8], "little")
     if len(weights) < 8 or length > len(weights) - 8:
         refuse(WEIGHTS_FILE, "malformed: it ends before its header does")
     if length > MAX_HEADER_BYTES:
         refuse(WEIGHTS_FILE, f"malformed: its header has {length} bytes")
     try:
-        json.loads(weights[8 : 8 + length], object_pairs_hook=_distinct)
+        header = json.loads(bytes(weights[8 : 8 + length]), object_pairs_hook=_distinct)
     except RecursionError:
         refuse(WEIGHTS_FILE, "malformed: its header is nested too deeply")
     except ValueError as error:
         refuse(WEIGHTS_FILE, f"malformed: its header is not JSON ({shown_name(str(error))})")
+    if not isinstance(header, dict):
+        refuse(WEIGHTS_FILE, "malformed: its header is not an object")
+    header.pop("__metadata__", None)
+    return header
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -126,12 +162,50 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _tensor(name: str, spec: dict[str, object]) -> torch.Tensor:
-    dtype = DTYPES.get(str(spec["dtype"]))
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where a tensor lies in the data, in bytes."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def _begin(item: tuple[str, object]) -> tuple[int, ...]:
+    """Where a tensor's data begin and end, for sorting; what is malformed comes first."""
+    spec = item[1]
+    offsets = spec.get("data_offsets") if isinstance(spec, dict) else None
+    return _sizes(offsets) or ()
+
+
+def _entry(name: str, spec: object) -> _Entry:
+    if not isinstance(spec, dict) or spec.keys() != {"dtype", "shape", "data_offsets"}:
+        refuse(name, "malformed: it needs dtype, shape and data_offsets")
+    dtype = DTYPES.get(spec["dtype"]) if isinstance(spec["dtype"], str) else None
     if dtype is None:
-        refuse(name, f"has the dtype {spec['dtype']}; only {', '.join(DTYPES)} are served")
-    shape, data = spec["shape"], spec["data"]
-    assert isinstance(shape, list) and isinstance(data, bytearray)
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(data, dtype=dtype).reshape(shape)
+        refuse(name, f"has the dtype {show(spec['dtype'])}; only {', '.join(DTYPES)} are served")
+    shape, offsets = _sizes(spec["shape"]), _sizes(spec["data_offsets"])
+    if shape is None or offsets is None or len(offsets) != 2 or len(shape) > MAX_DIMENSIONS:
+        refuse(name, "malformed: its shape or its place is not a list of sizes")
+    if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
+        refuse(name, f"malformed: its data do not have the size of the shape {show(shape)}")
+    return _Entry(dtype, shape, *offsets)
+
+
+def _sizes(value: object) -> tuple[int, ...] | None:
+    """None unless it is a list of integers that a size in memory can be."""
+    if not isinstance(value, list):
+        return None
+    if not all(type(size) is int and 0 <= size < 1 << 48 for size in value):
+        return None
+    return tuple(value)
+
+
+def _tensor(data: Bytes, entry: _Entry) -> torch.Tensor:
+    if not len(data):
+        return torch.empty(entry.shape, dtype=entry.dtype)
+    flat = torch.from_numpy(data)
+    if entry.begin % entry.dtype.itemsize:
+        flat = flat.clone()
+    return flat.view(entry.dtype).reshape(entry.shape)

@@ -19,9 +19,9 @@ def refuse(name: str, why: str) -> NoReturn:
 
 def shown_name(name: str) -> str:
     """`name` itself if it is short and printable ASCII, else escaped and shortened."""
-    if name.isascii() and name.isprintable() and len(name) <= _MAX_SHOWN:
+    if name and name.isascii() and name.isprintable() and len(name) <= _MAX_SHOWN:
         return name
-    return show(name).strip('"')
+    return show(name).strip('"') or '""'
 
 
 def show(value: object) -> str:

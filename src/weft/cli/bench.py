@@ -2,82 +2,39 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
 
+from weft.cli.bench_adapters import churn, cold, simulate
+from weft.cli.bench_options import (
+    WORKLOAD,
+    InputLen,
+    Model,
+    NoPlot,
+    OutputLen,
+    Plot,
+    Rank,
+    Record,
+    Seed,
+    Targets,
+    engine_options,
+    names,
+    reporting,
+)
 from weft.cli.ending import ending_in_one_line
-from weft.cli.options import MODEL, with_engine_options
-
-if TYPE_CHECKING:
-    from weft.bench.report import Report
-
-WORKLOAD, OUTPUT = "Workload", "Output"
 
 bench = typer.Typer(
-    help="Measure decode steps, throughput, or a running server.", no_args_is_help=True
+    help="Measure an engine or a running server, or simulate adapter memory.",
+    no_args_is_help=True,
 )
-
-_Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model",
-        metavar="BASE",
-        help="A folder, a name on the hub, or a known shape: tiny, llama-3.2-1b, llama-3-8b,"
-        " qwen3-8b. Default: llama-3-8b on a GPU, tiny on a CPU.",
-        rich_help_panel=MODEL,
-    ),
-]
-_Rank = Annotated[int, typer.Option(help="Rank of the adapters.", min=1, rich_help_panel=WORKLOAD)]
-_Targets = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME,...",
-        help="What the adapters adapt, such as q_proj,v_proj. Default: all linear layers.",
-        rich_help_panel=WORKLOAD,
-    ),
-]
-_Seed = Annotated[
-    int,
-    typer.Option(help="The same seed gives the same requests.", min=0, rich_help_panel=WORKLOAD),
-]
-_INPUT_LEN = (
-    "Tokens of prompts: N, uniform:LOW,HIGH or lognormal:MU,SIGMA,LOW,HIGH (of the natural"
-    " logarithm, clipped)."
-)
-_Plot = Annotated[
-    Path, typer.Option(metavar="FILE.png", help="Where the plot goes.", rich_help_panel=OUTPUT)
-]
-_NoPlot = Annotated[bool, typer.Option("--no-plot", help="Write no plot.", rich_help_panel=OUTPUT)]
-
-
-def _engine_options(*fixed: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """As `with_engine_options`, without the flags that the benchmark sets itself; weights are
-    random unless asked for."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        command = with_engine_options(command)
-        signature = inspect.signature(command)
-        kept = [
-            p.replace(default="dummy") if p.name == "load_format" else p
-            for p in signature.parameters.values()
-            if p.name not in fixed
-        ]
-        command.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
-        command.__annotations__ = {p.name: p.annotation for p in kept}
-        return command
-
-    return decorate
 
 
 @bench.command()
-@_engine_options("enable_prefix_caching", "max_loras", "max_num_batched_tokens", "max_num_seqs")
+@engine_options("enable_prefix_caching", "max_loras", "max_num_batched_tokens", "max_num_seqs")
 def decode(
-    model: _Model = None,
+    model: Model = None,
     batch: Annotated[
         str,
         typer.Option(metavar="N,...", help="Requests in the batch.", rich_help_panel=WORKLOAD),
@@ -92,14 +49,15 @@ def decode(
             rich_help_panel=WORKLOAD,
         ),
     ] = "none,identical,uniform,skewed,distinct",
-    rank: _Rank = 16,
-    targets: _Targets = None,
+    rank: Rank = 16,
+    targets: Targets = None,
     repeats: Annotated[
         int, typer.Option(help="Results are medians of so many.", min=1, rich_help_panel=WORKLOAD)
     ] = 3,
-    seed: _Seed = 0,
-    plot: _Plot = Path("weft-bench-decode.png"),
-    no_plot: _NoPlot = False,
+    seed: Seed = 0,
+    plot: Plot = Path("weft-bench-decode.png"),
+    no_plot: NoPlot = False,
+    record: Record = None,
     **options: object,
 ) -> None:
     """Time of a decode step, by batch size and by the adapters in the batch.
@@ -107,7 +65,7 @@ def decode(
     The difference of two runs, of 144 and of 16 output tokens, over 128. Prompts have 128 tokens.
     Adapters are random, and get the memory that all of them need.
     """
-    with _reporting(None if no_plot else plot) as done:
+    with reporting(None if no_plot else plot, record) as done:
         from weft.bench.decode import DecodePlan, run_decode
         from weft.bench.engine import AdapterShape
         from weft.bench.workload import PATTERNS, parse_counts, parse_names
@@ -118,13 +76,13 @@ def decode(
             repeats=repeats,
             seed=seed,
         )
-        done(run_decode(model, plan, AdapterShape(rank, _names(targets)), options))
+        done(run_decode(model, plan, AdapterShape(rank, names(targets)), options))
 
 
 @bench.command()
-@_engine_options("enable_prefix_caching")
+@engine_options("enable_prefix_caching")
 def throughput(
-    model: _Model = None,
+    model: Model = None,
     num_requests: Annotated[
         int, typer.Option(help="Submitted all at once.", min=1, rich_help_panel=WORKLOAD)
     ] = 512,
@@ -141,25 +99,21 @@ def throughput(
         int,
         typer.Option(help="For uniform and skewed.", min=1, rich_help_panel=WORKLOAD),
     ] = 64,
-    input_len: Annotated[
-        str, typer.Option(metavar="LENGTHS", help=_INPUT_LEN, rich_help_panel=WORKLOAD)
-    ] = "lognormal:5.2,0.8,16,1024",
-    output_len: Annotated[
-        str,
-        typer.Option(metavar="LENGTHS", help="Tokens of answers.", rich_help_panel=WORKLOAD),
-    ] = "lognormal:4.9,0.7,8,512",
-    rank: _Rank = 16,
-    targets: _Targets = None,
-    seed: _Seed = 0,
-    plot: _Plot = Path("weft-bench-throughput.png"),
-    no_plot: _NoPlot = False,
+    input_len: InputLen = "lognormal:5.2,0.8,16,1024",
+    output_len: OutputLen = "lognormal:4.9,0.7,8,512",
+    rank: Rank = 16,
+    targets: Targets = None,
+    seed: Seed = 0,
+    plot: Plot = Path("weft-bench-throughput.png"),
+    no_plot: NoPlot = False,
+    record: Record = None,
     **options: object,
 ) -> None:
     """Tokens and requests per second of an engine that always has enough to do.
 
     Adapters are random, and get the memory that all of them need unless --adapter-memory is given.
     """
-    with _reporting(None if no_plot else plot) as done:
+    with reporting(None if no_plot else plot, record) as done:
         from weft.bench.engine import AdapterShape
         from weft.bench.throughput import ThroughputPlan, run_throughput
         from weft.bench.workload import PATTERNS, Lengths, parse_names
@@ -172,7 +126,7 @@ def throughput(
             output_len=Lengths.parse(output_len, "output_len"),
             seed=seed,
         )
-        done(run_throughput(model, plan, AdapterShape(rank, _names(targets)), options))
+        done(run_throughput(model, plan, AdapterShape(rank, names(targets)), options))
 
 
 @bench.command()
@@ -217,13 +171,8 @@ def serve(
     num_requests: Annotated[
         int, typer.Option(min=1, help="All in all.", rich_help_panel=WORKLOAD)
     ] = 256,
-    input_len: Annotated[
-        str, typer.Option(metavar="LENGTHS", help=_INPUT_LEN, rich_help_panel=WORKLOAD)
-    ] = "128",
-    output_len: Annotated[
-        str,
-        typer.Option(metavar="LENGTHS", help="Tokens of answers.", rich_help_panel=WORKLOAD),
-    ] = "64",
+    input_len: InputLen = "128",
+    output_len: OutputLen = "64",
     ignore_eos: Annotated[
         bool,
         typer.Option(
@@ -232,7 +181,7 @@ def serve(
             rich_help_panel=WORKLOAD,
         ),
     ] = True,
-    seed: _Seed = 0,
+    seed: Seed = 0,
     timeout: Annotated[
         float,
         typer.Option(
@@ -246,14 +195,15 @@ def serve(
         str | None,
         typer.Option(metavar="KEY", help="Sent as the bearer token.", envvar="WEFT_API_KEY"),
     ] = None,
-    plot: _Plot = Path("weft-bench-serve.png"),
-    no_plot: _NoPlot = False,
+    plot: Plot = Path("weft-bench-serve.png"),
+    no_plot: NoPlot = False,
+    record: Record = None,
 ) -> None:
     """Latency and throughput of any OpenAI-compatible server, under a load of many adapters.
 
     Exit status 1 if any request failed.
     """
-    with _reporting(None if no_plot else plot) as done:
+    with reporting(None if no_plot else plot, record) as done:
         from weft.bench.report import need
         from weft.bench.workload import Arrival, Choice, Lengths
 
@@ -262,7 +212,7 @@ def serve(
 
         plan = LoadPlan(
             endpoint=endpoint,
-            models=_names(models) or (),
+            models=names(models) or (),
             choice=Choice.parse(choice),
             arrival=Arrival.parse(arrival),
             num_requests=num_requests,
@@ -275,23 +225,23 @@ def serve(
         done(run_serve(url, api_key, plan, include_base))
 
 
-@contextmanager
-def _reporting(plot: Path | None) -> Iterator[Callable[[Report], None]]:
-    """Checks before anything slow that the plot can be written; the call shows a report, and ends
-    the command with exit status 1 if it is not ok."""
+bench.command()(churn)
+bench.command()(cold)
+bench.command()(simulate)
+
+
+@bench.command("plot")
+def plot_history(
+    history: Annotated[
+        Path, typer.Option(metavar="FILE.jsonl", help="What --record has kept.")
+    ] = Path("benchmarks/history.jsonl"),
+    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the plots go.")] = Path(
+        "docs/images"
+    ),
+) -> None:
+    """Draw what the newest runs in a history show, beside other servers' figures."""
     with ending_in_one_line():
-        from weft.bench.report import check_plot, show
-        from weft.cli.env import collect
+        from weft.bench.history import draw_history
 
-        def done(report: Report) -> None:
-            sections = collect()
-            environment = {name: sections[name] for name in ("weft", "machine", "gpu")}
-            show(report, environment, plot)
-            raise typer.Exit(0 if report.ok else 1)
-
-        check_plot(plot)
-        yield done
-
-
-def _names(text: str | None) -> tuple[str, ...] | None:
-    return None if text is None else tuple(part.strip() for part in text.split(","))
+        for path in draw_history(history, to):
+            typer.echo(path)

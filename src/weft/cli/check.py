@@ -12,6 +12,7 @@ from safetensors import safe_open
 
 from weft.checkpoint import AdapterImage, load_image
 from weft.checkpoint.config import CONFIG_FILE, PeftConfig, parse_config
+from weft.checkpoint.kinds import KINDS
 from weft.checkpoint.read import MAX_CONFIG_BYTES, WEIGHTS_FILE
 from weft.checkpoint.refuse import show
 from weft.core.config import MAX_RANK
@@ -23,16 +24,21 @@ from weft.registry.hub import fetch_adapter, parse_hub_id
 
 _HELP = {
     "alora_invocation_tokens": "Train without it.",
-    "bias": 'Train with bias="none".',
-    "layers_to_transform": "The configuration and the tensors are not of one training.",
-    "lora_bias": "Train with lora_bias=False.",
-    "modules_to_save": "Train without it; put embed_tokens and lm_head into target_modules to"
-    " adapt them.",
     "peft_type": "Train a LoRA, or merge this adapter into a base of its own.",
-    "target_modules": "The configuration and the tensors are not of one training.",
     "task_type": "Train for CAUSAL_LM.",
-    "trainable_token_indices": "Put embed_tokens into target_modules instead.",
-    "use_dora": "Train with use_dora=False, or merge this adapter into a base of its own.",
+    **dict.fromkeys(
+        (
+            "bias",
+            "ensure_weight_tying",
+            "layers_to_transform",
+            "lora_bias",
+            "modules_to_save",
+            "target_modules",
+            "trainable_token_indices",
+            "use_dora",
+        ),
+        "The configuration and the tensors are not of one training.",
+    ),
 }
 """What to do about a refusal, by the refused field; `_help` knows the rest."""
 
@@ -65,6 +71,10 @@ class Adapted:
 class Facts:
     """What a served adapter is."""
 
+    kind: str
+    """LoRA, or what is served as one."""
+    conversion_error: float
+    """How far that is off at worst, as a relative Frobenius norm."""
     rank: int
     """`r`, which counts for targets that `rank_pattern` does not name."""
     alpha: float
@@ -199,6 +209,8 @@ def _facts(folder: Path, image: AdapterImage, table: TargetTable, max_rank: int)
     trained_on = json.loads(text).get("base_model_name_or_path")
     weights = folder / WEIGHTS_FILE
     return Facts(
+        kind=KINDS[config.kind].says if config.kind in KINDS else "LoRA",
+        conversion_error=image.conversion_error,
         rank=config.r,
         alpha=config.alpha,
         rslora=config.use_rslora,
@@ -222,7 +234,9 @@ def _adapted(config: PeftConfig, image: AdapterImage, table: TargetTable) -> Ite
     for target in table.targets:
         rank = image.layout.rank[target.slice]
         if rank:
-            key = target.suffix, rank, config.scale_of(target.name, rank)
+            # A conversion includes the scale.
+            scale = config.scale_of(target.name, rank) if config.kind == "LORA" else 1.0
+            key = target.suffix, rank, scale
             alike.setdefault(key, []).append(target)
     order = list(image.targets).index
     for (suffix, rank, scale), targets in sorted(alike.items(), key=lambda item: order(item[0][0])):
@@ -250,7 +264,7 @@ def _rows(facts: Facts, base: str) -> list[tuple[str, str]]:
     ranks = sorted({adapted.rank for adapted in facts.targets})
     scales = sorted({adapted.scale for adapted in facts.targets})
     return [
-        ("kind", "LoRA, rank-stabilised (rsLoRA)" if facts.rslora else "LoRA"),
+        ("kind", "LoRA, rank-stabilised (rsLoRA)" if facts.rslora else _kind(facts)),
         ("rank", ", ".join(map(str, ranks))),
         ("alpha", f"{facts.alpha:g}"),
         ("scale", ", ".join(f"{scale:.4g}" for scale in scales)),
@@ -260,6 +274,12 @@ def _rows(facts: Facts, base: str) -> list[tuple[str, str]]:
         ("digest", facts.digest),
         ("trained on", _trained_on(facts.trained_on, base)),
     ]
+
+
+def _kind(facts: Facts) -> str:
+    if facts.kind == "LoRA":
+        return facts.kind
+    return f"{facts.kind}, served with an error of {facts.conversion_error:.2g} at worst"
 
 
 def _on_device(facts: Facts) -> str:

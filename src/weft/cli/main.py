@@ -95,7 +95,8 @@ def serve(
         list[str] | None,
         typer.Option(
             metavar="KEY",
-            help="Serve only requests with this key as their bearer token. Repeatable. Better:"
+            help="Serve only requests with this key as their bearer token; NAME=KEY gives it the"
+            " name of a tenant, =KEY none to a key that holds a =. Repeatable. Better:"
             " WEFT_API_KEY=KEY,KEY in the environment, as others can see a command line.",
             rich_help_panel=HTTP,
         ),

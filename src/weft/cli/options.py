@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -23,17 +23,27 @@ _HELP: dict[str, str] = {
     "dtype": "Precision of the weights. auto: the checkpoint's on a GPU, float32 on a CPU.",
     "max_model_len": "Longest prompt plus answer, in tokens. Default: what the model allows.",
     "load_format": "dummy: random weights instead of the checkpoint's, to measure speed.",
+    "quantization": "Hold the base's matrices in 8 bits. fp8: inputs are rounded to 8 bits too;"
+    " fp8-weight-only: they are not. Adapters stay in the model's precision.",
     "device": "Where to run. auto: a CUDA GPU if there is one.",
     "revision": "Branch, tag or commit of a model from the Hugging Face hub.",
     "max_loras": "How many different adapters one batch may hold.",
-    "max_cpu_loras": "Adapters kept ready in host memory; others are read from disk when used.",
+    "adapter_host_memory": "Host memory for adapters, such as 4G; others are read from disk when"
+    " used. Default: 4G, but at most an eighth of the memory.",
+    "adapter_cache_dir": "Folder for images of adapters, which are read faster than their own"
+    " folders; none: no images. Default: weft/adapters in the user's cache folder.",
+    "adapter_cache_bytes": "Room for images there; those used least recently are removed.",
     "max_lora_rank": "Largest rank that is accepted.",
-    "adapter_memory": "Device memory for adapters, such as 512M or 2G. Default: an eighth of a"
-    " GPU's free memory, 2G on a CPU.",
-    "eviction_policy": "Which adapters make way first: used least recently (lru), or come first"
-    " (fifo).",
-    "max_adapter_wait_steps": "Steps that a request may wait for room for its adapter before"
-    " running requests make room.",
+    "conversion_tolerance": "Largest error, as a relative Frobenius norm, with which an adapter of"
+    " another kind (LoHa, LoKr) is accepted as the LoRA nearest to it.",
+    "adapter_memory": "Device memory for adapters: bytes, such as 500MB or 12GiB, or a fraction of"
+    " the device's memory, such as 0.1. Default: an eighth of a GPU's free memory, 2G on a CPU.",
+    "eviction_policy": "Which adapters make way first: those that save the least loading for their"
+    " size (cost), used least recently (lru), or come first (fifo).",
+    "max_adapter_wait": "Seconds that requests may wait for room for their adapter before running"
+    " requests of other adapters make room.",
+    "self_check": "Compare what the device makes of an adapter with plain computation of it, before"
+    " its first use; one that differs is not served.",
     "lora_backend": "Kernels that apply the adapters. auto: the best for the device.",
     "block_size": "Tokens in one block of the KV cache.",
     "num_blocks": "Size of the KV cache in blocks, instead of --kv-cache-memory and"
@@ -44,12 +54,16 @@ _HELP: dict[str, str] = {
     "max_num_seqs": "Most requests that run at the same time; others wait.",
     "max_num_batched_tokens": "Most tokens in one step; longer prompts are read in chunks.",
     "overlap": "Plan the next step while one runs (asynchronous scheduling).",
+    "tenant_weights": "Shares of tenants where several wait, as JSON such as"
+    ' \'{"acme": 2}\'; those not named have 1. See --api-key for who is a tenant.',
     "num_threads": "CPU threads for the computation. Default: torch's own choice.",
 }
 _PANEL = {ModelArgs: MODEL, LoraArgs: ADAPTERS, CacheArgs: MEMORY, SchedulerArgs: BATCH}
 _SPELLED = {"num_blocks": "num_gpu_blocks_override", "eviction_policy": "lora_eviction_policy"}
 """Fields whose flag has another name."""
-_BYTES = frozenset({"adapter_memory", "kv_cache_memory"})
+_BYTES = frozenset(
+    {"adapter_memory", "kv_cache_memory", "adapter_host_memory", "adapter_cache_bytes"}
+)
 
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -81,7 +95,13 @@ def _parameter(part: type[Any], field: Field[Any], panel: str) -> inspect.Parame
     default: Any = field.default
     if field.name in _BYTES:
         special = {"parser": parse_bytes, "metavar": "BYTES"}
+        if float in get_args(hint):
+            special = {"parser": parse_memory, "metavar": "BYTES|FRACTION"}
+            hint = float | None  # of unions, typer takes only these
         default = default if default is None else show_bytes(default)
+    if field.name == "tenant_weights":
+        hint, default = dict, "{}"
+        special = {"parser": parse_weights, "metavar": "JSON", "show_default": False}
     assert default is not MISSING, field.name
     option = typer.Option(names, help=_HELP[field.name], rich_help_panel=panel, **special)
     return inspect.Parameter(
@@ -90,6 +110,22 @@ def _parameter(part: type[Any], field: Field[Any], panel: str) -> inspect.Parame
         default=default,
         annotation=Annotated[hint, option],
     )
+
+
+def parse_weights(text: str | dict[str, float]) -> dict[str, float]:
+    """A JSON object of numbers by name."""
+    try:
+        given = json.loads(text) if isinstance(text, str) else text
+        return {name: _number(weight) for name, weight in given.items()}
+    except (ValueError, AttributeError):
+        message = f"{text!r} is not a JSON object of numbers such as {{\"acme\": 2}}"
+        raise typer.BadParameter(message) from None
+
+
+def _number(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise ValueError(value)
+    return float(value)
 
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE)
@@ -102,6 +138,15 @@ def parse_bytes(text: str | int) -> int:
         raise typer.BadParameter(f"{text!r} is not a size such as 512M or 2G")
     power = " KMGT".index((found[2] or " ").upper())
     return int(float(found[1]) * 1024**power)
+
+
+def parse_memory(text: str | int | float) -> int | float:
+    """A number of bytes as in `parse_bytes`, or a fraction: `0.1`."""
+    if re.fullmatch(r"\d*\.\d+", str(text).strip()):
+        if not 0.0 < float(text) < 1.0:
+            raise typer.BadParameter(f"{text} is not a fraction between 0 and 1")
+        return float(text)
+    return parse_bytes(str(text))
 
 
 def show_bytes(size: int) -> str:

@@ -10,7 +10,7 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 
@@ -29,7 +29,7 @@ WINDOW_S = 10.0
 """Rates and percentiles are of the last seconds, so many."""
 TIMEOUT_S = 5.0
 ROWS_ONCE = 20
-HEAD_LINES = 12
+HEAD_LINES = 16
 """Lines that are not rows of the table, at most."""
 
 Labels = frozenset[tuple[str, str]]
@@ -64,12 +64,12 @@ class Scrape:
             sums[key] = sums.get(key, 0.0) + value
         return sums
 
-    def buckets(self, name: str, adapter: str | None = None) -> Buckets:
-        """Of a histogram; None: all its series together."""
+    def buckets(self, name: str, **only: str) -> Buckets:
+        """Of a histogram: all its series with these labels together."""
         found: Buckets = {}
         for labels, value in self.series.get(f"{name}_bucket", {}).items():
             values = dict(labels)
-            if adapter is None or values.get("adapter") == adapter:
+            if only.items() <= values.items():
                 bound = float(values["le"])
                 found[bound] = found.get(bound, 0.0) + value
         return found
@@ -151,6 +151,19 @@ class AdapterRow:
 
 
 @dataclass(frozen=True, slots=True)
+class TierRow:
+    """A place of adapters."""
+
+    name: str
+    """device, host, disk."""
+    num_bytes: float
+    max_bytes: float
+    hit_share: float | None
+    """Of what was looked for there, 0 to 1; None: nothing was."""
+    evictions_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """All that is shown. Rates are per second."""
 
@@ -176,6 +189,11 @@ class View:
     """Adapters that fit on the device, about."""
     loads_per_s: float = 0.0
     evictions_per_s: float = 0.0
+    tiers: tuple[TierRow, ...] = ()
+    stages: Mapping[str, Latency] = field(default_factory=dict)
+    """Of loads: read, pack, copy."""
+    wait: Latency = field(default_factory=Latency)
+    """Of requests, for their adapter's residency."""
     adapters: tuple[AdapterRow, ...] = ()
     """The busiest first."""
 
@@ -205,6 +223,12 @@ def measure(now: Scrape, before: Scrape) -> View:
         room=now.sum("vllm:max_gpu_lora_adapters"),
         loads_per_s=gained.sum("weft:adapter_loads_total") * per_s,
         evictions_per_s=gained.sum("weft:adapter_evictions_total") * per_s,
+        tiers=tuple(_tier_rows(now, gained, per_s)),
+        stages={
+            stage: _latency(now, gained, "weft:adapter_load_seconds", stage=stage)
+            for stage in now.by("stage", "weft:adapter_load_seconds_count")
+        },
+        wait=_latency(now, gained, "weft:adapter_wait_seconds"),
         adapters=tuple(_adapter_rows(now, gained, per_s)),
     )
 
@@ -212,6 +236,19 @@ def measure(now: Scrape, before: Scrape) -> View:
 def _server_errors(gained: Scrape) -> float:
     by_status = gained.by("status", "weft:http_requests_total")
     return sum(count for status, count in by_status.items() if status.startswith("5"))
+
+
+def _tier_rows(now: Scrape, gained: Scrape, per_s: float) -> Iterator[TierRow]:
+    limits = now.by("tier", "weft:adapter_tier_limit_bytes")
+    num_bytes = now.by("tier", "weft:adapter_tier_bytes")
+    hits = gained.by("tier", "weft:adapter_tier_hits_total")
+    misses = gained.by("tier", "weft:adapter_tier_misses_total")
+    evictions = gained.by("tier", "weft:adapter_tier_evictions_total")
+    for tier, limit in limits.items():
+        asked = hits.get(tier, 0.0) + misses.get(tier, 0.0)
+        share = hits.get(tier, 0.0) / asked if asked else None
+        evicted = evictions.get(tier, 0.0) * per_s
+        yield TierRow(tier, num_bytes.get(tier, 0.0), limit, share, evicted)
 
 
 def _adapter_rows(now: Scrape, gained: Scrape, per_s: float) -> list[AdapterRow]:
@@ -226,8 +263,12 @@ def _adapter_rows(now: Scrape, gained: Scrape, per_s: float) -> list[AdapterRow]
             tokens_per_s=tokens.get(name, 0.0) * per_s,
             requests_per_s=requests.get(name, 0.0) * per_s,
             num_requests=count,
-            first_token=_latency(now, gained, "weft:adapter_time_to_first_token_seconds", name),
-            per_token=_latency(now, gained, "weft:adapter_time_per_output_token_seconds", name),
+            first_token=_latency(
+                now, gained, "weft:adapter_time_to_first_token_seconds", adapter=name
+            ),
+            per_token=_latency(
+                now, gained, "weft:adapter_time_per_output_token_seconds", adapter=name
+            ),
             level=level_of.get(name, "disk"),
         )
         for name, count in total.items()
@@ -247,10 +288,10 @@ def _levels(now: Scrape) -> dict[str, str]:
     return levels
 
 
-def _latency(now: Scrape, gained: Scrape, name: str, adapter: str | None = None) -> Latency:
-    recent = gained.buckets(name, adapter)
+def _latency(now: Scrape, gained: Scrape, name: str, **only: str) -> Latency:
+    recent = gained.buckets(name, **only)
     any_recent = recent.get(float("inf"), 0.0) > 0
-    buckets = recent if any_recent else now.buckets(name, adapter)
+    buckets = recent if any_recent else now.buckets(name, **only)
     return Latency(quantile(buckets, 0.5), quantile(buckets, 0.95), any_recent)
 
 
@@ -358,7 +399,22 @@ def _adapters(view: View) -> Table:
     lines.add_row("Adapters", ", ".join(parts))
     loads, evictions = _rate(view.loads_per_s), _rate(view.evictions_per_s)
     lines.add_row("", f"{loads} loads/s, {evictions} evictions/s")
+    for tier in view.tiers:
+        lines.add_row(f"  {tier.name}", _tier(tier))
+    if any(latency.p50_s is not None for latency in view.stages.values()):
+        lines.add_row("  p50", _load_times(view))
     return lines
+
+
+def _tier(tier: TierRow) -> str:
+    hits = "-" if tier.hit_share is None else f"{tier.hit_share:.0%}"
+    evictions = f", {_rate(tier.evictions_per_s)} evictions/s" if tier.evictions_per_s else ""
+    return f"{_size(tier.num_bytes)} of {_size(tier.max_bytes)}, {hits} found{evictions}"
+
+
+def _load_times(view: View) -> str:
+    stages = [f"{name} {_seconds(each.p50_s)}" for name, each in view.stages.items()]
+    return ", ".join([*stages, f"requests wait {_seconds(view.wait.p50_s)}"])
 
 
 def _table(view: View, max_rows: int) -> Table:
@@ -389,6 +445,15 @@ def _rate(per_s: float) -> str:
     if 0 < per_s < 9.95:
         return f"{per_s:.1f}"
     return f"{per_s:,.0f}"
+
+
+def _size(num_bytes: float) -> str:
+    """In the units of the flags: 1.5G."""
+    power = 0
+    while num_bytes >= 1000 and power < 4:
+        num_bytes, power = num_bytes / 1024, power + 1
+    number = f"{num_bytes:.1f}" if power and num_bytes < 9.95 else f"{num_bytes:,.0f}"
+    return number + " KMGT"[power].strip()
 
 
 def _seconds(seconds: float | None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Literal
 
@@ -11,10 +12,24 @@ MAX_RANK = 256
 """Largest rank that kernels must take."""
 
 
+Quantization = Literal["fp8", "fp8-weight-only"]
+"""Of the base model's matrices: see `weft.kernels.fp8`."""
+
+
 def _at_least(name: str, value: int | float | None, low: int | float) -> None:
     if value is not None and value < low:
         flag = "--" + name.replace("_", "-")
         raise ConfigError(f"{flag} must be at least {low}, got {value}", name)
+
+
+def _check_memory(name: str, value: int | float | None) -> None:
+    """Bytes, or a fraction."""
+    whole = isinstance(value, int) and value >= 1
+    if value is not None and not whole and not 0.0 < value < 1.0:
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(
+            f"{flag} must be a number of bytes, or a fraction between 0 and 1, got {value}", name
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +44,9 @@ class ModelArgs:
     """None: what the model's configuration says."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights straight on the device, for speed measurements."""
+    quantization: Quantization | None = None
+    """Hold the base's matrices in 8 bits, made while loading. fp8: inputs are quantized too, row by
+    row; fp8-weight-only: they are not. Adapters are computed in the model's dtype."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     revision: str | None = None
 
@@ -42,32 +60,48 @@ class LoraArgs:
 
     max_loras: int = 256
     """Distinct adapters in one batch; sizes no buffer."""
-    max_cpu_loras: int = 256
-    """Adapters held in the host cache; others are read again from their folders. Those that are
-    pinned, or have no folder, are held besides."""
+    adapter_host_memory: int | None = None
+    """Bytes of host memory for adapters, page-locked on a GPU; None: 4 GiB, but at most an eighth
+    of the memory. Pinned adapters and those that have no folder are held besides."""
+    adapter_cache_dir: str | None = None
+    """Folder for images of adapters; None: one in the user's cache folder; "none": no images."""
+    adapter_cache_bytes: int = 32 << 30
+    """Bytes that images may take there; those used least recently go."""
     max_lora_rank: int = MAX_RANK
-    adapter_memory: int | None = None
-    """Bytes of device memory for adapters; None: an eighth of the free memory, 2 GiB on a CPU."""
-    eviction_policy: Literal["lru", "fifo"] = "lru"
-    """Which adapters leave the device and the host cache first: those used least recently, or
-    those that came first."""
-    max_adapter_wait_steps: int = 64
-    """A request whose adapter finds no room waits at most so many steps before running
-    requests of another adapter are put back to make room for it."""
+    conversion_tolerance: float = 1e-3
+    """Largest error, as a relative Frobenius norm, that an adapter of another kind than LoRA may
+    take on when it is made one."""
+    adapter_memory: int | float | None = None
+    """Device memory for adapters: bytes, or as a fraction (below 1) of all that the device has, of
+    the machine's on a CPU. None: an eighth of the free memory, 2 GiB on a CPU."""
+    eviction_policy: Literal["cost", "lru", "fifo"] = "cost"
+    """Which adapters leave the device and the host cache first: those that save the fewest seconds
+    of loading for their size, those used least recently, or those that came first."""
+    max_adapter_wait: float = 2.0
+    """Seconds that an adapter's requests wait for room for it before running requests of another
+    adapter are put back. Half of that before, the other adapter takes no new requests."""
+    self_check: bool = True
+    """Compare what the device makes of an adapter with an oracle before its first use."""
     lora_backend: str = "auto"
     """Name in the registry of `weft.kernels.lora`; auto: the best for the device."""
 
     def __post_init__(self) -> None:
         _at_least("max_loras", self.max_loras, 1)
-        _at_least("max_cpu_loras", self.max_cpu_loras, 1)
+        _at_least("adapter_host_memory", self.adapter_host_memory, 1)
+        _at_least("adapter_cache_bytes", self.adapter_cache_bytes, 1)
         _at_least("max_lora_rank", self.max_lora_rank, 1)
         if self.max_lora_rank > MAX_RANK:
             raise ConfigError(
                 f"--max-lora-rank must be at most {MAX_RANK}, got {self.max_lora_rank}",
                 "max_lora_rank",
             )
-        _at_least("adapter_memory", self.adapter_memory, 1)
-        _at_least("max_adapter_wait_steps", self.max_adapter_wait_steps, 1)
+        _at_least("conversion_tolerance", self.conversion_tolerance, 0.0)
+        _check_memory("adapter_memory", self.adapter_memory)
+        if not 0 < self.max_adapter_wait < math.inf:
+            raise ConfigError(
+                f"--max-adapter-wait must be more than 0 seconds, got {self.max_adapter_wait:g}",
+                "max_adapter_wait",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +135,18 @@ class SchedulerArgs:
     max_num_batched_tokens: int = 2048
     overlap: bool = True
     """Plan step N+1 while step N runs."""
+    tenant_weights: dict[str, float] = field(default_factory=dict)
+    """Of tenants that are to get more or less than the others where several wait; those have 1."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
         _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        for tenant, weight in self.tenant_weights.items():
+            if not 0 < weight < math.inf:
+                raise ConfigError(
+                    f"--tenant-weights: the weight of {tenant!r} must be more than 0, got {weight}",
+                    "tenant_weights",
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,19 +11,27 @@ An adapter's *image* is one flat buffer:
 
 with R the sum of the group's slice ranks, A's rows stacked in slice order, absent slices taking
 nothing, the scale folded into B, and each matrix starting at a multiple of ALIGN elements. An
-embedding's A is stored transposed, (vocab, r), so that a token id selects a row.
+embedding's A is stored transposed, (vocab, r), so that a token id selects a row. In a group of
+experts A and B are there for each expert in turn, all of the same rank.
+
+Behind these come, for the few adapters that hold more than A and B, its *extras*: vectors that
+scale and shift a slice's output, norms, and rows of the embedding and of the head (see
+`ImageLayout`). Numbers that are not of the serving dtype (fp32 vectors, int32 token ids) lie there
+with their own bits.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
 ALIGN = 64
 """Elements; 128 bytes in a 2-byte dtype."""
 
-Kind = Literal["linear", "embedding", "head"]
+Kind = Literal["linear", "embedding", "head", "experts"]
+"""experts: a linear layer that is there `TargetTable.num_experts` times."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,11 +69,31 @@ class Group:
         return sum(s.out_features for s in self.slices)
 
 
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """A norm's weight, which an adapter may replace."""
+
+    name: str
+    size: int
+    index: int
+    """In `TargetTable.norms`."""
+
+
 @dataclass(frozen=True)
 class TargetTable:
     """All targets of one model, in layer order."""
 
     groups: tuple[Group, ...]
+    norms: tuple[Norm, ...] = ()
+    biased: frozenset[str] = frozenset()
+    """Names of the targets that have a bias in the base model."""
+    tied: bool = False
+    """Whether the head's weight is the embedding's."""
+    num_experts: int = 1
+
+    def copies(self, kind: Kind) -> int:
+        """How many A or B of a target there are."""
+        return self.num_experts if kind == "experts" else 1
 
     @cached_property
     def targets(self) -> tuple[Target, ...]:
@@ -75,9 +103,20 @@ class TargetTable:
     def by_name(self) -> dict[str, Target]:
         return {t.name: t for t in self.targets}
 
+    @cached_property
+    def norms_by_name(self) -> dict[str, Norm]:
+        return {n.name: n for n in self.norms}
 
-def build_table(packed: list[tuple[Kind, int, list[tuple[str, int]]]]) -> TargetTable:
-    """A table from rows (kind, in_features, [(target name, out_features), ...]) in layer order."""
+
+def build_table(
+    packed: list[tuple[Kind, int, list[tuple[str, int]]]],
+    norms: Sequence[tuple[str, int]] = (),
+    biased: Collection[str] = (),
+    tied: bool = False,
+    num_experts: int = 1,
+) -> TargetTable:
+    """A table from rows (kind, in_features, [(target name, out_features), ...]) in layer order,
+    and (name, size) of the norms."""
     groups: list[Group] = []
     num_slices = 0
     for index, (kind, in_features, slices) in enumerate(packed):
@@ -88,12 +127,16 @@ def build_table(packed: list[tuple[Kind, int, list[tuple[str, int]]]]) -> Target
             num_slices += 1
             offset += out
         groups.append(Group(index, kind, in_features, tuple(made)))
-    return TargetTable(tuple(groups))
+    listed = tuple(Norm(name, size, index) for index, (name, size) in enumerate(norms))
+    return TargetTable(tuple(groups), listed, frozenset(biased), tied, num_experts)
 
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """Where the matrices of one adapter lie in its image, in elements from its start."""
+    """Where the parts of one adapter lie in its image, in elements from its start.
+
+    The fields of extras are empty tuples for adapters without such a part.
+    """
 
     rank: tuple[int, ...]
     """Per slice; 0 when the adapter leaves that target alone."""
@@ -102,27 +145,124 @@ class ImageLayout:
     b_offset: tuple[int, ...]
     """Per slice; -1 when absent."""
     num_elements: int
+    scale_offset: tuple[int, ...] = ()
+    """Per slice, -1 when absent: fp32 (out_features,) that the output is multiplied by, after A
+    and B have added to it."""
+    shift_offset: tuple[int, ...] = ()
+    """Likewise: what is then added to the output."""
+    norm_offset: tuple[int, ...] = ()
+    """Per norm of the table, -1 when absent: the weight in place of the base's."""
+    embedding_rows: tuple[int, ...] = ()
+    """(first row, token ids, number of rows): offset of rows in place of the base's, offset of
+    their int32 ids, rising; -1 when all rows are there."""
+    head_rows: tuple[int, ...] = ()
+    """Likewise; they may be the embedding's."""
 
     @property
     def max_rank(self) -> int:
         return max(self.rank, default=0)
 
+    @property
+    def has_extras(self) -> bool:
+        """Whether there is more than A and B."""
+        return bool(
+            self.scale_offset
+            or self.shift_offset
+            or self.norm_offset
+            or self.embedding_rows
+            or self.head_rows
+        )
 
-def layout_of(table: TargetTable, rank: tuple[int, ...]) -> ImageLayout:
-    """The layout of an adapter with the given rank per slice (0: absent)."""
+
+@dataclass(frozen=True)
+class Extras:
+    """What an adapter holds beside A and B."""
+
+    scaled: frozenset[int] = frozenset()
+    """Slices."""
+    shifted: frozenset[int] = frozenset()
+    norms: frozenset[int] = frozenset()
+    """Indices in `TargetTable.norms`."""
+    embedding_rows: int = 0
+    head_rows: int = 0
+    shared_rows: bool = False
+    """The head's rows are the embedding's."""
+
+
+def layout_of(
+    table: TargetTable,
+    rank: tuple[int, ...],
+    extras: Extras | None = None,
+    element_bytes: int = 4,
+) -> ImageLayout:
+    """The layout of an adapter with the given rank per slice (0: absent).
+
+    `element_bytes`, of the serving dtype, counts for extras alone.
+    """
     a_offset: list[int] = []
     b_offset: list[int] = []
     end = 0
     for group in table.groups:
         total = sum(rank[s.slice] for s in group.slices)
         a_offset.append(end if total else -1)
-        end = _align(end + total * group.in_features)
+        copies = table.copies(group.kind)
+        end += copies * aligned(total * group.in_features)
         for s in group.slices:
             r = rank[s.slice]
             b_offset.append(end if r else -1)
-            end = _align(end + r * s.out_features)
-    return ImageLayout(rank, tuple(a_offset), tuple(b_offset), end)
+            end += copies * aligned(r * s.out_features)
+    plain = ImageLayout(rank, tuple(a_offset), tuple(b_offset), end)
+    return _with_extras(plain, table, extras, 4 // element_bytes) if extras else plain
 
 
-def _align(n: int) -> int:
+def _with_extras(plain: ImageLayout, table: TargetTable, extras: Extras, word: int) -> ImageLayout:
+    """`word`: elements that 32 bits take."""
+    end = plain.num_elements
+
+    def place(size: int) -> int:
+        nonlocal end
+        start, end = end, aligned(end + size)
+        return start
+
+    def place_each(present: Collection[int], sizes: list[int]) -> tuple[int, ...]:
+        if not present:
+            return ()
+        return tuple(place(size) if i in present else -1 for i, size in enumerate(sizes))
+
+    def place_rows(num_rows: int, kind: Kind) -> tuple[int, ...]:
+        if not num_rows:
+            return ()
+        vocab, hidden = vocabulary(table, kind)
+        ids = -1 if num_rows == vocab else place(num_rows * word)
+        return place(num_rows * hidden), ids, num_rows
+
+    outs = [target.out_features * word for target in table.targets]
+    scale_offset = place_each(extras.scaled, outs)
+    shift_offset = place_each(extras.shifted, outs)
+    norm_offset = place_each(extras.norms, [norm.size for norm in table.norms])
+    embedding_rows = place_rows(extras.embedding_rows, "embedding")
+    head_rows = embedding_rows
+    if not extras.shared_rows:
+        head_rows = place_rows(extras.head_rows, "head")
+    return replace(
+        plain,
+        num_elements=end,
+        scale_offset=scale_offset,
+        shift_offset=shift_offset,
+        norm_offset=norm_offset,
+        embedding_rows=embedding_rows,
+        head_rows=head_rows,
+    )
+
+
+def vocabulary(table: TargetTable, kind: Kind) -> tuple[int, int]:
+    """(vocab, hidden), the shape of the weight of the embedding or of the head."""
+    target = next(group.slices[0] for group in table.groups if group.kind == kind)
+    if kind == "embedding":
+        return target.in_features, target.out_features
+    return target.out_features, target.in_features
+
+
+def aligned(n: int) -> int:
+    """The elements that a matrix of `n` takes."""
     return -(-n // ALIGN) * ALIGN

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from weft.core.errors import InvalidRequest
 
@@ -30,6 +30,17 @@ class AdapterRef:
     digest: str
 
 
+LOAD_STAGES = ("read", "pack", "copy")
+"""Of a load: from its folder or image file, its packing if it was in a folder, to the device."""
+LOAD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
+"""Buckets of `Spread`s of seconds."""
+
+
+CheckResult = Literal["passed", "failed", "skipped"]
+"""Of an adapter's first-use check; skipped: it could not be made."""
+CHECK_RESULTS: tuple[CheckResult, ...] = get_args(CheckResult)
+
+
 @dataclass(frozen=True, slots=True)
 class AdapterStats:
     """What happened to one adapter that has been on the device since the engine's start."""
@@ -39,6 +50,32 @@ class AdapterStats:
     num_evictions: int
     last_load_s: float
     """Seconds from the order of its last load to its residency."""
+    stage_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of the stages (LOAD_STAGES) that its last load had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How values are spread: their number by bucket of `LOAD_BOUNDS_S`, and their sum."""
+
+    counts: tuple[int, ...]
+    """One more than there are bounds."""
+    sum: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """A place of adapters: device, host or disk. Counters since the start."""
+
+    num_bytes: int
+    max_bytes: int
+    num_adapters: int
+    hits: int = 0
+    """Requests (device) or loads (host, disk) that found their adapter there."""
+    misses: int = 0
+    evictions: int = 0
+    errors: int = 0
+    """Files that could not be read or written, or were not what they should be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +88,14 @@ class AdapterInfo:
     num_bytes: int
     targets: tuple[str, ...]
     """Names of the adapted projections without the layer, e.g. ("q_proj", "v_proj")."""
+    conversion_error: float = 0.0
+    """Of an adapter of another kind than LoRA, in its worst target: how far the LoRA that is served
+    for it is off, as a relative Frobenius norm; 0: not at all."""
+    conversion_worst: str = ""
+    """That target."""
+    invocation_token_ids: tuple[int, ...] = ()
+    """Of an activated LoRA: from their last occurrence in the prompt on it is active, and nowhere
+    without one. Empty: it is active everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +250,14 @@ def _check_float(name: str, value: object, low: float, high: float) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterPart:
+    """One of several adapters that are summed, and what its part is multiplied by."""
+
+    ref: AdapterRef
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
 class EngineRequest:
     """One sequence to continue. `adapter` None means the base model."""
 
@@ -214,6 +267,10 @@ class EngineRequest:
     adapter: AdapterRef | None = None
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not be produced: `params.bad_words`, tokenized."""
+    tenant: str = ""
+    """Who asks. Tenants whose requests wait are served alike."""
+    parts: tuple[AdapterPart, ...] = ()
+    """What `adapter` is the weighted sum of; (): it is registered under its own digest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +301,9 @@ class TokenEvent(NamedTuple):
     """With the first event, if asked for: one for each token of the prompt, None for its first."""
     queue_s: float | None = None
     """With the first event: seconds from the engine's receipt of the request to its first step."""
+    adapter_wait_s: float | None = None
+    """With `queue_s`: the part of it in which the request was passed over because its adapter was
+    not on the device, or not to be had in this batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +344,18 @@ class EngineStats:
     """By digest: those that have been on the device."""
     adapter_bytes: int = 0
     """Device bytes that adapters take now."""
+    tiers: dict[str, TierStats] = field(default_factory=dict)
+    """By device, host, disk; no disk if images are not kept there."""
+    load_s: dict[str, Spread] = field(default_factory=dict)
+    """Seconds of loads and registrations, by stage."""
+    adapter_wait_s: Spread | None = None
+    """Seconds from a request's receipt until its adapter was resident, where it was not."""
+    self_checks: dict[str, int] = field(default_factory=dict)
+    """First-use checks of adapters by result (CHECK_RESULTS); empty if none are made."""
+    self_check_s: Spread | None = None
+    """Seconds that they took."""
+    quarantined_adapters: tuple[str, ...] = ()
+    """Digests of those that failed it, and were not loaded again since."""
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

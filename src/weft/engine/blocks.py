@@ -7,8 +7,16 @@ content and, if it was registered, its place in the prefix index, until it is ta
       allocate() takes the oldest ^                                ^ release() appends
       share(key) takes a cached one from anywhere
 
-The prefix index maps the hash of a full block, chained from its predecessors, to a block. The
-chain starts from the adapter version's digest, so no prefix is shared across versions.
+The prefix index maps the hash of a full block, chained from its predecessors, to a block. Where an
+adapter becomes active in a sequence, its version's digest and the position go into the chain:
+
+    base              k0 ── k1 ── k2 ── k3
+    a, from 0 on      └a0── ...
+    a, from 37 on                 └a37─ ...      (blocks of 16 tokens)
+
+So no version shares what it computed with another, and all of them share what the base computed
+before they became active. A version that became active elsewhere in the same tokens has computed
+something else.
 """
 
 from __future__ import annotations
@@ -21,9 +29,15 @@ from collections.abc import Sequence
 BlockKey = bytes
 
 
-def root_key(digest: str | None) -> BlockKey:
-    """Start of the hash chain of an adapter version, or of the base (None)."""
-    return b"" if digest is None else bytes.fromhex(digest)
+ROOT_KEY: BlockKey = b""
+"""Before the first block."""
+
+
+def adapted_key(parent: BlockKey, digest: str, active_from: int) -> BlockKey:
+    """In place of `parent` for the block in which an adapter version becomes active, at this
+    position of the sequence."""
+    content = bytes.fromhex(digest) + active_from.to_bytes(8, "little")
+    return hashlib.blake2b(parent + content, digest_size=16, person=b"adapter").digest()
 
 
 def chain_key(parent: BlockKey, token_ids: Sequence[int]) -> BlockKey:

@@ -9,15 +9,18 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import torch
 
-from weft.checkpoint import files_of
+from weft.checkpoint import AdapterImage, files_of
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError, to_wire
 from weft.core.types import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenEvent
+from weft.engine.activation import find_invocation
 from weft.engine.blocks import BlockPool
+from weft.engine.compositions import Compositions
 from weft.engine.grammar import Grammars
 from weft.engine.inputs import RowState
 from weft.engine.loop import Loop
@@ -38,6 +41,9 @@ from weft.engine.messages import (
 )
 from weft.engine.runner import MAX_RESIDENT, Runner
 from weft.engine.scheduler import Limits, Scheduler
+from weft.models.config import resolve_model
+from weft.residency.host import Arena, HostTier, default_bytes, pinned_arena
+from weft.residency.images import ImageStore, default_folder, fingerprint
 from weft.residency.policy import POLICIES
 from weft.residency.residency import Registered, Residency
 from weft.residency.slots import AdapterSlots
@@ -62,9 +68,18 @@ class Engine:
         self._blocks = BlockPool(runner.num_blocks)
         policy = POLICIES[args.lora.eviction_policy]
         self._slots = AdapterSlots(runner.pool.arena.numel(), MAX_RESIDENT, policy)
-        self.scheduler = Scheduler(self._limits(), self._blocks, self._slots)
+        self.scheduler = Scheduler(
+            self._limits(), self._blocks, self._slots, args.scheduler.tenant_weights
+        )
         self._residency = Residency(
-            self._slots, runner.pool, runner.read_adapter, args.lora.max_cpu_loras, wake, policy
+            self._slots,
+            runner.pool,
+            runner,
+            HostTier(*self._host_memory(), policy),
+            self._images(),
+            runner.move,
+            wake,
+            checker=runner.self_check,
         )
         rows = RowState(
             args.scheduler.max_num_seqs,
@@ -79,6 +94,7 @@ class Engine:
         self._loop = Loop(
             self.scheduler, self._residency, rows, runner, self._grammars.poll, overlap
         )
+        self._compositions = Compositions(self.scheduler, self._residency)
         self._registrations: Counter[str] = Counter()
         self._random = random.Random()
 
@@ -90,11 +106,36 @@ class Engine:
             max_model_len=runner.max_model_len,
             block_size=args.cache.block_size,
             max_loras=args.lora.max_loras,
-            max_adapter_wait_steps=args.lora.max_adapter_wait_steps,
+            max_adapter_wait=args.lora.max_adapter_wait,
             vocab_size=runner.config.vocab_size,
             eos_token_ids=frozenset(runner.config.eos_token_ids),
             enable_prefix_caching=args.cache.enable_prefix_caching,
         )
+
+    def _host_memory(self) -> tuple[int, Arena | None]:
+        """Bytes for images on the host, and the memory itself if it must be pinned."""
+        num_bytes = self._args.lora.adapter_host_memory or default_bytes()
+        if self._runner.device.type != "cuda":
+            return num_bytes, None
+        try:
+            return num_bytes, pinned_arena(num_bytes)
+        except (RuntimeError, OSError) as error:
+            raise ConfigError(
+                f"not enough memory for --adapter-host-memory: {error}", "adapter_host_memory"
+            ) from None
+
+    def _images(self) -> ImageStore | None:
+        lora, model, runner = self._args.lora, self._args.model, self._runner
+        if lora.adapter_cache_dir == "none":
+            return None
+        weights = None
+        if model.load_format != "dummy":
+            weights = resolve_model(model.model, model.revision)
+        # What was accepted under other limits is packed anew.
+        limits = f"{lora.max_lora_rank} {lora.conversion_tolerance} {model.quantization}"
+        base = fingerprint(runner.table, weights, model.model, limits)
+        folder = Path(lora.adapter_cache_dir) if lora.adapter_cache_dir else default_folder()
+        return ImageStore(folder.absolute(), base, runner.dtype, lora.adapter_cache_bytes)
 
     def _load_tokenizer(self) -> Tokenizer | None:
         """For grammars; None if the model has none."""
@@ -136,6 +177,7 @@ class Engine:
             case Abort(request_id):
                 return _tokens(self.abort(request_id))
             case Register(call_id, path, pinned, expect_digest):
+                self._make_way(pinned)
                 self._residency.register(call_id, path, pinned, expect_digest)
             case Drop(call_id, digest):
                 self.drop(digest)
@@ -147,15 +189,30 @@ class Engine:
         return None
 
     def submit(self, request: EngineRequest) -> TokenEvent | None:
+        if request.adapter is not None and request.parts:
+            try:
+                self._compositions.use(request.adapter.digest, request.parts)
+            except WeftError as error:
+                return self.scheduler.refuse(request.request_id, error)
+        active_from = self._active_from(request)
         seed = request.params.seed
         refused = self.scheduler.add(
-            request, self._random.getrandbits(63) if seed is None else seed
+            request, self._random.getrandbits(63) if seed is None else seed, active_from
         )
         if refused is None:
+            if request.adapter is not None and active_from is not None:
+                self._residency.ask(request.adapter.digest)
             self._loop.queue_times.receive(request.request_id)
             if request.params.structured_outputs is not None:
                 self._grammars.start(request.request_id, request.params.structured_outputs)
         return refused
+
+    def _active_from(self, request: EngineRequest) -> int | None:
+        """Position of the prompt from which on its adapter is active; None: nowhere."""
+        if request.adapter is None:
+            return None
+        invocation = self._residency.invocation(request.adapter.digest)
+        return find_invocation(request.prompt_ids, invocation) if invocation else 0
 
     def abort(self, request_id: str) -> TokenEvent | None:
         event = self.scheduler.abort(request_id)
@@ -168,7 +225,11 @@ class Engine:
 
         Raises AdapterInvalid, AdapterConflict.
         """
-        image = self._runner.pack_adapter(files_of(config, tensors))
+        return self.publish_image(self._runner.pack_adapter(files_of(config, tensors)), pinned)
+
+    def publish_image(self, image: AdapterImage, pinned: bool = False) -> AdapterInfo:
+        """As `publish`, of what is packed already; its digest must name that content alone."""
+        self._make_way(pinned)
         info = self._residency.add(image, None, pinned)
         self.scheduler.keep_adapter(info.digest)
         self._registrations[info.digest] += 1
@@ -180,8 +241,15 @@ class Engine:
         self._registrations[digest] -= 1
         if self._registrations[digest] <= 0:
             del self._registrations[digest]
+            self._compositions.drop_those_of(digest)
             if self.scheduler.drop_adapter(digest):
                 self._residency.forget(digest)
+
+    def _make_way(self, pinned: bool) -> None:
+        """Before an adapter is pinned, which leaves room for the largest one known: sums that
+        nobody uses are not to count."""
+        if pinned:
+            self._compositions.drop_all()
 
     def _count(self, ended: Registered) -> Reply:
         if ended.info is None:
@@ -202,6 +270,12 @@ class Engine:
             pinned_adapters=slots.pinned,
             adapters=self._residency.stats(),
             adapter_bytes=slots.used_elements * self._runner.pool.element_bytes,
+            tiers=self._residency.tiers(),
+            load_s=self._residency.load_times(),
+            adapter_wait_s=self._residency.wait_times(),
+            self_checks=self._residency.check_results(),
+            self_check_s=self._residency.check_times(),
+            quarantined_adapters=slots.refused,
             steps=self._loop.steps,
             prompt_tokens=scheduler.prompt_tokens,
             cached_tokens=scheduler.cached_tokens,

@@ -140,6 +140,8 @@ class RowState:
         """Tokens in `_tokens`; what comes after them only the device knows."""
         self._blocks = np.zeros((num_rows, blocks), dtype=np.int32)
         self._slot = np.full(num_rows, -1, dtype=np.int32)
+        self._active_from = np.zeros(num_rows, dtype=np.int64)
+        """Position from which on the row's slot counts."""
         self._temperature = np.zeros(num_rows, dtype=np.float32)
         self._top_k = np.zeros(num_rows, dtype=np.int64)
         self._top_p = np.ones(num_rows, dtype=np.float32)
@@ -163,14 +165,19 @@ class RowState:
             row, index, block = np.array(plan.new_blocks, dtype=np.int64).T
             self._blocks[row, index] = block
         rows = np.array(plan.rows, dtype=np.int64)
-        order = np.argsort(self._slot[rows], kind="stable")
-        return self._assemble(plan, rows[order], order, counted)
+        slot_S = self._slot[rows]
+        all_sample = all(plan.samples)
+        if not all_sample:  # what samples is at the end of a sequence, where its adapter is active
+            slot_S[np.array(plan.starts) < self._active_from[rows]] = -1
+        order = np.argsort(slot_S, kind="stable")
+        return self._assemble(plan, rows[order], slot_S[order], order, all_sample, counted)
 
     def _admit(self, a: Admitted) -> Counted | None:
         row, params = a.row, a.params
         self._tokens[row, : len(a.token_ids)] = a.token_ids
         self._known[row] = len(a.token_ids)
         self._slot[row] = a.slot
+        self._active_from[row] = a.active_from
         self._temperature[row] = params.temperature
         self._top_k[row] = params.top_k if 0 < params.top_k < self._vocab_size else 0
         self._top_p[row] = params.top_p
@@ -207,7 +214,13 @@ class RowState:
         return Counted(row, ids[: a.num_prompt], ids[a.num_prompt :])
 
     def _assemble(
-        self, plan: StepPlan, rows: Ints, order: Ints, counted: list[Counted]
+        self,
+        plan: StepPlan,
+        rows: Ints,
+        slot_S: NDArray[np.int32],
+        order: Ints,
+        all_sample: bool,
+        counted: list[Counted],
     ) -> StepInputs:
         starts = np.array(plan.starts, dtype=np.int64)[order]
         # Which sequences sample, and which sequence each token belongs to. When each sequence has
@@ -215,7 +228,7 @@ class RowState:
         sampled: Ints | slice = slice(None)
         seq_T: Ints | slice = slice(None)
         prompt = None
-        if plan.num_tokens == len(rows) and all(plan.samples):
+        if plan.num_tokens == len(rows) and all_sample:
             seq_lens, positions_T = starts + 1, starts
             ends = np.arange(1, len(rows) + 1)
             firsts = ends - 1
@@ -227,12 +240,11 @@ class RowState:
             ends = np.cumsum(counts)
             firsts = ends - counts
             positions_T = np.arange(len(seq_T)) - (firsts - starts)[seq_T]
-            prompt = self._prompt(rows, starts, counts, firsts, order)
+            prompt = self._prompt(rows, slot_S, starts, counts, firsts, order)
         row_T = rows[seq_T]
         from_device_T = positions_T >= self._known[row_T]
         block_T = self._blocks[row_T, positions_T // self._block_size].astype(np.int64)
         most_blocks = -(-int(seq_lens.max()) // self._block_size)
-        slot_S = self._slot[rows]
         sampled_ends = ends[sampled]
         segments = _segments(slot_S, firsts, ends)
         return StepInputs(
@@ -323,7 +335,13 @@ class RowState:
         return MaskArrays(sampled, words_KW)
 
     def _prompt(
-        self, rows: Ints, starts: Ints, counts: Ints, firsts: Ints, order: Ints
+        self,
+        rows: Ints,
+        slot_S: NDArray[np.int32],
+        starts: Ints,
+        counts: Ints,
+        firsts: Ints,
+        order: Ints,
     ) -> PromptArrays | None:
         """The positions of prompts that are followed by another token of the prompt."""
         counts = np.minimum(counts, self._num_prompt[rows] - 1 - starts)
@@ -336,7 +354,7 @@ class RowState:
         return PromptArrays(
             token_L=np.repeat(firsts, counts) + nth_L,
             target_L=self._tokens[row_L, np.repeat(starts, counts) + nth_L + 1].astype(np.int64),
-            slot_L=self._slot[row_L],
+            slot_L=np.repeat(slot_S[asked], counts),
             entries=list(
                 zip(
                     order[asked].tolist(),

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from weft.core.errors import WeftError
 from weft.core.types import TokenEvent
 from weft.engine.inputs import RowState
-from weft.engine.plan import Matcher, StepPlan
+from weft.engine.plan import Admitted, Matcher, StepPlan
 from weft.engine.runner import Flight, Runner
 from weft.engine.scheduler import Scheduler
 from weft.residency.residency import LoadEnded, Registered, Residency
@@ -28,20 +28,20 @@ class QueueTimes:
 
     def __init__(self) -> None:
         self._received: dict[str, float] = {}
-        self._waited: dict[str, float] = {}
-        """Of requests that have begun and have had no event."""
+        self._waited: dict[str, tuple[float, float]] = {}
+        """`queue_s` and `adapter_wait_s` of requests that have begun and have had no event."""
 
     def receive(self, request_id: str) -> None:
         self._received[request_id] = time.monotonic()
 
-    def begin(self, request_id: str) -> None:
+    def begin(self, admitted: Admitted, now: float) -> None:
         """The request is in a step; its first one counts."""
-        received = self._received.pop(request_id, None)
+        received = self._received.pop(admitted.request_id, None)
         if received is not None:
-            self._waited[request_id] = time.monotonic() - received
+            self._waited[admitted.request_id] = (now - received, admitted.adapter_wait_s)
 
     def stamp(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """The events, the first of each request with its `queue_s`."""
+        """The events, the first of each request with what it waited."""
         if not self._waited and not self._received:
             return events
         return [self._stamped(event) for event in events]
@@ -50,7 +50,9 @@ class QueueTimes:
         if event.finish_reason is not None:
             self._received.pop(event.request_id, None)
         waited = self._waited.pop(event.request_id, None)
-        return event if waited is None else event._replace(queue_s=waited)
+        if waited is None:
+            return event
+        return event._replace(queue_s=waited[0], adapter_wait_s=waited[1])
 
 
 class Loop:
@@ -81,10 +83,11 @@ class Loop:
         """One step: token events, and the calls of `Residency.register` that ended."""
         events, registered = self._apply(self._residency.poll())
         events += self._apply_grammars()
-        plan = self._scheduler.plan()
+        now = time.monotonic()
+        plan = self._scheduler.plan(now)
         self._residency.start(plan.loads)
         for admitted in plan.admitted:
-            self.queue_times.begin(admitted.request_id)
+            self.queue_times.begin(admitted, now)
         if not plan.empty:
             self.steps += 1
             self._flights.append((plan, self._runner.launch(self._rows.build(plan))))

@@ -50,11 +50,16 @@ class Admitted:
     grammar: Matcher | None = None
     num_prompt_logprobs: int = -1
     """Alternatives to report at each position of the prompt; -1: nothing is to be reported."""
+    adapter_wait_s: float = 0.0
+    """How long it was passed over because its adapter was not to be had."""
+    active_from: int = 0
+    """Position from which on the adapter is active."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step. The lists run in parallel, one entry per sequence in the step."""
+    """One step. The lists run in parallel, one entry per sequence in the step: two, if its adapter
+    becomes active in this step, the base's part first."""
 
     step: int
     rows: list[int]

@@ -12,8 +12,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.checkpoint import AdapterFiles, AdapterImage, load_image, pack_image
+from weft.checkpoint import (
+    AdapterFiles,
+    AdapterImage,
+    Summand,
+    check_sum,
+    pack_image,
+    read_adapter,
+    sum_images,
+)
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError
 from weft.core.types import TokenLogprob
@@ -31,16 +40,20 @@ from weft.engine.graphs import StepGraphs, token_sizes
 from weft.engine.inputs import Array, PromptArrays, Segments, StepInputs
 from weft.engine.plan import StepResult
 from weft.engine.sampler import Sampler
+from weft.engine.selfcheck import TOKENS, SelfCheck, num_blocks
 from weft.kernels.attention import AttentionBatch
 from weft.kernels.lora import AdapterPool, LoraBatch, LoraStep, Segment, make_backend
+from weft.kernels.lora.extras import has_extras, norms_of, with_extras
 from weft.kernels.ops import make_ops
 from weft.kernels.sampling import top_logprobs
 from weft.kernels.staging import Staging
 from weft.models.config import ModelConfig, load_model_config, resolve_model
 from weft.models.decoder import Decoder, StepContext
 from weft.models.kv_cache import allocate_kv_cache, kv_bytes_per_block
-from weft.models.loading import dummy_weights, load_weights, num_parameters
+from weft.models.loading import Weights, dummy_weights, load_weights, num_parameters
+from weft.models.named import NamedWeights
 from weft.models.targets import target_table
+from weft.residency.slots import Move, Moved
 
 logger = logging.getLogger(__name__)
 
@@ -83,8 +96,10 @@ class Runner:
         self.dtype = _dtype(args.model.dtype, self.config, self.device)
         self.table = target_table(self.config)
         self._max_lora_rank = args.lora.max_lora_rank
+        self._conversion_tolerance = args.lora.conversion_tolerance
         weights = self._load(args)
         self.num_parameters = num_parameters(weights)
+        self._base = NamedWeights(weights)
         self.pool = self._make_pool(args)
         rows = args.scheduler.max_num_seqs
         self._put = partial(_put, self.device)
@@ -102,28 +117,58 @@ class Runner:
         self._last_token_R = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         self._staging = Staging(0, self.device)
         self._graphs = self._capture(args)
+        self.self_check = self._make_check(args, weights) if args.lora.self_check else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-forward")
+        self._moved: Moved = _Nothing()
 
-    def read_adapter(self, path: str, expect_digest: str | None) -> AdapterImage:
-        """Read and pack an adapter for this model; any thread. See `load_image` for errors."""
-        return self._staged(
-            load_image(Path(path), self.table, self.dtype, self._max_lora_rank, expect_digest)
-        )
+    def read_adapter(self, path: str, expect_digest: str | None) -> AdapterFiles:
+        """The content of an adapter's folder; any thread. Raises what `load_image` does."""
+        return read_adapter(Path(path), self.table, self._max_lora_rank, expect_digest)
 
     def pack_adapter(self, files: AdapterFiles) -> AdapterImage:
-        """As `read_adapter`, of content that is in memory. Raises AdapterInvalid."""
-        return self._staged(pack_image(files, self.table, self.dtype, self._max_lora_rank))
+        """Validate it and pack it for this model; any thread. Raises AdapterInvalid."""
+        with self._aside():
+            return pack_image(
+                files,
+                self.table,
+                self.dtype,
+                self._max_lora_rank,
+                self._base,
+                self._conversion_tolerance,
+            )
 
-    def _staged(self, image: AdapterImage) -> AdapterImage:
-        if self.device.type == "cuda":
-            return replace(image, data=image.data.pin_memory())
-        return image
+    def check_sum(self, parts: Sequence[tuple[str, Summand]]) -> int:
+        """Elements that the sum of adapters, by name, takes. Raises InvalidRequest."""
+        return check_sum(parts, self.table, self._max_lora_rank, self.dtype)
+
+    def sum_adapters(
+        self, digest: str, parts: Sequence[tuple[AdapterImage, float]], into: torch.Tensor | None
+    ) -> AdapterImage:
+        """The weighted sum of images; any thread. Raises InvalidRequest."""
+        return sum_images(digest, parts, self.table, self.dtype, into)
+
+    def _aside(self) -> contextlib.AbstractContextManager[object]:
+        """A stream that steps are not on, for what is computed from the base's weights."""
+        if self.device.type != "cuda":
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self.device))  # type: ignore[no-untyped-call]
 
     def launch(self, inputs: StepInputs) -> Flight:
         """Start a step. Steps run in the order of their launches."""
         if self.device.type == "cuda":
             return self._launch_cuda(inputs)
         return self._thread.submit(self._run_cpu, inputs)
+
+    def move(self, moves: Sequence[Move]) -> Moved:
+        """Move images within adapter memory: behind the steps launched so far, which find them at
+        their old places, and before those to come. For all moves ordered until now, so that no
+        load overtakes those of another."""
+        if moves and self.device.type == "cuda":
+            self.pool.move(moves)
+            self._moved = _CudaMoved()
+        elif moves:
+            self._moved = _CpuMoved(self._thread.submit(self.pool.move, moves))
+        return self._moved
 
     def close(self) -> None:
         self._thread.shutdown()
@@ -151,7 +196,9 @@ class Runner:
 
     def _step(self, inputs: StepInputs) -> _Sampled:
         self._sampler.admit(inputs.counted)
-        logits_NV = self._graphs.run(inputs) if self._graphs and inputs.prompt is None else None
+        logits_NV = None
+        if self._graphs and inputs.prompt is None and not self._has_extras(inputs):
+            logits_NV = self._graphs.run(inputs)
         prompt = None
         if logits_NV is None:
             logits_NV, prompt = self._forward(inputs)
@@ -187,7 +234,7 @@ class Runner:
             place_T, table_SB, lens_S, inputs.query_start, inputs.seq_lens_S.tolist()
         )
         lora = self._begin_lora(slot_T, inputs.segments, slot_N, inputs.sampled_segments)
-        step = StepContext(positions_T, attention, lora)
+        step = StepContext(positions_T, attention, lora, norms_of(lora))
         if on_device_T is not None:
             ids_T = torch.where(known_T, self._last_token_R[row_T], ids_T)
         hidden_TI = self._decoder.forward(ids_T, step, self._kv)
@@ -221,19 +268,24 @@ class Runner:
         if not segments:
             return None
         each, sampled = (tuple(map(Segment._make, s)) for s in (segments, sampled_segments))
-        return self._lora.begin(LoraBatch(slot_T, each, slot_N, sampled))
+        batch = LoraBatch(slot_T, each, slot_N, sampled)
+        return with_extras(self._lora.begin(batch), self.pool, batch)
+
+    def _has_extras(self, inputs: StepInputs) -> bool:
+        return has_extras(self.pool, (slot for slot, _, _ in inputs.segments))
 
     # -- the start -----------------------------------------------------------------------------
 
     def _load(self, args: EngineArgs):  # type: ignore[no-untyped-def]
+        quantization = args.model.quantization
         if args.model.load_format == "dummy":
-            return dummy_weights(self.config, self.dtype, self.device)
+            return dummy_weights(self.config, self.dtype, self.device, quantization=quantization)
         folder = resolve_model(args.model.model, args.model.revision)
-        return load_weights(folder, self.config, self.dtype, self.device)
+        return load_weights(folder, self.config, self.dtype, self.device, quantization)
 
     def _capture(self, args: EngineArgs) -> StepGraphs | None:
         """Graphs of steps, where there is a GPU."""
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or not self._decoder.is_capturable:
             return None
         with_lora = self._lora.reserve(args.scheduler.max_num_batched_tokens)
         graphs = StepGraphs(
@@ -248,13 +300,27 @@ class Runner:
             graphs.capture()
         return graphs
 
+    def _make_check(self, args: EngineArgs, weights: Weights) -> SelfCheck:
+        """Over the same weights and adapters; all that steps write to is there once more."""
+        ops, size = make_ops("auto", self.device), args.cache.block_size
+        return SelfCheck(
+            Decoder(self.config, weights, self.table, ops, TOKENS),
+            make_backend(args.lora.lora_backend, self.pool),
+            self.pool,
+            allocate_kv_cache(self.config, num_blocks(size), size, self.dtype, self.device),
+            exact=self.config.moe is None and args.model.quantization != "fp8",
+        )
+
     def _make_pool(self, args: EngineArgs) -> AdapterPool:
-        num_bytes = args.lora.adapter_memory
-        if num_bytes is None:
-            num_bytes = 2 << 30 if self.device.type == "cpu" else _free_bytes(self.device) // 8
-        num_elements = num_bytes // self.dtype.itemsize
+        num_elements = self._adapter_bytes(args) // self.dtype.itemsize
         with _memory_errors("adapter_memory"):
             return AdapterPool(self.table, num_elements, MAX_RESIDENT, self.dtype, self.device)
+
+    def _adapter_bytes(self, args: EngineArgs) -> int:
+        memory = args.lora.adapter_memory
+        if memory is None:
+            return 2 << 30 if self.device.type == "cpu" else _free_bytes(self.device) // 8
+        return int(memory * _total_bytes(self.device)) if memory < 1 else int(memory)
 
     def _count_blocks(self, args: EngineArgs) -> int:
         cache = args.cache
@@ -262,7 +328,7 @@ class Runner:
             return cache.num_blocks
         available = cache.kv_cache_memory
         if self.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device).total_memory
+            total = _total_bytes(self.device)
             reserve = int(total * (1 - cache.gpu_memory_utilization)) + ACTIVATION_BYTES
             available = _free_bytes(self.device) - reserve
         blocks = available // kv_bytes_per_block(self.config, cache.block_size, self.dtype)
@@ -304,6 +370,30 @@ class _CudaFlight:
     def result(self) -> StepResult:
         self._done.synchronize()
         return self._make()
+
+
+class _Nothing:
+    def wait(self) -> None:
+        """Nothing was moved yet."""
+
+
+class _CpuMoved:
+    def __init__(self, done: Future[None]) -> None:
+        self._done = done
+
+    def wait(self) -> None:
+        self._done.result()
+
+
+class _CudaMoved:
+    """All that is on the current stream by now."""
+
+    def __init__(self) -> None:
+        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._done.record()
+
+    def wait(self) -> None:
+        self._done.synchronize()
 
 
 def _to_host(tensor: Tensor) -> Tensor:
@@ -364,6 +454,13 @@ def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
         name = "float32" if device.type == "cpu" else config.dtype
         name = "bfloat16" if name == "float32" and device.type == "cuda" else name
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
+
+
+def _total_bytes(device: torch.device) -> int:
+    """Of the device, or of the machine."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _free_bytes(device: torch.device) -> int:

@@ -98,9 +98,13 @@ class Supervisor:
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
         if self._down is not None:
             return _ending(request.request_id, EngineDead(self._down))
-        adapter = self._adapters.get(request.adapter.digest) if request.adapter else None
-        if adapter is not None and adapter.error is not None:
-            return _ending(request.request_id, adapter.error)
+        needed = [part.ref for part in request.parts]
+        if request.adapter is not None and not needed:
+            needed = [request.adapter]
+        for ref in needed:
+            adapter = self._adapters.get(ref.digest)
+            if adapter is not None and adapter.error is not None:
+                return _ending(request.request_id, adapter.error)
         return self._engine.generate(request)
 
     async def register_adapter(self, path: str, pinned: bool = False) -> AdapterInfo:

@@ -12,11 +12,13 @@ Shapes: T token rows, I inputs, O outputs.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+HAS_TRITON = find_spec("triton") is not None
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
@@ -69,6 +71,10 @@ def quantize_weight(weight_OI: Tensor, dynamic: bool) -> Fp8Weight:
 def linear(x_TI: Tensor, weight_OI: Tensor | Fp8Weight, bias_O: Tensor | None) -> Tensor:
     """`x W^T + b` in x's dtype, (T, O)."""
     if isinstance(weight_OI, Tensor):
+        if x_TI.is_cuda and HAS_TRITON:
+            from weft.kernels import triton_linear
+
+            return triton_linear.linear(x_TI, weight_OI, bias_O)
         return F.linear(x_TI, weight_OI, bias_O)
     if weight_OI.dense_OI is not None:
         rows_TI = _rounded(x_TI) if weight_OI.dynamic else x_TI

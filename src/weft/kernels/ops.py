@@ -16,6 +16,7 @@ from weft.core.errors import ConfigError
 from weft.kernels.activation import silu_and_mul
 from weft.kernels.attention import AttentionBatch, KVCache, torch_attend, write_kv
 from weft.kernels.norm import rms_norm
+from weft.kernels.pending import Pending, added
 from weft.kernels.rope import apply_rope
 
 
@@ -24,11 +25,19 @@ class Ops(Protocol):
         """See `weft.kernels.norm.rms_norm`."""
         ...
 
-    def add_rms_norm(self, x_TI: Tensor, delta_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """Add `delta` to `x` in place, and return the norm of the sum."""
+    def add_rms_norm(
+        self,
+        x_TI: Tensor,
+        delta_TI: Tensor,
+        weight_I: Tensor,
+        eps: float,
+        pending: Pending | None = None,
+    ) -> Tensor:
+        """Add `delta` to `x` in place, and return the norm of the sum. What is pending here and
+        below is added to the product first."""
         ...
 
-    def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up_T2F: Tensor, pending: Pending | None = None) -> Tensor:
         """See `weft.kernels.activation.silu_and_mul`."""
         ...
 
@@ -40,11 +49,13 @@ class Ops(Protocol):
         eps: float,
         cache: KVCache,
         batch: AttentionBatch,
+        pending: Pending | None = None,
     ) -> Tensor:
         """Norm (if there are weights for it) and rotate q and k, write k and v to the cache.
 
         `qkv_TND` holds H query, K key and K value heads; it may be changed. `rope` is what
-        `weft.models.rope.RopeTable.at` gives, `norm_ND` (H + K, D). Returns q, (T, H, D).
+        `weft.models.rope.RopeTable.at` gives, `norm_ND` (H + K, D), or row by row (T, H + K, D).
+        Returns q, (T, H, D).
         """
         ...
 
@@ -67,12 +78,19 @@ class TorchOps:
     def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
         return rms_norm(x_TI, weight_I, eps)
 
-    def add_rms_norm(self, x_TI: Tensor, delta_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        x_TI += delta_TI
+    def add_rms_norm(
+        self,
+        x_TI: Tensor,
+        delta_TI: Tensor,
+        weight_I: Tensor,
+        eps: float,
+        pending: Pending | None = None,
+    ) -> Tensor:
+        x_TI += added(delta_TI, pending)
         return rms_norm(x_TI, weight_I, eps)
 
-    def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
-        return silu_and_mul(gate_up_T2F)
+    def silu_and_mul(self, gate_up_T2F: Tensor, pending: Pending | None = None) -> Tensor:
+        return silu_and_mul(added(gate_up_T2F, pending))
 
     def rope_and_write(
         self,
@@ -82,7 +100,9 @@ class TorchOps:
         eps: float,
         cache: KVCache,
         batch: AttentionBatch,
+        pending: Pending | None = None,
     ) -> Tensor:
+        qkv_TND = added(qkv_TND.flatten(1), pending).view_as(qkv_TND)
         K = cache.k.shape[2]
         H = qkv_TND.shape[1] - 2 * K
         qk_TND, v_TKD = qkv_TND.split_with_sizes((H + K, K), 1)

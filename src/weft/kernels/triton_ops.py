@@ -22,6 +22,7 @@ from torch import Tensor
 
 from weft.core.errors import ConfigError
 from weft.kernels.attention import AttentionBatch, KVCache, RowWork, row_work, tile_rows
+from weft.kernels.pending import Pending
 
 MAX_PARTS = 16
 """Of a decode's context."""
@@ -34,30 +35,73 @@ DECODE_TOKENS, DECODE_WARPS, DECODE_STAGES = 64, 4, 3
 
 
 @triton.jit
+def _with_pending(y, add_at, slot_at, mask, PENDING: tl.constexpr):
+    """y and what adapters add to it; see `weft.kernels.pending`."""
+    if PENDING:
+        has = tl.load(slot_at) >= 0
+        add = tl.load(add_at, mask=mask, other=0.0)
+        y = tl.where(has, (y.to(tl.float32) + add).to(y.dtype), y)
+    return y
+
+
+@triton.jit
 def _add_rms_norm(
-    x_ptr, delta_ptr, weight_ptr, out_ptr, width, eps, ADD: tl.constexpr, BLOCK: tl.constexpr
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    out_ptr,
+    add_ptr,
+    add_slot_ptr,
+    width,
+    eps,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PENDING: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """out = rms_norm(x) or, with ADD, x += delta first; one program per row of `width`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     i = tl.arange(0, BLOCK)
-    at = tl.program_id(0).to(tl.int64) * width + i
+    row = tl.program_id(0).to(tl.int64)
+    at = row * width + i
+    weight = tl.load(weight_ptr + i, mask=i < width, other=0.0).to(tl.float32)
+    if PDL:  # what the kernel ahead writes is read from here on
+        tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + at, mask=i < width, other=0.0)
     if ADD:
         delta = tl.load(delta_ptr + at, mask=i < width, other=0.0)
+        delta = _with_pending(delta, add_ptr + at, add_slot_ptr + row, i < width, PENDING)
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
         tl.store(x_ptr + at, x, mask=i < width)
-    weight = tl.load(weight_ptr + i, mask=i < width, other=0.0).to(tl.float32)
     wide = x.to(tl.float32)
     scale = 1 / tl.sqrt(tl.sum(wide * wide) / width + eps)
     tl.store(out_ptr + at, (wide * scale * weight).to(x.dtype), mask=i < width)
 
 
 @triton.jit
-def _silu_and_mul(gate_up_ptr, out_ptr, F, BLOCK: tl.constexpr):
+def _silu_and_mul(
+    gate_up_ptr,
+    out_ptr,
+    add_ptr,
+    add_slot_ptr,
+    F,
+    BLOCK: tl.constexpr,
+    PENDING: tl.constexpr,
+    PDL: tl.constexpr,
+):
     """out (T, F) = silu(gate) * up of rows (gate, up); programs: row, block of columns."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(gate_up_ptr + row * 2 * F + f, mask=f < F, other=0.0)
-    up = tl.load(gate_up_ptr + row * 2 * F + F + f, mask=f < F, other=0.0).to(tl.float32)
+    at = row * 2 * F + f
+    slot_at = add_slot_ptr + row
+    gate = tl.load(gate_up_ptr + at, mask=f < F, other=0.0)
+    up = tl.load(gate_up_ptr + at + F, mask=f < F, other=0.0)
+    gate = _with_pending(gate, add_ptr + at, slot_at, f < F, PENDING)
+    up = _with_pending(up, add_ptr + at + F, slot_at, f < F, PENDING).to(tl.float32)
     wide = gate.to(tl.float32)
     tl.store(out_ptr + row * F + f, (wide / (1 + tl.exp(-wide)) * up).to(gate.dtype), mask=f < F)
 
@@ -71,35 +115,48 @@ def _rope_and_write(
     k_ptr,
     v_ptr,
     slot_ptr,
+    add_ptr,
+    add_slot_ptr,
     row_stride,
     table_stride,
+    norm_stride,
     eps,
     H,
     K,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    PENDING: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Head n of row t: q is rotated in place, k to the cache, v copied there. Programs (T, N).
 
     qkv (T, H + 2K, D) with contiguous heads; cos and sin (T, D) as `apply_rope` has them, both of
-    row stride `table_stride`; norm (H + K, D); k and v (slots, K, D); slot int64 (T,).
+    row stride `table_stride`; norm (H + K, D), for row t at `norm_stride` t; k and v
+    (slots, K, D); slot int64 (T,).
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1)
     d = tl.arange(0, BLOCK)
     ok = d < D
     at = qkv_ptr + t * row_stride + n * D
     x = tl.load(at + d, mask=ok, other=0.0)
+    add_at = add_ptr + (t * tl.num_programs(1) + n) * D
+    x = _with_pending(x, add_at + d, add_slot_ptr + t, ok, PENDING)
     slot = tl.load(slot_ptr + t)
     written = d < tl.where(slot < 0, 0, D)
     if n < H + K:
         swapped_d = tl.where(d < D // 2, d + D // 2, d - D // 2)
-        swapped = tl.load(at + swapped_d, mask=ok, other=0.0).to(tl.float32)
+        swapped = tl.load(at + swapped_d, mask=ok, other=0.0)
+        swapped = _with_pending(swapped, add_at + swapped_d, add_slot_ptr + t, ok, PENDING)
+        swapped = swapped.to(tl.float32)
         y = x.to(tl.float32)
         if NORM:
             scale = 1 / tl.sqrt(tl.sum(y * y) / D + eps)
-            norm_at = norm_ptr + n * D
+            norm_at = norm_ptr + t * norm_stride + n * D
             y = y * scale * tl.load(norm_at + d, mask=ok, other=0.0).to(tl.float32)
             swapped = (
                 swapped * scale * tl.load(norm_at + swapped_d, mask=ok, other=0.0).to(tl.float32)
@@ -194,6 +251,7 @@ def _decode(
     PARTS: tl.constexpr,
     PAIRS: tl.constexpr,
     WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """One query row of a sequence against one part of its context; programs (S, K, PARTS).
 
@@ -202,6 +260,9 @@ def _decode(
     pairs int32 (S, 2) of sequence and row (-1: nothing to do), without PAIRS both are the
     program's number.
     """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     i = tl.program_id(0)
     head = tl.program_id(1)
     part = tl.program_id(2)
@@ -267,8 +328,12 @@ def _combine(
     PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """The parts of one head of one row of `_decode`; programs (S, H)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     i = tl.program_id(0)
     head = tl.program_id(1)
     row = i
@@ -370,19 +435,40 @@ class TritonOps:
         if device.type == "cpu" and not INTERPRETED:
             raise ConfigError("the triton ops need a GPU", "ops")
         self._programs = 1 if device.type == "cpu" else _num_processors(device)
+        cuda = device.type == "cuda"
+        self._dependent = cuda and torch.cuda.get_device_capability(device) >= (9, 0)
+        """A kernel starts before the one ahead has ended, and waits for what that one writes."""
+        self._launch = {"launch_pdl": True} if self._dependent else {}
 
     def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        return _norm(x_TI, None, weight_I, eps)
+        return self._norm(x_TI, None, weight_I, eps, None)
 
-    def add_rms_norm(self, x_TI: Tensor, delta_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        return _norm(x_TI, delta_TI, weight_I, eps)
+    def add_rms_norm(
+        self,
+        x_TI: Tensor,
+        delta_TI: Tensor,
+        weight_I: Tensor,
+        eps: float,
+        pending: Pending | None = None,
+    ) -> Tensor:
+        return self._norm(x_TI, delta_TI, weight_I, eps, pending)
 
-    def silu_and_mul(self, gate_up_T2F: Tensor) -> Tensor:
+    def silu_and_mul(self, gate_up_T2F: Tensor, pending: Pending | None = None) -> Tensor:
         num_rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
         out_TF = gate_up_T2F.new_empty(num_rows, width)
         if num_rows:
             grid = (num_rows, triton.cdiv(width, 1024))
-            _silu_and_mul[grid](gate_up_T2F, out_TF, width, BLOCK=1024, num_warps=4)
+            _silu_and_mul[grid](
+                gate_up_T2F,
+                out_TF,
+                *_pending(pending, gate_up_T2F),
+                width,
+                BLOCK=1024,
+                PENDING=pending is not None,
+                PDL=self._dependent,
+                num_warps=4,
+                **self._launch,
+            )
         return out_TF
 
     def rope_and_write(
@@ -393,6 +479,7 @@ class TritonOps:
         eps: float,
         cache: KVCache,
         batch: AttentionBatch,
+        pending: Pending | None = None,
     ) -> Tensor:
         T, N, D = qkv_TND.shape
         K = cache.k.shape[2]
@@ -408,15 +495,20 @@ class TritonOps:
                 cache.k,
                 cache.v,
                 batch.slot_mapping_T,
+                *_pending(pending, qkv_TND),
                 qkv_TND.stride(0),
                 cos_T1D.stride(0),
+                norm_ND.stride(0) if norm_ND is not None and norm_ND.dim() == 3 else 0,
                 eps,
                 H,
                 K,
                 D=D,
                 BLOCK=triton.next_power_of_2(D),
                 NORM=norm_ND is not None,
+                PENDING=pending is not None,
+                PDL=self._dependent,
                 num_warps=1,
+                **self._launch,
             )
         return qkv_TND[:, :H]
 
@@ -480,8 +572,10 @@ class TritonOps:
             PARTS=parts,
             PAIRS=work.pairs is not None,
             WINDOW=window is not None,
+            PDL=self._dependent,
             num_warps=DECODE_WARPS,
             num_stages=DECODE_STAGES,
+            **self._launch,
         )
         if parts > 1:
             _combine[S, H](
@@ -495,8 +589,39 @@ class TritonOps:
                 PARTS=parts,
                 BLOCK_P=triton.next_power_of_2(parts),
                 PAIRS=work.pairs is not None,
+                PDL=self._dependent,
                 num_warps=4,
+                **self._launch,
             )
+
+    def _norm(
+        self,
+        x_TI: Tensor,
+        delta_TI: Tensor | None,
+        weight_I: Tensor,
+        eps: float,
+        pending: Pending | None,
+    ) -> Tensor:
+        num_rows, width = x_TI.shape
+        out_TI = torch.empty_like(x_TI)
+        if num_rows:
+            block = triton.next_power_of_2(width)
+            _add_rms_norm[(num_rows,)](
+                x_TI,
+                x_TI if delta_TI is None else delta_TI,
+                weight_I,
+                out_TI,
+                *_pending(pending, x_TI),
+                width,
+                eps,
+                ADD=delta_TI is not None,
+                BLOCK=block,
+                PENDING=pending is not None,
+                PDL=self._dependent,
+                num_warps=min(max(block // 512, 1), 16),
+                **self._launch,
+            )
+        return out_TI
 
     def _work_of(self, batch: AttentionBatch, num_groups: int) -> RowWork:
         if batch.work is not None:
@@ -509,23 +634,8 @@ class TritonOps:
         return work
 
 
-def _norm(x_TI: Tensor, delta_TI: Tensor | None, weight_I: Tensor, eps: float) -> Tensor:
-    num_rows, width = x_TI.shape
-    out_TI = torch.empty_like(x_TI)
-    if num_rows:
-        block = triton.next_power_of_2(width)
-        _add_rms_norm[(num_rows,)](
-            x_TI,
-            x_TI if delta_TI is None else delta_TI,
-            weight_I,
-            out_TI,
-            width,
-            eps,
-            ADD=delta_TI is not None,
-            BLOCK=block,
-            num_warps=min(max(block // 512, 1), 16),
-        )
-    return out_TI
+def _pending(pending: Pending | None, none: Tensor) -> tuple[Tensor, Tensor]:
+    return (none, none) if pending is None else (pending.add_TO, pending.slot_T)
 
 
 def _run_prefill(

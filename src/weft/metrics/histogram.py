@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from itertools import accumulate
 
 from prometheus_client.utils import floatToGoString
@@ -24,10 +25,11 @@ class Histogram:
 
     __slots__ = ("_bounds", "_counts", "sum")
 
-    def __init__(self, bounds: Bounds) -> None:
+    def __init__(self, bounds: Bounds, counts: Sequence[int] = (), total: float = 0.0) -> None:
+        """counts: of each bucket so far, with their sum `total`; none: nothing was counted."""
         self._bounds = bounds
-        self._counts = [0] * len(bounds.texts)
-        self.sum = 0.0
+        self._counts = list(counts) or [0] * len(bounds.texts)
+        self.sum = total
 
     def observe(self, value: float, times: int = 1) -> None:
         self._counts[bisect_left(self._bounds.values, value)] += times

@@ -15,7 +15,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 
-from weft.core.types import AdapterInfo, AdapterRef, EngineInfo, EngineStats
+from weft.core.types import (
+    LOAD_BOUNDS_S,
+    LOAD_STAGES,
+    AdapterInfo,
+    AdapterRef,
+    EngineInfo,
+    EngineStats,
+    Spread,
+    TierStats,
+)
 from weft.metrics.exposition import Exposition, Labels, labels
 from weft.metrics.histogram import Bounds, Histogram
 from weft.metrics.tallies import OTHER, Tallies, Tally
@@ -27,6 +36,7 @@ Adapters = Mapping[AdapterRef, AdapterInfo]
 _FIRST_TOKEN_S = Bounds(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _PER_TOKEN_S = Bounds(0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 0.5, 1.0)
 _QUEUE_S = Bounds(0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+_LOAD_S = Bounds(*LOAD_BOUNDS_S)
 _REQUEST_S = Bounds(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 # Name, help, and the field of EngineStats. Those under `vllm:` have the label `model_name`.
@@ -49,6 +59,37 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("weft:preemptions", "Requests put back to make room.", "preemptions"),
     ("weft:adapter_loads", "Adapters brought to the device.", "adapter_loads"),
     ("weft:adapter_evictions", "Adapters taken off the device.", "adapter_evictions"),
+)
+_TIER_GAUGES: tuple[tuple[str, str, Callable[[TierStats], int]], ...] = (
+    (
+        "weft:adapter_tier_bytes",
+        "Bytes that adapters take, by tier: device, host, disk.",
+        lambda tier: tier.num_bytes,
+    ),
+    (
+        "weft:adapter_tier_limit_bytes",
+        "Bytes that adapters may take, by tier.",
+        lambda tier: tier.max_bytes,
+    ),
+    ("weft:adapter_tier_adapters", "Adapters, by tier.", lambda tier: tier.num_adapters),
+)
+_TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierStats], int]], ...] = (
+    (
+        "weft:adapter_tier_hits",
+        "Requests (device) or loads (host, disk) that found their adapter there, by tier.",
+        lambda tier: tier.hits,
+    ),
+    ("weft:adapter_tier_misses", "Those that did not, by tier.", lambda tier: tier.misses),
+    (
+        "weft:adapter_tier_evictions",
+        "Adapters that made way for others, by tier.",
+        lambda tier: tier.evictions,
+    ),
+    (
+        "weft:adapter_tier_errors",
+        "Image files that could not be read or written, or were not what they should be.",
+        lambda tier: tier.errors,
+    ),
 )
 _TALLY_COUNTERS: tuple[tuple[str, str, Callable[[Tally], int]], ...] = (
     (
@@ -108,6 +149,7 @@ class Metrics:
         self._request_s = Histogram(_REQUEST_S)
         self._finished: Counts[str] = Counts()
         self._tallies = Tallies(model_name)
+        self._tenants = Tallies("")
         self._evictions: dict[str, int] = {}
         """By digest, as of the last scrape."""
 
@@ -146,6 +188,14 @@ class Metrics:
             tally.per_token_s.observe(per_token_s)
             self._per_token_s.observe(per_token_s)
 
+    def served(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
+        """What a tenant had of a request that has ended; tokens from the prefix cache don't
+        count."""
+        self._tenants.arrived(tenant or None)
+        tally = self._tenants.of(tenant or None)
+        tally.prompt_tokens += num_prompt_tokens
+        tally.output_tokens += num_output_tokens
+
     # -- scrapes --------------------------------------------------------------------------------
 
     def render(self, info: EngineInfo, stats: EngineStats | None, adapters: Adapters) -> bytes:
@@ -160,8 +210,11 @@ class Metrics:
             self._count_evictions(stats, names_of)
             self._add_figures(out, stats)
             _add_residency(out, info, stats, adapters, names_of)
+            _add_tiers(out, stats)
         self._add_requests(out)
-        _add_tallies(out, self._tallies.shown(time.monotonic()))
+        now_s = time.monotonic()
+        _add_tallies(out, self._tallies.shown(now_s))
+        _add_tenants(out, self._tenants.shown(now_s))
         return generate_latest(self._registry) + out.encode()
 
     def _count_evictions(self, stats: EngineStats, names_of: Mapping[str, list[str]]) -> None:
@@ -235,6 +288,19 @@ def _add_tallies(out: Exposition, shown: Iterable[tuple[str, Tally]]) -> None:
         out.histogram(name, text, [(given, histogram_of(tally)) for given, tally in tallies])
 
 
+def _add_tenants(out: Exposition, shown: Iterable[tuple[str, Tally]]) -> None:
+    tokens = [
+        (labels(tenant=name, kind=kind), count)
+        for name, tally in shown
+        for kind, count in (("prompt", tally.prompt_tokens), ("output", tally.output_tokens))
+    ]
+    out.counter(
+        "weft:tenant_tokens",
+        "Tokens computed for requests that have ended, by tenant; one without a name is no one's.",
+        tokens,
+    )
+
+
 # -- where adapters are; series by name only for those in memory ---------------------------------
 
 
@@ -294,6 +360,41 @@ def _add_residency(
         "Adapters, of the mean size of those loaded, that fit into device memory.",
         [("", _room(info, adapters, len(gpu)))],
     )
+
+
+def _add_tiers(out: Exposition, stats: EngineStats) -> None:
+    tiers = [(labels(tier=name), tier) for name, tier in stats.tiers.items()]
+    for add, figures in ((out.gauge, _TIER_GAUGES), (out.counter, _TIER_COUNTERS)):
+        for name, text, count_of in figures:
+            add(name, text, [(given, count_of(tier)) for given, tier in tiers])
+    stages = [(stage, stats.load_s[stage]) for stage in LOAD_STAGES if stage in stats.load_s]
+    out.histogram(
+        "weft:adapter_load_seconds",
+        "Loads and registrations, by stage: read, pack, copy to the device.",
+        [(labels(stage=stage), _histogram(spread)) for stage, spread in stages],
+    )
+    waited = [] if stats.adapter_wait_s is None else [("", _histogram(stats.adapter_wait_s))]
+    out.histogram(
+        "weft:adapter_wait_seconds",
+        "From a request's receipt to its adapter's residency, where it was not resident.",
+        waited,
+    )
+    out.counter(
+        "weft:adapter_self_checks",
+        "First-use checks of adapters, by result: passed, failed, skipped.",
+        [(labels(result=result), count) for result, count in stats.self_checks.items()],
+    )
+    checked = [] if stats.self_check_s is None else [("", _histogram(stats.self_check_s))]
+    out.histogram("weft:adapter_self_check_seconds", "First-use checks of adapters.", checked)
+    out.gauge(
+        "weft:adapters_quarantined",
+        "Adapters that failed their first-use check, and are not served.",
+        [("", len(stats.quarantined_adapters))],
+    )
+
+
+def _histogram(spread: Spread) -> Histogram:
+    return Histogram(_LOAD_S, spread.counts, spread.sum)
 
 
 def _loaded(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from weft.core.errors import ConfigError
+from weft.models.stated import read_stated
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
 
@@ -218,7 +219,8 @@ def load_model_config(path_or_id: str | Path, revision: str | None = None) -> Mo
     folder = resolve_model(path_or_id, revision, weights=False)
     raw = _read_json(folder / "config.json")
     family = _family_of(raw)
-    return _build(family, _hf_config(folder), raw, _eos_token_ids(folder, raw))
+    hf = read_stated(raw) or _hf_config(folder)
+    return _build(family, hf, raw, _eos_token_ids(folder, raw))
 
 
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")

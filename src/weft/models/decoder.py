@@ -14,10 +14,11 @@ from torch import Tensor
 from weft.core.targets import TargetTable
 from weft.kernels.attention import KVCache
 from weft.kernels.ops import Ops
+from weft.kernels.pending import Pending
 from weft.models.config import ModelConfig
 from weft.models.layers import Embedding, Head, HeadNorm, Linear, Norm, StepContext
 from weft.models.loading import LayerWeights, Weights
-from weft.models.moe import SparseMlp
+from weft.models.moe import SparseMlp, is_capturable
 from weft.models.rope import RopeTable
 from weft.models.targets import first_group
 
@@ -60,11 +61,16 @@ class Decoder:
         rope = self._rope.at(step.positions_T)
         normed_TI = self._first_norm(x_TI, step)
         for layer, cache, next_norm in zip(self._layers, kv, self._next_norms, strict=True):
-            delta_TI = layer.attend(normed_TI, rope, step, cache)
-            normed_TI = layer.mlp_norm.add(x_TI, delta_TI, step)
-            delta_TI = layer.mlp(normed_TI, step)
-            normed_TI = next_norm.add(x_TI, delta_TI, step)
+            delta_TI, pending = layer.attend(normed_TI, rope, step, cache)
+            normed_TI = layer.mlp_norm.add(x_TI, delta_TI, step, pending)
+            delta_TI, pending = layer.mlp(normed_TI, step)
+            normed_TI = next_norm.add(x_TI, delta_TI, step, pending)
         return normed_TI
+
+    @property
+    def is_capturable(self) -> bool:
+        """Whether steps on a GPU can be captured in CUDA graphs."""
+        return self.config.moe is None or is_capturable(self.dtype, self.device)
 
     def logits(self, x_NI: Tensor, step: StepContext) -> Tensor:
         """(N, V), for the sampled rows of what `forward` returned."""
@@ -82,7 +88,7 @@ class _Layer:
         self.mlp_norm = Norm(weights.mlp_norm, eps, mlp_norm.index, ops)
         self._qkv = Linear(weights.qkv, weights.qkv_bias, group)
         self._o = Linear(weights.o, weights.o_bias, group + 1)
-        self.mlp = _mlp(config, weights, group + 2, ops)
+        self._mlp = _mlp(config, weights, group + 2, ops)
         self._qk_norm = _qk_norm(config, weights, name, table)
         self._ops = ops
         self._eps = eps
@@ -93,13 +99,18 @@ class _Layer:
 
     def attend(
         self, x_TI: Tensor, rope: tuple[Tensor, Tensor], step: StepContext, cache: KVCache
-    ) -> Tensor:
+    ) -> tuple[Tensor, Pending | None]:
         ops, batch = self._ops, step.attention
-        qkv_TND = self._qkv(x_TI, step).view(-1, self._num_heads, self._head_dim)
+        qkv_TO, pending = self._qkv.pending(x_TI, step)
+        qkv_TND = qkv_TO.view(-1, self._num_heads, self._head_dim)
         norm = self._qk_norm(len(x_TI), step) if self._qk_norm else None
-        q_THD = ops.rope_and_write(qkv_TND, rope, norm, self._eps, cache, batch)
+        q_THD = ops.rope_and_write(qkv_TND, rope, norm, self._eps, cache, batch, pending)
         out_THD = ops.attend(q_THD, cache, batch, scale=self._scale, window=self._window)
-        return self._o(out_THD.flatten(1), step)
+        return self._o.pending(out_THD.flatten(1), step)
+
+    def mlp(self, x_TI: Tensor, step: StepContext) -> tuple[Tensor, Pending | None]:
+        y = self._mlp(x_TI, step)
+        return (y, None) if isinstance(y, Tensor) else y
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +119,8 @@ class _DenseMlp:
     down: Linear
     ops: Ops
 
-    def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
-        return self.down(self.ops.silu_and_mul(self.gate_up(x_TI, step)), step)
+    def __call__(self, x_TI: Tensor, step: StepContext) -> tuple[Tensor, Pending | None]:
+        return self.down.pending(self.ops.silu_and_mul(*self.gate_up.pending(x_TI, step)), step)
 
 
 def _mlp(config: ModelConfig, weights: LayerWeights, group: int, ops: Ops) -> _DenseMlp | SparseMlp:

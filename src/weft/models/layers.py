@@ -14,8 +14,9 @@ from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch
 from weft.kernels.fp8 import Fp8Weight, linear
-from weft.kernels.lora.base import LoraStep, NormStep
+from weft.kernels.lora.base import FusedStep, LoraStep, NormStep
 from weft.kernels.ops import Ops
+from weft.kernels.pending import Pending
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,15 @@ class Norm:
     def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
         return self._replace(self.ops.rms_norm(x_TI, self.weight_I, self.eps), x_TI, step)
 
-    def add(self, x_TI: Tensor, delta_TI: Tensor, step: StepContext) -> Tensor:
-        """Add `delta` to `x` in place; the norm of the sum."""
-        y_TI = self.ops.add_rms_norm(x_TI, delta_TI, self.weight_I, self.eps)
+    def add(
+        self,
+        x_TI: Tensor,
+        delta_TI: Tensor,
+        step: StepContext,
+        pending: Pending | None = None,
+    ) -> Tensor:
+        """Add `delta`, and what is pending of it, to `x` in place; the norm of the sum."""
+        y_TI = self.ops.add_rms_norm(x_TI, delta_TI, self.weight_I, self.eps, pending)
         return self._replace(y_TI, x_TI, step)
 
     def _replace(self, y_TI: Tensor, x_TI: Tensor, step: StepContext) -> Tensor:
@@ -91,6 +98,14 @@ class Linear:
     bias_O: Tensor | None
     group: int
     """In the model's TargetTable."""
+
+    def pending(self, x_TI: Tensor, step: StepContext) -> tuple[Tensor, Pending | None]:
+        """As a call, but the adapters' part may be left to what reads the product next."""
+        if isinstance(step.lora, FusedStep) and isinstance(self.weight_OI, Tensor):
+            found = step.lora.product(x_TI, self.weight_OI, self.bias_O, self.group)
+            if found is not None:
+                return found
+        return self(x_TI, step), None
 
     def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
         if step.lora is None:

@@ -289,9 +289,10 @@ def _assemble(config: ModelConfig, tensors: dict[str, Any]) -> Weights:
 
 def _layer(config: ModelConfig, tensors: dict[str, Any], index: int) -> LayerWeights:
     found: dict[str, Any] = {f.name: tensors.get(f"{index}.{f.name}") for f in fields(LayerWeights)}
-    return LayerWeights(
-        **{k: v if v is None else _by_expert(config, k, v) for k, v in found.items()}
-    )
+    for key in ("experts_gate_up", "experts_down"):
+        if found[key] is not None:
+            found[key] = _by_expert(config, key, found[key])
+    return LayerWeights(**found)
 
 
 def _stored_tensors(folder: Path, device: torch.device | str) -> Iterator[tuple[str, Any]]:

@@ -61,7 +61,7 @@ def route(expert_TK: Tensor, num_experts: int) -> Routing:
 def grouped_linear(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
     """Each expert's matrix times its rows, (P, O); its rows end before `ends_E`.
 
-    One launch on a GPU. On a CPU only the experts that have rows are read.
+    On a GPU see `is_capturable`. On a CPU only the experts that have rows are read.
     """
     if x_PI.is_cuda:
         return F.grouped_mm(x_PI, weight_EOI.transpose(1, 2), offs=ends_E)
@@ -72,6 +72,13 @@ def grouped_linear(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
             torch.mm(x_PI[begin:end], weight_EOI[expert].t(), out=y_PO[begin:end])
         begin = end
     return y_PO
+
+
+def is_capturable(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether `grouped_linear` on a GPU leaves the host out. Where torch has no kernel for it, the
+    host reads where each expert ends, and orders one product after another."""
+    has_kernel = torch.cuda.get_device_capability(device)[0] in (9, 10)
+    return has_kernel and dtype == torch.bfloat16
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from weft.core.composition import WeightedAdapter, check_parts, sum_of
 from weft.core.errors import AdapterConflict, AdapterNotFound, InvalidRequest, ModelNotFound
-from weft.core.types import AdapterInfo, AdapterRef
+from weft.core.types import AdapterInfo, AdapterPart, AdapterRef
 
 MAX_NAME_LENGTH = 200
 """Characters."""
@@ -58,12 +59,19 @@ class _Version:
 
 
 class Lease:
-    """The right to use one version (`ref`; None: the base model) until `release`."""
+    """The right to use one version (`ref`; None: the base model) until `release`, or several:
+    `ref` then stands for the weighted sum of `parts`."""
 
-    __slots__ = ("_release", "ref")
+    __slots__ = ("_release", "parts", "ref")
 
-    def __init__(self, ref: AdapterRef | None, release: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        ref: AdapterRef | None,
+        release: Callable[[], None] | None = None,
+        parts: tuple[AdapterPart, ...] = (),
+    ) -> None:
         self.ref = ref
+        self.parts = parts
         self._release = release
 
     def release(self) -> None:
@@ -131,6 +139,28 @@ class AdapterRegistry:
             return Lease(None)
         version.leases += 1
         return Lease(version.ref, lambda: self._release(version))
+
+    def resolve_sum(self, adapters: Sequence[WeightedAdapter]) -> Lease:
+        """Look up and pin the adapters of these exact names, whose weighted sum is asked for. One
+        alone with the scale 1 is itself. Raises InvalidRequest, ModelNotFound (`adapters`)."""
+        check_parts(adapters)
+        versions = [self._live.get(each.name) for each in adapters]
+        found = [version for version in versions if version is not None]
+        if len(found) < len(versions):
+            name = adapters[versions.index(None)].name
+            raise ModelNotFound(f"The adapter {name!r} does not exist", "adapters")
+        for version in found:
+            version.leases += 1
+
+        def release() -> None:
+            for version in found:
+                self._release(version)
+
+        if len(found) == 1 and adapters[0].scale == 1.0:
+            return Lease(found[0].ref, release)
+        parts = [AdapterPart(v.ref, a.scale) for v, a in zip(found, adapters, strict=True)]
+        ref, ordered = sum_of(parts)
+        return Lease(ref, release, ordered)
 
     def card(self, model: str) -> ModelCard:
         """What `model` names, as `resolve` understands it. Raises ModelNotFound."""

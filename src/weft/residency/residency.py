@@ -2,45 +2,120 @@
 
 The engine's thread calls `register`, `start` and `forget`, which return at once, and `poll`
 between steps, which applies what loader threads have finished. All state belongs to it: loader
-threads read files and write to extents of the device that nothing else uses.
+threads read files and write to extents of host and device that nothing else uses.
+
+    a load                host tier ────────────────────────────> device
+                          image file ──> host tier ─────────────> device
+                          folder ──> packed ──> host tier ──────> device ──> image file
+                          parts, each from one of these ──> summed ──> host tier ──> device
+    a registration        folder ──> packed ──> host tier, image file
+
+Before its first use, what was loaded is installed and checked on a thread of its own; until then
+it counts as loading, so that nothing moves or uses it. One that fails is quarantined: its requests
+end, and others get the reason at once, until it is registered again.
+
+An image file holds the very content that was registered: an adapter whose folder has changed
+since, or is gone, goes on being served from it. What is registered is read from its folder.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
-from collections.abc import Callable
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from weft.checkpoint import AdapterImage
-from weft.core.errors import AdapterUnavailable, WeftError, to_wire
+from weft.checkpoint import AdapterFiles, AdapterImage, Summand, summand_of
+from weft.core.errors import (
+    AdapterError,
+    AdapterQuarantined,
+    AdapterUnavailable,
+    InvalidRequest,
+    WeftError,
+    to_wire,
+)
 from weft.core.targets import ImageLayout
-from weft.core.types import AdapterInfo, AdapterStats
-from weft.residency.host import HostCache
-from weft.residency.policy import Policy, lru
-from weft.residency.slots import AdapterSlots, Load
+from weft.core.types import (
+    CHECK_RESULTS,
+    LOAD_BOUNDS_S,
+    LOAD_STAGES,
+    AdapterInfo,
+    AdapterPart,
+    AdapterStats,
+    CheckResult,
+    Spread,
+    TierStats,
+)
+from weft.residency.host import Extent, Held, HostTier
+from weft.residency.images import ImageStore
+from weft.residency.slots import AdapterSlots, Load, Move, Moved
+
+logger = logging.getLogger(__name__)
 
 NUM_LOADERS = 2
+NUM_REGISTRARS = 2
+"""Of their own: many registrations, which are slow, hold up no load that requests wait for."""
 MAX_PATHS = 16
 """Folders remembered for one content; the newest ones."""
+MAX_WAITS = 4096
+"""Requests whose wait for one adapter is measured at a time."""
 
-Read = Callable[[str, str | None], AdapterImage]
-"""(path, digest that it must have or None) -> image. Raises AdapterError."""
+
+class Source(Protocol):
+    """Folders of adapters; any thread. See `weft.engine.runner.Runner`."""
+
+    def read_adapter(self, path: str, expect_digest: str | None) -> AdapterFiles:
+        """Raises AdapterError."""
+        ...
+
+    def pack_adapter(self, files: AdapterFiles) -> AdapterImage:
+        """Raises AdapterInvalid."""
+        ...
+
+    def check_sum(self, parts: Sequence[tuple[str, Summand]]) -> int:
+        """Elements that the sum of adapters takes, by name. Raises InvalidRequest."""
+        ...
+
+    def sum_adapters(
+        self, digest: str, parts: Sequence[tuple[AdapterImage, float]], into: torch.Tensor | None
+    ) -> AdapterImage:
+        """See `weft.checkpoint.sum_images`."""
+        ...
 
 
 class Pool(Protocol):
     """Device memory for images; see `weft.kernels.lora.AdapterPool`."""
+
+    @property
+    def element_bytes(self) -> int: ...
 
     def write(self, start: int, data: torch.Tensor) -> None: ...
 
     def install(self, slot: int, start: int, layout: ImageLayout) -> None: ...
 
     def clear(self, slot: int) -> None: ...
+
+
+class Checker(Protocol):
+    """Whether the device computes an adapter as it should; see `weft.engine.selfcheck`."""
+
+    def order(self, slot: int, image: AdapterImage) -> Callable[[], CheckResult]:
+        """The check of what is installed in `slot`, for another thread. It raises
+        AdapterQuarantined."""
+        ...
+
+
+MoveImages = Callable[[Sequence[Move]], Moved]
+"""See `weft.engine.runner.Runner.move`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +137,26 @@ class LoadEnded:
 
 @dataclass(slots=True)
 class _Known:
-    """A registered adapter."""
+    """A registered adapter, or a sum of some."""
 
+    num_bytes: int
+    summand: Summand | None = None
+    """None: it is a sum itself."""
+    parts: tuple[AdapterPart, ...] = ()
+    """Of a sum."""
     paths: tuple[str, ...] = ()
     """Where it may be read again, newest first: any of them may have changed since, or be gone."""
     from_memory: bool = False
     """Whether a registration of it has no folder."""
     pinned: bool = False
+    invocation: tuple[int, ...] = ()
+    """Of an activated LoRA."""
+    checked: bool = False
+    """Whether its first-use check has passed."""
     num_loads: int = 0
     num_evictions: int = 0
     last_load_s: float = 0.0
+    stage_s: dict[str, float] = field(default_factory=dict)
 
     @property
     def kept(self) -> bool:
@@ -79,28 +164,88 @@ class _Known:
         return self.from_memory or self.pinned
 
 
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Where an adapter is to be had from: `held`, or else its image file, or else its folders."""
+
+    digest: str
+    held: Held | None
+    paths: tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Job:
+    """A load under way. The loader fills `extent` if there is one."""
+
+    load: Load
+    origin: _Origin
+    parts: tuple[tuple[_Origin, float], ...]
+    """What is to be summed."""
+    extent: Extent | None
+    moved: Moved
+    ordered_s: float
+    stage_s: dict[str, float] = field(default_factory=dict)
+    packed: list[AdapterImage] = field(default_factory=list)
+    """What came from folders."""
+    check_s: float = 0.0
+
+
+class _Times:
+    """A histogram of seconds."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(LOAD_BOUNDS_S) + 1)
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(LOAD_BOUNDS_S, seconds)] += 1
+        self._sum += seconds
+
+    @property
+    def spread(self) -> Spread:
+        return Spread(tuple(self._counts), self._sum)
+
+
 class Residency:
-    """Owner of adapter residency; the decisions are those of `AdapterSlots`."""
+    """Owner of adapter residency; the decisions on the device are those of `AdapterSlots`."""
 
     def __init__(
         self,
         slots: AdapterSlots,
         pool: Pool,
-        read: Read,
-        max_host_images: int,
+        source: Source,
+        host: HostTier,
+        images: ImageStore | None,
+        move: MoveImages,
         wake: Callable[[], None] = lambda: None,
-        policy: Policy = lru,
         clock: Callable[[], float] = time.monotonic,
+        checker: Checker | None = None,
     ) -> None:
+        """`checker` None: adapters are used unchecked."""
         self.slots = slots
-        self.host = HostCache(max_host_images, policy)
+        self.host = host
         self._pool = pool
-        self._read = read
+        self._source = source
+        self._images = images
+        self._move = move
         self._wake = wake
         self._clock = clock
         self._known: dict[str, _Known] = {}
-        self._done: SimpleQueue[Callable[[], Registered | LoadEnded]] = SimpleQueue()
+        self._jobs: dict[str, _Job] = {}
+        """By digest: an adapter has one load at a time."""
+        self._waiting: dict[str, list[float]] = {}
+        """When requests asked for adapters that were not resident."""
+        self._hits = self._misses = 0
+        self._checker = checker
+        self._check_results: Counter[str] = Counter()
+        self._check_times = _Times()
+        self._stage_times = {stage: _Times() for stage in LOAD_STAGES}
+        self._wait_times = _Times()
+        self._done: SimpleQueue[Callable[[], Registered | LoadEnded | None]] = SimpleQueue()
+        self._checks = ThreadPoolExecutor(1, thread_name_prefix="weft-check")
+        """One at a time, and no load waits behind it."""
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="weft-loader")
+        self._registrars = ThreadPoolExecutor(NUM_REGISTRARS, thread_name_prefix="weft-registrar")
 
     def register(
         self,
@@ -109,8 +254,11 @@ class Residency:
         pinned: bool = False,
         expect_digest: str | None = None,
     ) -> None:
-        """Read, validate and pack; `poll` returns a Registered with this call id."""
-        self._loaders.submit(self._register, call_id, path, pinned, expect_digest)
+        """Read, validate and pack; `poll` returns a Registered with this call id.
+
+        Content of a known digest may come from its image file.
+        """
+        self._registrars.submit(self._register, call_id, path, pinned, expect_digest)
 
     def add(self, image: AdapterImage, path: str | None, pinned: bool) -> AdapterInfo:
         """Make an image known, from the folder `path` or (None) from memory; at once.
@@ -118,17 +266,60 @@ class Residency:
         Raises AdapterInvalid, AdapterConflict; what was known before then stays as it is.
         """
         self.slots.add(image.digest, image.layout.num_elements, pinned)
-        known = self._known.setdefault(image.digest, _Known())
-        known.pinned = pinned
+        known = _Known(image.num_bytes, summand_of(image))
+        known = self._known.setdefault(image.digest, known)
+        known.pinned, known.invocation = pinned, image.invocation
         if path is None:
             known.from_memory = True
         else:
             others = [other for other in known.paths if other != path]
             known.paths = (path, *others[: MAX_PATHS - 1])
-        self.host.put(image, known.kept)
+        self._hold(image, known.kept)
         return AdapterInfo(
-            image.digest, path or "", image.layout.max_rank, image.num_bytes, image.targets
+            image.digest,
+            path or "",
+            image.layout.max_rank,
+            image.num_bytes,
+            image.targets,
+            image.conversion_error,
+            image.conversion_worst,
+            image.invocation,
         )
+
+    def compose(self, digest: str, parts: Sequence[AdapterPart]) -> None:
+        """Make the weighted sum of registered adapters known under `digest`, which must name it
+        alone; at once, as it is made by its loads. Raises InvalidRequest, AdapterUnavailable."""
+        summands: list[tuple[str, Summand]] = []
+        for part in parts:
+            known = self._known.get(part.ref.digest)
+            if known is None or known.summand is None:
+                raise AdapterUnavailable(f"adapter {part.ref.name!r} is not loaded", "adapters")
+            if refusal := self.slots.refusal(part.ref.digest):
+                raise refusal
+            summands.append((part.ref.name, known.summand))
+        if digest in self._known:
+            return
+        size = self._source.check_sum(summands)
+        try:
+            self.slots.add(digest, size)
+        except AdapterError as error:
+            raise InvalidRequest(f"adapters: summed, {error.message}", "adapters") from None
+        self._known[digest] = _Known(size * self._pool.element_bytes, parts=tuple(parts))
+
+    def invocation(self, digest: str) -> tuple[int, ...]:
+        """See `AdapterInfo.invocation_token_ids`; empty for what is not known either."""
+        known = self._known.get(digest)
+        return known.invocation if known else ()
+
+    def ask(self, digest: str) -> None:
+        """A request came for an adapter: for what is counted, nothing else."""
+        if self.slots.is_resident(digest):
+            self._hits += 1
+            return
+        self._misses += 1
+        waiting = self._waiting.setdefault(digest, [])
+        if len(waiting) < MAX_WAITS:
+            waiting.append(self._clock())
 
     def start(self, loads: list[Load]) -> None:
         """Carry out what the scheduler ordered; `poll` returns a LoadEnded for each."""
@@ -137,92 +328,315 @@ class Residency:
                 self._pool.clear(slot)
             for digest in load.evicted:
                 self._known[digest].num_evictions += 1
-            paths, image = self._known[load.digest].paths, self.host.get(load.digest)
-            self._loaders.submit(self._load, load, paths, image, self._clock())
+            moved = self._move(load.moves)
+            known, origin = self._known[load.digest], self._origin(load.digest)
+            parts: tuple[tuple[_Origin, float], ...] = ()
+            extent = None
+            if origin.held is None:
+                parts = tuple((self._origin(p.ref.digest), p.scale) for p in known.parts)
+                extent = self.host.reserve(known.num_bytes)
+            job = _Job(load, origin, parts, extent, moved, self._clock())
+            self._jobs[load.digest] = job
+            self._loaders.submit(self._load, job)
 
     def forget(self, digest: str) -> None:
         """Free all that an adapter without leases takes, in all tiers but the disk."""
         slot = self.slots.remove(digest)
         if slot is not None:
             self._pool.clear(slot)
-        self.host.drop(digest)
+        self.host.forget(digest)
         self._known.pop(digest, None)
+        self._waiting.pop(digest, None)
 
     def poll(self) -> list[Registered | LoadEnded]:
         """Apply what has finished since the last call."""
         ended: list[Registered | LoadEnded] = []
         while True:
             try:
-                ended.append(self._done.get_nowait()())
+                end = self._done.get_nowait()()
             except Empty:
                 return ended
+            if end is not None:
+                ended.append(end)
 
     def stats(self) -> dict[str, AdapterStats]:
         """By digest: what is registered and has been on the device."""
         return {
-            digest: AdapterStats(known.num_loads, known.num_evictions, known.last_load_s)
+            digest: AdapterStats(
+                known.num_loads, known.num_evictions, known.last_load_s, known.stage_s
+            )
             for digest, known in self._known.items()
             if known.num_loads
         }
 
+    def tiers(self) -> dict[str, TierStats]:
+        """By device, host and disk; no disk if images are not kept there."""
+        slots, size = self.slots, self._pool.element_bytes
+        device = TierStats(
+            slots.used_elements * size,
+            slots.capacity * size,
+            len(slots.resident),
+            self._hits,
+            self._misses,
+            slots.num_evictions,
+        )
+        tiers = {"device": device, "host": self.host.stats()}
+        return tiers if self._images is None else {**tiers, "disk": self._images.stats()}
+
+    def load_times(self) -> dict[str, Spread]:
+        """Of loads and registrations, by stage."""
+        return {stage: times.spread for stage, times in self._stage_times.items()}
+
+    def wait_times(self) -> Spread:
+        """Of requests, from `ask` to the residency of their adapters."""
+        return self._wait_times.spread
+
+    def check_results(self) -> dict[str, int]:
+        """Of first-use checks; empty if there are none."""
+        if self._checker is None:
+            return {}
+        return {result: self._check_results[result] for result in CHECK_RESULTS}
+
+    def check_times(self) -> Spread:
+        """Of first-use checks."""
+        return self._check_times.spread
+
     def close(self) -> None:
+        """End the threads, behind what they are at."""
+        self._registrars.shutdown(cancel_futures=True)
         self._loaders.shutdown(cancel_futures=True)
+        self._checks.shutdown(cancel_futures=True)
+        if self.host.arena is not None:
+            self.host.arena.close()
+
+    def check(self) -> None:
+        """Raise AssertionError unless all invariants hold, of the parts too."""
+        self.slots.check()
+        self.host.check()
+        assert self._known.keys() >= set(self.slots.resident) | set(self.host.digests())
+        assert self._waiting.keys() <= self._known.keys()
+        for digest in self._known:
+            assert self.slots.knows(digest)
+            assert self.slots.is_loading(digest) <= (digest in self._jobs)
 
     # -- on loader threads: each ends by handing `poll` what is left to do --------------------
 
     def _register(self, call_id: int, path: str, pinned: bool, expect_digest: str | None) -> None:
+        stage_s: dict[str, float] = {}
+        packed = None
         try:
-            image = self._read(path, expect_digest)
+            image = self._from_file(expect_digest, None, stage_s) if expect_digest else None
+            if image is None:
+                image = packed = self._from_folder(path, expect_digest, stage_s)
         except Exception as error:
             failure = _typed(error)
             self._finish(lambda: Registered(call_id, None, failure))
-        else:
-            self._finish(lambda: self._registered(call_id, path, pinned, image))
+            return
+        found = image
+        self._finish(lambda: self._registered(call_id, path, pinned, found, stage_s))
+        self._save(packed)
 
-    def _load(
-        self, load: Load, paths: tuple[str, ...], image: AdapterImage | None, ordered_s: float
-    ) -> None:
+    def _load(self, job: _Job) -> None:
         try:
-            found = image or self._read_again(paths, load.digest)
-            self._pool.write(load.start, found.data)
+            image = self._sum(job) if job.parts else self._bring(job.origin, job, job.extent)
+            job.moved.wait()
+            with self._timed("copy", job.stage_s):
+                self._pool.write(job.load.start, image.data)
         except Exception as error:
             failure = _unavailable(_typed(error))
-            self._finish(lambda: self._failed(load, failure))
+            self._finish(lambda: self._failed(job, failure))
         else:
-            self._finish(lambda: self._loaded(load, found, ordered_s))
+            found = image
+            self._finish(lambda: self._written(job, found))
+        for packed in job.packed:
+            self._save(packed)
 
-    def _read_again(self, paths: tuple[str, ...], digest: str) -> AdapterImage:
+    def _bring(self, origin: _Origin, job: _Job, extent: Extent | None) -> AdapterImage:
+        """An adapter from the nearest place that has it, into `extent` unless it is held."""
+        if origin.held is not None:
+            return origin.held.image
+        image = self._from_file(origin.digest, extent, job.stage_s)
+        if image is None:
+            image = self._from_folders(origin, job.stage_s)
+            job.packed.append(image)
+            image = self._staged(image, extent)
+        return image
+
+    def _sum(self, job: _Job) -> AdapterImage:
+        images = [(self._bring(origin, job, None), scale) for origin, scale in job.parts]
+        with self._timed("pack", job.stage_s):
+            return self._source.sum_adapters(job.load.digest, images, self._view(job.extent))
+
+    def _check(self, job: _Job, image: AdapterImage, check: Callable[[], CheckResult]) -> None:
+        begin = self._clock()
+        try:
+            result = check()
+        except AdapterQuarantined as error:
+            failure = error
+            job.check_s = self._clock() - begin
+            self._finish(lambda: self._quarantined(job, failure))
+        else:
+            job.check_s = self._clock() - begin
+            self._finish(lambda: self._checked(job, image, result))
+
+    def _from_file(
+        self, digest: str, extent: Extent | None, stage_s: dict[str, float]
+    ) -> AdapterImage | None:
+        if self._images is None:
+            return None
+        with self._timed("read", stage_s):
+            return self._images.load(digest, self._view(extent))
+
+    def _from_folder(
+        self, path: str, digest: str | None, stage_s: dict[str, float]
+    ) -> AdapterImage:
+        with self._timed("read", stage_s):
+            files = self._source.read_adapter(path, digest)
+        with self._timed("pack", stage_s):
+            return self._source.pack_adapter(files)
+
+    def _from_folders(self, origin: _Origin, stage_s: dict[str, float]) -> AdapterImage:
         """From the first folder that still holds this content; the last one's error if none."""
-        for path in paths[:-1]:
+        if not origin.paths:
+            raise AdapterUnavailable("an adapter of the sum was unloaded", "adapters")
+        for path in origin.paths[:-1]:
             with contextlib.suppress(Exception):
-                return self._read(path, digest)
-        return self._read(paths[-1], digest)
+                return self._from_folder(path, origin.digest, stage_s)
+        return self._from_folder(origin.paths[-1], origin.digest, stage_s)
 
-    def _finish(self, apply: Callable[[], Registered | LoadEnded]) -> None:
+    def _staged(self, image: AdapterImage, extent: Extent | None) -> AdapterImage:
+        """A copy of it in the arena, if it has a place there."""
+        view = self._view(extent)
+        if view is None:
+            return image
+        data = view[: image.num_bytes].view(image.data.dtype)
+        # NumPy, as torch would wake a pool of threads, which takes the cores from a step.
+        np.copyto(data.view(torch.uint8).numpy(), image.data.view(torch.uint8).numpy())
+        return replace(image, data=data)
+
+    def _view(self, extent: Extent | None) -> torch.Tensor | None:
+        return None if extent is None or self.host.arena is None else self.host.arena.view(extent)
+
+    def _stage(self, image: AdapterImage, extent: Extent) -> None:
+        staged = self._staged(image, extent)
+        self._finish(lambda: self._put(staged, extent))
+
+    def _save(self, image: AdapterImage | None) -> None:
+        if image is not None and self._images is not None:
+            self._images.save(image)
+
+    @contextlib.contextmanager
+    def _timed(self, stage: str, stage_s: dict[str, float]) -> Iterator[None]:
+        begin = self._clock()
+        yield
+        stage_s[stage] = stage_s.get(stage, 0.0) + self._clock() - begin
+
+    def _finish(self, apply: Callable[[], Registered | LoadEnded | None]) -> None:
         self._done.put(apply)
         self._wake()
 
     # -- on the engine's thread ----------------------------------------------------------------
 
-    def _registered(self, call_id: int, path: str, pinned: bool, image: AdapterImage) -> Registered:
+    def _origin(self, digest: str) -> _Origin:
+        known = self._known.get(digest)
+        if known is None:
+            return _Origin(digest, None, ())
+        return _Origin(digest, self.host.open(digest), known.paths)
+
+    def _registered(
+        self,
+        call_id: int,
+        path: str,
+        pinned: bool,
+        image: AdapterImage,
+        stage_s: dict[str, float],
+    ) -> Registered:
+        self._count(stage_s)
         try:
             return Registered(call_id, self.add(image, path, pinned), None)
         except WeftError as error:
             return Registered(call_id, None, error)
 
-    def _loaded(self, load: Load, image: AdapterImage, ordered_s: float) -> LoadEnded:
-        if not self.slots.loaded(load.digest):
-            return LoadEnded(load.digest, AdapterUnavailable("the adapter was unloaded", "model"))
+    def _hold(self, image: AdapterImage, kept: bool) -> None:
+        """Put an image on the host; into the arena, if there is one, on a loader thread."""
+        if self.host.arena is None or image.digest in self.host:
+            self.host.put(image, kept)
+            return
+        extent = self.host.reserve(image.num_bytes)
+        if extent is not None or kept:
+            self.host.put(image, kept)
+        if extent is not None:
+            self._registrars.submit(self._stage, image, extent)
+
+    def _put(self, image: AdapterImage, extent: Extent | None, came_s: float = 0.0) -> None:
+        """Hold an image that was brought to the host, unless it was forgotten meanwhile."""
+        known = self._known.get(image.digest)
+        if known is None:
+            self.host.cancel(extent)
+        elif extent is not None or self.host.arena is None or known.kept:
+            self.host.put(image, known.kept, extent, came_s)
+
+    def _written(self, job: _Job, image: AdapterImage) -> LoadEnded | None:
+        """The image is in its extent."""
+        load, known = job.load, self._known.get(job.load.digest)
         self._pool.install(load.slot, load.start, image.layout)
+        if self._checker is None or known is None or known.checked:
+            return self._loaded(job, image)
+        self._checks.submit(self._check, job, image, self._checker.order(load.slot, image))
+        return None
+
+    def _checked(self, job: _Job, image: AdapterImage, result: CheckResult) -> LoadEnded:
+        self._count_check(job, result)
+        if known := self._known.get(job.load.digest):
+            known.checked = result == "passed"
+        return self._loaded(job, image)
+
+    def _quarantined(self, job: _Job, error: AdapterQuarantined) -> LoadEnded:
+        self._count_check(job, "failed")
+        digest = job.load.digest
+        logger.error("quarantined: adapter %s %s: %s", digest[:16], job.origin.paths, error.message)
+        self._pool.clear(job.load.slot)
+        self.slots.refuse(digest, error)
+        return self._failed(job, error)
+
+    def _count_check(self, job: _Job, result: CheckResult) -> None:
+        self._check_results[result] += 1
+        self._check_times.add(job.check_s)
+
+    def _loaded(self, job: _Job, image: AdapterImage) -> LoadEnded:
+        load = job.load
+        self._end(job)
+        if job.origin.held is None:
+            came_s = sum(s for stage, s in job.stage_s.items() if stage != "copy")
+            self._put(image, job.extent, came_s)
+        seconds = self._clock() - job.ordered_s
+        if not self.slots.loaded(load.digest, seconds - job.check_s):
+            self._pool.clear(load.slot)
+            return LoadEnded(load.digest, AdapterUnavailable("the adapter was unloaded", "model"))
         known = self._known[load.digest]
         known.num_loads += 1
-        known.last_load_s = self._clock() - ordered_s
-        self.host.put(image, known.kept)
+        known.last_load_s, known.stage_s = seconds, job.stage_s
+        for asked_s in self._waiting.pop(load.digest, ()):
+            self._wait_times.add(self._clock() - asked_s)
         return LoadEnded(load.digest, None)
 
-    def _failed(self, load: Load, error: WeftError) -> LoadEnded:
-        self.slots.load_failed(load.digest)
-        return LoadEnded(load.digest, error)
+    def _failed(self, job: _Job, error: WeftError) -> LoadEnded:
+        self._end(job)
+        self.host.cancel(job.extent)
+        self._waiting.pop(job.load.digest, None)
+        self.slots.load_failed(job.load.digest)
+        return LoadEnded(job.load.digest, error)
+
+    def _end(self, job: _Job) -> None:
+        del self._jobs[job.load.digest]
+        for origin in (job.origin, *(origin for origin, _ in job.parts)):
+            if origin.held is not None:
+                self.host.close(origin.held)
+        self._count(job.stage_s)
+
+    def _count(self, stage_s: dict[str, float]) -> None:
+        for stage, seconds in stage_s.items():
+            self._stage_times[stage].add(seconds)
 
 
 def _typed(error: Exception) -> WeftError:
@@ -231,8 +645,9 @@ def _typed(error: Exception) -> WeftError:
     return AdapterUnavailable(to_wire(error)[1], "lora_path")
 
 
-def _unavailable(error: WeftError) -> AdapterUnavailable:
-    """It was accepted once: whatever is wrong with it now is no fault of the request."""
-    if isinstance(error, AdapterUnavailable):
+def _unavailable(error: WeftError) -> WeftError:
+    """An adapter was accepted once: whatever is wrong with it now is no fault of the request. That
+    a sum can't be made is."""
+    if isinstance(error, AdapterUnavailable | InvalidRequest):
         return error
     return AdapterUnavailable(f"the adapter can't be loaded again: {error.message}", error.param)

@@ -5,23 +5,55 @@ The device arena is a line of elements. Adapters take extents of exactly their s
     |  a (leased)  |   b   |......free......|  c (loading)  |  d (leased) |..free..|
 
 An adapter is known (added), then absent, loading or resident. A lease keeps it resident while a
-request uses it. To make room, the cheapest window of free space and evictable neighbours is
-found by sliding over the line; what is in it goes. Time is the caller's step number.
+request uses it. When one is to be loaded and the free elements don't suffice, the policy says who
+of those without leases goes, wherever they lie. When there is room, but in no single gap, the
+fewest elements are moved that make one. Leased adapters may be moved, as moves are ordered with
+steps; those that are loading may not, as loads are not: they are barriers, and what lies between
+two of them is a *stretch*. So a load may find no room while others are under way; it finds it
+later.
 
-A pinned adapter has a *home* from the moment it is added: a place where nothing else is put, and
-from which it is not evicted. Homes lie close together, from the end of the line on, so that the
-gaps between them stay long. The longest gap holds every adapter that is not pinned: what would
-break that is refused, as such an adapter's requests would wait for ever.
+A pinned adapter is never evicted. Pinned ones leave room for the largest adapter known: what would
+break that is refused, as requests of such an adapter would wait for ever.
+
+An adapter that starves has a *claim* on the room: until its load has started, no other load
+starts. It ends by itself when the adapter is not asked for any more.
+
+Time is a number that never decreases, and the same within one plan of the scheduler.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterable
+import math
+from bisect import insort
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
 
-from weft.core.errors import AdapterConflict, AdapterInvalid
-from weft.residency.policy import Policy, lru
+from weft.core.errors import AdapterConflict, AdapterInvalid, WeftError
+from weft.residency.policy import Facts, Policy, Worth, cost
+
+NO_DEMAND: Mapping[str, int] = MappingProxyType({})
+
+
+class Move(NamedTuple):
+    """Order to copy `size` elements of the arena, those of an image, to another place there.
+
+    The two places may overlap.
+    """
+
+    slot: int
+    source: int
+    dest: int
+    size: int
+
+
+class Moved(Protocol):
+    """Moves that were ordered, and all those before them."""
+
+    def wait(self) -> None:
+        """Until they are done; any thread. What they have freed may then be written."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,31 +65,69 @@ class Load:
     start: int
     """First element of its extent."""
     evicted_slots: tuple[int, ...]
-    evicted: tuple[str, ...] = ()
+    evicted: tuple[str, ...]
     """The digests that were in those slots."""
+    moves: tuple[Move, ...]
+    """To be carried out before, in this order."""
+    size: int
+    """Elements of its extent."""
 
 
 @dataclass(slots=True)
+class _Known:
+    """An adapter that was added."""
+
+    size: int
+    uses: int = 0
+    reload_s: float = 0.0
+    refusal: WeftError | None = None
+
+
+@dataclass(slots=True, eq=False)
 class _Extent:
     digest: str
     slot: int
     start: int
     size: int
-    loading: bool
-    came: int
-    last_use: int
+    came: float
+    last_use: float
+    floor: float
+    loading: bool = True
     leases: int = 0
-    leased_since: int = 0
+    served_since: float = math.inf
+    """Its first lease since it came."""
 
     @property
     def stop(self) -> int:
         return self.start + self.size
 
 
-Cost = Callable[[_Extent], float | None]
+class _Stretch(NamedTuple):
+    """What lies between two barriers, [start, stop): extents that may move, and free elements."""
 
-Span = tuple[int, int]
-"""[start, stop) of the arena."""
+    start: int
+    stop: int
+    extents: list[_Extent]
+
+    @property
+    def free(self) -> int:
+        return self.stop - self.start - sum(e.size for e in self.extents)
+
+    def gaps(self) -> list[int]:
+        """Free elements before each extent, and behind the last."""
+        edges = [self.start, *(e.stop for e in self.extents)]
+        starts = [*(e.start for e in self.extents), self.stop]
+        return [start - edge for edge, start in zip(edges, starts, strict=True)]
+
+
+class _Window(NamedTuple):
+    """Consecutive gaps of a stretch that hold an adapter, once what is between them has moved.
+    The least is the best: fewest elements moved, then least room left over."""
+
+    moved: int
+    free: int
+    start: int
+    extents: list[_Extent]
 
 
 class AdapterSlots:
@@ -67,28 +137,40 @@ class AdapterSlots:
     adapters without leases go first.
     """
 
-    def __init__(self, capacity: int, num_slots: int, policy: Policy = lru) -> None:
+    def __init__(self, capacity: int, num_slots: int, policy: Policy = cost) -> None:
         self.capacity = capacity
         self._num_slots = num_slots
         self._policy = policy
         self.num_evictions = 0
         self.num_loads = 0
-        self._sizes: dict[str, int] = {}
+        self.num_moved = 0
+        """Elements moved so far."""
+        self._known: dict[str, _Known] = {}
+        self._pinned: dict[str, int] = {}
+        """Their sizes."""
+        self._wanted: set[str] = set()
         self._extents: dict[str, _Extent] = {}
+        """A digest that is not known any more is here until its load ends."""
         self._line: list[_Extent] = []
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._dropped: set[str] = set()
-        self._homes: dict[str, Span] = {}
-        """Of pinned adapters."""
-        self._wanted: set[str] = set()
+        self._floor = 0.0
+        """Of `Facts`."""
+        self._claim: str | None = None
+        self._claimed_at = 0.0
+        """When it was asked for last."""
+        self._times = (0.0, 0.0)
+        """The two last times at which loads were asked for."""
+        self._refused = (-1.0, 0)
+        """When a load found no room, and its size: the same time and state have none for more."""
 
     # -- what is known -------------------------------------------------------------------------
 
     def add(self, digest: str, size: int, pinned: bool = False) -> None:
         """Make an adapter of `size` elements known, or pin or unpin it; a failure changes nothing.
 
-        Raises AdapterInvalid if it can never fit, AdapterConflict if it is to be pinned and no
-        gap would be left for the largest adapter known, or if the pinned ones leave none for it.
+        Raises AdapterInvalid if it can never fit, AdapterConflict if it is to be pinned and too
+        little would be left for the largest adapter known, or if the pinned ones leave too little
+        for it.
         """
         if size > self.capacity:
             raise AdapterInvalid(
@@ -96,42 +178,60 @@ class AdapterSlots:
                 "raise --adapter-memory",
                 "adapter_memory",
             )
-        homes = {other: home for other, home in self._homes.items() if other != digest}
-        if pinned:
-            homes[digest] = self._homes.get(digest) or self._choose_home(digest, size, homes)
-        elif size > self._longest_gap(homes):
+        others = {other: n for other, n in self._pinned.items() if other != digest}
+        left = self.capacity - sum(others.values())
+        if pinned and digest not in self._pinned:
+            self._check_pin(size, left, len(others))
+        elif not pinned and size > left:
             raise AdapterConflict(
-                f"the adapter takes {size} elements of adapter memory in one piece, and pinned "
-                f"adapters leave {self._longest_gap(homes)}; unload some of them, or raise "
-                "--adapter-memory",
+                f"the adapter takes {size} elements of adapter memory, and pinned adapters leave "
+                f"{left}; unload some of them, or raise --adapter-memory",
                 "pinned",
             )
-        self._homes = homes
-        self._dropped.discard(digest)
-        self._sizes[digest] = size
+        self._pinned = others | {digest: size} if pinned else others
+        self._known.setdefault(digest, _Known(size)).refusal = None
         if pinned and digest not in self._extents:
             self._wanted.add(digest)
         else:
             self._wanted.discard(digest)
+        self._changed()
+
+    def _check_pin(self, size: int, left: int, num_pinned: int) -> None:
+        """The largest adapter known must fit beside all pinned ones: it stands for those to
+        come."""
+        largest = max([size, *(known.size for known in self._known.values())])
+        if left - size < largest or num_pinned + 1 >= self._num_slots:
+            raise AdapterConflict(
+                f"the adapter can't be pinned: pinned adapters must leave {largest} elements of "
+                "adapter memory, as many as the largest adapter takes; unload pinned adapters, or "
+                "raise --adapter-memory",
+                "pinned",
+            )
 
     def knows(self, digest: str) -> bool:
-        return digest in self._sizes
+        return digest in self._known
+
+    def refuse(self, digest: str, reason: WeftError) -> None:
+        """From now on requests of this adapter, if it is known, are not served; `add` lifts it."""
+        if digest in self._known:
+            self._known[digest].refusal = reason
+
+    def refusal(self, digest: str) -> WeftError | None:
+        known = self._known.get(digest)
+        return known.refusal if known else None
 
     def remove(self, digest: str) -> int | None:
         """Forget an adapter without leases; the slot it leaves, if it was resident.
 
         One that is loading leaves when its load ends.
         """
-        self._sizes.pop(digest, None)
-        self._homes.pop(digest, None)
+        self._known.pop(digest, None)
+        self._pinned.pop(digest, None)
         self._wanted.discard(digest)
         extent = self._extents.get(digest)
-        if extent is None:
+        if extent is None or extent.loading:
             return None
         assert extent.leases == 0, "removed while leased"
-        if extent.loading:
-            self._dropped.add(digest)
-            return None
         self._forget(extent)
         return extent.slot
 
@@ -145,24 +245,26 @@ class AdapterSlots:
         extent = self._extents.get(digest)
         return extent is not None and extent.loading
 
-    def acquire(self, digest: str, now: int) -> int:
+    def acquire(self, digest: str, now: float) -> int:
         """Lease a resident adapter; its slot."""
         extent = self._extents[digest]
         assert not extent.loading, "leased before it was there"
-        if extent.leases == 0:
-            extent.leased_since = now
+        extent.served_since = min(extent.served_since, now)
         extent.leases += 1
         extent.last_use = now
+        extent.floor = self._floor
+        self._known[digest].uses += 1
         return extent.slot
 
-    def release(self, digest: str, now: int) -> None:
+    def release(self, digest: str, now: float) -> None:
         extent = self._extents[digest]
         assert extent.leases > 0, "released without a lease"
         extent.leases -= 1
         extent.last_use = now
+        self._changed()
 
-    def touch(self, digest: str, now: int) -> None:
-        """Somebody waits for it: it is not evicted in favour of others in this step."""
+    def touch(self, digest: str, now: float) -> None:
+        """Somebody waits for it: it is not evicted at this time, but for one that starves."""
         extent = self._extents.get(digest)
         if extent is not None:
             extent.last_use = now
@@ -173,68 +275,71 @@ class AdapterSlots:
 
     # -- loads ---------------------------------------------------------------------------------
 
-    def start_load(self, digest: str, now: int) -> Load | None:
-        """Make room for an absent adapter and reserve it; None when there is none just now."""
-        evicted: list[_Extent] = []
-        if not self._free_slots:
-            idle = [(c, e) for e in self._line if (c := self._idle_cost(e, now)) is not None]
-            if not idle:
-                return None
-            evicted.append(min(idle, key=lambda each: each[0])[1])
-        window = self._window(digest, lambda e: self._idle_cost(e, now))
-        if window is None:
+    def start_load(
+        self, digest: str, now: float, demand: Mapping[str, int] = NO_DEMAND
+    ) -> Load | None:
+        """Make room for an absent adapter and reserve it; None when there is none just now.
+
+        demand: requests in the engine, by digest.
+        """
+        size = self._known[digest].size
+        if self._is_claimed(digest, now) or (now == self._refused[0] and size >= self._refused[1]):
             return None
-        start, in_window = window
-        evicted = in_window or evicted
+        order = self._idle(now, demand, evenly=digest == self._claim)
+        evicted = self._choose(size, [extent for _, extent in order])
+        if evicted is None:
+            self._refused = (now, size)
+            return None
+        worth = {extent.digest: worth for worth, extent in order}
         for extent in evicted:
             self._forget(extent)
             self.num_evictions += 1
-        slot = self._free_slots.pop()
-        extent = _Extent(digest, slot, start, self._sizes[digest], True, now, now)
+            self._floor = max(self._floor, worth[extent.digest].value)
+        start, moves = self._open(size)
+        extent = _Extent(digest, self._free_slots.pop(), start, size, now, now, self._floor)
         self._extents[digest] = extent
-        self._line.append(extent)
-        self._line.sort(key=lambda e: e.start)
+        insort(self._line, extent, key=lambda e: e.start)
         self._wanted.discard(digest)
+        if digest == self._claim:
+            self._claim = None
         slots, digests = tuple(e.slot for e in evicted), tuple(e.digest for e in evicted)
-        return Load(digest, slot, start, slots, digests)
+        return Load(digest, extent.slot, start, slots, digests, moves, size)
 
-    def loaded(self, digest: str) -> bool:
-        """The image is in its extent. False if the adapter was removed meanwhile."""
+    def loaded(self, digest: str, load_s: float = 0.0) -> bool:
+        """The image is in its extent, `load_s` seconds after it was ordered. False if the adapter
+        was removed meanwhile."""
         extent = self._extents[digest]
         extent.loading = False
         self.num_loads += 1
-        if digest in self._dropped:
-            self._dropped.discard(digest)
+        known = self._known.get(digest)
+        if known is None:
             self._forget(extent)
             return False
+        # One load may have met a cold disk or a busy link: half of what was known stays.
+        known.reload_s = (known.reload_s + load_s) / 2 if known.reload_s else load_s
+        self._changed()
         return True
 
     def load_failed(self, digest: str) -> None:
-        self._dropped.discard(digest)
         self._forget(self._extents[digest])
 
-    def choose_victims(self, digest: str, now: int, quantum: int) -> list[str]:
-        """Leased adapters whose leases would have to end so that `digest` fits.
+    def choose_victims(self, digest: str, now: float, quantum: float) -> list[str]:
+        """Leased adapters whose leases would have to end so that `digest`, which starves, fits.
 
-        Only those that had the device for `quantum` steps may be chosen; the longest there go
-        first. Empty when no choice of them makes room yet, or when none is needed.
+        Only those that are served for a time of `quantum` or longer may be chosen; the longest go
+        first. Empty when no choice of them makes room yet, when none is needed, and while
+        another one that starves has its claim.
         """
-
-        def cost(extent: _Extent) -> float | None:
-            if extent.loading:
-                return None
-            if extent.leases == 0:
-                return 0.0
-            tenure = now - extent.leased_since
-            return None if tenure < quantum else 1.0 + 1.0 / (1 + tenure)
-
-        window = self._window(digest, cost)
-        return [e.digest for e in window[1] if e.leases] if window else []
-
-    def longest_leased(self, now: int, quantum: int) -> str | None:
-        """The adapter that was leased longest ago, at least `quantum` steps."""
-        leased = [e for e in self._line if e.leases and now - e.leased_since >= quantum]
-        return min(leased, key=lambda e: e.leased_since).digest if leased else None
+        if digest in self._extents or self._is_claimed(digest, now):
+            return []
+        self._claim, self._claimed_at = digest, now
+        self._changed()
+        idle = [e for e in self._line if self._may_go(e)]
+        leased = [e for e in self._line if e.leases and e.digest not in self._pinned]
+        served = [e for e in leased if now - e.served_since >= quantum]
+        served.sort(key=lambda e: e.served_since)
+        chosen = self._choose(self._known[digest].size, idle + served)
+        return [e.digest for e in chosen or () if e.leases]
 
     # -- views ---------------------------------------------------------------------------------
 
@@ -244,7 +349,11 @@ class AdapterSlots:
 
     @property
     def pinned(self) -> tuple[str, ...]:
-        return tuple(self._homes)
+        return tuple(self._pinned)
+
+    @property
+    def refused(self) -> tuple[str, ...]:
+        return tuple(digest for digest, known in self._known.items() if known.refusal)
 
     @property
     def wanted(self) -> tuple[str, ...]:
@@ -263,110 +372,121 @@ class AdapterSlots:
             assert e.start >= stop, "extents overlap"
             assert e.leases >= 0
             assert not (e.loading and e.leases), "leased while loading"
-            assert e.digest in self._sizes or e.digest in self._dropped
+            assert e.loading or e.digest in self._known, "what was removed stayed"
+            assert e.digest not in self._known or e.size == self._known[e.digest].size
             stop = e.stop
         assert stop <= self.capacity
         slots = [e.slot for e in self._line]
-        assert len({*slots, *self._free_slots}) == len(slots) + len(self._free_slots)
-        assert self._homes.keys() <= self._sizes.keys()
-        assert self._wanted <= self._homes.keys() - self._extents.keys()
-        free = sum(hi - lo for lo, hi in _gaps(self._homes.values(), self.capacity))
-        taken = sum(self._sizes[digest] for digest in self._homes)
-        assert free + taken == self.capacity, "homes overlap"
-        for digest, home in self._homes.items():
-            extent = self._extents.get(digest)
-            assert extent is None or (extent.start, extent.stop) == home, "not at home"
-        loose = [size for digest, size in self._sizes.items() if digest not in self._homes]
-        assert max(loose, default=0) <= self._longest_gap(self._homes), "one can never be loaded"
+        assert sorted([*slots, *self._free_slots]) == list(range(self._num_slots))
+        assert self._pinned.keys() <= self._known.keys()
+        assert self._wanted <= self._pinned.keys() - self._extents.keys()
+        loose = [known.size for d, known in self._known.items() if d not in self._pinned]
+        room = self.capacity - sum(self._pinned.values())
+        assert max(loose, default=0) <= room, "one can never be loaded"
+        assert not self._pinned or len(self._pinned) < self._num_slots
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _choose_home(self, digest: str, size: int, homes: dict[str, Span]) -> Span:
-        """Where the adapter is, or the end of the smallest gap between `homes` that holds it.
+    def _is_claimed(self, digest: str, now: float) -> bool:
+        """Whether a load has to stand back behind one that starves, and still asks for room."""
+        if now > self._times[1]:
+            self._times = (self._times[1], now)
+        if self._claim == digest:
+            self._claimed_at = now
+        elif self._claimed_at < self._times[0] or self._claim not in self._known:
+            self._claim = None
+        return self._claim not in (None, digest)
 
-        The largest adapter known must fit beside all homes: it stands for those to come.
-        """
-        gaps = [gap for gap in _gaps(homes.values(), self.capacity) if gap[1] - gap[0] >= size]
-        extent = self._extents.get(digest)
-        home: Span | None = None
-        if extent is None and gaps:
-            _, stop = min(gaps, key=lambda gap: (gap[1] - gap[0], -gap[1]))
-            home = (stop - size, stop)
-        elif extent and any(lo <= extent.start and extent.stop <= hi for lo, hi in gaps):
-            home = (extent.start, extent.stop)
-        largest = max([size, *self._sizes.values()])
-        fits = home is not None and self._longest_gap(homes | {digest: home}) >= largest
-        if home is None or not fits or len(homes) + 1 >= self._num_slots:
-            raise AdapterConflict(
-                f"the adapter can't be pinned: pinned adapters must leave {largest} elements of "
-                "adapter memory in one piece, as many as the largest adapter takes; unload "
-                "pinned adapters, or raise --adapter-memory",
-                "pinned",
-            )
-        return home
+    def _may_go(self, extent: _Extent) -> bool:
+        return not (extent.loading or extent.leases or extent.digest in self._pinned)
 
-    def _longest_gap(self, homes: dict[str, Span]) -> int:
-        return max((hi - lo for lo, hi in _gaps(homes.values(), self.capacity)), default=0)
+    def _idle(
+        self, now: float, demand: Mapping[str, int], evenly: bool
+    ) -> list[tuple[Worth, _Extent]]:
+        """What may be evicted, the least worth first; `evenly`: touched or not."""
+        found: list[tuple[Worth, _Extent]] = []
+        for e in self._line:
+            if self._may_go(e) and (evenly or e.last_use < now):
+                known, wanted = self._known[e.digest], demand.get(e.digest, 0)
+                facts = Facts(
+                    e.size, e.came, e.last_use, known.uses, known.reload_s, wanted, e.floor
+                )
+                found.append((self._policy(facts), e))
+        return sorted(found, key=lambda each: each[0])
 
-    def _idle_cost(self, extent: _Extent, now: int) -> float | None:
-        """What the policy says; None for what must stay."""
-        if extent.loading or extent.leases or extent.last_use >= now:
-            return None
-        if extent.digest in self._homes:
-            return None
-        return float(self._policy(extent.came, extent.last_use) + 1)
-
-    def _window(self, digest: str, cost: Cost) -> tuple[int, list[_Extent]] | None:
-        """Cheapest place for an adapter: (start, extents to remove). None if there is none.
-
-        The cost of a place is that of its dearest extent, then the number of extents. A pinned
-        adapter's place is its home; all others lie between the homes.
-        """
-        size, home = self._sizes[digest], self._homes.get(digest)
-        spans = _gaps(self._homes.values(), self.capacity) if home is None else [home]
-        found = (self._window_in(span, size, cost) for span in spans if span[1] - span[0] >= size)
-        best = min((w for w in found if w is not None), key=lambda w: w[:3], default=None)
-        return (best[2], best[3]) if best else None
-
-    def _window_in(
-        self, span: Span, size: int, cost: Cost
-    ) -> tuple[float, int, int, list[_Extent]] | None:
-        """Cheapest `size` elements in a row: (dearest cost, number of extents, start, extents)."""
-        lo, hi = span
-        line = self._line[
-            bisect_right(self._line, lo, key=lambda e: e.stop) : bisect_left(
-                self._line, hi, key=lambda e: e.start
-            )
-        ]
-        best: tuple[float, int, int, list[_Extent]] | None = None
-        edges = [lo, *(e.stop for e in line)]
-        costs = [cost(e) for e in line]
-        starts = [e.start for e in line] + [hi]
-        for first, left in enumerate(edges):
-            dearest, last = 0.0, first
-            while starts[last] - left < size:
-                if last == len(line) or (c := costs[last]) is None:
+    def _choose(self, size: int, order: Sequence[_Extent]) -> list[_Extent] | None:
+        """The first extents of `order` that must go so that `size` elements are free in one
+        stretch, and a slot is. None if all of them are not enough."""
+        best: tuple[int, list[_Extent]] | None = None
+        for stretch in self._stretches():
+            free = stretch.free
+            gone: list[tuple[int, _Extent]] = []
+            for i, extent in enumerate(order):
+                if free >= size:
                     break
-                dearest = max(dearest, c)
-                last += 1
+                if stretch.start <= extent.start < stretch.stop:
+                    gone.append((i, extent))
+                    free += extent.size
+            if free < size:
+                continue
+            dearest = gone[-1][0] if gone else -1
+            for entry in reversed(gone[:-1]):  # a larger one that had to go may suffice
+                if free - entry[1].size >= size:
+                    gone.remove(entry)
+                    free -= entry[1].size
+            if best is None or dearest < best[0]:
+                best = dearest, [extent for _, extent in gone]
+        if best is None or self._free_slots or best[1]:
+            return best[1] if best else None
+        return list(order[:1]) or None
+
+    def _stretches(self) -> Iterator[_Stretch]:
+        start, extents = 0, list[_Extent]()
+        for e in self._line:
+            if e.loading:
+                yield _Stretch(start, e.start, extents)
+                start, extents = e.stop, []
             else:
-                found = (dearest, last - first, left, line[first:last])
-                if best is None or found[:3] < best[:3]:
-                    best = found
-        return best
+                extents.append(e)
+        yield _Stretch(start, self.capacity, extents)
+
+    def _open(self, size: int) -> tuple[int, tuple[Move, ...]]:
+        """A gap of at least `size` elements, for which there is room: its start, and the moves
+        that make it. What moves goes to the left, so that in order no move overwrites another's
+        source."""
+        window = min(w for stretch in self._stretches() for w in _windows(stretch, size))
+        start = window.start
+        moves: list[Move] = []
+        for e in window.extents:
+            moves.append(Move(e.slot, e.start, start, e.size))
+            e.start = start
+            start = e.stop
+        self.num_moved += window.moved
+        return start, tuple(moves)
 
     def _forget(self, extent: _Extent) -> None:
         del self._extents[extent.digest]
         self._line.remove(extent)
         self._free_slots.append(extent.slot)
+        self._changed()
+
+    def _changed(self) -> None:
+        """There may be room where there was none."""
+        self._refused = (-1.0, 0)
 
 
-def _gaps(homes: Iterable[Span], capacity: int) -> list[Span]:
-    """What lies between the homes, in order."""
-    gaps: list[Span] = []
-    left = 0
-    for start, stop in [*sorted(homes), (capacity, capacity)]:
-        if start > left:
-            gaps.append((left, start))
-        left = stop
-    return gaps
+def _windows(stretch: _Stretch, size: int) -> Iterator[_Window]:
+    """For each gap in which one can end, the shortest window of `size` free elements."""
+    gaps, extents = stretch.gaps(), stretch.extents
+    first = moved = free = 0
+    for last, gap in enumerate(gaps):
+        free += gap
+        while free - gaps[first] >= size and first < last:
+            free -= gaps[first]
+            moved -= extents[first].size
+            first += 1
+        if free >= size:
+            start = extents[first - 1].stop if first else stretch.start
+            yield _Window(moved, free, start, extents[first:last])
+        if last < len(extents):
+            moved += extents[last].size

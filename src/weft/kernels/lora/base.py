@@ -1,7 +1,8 @@
 """Adapter memory as kernels see it, and the interface of a LoRA backend.
 
 Shapes: T token rows of a step, N sampled rows, S slots, G groups, L slices (targets), I inputs,
-O outputs of a group, V vocabulary, R the summed ranks of a group's slices.
+O outputs of a group, V vocabulary, R the summed ranks of a group's slices, P pairs of a token and
+one of its experts.
 
 For every row t with slot[t] >= 0, every backend computes, per slice of a group,
 
@@ -13,13 +14,22 @@ ordered by slot (base rows first), so that the rows of one adapter are one segme
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from weft.core.targets import ImageLayout, TargetTable
+from weft.core.targets import ImageLayout, TargetTable, aligned
+from weft.kernels.pending import Pending
+
+SCRATCH_BYTES = 32 << 20
+"""What an image whose old and new places overlap is moved through, piece by piece."""
+
+Relocation = tuple[int, int, int, int]
+"""(slot, source, dest, size): an image's place in the arena, its new one, and its elements."""
 
 
 class SliceView(NamedTuple):
@@ -43,8 +53,13 @@ class AdapterPool:
     """Device memory for adapters: one flat arena and the tables that find images in it.
 
     The runner allocates it once; residency decides which extent belongs to which slot and calls
-    `write`, `install` and `clear`. `a_offset_SG` and `b_offset_SL` hold absolute element offsets
-    into the arena (-1: absent), `rank_SL` the rank per slice (0: absent).
+    `write`, `move`, `install` and `clear`. `a_offset_SG` and `b_offset_SL` hold absolute element
+    offsets into the arena (-1: absent), `rank_SL` the rank per slice (0: absent).
+
+    On CUDA, `move`, `install` and `clear` are queued on the current stream, where steps are, and
+    wait for nothing; `write` has a stream of its own. On a CPU they are done when they return, and
+    `move` is to be called where steps run. Slots that a step in flight uses may be moved, but
+    neither installed nor cleared.
     """
 
     def __init__(
@@ -64,54 +79,120 @@ class AdapterPool:
         self.rank_SL = torch.zeros((num_slots, slices), dtype=torch.int32, device=device)
         self.generation = [0] * num_slots
         """Counts installs per slot, so that what is derived from a slot can be told stale."""
+        self._offsets = (self.a_offset_SG, self.b_offset_SL)
+        """Tables that a move shifts."""
+        self._scratch = self.arena.new_empty(
+            min(num_elements, SCRATCH_BYTES // self.arena.element_size())
+        )
+        self._copies: torch.cuda.Stream | None = None
+        if device.type == "cuda":
+            self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._lock = threading.Lock()
+        """Over what a slot holds: on a CPU, a slot may be cleared while its move is under way."""
         self._placed: list[tuple[int, ImageLayout] | None] = [None] * num_slots
-        self._views: list[dict[int, GroupView | None]] = [{} for _ in range(num_slots)]
+        self._views: list[dict[tuple[int, int], GroupView | None]]
+        self._views = [{} for _ in range(num_slots)]
 
     @property
     def element_bytes(self) -> int:
         return self.arena.element_size()
 
     def write(self, start: int, data: Tensor) -> None:
-        """Copy an image (1-D) to the arena. Any thread; nothing may read that extent."""
-        self.arena[start : start + data.numel()].copy_(data, non_blocking=True)
+        """Copy an image (1-D) to the arena; returns when it is there. Any thread; nothing may
+        read that extent."""
+        extent = self.arena[start : start + data.numel()]
+        if self._copies is None:
+            extent.copy_(data)
+            return
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._copies):
+            extent.copy_(data, non_blocking=True)
+            done.record()
+        done.synchronize()
+
+    def move(self, moves: Sequence[Relocation]) -> None:
+        """Copy images within the arena, one after the other, and let their slots follow.
+
+        An image's places may overlap; its other ones must be free.
+        """
+        for _, source, dest, size in moves:
+            self._copy_within(source, dest, size)
+        with self._lock:
+            for slot, source, dest, _ in moves:
+                placed = self._placed[slot]
+                if placed is not None and placed[0] == source:
+                    self._placed[slot] = (dest, placed[1])
+                    self._views[slot] = {}
+                    self._shift(slot, dest - source)
 
     def install(self, slot: int, start: int, layout: ImageLayout) -> None:
         """Make the image at `start` visible to kernels as `slot`, from the next step on."""
-        a = torch.tensor([o if o < 0 else start + o for o in layout.a_offset], dtype=torch.int64)
-        b = torch.tensor([o if o < 0 else start + o for o in layout.b_offset], dtype=torch.int64)
-        self.a_offset_SG[slot].copy_(a)
-        self.b_offset_SL[slot].copy_(b)
-        self.rank_SL[slot].copy_(torch.tensor(layout.rank, dtype=torch.int32))
-        self._placed[slot] = (start, layout)
-        self._views[slot] = {}
-        self.generation[slot] += 1
+        a = [o if o < 0 else start + o for o in layout.a_offset]
+        b = [o if o < 0 else start + o for o in layout.b_offset]
+        with self._lock:
+            self._set(self.a_offset_SG[slot], a)
+            self._set(self.b_offset_SL[slot], b)
+            self._set(self.rank_SL[slot], layout.rank)
+            self._place(slot, (start, layout))
 
     def clear(self, slot: int) -> None:
         """Forget what `slot` held."""
-        self.rank_SL[slot].zero_()
-        self.a_offset_SG[slot].fill_(-1)
-        self.b_offset_SL[slot].fill_(-1)
-        self._placed[slot] = None
+        with self._lock:
+            self.rank_SL[slot].zero_()
+            for table in self._offsets:
+                table[slot].fill_(-1)
+            self._place(slot, None)
+
+    def _place(self, slot: int, placed: tuple[int, ImageLayout] | None) -> None:
+        self._placed[slot] = placed
         self._views[slot] = {}
         self.generation[slot] += 1
+
+    def _set(self, row: Tensor, values: Sequence[int]) -> None:
+        """From page-locked memory, as a copy from elsewhere would wait for steps in flight."""
+        host = torch.tensor(values, dtype=row.dtype, pin_memory=row.is_cuda)
+        row.copy_(host, non_blocking=True)
+
+    def _shift(self, slot: int, by: int) -> None:
+        for table in self._offsets:
+            row = table[slot]
+            row.add_((row >= 0).to(row.dtype), alpha=by)
+
+    def _copy_within(self, source: int, dest: int, size: int) -> None:
+        """As memmove. Pieces go from the end that is overwritten last."""
+        if abs(source - dest) >= size:
+            self.arena[dest : dest + size].copy_(self.arena[source : source + size])
+            return
+        step = len(self._scratch)
+        starts = range(0, size, step)
+        for begin in starts if dest < source else reversed(starts):
+            count = min(step, size - begin)
+            piece = self._scratch[:count]
+            piece.copy_(self.arena[source + begin : source + begin + count])
+            self.arena[dest + begin : dest + begin + count].copy_(piece)
+
+    def placed(self, slot: int) -> tuple[int, ImageLayout] | None:
+        """Where the image in `slot` begins in the arena, and its layout; None when it is empty."""
+        return self._placed[slot]
 
     def num_elements(self, slot: int) -> int:
         """Of the image in `slot`; 0 when it is empty."""
         placed = self._placed[slot]
         return placed[1].num_elements if placed else 0
 
-    def view(self, slot: int, group: int) -> GroupView | None:
+    def view(self, slot: int, group: int, expert: int = 0) -> GroupView | None:
         """The matrices of `slot` for `group`; None when it leaves the group alone.
 
-        A of an embedding group is (V, R), of any other (R, I). Raises LookupError for a slot
-        that holds nothing: a row must never run with an adapter that is not there.
+        `expert` is for groups of experts. A of an embedding group is (V, R), of any other (R, I).
+        Raises LookupError for a slot that holds nothing: a row must never run with an adapter that
+        is not there.
         """
         views = self._views[slot]
-        if group not in views:
-            views[group] = self._make_view(slot, group)
-        return views[group]
+        if (group, expert) not in views:
+            views[group, expert] = self._make_view(slot, group, expert)
+        return views[group, expert]
 
-    def _make_view(self, slot: int, group: int) -> GroupView | None:
+    def _make_view(self, slot: int, group: int, expert: int) -> GroupView | None:
         placed = self._placed[slot]
         if placed is None:
             raise LookupError(f"slot {slot} holds no adapter")
@@ -125,12 +206,14 @@ class AdapterPool:
             r = layout.rank[s.slice]
             if r == 0:
                 continue
-            b = self._matrix(start + layout.b_offset[s.slice], s.out_features, r)
+            b_start = start + layout.b_offset[s.slice] + expert * aligned(s.out_features * r)
+            b = self._matrix(b_start, s.out_features, r)
             stop = s.offset + s.out_features
             slices.append(SliceView(b, s.offset, stop, r_start, r_start + r))
             r_start += r
         shape = (g.in_features, r_start) if g.kind == "embedding" else (r_start, g.in_features)
-        a = self._matrix(start + layout.a_offset[group], *shape)
+        a_start = start + layout.a_offset[group] + expert * aligned(r_start * g.in_features)
+        a = self._matrix(a_start, *shape)
         return GroupView(a, tuple(slices))
 
     def _matrix(self, start: int, rows: int, columns: int) -> Tensor:
@@ -161,6 +244,14 @@ class LoraBatch:
     sampled_segments: tuple[Segment, ...]
 
 
+class ExpertStep(Protocol):
+    """What the experts of a layer call."""
+
+    def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
+        """As `LoraStep.linear`, for a group of experts."""
+        ...
+
+
 class LoraStep(Protocol):
     """What a layer calls during one step; each method but `start` adds to `y` in place."""
 
@@ -175,6 +266,31 @@ class LoraStep(Protocol):
 
     def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
         """As `linear`, over the sampled rows."""
+        ...
+
+    def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
+        """The rows of a layer's experts: which of the step's rows each is of, and which expert it
+        goes through, int64 (P,). Ordered by expert, then by slot."""
+        ...
+
+
+@runtime_checkable
+class FusedStep(LoraStep, Protocol):
+    """A LoraStep that can also leave its part of a linear layer to the operation that follows."""
+
+    def product(
+        self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: int
+    ) -> tuple[Tensor, Pending] | None:
+        """The base product, and what is to be added to it before it is used; it is there until the
+        next call. None: not for such a step or layer."""
+        ...
+
+
+class NormStep(Protocol):
+    """Norms of one step's adapters in place of the base's."""
+
+    def of(self, index: int) -> list[tuple[int, int, Tensor]]:
+        """(first row, end, weight) of the rows that have their own, for a norm of the table."""
         ...
 
 

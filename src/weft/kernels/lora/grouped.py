@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from weft.kernels.lora.base import AdapterPool, LoraBatch, Segment
+from weft.kernels.lora.base import AdapterPool, GroupView, LoraBatch, Segment
 
 MAX_STACK_BYTES = 256 << 20
 MAX_STACKS = 16
@@ -106,6 +107,16 @@ class GroupedStep:
                 v_TR = view.a_RI[ids_T[start:stop]]
                 y_TO[start:stop].addmm_(v_TR, view.slices[0].b_OR.t())
 
+    def experts(self, token_P: Tensor, expert_P: Tensor) -> GroupedExperts:
+        pair_P2 = torch.stack((expert_P, self._batch.slot_T[token_P].to(expert_P.dtype)), 1)
+        pairs, counts = torch.unique_consecutive(pair_P2, dim=0, return_counts=True)
+        ends = counts.cumsum(0).tolist()
+        runs = zip(pairs.tolist(), [0, *ends], ends, strict=False)
+        return GroupedExperts(
+            self._pool,
+            [_Run(slot, expert, start, stop) for (expert, slot), start, stop in runs if slot >= 0],
+        )
+
     def _apply(self, y: Tensor, x: Tensor, group: int, *, sampled: bool) -> None:
         segments = self._batch.sampled_segments if sampled else self._batch.segments
         if not segments:
@@ -136,18 +147,40 @@ class GroupedStep:
         return found
 
 
+class _Run(NamedTuple):
+    """Consecutive rows [start, stop) of one slot and expert."""
+
+    slot: int
+    expert: int
+    start: int
+    stop: int
+
+
+class GroupedExperts:
+    """ExpertStep of the torch backend: products per run."""
+
+    def __init__(self, pool: AdapterPool, runs: list[_Run]) -> None:
+        self._pool = pool
+        self._runs = runs
+
+    def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
+        for slot, expert, start, stop in self._runs:
+            if view := self._pool.view(slot, group, expert):
+                _add(y_PO[start:stop], x_PI[start:stop], view)
+
+
 def _per_segment(
     pool: AdapterPool, segments: tuple[Segment, ...], y: Tensor, x: Tensor, group: int
 ) -> None:
     for slot, start, stop in segments:
-        view = pool.view(slot, group)
-        if view is None:
-            continue
-        v_TR = x[start:stop] @ view.a_RI.t()
-        for s in view.slices:
-            y[start:stop, s.out_start : s.out_stop].addmm_(
-                v_TR[:, s.r_start : s.r_stop], s.b_OR.t()
-            )
+        if view := pool.view(slot, group):
+            _add(y[start:stop], x[start:stop], view)
+
+
+def _add(y_TO: Tensor, x_TI: Tensor, view: GroupView) -> None:
+    v_TR = x_TI @ view.a_RI.t()
+    for s in view.slices:
+        y_TO[:, s.out_start : s.out_stop].addmm_(v_TR[:, s.r_start : s.r_stop], s.b_OR.t())
 
 
 def _build_stack(pool: AdapterPool, slots: list[int], group: int) -> _Stack | None:

@@ -40,10 +40,25 @@ class ReferenceStep:
             if slot >= 0 and (view := self._pool.view(slot, group)):
                 _expand(y_TO[t], view.a_RI[ids_T[t]].float(), view)
 
+    def experts(self, token_P: Tensor, expert_P: Tensor) -> ReferenceExperts:
+        slots = [self._slot_T[t] for t in token_P.tolist()]
+        return ReferenceExperts(self._pool, list(zip(slots, expert_P.tolist(), strict=True)))
+
     def _rows(self, y: Tensor, x: Tensor, group: int, slots: list[int]) -> None:
         for t, slot in enumerate(slots):
             if slot >= 0 and (view := self._pool.view(slot, group)):
                 _expand(y[t], view.a_RI.float() @ x[t].float(), view)
+
+
+class ReferenceExperts:
+    def __init__(self, pool: AdapterPool, pairs: list[tuple[int, int]]) -> None:
+        self._pool = pool
+        self._pairs = pairs
+
+    def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
+        for p, (slot, expert) in enumerate(self._pairs):
+            if slot >= 0 and (view := self._pool.view(slot, group, expert)):
+                _expand(y_PO[p], view.a_RI.float() @ x_PI[p].float(), view)
 
 
 def _expand(y_O: Tensor, v_R: Tensor, view: GroupView) -> None:

@@ -41,8 +41,21 @@ from torch import Tensor
 from weft.core.config import MAX_RANK
 from weft.core.errors import ConfigError
 from weft.core.targets import ALIGN, Group
-from weft.kernels.lora.base import AdapterPool, LoraBatch, Segment
+from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, Segment
+from weft.kernels.pending import Pending
 from weft.kernels.staging import Staging
+from weft.kernels.triton_linear import (
+    FEW_ROWS,
+    PER_TILE,
+    Adapters,
+    cut_of,
+    launch,
+    processors,
+)
+from weft.kernels.triton_linear import dot as _dot
+from weft.kernels.triton_linear import parts_of as _parts
+from weft.kernels.triton_linear import sum_parts as _sum_parts
+from weft.kernels.triton_linear import times_b as _times_b
 
 _ALIGN = tl.constexpr(ALIGN)
 
@@ -91,23 +104,6 @@ class Tuning:
     """In a CUDA graph, run the shrink beside the base product, which reads the same input."""
     dependent_launch: bool = False
     """Start a kernel before the one ahead has ended (sm_90 on); adapters are read meanwhile."""
-
-
-@triton.jit
-def _parts(R, K, W, PART: tl.constexpr, MAX_PARTS: tl.constexpr):
-    """(steps of PART in a part of K, number of parts) for an adapter of R ranks."""
-    steps = (K + PART - 1) // PART
-    wanted = tl.minimum(tl.minimum(steps, MAX_PARTS), W // ((R + 15) // 16 * 16))
-    each = (steps + wanted - 1) // wanted
-    return each, (steps + each - 1) // each
-
-
-@triton.jit
-def _dot(a, b, acc, EXACT: tl.constexpr):
-    """acc + a @ b; EXACT: in fp32 whatever the operands' dtype."""
-    if EXACT:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -227,49 +223,6 @@ def _shrink(
                     tl.store(work_at + p * R_padded + r[None, :], v, mask=mask)
     if PDL:
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def _sum_parts(
-    v_at,
-    rows,
-    r0,
-    rank,
-    parts,
-    part_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Ranks [r0, r0 + BLOCK_R) of v: its parts in their order, fp32 (BLOCK_M, BLOCK_R)."""
-    m = tl.arange(0, BLOCK_M)
-    r = r0 + tl.arange(0, BLOCK_R)
-    if WHOLE:
-        mask = (m < rows)[:, None] & (r < rank)[None, :]
-        return tl.load(v_at + r[None, :], mask=mask, other=0.0).to(tl.float32)
-    v = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
-    for p0 in range(0, parts, 8):
-        for j in tl.static_range(8):  # unrolled: eight loads in flight
-            limit = tl.where(parts > p0 + j, rank, 0)
-            v += tl.load(
-                v_at + (p0 + j) * part_stride + r[None, :],
-                mask=(m < rows)[:, None] & (r < limit)[None, :],
-                other=0.0,
-            )
-    return v
-
-
-@triton.jit
-def _times_b(acc, v, b, EXACT: tl.constexpr):
-    """acc + v @ b^T; v is fp32 and enters as the sum of two numbers of b's dtype."""
-    if EXACT:
-        acc = _dot(v, tl.trans(b), acc, EXACT)
-    else:
-        high = v.to(b.dtype)
-        low = (v - high.to(tl.float32)).to(b.dtype)
-        acc = _dot(low, tl.trans(b), acc, EXACT)
-        acc = _dot(high, tl.trans(b), acc, EXACT)
-    return acc
 
 
 @triton.jit
@@ -487,6 +440,8 @@ class _Rows(NamedTuple):
     """Programs that share the tiles."""
     counted: bool
     """Whether programs read how many tiles there are."""
+    slots: Tensor | None = None
+    """int32, of each row, -1 for base rows; of the step's rows only."""
 
 
 class _TileList:
@@ -499,7 +454,7 @@ class _TileList:
 
     def reserve(self, num_tiles: int) -> None:
         """Make room for so many of rows and as many of sampled rows."""
-        self._staging.reserve(8 * num_tiles)
+        self._staging.reserve(9 * num_tiles)
 
     def fill(self, batch: LoraBatch) -> tuple[_Rows, _Rows]:
         """Lay a step's tiles out, ahead of its kernels on the current stream."""
@@ -507,9 +462,14 @@ class _TileList:
         if batch.slot_N is not batch.slot_T:
             parts.append((batch.sampled_segments, len(batch.slot_N)))
         bound = sum(num_rows for _, num_rows in parts)
-        self._staging.reserve(4 * bound)
-        words = self._staging.begin(4 * bound)
+        num_words = 4 * bound + len(batch.slot_T)
+        self._staging.reserve(num_words)
+        words = self._staging.begin(num_words)
         words[:] = 0
+        slots = words[4 * bound :]
+        slots[:] = -1
+        for slot, start, stop in batch.segments:
+            slots[start:stop] = slot
         first = 0
         rows: list[_Rows] = []
         for segments, num_rows in parts:
@@ -517,7 +477,8 @@ class _TileList:
             rows.append(self._lay_out(segments, words[place], self._staging.device_words[place]))
             first += num_rows
         self._staging.send(len(words))
-        return rows[0], rows[-1]
+        tokens = rows[0]._replace(slots=self._staging.device_words[4 * bound : num_words])
+        return tokens, rows[-1]
 
     def _lay_out(
         self, segments: tuple[Segment, ...], words: NDArray[np.int32], place: Tensor
@@ -563,6 +524,13 @@ class TritonBackend:
         self._tiles = _TileList(self.tuning, device)
         self._work = torch.empty((0, self.row_floats), dtype=torch.float32, device=device)
         self._columns: dict[tuple[tuple[int, ...], int], tuple[Tensor, int]] = {}
+        self.flags = torch.zeros(2, dtype=torch.int32, device=device)
+        """Where the programs of a product count each other."""
+        linear = [g.out_features for g in pool.table.groups if g.kind == "linear"]
+        self.delta = torch.empty(
+            FEW_ROWS * max(linear, default=0), dtype=torch.float32, device=device
+        )
+        """What adapters add to the product that is under way."""
         self.reserve(self.tuning.few_rows)
 
     def reserve(self, num_rows: int) -> bool:
@@ -632,11 +600,41 @@ class TritonStep:
         else:
             self._apply(y_TO, x_TI, group, self._tokens)
 
+    def product(
+        self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: int
+    ) -> tuple[Tensor, Pending] | None:
+        """See `FusedStep`."""
+        backend, rows = self._backend, self._tokens
+        pool, tuning = backend.pool, backend.tuning
+        of = pool.table.groups[group]
+        cut = cut_of(x_TI, weight_OI, adapters=True)
+        if cut is None or rows.slots is None or rows.num_tiles != len(x_TI):
+            return None
+        num_rows = len(x_TI)
+        delta_TO = backend.delta[: num_rows * of.out_features].view(num_rows, of.out_features)
+        tables = (pool.a_offset_SG, pool.b_offset_SL, pool.rank_SL)
+        adapters = Adapters(
+            (delta_TO, self._work, backend.flags, pool.arena, rows.tiles, *tables),
+            (group, of.slices[0].slice, pool.a_offset_SG.shape[1], pool.rank_SL.shape[1]),
+            sharers=min(processors(x_TI.device), PER_TILE * num_rows),
+            widths=tuple(s.out_features for s in of.slices),
+            row_floats=backend.row_floats,
+            part=tuning.part,
+            max_parts=tuning.max_parts,
+        )
+        y_TO = launch(x_TI, weight_OI, bias_O, cut, adapters)
+        return y_TO, Pending(delta_TO, rows.slots)
+
     def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
         self._apply(y_NV, x_NI, group, self._sampled)
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
         self.expand(y_TO, group, self._tokens, ids_T)
+
+    def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
+        from weft.kernels.lora.triton_experts import TritonExperts
+
+        return TritonExperts(self._backend, self._tokens.tiles, token_P, expert_P)
 
     def _apply(self, y: Tensor, x: Tensor, group: int, rows: _Rows) -> None:
         self.shrink(x, group, rows)

@@ -1,0 +1,438 @@
+"""Throughput and latency while adapters come and go: more in demand than the device holds."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from rich.table import Table
+
+from weft.bench import peers
+from weft.bench.drive import Driver, Job, Timed, driving
+from weft.bench.engine import (
+    AdapterShape,
+    default_model,
+    describe,
+    device_name,
+    image_bytes,
+    noise_images,
+    preset_folder,
+    table_of,
+    write_adapters,
+)
+from weft.bench.report import (
+    COLOURS,
+    Advance,
+    Report,
+    bytes_in_words,
+    new_figure,
+    new_table,
+    progress,
+)
+from weft.bench.workload import Choice, Lengths, check_lengths, random_prompts, rng_of
+from weft.core.config import engine_args
+from weft.core.targets import Target
+from weft.core.types import AdapterRef, EngineInfo
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WARM_UP_REQUESTS, WARM_UP_TOKENS = 32, 8
+
+Run = Literal["at once", "capacity", "calm", "churn"]
+"""capacity: all at once, and calm: as many a second as churn, both on adapters that stay on the
+device."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChurnPlan:
+    """What to measure. The same seed gives the same requests."""
+
+    populations: tuple[int, ...]
+    """How many adapters the requests of a run choose among."""
+    resident: int
+    """How many of them the device has memory for, unless the engine's options say otherwise."""
+    ranks: tuple[int, ...]
+    """Of the adapters in turn."""
+    targets: tuple[str, ...] | None
+    choice: Choice
+    num_requests: int
+    input_len: Lengths
+    output_len: Lengths
+    load: float | None
+    """None: all requests at once. Else they come at this share of the rate that the engine
+    reaches without churn."""
+    on_disk: bool
+    """Whether adapters are folders, of which the host holds what it has memory for. Else they are
+    windows of one page-locked buffer of noise on the host, so that there may be thousands."""
+    verify: bool
+    """Compare all tokens with those of an engine that has memory for all adapters."""
+    seed: int
+
+    def rank_of(self, adapter: int) -> int:
+        return self.ranks[adapter % len(self.ranks)]
+
+
+@dataclass(frozen=True, slots=True)
+class ChurnRow:
+    """One run of all requests."""
+
+    run: Run
+    population: int
+    rate: float | None
+    """Requests a second; None: all at once."""
+    output_tokens: int
+    seconds: float
+    loads: int
+    evictions: int
+    preemptions: int
+    """Requests that were put back, to go on later."""
+    hit_rate: float
+    """Share of the requests that needed no load of their own."""
+    tpot_ms: tuple[float, float]
+    """Mean time per token of a request, after its first: p50 and p99."""
+    resident_tpot_p99_ms: float
+    """Of requests whose adapter was there when they came."""
+    ttft_ms: tuple[float, float]
+    resident_adapters: int
+    """At the end."""
+    used_bytes: int
+    """By these adapters."""
+    wrong: int | None
+    """Requests with other tokens than without churn; None: not compared."""
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return self.output_tokens / self.seconds
+
+
+def run_churn(model: str | None, plan: ChurnPlan, options: Mapping[str, object]) -> Report:
+    """Open an engine and measure it; `model` None: `default_model`. Raises ConfigError."""
+    name = model or default_model(options)
+    with preset_folder(name) as folder:
+        table = table_of(folder, options)
+        targets = AdapterShape(plan.ranks[0], plan.targets).of(table)
+        ranks = [plan.rank_of(k) for k in range(max(*plan.populations, plan.resident))]
+        sizes = {r: image_bytes(table, targets, r, options) for r in plan.ranks}
+        all_bytes = sum(sizes[r] for r in ranks)
+        mean_bytes = all_bytes // len(ranks)
+        settings = _settings(plan, options, mean_bytes)
+        roomy = {**settings, "adapter_memory": all_bytes}
+        expected: list[list[list[int]]] | None = None
+        if plan.verify:
+            with _opened(folder, roomy, plan, targets, ranks) as (driver, refs):
+                bench = _Bench(driver, plan, refs, mean_bytes)
+                expected = [bench.tokens(population) for population in plan.populations]
+        with _opened(folder, settings, plan, targets, ranks) as (driver, refs):
+            rows = _Bench(driver, plan, refs, mean_bytes, expected).measure()
+            info = driver.engine.info
+    title = f"Adapters that come and go: {name}, {info.dtype}, {_memory(plan, info)}"
+    shape = AdapterShape(max(plan.ranks), plan.targets)
+    return Report(
+        benchmark="churn",
+        title=title,
+        config={
+            "model": name,
+            **asdict(plan),
+            **describe(info, shape),
+            "options": settings,
+        },
+        results=[_result(row, rows, info) for row in rows],
+        shown=churn_table(rows, info, peers_of(name, plan, device_name(info))),
+        plot=lambda: churn_plot(rows, title, peers_of(name, plan, device_name(info))),
+        device=device_name(info),
+        ok=not any(row.wrong for row in rows),
+    )
+
+
+def _settings(plan: ChurnPlan, options: Mapping[str, object], mean_bytes: int) -> dict[str, object]:
+    """Options of the engine: memory for `plan.resident` adapters, unless it is given."""
+    settings = {**options, "enable_prefix_caching": False}
+    if settings.get("adapter_memory") is None:
+        settings["adapter_memory"] = plan.resident * mean_bytes
+    return settings
+
+
+@contextmanager
+def _opened(
+    folder: str,
+    settings: Mapping[str, object],
+    plan: ChurnPlan,
+    targets: Sequence[Target],
+    ranks: Sequence[int],
+) -> Iterator[tuple[Driver, list[AdapterRef]]]:
+    """An engine, and an adapter of each of `ranks`."""
+    with (
+        tempfile.TemporaryDirectory(prefix="weft-bench-") as place,
+        driving(engine_args(folder, **settings, adapter_cache_dir=place)) as driver,
+        progress("Adapters", len(ranks)) as advance,
+    ):
+        refs: list[AdapterRef] = []
+        info = driver.engine.info
+        if plan.on_disk:
+            found = (
+                driver.register(str(p)) for p in write_adapters(Path(place), targets, ranks, info)
+            )
+        else:
+            table = table_of(folder, settings)
+            images = noise_images(table, targets, ranks, info)
+            found = (driver.publish(image) for image in images)
+        for ref in found:
+            refs.append(ref)
+            advance()
+        yield driver, refs
+
+
+class _Bench:
+    """The runs of a plan on one engine."""
+
+    def __init__(
+        self,
+        driver: Driver,
+        plan: ChurnPlan,
+        refs: Sequence[AdapterRef],
+        mean_bytes: int,
+        expected: list[list[list[int]]] | None = None,
+    ) -> None:
+        info = driver.engine.info
+        check_lengths(plan.input_len, plan.output_len, info.max_model_len)
+        self._driver = driver
+        self._plan = plan
+        self._refs = refs
+        self._resident = min(info.adapter_memory_bytes // mean_bytes, len(refs))
+        self._expected = expected
+        lengths = plan.input_len.draw(plan.num_requests, rng_of(plan.seed, 0))
+        self._prompts = random_prompts(lengths, 0, info.vocab_size, rng_of(plan.seed, 1))
+        self._outputs = plan.output_len.draw(plan.num_requests, rng_of(plan.seed, 2))
+
+    def tokens(self, population: int) -> list[list[int]]:
+        """Of all requests, whenever they come."""
+        return [t.token_ids for t in self._driver.run(self._jobs(population))]
+
+    def measure(self) -> list[ChurnRow]:
+        plan = self._plan
+        self._warm_up()
+        runs = len(plan.populations) if plan.load is None else len(plan.populations) + 2
+        with progress("Requests", plan.num_requests * runs) as advance:
+            if plan.load is not None:
+                return self._under_load(plan.load, advance)
+            return [
+                self._row("at once", population, index, None, advance)
+                for index, population in enumerate(plan.populations)
+            ]
+
+    def _under_load(self, load: float, advance: Advance) -> list[ChurnRow]:
+        """What the engine can do when all adapters in demand are there; then so many requests a
+        second, without churn and with it."""
+        few = self._resident
+        full = self._row("capacity", few, None, None, advance)
+        rate = load * self._plan.num_requests / full.seconds
+        calm = self._row("calm", few, None, rate, advance)
+        return [
+            full,
+            calm,
+            *(
+                self._row("churn", population, index, rate, advance)
+                for index, population in enumerate(self._plan.populations)
+            ),
+        ]
+
+    def _row(
+        self,
+        run: Run,
+        population: int,
+        index: int | None,
+        rate: float | None,
+        advance: Advance,
+    ) -> ChurnRow:
+        engine = self._driver.engine
+        jobs = self._jobs(population, rate)
+        before = engine.stats()
+        timed = self._driver.run(jobs, advance)
+        after = engine.stats()
+        loads = after.adapter_loads - before.adapter_loads
+        return ChurnRow(
+            run=run,
+            population=population,
+            rate=rate,
+            output_tokens=sum(len(t.token_ids) for t in timed),
+            seconds=max(t.token_s[-1] for t in timed) - jobs[0].due_s,
+            loads=loads,
+            evictions=after.adapter_evictions - before.adapter_evictions,
+            preemptions=after.preemptions - before.preemptions,
+            hit_rate=max(0.0, 1.0 - loads / len(jobs)),
+            tpot_ms=_percentiles_ms(_per_token(timed)),
+            resident_tpot_p99_ms=_percentiles_ms(_per_token([t for t in timed if t.resident]))[1],
+            ttft_ms=_percentiles_ms([t.first_s for t in timed]),
+            resident_adapters=len(after.resident_adapters),
+            used_bytes=after.adapter_bytes,
+            wrong=self._count_wrong(timed, index),
+        )
+
+    def _jobs(self, population: int, rate: float | None = None) -> list[Job]:
+        plan = self._plan
+        chosen = plan.choice.draw(plan.num_requests, population, rng_of(plan.seed, 3, population))
+        gaps = rng_of(plan.seed, 4).exponential(1.0 / rate if rate else 0.0, plan.num_requests)
+        work = zip(self._prompts, self._outputs, chosen, np.cumsum(gaps), strict=True)
+        return [Job(p, n, self._refs[k], float(due)) for p, n, k, due in work]
+
+    def _warm_up(self) -> None:
+        """The device is filled, and what is compiled at first use is compiled."""
+        refs = self._refs[: self._resident]
+        count = max(WARM_UP_REQUESTS, len(refs))
+        self._driver.run(
+            [
+                Job(self._prompts[i % len(self._prompts)], WARM_UP_TOKENS, refs[i % len(refs)])
+                for i in range(count)
+            ]
+        )
+
+    def _count_wrong(self, timed: Sequence[Timed], index: int | None) -> int | None:
+        if self._expected is None or index is None:
+            return None
+        pairs = zip(timed, self._expected[index], strict=True)
+        return sum(t.token_ids != tokens for t, tokens in pairs)
+
+
+def _per_token(timed: Sequence[Timed]) -> list[float]:
+    return [s for t in timed if (s := t.per_token_s) is not None]
+
+
+def _percentiles_ms(seconds: Sequence[float]) -> tuple[float, float]:
+    """p50 and p99."""
+    if not seconds:
+        return (0.0, 0.0)
+    p50, p99 = np.percentile(np.array(seconds) * 1000, (50, 99))
+    return float(p50), float(p99)
+
+
+def peers_of(model: str, plan: ChurnPlan, device: str) -> dict[str, dict[int, int]]:
+    """Published figures of others for the same work, by name and population."""
+    same = (
+        model == peers.MODEL
+        and device.startswith(peers.DEVICE)
+        and plan.ranks == (peers.RANK,)
+        and plan.targets is None
+        and plan.choice == Choice("uniform")
+        and plan.load is None
+        and (plan.resident, plan.num_requests) == (peers.CHURN_RESIDENT, peers.CHURN_REQUESTS)
+    )
+    return peers.CHURN_TOKENS_PER_S if same else {}
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def _memory(plan: ChurnPlan, info: EngineInfo) -> str:
+    ranks = "/".join(map(str, plan.ranks))
+    memory = f"{bytes_in_words(info.adapter_memory_bytes)} for adapters of rank {ranks}"
+    return f"{memory}, {device_name(info)}"
+
+
+def _result(row: ChurnRow, rows: Sequence[ChurnRow], info: EngineInfo) -> dict[str, object]:
+    return {
+        **{k: _rounded(v) for k, v in asdict(row).items()},
+        "output_tokens_per_s": round(row.output_tokens_per_s, 1),
+        "share": round(_share(row, rows), 4),
+        "memory_used": round(row.used_bytes / info.adapter_memory_bytes, 4),
+    }
+
+
+def _share(row: ChurnRow, rows: Sequence[ChurnRow]) -> float:
+    """Throughput over that of the first run; under a given load, over that of the calm one."""
+    base = rows[0] if rows[-1].rate is None else rows[1]
+    return row.output_tokens_per_s / base.output_tokens_per_s
+
+
+def _rounded(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_rounded(part) for part in value]
+    return round(value, 4) if isinstance(value, float) else value
+
+
+def churn_table(
+    rows: Sequence[ChurnRow], info: EngineInfo, others: Mapping[str, Mapping[int, int]]
+) -> Table:
+    under_load = rows[-1].rate is not None
+    names = (name.replace(" ", "\n") for name in others)
+    share = "of\ncalm" if under_load else "of the\nfirst"
+    figures = ("output\ntokens/s", share, *names, "loads", "hit\nrate", "put\nback")
+    times = ("ms/token\np50", "ms/token\np99", "if there\np99")
+    table = new_table("", *(("run", "requests\n/s") if under_load else ()), dense=True)
+    for column in ("adapters", *figures, *times, "resi-\ndent", "memory\nused"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        rate = "-" if row.rate is None else f"{row.rate:.1f}"
+        table.add_row(
+            *((row.run, rate) if under_load else ()),
+            f"{row.population:,}",
+            f"{row.output_tokens_per_s:,.0f}",
+            f"{_share(row, rows):.2f}",
+            *(_count(figures.get(row.population)) for figures in others.values()),
+            f"{row.loads:,}",
+            f"{row.hit_rate:.2f}",
+            f"{row.preemptions:,}",
+            *(f"{ms:.2f}" for ms in (*row.tpot_ms, row.resident_tpot_p99_ms)),
+            f"{row.resident_adapters:,}",
+            f"{row.used_bytes / info.adapter_memory_bytes:.2f}",
+        )
+    return table
+
+
+def _count(value: int | None) -> str:
+    return "-" if value is None else f"{value:,}"
+
+
+def churn_plot(
+    rows: Sequence[ChurnRow], title: str, others: Mapping[str, Mapping[int, int]]
+) -> Figure:
+    """Throughput over population, or, under a given load, what happens to latency."""
+    figure, panels = new_figure(title, 2)
+    if rows[-1].rate is None:
+        points = {row.population: row.output_tokens_per_s for row in rows}
+        throughput_panel(panels[0], points, others)
+        latencies = rows
+    else:
+        labels = [f"{row.run}\n{row.population:,} adapters" for row in rows]
+        speeds = [row.output_tokens_per_s for row in rows]
+        bars = panels[0].barh(labels, speeds, 0.6, color=COLOURS[1])
+        panels[0].bar_label(bars, fmt="{:,.0f}", padding=5, fontsize=9)
+        panels[0].invert_yaxis()
+        panels[0].grid(visible=False, axis="y")
+        panels[0].margins(x=0.15)
+        panels[0].set_xlabel("output tokens per second")
+        latencies = rows[1:]
+    places = range(len(latencies))
+    for p, colour in ((0, COLOURS[2]), (1, COLOURS[4])):
+        values = [row.tpot_ms[p] for row in latencies]
+        panels[1].plot(places, values, "o-", color=colour, lw=1.8, ms=5, label=("p50", "p99")[p])
+    panels[1].set_xticks(places, [f"{row.population:,}" for row in latencies])
+    panels[1].set_xlabel("adapters in demand")
+    panels[1].set_ylabel("ms per output token")
+    panels[1].set_ylim(bottom=0)
+    panels[1].legend(frameon=False, fontsize=9)
+    return figure
+
+
+def throughput_panel(
+    axes: Axes, ours: Mapping[int, float], others: Mapping[str, Mapping[int, int]]
+) -> None:
+    """Output tokens per second over the number of adapters in demand."""
+    series = {"Weft": ours, **others}
+    for (name, points), colour in zip(series.items(), COLOURS[1:], strict=False):
+        axes.plot(list(points), list(points.values()), "o-", color=colour, lw=1.8, ms=5, label=name)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(list(ours), [str(count) for count in ours])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter("{x:,.0f}")
+    axes.set_xlabel("adapters in demand")
+    axes.set_ylabel("output tokens per second")
+    if others:
+        axes.legend(frameon=False, fontsize=9)

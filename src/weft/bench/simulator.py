@@ -1,0 +1,301 @@
+"""Replays a trace with the engine's own decisions, a model of the device, and a clock of its own.
+
+What decides is the code that serves: `Scheduler`, `BlockPool`, `AdapterSlots`. What is modelled is
+how long things take: steps, which run one after the other, and loads, which run beside them.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter, OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from weft.bench.traces import Ask, Trace
+from weft.core.types import AdapterRef, EngineRequest, SamplingParams
+from weft.engine.blocks import BlockPool
+from weft.engine.plan import StepPlan, StepResult
+from weft.engine.scheduler import Limits, Scheduler
+from weft.residency.policy import POLICIES
+from weft.residency.slots import AdapterSlots, Load
+
+ELEMENT_BYTES = 2
+IDLE_S = 0.02
+"""How long the engine sleeps when it finds nothing to run; see `weft.engine.engine.WAIT_S`."""
+WINDOW_S = 1.0
+"""Fairness is looked at second by second."""
+MAX_RESIDENT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceModel:
+    """How long things take. As measured of one H200 with the Llama-3-8B shape in bf16."""
+
+    step_s: float = 4.6e-3
+    """A step: reading the weights."""
+    token_s: float = 15e-6
+    """More for each token of a step."""
+    lora_s: float = 0.9e-3
+    """More if a step has any adapter."""
+    adapter_s: float = 35e-6
+    """More for each adapter in a step."""
+    loaders: int = 2
+    """Loads that run at the same time."""
+    link_bytes_per_s: float = 25e9
+    """From the host to the device."""
+    disk_bytes_per_s: float = 4e9
+    """From the disk to the host."""
+    move_bytes_per_s: float = 1.5e12
+    """Within the device; steps wait for it."""
+    rank_bytes: int = 5 << 20
+    """Of an adapter of all linear layers, for each rank."""
+
+    def seconds_of_step(self, num_tokens: int, num_adapters: int) -> float:
+        lora_s = self.lora_s + self.adapter_s * num_adapters if num_adapters else 0.0
+        return self.step_s + self.token_s * num_tokens + lora_s
+
+    def seconds_of_load(self, num_bytes: int, on_host: bool) -> float:
+        read_s = 0.0 if on_host else num_bytes / self.disk_bytes_per_s
+        return read_s + num_bytes / self.link_bytes_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes for adapters."""
+
+    device_bytes: int
+    host_bytes: int
+
+
+@dataclass(slots=True)
+class Replay:
+    """What happened. Lists are by request, in the order of the trace."""
+
+    wait_s: list[float]
+    """From arrival to the first step."""
+    residency_s: list[float]
+    """The part of it until the adapter was on the device."""
+    uses: list[str] = field(default_factory=list)
+    """Digests in the order in which requests were admitted; a preempted one is here again."""
+    num_loads: int = 0
+    num_evictions: int = 0
+    num_preemptions: int = 0
+    output_tokens: int = 0
+    seconds: float = 0.0
+    fairness: list[float] = field(default_factory=list)
+    """Jain's index of each second in which several tenants had requests waiting all the time."""
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the admissions that needed no load of their own."""
+        return 1.0 - self.num_loads / len(self.uses)
+
+
+def digest_of(adapter: int) -> str:
+    return f"{adapter:064x}"
+
+
+def sizes_of(trace: Trace, model: DeviceModel) -> dict[str, int]:
+    """Bytes by digest."""
+    return {digest_of(k): rank * model.rank_bytes for k, rank in enumerate(trace.ranks)}
+
+
+def replay(trace: Trace, policy: str, memory: Memory, model: DeviceModel) -> Replay:
+    """All requests of a trace, to their end. The same arguments give the same result."""
+    return _Simulator(trace, policy, memory, model).run()
+
+
+class _Simulator:
+    def __init__(self, trace: Trace, policy: str, memory: Memory, model: DeviceModel) -> None:
+        self._asks = trace.asks
+        self._model = model
+        self._bytes = sizes_of(trace, model)
+        capacity = memory.device_bytes // ELEMENT_BYTES
+        self._slots = AdapterSlots(capacity, MAX_RESIDENT, POLICIES[policy])
+        for digest, size in self._bytes.items():
+            self._slots.add(digest, size // ELEMENT_BYTES)
+        self._scheduler = Scheduler(_limits(), BlockPool(1 << 15), self._slots)
+        self._loads = _Loads(model, self._bytes, memory.host_bytes)
+        self._fairness = _Fairness()
+        self._now = 0.0
+        self._arrived = 0
+        self._admitted: set[int] = set()
+        self._open: set[str] = set()
+        count = len(trace.asks)
+        self._replay = Replay([0.0] * count, [0.0] * count)
+
+    def run(self) -> Replay:
+        while self._arrived < len(self._asks) or self._open:
+            self._arrive()
+            for digest, load_s in self._loads.ended(self._now):
+                self._slots.loaded(digest, load_s)
+            plan = self._scheduler.plan(self._now)
+            for load in plan.loads:
+                self._loads.start(load, self._now)
+            self._admit(plan)
+            if plan.empty:
+                self._sleep()
+            else:
+                self._step(plan)
+        found = self._replay
+        found.num_loads, found.num_evictions = self._slots.num_loads, self._slots.num_evictions
+        found.num_preemptions = self._scheduler.preemptions
+        found.seconds = self._now
+        found.fairness = self._fairness.by_window
+        self._scheduler.check()
+        return found
+
+    def _arrive(self) -> None:
+        while self._arrived < len(self._asks):
+            ask = self._asks[self._arrived]
+            if ask.arrival_s > self._now:
+                return
+            request_id = str(self._arrived)
+            refused = self._scheduler.add(_request(request_id, ask), seed=0)
+            assert refused is None, refused
+            self._open.add(request_id)
+            self._fairness.wait(ask.tenant)
+            self._arrived += 1
+
+    def _admit(self, plan: StepPlan) -> None:
+        for admitted in plan.admitted:
+            index = int(admitted.request_id)
+            ask = self._asks[index]
+            digest = digest_of(ask.adapter)
+            self._replay.uses.append(digest)
+            if index not in self._admitted:
+                self._admitted.add(index)
+                came_s = self._loads.came_s[digest]
+                self._replay.wait_s[index] = self._now - ask.arrival_s
+                self._replay.residency_s[index] = max(0.0, came_s - ask.arrival_s)
+                self._fairness.begin(ask.tenant)
+                self._fairness.serve(ask.tenant, ask.prompt_tokens)
+
+    def _step(self, plan: StepPlan) -> None:
+        num_adapters = len(self._scheduler.running_adapters())
+        self._now += self._model.seconds_of_step(plan.num_tokens, num_adapters)
+        moved = sum(move.size for load in plan.loads for move in load.moves)
+        self._now += moved * ELEMENT_BYTES / self._model.move_bytes_per_s
+        for event in self._scheduler.commit(plan, StepResult([0] * sum(plan.samples))):
+            self._replay.output_tokens += len(event.token_ids)
+            self._fairness.serve(self._asks[int(event.request_id)].tenant, len(event.token_ids))
+            if event.finish_reason is not None:
+                assert event.finish_reason == "length", event
+                self._open.remove(event.request_id)
+        self._fairness.look(self._now)
+
+    def _sleep(self) -> None:
+        """Until something comes."""
+        coming = [self._now + IDLE_S, *self._loads.ends()]
+        if self._arrived < len(self._asks):
+            coming.append(self._asks[self._arrived].arrival_s)
+            if not self._open:
+                coming = coming[-1:]
+        self._now = max(self._now, min(coming))
+        self._fairness.look(self._now)
+
+
+class _Loads:
+    """Loads under way, and which images are on the host: those used last."""
+
+    def __init__(self, model: DeviceModel, num_bytes: Mapping[str, int], host_bytes: int) -> None:
+        self._model = model
+        self._bytes = num_bytes
+        self._free_bytes = host_bytes
+        self._host: OrderedDict[str, None] = OrderedDict()
+        self._loaders = [0.0] * model.loaders
+        """When each is free."""
+        self._under_way: list[tuple[float, str, float]] = []
+        """When it ends, what it loads, when it was ordered."""
+        self.came_s: dict[str, float] = {}
+        """When each adapter came to the device last."""
+
+    def start(self, load: Load, now: float) -> None:
+        on_host = load.digest in self._host
+        seconds = self._model.seconds_of_load(self._bytes[load.digest], on_host)
+        end = max(now, heapq.heappop(self._loaders)) + seconds
+        heapq.heappush(self._loaders, end)
+        heapq.heappush(self._under_way, (end, load.digest, now))
+
+    def ended(self, now: float) -> list[tuple[str, float]]:
+        """What has been loaded since the last call, and the seconds that it took."""
+        found: list[tuple[str, float]] = []
+        while self._under_way and self._under_way[0][0] <= now:
+            end, digest, ordered = heapq.heappop(self._under_way)
+            self.came_s[digest] = end
+            self._keep(digest)
+            found.append((digest, end - ordered))
+        return found
+
+    def ends(self) -> list[float]:
+        """When the next one ends, if there is one."""
+        return [self._under_way[0][0]] if self._under_way else []
+
+    def _keep(self, digest: str) -> None:
+        if digest in self._host:
+            self._host.move_to_end(digest)
+            return
+        self._host[digest] = None
+        self._free_bytes -= self._bytes[digest]
+        while self._free_bytes < 0:
+            gone, _ = self._host.popitem(last=False)
+            self._free_bytes += self._bytes[gone]
+
+
+class _Fairness:
+    """Tokens that tenants with waiting requests got, second by second."""
+
+    def __init__(self) -> None:
+        self._waiting: Counter[int] = Counter()
+        self._served: Counter[int] = Counter()
+        self._backlogged: set[int] | None = None
+        self._end_s = WINDOW_S
+        self.by_window: list[float] = []
+
+    def wait(self, tenant: int) -> None:
+        self._waiting[tenant] += 1
+
+    def begin(self, tenant: int) -> None:
+        self._waiting[tenant] -= 1
+
+    def serve(self, tenant: int, num_tokens: int) -> None:
+        self._served[tenant] += num_tokens
+
+    def look(self, now: float) -> None:
+        waiting = {tenant for tenant, count in self._waiting.items() if count}
+        self._backlogged = waiting if self._backlogged is None else self._backlogged & waiting
+        if now < self._end_s:
+            return
+        if len(self._backlogged) > 1:
+            self.by_window.append(jain([self._served[t] for t in self._backlogged]))
+        self._served.clear()
+        self._backlogged = None
+        self._end_s = now + WINDOW_S
+
+
+def jain(shares: list[int]) -> float:
+    """Jain's index: 1 when all have the same, 1/n when one has everything."""
+    total = sum(shares)
+    return total**2 / (len(shares) * sum(s * s for s in shares)) if total else 1.0
+
+
+def _request(request_id: str, ask: Ask) -> EngineRequest:
+    digest = digest_of(ask.adapter)
+    params = SamplingParams(max_tokens=ask.output_tokens, ignore_eos=True)
+    ref = AdapterRef(digest, 1, digest)
+    prompt_ids = [0] * ask.prompt_tokens
+    return EngineRequest(request_id, prompt_ids, params, ref, tenant=f"tenant-{ask.tenant}")
+
+
+def _limits() -> Limits:
+    return Limits(
+        max_num_seqs=256,
+        max_num_batched_tokens=2048,
+        max_model_len=8192,
+        block_size=16,
+        max_loras=256,
+        max_adapter_wait=2.0,
+        vocab_size=2,
+        eos_token_ids=frozenset(),
+        enable_prefix_caching=False,
+    )

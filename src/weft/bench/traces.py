@@ -1,0 +1,116 @@
+"""Traces for the simulator: who asks for which adapter, when, how much. Pure; all seeds given."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from weft.bench.workload import Arrival, Lengths, rng_of, zipf
+from weft.core.errors import ConfigError
+
+NUM_TENANTS = 8
+BURST = 16
+"""Requests that come at once in the trace `bursts`."""
+FLOOD_SHARE, FLOOD_AT = 0.5, 0.25
+"""Of the trace `flood`: which share of the requests the first tenant sends at once, and when, as a
+share of the time in which the others send theirs."""
+PROMPT, OUTPUT = Lengths(16, 1024, 5.2, 0.8), Lengths(8, 256, 3.6, 0.7)
+"""Tokens; a mean of 230 and 47."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """One request."""
+
+    arrival_s: float
+    adapter: int
+    tenant: int
+    prompt_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    name: str
+    ranks: tuple[int, ...]
+    """Of each adapter."""
+    asks: tuple[Ask, ...]
+    """In the order of arrival."""
+
+
+@dataclass(frozen=True, slots=True)
+class TraceKind:
+    """`zipf:EXPONENT`, adapter k asked in proportion to (k+1)^-EXPONENT; `uniform`; `bursts`, 16 at
+    once, of which half ask for one adapter that is new each time; or `flood`, in which the first of
+    8 tenants sends half of all requests at once. Adapter k belongs to tenant k % 8."""
+
+    name: str
+    kind: Literal["zipf", "bursts", "flood"]
+    exponent: float
+
+    @classmethod
+    def parse(cls, text: str) -> TraceKind:
+        """Raises ConfigError."""
+        kind, _, number = text.strip().partition(":")
+        match kind, number:
+            case "zipf", _ if _is_exponent(number):
+                return cls(text.strip(), "zipf", float(number))
+            case "uniform", "":
+                return cls("uniform", "zipf", 0.0)
+            case (("bursts" | "flood"), ""):
+                return cls(kind, "bursts" if kind == "bursts" else "flood", 1.0)
+        wanted = "a list of zipf:EXPONENT, uniform, bursts, flood"
+        raise ConfigError(f"--trace takes {wanted}; got {text!r}", "trace")
+
+    def draw(
+        self, num_adapters: int, ranks: tuple[int, ...], count: int, rate: float, seed: int
+    ) -> Trace:
+        """`count` requests, `rate` of them a second, for adapters with a random one of `ranks`."""
+        adapters = zipf(count, num_adapters, self.exponent, rng_of(seed, 0))
+        times = Arrival("poisson", rate).times_s(count, rng_of(seed, 1))
+        if self.kind == "bursts":
+            times = Arrival("bursty", rate, BURST).times_s(count, rng_of(seed, 1))
+            _make_hot(adapters, num_adapters, rng_of(seed, 2))
+        elif self.kind == "flood":
+            _flood(adapters, times, num_adapters, rng_of(seed, 2))
+        prompts = PROMPT.draw(count, rng_of(seed, 3))
+        outputs = OUTPUT.draw(count, rng_of(seed, 4))
+        asks = [
+            Ask(t, k, k % NUM_TENANTS, prompt, output)
+            for t, k, prompt, output in zip(times, adapters, prompts, outputs, strict=True)
+        ]
+        of_adapter = rng_of(seed, 5).choice(np.array(ranks), num_adapters)
+        return Trace(
+            self.name,
+            tuple(int(r) for r in of_adapter),
+            tuple(sorted(asks, key=lambda ask: ask.arrival_s)),
+        )
+
+
+def _is_exponent(text: str) -> bool:
+    try:
+        return 0.0 <= float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+def _make_hot(adapters: list[int], num_adapters: int, rng: np.random.Generator) -> None:
+    """Every second request of a burst is for the burst's own adapter."""
+    for start in range(0, len(adapters), BURST):
+        hot = int(rng.integers(num_adapters))
+        for index in range(start, min(start + BURST, len(adapters)), 2):
+            adapters[index] = hot
+
+
+def _flood(
+    adapters: list[int], times: list[float], num_adapters: int, rng: np.random.Generator
+) -> None:
+    """A share of the requests, taken at random, becomes the first tenant's, all at one time."""
+    taken = rng.permutation(len(adapters))[: int(FLOOD_SHARE * len(adapters))]
+    own = -(-num_adapters // NUM_TENANTS)
+    flood_s = FLOOD_AT * times[-1]
+    for index in taken:
+        adapters[index] = adapters[index] % own * NUM_TENANTS
+        times[index] = flood_s

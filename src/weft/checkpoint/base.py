@@ -1,0 +1,180 @@
+"""What an adapter holds beside A and B, as it is relative to the base model's weights.
+
+Arithmetic is in float32, on the device where the base's weights are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from weft.checkpoint.parts import Named, Rows, TargetParts
+from weft.checkpoint.refuse import refuse
+from weft.core.targets import Norm, Target
+
+_CHUNK = 1 << 24
+"""Elements of a weight looked at in one go: bounds what is allocated."""
+
+_ROUNDING = 1e-6
+"""Scales this close to 1 are 1: the norms of an untrained DoRA are computed in another order."""
+
+
+class BaseWeights(Protocol):
+    """The base model's weights in the serving dtype, on any device. Nobody writes to them."""
+
+    def weight(self, target: Target) -> torch.Tensor:
+        """(out, in); of the embedding (hidden, vocab)."""
+        ...
+
+    def bias(self, target: Target) -> torch.Tensor | None:
+        """(out,)"""
+        ...
+
+    def norm(self, norm: Norm) -> torch.Tensor:
+        """(size,)"""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """Rows of the embedding or the head that differ from the base's."""
+
+    ids: torch.Tensor
+    """int32 (n,), rising."""
+    rows: torch.Tensor
+    """(n, hidden), the serving dtype."""
+
+
+Affine = tuple[torch.Tensor | None, torch.Tensor | None]
+"""Scale and shift, float32 (out,) on the CPU; None: ones, zeros."""
+
+
+def affine(parts: TargetParts, base: BaseWeights | None, replaced: Replaced | None) -> Affine:
+    """What makes `W x + bias + scaling B A x` of the base, with the rows in `replaced`, the
+    adapter's output.
+
+    Without a base the values are placeholders. Raises AdapterInvalid.
+    """
+    for named in (parts.lora_bias, parts.bias, parts.magnitude, parts.gain):
+        if named is not None:
+            check_finite(named)
+    target = parts.target
+    if base is None:
+        ones, zeros = torch.ones(target.out_features), torch.zeros(target.out_features)
+        scaled = parts.magnitude is not None or parts.gain is not None
+        return (ones if scaled else None), zeros
+    old = base.bias(target)
+    old = torch.zeros(target.out_features) if old is None else old.float().cpu()
+    new = old if parts.bias is None else parts.bias.tensor.float()
+    scale = torch.ones(target.out_features)
+    if parts.magnitude is not None:
+        scale = _dora_scale(parts, parts.magnitude, _weight(target, base, replaced))
+    elif parts.gain is not None:
+        scale = parts.gain.tensor.float()
+        new = scale * new
+    shift = new - scale * old
+    if parts.lora_bias is not None:
+        shift = shift + parts.scaling * parts.lora_bias.tensor.float()
+    is_one = (scale - 1.0).abs().max() <= _ROUNDING
+    return (None if is_one else scale), (shift if shift.any() else None)
+
+
+def replaced_norm(
+    norm: Norm, named: Named, dtype: torch.dtype, base: BaseWeights | None
+) -> torch.Tensor | None:
+    """The weight in the serving dtype; None if it is the base's. Raises AdapterInvalid."""
+    weight = named.tensor.to(dtype)
+    check_finite(named, weight)
+    if base is not None and torch.equal(weight, base.norm(norm).cpu()):
+        return None
+    return weight
+
+
+def replaced_rows(
+    rows: Rows, target: Target, dtype: torch.dtype, base: BaseWeights | None
+) -> Replaced | None:
+    """None if all rows are the base's. Raises AdapterInvalid."""
+    some, order = None, torch.argsort(torch.tensor(rows.ids, dtype=torch.int64))
+    if rows.some is not None:
+        some = rows.some.tensor[order].to(dtype)
+        check_finite(rows.some, some)
+    ids = torch.tensor(rows.ids, dtype=torch.int64)[order]
+    found = some
+    if rows.whole is not None:
+        found = rows.whole.tensor.to(dtype)
+        check_finite(rows.whole, found)
+        if some is not None:
+            found = found.clone().index_copy_(0, ids, some)
+        ids = torch.arange(len(found))
+    assert found is not None
+    if base is not None:
+        differs = _differs(found, ids, _by_token(base.weight(target), target))
+        if not differs.all():
+            ids, found = ids[differs], found[differs]
+    return Replaced(ids.to(torch.int32), found) if len(ids) else None
+
+
+def check_finite(named: Named, packed: torch.Tensor | None = None) -> None:
+    """Of a tensor, and of what it became in the serving dtype. Raises AdapterInvalid."""
+    if not is_finite(named.tensor):
+        refuse(named.name, "holds NaN or infinite values")
+    if packed is not None and not is_finite(packed):
+        dtype = str(packed.dtype).removeprefix("torch.")
+        refuse(named.name, f"holds values too large for {dtype}")
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """In one pass and without a temporary: NaN and infinity both show in the extremes."""
+    low, high = torch.aminmax(tensor)
+    return bool(torch.isfinite(low) and torch.isfinite(high))
+
+
+def _by_token(weight: torch.Tensor, target: Target) -> torch.Tensor:
+    """(vocab, hidden)"""
+    return weight.t() if target.kind == "embedding" else weight
+
+
+def _differs(rows: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Which rows are not those of the base's weight (vocab, hidden): bool (n,)."""
+    step = max(1, _CHUNK // weight.shape[1])
+    parts: list[torch.Tensor] = []
+    for start in range(0, len(ids), step):
+        old = weight[ids[start : start + step].to(weight.device)]
+        parts.append((rows[start : start + step].to(weight.device) != old).any(1).cpu())
+    return torch.cat(parts)
+
+
+def _weight(target: Target, base: BaseWeights, replaced: Replaced | None) -> torch.Tensor:
+    """(out, in), with the adapter's rows."""
+    weight = base.weight(target)
+    if replaced is None:
+        return weight
+    by_token = _by_token(weight, target).clone()
+    by_token[replaced.ids.to(weight.device, torch.int64)] = replaced.rows.to(weight.device)
+    return by_token.t() if target.kind == "embedding" else by_token
+
+
+def _dora_scale(parts: TargetParts, magnitude: Named, weight: torch.Tensor) -> torch.Tensor:
+    """The magnitudes over the lengths of the rows of W + scaling B A."""
+    assert parts.a is not None and parts.b is not None
+    a, b = (named.tensor.to(weight.device, torch.float32) for named in (parts.a, parts.b))
+    lengths = _row_lengths(weight, a, b * parts.scaling)
+    scale = magnitude.tensor.float() / lengths.cpu()
+    if not is_finite(scale):
+        refuse(magnitude.name, "is for rows of W + B A that are zero")
+    return scale
+
+
+def _row_lengths(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """(out,): norms of the rows of W + B A, which is not formed, as
+    |w + b A|^2 = |w|^2 + 2 (w A^T) b + b (A A^T) b."""
+    gram = a @ a.t()
+    step = max(1, _CHUNK // weight.shape[1])
+    parts: list[torch.Tensor] = []
+    for start in range(0, weight.shape[0], step):
+        w, v = weight[start : start + step].float(), b[start : start + step]
+        square = (w * w).sum(1) + ((2.0 * (w @ a.t()) + v @ gram) * v).sum(1)
+        parts.append(square.clamp_min(0.0).sqrt())
+    return torch.cat(parts)

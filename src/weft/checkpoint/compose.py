@@ -1,0 +1,158 @@
+"""The weighted sum of adapters as an adapter: A stacked, B scaled and side by side.
+
+    s B A + t D C  =  [s B | t D] [A]
+                                  [C]
+
+So it is exact, but for the rounding of scaled B to the serving dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from weft.checkpoint.base import is_finite
+from weft.checkpoint.memory import allocate
+from weft.checkpoint.pack import AdapterImage, fill, pair_views
+from weft.core.errors import InvalidRequest
+from weft.core.targets import Extras, ImageLayout, Target, TargetTable, layout_of
+
+_SUMMED = frozenset({"rank", "a_offset", "b_offset", "num_elements", "shift_offset"})
+_DESCRIBES = frozenset(
+    {"digest", "layout", "data", "targets", "provisional", "conversion_error", "conversion_worst"}
+)
+"""Fields of a layout and of an image that are added up, or change nothing: an adapter with any
+other part is refused, also with one that is not known here."""
+
+_HOLDS = {
+    "scale_offset": "outputs that it scales (DoRA, IA3)",
+    "norm_offset": "norms of its own",
+    "embedding_rows": "rows of the embedding of its own",
+    "head_rows": "rows of the head of its own",
+    "invocation": "tokens that activate it (aLoRA)",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Summand:
+    """What of an adapter says which sums it may be part of."""
+
+    rank: tuple[int, ...]
+    """Per slice."""
+    shifted: frozenset[int]
+    """Slices to whose output it adds a vector."""
+    beyond: str
+    """What it holds that can't be added up; "": nothing."""
+
+
+def summand_of(image: AdapterImage) -> Summand:
+    layout = image.layout
+    shifted = frozenset(i for i, offset in enumerate(layout.shift_offset) if offset >= 0)
+    beyond = [
+        _HOLDS.get(field.name, field.name)
+        for record, served in ((layout, _SUMMED), (image, _DESCRIBES))
+        for field in fields(record)
+        if field.name not in served and getattr(record, field.name)
+    ]
+    return Summand(layout.rank, shifted, ", ".join(beyond))
+
+
+def check_sum(
+    parts: Sequence[tuple[str, Summand]], table: TargetTable, max_rank: int, dtype: torch.dtype
+) -> int:
+    """Elements that the image of a sum takes; `parts` are names and what these are of.
+
+    Raises InvalidRequest, naming `adapters`.
+    """
+    for name, summand in parts:
+        if summand.beyond:
+            raise InvalidRequest(
+                f"adapters: {name!r} can't be part of a sum, as it holds {summand.beyond}",
+                "adapters",
+            )
+    rank = _rank([summand for _, summand in parts])
+    worst = max(range(len(rank)), key=rank.__getitem__)
+    if rank[worst] > max_rank:
+        raise InvalidRequest(
+            f"adapters: the ranks add up to {rank[worst]} in {table.targets[worst].name}; at most"
+            f" {max_rank} is served",
+            "adapters",
+        )
+    return _layout([summand for _, summand in parts], table, dtype).num_elements
+
+
+def sum_images(
+    digest: str,
+    parts: Sequence[tuple[AdapterImage, float]],
+    table: TargetTable,
+    dtype: torch.dtype,
+    into: torch.Tensor | None = None,
+) -> AdapterImage:
+    """The sum of images that `check_sum` has let pass, each times its number; its data in `into`
+    (bytes) if that is given. Raises InvalidRequest when it exceeds the dtype."""
+    layout = _layout([summand_of(image) for image, _ in parts], table, dtype)
+    if into is None:
+        data = allocate(layout.num_elements, dtype)
+    else:
+        data = into[: layout.num_elements * dtype.itemsize].view(dtype)
+    data.zero_()
+    for target in table.targets:
+        if layout.rank[target.slice]:
+            _fill_target(data, parts, target, table, layout)
+    matrices = data[: layout_of(table, layout.rank).num_elements]
+    finite = not len(matrices) or is_finite(matrices)
+    for index, offset in enumerate(layout.shift_offset):
+        if offset >= 0:
+            shift = _shift(data, layout, table.targets[index])
+            for image, scale in parts:
+                if image.layout.shift_offset and image.layout.shift_offset[index] >= 0:
+                    own = _shift(image.data, image.layout, table.targets[index])
+                    shift.add_(own, alpha=scale)
+            finite = finite and is_finite(shift)
+    if not finite:
+        raise InvalidRequest(f"adapters: with these scales, weights exceed {dtype}", "adapters")
+    names = (name for image, _ in parts for name in image.targets)
+    return AdapterImage(digest, layout, data, tuple(dict.fromkeys(names)))
+
+
+def _rank(summands: Iterable[Summand]) -> tuple[int, ...]:
+    ranks = (summand.rank for summand in summands)
+    return tuple(map(sum, zip(*ranks, strict=True)))
+
+
+def _layout(summands: Sequence[Summand], table: TargetTable, dtype: torch.dtype) -> ImageLayout:
+    shifted = frozenset[int]().union(*(summand.shifted for summand in summands))
+    extras = Extras(shifted=shifted) if shifted else None
+    return layout_of(table, _rank(summands), extras, dtype.itemsize)
+
+
+def _fill_target(
+    data: torch.Tensor,
+    parts: Sequence[tuple[AdapterImage, float]],
+    target: Target,
+    table: TargetTable,
+    layout: ImageLayout,
+) -> None:
+    for expert in range(table.copies(target.kind)):
+        a, b = pair_views(data, target, table, layout, expert)
+        stop = 0
+        for image, scale in parts:
+            rank = image.layout.rank[target.slice]
+            if not rank:
+                continue
+            start, stop = stop, stop + rank
+            own_a, own_b = pair_views(image.data, target, table, image.layout, expert)
+            if target.kind == "embedding":
+                fill(a[start:stop].t(), own_a.t(), 1.0)
+            else:
+                fill(a[start:stop], own_a, 1.0)
+            fill(b[:, start:stop], own_b, scale)
+
+
+def _shift(data: torch.Tensor, layout: ImageLayout, target: Target) -> torch.Tensor:
+    """float32 (out,), a view of an image."""
+    start = layout.shift_offset[target.slice]
+    size = target.out_features * 4 // data.element_size()
+    return data[start : start + size].view(torch.float32)

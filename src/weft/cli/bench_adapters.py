@@ -1,0 +1,221 @@
+"""`weft bench churn`, `cold` and `simulate`: what it takes that adapters come and go."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.cli.bench_options import (
+    WORKLOAD,
+    InputLen,
+    Model,
+    NoPlot,
+    OutputLen,
+    Plot,
+    Rank,
+    Ranks,
+    Record,
+    Seed,
+    Targets,
+    engine_options,
+    names,
+    reporting,
+)
+from weft.cli.options import parse_bytes
+
+
+@engine_options("enable_prefix_caching", "adapter_cache_dir")
+def churn(
+    model: Model = None,
+    populations: Annotated[
+        str,
+        typer.Option(
+            metavar="N,...",
+            help="How many adapters the requests of each run choose among.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = "16,32,64,128,256",
+    resident: Annotated[
+        int,
+        typer.Option(
+            help="For how many of them the device gets memory, unless --adapter-memory is given.",
+            min=1,
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = 16,
+    choice: Annotated[
+        str,
+        typer.Option(
+            metavar="CHOICE",
+            help="Who is asked next: uniform, or zipf:EXPONENT, the first much more often.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = "uniform",
+    load: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="Let requests come at this share of the rate that the engine reaches while all"
+            " adapters in demand are on the device. Default: all at once.",
+            min=0.01,
+            max=2.0,
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
+    num_requests: Annotated[
+        int, typer.Option(help="Of each run.", min=1, rich_help_panel=WORKLOAD)
+    ] = 512,
+    ranks: Ranks = "16",
+    targets: Targets = None,
+    input_len: InputLen = "lognormal:5.2,0.8,16,1024",
+    output_len: OutputLen = "lognormal:4.9,0.7,8,512",
+    on_disk: Annotated[
+        bool,
+        typer.Option(
+            "--on-disk",
+            help="Write the adapters as PEFT does, and register them: those for which"
+            " --adapter-host-memory has no room are read from disk when used. Default: all of them"
+            " stay in host memory.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify",
+            help="Compare all tokens with those of an engine that has memory for all adapters;"
+            " in float32 they are the same.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = False,
+    seed: Seed = 0,
+    plot: Plot = Path("weft-bench-churn.png"),
+    no_plot: NoPlot = False,
+    record: Record = None,
+    **options: object,
+) -> None:
+    """Throughput and latency while more adapters are in demand than the device holds.
+
+    Adapters are random. Exit status 1 if --verify finds other tokens.
+    """
+    with reporting(None if no_plot else plot, record) as done:
+        from weft.bench.churn import ChurnPlan, run_churn
+        from weft.bench.workload import Choice, Lengths, parse_counts
+
+        plan = ChurnPlan(
+            populations=parse_counts(populations, "populations"),
+            resident=resident,
+            ranks=parse_counts(ranks, "ranks"),
+            targets=names(targets),
+            choice=Choice.parse(choice),
+            num_requests=num_requests,
+            input_len=Lengths.parse(input_len, "input_len"),
+            output_len=Lengths.parse(output_len, "output_len"),
+            load=load,
+            on_disk=on_disk,
+            verify=verify,
+            seed=seed,
+        )
+        done(run_churn(model, plan, options))
+
+
+@engine_options(
+    "enable_prefix_caching", "adapter_memory", "adapter_host_memory", "adapter_cache_dir"
+)
+def cold(
+    model: Model = None,
+    rank: Rank = 16,
+    targets: Targets = None,
+    repeats: Annotated[int, typer.Option(help="First tokens are medians of so many.", min=1)] = 9,
+    seed: Seed = 0,
+    plot: Plot = Path("weft-bench-cold.png"),
+    no_plot: NoPlot = False,
+    record: Record = None,
+    **options: object,
+) -> None:
+    """What a request waits for its adapter, and how little others notice of it.
+
+    First token of a lone request by where its adapter is: on the device, in host memory, on disk.
+    Time between the tokens of a running batch while adapters are loaded and registered.
+    """
+    with reporting(None if no_plot else plot, record) as done:
+        from weft.bench.cold import ColdPlan, run_cold
+        from weft.bench.engine import AdapterShape
+
+        shape = AdapterShape(rank, names(targets))
+        done(run_cold(model, ColdPlan(repeats, seed), shape, options))
+
+
+def simulate(
+    trace: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="zipf:EXPONENT, the first adapters much more often; uniform; bursts, 16 requests"
+            " at once of which half ask for one adapter; flood, one tenant of eight sends half of"
+            " all requests at once.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = "zipf:1.0,uniform,bursts,flood",
+    adapters: Annotated[
+        str,
+        typer.Option(metavar="N,...", help="How many there are.", rich_help_panel=WORKLOAD),
+    ] = "64,256,1024,10000",
+    ranks: Ranks = "16",
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="Who makes way on the device. Default: all policies.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None,
+    adapter_memory: Annotated[
+        int,
+        typer.Option(
+            parser=parse_bytes, metavar="BYTES", help="On the device.", rich_help_panel=WORKLOAD
+        ),
+    ] = "5G",  # type: ignore[assignment]
+    adapter_host_memory: Annotated[
+        int,
+        typer.Option(
+            parser=parse_bytes, metavar="BYTES", help="On the host.", rich_help_panel=WORKLOAD
+        ),
+    ] = "32G",  # type: ignore[assignment]
+    num_requests: Annotated[
+        int, typer.Option(help="Of each replay.", min=1, rich_help_panel=WORKLOAD)
+    ] = 1000,
+    rate: Annotated[
+        float, typer.Option(help="Requests a second.", min=0.001, rich_help_panel=WORKLOAD)
+    ] = 80.0,
+    seed: Seed = 0,
+    plot: Plot = Path("weft-bench-simulate.png"),
+    no_plot: NoPlot = False,
+    record: Record = None,
+) -> None:
+    """Replay traces with the engine's own scheduler and policies, and a model of the device.
+
+    Takes seconds, no device and no model; the same options give the same figures. The optimum is
+    the hit rate of a cache that knows the future (Belady's MIN; for mixed ranks a greedy variant).
+    """
+    with reporting(None if no_plot else plot, record) as done:
+        from weft.bench.simulate import SimulationPlan, run_simulate
+        from weft.bench.simulator import Memory
+        from weft.bench.traces import TraceKind
+        from weft.bench.workload import parse_counts, parse_names
+        from weft.residency.policy import POLICIES
+
+        known = tuple(POLICIES)
+        plan = SimulationPlan(
+            traces=tuple(TraceKind.parse(name) for name in trace.split(",")),
+            adapters=parse_counts(adapters, "adapters"),
+            ranks=parse_counts(ranks, "ranks"),
+            policies=known if policy is None else parse_names(policy, known, "policy"),
+            memory=Memory(adapter_memory, adapter_host_memory),
+            num_requests=num_requests,
+            rate=rate,
+            seed=seed,
+        )
+        done(run_simulate(plan))

@@ -1,0 +1,109 @@
+"""What the commands of `weft bench` have in common: options, and how each ends."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.cli.ending import ending_in_one_line
+from weft.cli.options import MODEL, with_engine_options
+
+if TYPE_CHECKING:
+    from weft.bench.report import Report
+
+WORKLOAD, OUTPUT = "Workload", "Output"
+
+Model = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="BASE",
+        help="A folder, a name on the hub, or a known shape: tiny, llama-3.2-1b, llama-3-8b,"
+        " qwen3-8b, qwen3-30b-a3b, mixtral-8x7b. Default: llama-3-8b on a GPU, tiny on a CPU.",
+        rich_help_panel=MODEL,
+    ),
+]
+Rank = Annotated[int, typer.Option(help="Rank of the adapters.", min=1, rich_help_panel=WORKLOAD)]
+Ranks = Annotated[
+    str,
+    typer.Option(metavar="N,...", help="Ranks of the adapters.", rich_help_panel=WORKLOAD),
+]
+Targets = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,...",
+        help="What the adapters adapt, such as q_proj,v_proj. Default: all linear layers.",
+        rich_help_panel=WORKLOAD,
+    ),
+]
+Seed = Annotated[
+    int,
+    typer.Option(help="The same seed gives the same requests.", min=0, rich_help_panel=WORKLOAD),
+]
+INPUT_LEN = (
+    "Tokens of prompts: N, uniform:LOW,HIGH or lognormal:MU,SIGMA,LOW,HIGH (of the natural"
+    " logarithm, clipped)."
+)
+InputLen = Annotated[str, typer.Option(metavar="LENGTHS", help=INPUT_LEN, rich_help_panel=WORKLOAD)]
+OutputLen = Annotated[
+    str, typer.Option(metavar="LENGTHS", help="Tokens of answers.", rich_help_panel=WORKLOAD)
+]
+Plot = Annotated[
+    Path, typer.Option(metavar="FILE.png", help="Where the plot goes.", rich_help_panel=OUTPUT)
+]
+NoPlot = Annotated[bool, typer.Option("--no-plot", help="Write no plot.", rich_help_panel=OUTPUT)]
+Record = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.jsonl",
+        help="Also add the line of JSON to this file, with the date.",
+        rich_help_panel=OUTPUT,
+    ),
+]
+
+
+def engine_options(*fixed: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """As `with_engine_options`, without the flags that the benchmark sets itself; weights are
+    random unless asked for."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        command = with_engine_options(command)
+        signature = inspect.signature(command)
+        kept = [
+            p.replace(default="dummy") if p.name == "load_format" else p
+            for p in signature.parameters.values()
+            if p.name not in fixed
+        ]
+        command.__signature__ = signature.replace(parameters=kept)  # type: ignore[attr-defined]
+        command.__annotations__ = {p.name: p.annotation for p in kept}
+        return command
+
+    return decorate
+
+
+@contextmanager
+def reporting(plot: Path | None, record: Path | None) -> Iterator[Callable[[Report], None]]:
+    """Checks before anything slow that the files can be written; the call shows a report, and ends
+    the command with exit status 1 if it is not ok."""
+    with ending_in_one_line():
+        from weft.bench.report import check_plot, check_record, show
+        from weft.cli.env import collect
+
+        def done(report: Report) -> None:
+            sections = collect()
+            environment = {name: sections[name] for name in ("weft", "machine", "gpu")}
+            show(report, environment, plot, record)
+            raise typer.Exit(0 if report.ok else 1)
+
+        check_plot(plot)
+        check_record(record)
+        yield done
+
+
+def names(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(part.strip() for part in text.split(","))

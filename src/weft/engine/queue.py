@@ -1,0 +1,306 @@
+"""Requests that wait, in the order in which tenants are to be served. Pure Python, no clock.
+
+Each tenant has a counter: the tokens that it was served, over its weight. Whoever has the lowest
+counter comes first, within a tenant who came first (virtual token counters: Sheng et al.,
+"Fairness in Serving Large Language Models", 2024, arXiv 2401.00588). A tenant whose first request
+begins to wait is lifted to the lowest counter of those that wait already: what it did not use
+while it was away is no credit. So two tenants that always have requests waiting are served alike,
+whatever the one of them sends; with one tenant alone this is first come, first served.
+
+Requests of one tenant for one adapter are a *lane*, as they can be passed over together:
+
+    heap of lanes, by (counter, arrival of the first)
+      ├─ lane (acme, sql)      r3 r7 r8
+      ├─ lane (acme, base)     r4
+      └─ lane (globex, legal)  r1 r2 r5 r6
+
+Entries of the heap may say less than the truth, never more: counters grow only, and so does the
+arrival of a lane's first request, but where a request is put back, which makes a new entry. An
+entry is set right when it comes to the top. So a request is added, found and removed in O(log n).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Mapping
+from heapq import heapify, heappop, heappush, heapreplace
+from typing import Generic, Protocol, TypeVar
+
+MAX_IDLE = 1000
+"""Tenants without requests that are remembered for the service they have had."""
+
+
+class Account:
+    """What a tenant has had. `FairQueue.open` gives it out."""
+
+    __slots__ = ("counter", "name", "num_open", "num_waiting", "weight")
+
+    def __init__(self, name: str, weight: float) -> None:
+        self.name = name
+        self.weight = weight
+        self.counter = 0.0
+        """Service over weight; only its distance to the others' means something."""
+        self.num_open = 0
+        """Requests that wait or run."""
+        self.num_waiting = 0
+
+    def charge(self, service: float) -> None:
+        self.counter += service / self.weight
+
+
+class Waiter(Protocol):
+    """A request. Its fields don't change while it waits."""
+
+    @property
+    def order(self) -> int:
+        """Its place by arrival; no two have the same."""
+        ...
+
+    @property
+    def digest(self) -> str | None:
+        """Of its adapter; None: the base."""
+        ...
+
+    @property
+    def account(self) -> Account: ...
+
+
+T = TypeVar("T", bound=Waiter)
+
+
+class _Lane(Generic[T]):
+    __slots__ = ("account", "at", "digest", "entered", "items", "orders")
+
+    def __init__(self, account: Account, digest: str | None) -> None:
+        self.account = account
+        self.digest = digest
+        self.orders: list[int] = []
+        self.items: dict[int, T] = {}
+        self.at = 0
+        """How many of its requests the walk under way has passed over."""
+        self.entered = -1
+        """The order that its entry in the heap has; entries with another one are void."""
+
+    def __lt__(self, other: _Lane[T]) -> bool:
+        """For the heap, where only a lane that was emptied can equal another: any order will do."""
+        return False
+
+
+class FairQueue(Generic[T]):
+    """Requests that wait. `check()` states the invariants."""
+
+    def __init__(self, weights: Mapping[str, float] | None = None) -> None:
+        """`weights`: of tenants that are to get more than others, or less; the others have 1."""
+        self._weights = dict(weights or {})
+        self._accounts: dict[str, Account] = {}
+        self._num_idle = 0
+        self._lanes: dict[tuple[str, str | None], _Lane[T]] = {}
+        self._heap: list[tuple[float, int, _Lane[T]]] = []
+        self._size = 0
+        self._last: Account | None = None
+        """Whose request left the queue when it became empty."""
+        self.num_waiting_tenants = 0
+
+    # -- tenants -------------------------------------------------------------------------------
+
+    @property
+    def num_tenants(self) -> int:
+        """Those that have an account."""
+        return len(self._accounts)
+
+    @property
+    def accounts(self) -> tuple[Account, ...]:
+        return tuple(self._accounts.values())
+
+    def open(self, tenant: str) -> Account:
+        """One more request of a tenant; to be closed when it ends."""
+        account = self._accounts.get(tenant)
+        if account is None:
+            account = self._accounts[tenant] = Account(tenant, self._weights.get(tenant, 1.0))
+        elif not account.num_open:
+            self._num_idle -= 1
+        account.num_open += 1
+        return account
+
+    def close(self, account: Account) -> None:
+        """One request fewer, which does not wait any more."""
+        account.num_open -= 1
+        if not account.num_open:
+            self._num_idle += 1
+            if self._num_idle > MAX_IDLE:
+                self._forget_idle()
+
+    def _forget_idle(self) -> None:
+        """Keep the half of the idle tenants that has had most. One that is forgotten comes back
+        at the counter to which it would be lifted, unless it has had more than that."""
+        idle = [account for account in self._accounts.values() if not account.num_open]
+        idle.sort(key=lambda account: account.counter)
+        for account in idle[: len(idle) - MAX_IDLE // 2]:
+            del self._accounts[account.name]
+        self._num_idle = MAX_IDLE // 2
+
+    def _floor(self) -> float:
+        """The counter to which a tenant is lifted that comes to wait."""
+        lane = self._first()
+        if lane is not None:
+            return lane.account.counter
+        return self._last.counter if self._last else 0.0
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def push(self, item: T) -> None:
+        """Put a request at its place by arrival: at the end, or back to where it was."""
+        account = item.account
+        if not account.num_waiting:
+            account.counter = max(account.counter, self._floor())
+            self.num_waiting_tenants += 1
+        account.num_waiting += 1
+        self._size += 1
+        key = (account.name, item.digest)
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = _Lane(account, item.digest)
+        lane.items[item.order] = item
+        insort(lane.orders, item.order)
+        if lane.orders[0] == item.order:
+            self._enter(lane)
+
+    def remove(self, item: T) -> None:
+        """Take out a request, wherever it is; not during a walk."""
+        lane = self._lanes[item.account.name, item.digest]
+        self._take(lane, bisect_left(lane.orders, item.order))
+
+    def walk(self) -> Walk[T]:
+        """Pass over the requests in their order."""
+        return Walk(self)
+
+    def of_adapter(self, digest: str) -> list[T]:
+        """The requests that wait for it."""
+        lanes = [lane for lane in self._lanes.values() if lane.digest == digest]
+        return [item for lane in lanes for item in lane.items.values()]
+
+    @property
+    def digests(self) -> tuple[str, ...]:
+        """Adapters that requests wait for."""
+        return tuple(dict.fromkeys(d for _, d in self._lanes if d is not None))
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[T]:
+        """All of them, in no order."""
+        for lane in self._lanes.values():
+            yield from lane.items.values()
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _take(self, lane: _Lane[T], index: int) -> None:
+        del lane.items[lane.orders.pop(index)]
+        if not lane.orders:
+            del self._lanes[lane.account.name, lane.digest]
+        self._size -= 1
+        lane.account.num_waiting -= 1
+        if not lane.account.num_waiting:
+            self.num_waiting_tenants -= 1
+        if not self._size:
+            self._last = lane.account
+
+    def _enter(self, lane: _Lane[T]) -> None:
+        lane.entered = lane.orders[lane.at]
+        heappush(self._heap, (lane.account.counter, lane.entered, lane))
+        if len(self._heap) > 2 * len(self._lanes) + 64:
+            self._drop_void()
+
+    def _drop_void(self) -> None:
+        valid = {
+            id(lane): (counter, order, lane)
+            for counter, order, lane in self._heap
+            if order == lane.entered and lane.orders
+        }
+        self._heap = list(valid.values())
+        heapify(self._heap)
+
+    def _first(self) -> _Lane[T] | None:
+        """The lane whose turn it is, of those that the walk under way has not done with."""
+        heap = self._heap
+        while heap:
+            counter, order, lane = heap[0]
+            if lane.entered != order:
+                heappop(heap)
+            elif lane.at >= len(lane.orders):
+                heappop(heap)
+                lane.entered = -1
+            elif lane.orders[lane.at] == order and lane.account.counter == counter:
+                return lane
+            else:
+                lane.entered = lane.orders[lane.at]
+                heapreplace(heap, (lane.account.counter, lane.entered, lane))
+        return None
+
+    def check(self) -> None:
+        """Raise AssertionError unless all invariants hold; not during a walk."""
+        assert self._size == sum(len(lane.orders) for lane in self._lanes.values())
+        waiting: dict[str, int] = {}
+        for (name, digest), lane in self._lanes.items():
+            assert lane.account is self._accounts[name] and lane.digest == digest
+            assert lane.orders and sorted(lane.items) == lane.orders
+            assert lane.at == 0
+            waiting[name] = waiting.get(name, 0) + len(lane.orders)
+            entries = [e for e in self._heap if e[2] is lane and e[1] == lane.entered]
+            assert entries, "a lane that is never found"
+            due = (lane.account.counter, lane.orders[0])
+            assert all(entry[:2] <= due and entry[1] <= due[1] for entry in entries)
+        for name, account in self._accounts.items():
+            assert account.num_waiting == waiting.get(name, 0) <= account.num_open
+        assert self.num_waiting_tenants == len(waiting)
+        assert self._num_idle == sum(not a.num_open for a in self._accounts.values()) <= MAX_IDLE
+
+
+class Walk(Generic[T]):
+    """One pass over a queue, each time on to the request whose turn it is by then.
+
+    A request is passed over unless it is taken; all of them are back in their places afterwards:
+
+        with queue.walk() as walk:
+            for item in walk:
+                walk.take()    # it leaves the queue
+                walk.skip()    # or: neither it nor the others of its lane
+    """
+
+    def __init__(self, queue: FairQueue[T]) -> None:
+        self._queue = queue
+        self._lane: _Lane[T] | None = None
+        self._moved: list[_Lane[T]] = []
+
+    def __enter__(self) -> Walk[T]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for lane in self._moved:
+            lane.at = 0
+            if lane.orders and lane.entered != lane.orders[0]:
+                self._queue._enter(lane)
+
+    def __iter__(self) -> Walk[T]:
+        return self
+
+    def __next__(self) -> T:
+        lane = self._lane = self._queue._first()
+        if lane is None:
+            raise StopIteration
+        item = lane.items[lane.orders[lane.at]]
+        if not lane.at:
+            self._moved.append(lane)
+        lane.at += 1
+        return item
+
+    def take(self) -> None:
+        """The newest item leaves the queue."""
+        assert self._lane is not None
+        self._lane.at -= 1
+        self._queue._take(self._lane, self._lane.at)
+
+    def skip(self) -> None:
+        """Pass over what is left of the newest item's lane."""
+        assert self._lane is not None
+        self._lane.at = len(self._lane.orders)

@@ -1,0 +1,147 @@
+"""What adapters hold beside A and B, for every backend: scaled and shifted outputs, norms, rows of
+the embedding and the head. Segment by segment, and only in steps that have such an adapter.
+
+Shapes: as in `weft.kernels.lora.base`; n rows in place of the base's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from weft.core.targets import ImageLayout
+from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, LoraStep, NormStep, Segment
+
+
+def has_extras(pool: AdapterPool, slots: Iterable[int]) -> bool:
+    """Whether any of these slots holds more than A and B."""
+    return any((placed := pool.placed(slot)) and placed[1].has_extras for slot in slots)
+
+
+def with_extras(step: LoraStep, pool: AdapterPool, batch: LoraBatch) -> LoraStep:
+    """The step of a backend, and what the batch's adapters hold beside A and B."""
+    slots = [segment.slot for segment in (*batch.segments, *batch.sampled_segments)]
+    return ExtrasStep(step, pool, batch) if has_extras(pool, slots) else step
+
+
+def norms_of(step: LoraStep | None) -> NormStep | None:
+    """None if no adapter of the step has a norm."""
+    return step if isinstance(step, ExtrasStep) and step.has_norms else None
+
+
+class ExtrasStep:
+    """LoraStep that does what another does, and the extras; NormStep of the norms among them."""
+
+    def __init__(self, step: LoraStep, pool: AdapterPool, batch: LoraBatch) -> None:
+        self._step = step
+        self._pool = pool
+        self._segments = _own(pool, batch.segments)
+        self._sampled = _own(pool, batch.sampled_segments)
+
+    def start(self, x_TI: Tensor, group: int) -> None:
+        self._step.start(x_TI, group)
+
+    def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
+        self._step.linear(y_TO, x_TI, group)
+        self._scale_and_shift(y_TO, group, self._segments)
+
+    def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
+        return self._step.experts(token_P, expert_P)
+
+    def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
+        for own in self._segments:
+            if found := own.rows(own.layout.embedding_rows, y_TO.shape[1]):
+                part = slice(own.start, own.stop)
+                y_TO[part] = _looked_up(*found, ids_T[part], y_TO[part])
+        self._step.embedding(y_TO, ids_T, group)
+        self._scale_and_shift(y_TO, group, self._segments)
+
+    def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
+        for own in self._sampled:
+            if found := own.rows(own.layout.head_rows, x_NI.shape[1]):
+                ids_n, rows_nI = found
+                y_nV = y_NV[own.start : own.stop]
+                logits = x_NI[own.start : own.stop] @ rows_nI.t()
+                if ids_n is None:
+                    y_nV.copy_(logits)
+                else:
+                    y_nV.index_copy_(1, ids_n.long(), logits)
+        self._step.head(y_NV, x_NI, group)
+        self._scale_and_shift(y_NV, group, self._sampled)
+
+    def of(self, index: int) -> list[tuple[int, int, Tensor]]:
+        """See `NormStep`."""
+        size = self._pool.table.norms[index].size
+        weights = ((own, own.norm(index, size)) for own in self._segments)
+        return [(own.start, own.stop, weight) for own, weight in weights if weight is not None]
+
+    @property
+    def has_norms(self) -> bool:
+        return any(own.layout.norm_offset for own in self._segments)
+
+    def _scale_and_shift(self, y: Tensor, group: int, segments: list[_Own]) -> None:
+        for own in segments:
+            for s in self._pool.table.groups[group].slices:
+                scale = own.vector(own.layout.scale_offset, s.slice, s.out_features)
+                shift = own.vector(own.layout.shift_offset, s.slice, s.out_features)
+                if scale is None and shift is None:
+                    continue
+                part = y[own.start : own.stop, s.offset : s.offset + s.out_features]
+                moved = part.float()
+                if scale is not None:
+                    moved = moved * scale
+                if shift is not None:
+                    moved = moved + shift
+                part.copy_(moved)
+
+
+class _Own:
+    """The extras of a segment's adapter."""
+
+    def __init__(self, pool: AdapterPool, segment: Segment, at: int, layout: ImageLayout) -> None:
+        self.start, self.stop = segment.start, segment.stop
+        self.layout = layout
+        self._image = pool.arena[at : at + layout.num_elements]
+
+    def vector(self, offsets: tuple[int, ...], index: int, size: int) -> Tensor | None:
+        """fp32 (size,)"""
+        if not offsets or offsets[index] < 0:
+            return None
+        return self._bits(offsets[index], size, torch.float32)
+
+    def norm(self, index: int, size: int) -> Tensor | None:
+        offsets = self.layout.norm_offset
+        if not offsets or offsets[index] < 0:
+            return None
+        return self._image[offsets[index] : offsets[index] + size]
+
+    def rows(self, at: tuple[int, ...], hidden: int) -> tuple[Tensor | None, Tensor] | None:
+        """int32 ids (n,), None for all of the vocabulary; and rows (n, hidden)."""
+        if not at:
+            return None
+        start, ids, num = at
+        rows = self._image[start : start + num * hidden].view(num, hidden)
+        return (None if ids < 0 else self._bits(ids, num, torch.int32)), rows
+
+    def _bits(self, start: int, size: int, dtype: torch.dtype) -> Tensor:
+        words = size * dtype.itemsize // self._image.element_size()
+        return self._image[start : start + words].view(dtype)
+
+
+def _own(pool: AdapterPool, segments: tuple[Segment, ...]) -> list[_Own]:
+    found: list[_Own] = []
+    for segment in segments:
+        placed = pool.placed(segment.slot)
+        if placed is not None and placed[1].has_extras:
+            found.append(_Own(pool, segment, *placed))
+    return found
+
+
+def _looked_up(ids_n: Tensor | None, rows_nO: Tensor, ids_T: Tensor, y_TO: Tensor) -> Tensor:
+    """The rows of tokens, those of `y_TO` where there are none."""
+    if ids_n is None:
+        return rows_nO[ids_T]
+    at_T = torch.searchsorted(ids_n, ids_T.to(ids_n.dtype)).clamp_(max=len(ids_n) - 1)
+    return torch.where((ids_n[at_T] == ids_T)[:, None], rows_nO[at_T], y_TO)

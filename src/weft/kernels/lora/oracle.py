@@ -1,0 +1,166 @@
+"""One adapter computed from its image alone: what the first-use check holds other steps against.
+
+Neither tables nor views nor a backend have a part in it: all of it follows from the image and from
+its layout, as `weft.core.targets` states it, by plain torch in fp32.
+
+Shapes: as in `weft.kernels.lora.base`; n rows of the adapter, p pairs of such a row and an expert.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from weft.core.targets import Group, ImageLayout, TargetTable, aligned
+from weft.kernels.lora.base import ExpertStep
+
+PAIRS = 16
+"""Of a row and an expert, whose matrices are gathered at a time."""
+
+
+class ImageStep:
+    """LoraStep and NormStep of a batch in which one adapter has all rows from `first` on, and all
+    sampled rows from `first_sampled` on; those before are the base's."""
+
+    def __init__(
+        self,
+        table: TargetTable,
+        layout: ImageLayout,
+        image: Tensor,
+        first: int,
+        first_sampled: int,
+        num_rows: int,
+    ) -> None:
+        """`image`: 1-D, on the device of the rows."""
+        self._table, self._layout, self._image = table, layout, image
+        self._first, self._first_sampled, self._num_rows = first, first_sampled, num_rows
+
+    def start(self, x_TI: Tensor, group: int) -> None:
+        """Nothing runs beside the base product."""
+
+    def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
+        self._project(y_TO[self._first :], x_TI[self._first :], group)
+
+    def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
+        y_nO, ids_n = y_TO[self._first :], ids_T[self._first :]
+        exact = y_nO.float()
+        if rows := self._rows(self._layout.embedding_rows, y_nO.shape[1]):
+            own_m, rows_mO = rows
+            is_own_nm = ids_n[:, None] == own_m
+            looked_up_nO = rows_mO[is_own_nm.int().argmax(1)].float()
+            exact = torch.where(is_own_nm.any(1)[:, None], looked_up_nO, exact)
+        g = self._table.groups[group]
+        rank = self._rank(g)
+        v_nR = None
+        if rank:
+            v_nR = self._matrix(self._layout.a_offset[group], g.in_features, rank)[ids_n].float()
+        self._finish(y_nO, exact, v_nR, g)
+
+    def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
+        y_nV, x_nI = y_NV[self._first_sampled :], x_NI[self._first_sampled :]
+        if rows := self._rows(self._layout.head_rows, x_nI.shape[1]):
+            own_m, rows_mI = rows
+            y_nV[:, own_m.long()] = (x_nI.float() @ rows_mI.float().t()).to(y_nV.dtype)
+        self._project(y_nV, x_nI, group)
+
+    def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
+        return _ImageExperts(self, (token_P >= self._first).nonzero()[:, 0], expert_P)
+
+    def of(self, index: int) -> list[tuple[int, int, Tensor]]:
+        """See `NormStep`."""
+        offsets = self._layout.norm_offset
+        if not offsets or offsets[index] < 0:
+            return []
+        size = self._table.norms[index].size
+        weight_I = self._image[offsets[index] : offsets[index] + size]
+        return [(self._first, self._num_rows, weight_I)]
+
+    # -- inside --------------------------------------------------------------------------------
+
+    def _project(self, y_nO: Tensor, x_nI: Tensor, group: int) -> None:
+        g = self._table.groups[group]
+        rank = self._rank(g)
+        v_nR = None
+        if rank:
+            a_RI = self._matrix(self._layout.a_offset[group], rank, g.in_features)
+            v_nR = x_nI.float() @ a_RI.float().t()
+        elif not (self._layout.scale_offset or self._layout.shift_offset):
+            return
+        self._finish(y_nO, y_nO.float(), v_nR, g)
+
+    def _finish(self, y_nO: Tensor, exact_nO: Tensor, v_nR: Tensor | None, group: Group) -> None:
+        """y = scale * (exact + v B^T) + shift, rounded once."""
+        layout, row = self._layout, 0
+        for s in group.slices:
+            part = exact_nO[:, s.offset : s.offset + s.out_features]
+            rank = layout.rank[s.slice]
+            if rank and v_nR is not None:
+                b_OR = self._matrix(layout.b_offset[s.slice], s.out_features, rank)
+                part += v_nR[:, row : row + rank] @ b_OR.float().t()
+                row += rank
+            if layout.scale_offset and layout.scale_offset[s.slice] >= 0:
+                part *= self._vector(layout.scale_offset[s.slice], s.out_features)
+            if layout.shift_offset and layout.shift_offset[s.slice] >= 0:
+                part += self._vector(layout.shift_offset[s.slice], s.out_features)
+        y_nO.copy_(exact_nO)
+
+    def _rank(self, group: Group) -> int:
+        return sum(self._layout.rank[s.slice] for s in group.slices)
+
+    def _matrix(self, start: int, rows: int, columns: int) -> Tensor:
+        return self._image[start : start + rows * columns].view(rows, columns)
+
+    def _vector(self, start: int, size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        words = size * dtype.itemsize // self._image.element_size()
+        return self._image[start : start + words].view(dtype)
+
+    def _rows(self, at: tuple[int, ...], hidden: int) -> tuple[Tensor, Tensor] | None:
+        """Token ids (m,), and their rows (m, hidden)."""
+        if not at:
+            return None
+        start, ids, num = at
+        device = self._image.device
+        own_m = torch.arange(num, device=device)
+        if ids >= 0:
+            own_m = self._vector(ids, num, torch.int32)
+        return own_m, self._matrix(start, num, hidden)
+
+    def add_experts(self, y_pO: Tensor, x_pI: Tensor, expert_p: Tensor, group: int) -> None:
+        """As `linear`, for rows of which each goes through the expert of that number."""
+        g = self._table.groups[group]
+        rank = self._rank(g)
+        if not rank:
+            return
+        a_at, row = self._layout.a_offset[group], 0
+        a_pRI = self._of_experts(a_at, rank, g.in_features)[expert_p].float()
+        v_pR = torch.einsum("pri,pi->pr", a_pRI, x_pI.float())
+        for s in g.slices:
+            r = self._layout.rank[s.slice]
+            if r:
+                b_at = self._layout.b_offset[s.slice]
+                b_pOR = self._of_experts(b_at, s.out_features, r)[expert_p].float()
+                part = y_pO[:, s.offset : s.offset + s.out_features]
+                delta_pO = torch.einsum("por,pr->po", b_pOR, v_pR[:, row : row + r])
+                part.copy_(part.float() + delta_pO)
+                row += r
+
+    def _of_experts(self, start: int, rows: int, columns: int) -> Tensor:
+        """(E, rows, columns)"""
+        num, size = self._table.num_experts, aligned(rows * columns)
+        matrices = self._image[start : start + num * size].view(num, size)
+        return matrices[:, : rows * columns].unflatten(1, (rows, columns))
+
+
+class _ImageExperts:
+    """ExpertStep of an ImageStep, whose pairs are at `place_p` among those of the step."""
+
+    def __init__(self, step: ImageStep, place_p: Tensor, expert_P: Tensor) -> None:
+        self._step, self._place_p, self._expert_p = step, place_p, expert_P[place_p]
+
+    def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
+        for place, expert in zip(
+            self._place_p.split(PAIRS), self._expert_p.split(PAIRS), strict=True
+        ):
+            y_pO = y_PO[place]
+            self._step.add_experts(y_pO, x_PI[place], expert, group)
+            y_PO[place] = y_pO

@@ -1,0 +1,702 @@
+"""A linear layer for few rows in one launch: the base product, and beside it what adapters add.
+
+Shapes: T token rows, K inputs and O outputs of a group, S slots, G groups, L slices of the model,
+R the summed ranks of a group's slices in one adapter, W floats of workspace a row.
+
+With few rows a product only reads its weights. So its programs keep many bytes in flight, and
+ask for the first ones before the kernel ahead has ended. The first programs of the same launch
+compute the adapters' part meanwhile: v = x A^T of all tiles of rows and, when each of them is done
+with that, delta = v B^T. The kernel that reads y next adds delta to it: see `Pending`.
+
+Sums are cut as in `weft.kernels.lora.triton`, so that v and delta have the same bits there and
+here, whatever else is in the batch. Programs that wait for each other only count; no sum depends
+on who comes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from weft.core.targets import ALIGN
+
+FEW_ROWS = 64
+
+_ALIGN = tl.constexpr(ALIGN)
+
+
+@triton.jit
+def parts_of(R, K, W, PART: tl.constexpr, MAX_PARTS: tl.constexpr):
+    """(steps of PART in a part of K, number of parts) for an adapter of R ranks."""
+    steps = (K + PART - 1) // PART
+    wanted = tl.minimum(tl.minimum(steps, MAX_PARTS), W // ((R + 15) // 16 * 16))
+    each = (steps + wanted - 1) // wanted
+    return each, (steps + each - 1) // each
+
+
+@triton.jit
+def dot(a, b, acc, EXACT: tl.constexpr):
+    """acc + a @ b; EXACT: in fp32 whatever the operands' dtype."""
+    if EXACT:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _prefetch(at):
+    """Ask for the lines of 128 bytes that `at` points into, in the second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def sum_parts(
+    v_at,
+    rows,
+    r0,
+    rank,
+    parts,
+    part_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    WHOLE: tl.constexpr,
+):
+    """Ranks [r0, r0 + BLOCK_R) of v: its parts in their order, fp32 (BLOCK_M, BLOCK_R)."""
+    m = tl.arange(0, BLOCK_M)
+    r = r0 + tl.arange(0, BLOCK_R)
+    if WHOLE:
+        mask = (m < rows)[:, None] & (r < rank)[None, :]
+        return tl.load(v_at + r[None, :], mask=mask, other=0.0).to(tl.float32)
+    v = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
+    for p0 in range(0, parts, 8):
+        for j in tl.static_range(8):  # unrolled: eight loads in flight
+            limit = tl.where(parts > p0 + j, rank, 0)
+            v += tl.load(
+                v_at + (p0 + j) * part_stride + r[None, :],
+                mask=(m < rows)[:, None] & (r < limit)[None, :],
+                other=0.0,
+            )
+    return v
+
+
+@triton.jit
+def times_b(acc, v, b, EXACT: tl.constexpr):
+    """acc + v @ b^T; v is fp32 and enters as the sum of two numbers of b's dtype."""
+    if EXACT:
+        acc = dot(v, tl.trans(b), acc, EXACT)
+    else:
+        high = v.to(b.dtype)
+        low = (v - high.to(tl.float32)).to(b.dtype)
+        acc = dot(low, tl.trans(b), acc, EXACT)
+        acc = dot(high, tl.trans(b), acc, EXACT)
+    return acc
+
+
+@triton.jit
+def _shrink_parts(
+    x_at,
+    a_at,
+    work_at,
+    rows,
+    r0,
+    R,
+    each,
+    first,
+    last,
+    x_stride,
+    K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PART: tl.constexpr,
+    STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Ranks [r0, r0 + 16) of x (rows, K) @ A^T, over steps [first, last) of K, of which `each`
+    are a part."""
+    m = tl.arange(0, BLOCK_M)
+    r = r0 + tl.arange(0, 16)
+    acc = tl.full((BLOCK_M, 16), 0.0, tl.float32)
+    part_stride = (R + 15) // 16 * 16
+    num_steps: tl.constexpr = (K + PART - 1) // PART
+    for step in tl.range(first, last, num_stages=STAGES):
+        k = step * PART + tl.arange(0, PART)
+        a_mask = (r < R)[:, None]
+        x_mask = (m < rows)[:, None]
+        if K % PART != 0:
+            a_mask = a_mask & (k < K)[None, :]
+            x_mask = x_mask & (k < K)[None, :]
+        a = tl.load(a_at + r[:, None] * K + k[None, :], mask=a_mask, other=0.0)
+        x = tl.load(x_at + m[:, None].to(tl.int64) * x_stride + k[None, :], mask=x_mask, other=0.0)
+        acc = dot(x, tl.trans(a), acc, EXACT)
+        ends = ((step + 1) % each == 0) | (step == num_steps - 1)
+        mask = (m < rows)[:, None] & (r < tl.where(ends, R, 0))[None, :]
+        tl.store(work_at + step // each * part_stride + r[None, :], acc, mask=mask)
+        acc = tl.where(ends, 0.0, acc)
+
+
+@triton.jit
+def _all_shrinks(
+    x_ptr,
+    work_ptr,
+    arena_ptr,
+    tiles_ptr,
+    a_offset_ptr,
+    rank_ptr,
+    num_tiles,
+    group,
+    first_slice,
+    x_stride,
+    num_groups,
+    num_targets,
+    me,
+    sharers,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    PART: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """This program's share of v. What is shared: tiles, ranges of parts, blocks of ranks."""
+    m = tl.arange(0, BLOCK_M)
+    num_steps: tl.constexpr = (K + PART - 1) // PART
+    ranges = tl.maximum(1, tl.minimum(MAX_PARTS, sharers // (num_tiles * NUM_SLICES)))
+    for u in range(me, num_tiles * ranges * NUM_SLICES, sharers):
+        i = u % num_tiles
+        of_parts = u // num_tiles % ranges
+        block = u // num_tiles // ranges
+        slot = tl.load(tiles_ptr + 4 * i)
+        row = tl.load(tiles_ptr + 4 * i + 1)
+        rows = tl.load(tiles_ptr + 4 * i + 2)
+        a_offset = tl.multiple_of(tl.load(a_offset_ptr + slot * num_groups + group), _ALIGN)
+        R = 0
+        for j in tl.static_range(NUM_SLICES):
+            R += tl.load(rank_ptr + slot * num_targets + first_slice + j)
+        if R > 0:
+            each, parts = parts_of(R, K, W, PART, MAX_PARTS)
+            first = of_parts * parts // ranges * each
+            last = tl.minimum((of_parts + 1) * parts // ranges * each, num_steps)
+            for r0 in range(block * 16, R, NUM_SLICES * 16):
+                _shrink_parts(
+                    x_ptr + row.to(tl.int64) * x_stride,
+                    arena_ptr + a_offset,
+                    work_ptr + (row + m)[:, None].to(tl.int64) * W,
+                    rows,
+                    r0,
+                    R,
+                    each,
+                    first,
+                    last,
+                    x_stride,
+                    K,
+                    BLOCK_M,
+                    PART,
+                    STAGES,
+                    EXACT,
+                )
+
+
+@triton.jit
+def _expand_columns(
+    add_at,
+    v_at,
+    b_at,
+    rows,
+    rank,
+    first,
+    last,
+    parts,
+    part_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """Columns [first, last) of add (rows, .) = (sum of the parts of v) (rows, rank) @ B^T.
+
+    `add_at` and `v_at` point to the first column of each of BLOCK_M rows.
+    """
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    r = tl.arange(0, 16)
+    if rank <= 16:
+        v = sum_parts(v_at, rows, 0, rank, parts, part_stride, BLOCK_M, 16, False)
+        for n0 in tl.range(first, last, BLOCK_N, num_stages=STAGES):
+            there = n0 + n < last
+            b = tl.load(
+                b_at + (n0 + n)[:, None] * rank + r[None, :],
+                mask=there[:, None] & (r < rank)[None, :],
+                other=0.0,
+            )
+            acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+            acc = times_b(acc, v, b, EXACT)
+            tl.store(add_at + (n0 + n)[None, :], acc, mask=(m < rows)[:, None] & there[None, :])
+    else:
+        for n0 in range(first, last, BLOCK_N):
+            there = n0 + n < last
+            acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
+            for r0 in range(0, rank, 16):
+                b = tl.load(
+                    b_at + (n0 + n)[:, None] * rank + (r0 + r)[None, :],
+                    mask=there[:, None] & (r0 + r < rank)[None, :],
+                    other=0.0,
+                )
+                v = sum_parts(v_at, rows, r0, rank, parts, part_stride, BLOCK_M, 16, False)
+                acc = times_b(acc, v, b, EXACT)
+            tl.store(add_at + (n0 + n)[None, :], acc, mask=(m < rows)[:, None] & there[None, :])
+
+
+@triton.jit
+def _all_expands(
+    add_ptr,
+    work_ptr,
+    arena_ptr,
+    tiles_ptr,
+    b_offset_ptr,
+    rank_ptr,
+    num_tiles,
+    first_slice,
+    num_targets,
+    me,
+    sharers,
+    WIDTHS: tl.constexpr,
+    O: tl.constexpr,  # noqa: E741
+    K: tl.constexpr,
+    W: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """This program's share of delta, fp32 (T, O). What is shared: tiles, ranges of the blocks of
+    columns of all slices."""
+    m = tl.arange(0, BLOCK_M)
+    n = tl.arange(0, BLOCK_N)
+    num_blocks = 0
+    for j in tl.static_range(NUM_SLICES):
+        num_blocks += (WIDTHS[j] + BLOCK_N - 1) // BLOCK_N
+    ranges = tl.maximum(1, tl.minimum(num_blocks, (sharers + num_tiles - 1) // num_tiles))
+    for u in range(me, num_tiles * ranges, sharers):
+        i = u // ranges
+        begin = u % ranges * num_blocks // ranges
+        end = (u % ranges + 1) * num_blocks // ranges
+        slot = tl.load(tiles_ptr + 4 * i)
+        row = tl.load(tiles_ptr + 4 * i + 1)
+        rows = tl.load(tiles_ptr + 4 * i + 2)
+        R = 0
+        for j in tl.static_range(NUM_SLICES):
+            R += tl.load(rank_ptr + slot * num_targets + first_slice + j)
+        parts = 0
+        if R > 0:
+            _, parts = parts_of(R, K, W, PART, MAX_PARTS)
+        part_stride = (R + 15) // 16 * 16
+        t = (row + m)[:, None].to(tl.int64)
+        v_at = work_ptr + t * W
+        add_at = add_ptr + t * O
+        for j in tl.static_range(NUM_SLICES):
+            blocks = (WIDTHS[j] + BLOCK_N - 1) // BLOCK_N
+            first = tl.maximum(begin, 0) * BLOCK_N
+            last = tl.minimum(tl.minimum(end, blocks) * BLOCK_N, WIDTHS[j])
+            rank = tl.load(rank_ptr + slot * num_targets + first_slice + j)
+            if first < last:
+                b_at = arena_ptr + tl.multiple_of(
+                    tl.load(b_offset_ptr + slot * num_targets + first_slice + j), _ALIGN
+                )
+                if rank == 0:
+                    for n0 in range(first, last, BLOCK_N):  # -0 changes no bit of what it meets
+                        mask = (m < rows)[:, None] & (n0 + n < last)[None, :]
+                        nothing = tl.full((BLOCK_M, BLOCK_N), -0.0, tl.float32)
+                        tl.store(add_at + (n0 + n)[None, :], nothing, mask=mask)
+                elif rank % 8 == 0:  # rows of B are wide loads when that is known
+                    _expand_columns(
+                        add_at,
+                        v_at,
+                        b_at,
+                        rows,
+                        rank // 8 * 8,
+                        first,
+                        last,
+                        parts,
+                        part_stride,
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        EXACT,
+                    )
+                else:
+                    _expand_columns(
+                        add_at,
+                        v_at,
+                        b_at,
+                        rows,
+                        rank,
+                        first,
+                        last,
+                        parts,
+                        part_stride,
+                        BLOCK_M,
+                        BLOCK_N,
+                        STAGES,
+                        EXACT,
+                    )
+            begin -= blocks
+            end -= blocks
+            v_at += rank
+            add_at += WIDTHS[j]
+
+
+@triton.jit
+def _meet(flags_ptr, num):
+    """Wait until all of `num` programs are here. The last to leave makes it ready for the next."""
+    tl.debug_barrier()
+    tl.atomic_add(flags_ptr, 1, sem="release")
+    while tl.atomic_add(flags_ptr, 0, sem="acquire") < num:
+        pass
+    if tl.atomic_add(flags_ptr + 1, 1, sem="relaxed") == num - 1:
+        tl.store(flags_ptr, 0)
+        tl.store(flags_ptr + 1, 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _base(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    parts_ptr,
+    tickets_ptr,
+    T,
+    x_stride,
+    tile,
+    part,
+    O: tl.constexpr,  # noqa: E741
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BIAS: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Columns [tile * BLOCK_O, ...) of y (T, O) = x @ w^T + bias, over one of SPLIT parts of K;
+    the program that is the last of its tile adds the parts in order."""
+    EACH: tl.constexpr = K // SPLIT
+    o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
+    k = part * EACH + tl.arange(0, BLOCK_K)
+    t = tl.arange(0, BLOCK_T)
+    w_row = w_ptr + o[:, None].to(tl.int64) * K
+    if PDL:
+        if AHEAD > 0:
+            _prefetch(w_row + part * EACH + 64 * tl.arange(0, AHEAD)[None, :])
+        tl.extra.cuda.gdc_wait()
+    x_row = x_ptr + t[:, None] * x_stride
+    acc = tl.full((BLOCK_O, BLOCK_T), 0.0, tl.float32)
+    for step in tl.range(0, EACH // BLOCK_K, num_stages=STAGES):
+        w = tl.load(w_row + (step * BLOCK_K + k)[None, :], eviction_policy="evict_first")
+        x = tl.load(x_row + (step * BLOCK_K + k)[None, :], mask=(t < T)[:, None], other=0.0)
+        acc = dot(w, tl.trans(x), acc, EXACT)
+    last = True
+    if SPLIT > 1:
+        i = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + t[None, :]
+        size: tl.constexpr = BLOCK_O * BLOCK_T
+        tl.store(parts_ptr + (tile * SPLIT + part) * size + i, acc)
+        tl.debug_barrier()
+        last = tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
+        if last:
+            acc = tl.full((BLOCK_O, BLOCK_T), 0.0, tl.float32)
+            for p in tl.static_range(SPLIT):
+                acc += tl.load(parts_ptr + (tile * SPLIT + p) * size + i, cache_modifier=".cg")
+            tl.store(tickets_ptr + tile, 0)
+    if last:
+        if BIAS:
+            acc += tl.load(bias_ptr + o).to(tl.float32)[:, None]
+        y = tl.trans(acc).to(y_ptr.dtype.element_ty)
+        tl.store(y_ptr + t[:, None] * O + o[None, :], y, mask=(t < T)[:, None])
+
+
+@triton.jit(do_not_specialize=["T", "group", "first_slice", "num_groups", "num_targets"])
+def _product(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    parts_ptr,
+    tickets_ptr,
+    add_ptr,
+    work_ptr,
+    flags_ptr,
+    arena_ptr,
+    tiles_ptr,
+    a_offset_ptr,
+    b_offset_ptr,
+    rank_ptr,
+    T,
+    x_stride,
+    group,
+    first_slice,
+    num_groups,
+    num_targets,
+    O: tl.constexpr,  # noqa: E741
+    K: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    AHEAD: tl.constexpr,
+    BIAS: tl.constexpr,
+    SHARERS: tl.constexpr,
+    PER_TILE: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    SHRINK_STAGES: tl.constexpr,
+    EXPAND_STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """SHARERS programs for the adapters' part, then one for each tile of columns and part of K."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    pid = tl.program_id(0)
+    if pid >= SHARERS:
+        _base(
+            x_ptr,
+            w_ptr,
+            bias_ptr,
+            y_ptr,
+            parts_ptr,
+            tickets_ptr,
+            T,
+            x_stride,
+            (pid - SHARERS) // SPLIT,
+            (pid - SHARERS) % SPLIT,
+            O,
+            K,
+            BLOCK_T,
+            BLOCK_O,
+            BLOCK_K,
+            SPLIT,
+            STAGES,
+            AHEAD,
+            BIAS,
+            EXACT,
+            PDL,
+        )
+    elif SHARERS > 0:
+        NUM_SLICES: tl.constexpr = len(WIDTHS)
+        num_tiles = tl.load(tiles_ptr + 3)
+        sharers = tl.minimum(SHARERS, num_tiles * PER_TILE)
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        if pid < sharers:
+            _all_shrinks(
+                x_ptr,
+                work_ptr,
+                arena_ptr,
+                tiles_ptr,
+                a_offset_ptr,
+                rank_ptr,
+                num_tiles,
+                group,
+                first_slice,
+                x_stride,
+                num_groups,
+                num_targets,
+                pid,
+                sharers,
+                K,
+                W,
+                NUM_SLICES,
+                BLOCK_M,
+                PART,
+                MAX_PARTS,
+                SHRINK_STAGES,
+                EXACT,
+            )
+            _meet(flags_ptr, sharers)
+            _all_expands(
+                add_ptr,
+                work_ptr,
+                arena_ptr,
+                tiles_ptr,
+                b_offset_ptr,
+                rank_ptr,
+                num_tiles,
+                first_slice,
+                num_targets,
+                pid,
+                sharers,
+                WIDTHS,
+                O,
+                K,
+                W,
+                NUM_SLICES,
+                BLOCK_M,
+                BLOCK_N,
+                PART,
+                MAX_PARTS,
+                EXPAND_STAGES,
+                EXACT,
+            )
+
+
+INTERPRETED = not isinstance(_product, triton.runtime.JITFunction)
+"""Whether this process runs kernels in Triton's interpreter."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a base product is cut for the device."""
+
+    step: int
+    """Elements of K that a program takes at a time."""
+    split: int
+    """Parts of K."""
+    stages: int
+    columns: int = 64
+    """Of a program."""
+    ahead: int = 2
+    """Lines of 128 bytes of each row of its weights that a program asks for early."""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The adapters' part of a launch."""
+
+    tensors: tuple[Tensor, ...]
+    """delta, workspace, flags, arena, tiles, a_offset, b_offset, rank."""
+    numbers: tuple[int, ...]
+    """group, first slice, number of groups, of targets."""
+    sharers: int
+    """Programs; as many as can run at once for sure, as they wait for each other."""
+    widths: tuple[int, ...]
+    """Of the slices."""
+    row_floats: int
+    part: int
+    max_parts: int
+
+
+PER_TILE = 64
+"""Programs for each tile of rows, at most."""
+
+
+@cache
+def _device(device: torch.device) -> tuple[int, bool, Tensor, Tensor]:
+    """Processors, whether kernels may start early, and where the parts of products meet."""
+    parts = torch.empty(1 << 22, dtype=torch.float32, device=device)
+    tickets = torch.zeros(1 << 12, dtype=torch.int32, device=device)
+    if device.type == "cpu":
+        return 1, False, parts, tickets
+    return processors(device), torch.cuda.get_device_capability(device) >= (9, 0), parts, tickets
+
+
+def processors(device: torch.device) -> int:
+    if device.type == "cpu":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@cache
+def _has_room(device: torch.device) -> bool:
+    """Whether a processor's shared memory holds two programs of every cut."""
+    if device.type == "cpu":
+        return INTERPRETED
+    found = torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor
+    return bool(found >= 200 << 10)
+
+
+def cut_of(x_TK: Tensor, weight_OK: Tensor, adapters: bool) -> Cut | None:
+    """None: another kernel is better, or this one can't."""
+    (T, K), O = x_TK.shape, len(weight_OK)  # noqa: E741
+    if not 0 < T <= FEW_ROWS or O % 64 or K % 128 or not _has_room(x_TK.device):
+        return None
+    if x_TK.dtype == torch.float32 and not INTERPRETED:
+        return None
+    if not (weight_OK.is_contiguous() and x_TK.stride(1) == 1):
+        return None
+    enough = processors(x_TK.device) * (4 if T > 32 else 2) // 3
+    split = 1
+    while split < 4 and O // 64 * split < enough and K % (256 * split) == 0:
+        split *= 2
+    cut = Cut(128, split, 3 if T > 32 else 4)
+    if T <= 16 and split > 1 and not adapters and K % (256 * split) == 0:
+        cut = replace(cut, step=256, stages=3)
+    return cut
+
+
+def linear(x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tensor:
+    """`x W^T + b`, (T, O)."""
+    cut = cut_of(x_TK, weight_OK, adapters=False)
+    if cut is None:
+        return F.linear(x_TK, weight_OK, bias_O)
+    return launch(x_TK, weight_OK, bias_O, cut, None)
+
+
+def launch(
+    x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, cut: Cut, adapters: Adapters | None
+) -> Tensor:
+    """The base product, (T, O); beside it, delta is written to where `adapters` says."""
+    (T, K), O = x_TK.shape, len(weight_OK)  # noqa: E741
+    y_TO = x_TK.new_empty(T, O)
+    _, dependent, parts, tickets = _device(x_TK.device)
+    sharers = adapters.sharers if adapters else 0
+    _product[sharers + O // cut.columns * cut.split,](
+        x_TK,
+        weight_OK,
+        y_TO if bias_O is None else bias_O,
+        y_TO,
+        parts,
+        tickets,
+        *(adapters.tensors if adapters else (y_TO,) * 8),
+        T,
+        x_TK.stride(0),
+        *(adapters.numbers if adapters else (0,) * 4),
+        O=O,
+        K=K,
+        BLOCK_T=max(16, triton.next_power_of_2(T)),
+        BLOCK_O=cut.columns,
+        BLOCK_K=cut.step,
+        SPLIT=cut.split,
+        STAGES=cut.stages,
+        AHEAD=cut.ahead,
+        BIAS=bias_O is not None,
+        SHARERS=sharers,
+        PER_TILE=PER_TILE,
+        WIDTHS=adapters.widths if adapters else (1,),
+        W=adapters.row_floats if adapters else 1,
+        BLOCK_M=16,
+        BLOCK_N=128,
+        PART=adapters.part if adapters else 16,
+        MAX_PARTS=adapters.max_parts if adapters else 1,
+        SHRINK_STAGES=4,
+        EXPAND_STAGES=4,
+        EXACT=INTERPRETED or x_TK.dtype == torch.float32,
+        PDL=dependent,
+        num_warps=4,
+        **({"launch_pdl": True} if dependent else {}),
+    )
+    return y_TO

@@ -1,0 +1,124 @@
+"""config.json read as transformers reads it, without importing transformers, which takes seconds.
+
+That is done for what all published checkpoints of the families say. Where a file leaves out what
+matters, or says something else than these rules foresee, `read_stated` gives no answer, and
+transformers has to be asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import NoneType, SimpleNamespace
+from typing import Any
+
+_OFF = dict.fromkeys(
+    ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), False
+)
+"""Switches that need not be there."""
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+)
+_WINDOW = {"sliding_window": (int, NoneType)}
+_NEEDED: dict[str, dict[str, tuple[type, ...]]] = {
+    "llama": {},
+    "mistral": _WINDOW,
+    "qwen2": _WINDOW,
+    "qwen3": {**_WINDOW, "head_dim": (int,)},
+    "qwen3_moe": {
+        **_WINDOW,
+        **dict.fromkeys(
+            ("decoder_sparse_step", "moe_intermediate_size", "num_experts", "num_experts_per_tok"),
+            (int,),
+        ),
+        "norm_topk_prob": (bool,),
+        "mlp_only_layers": (list,),
+    },
+    "mixtral": {**_WINDOW, "num_local_experts": (int,), "num_experts_per_tok": (int,)},
+}
+"""By `model_type`: what must be there beside `_COMMON`, and the types that it may be of."""
+_COMMON: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(_SIZES, (int,)),
+    **dict.fromkeys(_OFF, (bool,)),
+    "rms_norm_eps": (float,),
+    "hidden_act": (str,),
+}
+_UNFORESEEN = frozenset(
+    {"original_max_position_embeddings", "partial_rotary_factor", "per_layer_config"}
+)
+"""Fields that change how transformers reads others."""
+_LAYER_TYPES = ("full_attention", "sliding_attention")
+
+
+def read_stated(raw: Mapping[str, Any]) -> SimpleNamespace | None:
+    """The fields of transformers' configuration of the same file, as far as they matter to one
+    of the families; None when they can't be told from the file alone."""
+    needed = _NEEDED.get(raw.get("model_type", ""))
+    if needed is None or not _UNFORESEEN.isdisjoint(raw):
+        return None
+    fields = _OFF | _with_experts(raw)
+    if any(type(fields.get(name, ...)) not in types for name, types in (_COMMON | needed).items()):
+        return None
+    rope = _rope(fields)
+    if rope is None or not (_set_sizes(fields) and _set_windows(fields)):
+        return None
+    if any(type(layer) is not int for layer in fields.get("mlp_only_layers", [])):
+        return None
+    return SimpleNamespace(**fields | {"rope_parameters": rope})
+
+
+def _with_experts(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Both spellings of the number of experts; none if the file has both."""
+    fields, names = dict(raw), ("num_experts", "num_local_experts")
+    found = [fields.pop(name) for name in names if name in fields]
+    return fields | dict.fromkeys(names, found[0]) if len(found) == 1 else fields
+
+
+def _set_sizes(fields: dict[str, Any]) -> bool:
+    """Fill in `head_dim`. Whether all sizes are as foreseen."""
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    if min(fields[name] for name in _SIZES) < 1 or hidden % heads:
+        return False
+    if fields.get("head_dim") is None:
+        fields["head_dim"] = hidden // heads
+    head_dim = fields["head_dim"]
+    return type(head_dim) is int and head_dim > 0 and head_dim % 2 == 0
+
+
+def _set_windows(fields: dict[str, Any]) -> bool:
+    """Fill in `sliding_window` and `layer_types`. Whether they are as foreseen."""
+    model_type, num_layers = fields["model_type"], fields["num_hidden_layers"]
+    if model_type.startswith("qwen") and not fields["use_sliding_window"]:
+        fields["sliding_window"] = None
+    types = fields.get("layer_types")
+    if types is None and model_type in ("qwen2", "qwen3"):
+        windows = fields["sliding_window"] is not None
+        first = fields.get("max_window_layers", None if windows else 0)
+        if type(first) is not int:
+            return False
+        of_layer = (windows and i >= first for i in range(num_layers))
+        fields["layer_types"] = [_LAYER_TYPES[is_window] for is_window in of_layer]
+    if types is None:
+        return True
+    known = isinstance(types, list) and all(name in _LAYER_TYPES for name in types)
+    return known and len(types) == num_layers
+
+
+def _rope(fields: Mapping[str, Any]) -> dict[str, Any] | None:
+    """`rope_parameters`, also from the older `rope_theta` and `rope_scaling`."""
+    stated = fields.get("rope_scaling") or fields.get("rope_parameters") or {}
+    if not isinstance(stated, dict):
+        return None
+    rope = {"rope_theta": fields.get("rope_theta"), **stated}
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] in ("llama3", "yarn"):
+        rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
+    numbers = (value for name, value in rope.items() if name not in ("rope_type", "type"))
+    if any(type(value) not in (int, float, bool) for value in numbers):
+        return None
+    return rope if isinstance(rope["rope_type"], str) else None

@@ -1,0 +1,541 @@
+"""Mixtures of experts: their kernels, their checkpoints, and adapters of routers and experts.
+
+How the base models compute is in test_models.py.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
+
+from weft import LLM, SamplingParams
+from weft.checkpoint import AdapterImage, load_image
+from weft.core.errors import AdapterInvalid, ConfigError
+from weft.core.targets import ImageLayout, TargetTable, aligned, build_table, layout_of
+from weft.kernels.lora import AdapterPool, LoraBackend, LoraBatch, Segment, make_backend
+from weft.llm import RequestOutput
+from weft.models.config import load_model_config
+from weft.models.loading import load_weights
+from weft.models.moe import route
+from weft.models.targets import target_table
+
+NUM_EXPERTS, TOP_K, HIDDEN, INNER = 5, 2, 37, 20
+TABLE: TargetTable = build_table(
+    [
+        ("linear", HIDDEN, [("router", NUM_EXPERTS)]),
+        ("experts", HIDDEN, [("gate", INNER), ("up", INNER)]),
+        ("experts", HIDDEN, [("gate_up", 2 * INNER)]),
+        ("experts", INNER, [("down", HIDDEN)]),
+    ],
+    num_experts=NUM_EXPERTS,
+)
+RANKS = ((1, 3, 4, 0, 5), (0, 0, 0, 17, 16), (2, 8, 0, 0, 0))
+
+
+def make_pool() -> tuple[AdapterPool, list[ImageLayout]]:
+    """Random adapters of `RANKS` in slots 0 on; what lies between matrices is NaN."""
+    layouts = [layout_of(TABLE, ranks) for ranks in RANKS]
+    size = sum(layout.num_elements for layout in layouts)
+    pool = AdapterPool(TABLE, size, len(RANKS), torch.float32, torch.device("cpu"))
+    pool.arena.fill_(torch.nan)
+    generator = torch.Generator().manual_seed(0)
+    start = 0
+    for slot, layout in enumerate(layouts):
+        pool.install(slot, start, layout)
+        start += layout.num_elements
+        for group in TABLE.groups:
+            for expert in range(TABLE.copies(group.kind)):
+                if view := pool.view(slot, group.index, expert):
+                    for matrix in (view.a_RI, *(s.b_OR for s in view.slices)):
+                        matrix.copy_(torch.randn(matrix.shape, generator=generator))
+    return pool, layouts
+
+
+def matrix(pool: AdapterPool, start: int, expert: int, rows: int, columns: int) -> Tensor:
+    """Where the layout's definition says that an expert's matrix is, as float64."""
+    start += expert * aligned(rows * columns)
+    return pool.arena[start : start + rows * columns].view(rows, columns).double()
+
+
+def expected_row(
+    pool: AdapterPool, start: int, layout: ImageLayout, group: int, expert: int, x_I: Tensor
+) -> Tensor:
+    """B A x of one adapter, float64."""
+    g = TABLE.groups[group]
+    out = torch.zeros(g.out_features, dtype=torch.float64)
+    total = sum(layout.rank[s.slice] for s in g.slices)
+    done = 0
+    for s in g.slices:
+        rank = layout.rank[s.slice]
+        if not rank:
+            continue
+        a = matrix(pool, start + layout.a_offset[group], expert, total, g.in_features)
+        b = matrix(pool, start + layout.b_offset[s.slice], expert, s.out_features, rank)
+        out[s.offset : s.offset + s.out_features] = b @ a[done : done + rank] @ x_I.double()
+        done += rank
+    return out
+
+
+def segments(slots: list[int]) -> tuple[Segment, ...]:
+    return tuple(
+        Segment(slot, slots.index(slot), slots.index(slot) + slots.count(slot))
+        for slot in sorted(set(slots) - {-1})
+    )
+
+
+def triton_backend(pool: AdapterPool) -> LoraBackend:
+    """With little to do for Triton's interpreter."""
+    pytest.importorskip("triton")
+    from weft.kernels.lora.triton import Blocks, TritonBackend, Tuning
+
+    blocks = Blocks(shrink_units=1, shrink_programs=4, columns=64, expand_programs=6)
+    return TritonBackend(pool, Tuning(part=64, few_rows=64, blocks=blocks))
+
+
+@pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("counts", [(2, 3, 1, 4), (0, 1, 0, 0), (3, 5, 40, 0)], ids=str)
+def test_experts_add_what_their_adapters_say(backend: str, counts: tuple[int, ...]) -> None:
+    """Rows of the base, then of slots 0, 1 and 2."""
+    pool, layouts = make_pool()
+    slots = [slot for slot, count in zip((-1, 0, 1, 2), counts, strict=True) for _ in range(count)]
+    slot_T = torch.tensor(slots, dtype=torch.int32)
+    each = segments(slots)
+    made = triton_backend(pool) if backend == "triton" else make_backend(backend, pool)
+    step = made.begin(LoraBatch(slot_T, each, slot_T, each))
+    generator = torch.Generator().manual_seed(1)
+    scores = torch.rand((len(slots), NUM_EXPERTS - 1), generator=generator)
+    routing = route(scores.topk(TOP_K).indices, NUM_EXPERTS)
+    token_P = routing.order_P // TOP_K
+    experts = step.experts(token_P, routing.expert_P)
+    starts = [0, layouts[0].num_elements, layouts[0].num_elements + layouts[1].num_elements]
+    for group in TABLE.groups[1:]:
+        x = torch.randn((len(token_P), group.in_features), generator=generator)
+        y = torch.randn((len(token_P), group.out_features), generator=generator)
+        before = y.clone()
+        experts.linear(y, x, group.index)
+        for p, (token, expert) in enumerate(
+            zip(token_P.tolist(), routing.expert_P.tolist(), strict=True)
+        ):
+            slot = slots[token]
+            if slot < 0:
+                assert torch.equal(y[p], before[p]), "a base row was touched"
+                continue
+            delta = expected_row(pool, starts[slot], layouts[slot], group.index, expert, x[p])
+            torch.testing.assert_close(y[p].double(), before[p] + delta, atol=1e-4, rtol=1e-5)
+
+
+def test_routing_orders_pairs_by_expert_then_by_token() -> None:
+    expert_TK = torch.tensor([[3, 0], [0, 4], [3, 4], [0, 3]])
+    routing = route(expert_TK, 6)
+    assert routing.expert_P.tolist() == [0, 0, 0, 3, 3, 3, 4, 4]
+    assert (routing.order_P // 2).tolist() == [0, 1, 3, 0, 2, 3, 1, 2]
+    assert routing.order_P[routing.place_P].tolist() == list(range(8))
+    assert routing.ends_E.tolist() == [3, 3, 3, 6, 8, 8]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_graph_of_experts_computes_what_its_kernels_do(tmp_path: Path) -> None:
+    """Several mixes of adapters and experts through the same graphs."""
+    from graph_cases import Model, decode, mixed
+
+    experts = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    model = Model(tmp_path, "cuda", torch.bfloat16, experts)
+    assert model.decoder.is_capturable
+    with torch.inference_mode():
+        for inputs in (
+            decode([9, 1, 16, 4], [1, -1, 0, 0]),
+            decode([3, 8, 2, 7], [0, 0, 1, 1]),
+            mixed([2, 1, 5, 1, 3], [32, 1, 30, 32, 3], [0, 1, 1, -1, 0], [True] * 5),
+        ):
+            got = model.graphs_made.run(inputs)
+            assert got is not None
+            assert torch.equal(got, model.run_freely(inputs))
+
+
+# -- whole models ----------------------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 71,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CONFIGS = {
+    # The first layer is dense.
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+    ),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
+}
+FAMILIES = pytest.mark.parametrize("family", CONFIGS, scope="module")
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ROUTER = ["mlp.gate.weight"]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "attention": {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj"]},
+    "router": {"r": 3, "target_modules": [], "target_parameters": ROUTER},
+    "gate-up": {"r": 2, "target_modules": [], "target_parameters": EXPERTS[:1]},
+    "down": {"r": 5, "target_modules": [], "target_parameters": EXPERTS[1:], "use_rslora": True},
+    "all": {
+        "r": 4,
+        "target_modules": "all-linear",
+        "target_parameters": EXPERTS + ROUTER,
+        "rank_pattern": {"experts.down_proj": 7, "mlp.gate.weight": 1, "q_proj": 2},
+        "alpha_pattern": {"1.mlp.experts.gate_up_proj": 11, "mlp.gate.weight": 5},
+    },
+}
+PROMPTS = [[3, 17, 41, 9, 60, 22, 5], list(range(8, 40)), [33]]
+FIRST = SamplingParams(max_tokens=16, temperature=0.0, logprobs=20, ignore_eos=True)
+
+
+def save_adapter(base: Path, folder: Path, settings: dict[str, Any]) -> None:
+    """An adapter with random weights, as PEFT saves it."""
+    torch.manual_seed(len(folder.name))
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapted = get_peft_model(model, LoraConfig(lora_alpha=8, task_type="CAUSAL_LM", **settings))
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(parameter, std=0.15)
+        adapted.save_pretrained(folder)
+
+
+def save_single(base: Path, folder: Path, family: str) -> None:
+    """An adapter of each expert by itself, named as before experts were stacked."""
+    config = load_model_config(base)
+    moe = config.moe
+    assert moe is not None
+    mlp, gate, up, down = moe.names
+    generator = torch.Generator().manual_seed(5)
+    tensors: dict[str, Tensor] = {}
+    sparse = [i for i, has_experts in enumerate(moe.layers) if has_experts]
+
+    def add(module: str, in_size: int, out: int) -> None:
+        for part, shape in (("A", (3, in_size)), ("B", (out, 3))):
+            name = f"base_model.model.model.layers.{module}.lora_{part}.weight"
+            tensors[name] = 0.15 * torch.randn(shape, generator=generator)
+
+    for i in sparse:
+        add(f"{i}.self_attn.q_proj", 32, config.num_heads * config.head_dim)
+        add(f"{i}.{mlp}.gate", 32, moe.num_experts)
+        for expert in range(moe.num_experts):
+            name = f"{i}.{mlp}.experts.{expert}."
+            add(name + gate, 32, moe.intermediate_size)
+            add(name + up, 32, moe.intermediate_size)
+            add(name + down, moe.intermediate_size, 32)
+    write_adapter(
+        folder,
+        tensors,
+        r=3,
+        lora_alpha=9,
+        target_modules=["q_proj", "gate", gate, up, down],
+        layers_to_transform=sparse,
+    )
+
+
+def write_adapter(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> None:
+    folder.mkdir(parents=True)
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **fields}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "adapter_model.safetensors")
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel | PeftModel, ids: list[int]) -> Tensor:
+    return model(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+@dataclass
+class World:
+    """A base, its adapters, and PEFT's models of them; None: the base alone."""
+
+    base: Path
+    adapters: dict[str, Path]
+    models: dict[str | None, PreTrainedModel | PeftModel]
+
+    def check(self, name: str | None, output: RequestOutput) -> None:
+        """The log-probabilities of the first token, and that each token is PEFT's choice."""
+        assert output.logprobs is not None and len(output.token_ids) == FIRST.max_tokens
+        ids = output.prompt_token_ids + output.token_ids
+        logits = logits_of(self.models[name], ids)[len(output.prompt_token_ids) - 1 : -1]
+        first = logits[0].log_softmax(0)
+        for token, value in output.logprobs[0].top:
+            assert value == pytest.approx(float(first[token]), abs=1e-3)
+        assert output.token_ids == logits.argmax(1).tolist()
+        if name is not None:
+            base = logits_of(self.models[None], ids)[len(output.prompt_token_ids) - 1]
+            assert (base - logits[0]).abs().max() > 0.05
+
+
+@pytest.fixture(scope="module")
+def world(family: str, tmp_path_factory: pytest.TempPathFactory) -> World:
+    root = tmp_path_factory.mktemp(family)
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(CONFIGS[family]).save_pretrained(root / "base")
+    for name, settings in ADAPTERS.items():
+        save_adapter(root / "base", root / name, settings)
+    save_single(root / "base", root / "single", family)
+    adapters = {name: root / name for name in [*ADAPTERS, "single"]}
+    models: dict[str | None, Any] = {None: AutoModelForCausalLM.from_pretrained(root / "base")}
+    for name, folder in adapters.items():
+        model = AutoModelForCausalLM.from_pretrained(root / "base")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            models[name] = PeftModel.from_pretrained(model, folder).eval()
+    return World(root / "base", adapters, models)
+
+
+@pytest.fixture(scope="module")
+def llm(world: World) -> Iterator[LLM]:
+    sizes = {"num_blocks": 256, "block_size": 4, "num_threads": 1}
+    with LLM(world.base, world.adapters, skip_tokenizer_init=True, device="cpu", **sizes) as llm:
+        yield llm
+
+
+@FAMILIES
+def test_adapters_answer_as_in_peft(world: World, llm: LLM) -> None:
+    """Alone, then all of them and the base in one batch, with cached prefixes."""
+    alone: dict[tuple[str | None, int], list[int]] = {}
+    for name in world.models:
+        for i, prompt in enumerate(PROMPTS):
+            (output,) = llm.generate(prompt, FIRST, name)
+            world.check(name, output)
+            alone[name, i] = output.token_ids
+    outputs = llm.generate([PROMPTS[i] for _, i in alone], FIRST, [name for name, _ in alone])
+    for (name, i), output in zip(alone, outputs, strict=True):
+        world.check(name, output)
+        assert output.token_ids == alone[name, i]
+        assert output.num_cached_tokens == (len(PROMPTS[i]) - 1) // 4 * 4
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def base(family: str, tmp_path: Path) -> Path:
+    torch.manual_seed(1)
+    AutoModelForCausalLM.from_config(CONFIGS[family]).save_pretrained(tmp_path / "base")
+    return tmp_path / "base"
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def load(folder: Path, quantization: Any = None) -> list[Tensor]:
+    config = load_model_config(folder)
+    weights = load_weights(folder, config, torch.float32, "cpu", quantization)
+    layer = weights.layers[1]
+    found = (layer.router, layer.experts_gate_up, layer.experts_down)
+    return [tensor for tensor in found if tensor is not None]
+
+
+@FAMILIES
+def test_stacked_experts_load_as_single_ones_do(base: Path, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.save_pretrained(tmp_path / "stacked", save_original_format=False)
+    names = load_file(tmp_path / "stacked" / "model.safetensors")
+    assert names["model.layers.1.mlp.experts.gate_up_proj"].dim() == 3
+    mlp = model.model.layers[1].mlp
+    expected = [mlp.gate.weight, mlp.experts.gate_up_proj, mlp.experts.down_proj]
+    for folder in (base, tmp_path / "stacked"):
+        for ours, theirs in zip(load(folder), expected, strict=True):
+            assert torch.equal(ours, theirs)
+
+
+def change_weights(folder: Path, name: str, value: Tensor | None) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[name]
+    save_file(tensors | ({} if value is None else {name: value}), folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("family", ["mixtral"])
+def test_experts_that_do_not_fit_are_refused_by_name(base: Path, tmp_path: Path) -> None:
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight"
+    change_weights(base, name, torch.zeros(24, 31))
+    with pytest.raises(ConfigError, match=r"experts\.2\.w3\.weight has shape \(24, 31\)"):
+        load(base)
+    change_weights(base, name, None)
+    with pytest.raises(ConfigError, match=r"lacks model.*experts\.2\.w3\.weight"):
+        load(base)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "param"),
+    [
+        ("qwen3-moe", {"num_experts_per_tok": 7}, "num_experts_per_tok"),
+        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok"),
+        ("qwen3-moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ("mixtral", {"hidden_act": "gelu"}, "hidden_act"),
+        ("mixtral", {"model_type": "mistral"}, "model_type"),
+    ],
+)
+def test_configurations_that_would_be_wrong_are_refused(
+    base: Path, changes: dict[str, Any], param: str
+) -> None:
+    edit_config(base, **changes)
+    with pytest.raises(ConfigError) as caught:
+        load_model_config(base)
+    assert caught.value.param == param
+
+
+@FAMILIES
+def test_quantized_experts_are_refused(base: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(base, "fp8")
+    assert caught.value.param == "quantization"
+
+
+# -- adapters --------------------------------------------------------------------------------------
+
+
+def read(world: World, folder: Path) -> AdapterImage:
+    table = target_table(load_model_config(world.base))
+    return load_image(folder, table, torch.float32, 256)
+
+
+@FAMILIES
+def test_images_hold_what_files_hold(world: World) -> None:
+    """Nothing is there twice; what lies between matrices is zero."""
+    for name, folder in world.adapters.items():
+        numbers = sum(t.numel() for t in load_file(folder / "adapter_model.safetensors").values())
+        image = read(world, folder)
+        assert image.data.count_nonzero() == numbers, name
+
+
+@FAMILIES
+def test_some_experts_of_several_ranks(world: World, family: str, tmp_path: Path) -> None:
+    """As if their deltas were in the base's weights."""
+    moe = load_model_config(world.base).moe
+    assert moe is not None
+    mlp, gate, _, down = moe.names
+    model = AutoModelForCausalLM.from_pretrained(world.base)
+    generator = torch.Generator().manual_seed(3)
+    tensors: dict[str, Tensor] = {}
+    for expert, projection, rank, scale in ((3, gate, 2, 1.5), (1, gate, 3, 2), (3, down, 3, 2)):
+        experts = model.model.layers[1].mlp.experts
+        if projection == down:
+            weight = experts.down_proj.data[expert]
+        else:
+            weight, _ = experts.gate_up_proj.data[expert].chunk(2)
+        a = torch.randn((rank, weight.shape[1]), generator=generator)
+        b = torch.randn((weight.shape[0], rank), generator=generator)
+        weight += scale * b @ a
+        module = f"base_model.model.model.layers.1.{mlp}.experts.{expert}.{projection}"
+        tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    write_adapter(
+        tmp_path / "some",
+        tensors,
+        r=3,
+        lora_alpha=6,
+        target_modules=[gate, down],
+        rank_pattern={f"3.{gate}": 2},
+        alpha_pattern={f"experts.3.{gate}": 3},
+    )
+    options = {"num_blocks": 64, "num_threads": 1, "skip_tokenizer_init": True}
+    with LLM(world.base, {"some": tmp_path / "some"}, device="cpu", **options) as llm:
+        (output,) = llm.generate(PROMPTS[0], FIRST, "some")
+    world.models["some"] = model
+    world.check("some", output)
+    del world.models["some"]
+
+
+GOOD = {"r": 2, "target_modules": [], "target_parameters": EXPERTS}
+LAYER = "base_model.model.model.layers.1.mlp."
+GATE_UP = {"target_parameters": EXPERTS[:1]}
+SINGLE = {"experts.lora": "experts.3.up_proj.lora", "experts.base_layer.": "experts."}
+
+
+@pytest.mark.parametrize(
+    ("settings", "rename", "param"),
+    [
+        # the config does not say that experts are adapted, or only one of the two, or a third
+        ({"target_parameters": None}, {}, LAYER + "experts"),
+        ({"target_parameters": EXPERTS[:1]}, {}, LAYER + "experts.base_layer"),
+        ({"target_parameters": [*EXPERTS, "mlp.gate.weight"]}, {}, "target_parameters"),
+        ({"target_parameters": "mlp.experts.down_proj"}, {}, "target_parameters"),
+        ({"r": 3}, {}, LAYER + "experts"),
+        ({"rank_pattern": {"experts.down_proj": 1}}, {}, LAYER + "experts.lora"),
+        # what is there is not what it should be
+        ({}, {"experts.base_layer.": None}, "target_parameters"),
+        ({}, {"experts.lora_A": None}, LAYER + "experts.lora_B.weight"),
+        ({}, {"experts.lora_B": "experts.lora_magnitude_vector"}, LAYER + "experts.lora_magn"),
+        (GATE_UP, SINGLE | {"3.up_proj": "3.w9"}, LAYER + "experts.3.w9.lora"),
+        (GATE_UP, SINGLE | {"3.up_proj": "6.up_proj"}, LAYER + "experts.6.up_proj.lora"),
+        (GATE_UP, SINGLE, LAYER + "experts.3.up_proj.lora"),
+        # the layer is dense, or not there
+        ({}, {"layers.1.": "layers.0."}, LAYER.replace("1", "0") + "experts"),
+        ({}, {"layers.1.": "layers.9."}, LAYER.replace("1", "9") + "experts"),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3-moe"], scope="module")
+def test_adapters_of_experts_are_refused_by_name(
+    world: World,
+    settings: dict[str, Any],
+    rename: dict[str, str | None],
+    param: str,
+    tmp_path: Path,
+) -> None:
+    """From an adapter of the experts of layer 1, changed."""
+    tensors = {
+        f"{LAYER}experts.base_layer.lora_A.weight": torch.ones(12, 32),
+        f"{LAYER}experts.base_layer.lora_B.weight": torch.ones(40, 12),
+        f"{LAYER}experts.lora_A.weight": torch.ones(12, 20),
+        f"{LAYER}experts.lora_B.weight": torch.ones(32, 12),
+    }
+    write_adapter(tmp_path / "good", tensors, **GOOD)
+    read(world, tmp_path / "good")
+    for old, new in rename.items():
+        found = {name: name.replace(old, new or "") for name in tensors if old in name}
+        for name, renamed in found.items():
+            tensor = tensors.pop(name)
+            if new is not None:
+                tensors[renamed] = tensor
+    write_adapter(tmp_path / "bad", tensors, **GOOD | settings)
+    with pytest.raises(AdapterInvalid) as caught:
+        read(world, tmp_path / "bad")
+    assert str(caught.value.param).startswith(param)
+
+
+@pytest.mark.parametrize("family", ["mixtral"], scope="module")
+def test_one_matrix_in_two_forms_is_refused(world: World, tmp_path: Path) -> None:
+    tensors = {
+        f"{LAYER}{name}.lora_{part}.weight": torch.ones(shape)
+        for name in ("gate", "experts.0.w1", "experts.0.gate_proj")
+        for part, shape in (("A", (2, 32)), ("B", (4 if name == "gate" else 24, 2)))
+    }
+    fields = {"r": 2, "target_modules": ["gate", "w1", "gate_proj"]}
+    write_adapter(tmp_path / "twice", tensors, **fields)
+    with pytest.raises(AdapterInvalid, match="second") as caught:
+        read(world, tmp_path / "twice")
+    assert str(caught.value.param).startswith(LAYER + "experts.0.")
