@@ -13,6 +13,7 @@ from hypothesis import settings
 from tiny import ADAPTERS, BASE
 
 from weft import LLM
+from weft.core.targets import TargetTable
 
 # Without a GPU, Triton's kernels are tested in its interpreter; Triton looks when it is imported.
 if not torch.cuda.is_available():
@@ -61,6 +62,14 @@ def _make_llms() -> Iterator[MakeLLM]:
     finally:
         for llm in made:
             llm.close()
+
+
+@pytest.fixture(scope="session")
+def table(tmp_path_factory: pytest.TempPathFactory) -> TargetTable:
+    """Of the base that `other_kinds` makes adapters on."""
+    from other_kinds import make_table
+
+    return make_table(tmp_path_factory.mktemp("base"))
 
 
 def check_idle(llm: LLM) -> None:

@@ -39,9 +39,7 @@ def context_of(
     return [(t, adapter if i >= begin else None) for i, t in enumerate(tokens)]
 
 
-def expected_tokens(
-    request: EngineRequest, count: int, active_from: Activation = 0
-) -> list[int]:
+def expected_tokens(request: EngineRequest, count: int, active_from: Activation = 0) -> list[int]:
     """What a request alone must yield."""
     tokens = list(request.prompt_ids)
     for _ in range(count):

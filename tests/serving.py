@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +61,12 @@ def command_of(pid: int) -> bytes:
 
 
 @contextmanager
-def serving(root: Path, *flags: str, adapters: list[str], model: Path = BASE) -> Iterator[Server]:
-    modules = [f"{name}={ADAPTERS[name]}" for name in adapters]
+def serving(
+    root: Path, *flags: str, adapters: list[str] | Mapping[str, Path], model: Path = BASE
+) -> Iterator[Server]:
+    """`adapters`: folders by name, or names of examples."""
+    folders = adapters if isinstance(adapters, Mapping) else ADAPTERS
+    modules = [f"{name}={folders[name]}" for name in adapters]
     command = [sys.executable, "-m", "weft.cli.main", "serve", str(model)]
     command += ["--port", "0", "--served-model-name", "base", "--lora-root", str(root)]
     command += ["--num-threads", "1", "--kv-cache-memory", "64M", "--adapter-memory", "64M"]

@@ -16,6 +16,7 @@ from huggingface_hub.errors import RepositoryNotFoundError
 from toy_tokenizers import byte_level
 
 from weft.core.errors import EngineDead
+from weft.core.files import ADAPTER_FILES
 from weft.core.types import AdapterInfo
 
 OPENAI_ERROR = {"message", "type", "param", "code"}
@@ -99,9 +100,11 @@ def test_dynamo_load_list_unload(world: World) -> None:
                 "rank": 4,
                 "targets": ["q_proj"],
                 "conversion_error": 0.0,
+                "invocation_token_ids": [],
                 "bytes": 100,
                 "pinned": False,
                 "tier": "device",
+                "quarantined": False,
             }
         }
         assert (await web.http.delete("/v1/loras/acme/a")).status_code == 200
@@ -276,7 +279,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_adapters_from_the_hub(tmp_path: Path, hub: list[Any]) -> None:
     world = World(tmp_path / "root", byte_level(), allow_hub_adapters=True)
     world.folder.mkdir()
-    files = ["adapter_config.json", "adapter_model.safetensors"]
+    files = sorted(ADAPTER_FILES)
 
     async def scenario(web: Web) -> None:
         assert (await web.load("a", "acme/a")).status_code == 200

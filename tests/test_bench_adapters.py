@@ -346,6 +346,21 @@ def test_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert plot.read_bytes().startswith(PNG)
 
 
+# -- alora -----------------------------------------------------------------------------------------
+
+
+def test_alora(tmp_path: Path) -> None:
+    plot = tmp_path / "alora.png"
+    shape = ("--rank", "2", "--conversation", "90", "--adapters", "3", "--repeats", "2")
+    found = report("alora", *TINY, *shape, "--plot", str(plot))
+    activated, plain = found["results"]
+    assert activated["kind"] == "activated" and plain["kind"] == "plain"
+    assert activated["prompt_tokens"] == plain["prompt_tokens"] == 98
+    assert activated["cached_tokens"] == 80, "what the base has read, in whole blocks"
+    assert plain["cached_tokens"] == 0
+    assert plot.read_bytes().startswith(PNG)
+
+
 # -- history ---------------------------------------------------------------------------------------
 
 CONFIG = {"model": "llama-3-8b", "rank": 16, "targets": "all linear"}
@@ -424,6 +439,7 @@ def test_the_newest_run_that_fits_is_drawn(tmp_path: Path) -> None:
         (("churn", *TINY, "--input-len", "9999", "--no-plot"), "choose a shorter --input-len"),
         (("churn", *TINY, "--targets", "nose", "--no-plot"), "'nose' is none of q_proj"),
         (("cold", *TINY, "--plot", "cold.pdf"), "takes the name of a .png file"),
+        (("alora", *TINY, "--no-plot"), "more than the context of 2048"),
     ],
 )
 def test_refusals(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -101,6 +103,46 @@ def test_a_16_bit_base_takes_half_the_memory(tmp_path: Path) -> None:
     facts = report(tiny.ADAPTERS["upper"], base=tmp_path)["facts"]
     assert facts["device_dtype"] == "bfloat16"
     assert facts["device_bytes"] * 2 == report(tiny.ADAPTERS["upper"])["facts"]["device_bytes"]
+
+
+def test_torch_is_not_imported_for_a_plain_lora() -> None:
+    """Which alone would take most of the time."""
+    args = ["check", str(tiny.ADAPTERS["upper"]), "--base", str(tiny.BASE)]
+    code = (
+        f"import sys; from weft.cli.main import app; app({args}, standalone_mode=False);"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("served: ") and done.stdout.endswith("\nset()\n"), done.stderr
+
+
+def test_a_verdict_that_depends_on_the_bases_weights(broken: Broken) -> None:
+    folder = broken(init_lora_weights="pissa")
+    done = check(folder)
+    assert done.exit_code == 0 and "This depends on the base's weights too" in done.stdout
+    assert report(folder)["facts"]["provisional"]
+    plain = check(tiny.ADAPTERS["reverse"])
+    assert "depends on" not in plain.stdout
+    assert not report(tiny.ADAPTERS["reverse"])["facts"]["provisional"]
+
+
+def test_another_kind_within_the_tolerance(tmp_path: Path) -> None:
+    """A LoHa of rank 2, a LoRA of rank 4, of which one of rank 3 is some way off."""
+    module = "base_model.model.model.layers.0.self_attn.o_proj."
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        module + f"hada_w{i}_{side}": torch.randn(shape, generator=generator)
+        for i in (1, 2)
+        for side, shape in (("a", (128, 2)), ("b", (2, 128)))
+    }
+    save_file(tensors, tmp_path / WEIGHTS)
+    config = {"peft_type": "LOHA", "r": 2, "target_modules": ["o_proj"]}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    assert "LoHa, served with an error of 0 at worst" in check(tmp_path).stdout
+    refused = check(tmp_path, "--max-lora-rank", "3")
+    assert refused.exit_code == 1 and "--conversion-tolerance 0.001" in refused.stdout
+    facts = report(tmp_path, "--max-lora-rank", "3", "--conversion-tolerance", "0.9")["facts"]
+    assert 0.01 < facts["conversion_error"] < 0.9
 
 
 # -- refused ---------------------------------------------------------------------------------------

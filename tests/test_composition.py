@@ -194,16 +194,7 @@ def test_what_choices_of_adapters_mean(llm: LLM) -> None:
     assert [output.adapter and output.adapter.name for output in outputs] == ["sort,upper", "upper"]
     outputs = llm.chat(two, params, [both[:1], [both[1], both[0]]])
     assert [output.adapter and output.adapter.name for output in outputs] == ["upper", "sort,upper"]
-    bad: list[Any] = [
-        [both[0], None],
-        [[], "upper"],
-        [7, None],
-        [both],
-        [],
-        both[0],
-        7,
-        [[7], None],
-    ]
+    bad: list[Any] = [[both[0], None], [[], "upper"], [7, None], [both], [], both[0], 7]
     for choice in bad:
         with pytest.raises(InvalidRequest) as error:
             llm.chat(two, params, choice)
@@ -419,7 +410,7 @@ def test_counted_under_the_joined_name(server: Server) -> None:
 def test_unloading_a_part_waits_for_the_sum(tmp_path: Path) -> None:
     """What streams ends as it began; then the sum goes with its part."""
     with running(tmp_path, ["upper", "reverse"]) as server:
-        asked = body(SUM, messages=ask("planet"), max_tokens=150, ignore_eos=True)
+        asked = body(SUM, messages=ask("planet"), max_tokens=80, ignore_eos=True)
         whole = server.post(CHAT, asked).json()["choices"][0]["message"]["content"]
         assert server.known == 3
 
@@ -507,6 +498,7 @@ def test_those_used_least_recently_are_forgotten(
     assert len(known) == 4 and len(llm.stats().resident_adapters) == 2
     assert [answers(llm, sum_) for sum_ in reversed(sums)] == first[::-1]
     many = [[WeightedAdapter("upper", 0.01 * i), WeightedAdapter("sort")] for i in range(8)]
+    many.append(many[0])  # to be forgotten by then, but taken back
     llm.chat([ask("a") for _ in many], SamplingParams(max_tokens=3), many)
     check_idle(llm)
     assert len(known) == 4, "those in use are forgotten when their requests end"
@@ -632,8 +624,10 @@ def test_what_can_not_be_summed() -> None:
         image = AdapterImage("x", layout, torch.zeros(layout.num_elements), ())
         with pytest.raises(InvalidRequest, match=words):
             check_sum([("x", summand_of(image))], TABLE, 256, torch.float32)
-    layout = ImageLayout((1,), (0,), (0,), 64, norm_offset=(0,))
-    assert "norms" in summand_of(AdapterImage("x", layout, torch.zeros(64), ())).beyond
+    layout = ImageLayout((1,), (0,), (0,), 64, norm_offset=(0,), vocab_size=9)
+    image = AdapterImage("x", layout, torch.zeros(64), (), invocation=(1,))
+    for words in ("norms", "added tokens", "aLoRA"):
+        assert words in summand_of(image).beyond
 
 
 def test_what_names_a_sum() -> None:
@@ -700,13 +694,14 @@ def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -
     engine = Engine(args)
     rng = random.Random(3)
     refs: dict[str, AdapterRef] = {}
-    open_ids: set[str] = set()
+    open_ids: dict[str, list[str]] = {}
+    """With the names of their adapters."""
     ended: list[WeftError | None] = []
 
     def settle(events: Any) -> None:
         for event in events:
             if event.finish_reason is not None:
-                open_ids.discard(event.request_id)
+                open_ids.pop(event.request_id, None)
                 ended.append(from_wire(event.error) if event.error else None)
 
     def publish(name: str) -> None:
@@ -714,11 +709,13 @@ def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -
         tensors = load_file(ADAPTERS[name] / "adapter_model.safetensors")
         refs[name] = AdapterRef(name, 1, engine.publish(config, tensors, False).digest)
 
-    for number in range(160):
+    for number in range(110):
         names = ["upper", "caesar", "reverse", "stutter"]
         what = rng.random()
         if what < 0.08 and len(refs) > 2:
-            engine.drop(refs.pop(rng.choice(list(refs))).digest)
+            name = rng.choice(list(refs))
+            if rng.random() < 0.2 or not any(name in names for names in open_ids.values()):
+                engine.drop(refs.pop(name).digest)
         elif len(refs) < len(names) and what < 0.2:
             publish(rng.choice([name for name in names if name not in refs]))
         elif what < 0.6 and refs:
@@ -728,7 +725,7 @@ def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -
             params = SamplingParams(max_tokens=rng.randint(1, 4))
             prompt = TOKENIZER.chat(ask(rng.choice(WORDS)))
             request = EngineRequest(f"{number}", prompt, params, ref, parts=ordered)
-            open_ids.add(request.request_id)
+            open_ids[request.request_id] = chosen
             settle([event] if (event := engine.submit(request)) else [])
         elif what < 0.65 and open_ids:
             settle([event] if (event := engine.abort(rng.choice(sorted(open_ids)))) else [])
@@ -747,7 +744,8 @@ def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -
         pass
     engine._residency.check()
     assert not engine._residency._known and not engine._residency.slots.used_elements
+    assert not engine._residency.host._readers
     engine.close()
     errors = [error for error in ended if error is not None]
-    assert len(ended) > 40 and len(errors) < len(ended) / 3
+    assert len(ended) > 30 and len(errors) < len(ended) / 2
     assert all(isinstance(error, AdapterUnavailable) for error in errors), errors

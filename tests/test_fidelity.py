@@ -1,229 +1,59 @@
 """Every kind of adapter that is served, against `peft` itself, on random bases of every family.
 
-`KINDS` is the table: how peft makes an adapter of that kind. Its weights are then random, it is
-saved, and what peft computes after loading it again is the truth: all in float32.
+`adapter_kinds.KINDS` is the table: how peft makes an adapter of that kind. Its weights are then
+random, it is saved, and what peft computes after loading it again is the truth: all in float32.
 """
 
 from __future__ import annotations
 
 import copy
+import json
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import fidelity_page
 import pytest
+import test_moe
+import tiny
 import torch
+from adapter_kinds import (
+    ATTENTION,
+    FAMILIES,
+    KINDS,
+    MLP,
+    VOCAB,
+    lora,
+    make_adapter,
+    make_base,
+)
 from conftest import check_idle
-from peft import (
-    AdaLoraConfig,
-    IA3Config,
-    LoHaConfig,
-    LoKrConfig,
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    VeraConfig,
-    get_peft_model,
-)
-from transformers import (
-    AutoModelForCausalLM,
-    LlamaConfig,
-    MistralConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    Qwen2Config,
-    Qwen3Config,
-)
+from fidelity_page import REFUSED, SECTIONS, Refused
+from peft import LoraConfig, get_peft_model
+from serving import serving
 
 from weft import LLM, SamplingParams
+from weft.core.errors import AdapterInvalid
 from weft.llm import RequestOutput
 
-VOCAB, TOP, STEPS, BLOCK = 80, 20, 16, 4
+ROOT = Path(__file__).parents[1]
+TOP, STEPS, BLOCK = 20, 16, 4
 TOLERANCE = 1e-3
 """Of a log-probability."""
 
-SIZES: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "initializer_range": 0.2,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-FAMILIES: dict[str, PreTrainedConfig] = {
-    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
-    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
-    "mistral": MistralConfig(**SIZES, sliding_window=24),
-    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
-    "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
-}
-ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
-MLP = ["gate_proj", "up_proj", "down_proj"]
-BIASED = ("qwen2",)
-TIED = ("llama-tied", "qwen3-tied")
-UNTIED = ("llama", "mistral", "qwen2")
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A way to adapt a model, as fields of a config."""
-
-    options: Mapping[str, Any]
-    families: tuple[str, ...] = tuple(FAMILIES)
-    save: Mapping[str, Any] = field(default_factory=dict)
-    """Options of save_pretrained."""
-    change: Callable[[PeftModel], None] = lambda model: None
-    """What happens to the model after its weights were made random."""
-    config: type[PeftConfig] = LoraConfig
-
-
-def lora(targets: list[str] | str = ATTENTION, **options: Any) -> dict[str, Any]:
-    return {"r": 3, "lora_alpha": 4, "target_modules": targets, **options}
-
-
-def change_embeddings(model: PeftModel) -> None:
-    """As if the base's own had been trained too, some rows of them."""
-    base = model.get_base_model()
-    for module in (base.get_input_embeddings(), base.get_output_embeddings()):
-        weight = getattr(module, "base_layer", module).weight
-        weight.data[::3] += 0.1
-
-
-def restore_most_rows(model: PeftModel) -> None:
-    base = model.get_base_model()
-    for module in (base.get_input_embeddings(), base.get_output_embeddings()):
-        module.modules_to_save["default"].weight.data[5:] = module.original_module.weight[5:]
-
-
-ENDS = ["embed_tokens", "lm_head"]
-KINDS: dict[str, Kind] = {
-    "LoRA": Kind(lora([*ATTENTION, *MLP], rank_pattern={"k_proj": 5}, use_rslora=True)),
-    "LoRA of embedding and head": Kind(
-        lora(["q_proj", *ENDS]), save={"save_embedding_layers": False}
-    ),
-    "DoRA": Kind(lora([*ATTENTION, *MLP], use_dora=True)),
-    "DoRA of embedding and head": Kind(lora(["v_proj", *ENDS], use_dora=True)),
-    "lora_bias": Kind(lora(["q_proj", "v_proj", "lm_head"], lora_bias=True)),
-    "bias: lora_only": Kind(lora(["q_proj", "k_proj"], bias="lora_only"), BIASED),
-    "bias: all": Kind(lora(["q_proj", "gate_proj"], bias="all"), BIASED),
-    "bias: all and lora_bias": Kind(lora(["v_proj"], bias="all", lora_bias=True), BIASED),
-    "DoRA and bias: all": Kind(lora(ATTENTION, bias="all", use_dora=True), BIASED),
-    "modules_to_save: head": Kind(lora(modules_to_save=["lm_head"])),
-    "modules_to_save: embedding": Kind(lora(modules_to_save=["embed_tokens"])),
-    "modules_to_save: both": Kind(lora(modules_to_save=ENDS, use_dora=True)),
-    "modules_to_save: a few rows": Kind(lora(modules_to_save=ENDS), change=restore_most_rows),
-    "modules_to_save: norms": Kind(lora(modules_to_save=["norm"])),
-    "modules_to_save: last norm": Kind(lora(modules_to_save=["model.norm"])),
-    "trainable_token_indices": Kind(lora(trainable_token_indices=[7, 3, 79])),
-    "trainable_token_indices of both": Kind(
-        lora(trainable_token_indices={"embed_tokens": [5, 0], "lm_head": [1, 30, 2]})
-    ),
-    "trainable_token_indices of both alike": Kind(
-        lora(trainable_token_indices={"embed_tokens": [5, 0], "lm_head": [5, 0]})
-    ),
-    "trainable_token_indices of the head": Kind(lora(trainable_token_indices={"lm_head": [1, 30]})),
-    "trainable_token_indices and saved": Kind(
-        lora(trainable_token_indices=[7, 3]), save={"save_embedding_layers": True}
-    ),
-    "embeddings saved along": Kind(lora(), save={"save_embedding_layers": True}),
-    "embeddings trained and saved along": Kind(
-        lora(), save={"save_embedding_layers": True}, change=change_embeddings
-    ),
-    "LoRA of embedding trained and saved along": Kind(
-        lora(["q_proj", "embed_tokens"], use_dora=True),
-        save={"save_embedding_layers": True},
-        change=change_embeddings,
-    ),
-    "ensure_weight_tying: LoRA": Kind(lora(["q_proj", *ENDS], ensure_weight_tying=True)),
-    "ensure_weight_tying: DoRA": Kind(
-        lora(["q_proj", "embed_tokens"], ensure_weight_tying=True, use_dora=True)
-    ),
-    "ensure_weight_tying: modules_to_save": Kind(
-        lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
-    ),
-    "ensure_weight_tying: trainable_token_indices": Kind(
-        lora(trainable_token_indices=[7, 3], ensure_weight_tying=True)
-    ),
-    "AdaLoRA": Kind(
-        {"init_r": 4, "total_step": 9, "target_modules": [*ATTENTION, *MLP]}, config=AdaLoraConfig
-    ),
-    "VeRA": Kind({"r": 6, "target_modules": [*ATTENTION, *MLP]}, config=VeraConfig),
-    "VeRA without its projections": Kind(
-        {"r": 6, "target_modules": ["q_proj", "down_proj"], "save_projection": False},
-        config=VeraConfig,
-    ),
-    "LoHa": Kind({"r": 3, "target_modules": [*ATTENTION, *MLP]}, config=LoHaConfig),
-    "LoKr": Kind({"r": 2, "target_modules": [*ATTENTION, *MLP]}, config=LoKrConfig),
-    "IA3": Kind(
-        {"target_modules": [*ATTENTION, *MLP], "feedforward_modules": ["down_proj"]},
-        config=IA3Config,
-    ),
-    "IA3 of the head": Kind(
-        {"target_modules": ["lm_head"], "feedforward_modules": []},
-        UNTIED,
-        save={"save_embedding_layers": False},
-        config=IA3Config,
-    ),
-    "fan_in_fan_out": Kind(lora(["q_proj", *ENDS], use_dora=True, fan_in_fan_out=True)),
-}
-
-# making them -------------------------------------------------------------------------------------
-
-
-def make_base(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for name, parameter in model.named_parameters():
-        if name.endswith("bias"):
-            torch.nn.init.normal_(parameter, std=0.3)
-        elif "norm" in name:
-            torch.nn.init.uniform_(parameter, 0.5, 1.5)
-    model.save_pretrained(folder)
-    return model
-
-
-def make_adapter(base: PreTrainedModel, kind: Kind, folder: Path) -> PeftModel:
-    """Saved to `folder`, and what peft loads from there."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft's, of what is tied, saved along and so on
-        config = kind.config(task_type="CAUSAL_LM", **kind.options)
-        model = get_peft_model(copy.deepcopy(base), config)
-        randomise(model)
-        kind.change(model)
-        model.save_pretrained(folder, **kind.save)
-        return PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
-
-
-def randomise(model: PeftModel) -> None:
-    """Change all that training would."""
-    torch.manual_seed(1)
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if "magnitude" in name:
-            parameter.data *= torch.empty_like(parameter).uniform_(0.5, 1.5)
-        elif "lora_" in name:
-            torch.nn.init.normal_(parameter, std=0.15)
-        else:
-            parameter.data += 0.2 * torch.randn(parameter.shape)
+Oracles = dict[str | None, torch.nn.Module]
+"""What peft makes of each adapter; of None, the base."""
 
 
 class World:
-    """An engine over one family's base, with an adapter of each kind, and the oracle's answers."""
+    """An engine over the base in `folder`, with the adapters beside it, and their oracles."""
 
-    def __init__(self, family: str, folder: Path) -> None:
-        base = make_base(FAMILIES[family], folder / "base")
-        self.oracles: dict[str | None, torch.nn.Module] = {None: base}
-        for name, kind in KINDS.items():
-            if family in kind.families:
-                self.oracles[name] = make_adapter(base, kind, folder / name)
+    def __init__(self, folder: Path, oracles: Oracles) -> None:
         self.folder = folder
+        self.oracles = oracles
         self.llm = self.make_llm()
         generator = torch.Generator().manual_seed(2)
         self.prompts = {
@@ -280,14 +110,28 @@ def _lengths() -> Iterator[int]:
         yield from (37, 2, 61, 9, 20)
 
 
+@contextmanager
+def made_world(folder: Path, oracles: Oracles) -> Iterator[World]:
+    made = World(folder, oracles)
+    try:
+        yield made
+        check_idle(made.llm)
+    finally:
+        made.llm.close()
+
+
 @pytest.fixture(scope="module", params=FAMILIES)
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
-    made = World(request.param, tmp_path_factory.mktemp("family"))
-    yield made
-    check_idle(made.llm)
-    made.llm.close()
+    folder = tmp_path_factory.mktemp("family")
+    base = make_base(FAMILIES[request.param], folder / "base")
+    oracles: Oracles = {None: base}
+    for name, kind in KINDS.items():
+        if request.param in kind.families:
+            oracles[name] = make_adapter(base, kind, folder / name)
+    with made_world(folder, oracles) as made:
+        yield made
 
 
 def test_the_kinds_differ(world: World) -> None:
@@ -317,3 +161,121 @@ def test_the_reference_backend(world: World) -> None:
     with world.make_llm(lora_backend="reference") as llm:
         world.answer([*names, None], llm, steps=3)
         check_idle(llm)
+
+
+RESIDUAL_INITS = ("pissa", "pissa_niter_4", "olora")
+
+
+@pytest.mark.parametrize("init", RESIDUAL_INITS)
+def test_on_the_residual_base(init: str, tmp_path: Path) -> None:
+    """What is left of the original is another base model."""
+    base, folder = make_base(FAMILIES["llama"], tmp_path / "original"), tmp_path / init
+    kind = LoraConfig(task_type="CAUSAL_LM", **lora([*ATTENTION, *MLP], init_lora_weights=init))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other libraries, about each other
+        adapted = get_peft_model(base, kind)
+    for name, parameter in adapted.named_parameters():
+        if "lora_" in name:
+            parameter.data += 0.2 * parameter.data.std() * torch.randn(parameter.shape)
+    adapted.save_pretrained(folder)
+    residual = copy.deepcopy(adapted).unload()
+    residual.save_pretrained(tmp_path / "base")
+    with made_world(tmp_path, {None: residual, init: adapted.eval()}) as world:
+        world.answer([init])
+        world.answer([None, init])
+
+
+# a server ----------------------------------------------------------------------------------------
+
+SERVED = (
+    "LoRA",
+    "DoRA",
+    "bias: all and lora_bias",
+    "modules_to_save: both",
+    "modules_to_save: norms",
+    "trainable_token_indices",
+    "AdaLoRA",
+    "VeRA",
+    "LoHa",
+    "LoKr",
+    "IA3",
+)
+
+
+def test_a_server_answers_as_the_api_does(tmp_path: Path) -> None:
+    """Each kind by itself, then all of them at once and from the prefix cache."""
+    base = make_base(FAMILIES["qwen2"], tmp_path / "base")
+    names = {name: f"kind-{i}" for i, name in enumerate(SERVED)}
+    oracles: Oracles = {None: base}
+    for name, called in names.items():
+        oracles[name] = make_adapter(base, KINDS[name], tmp_path / called)
+    prompt = torch.randint(VOCAB, (22,), generator=torch.Generator().manual_seed(3)).tolist()
+    flags = ("--skip-tokenizer-init", "--dtype", "float32", "--block-size", str(BLOCK))
+    folders = {called: tmp_path / called for called in names.values()}
+    with serving(tmp_path, *flags, adapters=folders, model=tmp_path / "base") as server:
+
+        def ask(name: str | None) -> dict[str, Any]:
+            fields = {"max_tokens": STEPS, "temperature": 0.0, "logprobs": 5}
+            model = "base" if name is None else names[name]
+            done = server.post(
+                "/v1/completions", model=model, prompt=prompt, return_token_ids=True, **fields
+            )
+            assert done.status_code == 200, done.text
+            return done.json()["choices"][0]
+
+        for name in oracles:
+            check_choice(oracles[name], prompt, ask(name))
+        with ThreadPoolExecutor(len(oracles)) as threads:
+            for name, choice in zip(oracles, threads.map(ask, oracles), strict=True):
+                check_choice(oracles[name], prompt, choice)
+
+
+@torch.inference_mode()
+def check_choice(oracle: torch.nn.Module, prompt: list[int], choice: dict[str, Any]) -> None:
+    """Greedy tokens, and log-probabilities of the first step."""
+    ids = choice["token_ids"]
+    assert len(ids) == STEPS
+    logits = oracle(input_ids=torch.tensor([prompt + ids[:-1]])).logits[0, len(prompt) - 1 :]
+    want = logits.float().log_softmax(-1)
+    assert (want.amax(-1) - want[range(STEPS), ids]).max() < TOLERANCE
+    for shown, logprob in choice["logprobs"]["top_logprobs"][0].items():
+        assert abs(want[0, int(shown.removeprefix("token_id:"))] - logprob) < TOLERANCE
+
+
+# docs/fidelity.md --------------------------------------------------------------------------------
+
+
+def test_the_page_is_current() -> None:
+    """If not: python tests/fidelity_page.py > docs/fidelity.md"""
+    assert (ROOT / "docs" / "fidelity.md").read_text() == fidelity_page.page()
+
+
+def test_what_the_page_calls_exact_is_compared() -> None:
+    compared = {*KINDS, *(f"residual: {init}" for init in RESIDUAL_INITS)}
+    compared |= {f"experts: {name}" for name in [*test_moe.ADAPTERS, "single"]}
+    shown = {by for rows in SECTIONS.values() for row in rows for by in row.shown_by}
+    elsewhere = {by for by in shown if "::" in by}
+    assert shown - elsewhere == compared
+    for by in elsewhere:
+        file, _, name = by.partition("::")
+        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), by
+
+
+@pytest.fixture(scope="module")
+def tiny_llm() -> Iterator[LLM]:
+    with LLM(tiny.BASE, {}, num_threads=1, num_blocks=64) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.name)
+def test_what_the_page_calls_refused_is(row: Refused, tiny_llm: LLM, tmp_path: Path) -> None:
+    good = tiny.ADAPTERS["reverse"]
+    config = json.loads((good / "adapter_config.json").read_text())
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config | row.changes))
+    weights = "adapter_model.safetensors"
+    (tmp_path / weights).symlink_to(good / weights)
+    with pytest.raises(AdapterInvalid) as caught:
+        tiny_llm.load_adapter("refused", tmp_path)
+    (changed,) = row.changes
+    assert caught.value.param == changed
+    assert row.field in (changed, "its name")

@@ -18,16 +18,15 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from other_kinds import CONFIG, KINDS, WEIGHTS, make, make_adapter
 from peft import IA3Config, LoraConfig
 from safetensors.torch import load_file, save
-from test_convert import CONFIG, KINDS, WEIGHTS, make, make_adapter, table
 
 from weft.checkpoint import AdapterFiles, pack_image
+from weft.checkpoint.examine import Examined, examine
 from weft.checkpoint.kinds import KINDS as OTHER_KINDS
 from weft.core.errors import AdapterError
 from weft.core.targets import TargetTable
-
-__all__ = ["table"]
 
 MAX_RANK = 16
 BOUND = 256 << 20
@@ -107,6 +106,7 @@ def _bounded(saved: Adapters) -> Iterator[None]:
 def read(config: dict[str, Any] | bytes, weights: bytes, table: TargetTable) -> bool:
     """Whether the files are an adapter; whatever they are, by the rules."""
     text = config if isinstance(config, bytes) else json.dumps(config).encode()
+    told = verdict(text, weights, table)
     tracemalloc.reset_peak()
     before = tracemalloc.get_traced_memory()[0]
     try:
@@ -115,16 +115,26 @@ def read(config: dict[str, Any] | bytes, weights: bytes, table: TargetTable) -> 
         assert error.param and error.param.isprintable() and len(error.param) < 200
         assert error.message.startswith(error.param) and len(error.message) < 1500
         error.message.encode()
+        assert told in (None, error.message)
         return False
     finally:
         peak = tracemalloc.get_traced_memory()[1] - before
         assert peak <= FACTOR * (len(text) + len(weights)) + SLACK
     assert torch.isfinite(image.data).all() or image.layout.has_extras
+    assert told in (None, Examined(image.digest, image.layout, image.targets, image.num_bytes))
     return True
 
 
+def verdict(config: bytes, weights: bytes, table: TargetTable) -> Examined | str | None:
+    """What is told without torch, if anything: a refusal's message, or what the image would be."""
+    try:
+        return examine(AdapterFiles(config, weights), table, "float16", MAX_RANK)
+    except AdapterError as error:
+        return error.message
+
+
 fuzz = settings(
-    max_examples=40,
+    max_examples=25,
     deadline=timedelta(seconds=30),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
@@ -347,9 +357,9 @@ HOSTILE = {
     "deep object": b'{"a":' * 200_000,
     "long number": b'{"a": ' + b"9" * 100_000 + b"}",
     "empty and wide": json.dumps({"a": TALL}).encode(),
-    "many dimensions": json.dumps({"a": {**TALL, "shape": [1] * 100_000}}).encode(),
+    "many dimensions": json.dumps({"a": {**TALL, "shape": [1] * 20_000}}).encode(),
     "nothing": b"{}",
-    "many names": json.dumps({f"{i}": TALL for i in range(3_000)}).encode(),
+    "many names": json.dumps({f"{i}": TALL for i in range(1_000)}).encode(),
 }
 
 

@@ -285,7 +285,8 @@ def test_a_pinned_adapter_stays(make_llm: MakeLLM, trainer: Trainer) -> None:
     for name in names:
         llm.load_adapter(name, ADAPTERS[name])
     ref = llm.publish_adapter("policy", trainer.config, trainer.tensors, pinned=True)
-    assert texts(llm, None, "a", "b")
+    while not llm.stats().resident_adapters:
+        assert texts(llm, None, "a", "b")
     assert llm.stats().resident_adapters == (ref.digest,), "nobody asked for it"
     for name in names * 2:
         texts(llm, name, "hello")

@@ -7,18 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from other_kinds import make_base
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.config import CordaConfig
 from peft.tuners.lora.corda import preprocess_corda
-from test_convert import make_base, table
 from transformers import LlamaForCausalLM
 
 from weft import LLM, SamplingParams
 from weft.checkpoint import AdapterImage, load_image
 from weft.core.errors import AdapterInvalid
 from weft.core.targets import Norm, Target, TargetTable
-
-__all__ = ["table"]
 
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 PROMPT = [5, 9, 33, 7, 1, 60]

@@ -29,7 +29,8 @@ from weft.core.types import (
 from weft.engine.engine import WAIT_S, Engine
 from weft.engine.messages import Abort, Register, Reply, Report, Submit, Tokens
 from weft.registry import AdapterRegistry, Lease
-from weft.text import OutputStream, Tokenizer, bad_token_ids, load_tokenizer
+from weft.text import AdapterTokenizers, OutputStream, Tokenizer, bad_token_ids, load_tokenizer
+from weft.text.own import NO_FORMS
 
 Prompt = str | list[int]
 AdapterChoice = str | Sequence[WeightedAdapter] | None
@@ -81,6 +82,7 @@ class LLM:
         self._tokenizer = (
             None if skip_tokenizer_init else load_tokenizer(args.model.model, args.model.revision)
         )
+        self._tokenizers = AdapterTokenizers(self._tokenizer)
         self._wakeups: SimpleQueue[None] = SimpleQueue()
         self._engine = Engine(args, wake=lambda: self._wakeups.put(None))
         self.info = self._engine.info
@@ -95,6 +97,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
+        """The base's."""
         if self._tokenizer is None:
             raise InvalidRequest("this LLM was made with skip_tokenizer_init", "prompt")
         return self._tokenizer
@@ -137,24 +140,34 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: AdapterChoice | Sequence[AdapterChoice] = None,
     ) -> list[RequestOutput]:
-        """As `generate`, for one conversation or several, through the chat template."""
+        """As `generate`, for one conversation or several, through the chat template: the adapter's
+        own, if it has one."""
         one = bool(conversations) and isinstance(conversations[0], Mapping)
-        many = [conversations] if one else conversations
-        prompts = [self.tokenizer.chat([dict(m) for m in c]) for c in many]  # type: ignore
+        many = cast(list[Sequence[Mapping[str, str]]], [conversations] if one else conversations)
+        names = _check_length(_choices(adapter, len(many)), len(many), "adapter")
+        prompts: list[Prompt] = []
+        for name, messages in zip(names, many, strict=True):
+            own = self._tokenizers.get(name) if isinstance(name, str) else None
+            tokenizer = own.tokenizer if own is not None else self.tokenizer
+            prompts.append(tokenizer.chat([dict(message) for message in messages]))
         return self.generate(prompts, params, adapter)
 
     def load_adapter(
         self, name: str, path: str | Path, *, replace: bool = False, pinned: bool = False
     ) -> AdapterRef:
-        """Make the adapter in a folder usable under `name`.
+        """Make the adapter in a folder usable under `name`. A tokenizer and a chat template in it
+        are then used for its texts.
 
         With `replace` it takes the place of other content under that name, as a new version. A
         pinned one stays on the device; the newest load of some content says whether it is.
         Raises AdapterError.
         """
         with self._registry.reserve(name, str(path)):
+            own = self._tokenizers.load(Path(path))
             info = self._register(str(path), pinned)
-            return self._publish(name, info, str(path), replace, pinned)
+            ref = self._publish(name, info, str(path), replace, pinned)
+            self._tokenizers.put(name, own)
+            return ref
 
     def publish_adapter(
         self,
@@ -176,11 +189,14 @@ class LLM:
         """
         with self._registry.reserve(name, _MEMORY):
             info = self._engine.publish(config, tensors, pinned)
-            return self._publish(name, info, _MEMORY, True, pinned)
+            ref = self._publish(name, info, _MEMORY, True, pinned)
+            self._tokenizers.put(name, None)
+            return ref
 
     def unload_adapter(self, name: str) -> None:
         """Raises AdapterNotFound."""
         self._engine.drop(self._registry.retire(name).ref.digest)
+        self._tokenizers.put(name, None)
 
     def stats(self) -> EngineStats:
         return self._engine.stats()
@@ -212,17 +228,28 @@ class LLM:
         return lease
 
     def _job(self, prompt: Prompt, params: SamplingParams, lease: Lease, tenant: str) -> _Job:
-        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        vocab_size = self.info.vocab_size
+        name = lease.ref.name if lease.ref and not lease.parts else ""
+        info, own = self._registry.info(name), self._tokenizers.get(name)
+        tokenizer = own.tokenizer if own is not None else self._tokenizer
+        if isinstance(prompt, str):
+            ids = (tokenizer or self.tokenizer).encode(prompt)
+        else:
+            ids = list(prompt)
+        vocab_size = (info.vocab_size if info else 0) or self.info.vocab_size
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
             message = f"the prompt has a token id outside of [0, {vocab_size})"
             raise InvalidRequest(message, "prompt")
         params.check_vocab(vocab_size)
-        bad = bad_token_ids(self._tokenizer, params.bad_words)
+        if own is not None and not own.extends_base and params.structured_outputs is not None:
+            raise InvalidRequest(NO_FORMS, "structured_outputs")
+        bad = bad_token_ids(tokenizer, params.bad_words)
+        eos_ids = tuple(i for i in own.eos_ids if i < vocab_size) if own is not None else ()
         request_id = str(next(self._ids))
-        request = EngineRequest(request_id, ids, params, lease.ref, bad, tenant, lease.parts)
+        request = EngineRequest(
+            request_id, ids, params, lease.ref, bad, tenant, lease.parts, eos_ids
+        )
         output = RequestOutput(prompt if isinstance(prompt, str) else None, ids, lease.ref)
-        return _Job(request, output, OutputStream(self._tokenizer, params, ids))
+        return _Job(request, output, OutputStream(tokenizer, params, ids))
 
     def _run(
         self, jobs: list[_Job], on_finished: Callable[[RequestOutput], None]

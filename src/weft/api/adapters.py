@@ -19,6 +19,7 @@ from weft.registry import (
     is_hub_uri,
     parse_hub_id,
 )
+from weft.text import AdapterTokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +41,13 @@ class AdapterAdmin:
         registry: AdapterRegistry,
         roots: AdapterRoots,
         allow_hub: bool = False,
+        tokenizers: AdapterTokenizers | None = None,
     ) -> None:
         self._engine = engine
         self._registry = registry
         self._roots = roots
         self._allow_hub = allow_hub
+        self._tokenizers = tokenizers or AdapterTokenizers(None)
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def load(
@@ -65,6 +68,7 @@ class AdapterAdmin:
         The drop happens also when the caller is cancelled. Raises AdapterNotFound.
         """
         retired = self._registry.retire(name)
+        self._tokenizers.put(name, None)
         await asyncio.shield(self._spawn(self._drop_when_drained(retired)))
 
     async def close(self) -> None:
@@ -77,6 +81,7 @@ class AdapterAdmin:
     async def _load(self, name: str, path: str, replace: bool, pinned: bool) -> AdapterRef:
         with self._registry.reserve(name, path):
             folder = await asyncio.to_thread(self._find, path)
+            own = await asyncio.to_thread(self._tokenizers.load, folder)
             info = await self._engine.register_adapter(str(folder), pinned)
             before = self._registry.current(name)
             try:
@@ -84,6 +89,7 @@ class AdapterAdmin:
             except WeftError:
                 await self._undo(name, info, str(folder), pinned)
                 raise
+            self._tokenizers.put(name, own)
             if ref == before:
                 await self._drop(ref)
             return ref

@@ -27,21 +27,24 @@ from weft.api.tenants import parse_key
 from weft.core.protocols import EngineClient
 from weft.metrics import Metrics
 from weft.registry import AdapterRegistry, AdapterRoots
-from weft.text import Tokenizer
+from weft.text import AdapterTokenizers, Tokenizer
 
 
 def create_app(
     engine: EngineClient,
     registry: AdapterRegistry,
-    tokenizer: Tokenizer | None,
+    tokenizer: Tokenizer | AdapterTokenizers | None,
     roots: AdapterRoots,
     settings: ApiSettings,
     traces: TraceSink | None = None,
 ) -> FastAPI:
-    """The application; it neither starts nor closes the engine."""
+    """The application; it neither starts nor closes the engine. `tokenizer`: the base's, with
+    those of adapters that are loaded already; None: texts are not served."""
+    if not isinstance(tokenizer, AdapterTokenizers):
+        tokenizer = AdapterTokenizers(tokenizer)
     metrics = Metrics(settings.served_model_names[0])
     service = Service(engine, registry, tokenizer, settings, metrics, traces)
-    admin = AdapterAdmin(engine, registry, roots, settings.allow_hub_adapters)
+    admin = AdapterAdmin(engine, registry, roots, settings.allow_hub_adapters, tokenizer)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

@@ -14,7 +14,7 @@ from weft.api.service import Output, Service
 from weft.core.errors import InvalidRequest
 from weft.core.types import EngineRequest, SamplingParams, StructuredOutputs
 from weft.registry import Lease
-from weft.text import OutputDelta
+from weft.text import OutputDelta, Tokenizer
 from weft.text.chat_parser import ChatParser, Piece, ToolCallDelta
 from weft.text.reasoning import END, opens_reasoning
 from weft.text.tools import tools_schema
@@ -36,7 +36,8 @@ class Turn:
         self._body = body
         self._lease = lease
         self._request_id = request_id
-        self._dialect = service.dialect
+        self._language = service.language_of(lease)
+        self._dialect = self._language.dialect
         self._tools: list[dict[str, Any]] = []
         self._in_reasoning = False
         self.num_choices = 1
@@ -60,6 +61,7 @@ class Turn:
             [prompt_ids],
             self._thinking_first(params, prompt_ids),
             self._lease,
+            self._language,
             self.num_choices,
             prompt_field="messages",
             asked_in=body.max_tokens_field,
@@ -67,11 +69,16 @@ class Turn:
 
     async def collect(self) -> list[Output]:
         """The whole outputs."""
-        return await self._service.collect(self.requests, self._shown_ids())
+        return await self._service.collect(self.requests, self._language, self._shown_ids())
 
     def run(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """The outputs' deltas as they come, each with the index of its choice."""
-        return self._service.run_all(self.requests, self._shown_ids())
+        return self._service.run_all(self.requests, self._language, self._shown_ids())
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Of the model that answers."""
+        return self._language.tokenizer
 
     def reader(self) -> Reader:
         return Reader(self._parser(), one_call=self._body.parallel_tool_calls is False)
@@ -87,7 +94,7 @@ class Turn:
 
     def _shown_ids(self) -> list[int]:
         """The special tokens that are marks: what they mark could not be told without."""
-        tokenizer = self._service.tokenizer
+        tokenizer = self.tokenizer
         if tokenizer is None:
             return []
         ids = [tokenizer.encode(m, add_special_tokens=False) for m in self._parser().marks]
@@ -124,7 +131,7 @@ class Turn:
             body,
             body.max_tokens if wanted is None else wanted,
             (body.top_logprobs or 0) if body.logprobs else None,
-            self._service.engine.info.vocab_size,
+            self._language,
             form,
         )
 
@@ -132,6 +139,7 @@ class Turn:
         body = self._body
         ids = await self._service.encode_chat(
             [m.to_template(i) for i, m in enumerate(body.messages)],
+            self._language,
             add_generation_prompt=not body.continue_final_message
             and body.add_generation_prompt is not False,
             template_kwargs=body.chat_template_kwargs,
@@ -143,7 +151,7 @@ class Turn:
 
     def _thinking_first(self, params: SamplingParams, prompt_ids: list[int]) -> SamplingParams:
         """The parameters, whose form binds after the reasoning if there is any to come."""
-        tokenizer, end = self._service.tokenizer, self._dialect.end_of_reasoning
+        tokenizer, end = self.tokenizer, self._dialect.end_of_reasoning
         if not self._dialect.reasoning or tokenizer is None:
             return params
         tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:])

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+from weft.api.language import Language
 from weft.api.schemas import GenerationBody
 from weft.api.service import Output, Service
 from weft.api.tenants import tenant_of
@@ -16,6 +17,7 @@ from weft.core.errors import InvalidRequest
 from weft.core.types import EngineRequest, SamplingParams, StructuredOutputs
 from weft.registry import Lease
 from weft.text import bad_token_ids
+from weft.text.own import NO_FORMS
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -80,10 +82,12 @@ def sampling(
     body: GenerationBody,
     max_tokens: int | None,
     logprobs: int | None,
-    vocab_size: int,
+    language: Language,
     form: StructuredOutputs | None,
 ) -> SamplingParams:
     """Sampling parameters of a request's fields. Raises InvalidRequest naming the field."""
+    if form is not None and not language.takes_forms:
+        raise InvalidRequest(NO_FORMS, "structured_outputs")
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -96,7 +100,7 @@ def sampling(
         skip_special_tokens=body.skip_special_tokens,
         **given,
     )
-    params.check_vocab(vocab_size)
+    params.check_vocab(language.vocab_size)
     return params
 
 
@@ -153,6 +157,7 @@ def engine_requests(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     lease: Lease,
+    language: Language,
     num_choices: int,
     *,
     prompt_field: str,
@@ -162,11 +167,11 @@ def engine_requests(
 
     Choice i has the seed plus i. Raises InvalidRequest, ContextLengthExceeded.
     """
-    bad = bad_token_ids(service.tokenizer, params.bad_words)
+    bad = bad_token_ids(language.tokenizer, params.bad_words)
     tenant = tenant_of(lease.ref.name if lease.ref else None)
     requests: list[EngineRequest] = []
     for prompt_ids in prompts:
-        service.check_ids(prompt_ids, prompt_field)
+        service.check_ids(prompt_ids, prompt_field, language)
         fitted = service.fit(len(prompt_ids), params, prompt_field, asked_in)
         requests += [
             EngineRequest(
@@ -177,6 +182,7 @@ def engine_requests(
                 bad,
                 tenant,
                 lease.parts,
+                language.eos_ids,
             )
             for choice in range(num_choices)
         ]

@@ -13,7 +13,7 @@ from weft.api.adapters import AdapterAdmin
 from weft.api.http import json_response, read_body
 from weft.api.openapi import TEXT, body_of
 from weft.api.service import Service
-from weft.core.errors import AdapterPathRefused, EngineDead, InvalidRequest, WeftError
+from weft.core.errors import AdapterPathRefused, InvalidRequest, WeftError
 from weft.core.types import EngineStats
 from weft.registry import AdapterCard
 
@@ -93,10 +93,15 @@ class ShownAdapter(BaseModel):
     conversion_error: float
     """How far the LoRA served for an adapter of another kind is off, in its worst projection, as a
     relative Frobenius norm; 0: not at all."""
+    invocation_token_ids: list[int]
+    """Of an activated LoRA: from their last place in the prompt on it is active. Empty: it is
+    active everywhere."""
     bytes: int
     pinned: bool
     tier: Literal["device", "host", "disk"] | None
     """Where it is now; null when the engine does not answer."""
+    quarantined: bool
+    """Whether it failed its first-use check, so that its requests are refused."""
 
 
 class AdapterList(BaseModel):
@@ -182,10 +187,7 @@ def _dynamo_routes(service: Service, admin: AdapterAdmin) -> APIRouter:
     @router.get("/v1/loras", response_model=AdapterList)
     async def list_adapters() -> Response:
         """The adapters that are served, with what is known of them."""
-        try:
-            stats = await service.engine.stats()
-        except EngineDead:
-            stats = None
+        stats = await service.stats()
         shown = {
             c.ref.name: _shown(c, stats).model_dump() for c in service.registry.adapter_cards()
         }
@@ -233,9 +235,11 @@ def _shown(card: AdapterCard, stats: EngineStats | None) -> ShownAdapter:
         rank=card.info.max_rank,
         targets=list(card.info.targets),
         conversion_error=card.info.conversion_error,
+        invocation_token_ids=list(card.info.invocation_token_ids),
         bytes=card.info.num_bytes,
         pinned=card.pinned,
         tier=None if stats is None else _tier(card.ref.digest, stats),
+        quarantined=stats is not None and card.ref.digest in stats.quarantined_adapters,
     )
 
 

@@ -48,7 +48,7 @@ class _Chat:
         self._body = body
         self._head = Head.new("chatcmpl", body.model, lease)
         self._turn = Turn(service, body, lease, self._head.id)
-        self._wants_ids = bool(body.return_token_ids) or service.tokenizer is None
+        self._wants_ids = bool(body.return_token_ids) or self._turn.tokenizer is None
 
     async def whole(self) -> dict[str, Any]:
         turn = self._turn
@@ -62,7 +62,7 @@ class _Chat:
             answer["prompt_token_ids"] = turn.requests[0].prompt_ids
         if (asked := self._body.prompt_logprobs) is not None and outputs[0].prompt_logprobs:
             answer["prompt_logprobs"] = prompt_logprobs(
-                self._service.tokenizer,
+                turn.tokenizer,
                 turn.requests[0].prompt_ids,
                 outputs[0].prompt_logprobs,
                 asked,
@@ -152,7 +152,7 @@ class _Chat:
         if not body.logprobs or part.logprobs is None:
             return None
         return chat_logprobs(
-            self._service.tokenizer,
+            self._turn.tokenizer,
             part.token_ids,
             part.logprobs,
             body.top_logprobs or 0,

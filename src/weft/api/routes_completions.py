@@ -57,7 +57,9 @@ class _Completion:
         self._body = body
         self._lease = lease
         self._head = Head.new("cmpl", body.model, lease)
-        self._wants_ids = bool(body.return_token_ids) or service.tokenizer is None
+        self._language = service.language_of(lease)
+        self._tokenizer = self._language.tokenizer
+        self._wants_ids = bool(body.return_token_ids) or self._tokenizer is None
         self._num_choices = 1
         self._texts: list[str] = []
         """The prompts, if they were given as texts."""
@@ -66,7 +68,7 @@ class _Completion:
         form, field = structured_outputs(self._body)
         with naming({"structured_outputs": field}):
             requests = await self._requests(form)
-            outputs = await self._service.collect(requests)
+            outputs = await self._service.collect(requests, self._language)
         choices = [
             self._choice(i, output, self._shape(), requests[i])
             | self._prompt_logprobs(output, requests[i])
@@ -82,7 +84,7 @@ class _Completion:
             requests = await self._requests(form)
             outputs = [Output() for _ in requests]
             shapes = [self._shape() for _ in requests]
-            async with aclosing(self._service.run_all(requests)) as merged:
+            async with aclosing(self._service.run_all(requests, self._language)) as merged:
                 async for i, delta in merged:
                     first = not outputs[i].texts
                     outputs[i].add(delta)
@@ -97,9 +99,7 @@ class _Completion:
         self._num_choices = num_choices(self._service, body)
         default = self._service.settings.default_max_tokens
         max_tokens = default if body.max_tokens is None else body.max_tokens
-        params = sampling(
-            body, max_tokens, body.logprobs, self._service.engine.info.vocab_size, form
-        )
+        params = sampling(body, max_tokens, body.logprobs, self._language, form)
         if body.echo and body.logprobs is not None:
             asked = max(body.logprobs, body.prompt_logprobs or 0)
             params = replace(params, prompt_logprobs=asked)
@@ -111,6 +111,7 @@ class _Completion:
             [truncated(self._service, body, ids, body.max_tokens) for ids in prompts],
             params,
             self._lease,
+            self._language,
             self._num_choices,
             prompt_field="prompt",
             asked_in=None if body.max_tokens is None else "max_tokens",
@@ -132,6 +133,7 @@ class _Completion:
         return await self._service.encode(
             prompt,
             "prompt",
+            self._language,
             add_special_tokens=body.add_special_tokens is not False,
             any_length=body.truncate_prompt_tokens is not None,
         )
@@ -145,7 +147,7 @@ class _Completion:
     def _shape(self) -> CompletionLogprobs:
         body = self._body
         return CompletionLogprobs(
-            self._service.tokenizer,
+            self._tokenizer,
             body.logprobs or 0,
             body.skip_special_tokens,
             bool(body.return_tokens_as_token_ids),
@@ -179,9 +181,9 @@ class _Completion:
     def _prompt_text(self, index: int, request: EngineRequest) -> str:
         if self._texts:
             return self._texts[index // self._num_choices]
-        if self._service.tokenizer is None:
+        if self._tokenizer is None:
             return ""
-        return self._service.tokenizer.decode(request.prompt_ids, self._body.skip_special_tokens)
+        return self._tokenizer.decode(request.prompt_ids, self._body.skip_special_tokens)
 
     def _logprobs(
         self,
@@ -201,7 +203,7 @@ class _Completion:
         if body.prompt_logprobs is None or output.prompt_logprobs is None:
             return {}
         shown = prompt_logprobs(
-            self._service.tokenizer,
+            self._tokenizer,
             request.prompt_ids,
             output.prompt_logprobs,
             body.prompt_logprobs,

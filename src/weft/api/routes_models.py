@@ -17,7 +17,14 @@ def model_routes(service: Service) -> APIRouter:
     router = APIRouter()
     created = int(time.time())
 
-    def shown(card: ModelCard) -> dict[str, Any]:
+    async def quarantined() -> set[str]:
+        """Names."""
+        cards = service.registry.adapter_cards()
+        stats = await service.stats() if cards else None
+        digests = stats.quarantined_adapters if stats else ()
+        return {card.ref.name for card in cards if card.ref.digest in digests}
+
+    def shown(card: ModelCard, refused: set[str]) -> dict[str, Any]:
         return {
             "id": card.id,
             "object": "model",
@@ -26,16 +33,20 @@ def model_routes(service: Service) -> APIRouter:
             "root": card.root,
             "parent": card.parent,
             "max_model_len": service.engine.info.max_model_len,
+            "quarantined": card.id in refused,
         }
 
     @router.get("/v1/models")
     async def list_models() -> Response:
-        """The base model under each of its names, then the adapters."""
-        cards = service.registry.models()
-        return json_response({"object": "list", "data": [shown(card) for card in cards]})
+        """The base model under each of its names, then the adapters. Those that failed their
+        first-use check are quarantined: their requests are refused."""
+        refused = await quarantined()
+        cards = [shown(card, refused) for card in service.registry.models()]
+        return json_response({"object": "list", "data": cards})
 
     @router.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> Response:
-        return json_response(shown(service.registry.card(model)))
+        card = service.registry.card(model)
+        return json_response(shown(card, await quarantined()))
 
     return router

@@ -11,7 +11,6 @@ from weft.api.http import json_response
 from weft.api.openapi import TEXT
 from weft.api.service import Service
 from weft.core.errors import EngineDead
-from weft.core.types import EngineStats
 from weft.metrics import CONTENT_TYPE
 
 
@@ -29,7 +28,7 @@ def ops_routes(service: Service) -> APIRouter:
     async def metrics() -> Response:
         """For Prometheus."""
         adapters = service.registry.adapters()
-        text = service.metrics.render(service.engine.info, await _stats(service), adapters)
+        text = service.metrics.render(service.engine.info, await service.stats(), adapters)
         return Response(text, media_type=CONTENT_TYPE)
 
     @router.get("/version")
@@ -37,10 +36,3 @@ def ops_routes(service: Service) -> APIRouter:
         return json_response({"version": version("weft")})
 
     return router
-
-
-async def _stats(service: Service) -> EngineStats | None:
-    try:
-        return await service.engine.stats()
-    except EngineDead:
-        return None

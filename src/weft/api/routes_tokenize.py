@@ -10,6 +10,7 @@ from starlette.responses import Response
 
 from weft.api.bodies import ClosedBody
 from weft.api.http import json_response, read_body
+from weft.api.language import Language
 from weft.api.logprobs import token_text
 from weft.api.messages import Message, Tool
 from weft.api.openapi import body_of
@@ -58,8 +59,8 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeBody, service.settings.max_body_bytes)
         body.check()
-        service.check_model(body.model)
-        ids = await _encode(service, body)
+        language = service.language_named(body.model)
+        ids = await _encode(service, body, language)
         answer: dict[str, Any] = {
             "count": len(ids),
             "max_model_len": service.engine.info.max_model_len,
@@ -68,17 +69,17 @@ def tokenize_routes(service: Service) -> APIRouter:
         }
         if body.return_token_strs:
             answer["token_strs"] = await service.maybe_on_thread(
-                len(ids), lambda: [token_text(service.tokenizer, i) for i in ids]
+                len(ids), lambda: [token_text(language.tokenizer, i) for i in ids]
             )
         return json_response(answer)
 
     @router.post("/detokenize", openapi_extra=body_of(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody, service.settings.max_body_bytes)
-        service.check_model(body.model)
-        tokenizer = service.need_tokenizer("tokens")
+        language = service.language_named(body.model)
+        tokenizer = service.need_tokenizer(language, "tokens")
         if body.tokens:
-            service.check_ids(body.tokens, "tokens")
+            service.check_ids(body.tokens, "tokens", language)
         text = await service.maybe_on_thread(
             len(body.tokens), lambda: tokenizer.decode(body.tokens)
         )
@@ -87,10 +88,11 @@ def tokenize_routes(service: Service) -> APIRouter:
     return router
 
 
-async def _encode(service: Service, body: TokenizeBody) -> list[int]:
+async def _encode(service: Service, body: TokenizeBody, language: Language) -> list[int]:
     if body.messages is not None:
         return await service.encode_chat(
             [m.to_template(i) for i, m in enumerate(body.messages)],
+            language,
             add_generation_prompt=not body.continue_final_message
             and body.add_generation_prompt is not False,
             template_kwargs=body.chat_template_kwargs,
@@ -101,6 +103,7 @@ async def _encode(service: Service, body: TokenizeBody) -> list[int]:
     encoded = await service.encode(
         [body.prompt or ""],
         "prompt",
+        language,
         add_special_tokens=body.add_special_tokens is not False,
         any_length=True,
     )

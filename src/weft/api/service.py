@@ -9,16 +9,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
 from weft.api.admission import Admission
-from weft.api.dialect import Dialect
+from weft.api.language import Language, Languages
 from weft.api.observe import Observer, TraceSink
 from weft.api.settings import ApiSettings
 from weft.core.composition import WeightedAdapter
 from weft.core.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from weft.core.protocols import EngineClient
-from weft.core.types import EngineRequest, SamplingParams, TokenEvent, TokenLogprob
+from weft.core.types import EngineRequest, EngineStats, SamplingParams, TokenEvent, TokenLogprob
 from weft.metrics import Metrics
 from weft.registry import AdapterRegistry, Lease
-from weft.text import OutputDelta, OutputStream, Tokenizer
+from weft.text import AdapterTokenizers, OutputDelta, OutputStream, Tokenizer
 
 T = TypeVar("T")
 
@@ -57,19 +57,18 @@ class Service:
         self,
         engine: EngineClient,
         registry: AdapterRegistry,
-        tokenizer: Tokenizer | None,
+        tokenizers: AdapterTokenizers,
         settings: ApiSettings,
         metrics: Metrics,
         traces: TraceSink | None = None,
     ) -> None:
         self.engine = engine
         self.registry = registry
-        self.tokenizer = tokenizer
         self.settings = settings
         self.metrics = metrics
         self._observer = Observer(metrics, settings.served_model_names[0], traces)
         self.admission = Admission(settings.max_open)
-        self.dialect = Dialect.of(tokenizer, settings)
+        self.languages = Languages(tokenizers, registry, settings, engine.info.vocab_size)
 
     def pin(self, model: str, adapters: Sequence[WeightedAdapter] | None = None) -> Lease:
         """Look up and pin in one step: what `model` names, or the weighted sum of `adapters` on
@@ -89,22 +88,37 @@ class Service:
             )
         return self.registry.resolve_sum(adapters)
 
-    def check_model(self, model: str | None) -> None:
-        """Raises ModelNotFound for a name that is given and unknown."""
-        if model is not None:
-            self.registry.card(model)
+    async def stats(self) -> EngineStats | None:
+        """None when the engine does not answer."""
+        try:
+            return await self.engine.stats()
+        except EngineDead:
+            return None
+
+    def language_of(self, lease: Lease) -> Language:
+        """To be asked for as soon as there is the lease, as a name's may change. That of a sum is
+        the base's."""
+        return self.languages.of(lease.ref.name if lease.ref and not lease.parts else None)
+
+    def language_named(self, model: str | None) -> Language:
+        """Of what `model` names; None: the base. Raises ModelNotFound."""
+        if model is None:
+            return self.languages.base
+        card = self.registry.card(model)
+        return self.languages.of(None if card.parent is None else card.id)
 
     async def encode(
         self,
         texts: Sequence[str],
         field_name: str,
+        language: Language,
         *,
         add_special_tokens: bool = True,
         any_length: bool = False,
     ) -> list[list[int]]:
         """Token ids of text prompts. `field_name` is where they came from, for errors. Texts that
         can't fit are refused before they are tokenized, unless `any_length` may come."""
-        tokenizer = self.need_tokenizer(field_name)
+        tokenizer = self.need_tokenizer(language, field_name)
         for text in () if any_length else texts:
             self._check_length(tokenizer, len(text), field_name)
         return await self.maybe_on_thread(
@@ -114,6 +128,7 @@ class Service:
     async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
+        language: Language,
         *,
         add_generation_prompt: bool = True,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -125,7 +140,7 @@ class Service:
 
         To a template that knows no developers, these are the system.
         """
-        tokenizer = self.need_tokenizer("messages")
+        tokenizer = self.need_tokenizer(language, "messages")
         num_chars = sum(len(m["content"]) for m in messages)
         if not any_length:
             self._check_length(tokenizer, num_chars, "messages")
@@ -133,16 +148,19 @@ class Service:
             messages = [
                 {**m, "role": "system"} if m["role"] == "developer" else m for m in messages
             ]
-        return await self.maybe_on_thread(
-            num_chars + len(repr(tools or "")),
-            lambda: tokenizer.chat(
+
+        def work() -> list[int]:
+            return tokenizer.chat(
                 messages,
                 add_generation_prompt,
                 template_kwargs,
                 tools=tools,
                 continue_final_message=continue_final_message,
-            ),
-        )
+            )
+
+        if language.is_own:
+            return await asyncio.to_thread(work)  # what its template takes, nobody knows
+        return await self.maybe_on_thread(num_chars + len(repr(tools or "")), work)
 
     async def maybe_on_thread(self, num_chars: int, work: Callable[[], T]) -> T:
         """The result of `work`, which must not hold up the event loop if there is much of it."""
@@ -150,14 +168,14 @@ class Service:
             return await asyncio.to_thread(work)
         return work()
 
-    def need_tokenizer(self, field_name: str) -> Tokenizer:
-        if self.tokenizer is None:
+    def need_tokenizer(self, language: Language, field_name: str) -> Tokenizer:
+        if language.tokenizer is None:
             raise InvalidRequest(
                 f"{field_name}: text needs a tokenizer, and this server runs without one; "
                 "send token ids to /v1/completions",
                 field_name,
             )
-        return self.tokenizer
+        return language.tokenizer
 
     def _check_length(self, tokenizer: Tokenizer, num_chars: int, field_name: str) -> None:
         """Refuse a text that can't fit before tokenizing it."""
@@ -170,11 +188,11 @@ class Service:
                 field_name,
             )
 
-    def check_ids(self, ids: Sequence[int], field_name: str) -> None:
+    def check_ids(self, ids: Sequence[int], field_name: str, language: Language) -> None:
         """Raises InvalidRequest unless there are ids and all are in the vocabulary."""
         if not ids:
             raise InvalidRequest(f"{field_name} must not be empty", field_name)
-        vocab_size = self.engine.info.vocab_size
+        vocab_size = language.vocab_size
         for bad in (min(ids), max(ids)):
             if not 0 <= bad < vocab_size:
                 raise InvalidRequest(
@@ -205,10 +223,10 @@ class Service:
         return replace(params, max_tokens=min(wanted, room))
 
     async def _run(
-        self, request: EngineRequest, shown_ids: Collection[int]
+        self, request: EngineRequest, language: Language, shown_ids: Collection[int]
     ) -> AsyncGenerator[OutputDelta, None]:
         """The request's deltas. Closing the generator aborts what still runs in the engine."""
-        output = OutputStream(self.tokenizer, request.params, request.prompt_ids, shown_ids)
+        output = OutputStream(language.tokenizer, request.params, request.prompt_ids, shown_ids)
         events = cast(AsyncGenerator[TokenEvent, None], self.engine.generate(request))
         with self._observer.watch(request) as watch:
             async with aclosing(events):
@@ -222,7 +240,10 @@ class Service:
             raise EngineDead("the engine ended a request without an answer")
 
     async def run_all(
-        self, requests: Sequence[EngineRequest], shown_ids: Collection[int] = ()
+        self,
+        requests: Sequence[EngineRequest],
+        language: Language,
+        shown_ids: Collection[int] = (),
     ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """The deltas of several requests as they come, each with the index of its request.
 
@@ -231,20 +252,24 @@ class Service:
         """
         with self.admission.enter(len(requests)):
             if len(requests) == 1:
-                async with aclosing(self._run(requests[0], shown_ids)) as deltas:
+                async with aclosing(self._run(requests[0], language, shown_ids)) as deltas:
                     async for delta in deltas:
                         yield 0, delta
                 return
-            async with aclosing(_merge([self._run(r, shown_ids) for r in requests])) as merged:
+            runs = [self._run(request, language, shown_ids) for request in requests]
+            async with aclosing(_merge(runs)) as merged:
                 async for item in merged:
                     yield item
 
     async def collect(
-        self, requests: Sequence[EngineRequest], shown_ids: Collection[int] = ()
+        self,
+        requests: Sequence[EngineRequest],
+        language: Language,
+        shown_ids: Collection[int] = (),
     ) -> list[Output]:
         """The whole outputs, in the order of the requests."""
         outputs = [Output() for _ in requests]
-        async with aclosing(self.run_all(requests, shown_ids)) as merged:
+        async with aclosing(self.run_all(requests, language, shown_ids)) as merged:
             async for index, delta in merged:
                 outputs[index].add(delta)
         return outputs

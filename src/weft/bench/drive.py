@@ -37,6 +37,8 @@ class Timed:
     due_s: float
     resident: bool = True
     """Whether its adapter was on the device when it was submitted."""
+    num_cached: int = 0
+    """Tokens of its prompt that came from the prefix cache."""
     token_ids: list[int] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
 
@@ -138,6 +140,7 @@ class Driver:
         on_finished: Callable[[], None],
     ) -> None:
         timed = open_jobs[event.request_id]
+        timed.num_cached = max(timed.num_cached, event.num_cached_tokens)
         timed.token_ids += event.token_ids
         timed.token_s += [now] * len(event.token_ids)
         if event.error is not None:

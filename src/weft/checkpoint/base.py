@@ -110,7 +110,10 @@ def replaced_rows(
         ids = torch.arange(len(found))
     assert found is not None
     if base is not None:
-        differs = _differs(found, ids, _by_token(base.weight(target), target))
+        weight = _by_token(base.weight(target), target)
+        known = int((ids < len(weight)).sum())
+        differs = torch.ones(len(ids), dtype=torch.bool)
+        differs[:known] = _differs(found[:known], ids[:known], weight)
         if not differs.all():
             ids, found = ids[differs], found[differs]
     return Replaced(ids.to(torch.int32), found) if len(ids) else None
@@ -136,10 +139,35 @@ def _by_token(weight: torch.Tensor, target: Target) -> torch.Tensor:
     return weight.t() if target.kind == "embedding" else weight
 
 
+def with_pair(replaced: Replaced, parts: TargetParts, vocab: int, affine: Affine) -> Replaced:
+    """The rows of tokens from `vocab` on, which were added, made final: with what the adapter's A
+    and B and the rest in `affine` do to them. Raises AdapterInvalid."""
+    scale, shift = affine
+    first = int((replaced.ids < vocab).sum())
+    rows = replaced.rows[first:].float()
+    is_head = parts.target.kind == "head"
+    if parts.a is not None and parts.b is not None:
+        check_finite(parts.a)
+        check_finite(parts.b)
+        a, b = parts.a.tensor.float(), parts.b.tensor.float()
+        pair = b[vocab:] @ a if is_head else a[:, vocab:].t() @ b.t()
+        rows = rows + parts.scaling * pair
+    if is_head and shift is not None:
+        named = parts.lora_bias or Named("lora_bias", shift)
+        refuse(named.name, "a bias of added tokens in the head is not served")
+    if scale is not None:
+        rows = rows * (scale[vocab:, None] if is_head else scale)
+    if shift is not None:
+        rows = rows + shift
+    final = rows.to(replaced.rows.dtype)
+    check_finite(Named(parts.target.name, final))
+    return Replaced(replaced.ids, torch.cat((replaced.rows[:first], final)))
+
+
 def _differs(rows: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Which rows are not those of the base's weight (vocab, hidden): bool (n,)."""
     step = max(1, _CHUNK // weight.shape[1])
-    parts: list[torch.Tensor] = []
+    parts = [torch.ones(0, dtype=torch.bool)]
     for start in range(0, len(ids), step):
         old = weight[ids[start : start + step].to(weight.device)]
         parts.append((rows[start : start + step].to(weight.device) != old).any(1).cpu())
@@ -151,7 +179,9 @@ def _weight(target: Target, base: BaseWeights, replaced: Replaced | None) -> tor
     weight = base.weight(target)
     if replaced is None:
         return weight
-    by_token = _by_token(weight, target).clone()
+    by_token = _by_token(weight, target)
+    size = max(len(by_token), int(replaced.ids[-1]) + 1)
+    by_token = torch.cat((by_token, by_token.new_zeros(size - len(by_token), by_token.shape[1])))
     by_token[replaced.ids.to(weight.device, torch.int64)] = replaced.rows.to(weight.device)
     return by_token.t() if target.kind == "embedding" else by_token
 

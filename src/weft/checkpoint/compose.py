@@ -31,6 +31,7 @@ _HOLDS = {
     "norm_offset": "norms of its own",
     "embedding_rows": "rows of the embedding of its own",
     "head_rows": "rows of the head of its own",
+    "vocab_size": "added tokens",
     "invocation": "tokens that activate it (aLoRA)",
 }
 

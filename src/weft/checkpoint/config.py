@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TypedDict, TypeVar
 
@@ -170,31 +170,37 @@ class PeftConfig:
             if not any(module.endswith(ending) for module in ("model.embed_tokens", "lm_head")):
                 refuse("trainable_token_indices", f"{show(ending)} is no embedding of the base")
 
-    def check_modules(self, modules: list[str]) -> None:
+    def check_modules(self, modules: list[str], known: Collection[str]) -> None:
         """Raises AdapterInvalid unless the config selects exactly the kinds of `modules`, among
-        which parameters may be."""
+        which parameters may be; `known`: what the base model has."""
         keys = {module: self._key_of(module) for module in modules}
         for entry in self.target_parameters:
             if not any(_ends_with(key, entry) for key in keys.values()):
                 refuse("target_parameters", f"no tensor of the file is for {show(entry)}")
         modules = [module for module, key in keys.items() if not self.selects_parameter(key)]
         for module in modules:
-            self._check_module(module)
+            if not _selects(self.target_modules, module, default=True):
+                refuse("target_modules", f"does not select {module}, which the file adapts")
+            if leaves_out := self._leaves_out(module):
+                refuse(*leaves_out)
         if isinstance(self.target_modules, tuple):
             for entry in self.target_modules:
-                if not any(_ends_with(module, entry) for module in modules):
+                meant = [module for module in known if _ends_with(module, entry)]
+                if any(_ends_with(module, entry) for module in modules):
+                    continue
+                if not meant or not all(map(self._leaves_out, meant)):
                     refuse("target_modules", f"no tensor of the file is for {show(entry)}")
 
-    def _check_module(self, module: str) -> None:
-        if not _selects(self.target_modules, module, default=True):
-            refuse("target_modules", f"does not select {module}, which the file adapts")
+    def _leaves_out(self, module: str) -> tuple[str, str] | None:
+        """The field by which the config leaves out what `target_modules` selects, and a reason."""
         if _selects(self.exclude_modules, module, default=False):
-            refuse("exclude_modules", f"excludes {module}, which the file adapts")
+            return "exclude_modules", f"excludes {module}, which the file adapts"
         if self.layers_to_transform is None:
-            return
+            return None
         in_full = isinstance(self.target_modules, tuple) and module in self.target_modules
-        if not in_full and _layer_of(module) not in self.layers_to_transform:
-            refuse("layers_to_transform", f"leaves out {module}, which the file adapts")
+        if in_full or _layer_of(module) in self.layers_to_transform:
+            return None
+        return "layers_to_transform", f"leaves out {module}, which the file adapts"
 
 
 def parse_config(text: bytes, max_rank: int) -> PeftConfig:

@@ -106,7 +106,7 @@ def convert_parts(
         if not bool(tensor.isfinite().all()):
             refuse(name, "holds NaN or infinite values")
     modules = _modules(tensors, table, config)
-    config.check_modules([module.target.name for module in modules])
+    config.check_modules([module.target.name for module in modules], table.by_name)
     worst = EXACT
     with np.errstate(all="ignore"):  # what is too large shows as infinite in the image
         if config.kind == "ADALORA":

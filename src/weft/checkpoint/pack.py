@@ -18,6 +18,7 @@ from weft.checkpoint.base import (
     is_finite,
     replaced_norm,
     replaced_rows,
+    with_pair,
 )
 from weft.checkpoint.config import parse_config
 from weft.checkpoint.convert import (
@@ -27,16 +28,10 @@ from weft.checkpoint.convert import (
 )
 from weft.checkpoint.memory import allocate
 from weft.checkpoint.parts import AdapterParts, Named, Rows, TargetParts, sort_parts
-from weft.checkpoint.read import (
-    MAX_HEADER_BYTES,
-    WEIGHTS_FILE,
-    AdapterFiles,
-    parse_tensors,
-    read_files,
-)
-from weft.checkpoint.refuse import refuse, show
+from weft.checkpoint.read import WEIGHTS_FILE, AdapterFiles, parse_tensors, read_adapter
+from weft.checkpoint.refuse import refuse
 from weft.checkpoint.residual import check_residual
-from weft.core.errors import AdapterUnavailable
+from weft.core.config import MAX_ADDED_TOKENS
 from weft.core.targets import (
     Extras,
     ImageLayout,
@@ -89,6 +84,7 @@ class _Beside:
     """By their index in the table."""
     embedding: Replaced | None = None
     head: Replaced | None = None
+    vocab_size: int = 0
 
     @property
     def shared(self) -> bool:
@@ -102,6 +98,7 @@ class _Beside:
             0 if self.embedding is None else len(self.embedding.rows),
             0 if self.head is None else len(self.head.rows),
             self.shared,
+            self.vocab_size,
         )
 
 
@@ -113,6 +110,7 @@ def load_image(
     expect_digest: str | None = None,
     base: BaseWeights | None = None,
     conversion_tolerance: float = CONVERSION_TOLERANCE,
+    max_added_tokens: int = MAX_ADDED_TOKENS,
 ) -> AdapterImage:
     """Read, validate and pack the PEFT adapter in the folder `path` for the base in `table`.
 
@@ -121,21 +119,7 @@ def load_image(
     `expect_digest`).
     """
     files = read_adapter(path, table, max_rank, expect_digest)
-    return pack_image(files, table, dtype, max_rank, base, conversion_tolerance)
-
-
-def read_adapter(
-    path: Path, table: TargetTable, max_rank: int, expect_digest: str | None = None
-) -> AdapterFiles:
-    """The first part of `load_image`: the content of the folder `path`, which the rest is made of.
-
-    Raises AdapterNotFound, AdapterUnavailable, and AdapterInvalid for files that are too large.
-    """
-    files = read_files(path, _max_weight_bytes(table, max_rank))
-    if expect_digest is not None and files.digest != expect_digest:
-        message = f"the adapter in {show(str(path))} changed on disk since it was loaded"
-        raise AdapterUnavailable(message, "lora_path")
-    return files
+    return pack_image(files, table, dtype, max_rank, base, conversion_tolerance, max_added_tokens)
 
 
 def pack_image(
@@ -145,6 +129,7 @@ def pack_image(
     max_rank: int,
     base: BaseWeights | None = None,
     conversion_tolerance: float = CONVERSION_TOLERANCE,
+    max_added_tokens: int = MAX_ADDED_TOKENS,
 ) -> AdapterImage:
     """The image of an adapter from the content of its files.
 
@@ -155,7 +140,7 @@ def pack_image(
     config = parse_config(files.config, max_rank)
     tensors = parse_tensors(files.weights)
     if config.kind == "LORA":
-        parts = sort_parts(tensors, table, config)
+        parts = sort_parts(tensors, table, config, max_added_tokens)
         if config.residual_init and base is not None:
             check_residual(config.residual_init, parts, base)
         image = pack_parts(files.digest, parts, table, dtype, base)
@@ -166,9 +151,7 @@ def pack_image(
     limits = Limits(max_rank, conversion_tolerance)
     parts, conversion = convert_parts(tensors, table, config, limits)
     image = pack_parts(files.digest, parts, table, dtype, base)
-    return replace(
-        image, conversion_error=conversion.error, conversion_worst=conversion.worst
-    )
+    return replace(image, conversion_error=conversion.error, conversion_worst=conversion.worst)
 
 
 def _check_activated(
@@ -184,9 +167,7 @@ def _check_activated(
         if each.a is not None and each.target.kind not in ("linear", "head"):
             refuse(each.a.name, f"no {each.target.kind} can be adapted by an activated LoRA")
     layout = image.layout
-    if not image.provisional and (
-        layout.norm_offset or layout.embedding_rows or layout.head_rows
-    ):
+    if not image.provisional and (layout.norm_offset or layout.embedding_rows or layout.head_rows):
         message = "the file holds weights that differ from the base's, which can't be activated"
         refuse("alora_invocation_tokens", message)
 
@@ -233,35 +214,27 @@ def _names(parts: AdapterParts) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _max_weight_bytes(table: TargetTable, max_rank: int) -> int:
-    """An upper bound for the file of any adapter of at most `max_rank`, in float32: with some
-    vectors for each target and norm, and with the whole weights of embedding and head."""
-    targets = table.targets
-    features = sum((t.in_features + t.out_features) * table.copies(t.kind) for t in targets)
-    whole = [t.in_features * t.out_features for t in targets if t.kind in ("embedding", "head")]
-    vectors = 4 * features + sum(norm.size for norm in table.norms)
-    return 4 * (max_rank * features + 2 * sum(whole) + vectors) + 2 * MAX_HEADER_BYTES
-
-
 # -- A and B ---------------------------------------------------------------------------------------
 
 
 def _fill_pairs(
     data: torch.Tensor, targets: list[TargetParts], table: TargetTable, layout: ImageLayout
 ) -> bool:
-    """Copy A and B, the scaling done in float32. Whether they change anything."""
+    """Copy A and B, the scaling done in float32; what they have for added tokens is in the rows of
+    these. Whether they change anything."""
     changes = False
     for parts in targets:
         if parts.a is None or parts.b is None:
             continue
-        for expert in range(table.copies(parts.target.kind)):
-            a, b = pair_views(data, parts.target, table, layout, expert)
+        target = table.targets[parts.target.slice]
+        for expert in range(table.copies(target.kind)):
+            a, b = pair_views(data, target, table, layout, expert)
             a_source, b_source = _of_expert(parts, expert)
-            if parts.target.kind == "embedding":
-                fill(a.t(), a_source.tensor.t(), 1.0)
+            if target.kind == "embedding":
+                fill(a.t(), a_source.tensor.t()[: target.in_features], 1.0)
             else:
                 fill(a, a_source.tensor, 1.0)
-            fill(b, b_source.tensor, parts.scaling)
+            fill(b, b_source.tensor[: target.out_features], parts.scaling)
             changes = changes or bool(a.any() and b.any())
     return changes
 
@@ -313,7 +286,8 @@ def _check_finite(
         if parts.a is None or parts.b is None:
             continue
         for expert in range(table.copies(parts.target.kind)):
-            views = pair_views(data, parts.target, table, layout, expert)
+            target = table.targets[parts.target.slice]
+            views = pair_views(data, target, table, layout, expert)
             for named, packed in zip(_of_expert(parts, expert), views, strict=True):
                 check_finite(named, packed)
 
@@ -324,19 +298,26 @@ def _check_finite(
 def _beside(
     parts: AdapterParts, table: TargetTable, dtype: torch.dtype, base: BaseWeights | None
 ) -> _Beside:
-    beside = _Beside({}, {}, {})
+    beside = _Beside({}, {}, {}, vocab_size=parts.vocab_size)
     beside.embedding = _replaced(parts.embedding, "embedding", table, dtype, base)
     beside.head = beside.embedding
     if not _same(parts.embedding, parts.head):
         beside.head = _replaced(parts.head, "head", table, dtype, base)
     for each in parts.targets:
-        if each.is_affine:
-            whole = {"embedding": beside.embedding, "head": beside.head}.get(each.target.kind)
-            scale, shift = affine(each, base, whole)
-            if scale is not None:
-                beside.scale[each.target.slice] = scale
-            if shift is not None:
-                beside.shift[each.target.slice] = shift
+        target = table.targets[each.target.slice]
+        whole = {"embedding": beside.embedding, "head": beside.head}.get(target.kind)
+        scale, shift = affine(each, base, whole) if each.is_affine else (None, None)
+        if parts.vocab_size and whole is not None:
+            vocab, _ = vocabulary(table, "embedding")
+            final = with_pair(whole, each, vocab, (scale, shift))
+            if target.kind == "embedding":
+                beside.embedding = final
+            else:
+                beside.head = final
+        if scale is not None:
+            beside.scale[target.slice] = scale[: target.out_features]
+        if shift is not None:
+            beside.shift[target.slice] = shift[: target.out_features]
     for norm, named in parts.norms:
         weight = replaced_norm(norm, named, dtype, base)
         if weight is not None:

@@ -14,7 +14,8 @@ from weft.checkpoint.config import PeftConfig
 from weft.checkpoint.experts import Gathered, gather_experts
 from weft.checkpoint.read import WEIGHTS_FILE
 from weft.checkpoint.refuse import refuse
-from weft.core.targets import Kind, Norm, Target, TargetTable, vocabulary
+from weft.core.config import MAX_ADDED_TOKENS
+from weft.core.targets import Kind, Norm, Target, TargetTable, resized, vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,6 +85,9 @@ class AdapterParts:
     norms: list[tuple[Norm, Named]] = field(default_factory=list)
     embedding: Rows | None = None
     head: Rows | None = None
+    vocab_size: int = 0
+    """If tokens were added to the base's: the embedding and the head, and what `targets` says of
+    them, have that many rows. 0: as the base."""
 
     @property
     def needs_base(self) -> bool:
@@ -92,12 +96,20 @@ class AdapterParts:
         return affine or bool(self.norms or self.embedding or self.head)
 
 
-def sort_parts(tensors: dict[str, Tensor], table: TargetTable, config: PeftConfig) -> AdapterParts:
+def sort_parts(
+    tensors: dict[str, Tensor],
+    table: TargetTable,
+    config: PeftConfig,
+    max_added_tokens: int = MAX_ADDED_TOKENS,
+) -> AdapterParts:
     """Raises AdapterInvalid, naming the tensor or field, for what does not fit the base or the
     config, and for a tensor that nothing is made of."""
     if not tensors:
         refuse(WEIGHTS_FILE, "holds no tensors")
-    gathered = gather_experts(tensors, table, config)
+    base_size, _ = vocabulary(table, "embedding")
+    size, source = _vocab_size(tensors, table, config, max_added_tokens)
+    table = resized(table, size) if size > base_size else table
+    gathered = gather_experts(_without_copies(tensors, config), table, config)
     found = _Found(table, gathered)
     for name, tensor in gathered.tensors.items():
         found.add(name, tensor)
@@ -106,10 +118,15 @@ def sort_parts(tensors: dict[str, Tensor], table: TargetTable, config: PeftConfi
         if weight := found.of(norm.name, "whole"):
             parts.norms.append((norm, _norm(norm, weight)))
     _set_rows(parts, found, config)
+    if size > base_size:
+        parts.vocab_size = size
+        for module, rows in ((EMBEDDING, parts.embedding), (HEAD, parts.head)):
+            _check_added(source, module, rows, range(base_size, size))
     adapted = [each.target.name for each in parts.targets if each.rank]
     if config.ensure_weight_tying and table.tied and EMBEDDING in adapted:
         adapted = [name for name in adapted if name != HEAD]  # PEFT adapts it unasked
-    config.check_modules([module for name in adapted for module in gathered.modules_of(name)])
+    modules = [module for name in adapted for module in gathered.modules_of(name)]
+    config.check_modules(modules, table.by_name)
     config.check_saved(found.saved(), [*table.by_name, *table.norms_by_name])
     return parts
 
@@ -132,6 +149,8 @@ _SUFFIXES = {
     ".weight": "whole",
 }
 """Of names in files, longest first: what the tensor is. What PEFT wraps is an `inner` one."""
+
+_WHOLE = tuple(suffix for suffix, part in _SUFFIXES.items() if "whole" in part)
 
 _EMBEDDING_SUFFIXES = frozenset({".lora_embedding_A", ".lora_embedding_B"})
 _LINEAR_SUFFIXES = frozenset({".lora_A.weight", ".lora_B.weight", ".lora_B.bias"})
@@ -224,6 +243,63 @@ def _layer(name: str) -> int:
     """The first number that is a part of the name; -1 when there is none."""
     parts = (part for part in name.split(".") if part.isdecimal() and len(part) < 10)
     return next((int(part) for part in parts), -1)
+
+
+# -- added tokens ----------------------------------------------------------------------------------
+
+
+def _vocab_size(
+    tensors: dict[str, Tensor], table: TargetTable, config: PeftConfig, max_added: int
+) -> tuple[int, str]:
+    """Of the model that the adapter is for, at least the base's; and the whole weight that says
+    so, or else the field."""
+    base_size, hidden = vocabulary(table, "embedding")
+    wholes = [
+        (name, tensors[name].shape)
+        for module in (EMBEDDING, HEAD)
+        for part in _WHOLE
+        if (name := f"{PREFIX}{module}{part}") in tensors
+    ]
+    sizes = [(name, shape[0]) for name, shape in wholes if shape[1:] == (hidden,)]
+    source, size = sizes[0] if sizes else ("", base_size)
+    if not source:
+        trained = [config.token_ids(module) or () for module in (EMBEDDING, HEAD)]
+        source = "trainable_token_indices"
+        size = 1 + max((i for ids in trained for i in ids), default=-1)
+    if size - base_size > max_added:
+        refuse(
+            source,
+            f"is for a vocabulary of {size}, {size - base_size} more than the base model's; at most"
+            f" {max_added} are served (--max-added-tokens)",
+        )
+    return max(size, base_size), source
+
+
+def _without_copies(tensors: dict[str, Tensor], config: PeftConfig) -> dict[str, Tensor]:
+    """Without the copies that PEFT adds to a file of saved modules, and does not read again, when
+    it saves embedding layers along."""
+    found = dict(tensors)
+    for module in (EMBEDDING, HEAD):
+        whole = found.get(f"{PREFIX}{module}.weight")
+        saved = config.saves(module) or (config.ensure_weight_tying and config.saves(EMBEDDING))
+        if whole is None or not saved:
+            continue
+        found.pop(f"{PREFIX}{module}.original_module.weight", None)
+        name = f"{PREFIX}{module}.modules_to_save.weight"
+        copy = found.pop(name, None)
+        if copy is not None and not _equal(Named(name, copy), Named(name, whole)):
+            refuse(name, f"PEFT would ignore it, and it differs from {PREFIX}{module}.weight")
+    return found
+
+
+def _check_added(source: str, module: str, rows: Rows | None, added: range) -> None:
+    if rows is None or (rows.whole is None and not set(added) <= set(rows.ids)):
+        refuse(
+            source,
+            f"is for {len(added)} more than the base model's {added.start} tokens, but the file"
+            f" does not hold the rows of {module} for all of them; save the adapter with"
+            " save_embedding_layers=True",
+        )
 
 
 # -- projections -----------------------------------------------------------------------------------
@@ -328,7 +404,7 @@ def _wholes(found: _Found, config: PeftConfig) -> dict[str, Named | None]:
         whole = found.of(module, "whole", "inner_whole", "token_whole")
         if whole is None:
             continue
-        _check_whole(whole, vocabulary(found.table, kind))
+        _check_shape(whole, vocabulary(found.table, kind), "the base model makes")
         _check_place(module, found, config)
         (own if _is_saved(module, found, config) else loaded)[module] = whole
     if not found.table.tied:
@@ -338,17 +414,6 @@ def _wholes(found: _Found, config: PeftConfig) -> dict[str, Named | None]:
     if head is not None and not _equal(head, shared):
         refuse(head.name, f"differs from {EMBEDDING}, with which the base model shares it")
     return {module: own[module] or shared for module in own}
-
-
-def _check_whole(whole: Named, shape: tuple[int, int]) -> None:
-    found = tuple(whole.tensor.shape)
-    if len(found) == 2 and found[0] > shape[0] and found[1] == shape[1]:
-        refuse(
-            whole.name,
-            f"has {found[0]} rows, {found[0] - shape[0]} more than the base model's vocabulary:"
-            " added tokens are not served",
-        )
-    _check_shape(whole, shape, "the base model makes")
 
 
 def _check_place(module: str, found: _Found, config: PeftConfig) -> None:
@@ -386,11 +451,8 @@ def _some(module: str, found: _Found, config: PeftConfig) -> tuple[Named | None,
     vocab, hidden = vocabulary(found.table, "embedding")
     beyond = [i for i in ids if i >= vocab]
     if beyond:
-        refuse(
-            "trainable_token_indices",
-            f"token {beyond[0]} is beyond the base model's vocabulary of {vocab}: added tokens are"
-            " not served",
-        )
+        message = f"token {beyond[0]} is beyond the vocabulary of {vocab}"
+        refuse("trainable_token_indices", message)
     _check_shape(named, (len(ids), hidden), "the config and the base model make")
     return named, ids
 

@@ -14,22 +14,25 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from weft.checkpoint.config import CONFIG_FILE
-from weft.checkpoint.memory import allocate
 from weft.checkpoint.refuse import refuse, show, shown_name
-from weft.core.errors import AdapterNotFound
+from weft.core.errors import AdapterNotFound, AdapterUnavailable
+from weft.core.targets import TargetTable
+
+if TYPE_CHECKING:
+    import torch
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMENSIONS = 8
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""What weights may be stored in, by safetensors' names."""
+DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+"""What weights may be stored in: torch's names by safetensors' names."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -54,6 +57,20 @@ class AdapterFiles:
         return sha.hexdigest()
 
 
+def read_adapter(
+    path: Path, table: TargetTable, max_rank: int, expect_digest: str | None = None
+) -> AdapterFiles:
+    """The content of the folder `path`, where it can be an adapter for the base in `table`.
+
+    Raises AdapterNotFound, AdapterUnavailable, and AdapterInvalid for files that are too large.
+    """
+    files = read_files(path, _max_weight_bytes(table, max_rank))
+    if expect_digest is not None and files.digest != expect_digest:
+        message = f"the adapter in {show(str(path))} changed on disk since it was loaded"
+        raise AdapterUnavailable(message, "lora_path")
+    return files
+
+
 def read_files(folder: Path, max_weight_bytes: int) -> AdapterFiles:
     """Raises AdapterNotFound (no folder, a file missing) and AdapterInvalid (pickle, too large)."""
     if not _is(folder, directory=True):
@@ -64,6 +81,19 @@ def read_files(folder: Path, max_weight_bytes: int) -> AdapterFiles:
     return AdapterFiles(config, _read(folder, WEIGHTS_FILE, max_weight_bytes))
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor as it lies in the file."""
+
+    dtype: str
+    """torch's name of it."""
+    shape: tuple[int, ...]
+    data: Bytes
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+
 def parse_tensors(weights: bytes | memoryview) -> dict[str, torch.Tensor]:
     """The tensors of a safetensors file by name, CPU, in the file's dtypes.
 
@@ -71,22 +101,38 @@ def parse_tensors(weights: bytes | memoryview) -> dict[str, torch.Tensor]:
     while a large copy is made, which is not so while libraries make many small ones.
     Raises AdapterInvalid for a malformed file or a dtype other than float32, float16, bfloat16.
     """
+    return {name: _tensor(stored) for name, stored in parse_stored(weights).items()}
+
+
+def parse_stored(weights: bytes | memoryview) -> dict[str, Stored]:
+    """`parse_tensors` without torch."""
     header = _parse_header(weights)
     data = np.frombuffer(weights, np.uint8, offset=8 + int.from_bytes(weights[:8], "little"))
     if not data.flags.writeable:
         data = data.copy()
     end = 0
-    tensors: dict[str, torch.Tensor] = {}
+    found: dict[str, Stored] = {}
     for name, spec in sorted(header.items(), key=_begin):
-        entry = _entry(name, spec)
-        if entry.begin != end or entry.end > len(data):
+        dtype, shape, begin, stop = _entry(name, spec)
+        if begin != end or stop > len(data):
             where = "overlap others, leave a hole or exceed the file"
             refuse(WEIGHTS_FILE, f"malformed: the data of {shown_name(name)} {where}")
-        end = entry.end
-        tensors[name] = _tensor(data[entry.begin : end], entry)
+        end = stop
+        found[name] = Stored(dtype, shape, data[begin:stop])
     if end != len(data):
         refuse(WEIGHTS_FILE, "malformed: it is longer than its tensors")
-    return tensors
+    return found
+
+
+def _max_weight_bytes(table: TargetTable, max_rank: int) -> int:
+    """An upper bound for the file of any adapter of at most `max_rank`, in float32: with some
+    vectors for each target and norm, and with the whole weights of embedding and head, which may
+    be larger than the base's and are there up to three times."""
+    targets = table.targets
+    features = sum((t.in_features + t.out_features) * table.copies(t.kind) for t in targets)
+    whole = [t.in_features * t.out_features for t in targets if t.kind in ("embedding", "head")]
+    vectors = 4 * features + sum(norm.size for norm in table.norms)
+    return 4 * (max_rank * features + 4 * sum(whole) + vectors) + 2 * MAX_HEADER_BYTES
 
 
 def _is(path: Path, directory: bool) -> bool:
@@ -116,7 +162,7 @@ def _read(folder: Path, name: str, max_bytes: int) -> memoryview:
 
 def _read_all(file: io.FileIO, size: int) -> memoryview:
     """All of it, if it still has `size` bytes; one more if it has more."""
-    content = allocate(size + 1, torch.uint8).numpy().data
+    content = np.empty(size + 1, np.uint8).data
     length = 0
     while count := file.readinto(content[length:]):
         length += count
@@ -162,16 +208,6 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
-    """Where a tensor lies in the data, in bytes."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
 def _begin(item: tuple[str, object]) -> tuple[int, ...]:
     """Where a tensor's data begin and end, for sorting; what is malformed comes first."""
     spec = item[1]
@@ -179,7 +215,8 @@ def _begin(item: tuple[str, object]) -> tuple[int, ...]:
     return _sizes(offsets) or ()
 
 
-def _entry(name: str, spec: object) -> _Entry:
+def _entry(name: str, spec: object) -> tuple[str, tuple[int, ...], int, int]:
+    """Dtype and shape of a tensor, and where it lies in the data, in bytes."""
     if not isinstance(spec, dict) or spec.keys() != {"dtype", "shape", "data_offsets"}:
         refuse(name, "malformed: it needs dtype, shape and data_offsets")
     dtype = DTYPES.get(spec["dtype"]) if isinstance(spec["dtype"], str) else None
@@ -188,9 +225,13 @@ def _entry(name: str, spec: object) -> _Entry:
     shape, offsets = _sizes(spec["shape"]), _sizes(spec["data_offsets"])
     if shape is None or offsets is None or len(offsets) != 2 or len(shape) > MAX_DIMENSIONS:
         refuse(name, "malformed: its shape or its place is not a list of sizes")
-    if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
+    if math.prod(shape) * item_bytes(dtype) != offsets[1] - offsets[0]:
         refuse(name, f"malformed: its data do not have the size of the shape {show(shape)}")
-    return _Entry(dtype, shape, *offsets)
+    return dtype, shape, *offsets
+
+
+def item_bytes(dtype: str) -> int:
+    return 4 if dtype == "float32" else 2
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:
@@ -202,10 +243,13 @@ def _sizes(value: object) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-def _tensor(data: Bytes, entry: _Entry) -> torch.Tensor:
-    if not len(data):
-        return torch.empty(entry.shape, dtype=entry.dtype)
-    flat = torch.from_numpy(data)
-    if entry.begin % entry.dtype.itemsize:
+def _tensor(stored: Stored) -> torch.Tensor:
+    import torch
+
+    dtype = getattr(torch, stored.dtype)
+    if not len(stored.data):
+        return torch.empty(stored.shape, dtype=dtype)
+    flat = torch.from_numpy(stored.data)
+    if flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()
-    return flat.view(entry.dtype).reshape(entry.shape)
+    return flat.view(dtype).reshape(stored.shape)

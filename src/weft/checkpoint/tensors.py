@@ -51,7 +51,8 @@ def _copy(name: str, tensor: object) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided:
         kind = getattr(tensor, "layout", type(tensor).__name__)
         refuse(name, f"must be a dense tensor, got {show(str(kind))}")
-    odd = tensor.is_floating_point() and tensor.dtype not in DTYPES.values()
+    served = {getattr(torch, dtype) for dtype in DTYPES.values()}
+    odd = tensor.is_floating_point() and tensor.dtype not in served
     dtype = torch.float32 if odd else tensor.dtype
     try:
         copy = tensor.detach().to("cpu", dtype, copy=True)

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from weft.cli.bench_adapters import churn, cold, simulate
+from weft.cli.bench_adapters import alora, churn, cold, simulate
 from weft.cli.bench_options import (
     WORKLOAD,
     InputLen,
@@ -227,6 +227,7 @@ def serve(
 
 bench.command()(churn)
 bench.command()(cold)
+bench.command()(alora)
 bench.command()(simulate)
 
 

@@ -1,4 +1,4 @@
-"""`weft bench churn`, `cold` and `simulate`: what it takes that adapters come and go."""
+"""`weft bench churn`, `cold` and `simulate`: what it takes that adapters come and go; `alora`."""
 
 from __future__ import annotations
 
@@ -146,6 +146,37 @@ def cold(
 
         shape = AdapterShape(rank, names(targets))
         done(run_cold(model, ColdPlan(repeats, seed), shape, options))
+
+
+@engine_options("enable_prefix_caching", "adapter_memory", "adapter_cache_dir")
+def alora(
+    model: Model = None,
+    conversation: Annotated[
+        int, typer.Option(help="Tokens of the conversation.", min=1, rich_help_panel=WORKLOAD)
+    ] = 4000,
+    adapters: Annotated[
+        int, typer.Option(help="How many judge it.", min=1, rich_help_panel=WORKLOAD)
+    ] = 8,
+    rank: Rank = 16,
+    targets: Targets = None,
+    repeats: Annotated[int, typer.Option(help="Conversations; results are medians.", min=1)] = 5,
+    seed: Seed = 0,
+    plot: Plot = Path("weft-bench-alora.png"),
+    no_plot: NoPlot = False,
+    record: Record = None,
+    **options: object,
+) -> None:
+    """What activated LoRA reuses of a conversation that the base has read, beside plain LoRA.
+
+    Tokens taken from the prefix cache, and the time to the first token of the judgements of several
+    adapters: one after another, and all at once.
+    """
+    with reporting(None if no_plot else plot, record) as done:
+        from weft.bench.alora import AloraPlan, run_alora
+        from weft.bench.engine import AdapterShape
+
+        plan = AloraPlan(conversation, adapters, repeats, seed)
+        done(run_alora(model, plan, AdapterShape(rank, names(targets)), options))
 
 
 def simulate(

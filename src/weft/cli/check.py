@@ -7,23 +7,25 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import torch
-from safetensors import safe_open
-
-from weft.checkpoint import AdapterImage, load_image
 from weft.checkpoint.config import CONFIG_FILE, PeftConfig, parse_config
+from weft.checkpoint.examine import examine
 from weft.checkpoint.kinds import KINDS
-from weft.checkpoint.read import MAX_CONFIG_BYTES, WEIGHTS_FILE
+from weft.checkpoint.read import (
+    DTYPES,
+    MAX_CONFIG_BYTES,
+    AdapterFiles,
+    parse_stored,
+    read_adapter,
+)
 from weft.checkpoint.refuse import show
 from weft.core.config import MAX_RANK
 from weft.core.errors import AdapterError, AdapterInvalid, ConfigError
-from weft.core.targets import Target, TargetTable
+from weft.core.targets import ImageLayout, Target, TargetTable
 from weft.models.config import load_model_config
 from weft.models.targets import target_table
 from weft.registry.hub import fetch_adapter, parse_hub_id
 
 _HELP = {
-    "alora_invocation_tokens": "Train without it.",
     "peft_type": "Train a LoRA, or merge this adapter into a base of its own.",
     "task_type": "Train for CAUSAL_LM.",
     **dict.fromkeys(
@@ -75,8 +77,13 @@ class Facts:
     """LoRA, or what is served as one."""
     conversion_error: float
     """How far that is off at worst, as a relative Frobenius norm."""
+    provisional: bool
+    """Whether the verdict depends on the base's weights, which were not read; sizes are upper
+    bounds then."""
     rank: int
     """`r`, which counts for targets that `rank_pattern` does not name."""
+    invocation_token_ids: tuple[int, ...]
+    """Of an activated LoRA."""
     alpha: float
     """`lora_alpha`, likewise beside `alpha_pattern`."""
     rslora: bool
@@ -103,25 +110,67 @@ class Report:
     refusals: tuple[Refusal, ...]
 
 
-def check_adapter(adapter: str, base: str, max_rank: int) -> Report:
+@dataclass(frozen=True, slots=True)
+class _Image:
+    """What is told of an adapter's image."""
+
+    digest: str
+    layout: ImageLayout
+    targets: tuple[str, ...]
+    num_bytes: int
+    provisional: bool = False
+    conversion_error: float = 0.0
+
+
+def check_adapter(adapter: str, base: str, max_rank: int, conversion_tolerance: float) -> Report:
     """Ask the code that the engine loads adapters with.
 
     Raises ConfigError when there is no such base or adapter, or the base is not served.
     """
     config = load_model_config(base)
-    table, dtype = target_table(config), getattr(torch, config.dtype)
+    table = target_table(config)
     folder = _find(adapter)
     try:
-        image = load_image(folder, table, dtype, max_rank)
+        files = read_adapter(folder, table, max_rank)
+        image = _image(files, table, config.dtype, max_rank, conversion_tolerance)
     except AdapterError as error:
         return Report(adapter, base, False, None, tuple(_refusals(folder, error, max_rank)))
-    return Report(adapter, base, True, _facts(folder, image, table, max_rank), ())
+    return Report(adapter, base, True, _facts(files, image, table, config.dtype, max_rank), ())
+
+
+def _image(
+    files: AdapterFiles, table: TargetTable, dtype: str, max_rank: int, tolerance: float
+) -> _Image:
+    if found := examine(files, table, dtype, max_rank):
+        return _Image(found.digest, found.layout, found.targets, found.num_bytes)
+    import torch
+
+    from weft.checkpoint.pack import pack_image
+
+    image = pack_image(
+        files, table, getattr(torch, dtype), max_rank, conversion_tolerance=tolerance
+    )
+    return _Image(
+        image.digest,
+        image.layout,
+        image.targets,
+        image.num_bytes,
+        image.provisional,
+        image.conversion_error,
+    )
+
+
+_PROVISIONAL = """\
+This depends on the base's weights too, which were not read: the server looks at them when it loads
+the adapter, and may refuse it then. Sizes are upper bounds."""
 
 
 def show_report(report: Report) -> str:
     """Lines for people."""
     verdict = "served" if report.served else "refused"
     head = f"{verdict}: {report.adapter} on {report.base}"
+    if report.facts is not None and report.facts.provisional:
+        head += f"\n\n{_PROVISIONAL}"
     if report.facts is None:
         return "\n\n".join([head, *map(_show_refusal, report.refusals)])
     rows = _rows(report.facts, report.base)
@@ -203,33 +252,31 @@ def _show_refusal(refusal: Refusal) -> str:
 # -- what it is ------------------------------------------------------------------------------------
 
 
-def _facts(folder: Path, image: AdapterImage, table: TargetTable, max_rank: int) -> Facts:
-    text = (folder / CONFIG_FILE).read_bytes()
-    config = parse_config(text, max_rank)
-    trained_on = json.loads(text).get("base_model_name_or_path")
-    weights = folder / WEIGHTS_FILE
+def _facts(
+    files: AdapterFiles, image: _Image, table: TargetTable, dtype: str, max_rank: int
+) -> Facts:
+    config = parse_config(files.config, max_rank)
+    trained_on = json.loads(files.config).get("base_model_name_or_path")
+    stored = {tensor.dtype for tensor in parse_stored(files.weights).values()}
     return Facts(
         kind=KINDS[config.kind].says if config.kind in KINDS else "LoRA",
         conversion_error=image.conversion_error,
+        provisional=image.provisional,
         rank=config.r,
+        invocation_token_ids=config.invocation,
         alpha=config.alpha,
         rslora=config.use_rslora,
         targets=tuple(_adapted(config, image, table)),
-        dtypes=_dtypes(weights),
-        file_bytes=len(text) + weights.stat().st_size,
+        dtypes=tuple(sorted(name for name, dtype in DTYPES.items() if dtype in stored)),
+        file_bytes=len(files.config) + len(files.weights),
         digest=image.digest,
         device_bytes=image.num_bytes,
-        device_dtype=str(image.data.dtype).removeprefix("torch."),
+        device_dtype=dtype,
         trained_on=None if trained_on is None else str(trained_on),
     )
 
 
-def _dtypes(weights: Path) -> tuple[str, ...]:
-    with safe_open(weights, "pt") as file:
-        return tuple(sorted({file.get_slice(name).get_dtype() for name in file.keys()}))  # noqa: SIM118
-
-
-def _adapted(config: PeftConfig, image: AdapterImage, table: TargetTable) -> Iterator[Adapted]:
+def _adapted(config: PeftConfig, image: _Image, table: TargetTable) -> Iterator[Adapted]:
     alike: dict[tuple[str, int, float], list[Target]] = {}
     for target in table.targets:
         rank = image.layout.rank[target.slice]
@@ -273,7 +320,15 @@ def _rows(facts: Facts, base: str) -> list[tuple[str, str]]:
         ("on the device", _on_device(facts)),
         ("digest", facts.digest),
         ("trained on", _trained_on(facts.trained_on, base)),
+        *_activated(facts.invocation_token_ids),
     ]
+
+
+def _activated(invocation: tuple[int, ...]) -> list[tuple[str, str]]:
+    """A row, for an activated LoRA."""
+    if not invocation:
+        return []
+    return [("activated by", f"the token ids {', '.join(map(str, invocation))} in the prompt")]
 
 
 def _kind(facts: Facts) -> str:

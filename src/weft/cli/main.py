@@ -19,7 +19,7 @@ from weft.cli.options import (
     spread_lora_modules,
     with_engine_options,
 )
-from weft.core.config import MAX_RANK, engine_args
+from weft.core.config import MAX_RANK, LoraArgs, engine_args
 from weft.core.errors import WeftError
 
 HTTP = "HTTP server"
@@ -319,6 +319,14 @@ def check(
             max=MAX_RANK,
         ),
     ] = MAX_RANK,
+    conversion_tolerance: Annotated[
+        float,
+        typer.Option(
+            metavar="NUMBER",
+            help="Largest error with which the server accepts an adapter of another kind.",
+            min=0.0,
+        ),
+    ] = LoraArgs().conversion_tolerance,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one line of JSON instead.")
     ] = False,
@@ -331,7 +339,7 @@ def check(
     from weft.cli.check import check_adapter, report_json, show_report
 
     try:
-        report = check_adapter(adapter, base, max_lora_rank)
+        report = check_adapter(adapter, base, max_lora_rank, conversion_tolerance)
     except WeftError as error:
         fail(error.message, 2)
     typer.echo(report_json(report) if as_json else show_report(report))

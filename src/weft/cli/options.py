@@ -34,6 +34,7 @@ _HELP: dict[str, str] = {
     " folders; none: no images. Default: weft/adapters in the user's cache folder.",
     "adapter_cache_bytes": "Room for images there; those used least recently are removed.",
     "max_lora_rank": "Largest rank that is accepted.",
+    "max_added_tokens": "Tokens that an adapter's vocabulary may have beyond the base model's.",
     "conversion_tolerance": "Largest error, as a relative Frobenius norm, with which an adapter of"
     " another kind (LoHa, LoKr) is accepted as the LoRA nearest to it.",
     "adapter_memory": "Device memory for adapters: bytes, such as 500MB or 12GiB, or a fraction of"

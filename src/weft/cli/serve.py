@@ -30,7 +30,7 @@ from weft.engine.supervisor import Supervisor, start_supervised
 from weft.metrics.logs import configure_logging
 from weft.models.config import resolve_model
 from weft.registry import AdapterRegistry, AdapterRoots
-from weft.text import Tokenizer, load_tokenizer
+from weft.text import AdapterTokenizers, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
     from weft.metrics.traces import Traces
@@ -117,10 +117,11 @@ async def _start_and_serve(args: ServeArgs, listener: socket.socket, traces: Tra
     console = Console()
     with console.status(f"Loading {args.engine.model.model}"):
         engine, tokenizer = await _load(args)
+        tokenizers = AdapterTokenizers(tokenizer)
     try:
         registry = AdapterRegistry(args.api.served_model_names, args.engine.model.model)
-        app = create_app(engine, registry, tokenizer, args.roots, args.api, traces)
-        await _load_adapters(console, args.lora_modules, engine, registry)
+        app = create_app(engine, registry, tokenizers, args.roots, args.api, traces)
+        await _load_adapters(console, args.lora_modules, engine, registry, tokenizers)
         summary = _summary(engine.info, registry, _url(args.host, listener))
         _on_signals(lambda: None)
         await _serve_http(app, args, engine, listener, lambda: console.print(summary))
@@ -202,9 +203,11 @@ async def _load_adapters(
     modules: tuple[LoraModule, ...],
     engine: EngineClient,
     registry: AdapterRegistry,
+    tokenizers: AdapterTokenizers,
 ) -> None:
     """Load the operator's own adapters, whose links may lead anywhere."""
-    admin = AdapterAdmin(engine, registry, AdapterRoots([Path("/")]), allow_hub=True)
+    roots = AdapterRoots([Path("/")])
+    admin = AdapterAdmin(engine, registry, roots, allow_hub=True, tokenizers=tokenizers)
     with console.status("Loading adapters") as status:
         for number, module in enumerate(modules, 1):
             status.update(f"Loading adapters {number}/{len(modules)}")

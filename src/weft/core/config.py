@@ -12,6 +12,9 @@ MAX_RANK = 256
 """Largest rank that kernels must take."""
 
 
+MAX_ADDED_TOKENS = 256
+"""Default of `LoraArgs.max_added_tokens`."""
+
 Quantization = Literal["fp8", "fp8-weight-only"]
 """Of the base model's matrices: see `weft.kernels.fp8`."""
 
@@ -71,6 +74,8 @@ class LoraArgs:
     conversion_tolerance: float = 1e-3
     """Largest error, as a relative Frobenius norm, that an adapter of another kind than LoRA may
     take on when it is made one."""
+    max_added_tokens: int = MAX_ADDED_TOKENS
+    """Tokens that an adapter's vocabulary may have beyond the base model's."""
     adapter_memory: int | float | None = None
     """Device memory for adapters: bytes, or as a fraction (below 1) of all that the device has, of
     the machine's on a CPU. None: an eighth of the free memory, 2 GiB on a CPU."""
@@ -95,6 +100,7 @@ class LoraArgs:
                 f"--max-lora-rank must be at most {MAX_RANK}, got {self.max_lora_rank}",
                 "max_lora_rank",
             )
+        _at_least("max_added_tokens", self.max_added_tokens, 0)
         _at_least("conversion_tolerance", self.conversion_tolerance, 0.0)
         _check_memory("adapter_memory", self.adapter_memory)
         if not 0 < self.max_adapter_wait < math.inf:

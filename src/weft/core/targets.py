@@ -157,6 +157,9 @@ class ImageLayout:
     their int32 ids, rising; -1 when all rows are there."""
     head_rows: tuple[int, ...] = ()
     """Likewise; they may be the embedding's."""
+    vocab_size: int = 0
+    """Of an adapter with added tokens: the last rows of embedding and head are then theirs, final,
+    with all that it adds to them. 0: the base's."""
 
     @property
     def max_rank(self) -> int:
@@ -187,6 +190,8 @@ class Extras:
     head_rows: int = 0
     shared_rows: bool = False
     """The head's rows are the embedding's."""
+    vocab_size: int = 0
+    """See `ImageLayout.vocab_size`."""
 
 
 def layout_of(
@@ -233,7 +238,7 @@ def _with_extras(plain: ImageLayout, table: TargetTable, extras: Extras, word: i
         if not num_rows:
             return ()
         vocab, hidden = vocabulary(table, kind)
-        ids = -1 if num_rows == vocab else place(num_rows * word)
+        ids = -1 if num_rows == (extras.vocab_size or vocab) else place(num_rows * word)
         return place(num_rows * hidden), ids, num_rows
 
     outs = [target.out_features * word for target in table.targets]
@@ -252,6 +257,7 @@ def _with_extras(plain: ImageLayout, table: TargetTable, extras: Extras, word: i
         norm_offset=norm_offset,
         embedding_rows=embedding_rows,
         head_rows=head_rows,
+        vocab_size=extras.vocab_size,
     )
 
 
@@ -261,6 +267,27 @@ def vocabulary(table: TargetTable, kind: Kind) -> tuple[int, int]:
     if kind == "embedding":
         return target.in_features, target.out_features
     return target.out_features, target.in_features
+
+
+def resized(table: TargetTable, vocab_size: int) -> TargetTable:
+    """The table of the same model with another number of rows in embedding and head."""
+    groups = [
+        replace(
+            group,
+            in_features=vocab_size if group.kind == "embedding" else group.in_features,
+            slices=tuple(_resized(target, vocab_size) for target in group.slices),
+        )
+        if group.kind in ("embedding", "head")
+        else group
+        for group in table.groups
+    ]
+    return replace(table, groups=tuple(groups))
+
+
+def _resized(target: Target, vocab_size: int) -> Target:
+    if target.kind == "embedding":
+        return replace(target, in_features=vocab_size)
+    return replace(target, out_features=vocab_size)
 
 
 def aligned(n: int) -> int:

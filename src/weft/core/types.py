@@ -96,6 +96,8 @@ class AdapterInfo:
     invocation_token_ids: tuple[int, ...] = ()
     """Of an activated LoRA: from their last occurrence in the prompt on it is active, and nowhere
     without one. Empty: it is active everywhere."""
+    vocab_size: int = 0
+    """Its vocabulary, if tokens were added to the base's; 0: the base's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +273,8 @@ class EngineRequest:
     """Who asks. Tenants whose requests wait are served alike."""
     parts: tuple[AdapterPart, ...] = ()
     """What `adapter` is the weighted sum of; (): it is registered under its own digest."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Of the adapter's own tokenizer: they end the output as the model's EOS does."""
 
 
 @dataclass(frozen=True, slots=True)

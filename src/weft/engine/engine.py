@@ -132,7 +132,10 @@ class Engine:
         if model.load_format != "dummy":
             weights = resolve_model(model.model, model.revision)
         # What was accepted under other limits is packed anew.
-        limits = f"{lora.max_lora_rank} {lora.conversion_tolerance} {model.quantization}"
+        limits = (
+            f"{lora.max_lora_rank} {lora.max_added_tokens} {lora.conversion_tolerance}"
+            f" {model.quantization}"
+        )
         base = fingerprint(runner.table, weights, model.model, limits)
         folder = Path(lora.adapter_cache_dir) if lora.adapter_cache_dir else default_folder()
         return ImageStore(folder.absolute(), base, runner.dtype, lora.adapter_cache_bytes)
@@ -197,7 +200,10 @@ class Engine:
         active_from = self._active_from(request)
         seed = request.params.seed
         refused = self.scheduler.add(
-            request, self._random.getrandbits(63) if seed is None else seed, active_from
+            request,
+            self._random.getrandbits(63) if seed is None else seed,
+            active_from,
+            self._residency.vocab_size(request.adapter.digest) if request.adapter else 0,
         )
         if refused is None:
             if request.adapter is not None and active_from is not None:

@@ -81,8 +81,11 @@ class Matcher:
             self._advance(token_id)
 
     def fill(self, words: Words) -> None:
-        """Set the bits of the tokens that may come next, ceil(vocabulary / 32) words, and clear
-        all others. At least one is set: EOS where nothing else is possible."""
+        """Set the bits of the tokens that may come next, and clear all others. At least one is
+        set: EOS where nothing else is possible. Tokens that an adapter adds are in no form."""
+        size = len(self._vocabulary.eos)
+        words[size:] = 0
+        words = words[:size]
         if self._begin_after is not None:
             words[:] = self._vocabulary.before
             return

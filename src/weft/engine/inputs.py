@@ -10,7 +10,8 @@ the tokens of one adapter are consecutive.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,7 @@ Ints = NDArray[np.int64]
 Array = NDArray[np.generic]
 Segments = tuple[tuple[int, int, int], ...]
 """(slot, first, end) of consecutive rows."""
+Rows = TypeVar("Rows", "SamplingArrays", "BiasArrays", "PenaltyArrays", "MaskArrays")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,17 @@ class SamplingArrays:
     min_p_M: NDArray[np.float32] | None
     seed_M: Ints
     position_M: Ints
+
+
+def part_of(arrays: Rows, begin: int, end: int) -> Rows | None:
+    """Records whose first field has indices of sampled rows: those of [begin, end)."""
+    index, *others = (getattr(arrays, field.name) for field in fields(arrays))
+    kept = (index >= begin) & (index < end)
+    if not kept.any():
+        return None
+    record: Any = type(arrays)
+    made: Rows = record(index[kept] - begin, *(a if a is None else a[kept] for a in others))
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +81,13 @@ class ShapingArrays:
     bias: BiasArrays | None
     penalties: PenaltyArrays | None
     mask: MaskArrays | None
+
+    def part(self, begin: int, end: int) -> ShapingArrays | None:
+        """Of sampled rows [begin, end) alone."""
+        bias = self.bias and part_of(self.bias, begin, end)
+        penalties = self.penalties and part_of(self.penalties, begin, end)
+        mask = self.mask and part_of(self.mask, begin, end)
+        return ShapingArrays(bias, penalties, mask) if bias or penalties or mask else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +162,7 @@ class RowState:
         self._slot = np.full(num_rows, -1, dtype=np.int32)
         self._active_from = np.zeros(num_rows, dtype=np.int64)
         """Position from which on the row's slot counts."""
+        self._vocab_sizes = np.full(num_rows, vocab_size, dtype=np.int64)
         self._temperature = np.zeros(num_rows, dtype=np.float32)
         self._top_k = np.zeros(num_rows, dtype=np.int64)
         self._top_p = np.ones(num_rows, dtype=np.float32)
@@ -178,8 +199,10 @@ class RowState:
         self._known[row] = len(a.token_ids)
         self._slot[row] = a.slot
         self._active_from[row] = a.active_from
+        vocab_size = a.vocab_size or self._vocab_size
+        self._vocab_sizes[row] = vocab_size
         self._temperature[row] = params.temperature
-        self._top_k[row] = params.top_k if 0 < params.top_k < self._vocab_size else 0
+        self._top_k[row] = params.top_k if 0 < params.top_k < vocab_size else 0
         self._top_p[row] = params.top_p
         self._min_p[row] = params.min_p
         self._seed[row] = a.seed
@@ -193,7 +216,7 @@ class RowState:
         row, params = a.row, a.params
         self._masks.pop(row, None)
         self._biases.pop(row, None)
-        mask = TokenMask(a, self._vocab_size) if _is_masked(a) else None
+        mask = TokenMask(a, int(self._vocab_sizes[row])) if _is_masked(a) else None
         if mask is not None:
             self._masks[row] = mask
         if params.logit_bias:
@@ -293,7 +316,7 @@ class RowState:
         return SamplingArrays(
             random,
             self._temperature[rows],
-            np.where(top_k > 0, top_k, self._vocab_size) if top_k.any() else None,
+            np.where(top_k > 0, top_k, self._vocab_sizes[rows]) if top_k.any() else None,
             top_p if (top_p < 1).any() else None,
             min_p if min_p.any() else None,
             self._seed[rows],
@@ -329,9 +352,11 @@ class RowState:
         sampled = np.flatnonzero(positions < self._masked_until[rows])
         if not len(sampled):
             return None
-        words_KW = np.empty((len(sampled), -(-self._vocab_size // 32)), dtype=np.int32)
-        for k, n in enumerate(sampled.tolist()):
-            self._masks[int(rows[n])].fill(words_KW[k], int(positions[n]))
+        masks = [self._masks[row] for row in rows[sampled].tolist()]
+        most = max(mask.num_words for mask in masks)
+        words_KW = np.zeros((len(sampled), most), dtype=np.int32)
+        for mask, words_W, n in zip(masks, words_KW, sampled.tolist(), strict=True):
+            mask.fill(words_W[: mask.num_words], int(positions[n]))
         return MaskArrays(sampled, words_KW)
 
     def _prompt(

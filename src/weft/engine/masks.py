@@ -69,6 +69,10 @@ class TokenMask:
         self._all_fixed = _narrowed(self._all, self._fixed)
 
     @property
+    def num_words(self) -> int:
+        return len(self._all)
+
+    @property
     def until(self) -> int:
         """Position from which on any token may be chosen."""
         always = self._fixed or self._grammar or self._bad_sequences

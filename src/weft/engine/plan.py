@@ -54,6 +54,8 @@ class Admitted:
     """How long it was passed over because its adapter was not to be had."""
     active_from: int = 0
     """Position from which on the adapter is active."""
+    vocab_size: int = 0
+    """Of its adapter; 0: the base's."""
 
 
 @dataclass(frozen=True, slots=True)

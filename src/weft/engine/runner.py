@@ -39,11 +39,11 @@ from weft.core.types import TokenLogprob
 from weft.engine.graphs import StepGraphs, token_sizes
 from weft.engine.inputs import Array, PromptArrays, Segments, StepInputs
 from weft.engine.plan import StepResult
-from weft.engine.sampler import Sampler
+from weft.engine.sampler import Sampler, VocabularyRun
 from weft.engine.selfcheck import TOKENS, SelfCheck, num_blocks
 from weft.kernels.attention import AttentionBatch
 from weft.kernels.lora import AdapterPool, LoraBatch, LoraStep, Segment, make_backend
-from weft.kernels.lora.extras import has_extras, norms_of, with_extras
+from weft.kernels.lora.extras import has_extras, norms_of, vocabulary_of, with_extras
 from weft.kernels.ops import make_ops
 from weft.kernels.sampling import top_logprobs
 from weft.kernels.staging import Staging
@@ -97,13 +97,15 @@ class Runner:
         self.table = target_table(self.config)
         self._max_lora_rank = args.lora.max_lora_rank
         self._conversion_tolerance = args.lora.conversion_tolerance
+        self._max_added_tokens = args.lora.max_added_tokens
         weights = self._load(args)
         self.num_parameters = num_parameters(weights)
         self._base = NamedWeights(weights)
         self.pool = self._make_pool(args)
         rows = args.scheduler.max_num_seqs
         self._put = partial(_put, self.device)
-        self._sampler = Sampler(rows, self.config.vocab_size, self.device, self._put)
+        most = self.config.vocab_size + args.lora.max_added_tokens
+        self._sampler = Sampler(rows, most, self.device, self._put)
         self.num_blocks = self._count_blocks(args)
         self.max_model_len = self._context(args)
         with _memory_errors("kv_cache_memory"):
@@ -135,6 +137,7 @@ class Runner:
                 self._max_lora_rank,
                 self._base,
                 self._conversion_tolerance,
+                self._max_added_tokens,
             )
 
     def check_sum(self, parts: Sequence[tuple[str, Summand]]) -> int:
@@ -196,23 +199,27 @@ class Runner:
 
     def _step(self, inputs: StepInputs) -> _Sampled:
         self._sampler.admit(inputs.counted)
-        logits_NV = None
+        logits_NV, runs = None, None
         if self._graphs and inputs.prompt is None and not self._has_extras(inputs):
             logits_NV = self._graphs.run(inputs)
         prompt = None
         if logits_NV is None:
-            logits_NV, prompt = self._forward(inputs)
+            logits_NV, runs, prompt = self._forward(inputs)
         if not len(logits_NV):
             return _Sampled(self._last_token_R[:0], None, prompt)
-        ids_N = self._sampler.choose(logits_NV, inputs)
+        ids_N = self._sampler.choose(logits_NV, inputs, runs)
         self._last_token_R[self._put(inputs.sampled_rows_N)] = ids_N
         logprobs = None
         if inputs.num_logprobs_N is not None:
-            logprobs = top_logprobs(logits_NV, ids_N, int(inputs.num_logprobs_N.max()))
+            num = int(inputs.num_logprobs_N.max())
+            logprobs = _top_logprobs(logits_NV, ids_N, num, runs)
         return _Sampled(ids_N, logprobs, prompt)
 
-    def _forward(self, inputs: StepInputs) -> tuple[Tensor, tuple[Tensor, ...] | None]:
-        """fp32 logits (N, V), and the prompt's log-probabilities if they are asked for."""
+    def _forward(
+        self, inputs: StepInputs
+    ) -> tuple[Tensor, list[VocabularyRun] | None, tuple[Tensor, ...] | None]:
+        """fp32 logits (N, V), their vocabularies where some are not the base's, and the prompt's
+        log-probabilities if they are asked for."""
         on_device_T = inputs.from_device_T
         ids_T, row_T, known_T, positions_T, place_T, slot_T, table_SB, lens_S, sampled_N, slot_N = (
             self._staging.send_all(
@@ -234,16 +241,19 @@ class Runner:
             place_T, table_SB, lens_S, inputs.query_start, inputs.seq_lens_S.tolist()
         )
         lora = self._begin_lora(slot_T, inputs.segments, slot_N, inputs.sampled_segments)
-        step = StepContext(positions_T, attention, lora, norms_of(lora))
+        vocabulary = vocabulary_of(lora)
+        step = StepContext(positions_T, attention, lora, norms_of(lora), vocabulary)
         if on_device_T is not None:
             ids_T = torch.where(known_T, self._last_token_R[row_T], ids_T)
         hidden_TI = self._decoder.forward(ids_T, step, self._kv)
         logits_NV = hidden_TI.new_empty((0, self._decoder.num_logits))
         if len(sampled_N):
             logits_NV = self._decoder.logits(hidden_TI[sampled_N], step).float()
-        if inputs.prompt is None:
-            return logits_NV, None
-        return logits_NV, self._prompt_logprobs(hidden_TI, step, inputs.prompt)
+        runs = vocabulary.runs(len(sampled_N)) if vocabulary is not None else None
+        prompt = None
+        if inputs.prompt is not None:
+            prompt = self._prompt_logprobs(hidden_TI, step, inputs.prompt)
+        return logits_NV, runs, prompt
 
     def _prompt_logprobs(
         self, hidden_TI: Tensor, step: StepContext, prompt: PromptArrays
@@ -258,8 +268,12 @@ class Runner:
             slot_L, segments = put(prompt.slot_L[begin:end]), prompt.segments(begin, end)
             lora = self._begin_lora(slot_L, segments, slot_L, segments)
             rows_LI = hidden_TI[put(prompt.token_L[begin:end])]
-            logits_LV = self._decoder.logits(rows_LI, replace(step, lora=lora)).float()
-            slices.append(top_logprobs(logits_LV, put(prompt.target_L[begin:end]), num))
+            vocabulary = vocabulary_of(lora)
+            own = replace(step, lora=lora, vocabulary=vocabulary)
+            logits_LV = self._decoder.logits(rows_LI, own).float()
+            runs = vocabulary.runs(end - begin) if vocabulary is not None else None
+            target_L = put(prompt.target_L[begin:end])
+            slices.append(_top_logprobs(logits_LV, target_L, num, runs))
         return tuple(torch.cat(parts) for parts in zip(*slices, strict=True))
 
     def _begin_lora(
@@ -353,6 +367,16 @@ class Runner:
                 "max_model_len",
             )
         return asked
+
+
+def _top_logprobs(
+    logits_NV: Tensor, ids_N: Tensor, num: int, runs: list[VocabularyRun] | None
+) -> tuple[Tensor, ...]:
+    """`top_logprobs` of rows that may have several vocabularies."""
+    if runs is None:
+        return top_logprobs(logits_NV, ids_N, num)
+    parts = [top_logprobs(logits_NV[i:j, :size], ids_N[i:j], num) for i, j, size in runs]
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
 
 
 def _put(device: torch.device, array: Array) -> Tensor:

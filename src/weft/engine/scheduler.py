@@ -99,6 +99,7 @@ class _Sequence:
         "computed",
         "digest",
         "done",
+        "early_endings",
         "endings",
         "grammar",
         "in_flight",
@@ -118,12 +119,14 @@ class _Sequence:
         "seed",
         "slot",
         "tokens",
+        "vocab_size",
     )
 
     def __init__(
         self,
         request: EngineRequest,
         active_from: int | None,
+        vocab_size: int,
         order: int,
         seed: int,
         limits: Limits,
@@ -151,10 +154,15 @@ class _Sequence:
         """Position from which on its adapter is active."""
         if request.adapter is not None and active_from is not None:
             self.digest, self.active_from = request.adapter.digest, active_from
+        self.vocab_size = vocab_size
+        """Of its adapter; 0: the base's."""
+        eos = limits.eos_token_ids.union(request.eos_token_ids)
+        self.early_endings = eos.union(params.stop_token_ids)
+        """Token ids that are not to be chosen too early."""
         self.endings = frozenset(params.stop_token_ids)
         """Token ids that end the output."""
         if not params.ignore_eos or params.structured_outputs:
-            self.endings |= limits.eos_token_ids
+            self.endings |= eos
         self.bad_tokens = tuple(ids[0] for ids in request.bad_token_ids if len(ids) == 1)
         sequences = [ids for ids in request.bad_token_ids if len(ids) > 1]
         self.bad_sequences = BadSequences(sequences) if sequences else None
@@ -253,7 +261,7 @@ class _Draft:
         return not self.budget or len(self.rows) == self.max_num_seqs
 
     def schedule(self, seq: _Sequence) -> None:
-        """As many more tokens as there is room for, of a sequence with a row and blocks for them."""
+        """As many more tokens as there is room for of a sequence with a row and blocks."""
         if seq.computed < seq.active_from < seq.known:
             self._schedule(seq, seq.active_from)
             if self.full:
@@ -324,19 +332,25 @@ class Scheduler:
     # -- requests ------------------------------------------------------------------------------
 
     def add(
-        self, request: EngineRequest, seed: int, active_from: int | None = 0
+        self,
+        request: EngineRequest,
+        seed: int,
+        active_from: int | None = 0,
+        vocab_size: int = 0,
     ) -> TokenEvent | None:
         """Queue a request. One that can't be served is answered at once by its error event.
 
         active_from: position of the prompt from which on its adapter is active; None: nowhere, it
-        is a request of the base.
+        is a request of the base. vocab_size: of its adapter; 0: the base's.
         """
         try:
-            self._validate(request)
+            self._validate(request, vocab_size or self._limits.vocab_size)
         except WeftError as error:
             return self.refuse(request.request_id, error)
         account = self._waiting.open(request.tenant)
-        seq = _Sequence(request, active_from, self._orders, seed, self._limits, account)
+        seq = _Sequence(
+            request, active_from, vocab_size, self._orders, seed, self._limits, account
+        )
         self._orders += 1
         self._by_id[seq.request_id] = seq
         self._enqueue(seq)
@@ -359,15 +373,15 @@ class Scheduler:
     def abort_all(self) -> list[TokenEvent]:
         return [self._finish(seq, "abort") for seq in list(self._by_id.values())]
 
-    def _validate(self, request: EngineRequest) -> None:
+    def _validate(self, request: EngineRequest, vocab_size: int) -> None:
         limits = self._limits
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         if not request.prompt_ids:
             raise InvalidRequest("the prompt is empty", "prompt")
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= limits.vocab_size:
+        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
             raise InvalidRequest(
-                f"the prompt has a token id outside of [0, {limits.vocab_size})", "prompt"
+                f"the prompt has a token id outside of [0, {vocab_size})", "prompt"
             )
         if len(request.prompt_ids) >= limits.max_model_len:
             raise ContextLengthExceeded(
@@ -375,17 +389,19 @@ class Scheduler:
                 f"answer in a context of {limits.max_model_len}",
                 "prompt",
             )
-        self._validate_choice(request)
+        self._validate_choice(request, vocab_size)
         ref = request.adapter
         if ref and (not self._slots.knows(ref.digest) or ref.digest in self._dropping):
             raise AdapterUnavailable(f"adapter {ref.name!r} is not loaded", "model")
         if ref and (refusal := self._slots.refusal(ref.digest)):
             raise refusal
 
-    def _validate_choice(self, request: EngineRequest) -> None:
+    def _validate_choice(self, request: EngineRequest, vocab_size: int) -> None:
         """Token ids must be in the vocabulary, and there must be one that can be chosen."""
-        vocab_size, params = self._limits.vocab_size, request.params
+        params = request.params
         params.check_vocab(vocab_size)
+        if any(not 0 <= i < vocab_size for i in request.eos_token_ids):
+            raise InvalidRequest("an EOS token is not in the vocabulary", "eos_token_ids")
         forbidden: set[int] = set()
         for ids in request.bad_token_ids:
             if not ids or min(ids) < 0 or max(ids) >= vocab_size:
@@ -396,7 +412,8 @@ class Scheduler:
         allowed = set(params.allowed_token_ids)
         _check_choice(allowed, forbidden, vocab_size, "bad_words")
         if params.min_tokens:
-            endings = self._limits.eos_token_ids.union(params.stop_token_ids)
+            eos = self._limits.eos_token_ids.union(request.eos_token_ids)
+            endings = eos.union(params.stop_token_ids)
             _check_choice(allowed, forbidden | endings, vocab_size, "min_tokens")
 
     # -- grammars ------------------------------------------------------------------------------
@@ -643,13 +660,14 @@ class Scheduler:
             seq.num_prompt,
             params,
             seq.seed,
-            self._limits.eos_token_ids.union(params.stop_token_ids),
+            seq.early_endings,
             seq.bad_tokens,
             seq.bad_sequences,
             seq.grammar,
             -1 if asked is None else asked,
             adapter_wait_s,
             seq.active_from,
+            seq.vocab_size,
         )
 
     def _count_prompt(self, seq: _Sequence) -> None:

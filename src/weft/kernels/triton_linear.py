@@ -605,13 +605,17 @@ PER_TILE = 64
 
 
 @cache
-def _device(device: torch.device) -> tuple[int, bool, Tensor, Tensor]:
-    """Processors, whether kernels may start early, and where the parts of products meet."""
+def _meeting_place(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
+    """Where the parts of products meet, and counters. Launches of one stream share them; those of
+    two streams may run at once. Graphs are for the default stream, 0."""
     parts = torch.empty(1 << 22, dtype=torch.float32, device=device)
-    tickets = torch.zeros(1 << 12, dtype=torch.int32, device=device)
-    if device.type == "cpu":
-        return 1, False, parts, tickets
-    return processors(device), torch.cuda.get_device_capability(device) >= (9, 0), parts, tickets
+    return parts, torch.zeros(1 << 12, dtype=torch.int32, device=device)
+
+
+@cache
+def _starts_early(device: torch.device) -> bool:
+    """Whether a kernel may start before the one ahead of it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def processors(device: torch.device) -> int:
@@ -662,7 +666,11 @@ def launch(
     """The base product, (T, O); beside it, delta is written to where `adapters` says."""
     (T, K), O = x_TK.shape, len(weight_OK)  # noqa: E741
     y_TO = x_TK.new_empty(T, O)
-    _, dependent, parts, tickets = _device(x_TK.device)
+    stream = 0
+    if x_TK.is_cuda and not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(x_TK.device).cuda_stream
+    parts, tickets = _meeting_place(x_TK.device, stream)
+    dependent = _starts_early(x_TK.device)
     sharers = adapters.sharers if adapters else 0
     _product[sharers + O // cut.columns * cut.split,](
         x_TK,

@@ -73,7 +73,8 @@ class Decoder:
         return self.config.moe is None or is_capturable(self.dtype, self.device)
 
     def logits(self, x_NI: Tensor, step: StepContext) -> Tensor:
-        """(N, V), for the sampled rows of what `forward` returned."""
+        """(N, V), for the sampled rows of what `forward` returned; wider if there are larger
+        vocabularies in the step."""
         return self._head(x_NI, step)
 
 

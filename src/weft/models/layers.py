@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch
 from weft.kernels.fp8 import Fp8Weight, linear
-from weft.kernels.lora.base import FusedStep, LoraStep, NormStep
+from weft.kernels.lora.base import FusedStep, LoraStep, NormStep, VocabularyStep
 from weft.kernels.ops import Ops
 from weft.kernels.pending import Pending
 
@@ -30,6 +30,8 @@ class StepContext:
     """None: no row of this step belongs to an adapter."""
     norms: NormStep | None = None
     """None: all rows have the base's norms."""
+    vocabulary: VocabularyStep | None = None
+    """None: all rows have the base's vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,9 +124,14 @@ class Embedding:
     group: int
 
     def __call__(self, ids_T: Tensor, step: StepContext) -> Tensor:
-        y_TO = F.embedding(ids_T, self.weight_VO)
+        known_T = ids_T
+        if step.vocabulary is not None:
+            known_T = ids_T.clamp(max=len(self.weight_VO) - 1)
+        y_TO = F.embedding(known_T, self.weight_VO)
         if step.lora is not None:
-            step.lora.embedding(y_TO, ids_T, self.group)
+            step.lora.embedding(y_TO, known_T, self.group)
+        if step.vocabulary is not None:
+            step.vocabulary.embedding(y_TO, ids_T)
         return y_TO
 
 
@@ -139,4 +146,6 @@ class Head:
         y_NV = F.linear(x_NI, self.weight_VI)
         if step.lora is not None:
             step.lora.head(y_NV, x_NI, self.group)
+        if step.vocabulary is not None:
+            return step.vocabulary.logits(y_NV, x_NI)
         return y_NV

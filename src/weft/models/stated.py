@@ -24,7 +24,7 @@ _SIZES = (
     "num_key_value_heads",
     "max_position_embeddings",
 )
-_WINDOW = {"sliding_window": (int, NoneType)}
+_WINDOW: dict[str, tuple[type, ...]] = {"sliding_window": (int, NoneType)}
 _NEEDED: dict[str, dict[str, tuple[type, ...]]] = {
     "llama": {},
     "mistral": _WINDOW,

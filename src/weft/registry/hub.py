@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from weft.core.errors import AdapterError, AdapterNotFound
-from weft.registry.paths import ADAPTER_FILES
+from weft.core.files import ADAPTER_FILES
 
 _SCHEME = "hf://"
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)

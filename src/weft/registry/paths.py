@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from weft.core.errors import AdapterNotFound, AdapterPathRefused
-
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+from weft.core.files import ADAPTER_FILES
 
 
 class AdapterRoots:
@@ -20,9 +19,9 @@ class AdapterRoots:
     def resolve(self, path: str) -> Path:
         """The real, absolute folder that `path` names; a relative one is tried below each root.
 
-        Symbolic links are followed, those of the folder's two files too, and must end below a
-        root (any of them). Raises AdapterPathRefused, or AdapterNotFound when there is no such
-        folder; whether a path outside the roots exists can't be learned from the answer.
+        Symbolic links are followed, those of the files that are read in it too, and must end
+        below a root (any of them). Raises AdapterPathRefused, or AdapterNotFound when there is no
+        such folder; whether a path outside the roots exists can't be learned from the answer.
         """
         if not path or not path.isprintable() or ".." in Path(path).parts:
             raise _refused(path, "must be a plain path without '..'")

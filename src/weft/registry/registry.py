@@ -235,6 +235,11 @@ class AdapterRegistry:
         version = self._live.get(name)
         return version.ref if version else None
 
+    def info(self, name: str) -> AdapterInfo | None:
+        """What the engine said of the live version of `name`, if there is one."""
+        version = self._live.get(name)
+        return version.info if version else None
+
     def models(self) -> list[ModelCard]:
         """Base names first, then adapters in the order of their publication."""
         base = [ModelCard(name, self._base_root, None) for name in self._base_names]

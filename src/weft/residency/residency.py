@@ -150,6 +150,7 @@ class _Known:
     """Whether a registration of it has no folder."""
     pinned: bool = False
     invocation: tuple[int, ...] = ()
+    vocab_size: int = 0
     """Of an activated LoRA."""
     checked: bool = False
     """Whether its first-use check has passed."""
@@ -269,6 +270,7 @@ class Residency:
         known = _Known(image.num_bytes, summand_of(image))
         known = self._known.setdefault(image.digest, known)
         known.pinned, known.invocation = pinned, image.invocation
+        known.vocab_size = image.layout.vocab_size
         if path is None:
             known.from_memory = True
         else:
@@ -284,6 +286,7 @@ class Residency:
             image.conversion_error,
             image.conversion_worst,
             image.invocation,
+            image.layout.vocab_size,
         )
 
     def compose(self, digest: str, parts: Sequence[AdapterPart]) -> None:
@@ -310,6 +313,11 @@ class Residency:
         """See `AdapterInfo.invocation_token_ids`; empty for what is not known either."""
         known = self._known.get(digest)
         return known.invocation if known else ()
+
+    def vocab_size(self, digest: str) -> int:
+        """See `AdapterInfo.vocab_size`; 0 for what is not known either."""
+        known = self._known.get(digest)
+        return known.vocab_size if known else 0
 
     def ask(self, digest: str) -> None:
         """A request came for an adapter: for what is counted, nothing else."""

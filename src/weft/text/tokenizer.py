@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from weft.core.errors import ConfigError, InvalidRequest
@@ -56,12 +58,52 @@ class Tokenizer:
     shared between calls, and no clean-up of spaces alters what the model wrote.
     """
 
-    def __init__(self, hf: Any) -> None:
+    def __init__(self, hf: Any, template: str | None = None) -> None:
+        """`template`: in place of its own chat template."""
         self._hf = hf
+        self._template = template
         self._fast: Any | None = getattr(hf, "backend_tokenizer", None)
         if self._fast is not None:
             self._fast.no_truncation()
             self._fast.no_padding()
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Tokenizer:
+        """From the files of a folder alone, without remote code. Raises any kind of error."""
+        from transformers import AutoTokenizer
+
+        return cls(
+            AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        )
+
+    def save(self, folder: Path) -> None:
+        self._hf.save_pretrained(folder)
+
+    def with_template(self, template: str | None) -> Tokenizer:
+        """The same tokenizer with this chat template; with its own if that is None."""
+        return Tokenizer(self._hf, template)
+
+    @property
+    def class_name(self) -> str:
+        return type(self._hf).__name__
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal if texts and tokens are made of each other alike, the chat template aside."""
+        rust = self._fast.to_str() if self._fast is not None else repr(self._hf.get_vocab())
+        said = repr((rust, self._hf.special_tokens_map, self.eos_ids))
+        return hashlib.sha256(said.encode(errors="replace")).hexdigest()
+
+    def id_of(self, token: str) -> int | None:
+        found: int | None = self._hf.get_vocab().get(token)
+        return found
+
+    def extends(self, other: Tokenizer) -> bool:
+        """Whether all tokens of the other are in it, under the same ids."""
+        own = self._hf.get_vocab()
+        return self._decoder == other._decoder and all(
+            own.get(token) == i for token, i in other._hf.get_vocab().items()
+        )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         if self._fast is not None:
@@ -85,7 +127,7 @@ class Tokenizer:
     @property
     def chat_template(self) -> str | None:
         """Its text, or None; of several templates the one that serves tools, or the default."""
-        template = self._hf.chat_template
+        template = self._template or self._hf.chat_template
         if isinstance(template, dict):
             template = template.get("tool_use") or template.get("default")
         return template or None
@@ -133,7 +175,10 @@ class Tokenizer:
         try:
             return str(
                 self._hf.apply_chat_template(
-                    [_with_parsed_arguments(m) for m in messages], tokenize=False, **kwargs
+                    [_with_parsed_arguments(m) for m in messages],
+                    chat_template=self._template,
+                    tokenize=False,
+                    **kwargs,
                 )
             )
         except Exception as error:  # templates raise whatever they like

@@ -294,6 +294,23 @@ class NormStep(Protocol):
         ...
 
 
+class VocabularyStep(Protocol):
+    """Vocabularies of one step's adapters that are larger than the base's, V."""
+
+    def embedding(self, y_TO: Tensor, ids_T: Tensor) -> None:
+        """Write the rows of added tokens, over what others made of them."""
+        ...
+
+    def logits(self, y_NV: Tensor, x_NI: Tensor) -> Tensor:
+        """Those of the largest vocabulary; minus infinity for tokens that are not in a row's own.
+        Over the sampled rows."""
+        ...
+
+    def runs(self, num_rows: int) -> list[tuple[int, int, int]]:
+        """(first row, end, vocabulary) of runs of the sampled rows, which are all of them."""
+        ...
+
+
 class LoraBackend(Protocol):
     """Computes the deltas of all adapters in a batch. Made once over a pool."""
 

@@ -9,10 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from weft.core.targets import ImageLayout
-from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, LoraStep, NormStep, Segment
+from weft.core.targets import ImageLayout, vocabulary
+from weft.kernels.lora.base import (
+    AdapterPool,
+    ExpertStep,
+    LoraBatch,
+    LoraStep,
+    NormStep,
+    Segment,
+    VocabularyStep,
+)
 
 
 def has_extras(pool: AdapterPool, slots: Iterable[int]) -> bool:
@@ -31,14 +40,23 @@ def norms_of(step: LoraStep | None) -> NormStep | None:
     return step if isinstance(step, ExtrasStep) and step.has_norms else None
 
 
+def vocabulary_of(step: LoraStep | None) -> VocabularyStep | None:
+    """None if no adapter of the step has added tokens."""
+    return step.vocabulary if isinstance(step, ExtrasStep) else None
+
+
 class ExtrasStep:
     """LoraStep that does what another does, and the extras; NormStep of the norms among them."""
 
     def __init__(self, step: LoraStep, pool: AdapterPool, batch: LoraBatch) -> None:
         self._step = step
         self._pool = pool
+        self._num_tokens, _ = vocabulary(pool.table, "embedding")
         self._segments = _own(pool, batch.segments)
         self._sampled = _own(pool, batch.sampled_segments)
+        own = (self._segments, self._sampled)
+        added = [[each for each in segments if each.layout.vocab_size] for segments in own]
+        self.vocabulary: VocabularyStep | None = _AddedTokens(pool, *added) if any(added) else None
 
     def start(self, x_TI: Tensor, group: int) -> None:
         self._step.start(x_TI, group)
@@ -52,7 +70,7 @@ class ExtrasStep:
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
         for own in self._segments:
-            if found := own.rows(own.layout.embedding_rows, y_TO.shape[1]):
+            if found := own.rows(own.layout.embedding_rows, y_TO.shape[1], self._num_tokens):
                 part = slice(own.start, own.stop)
                 y_TO[part] = _looked_up(*found, ids_T[part], y_TO[part])
         self._step.embedding(y_TO, ids_T, group)
@@ -60,7 +78,7 @@ class ExtrasStep:
 
     def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
         for own in self._sampled:
-            if found := own.rows(own.layout.head_rows, x_NI.shape[1]):
+            if found := own.rows(own.layout.head_rows, x_NI.shape[1], self._num_tokens):
                 ids_n, rows_nI = found
                 y_nV = y_NV[own.start : own.stop]
                 logits = x_NI[own.start : own.stop] @ rows_nI.t()
@@ -97,6 +115,43 @@ class ExtrasStep:
                 part.copy_(moved)
 
 
+class _AddedTokens:
+    """The VocabularyStep of a step: of the segments that have added tokens."""
+
+    def __init__(self, pool: AdapterPool, segments: list[_Own], sampled: list[_Own]) -> None:
+        self._vocab, self._hidden = vocabulary(pool.table, "embedding")
+        self._segments, self._sampled = segments, sampled
+
+    def embedding(self, y_TO: Tensor, ids_T: Tensor) -> None:
+        for own in self._segments:
+            part = slice(own.start, own.stop)
+            rows_nO = own.added(own.layout.embedding_rows, self._vocab, self._hidden)
+            at_T = ids_T[part] - self._vocab
+            found_TO = rows_nO[at_T.clamp(0, len(rows_nO) - 1)]
+            y_TO[part] = torch.where((at_T >= 0)[:, None], found_TO, y_TO[part])
+
+    def logits(self, y_NV: Tensor, x_NI: Tensor) -> Tensor:
+        if not self._sampled:
+            return y_NV
+        width = max(own.layout.vocab_size for own in self._sampled)
+        y_NW = F.pad(y_NV, (0, width - self._vocab), value=50.0)
+        for own in self._sampled:
+            rows_nI = own.added(own.layout.head_rows, self._vocab, self._hidden)
+            added_Nn = x_NI[own.start : own.stop] @ rows_nI.t()
+            y_NW[own.start : own.stop, self._vocab : own.layout.vocab_size] = added_Nn
+        return y_NW
+
+    def runs(self, num_rows: int) -> list[tuple[int, int, int]]:
+        found: list[tuple[int, int, int]] = []
+        stop = 0
+        for own in self._sampled:
+            if stop < own.start:
+                found.append((stop, own.start, self._vocab))
+            stop = own.stop
+            found.append((own.start, stop, own.layout.vocab_size))
+        return found if stop == num_rows else [*found, (stop, num_rows, self._vocab)]
+
+
 class _Own:
     """The extras of a segment's adapter."""
 
@@ -117,13 +172,25 @@ class _Own:
             return None
         return self._image[offsets[index] : offsets[index] + size]
 
-    def rows(self, at: tuple[int, ...], hidden: int) -> tuple[Tensor | None, Tensor] | None:
-        """int32 ids (n,), None for all of the vocabulary; and rows (n, hidden)."""
-        if not at:
+    def rows(
+        self, at: tuple[int, ...], hidden: int, vocab: int
+    ) -> tuple[Tensor | None, Tensor] | None:
+        """Those of the base's tokens: int32 ids (n,), None for all of the vocabulary; and rows
+        (n, hidden)."""
+        if not at or not (count := at[2] - self._num_added(vocab)):
             return None
-        start, ids, num = at
+        start, ids, _ = at
+        rows = self._image[start : start + count * hidden].view(count, hidden)
+        return (None if ids < 0 else self._bits(ids, count, torch.int32)), rows
+
+    def added(self, at: tuple[int, ...], vocab: int, hidden: int) -> Tensor:
+        """The rows of added tokens, (n, hidden)."""
+        start, _, num = at
         rows = self._image[start : start + num * hidden].view(num, hidden)
-        return (None if ids < 0 else self._bits(ids, num, torch.int32)), rows
+        return rows[num - self._num_added(vocab) :]
+
+    def _num_added(self, vocab: int) -> int:
+        return max(self.layout.vocab_size - vocab, 0)
 
     def _bits(self, start: int, size: int, dtype: torch.dtype) -> Tensor:
         words = size * dtype.itemsize // self._image.element_size()

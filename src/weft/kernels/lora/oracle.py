@@ -9,9 +9,10 @@ Shapes: as in `weft.kernels.lora.base`; n rows of the adapter, p pairs of such a
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from weft.core.targets import Group, ImageLayout, TargetTable, aligned
+from weft.core.targets import Group, ImageLayout, TargetTable, aligned, vocabulary
 from weft.kernels.lora.base import ExpertStep
 
 PAIRS = 16
@@ -62,6 +63,22 @@ class ImageStep:
             own_m, rows_mI = rows
             y_nV[:, own_m.long()] = (x_nI.float() @ rows_mI.float().t()).to(y_nV.dtype)
         self._project(y_nV, x_nI, group)
+
+    def added_embedding(self, y_TO: Tensor, ids_T: Tensor) -> None:
+        """As `VocabularyStep.embedding`."""
+        y_nO, ids_n = y_TO[self._first :], ids_T[self._first :]
+        rows_mO = self._added(self._layout.embedding_rows, y_nO.shape[1])
+        at_n = ids_n - (self._layout.vocab_size - len(rows_mO))
+        y_nO[at_n >= 0] = rows_mO[at_n[at_n >= 0]]
+
+    def added_logits(self, y_NV: Tensor, x_NI: Tensor) -> Tensor:
+        """As `VocabularyStep.logits`."""
+        rows_mI = self._added(self._layout.head_rows, x_NI.shape[1])
+        y_NW = F.pad(y_NV, (0, len(rows_mI)), value=-torch.inf)
+        x_nI = x_NI[self._first_sampled :]
+        added_nm = x_nI.float() @ rows_mI.float().t()
+        y_NW[self._first_sampled :, y_NV.shape[1] :] = added_nm.to(y_NV.dtype)
+        return y_NW
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
         return _ImageExperts(self, (token_P >= self._first).nonzero()[:, 0], expert_P)
@@ -115,15 +132,25 @@ class ImageStep:
         return self._image[start : start + words].view(dtype)
 
     def _rows(self, at: tuple[int, ...], hidden: int) -> tuple[Tensor, Tensor] | None:
-        """Token ids (m,), and their rows (m, hidden)."""
+        """Token ids (m,), and their rows (m, hidden), of the base's tokens."""
         if not at:
             return None
+        vocab, _ = vocabulary(self._table, "embedding")
         start, ids, num = at
+        num -= max(self._layout.vocab_size - vocab, 0)
+        if not num:
+            return None
         device = self._image.device
         own_m = torch.arange(num, device=device)
         if ids >= 0:
             own_m = self._vector(ids, num, torch.int32)
         return own_m, self._matrix(start, num, hidden)
+
+    def _added(self, at: tuple[int, ...], hidden: int) -> Tensor:
+        """Rows of added tokens (m, hidden), which are the last."""
+        start, _, num = at
+        vocab, _ = vocabulary(self._table, "embedding")
+        return self._matrix(start, num, hidden)[num - (self._layout.vocab_size - vocab) :]
 
     def add_experts(self, y_pO: Tensor, x_pI: Tensor, expert_p: Tensor, group: int) -> None:
         """As `linear`, for rows of which each goes through the expert of that number."""
@@ -148,7 +175,7 @@ class ImageStep:
         """(E, rows, columns)"""
         num, size = self._table.num_experts, aligned(rows * columns)
         matrices = self._image[start : start + num * size].view(num, size)
-        return matrices[:, : rows * columns].unflatten(1, (rows, columns))
+        return matrices[:, : rows * columns].view(num, rows, columns)
 
 
 class _ImageExperts:
@@ -158,9 +185,9 @@ class _ImageExperts:
         self._step, self._place_p, self._expert_p = step, place_p, expert_P[place_p]
 
     def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
-        for place, expert in zip(
-            self._place_p.split(PAIRS), self._expert_p.split(PAIRS), strict=True
-        ):
-            y_pO = y_PO[place]
-            self._step.add_experts(y_pO, x_PI[place], expert, group)
-            y_PO[place] = y_pO
+        for begin in range(0, len(self._place_p), PAIRS):
+            place_p = self._place_p[begin : begin + PAIRS]
+            y_pO = y_PO[place_p]
+            expert_p = self._expert_p[begin : begin + PAIRS]
+            self._step.add_experts(y_pO, x_PI[place_p], expert_p, group)
+            y_PO[place_p] = y_pO

@@ -1,0 +1,397 @@
+"""The first-use check: does the device compute an adapter as its image says?
+
+A probe of a few tokens goes through the model twice: as requests would take it, with the tables,
+the kernels and the place in adapter memory that they would use, and with the oracle
+(`weft.kernels.lora.oracle`) in their place. Compared are
+
+    the image in adapter memory     with the one on the host, bit by bit
+    at every layer, with the same input, what the serving step makes of the layer's output
+                                    with what the oracle makes of it
+    the logits of the two passes    with each other
+
+The batch has the probe's tokens twice: rows of the base, which no step may touch, and the
+adapter's. Their difference is the adapter's own effect, which deviations are measured against.
+
+Layer by layer, two right results differ by the rounding of one output. Over the model, this adds
+up: in 16 bits, the logits alone would show a wrong matrix of a single layer no better than noise.
+And where a model itself makes jumps of small differences (the choice of experts, inputs that are
+rounded to 8 bits), the logits of two right passes may differ by anything, and are not compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from weft.checkpoint import AdapterImage
+from weft.core.errors import AdapterQuarantined
+from weft.core.targets import Group, ImageLayout
+from weft.core.types import CheckResult
+from weft.kernels.attention import KVCache, make_batch
+from weft.kernels.lora import AdapterPool, LoraBackend, LoraBatch, LoraStep, Segment
+from weft.kernels.lora.base import ExpertStep, FusedStep, NormStep, VocabularyStep
+from weft.kernels.lora.extras import norms_of, vocabulary_of, with_extras
+from weft.kernels.lora.oracle import ImageStep
+from weft.kernels.pending import Pending
+from weft.models.decoder import Decoder, StepContext
+
+TOKENS = 8
+"""Of the probe."""
+SAMPLED = 2
+"""Its last ones, whose logits are computed."""
+OWN_TOKENS = 4
+"""Of the probe, at most, that are taken from those for which an adapter has rows of its own."""
+PIECE = 4 << 20
+"""Bytes of an image that are compared at a time."""
+
+
+class Tolerance(NamedTuple):
+    """How far a result may be off, in Frobenius norms: `effect` of what the adapter changes, and
+    `rounding` of the values themselves, with it and without."""
+
+    effect: float
+    rounding: float
+
+    def excess(self, deviation: float, effect: float, base: float) -> float:
+        """How often the deviation has room in what is allowed: above 1 it is a mismatch, and NaN
+        where there are infinite values."""
+        allowed = self.effect * effect + self.rounding * (effect + 2 * base)
+        return deviation / (allowed + torch.finfo(torch.float32).tiny)
+
+
+def _norms(got: Tensor, want: Tensor, base: Tensor) -> Tensor:
+    """fp32 (3,) of the deviation, the adapter's effect and the base's part."""
+    got, want, base = got.float(), want.float(), base.float()
+    norms: Tensor = torch.linalg.vector_norm(
+        torch.stack((got - want, want - base, base)).flatten(1), dim=1
+    )
+    return norms
+
+
+def layer_tolerance(dtype: torch.dtype) -> Tolerance:
+    """Of one layer's output. It is rounded once or twice, each time by a quarter of eps on
+    average (eps: the distance of numbers at 1): eps is several times that. The factor between A
+    and B may be rounded too, so that the effect is off by as much. In fp32 what counts is the
+    order of the sums over some thousand products, which costs several digits more than eps."""
+    eps = torch.finfo(dtype).eps
+    return Tolerance(max(1e-3, 2 * eps), max(4e-6, eps))
+
+
+def logits_tolerance(dtype: torch.dtype) -> Tolerance:
+    """Of the logits: the roundings of all layers have added up, about as the root of their number,
+    and layers may amplify them."""
+    eps = torch.finfo(dtype).eps
+    return Tolerance(max(1e-2, 8 * eps), max(1e-3, 8 * eps))
+
+
+class SelfCheck:
+    """Checks adapters that are installed in a pool. `check` is for one thread at a time, beside
+    steps: all that it writes to is its own.
+
+    `decoder` must not share what it writes to with the one of the steps, nor `backend` with
+    theirs. `exact`: whether small differences stay small on their way through the model.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: LoraBackend,
+        pool: AdapterPool,
+        kv: list[KVCache],
+        *,
+        exact: bool,
+    ) -> None:
+        """`kv`: of `num_blocks` blocks a layer."""
+        self._decoder, self._backend, self._pool, self._kv = decoder, backend, pool, kv
+        self._exact = exact
+        self._stream: torch.cuda.Stream | None = None
+        if decoder.device.type == "cuda":
+            self._stream = torch.cuda.Stream(decoder.device)  # type: ignore[no-untyped-call]
+        source = random.Random(0)
+        self._ids = [source.randrange(pool.table.groups[0].in_features) for _ in range(TOKENS)]
+
+    def order(self, slot: int, image: AdapterImage) -> Callable[[], CheckResult]:
+        """The check of what was installed in `slot` by now, for another thread. The slot must stay
+        as it is. The check raises AdapterQuarantined for a mismatch."""
+        installed = None
+        if self._stream is not None:
+            installed = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            installed.record()
+        return partial(self._run, slot, image, installed)
+
+    def _run(
+        self, slot: int, image: AdapterImage, installed: torch.cuda.Event | None
+    ) -> CheckResult:
+        with torch.inference_mode(), self._aside(installed):
+            try:
+                return self._check(slot, image)
+            except torch.OutOfMemoryError:
+                return "skipped"
+            except AdapterQuarantined:
+                raise
+            except Exception as error:  # a step with this adapter would end all requests
+                raise _quarantine(f"{type(error).__name__}: {error}") from error
+
+    @contextlib.contextmanager
+    def _aside(self, installed: torch.cuda.Event | None):  # type: ignore[no-untyped-def]
+        """On a stream of its own, behind `installed`."""
+        if self._stream is None or installed is None:
+            yield
+            return
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(installed)
+            yield
+
+    # -- the check -----------------------------------------------------------------------------
+
+    def _check(self, slot: int, image: AdapterImage) -> CheckResult:
+        start, layout = self._placed(slot)
+        extent = self._pool.arena[start : start + len(image.data)]
+        if layout != image.layout or not _same_bits(extent, image.data):
+            raise _quarantine("its image in adapter memory is not the one that was loaded")
+        probe = _Probe.make(self._tokens(image), slot, self._kv[0].block_size, self._decoder.device)
+        oracle = ImageStep(self._pool.table, layout, extent, TOKENS, SAMPLED, 2 * TOKENS)
+        both = _Both(self._serve(probe), oracle, self._pool)
+        right = self._logits(probe, both, both, both.vocabulary)
+        if not bool(right.isfinite().all()):
+            return "skipped"  # it overflows in this dtype whoever computes it
+        both.check()
+        if self._exact:
+            step = self._serve(probe)
+            got = self._logits(probe, step, norms_of(step), vocabulary_of(step))
+            base = right[:SAMPLED].repeat(2, 1)
+            norms = _norms(got, right, base).tolist()
+            excess = logits_tolerance(self._decoder.dtype).excess(*norms)
+            if not excess <= 1:
+                raise _mismatch("the logits", excess)
+        return "passed"
+
+    def _placed(self, slot: int) -> tuple[int, ImageLayout]:
+        placed = self._pool.placed(slot)
+        assert placed is not None
+        return placed
+
+    def _tokens(self, image: AdapterImage) -> list[int]:
+        """Those of the probe, the first of them such as the adapter has rows for."""
+        own: list[int] = []
+        for at in (image.layout.embedding_rows, image.layout.head_rows):
+            if at and at[1] >= 0:
+                words = at[2] * 4 // image.data.element_size()
+                own += image.data[at[1] : at[1] + words].view(torch.int32)[:OWN_TOKENS].tolist()
+        if image.layout.vocab_size:
+            own.insert(0, image.layout.vocab_size - 1)
+        return (own[:OWN_TOKENS] + self._ids)[:TOKENS]
+
+    def _serve(self, probe: _Probe) -> LoraStep:
+        """As steps begin."""
+        return with_extras(self._backend.begin(probe.lora), self._pool, probe.lora)
+
+    def _logits(
+        self,
+        probe: _Probe,
+        lora: LoraStep,
+        norms: NormStep | None,
+        vocabulary: VocabularyStep | None,
+    ) -> Tensor:
+        """fp32 (2 * SAMPLED, V), the base's rows first; 0 for tokens that a row does not have."""
+        batch = make_batch(
+            [TOKENS] * 2, [TOKENS] * 2, probe.blocks, self._kv[0].block_size, self._decoder.device
+        )
+        step = StepContext(probe.positions_T, batch, lora, norms, vocabulary)
+        hidden_TI = self._decoder.forward(probe.ids_T, step, self._kv)
+        return _known(self._decoder.logits(hidden_TI[probe.sampled_N], step).float())
+
+
+def num_blocks(block_size: int) -> int:
+    """Of the cache that a check needs."""
+    return 2 * _blocks_of_probe(block_size)
+
+
+def _blocks_of_probe(block_size: int) -> int:
+    return -(-TOKENS // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Probe:
+    """The batch of a check: two sequences of the same tokens, the base's and the adapter's."""
+
+    ids_T: Tensor
+    positions_T: Tensor
+    sampled_N: Tensor
+    lora: LoraBatch
+    blocks: list[list[int]]
+
+    @staticmethod
+    def make(ids: list[int], slot: int, block_size: int, device: torch.device) -> _Probe:
+        width = _blocks_of_probe(block_size)
+        sampled = [*range(TOKENS - SAMPLED, TOKENS), *range(2 * TOKENS - SAMPLED, 2 * TOKENS)]
+        slots = torch.tensor([-1] * TOKENS + [slot] * TOKENS, dtype=torch.int32, device=device)
+        sampled_N = torch.tensor(sampled, device=device)
+        return _Probe(
+            torch.tensor(ids * 2, device=device),
+            torch.arange(TOKENS, device=device).repeat(2),
+            sampled_N,
+            LoraBatch(
+                slots,
+                (Segment(slot, TOKENS, 2 * TOKENS),),
+                slots[sampled_N],
+                (Segment(slot, SAMPLED, 2 * SAMPLED),),
+            ),
+            [[*range(width)], [*range(width, 2 * width)]],
+        )
+
+
+class _Both:
+    """FusedStep and NormStep of an oracle, which compares with it what a serving step does."""
+
+    def __init__(self, served: LoraStep, oracle: ImageStep, pool: AdapterPool) -> None:
+        self._served, self._oracle = served, oracle
+        self._norms = norms_of(served)
+        added = vocabulary_of(served)
+        self.vocabulary = _BothVocabulary(self, added, oracle) if added is not None else None
+        self._table = pool.table
+        self._tolerance = layer_tolerance(pool.arena.dtype)
+        self._places: list[str] = []
+        self._norms_at: list[Tensor] = []
+
+    def check(self) -> None:
+        """Raise AdapterQuarantined for the first place where they differ."""
+        found = torch.stack(self._norms_at).tolist()
+        for place, norms in zip(self._places, found, strict=True):
+            excess = self._tolerance.excess(*norms)
+            if not excess <= 1:
+                raise _mismatch(place, excess)
+
+    def start(self, x_TI: Tensor, group: int) -> None:
+        self._served.start(x_TI, group)
+
+    def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
+        self.compare(y_TO, x_TI, group, self._served.linear, self._oracle.linear)
+
+    def product(
+        self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: int
+    ) -> tuple[Tensor, Pending] | None:
+        """See `FusedStep`."""
+        found = None
+        if isinstance(self._served, FusedStep):
+            found = self._served.product(x_TI, weight_OI, bias_O, group)
+        if found is None:
+            return None
+        y_TO, pending = found
+        base = y_TO.clone()
+        self._oracle.linear(y_TO, x_TI, group)
+        self.note(_name(self._table.groups[group]), pending.added_to(base), y_TO, base)
+        return y_TO, replace(pending, slot_T=torch.full_like(pending.slot_T, -1))
+
+    def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
+        self.compare(y_TO, ids_T, group, self._served.embedding, self._oracle.embedding)
+
+    def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
+        self.compare(y_NV, x_NI, group, self._served.head, self._oracle.head)
+
+    def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
+        served = self._served.experts(token_P, expert_P)
+        return _BothExperts(self, served, self._oracle.experts(token_P, expert_P))
+
+    def of(self, index: int) -> list[tuple[int, int, Tensor]]:
+        """See `NormStep`."""
+        wanted = self._oracle.of(index)
+        got = self._norms.of(index) if self._norms is not None else []
+        same = len(got) == len(wanted) and all(
+            g[:2] == w[:2] and torch.equal(g[2], w[2]) for g, w in zip(got, wanted, strict=True)
+        )
+        if not same:
+            raise _mismatch(self._table.norms[index].name, torch.inf)
+        return wanted
+
+    def compare(self, y: Tensor, x: Tensor, group: int, served: _Apply, oracle: _Apply) -> None:
+        base, got = y.clone(), y.clone()
+        served(got, x, group)
+        oracle(y, x, group)
+        self.note(_name(self._table.groups[group]), got, y, base)
+
+    def note(self, place: str, got: Tensor, want: Tensor, base: Tensor) -> None:
+        """For `check` to look at, which waits for the device once."""
+        if got.shape != want.shape:
+            raise _mismatch(place, torch.inf)
+        self._places.append(place)
+        self._norms_at.append(_norms(got, want, base))
+
+
+_Apply = Callable[[Tensor, Tensor, int], None]
+
+
+class _BothExperts:
+    """ExpertStep of a `_Both`."""
+
+    def __init__(self, both: _Both, served: ExpertStep, oracle: ExpertStep) -> None:
+        self._both, self._served, self._oracle = both, served, oracle
+
+    def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
+        self._both.compare(y_PO, x_PI, group, self._served.linear, self._oracle.linear)
+
+
+class _BothVocabulary:
+    """VocabularyStep of a `_Both`."""
+
+    def __init__(self, both: _Both, served: VocabularyStep, oracle: ImageStep) -> None:
+        self._both, self._served, self._oracle = both, served, oracle
+        self.runs = served.runs
+
+    def embedding(self, y_TO: Tensor, ids_T: Tensor) -> None:
+        base, got = y_TO.clone(), y_TO.clone()
+        self._served.embedding(got, ids_T)
+        self._oracle.added_embedding(y_TO, ids_T)
+        self._both.note("the embedding of added tokens", got, y_TO, base)
+
+    def logits(self, y_NV: Tensor, x_NI: Tensor) -> Tensor:
+        got = self._served.logits(y_NV.clone(), x_NI)
+        want = self._oracle.added_logits(y_NV, x_NI)
+        base = F.pad(y_NV, (0, want.shape[1] - y_NV.shape[1]))
+        self._both.note("the logits of added tokens", _known(got), _known(want), base)
+        return want
+
+
+def _known(logits: Tensor) -> Tensor:
+    """With 0 for the tokens that a row does not have."""
+    return logits.masked_fill(logits == -torch.inf, 0)
+
+
+def _name(group: Group) -> str:
+    first, *others = group.slices
+    return ", ".join([first.name, *(s.suffix for s in others)])
+
+
+def _mismatch(place: str, excess: float) -> AdapterQuarantined:
+    return _quarantine(f"on a probe, {place} was off by {excess:.3g} times what rounding allows")
+
+
+def _quarantine(reason: str) -> AdapterQuarantined:
+    return AdapterQuarantined(
+        f"the adapter failed its first-use check, and is not served until it is loaded again: "
+        f"{reason}",
+        "model",
+    )
+
+
+def _same_bits(extent: Tensor, image: Tensor) -> bool:
+    """Whether device memory holds what is on the host."""
+    there, here = extent.view(torch.uint8), image.view(torch.uint8)
+    if len(there) != len(here):
+        return False
+    pieces = range(0, len(here), PIECE)
+    if there.device.type == "cpu":
+        # NumPy, as torch would wake a pool of threads, which takes the cores from a step.
+        a, b = there.numpy(), here.numpy()
+        return all(np.array_equal(a[i : i + PIECE], b[i : i + PIECE]) for i in pieces)
+    differ = [(there[i : i + PIECE] != here[i : i + PIECE].to(there.device)).any() for i in pieces]
+    return not bool(torch.stack(differ).any())

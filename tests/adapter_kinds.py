@@ -1,0 +1,216 @@
+"""The kinds of adapters that are compared with `peft`, and bases of every family for them."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import (
+    AdaLoraConfig,
+    IA3Config,
+    LoHaConfig,
+    LoKrConfig,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    VeraConfig,
+    get_peft_model,
+)
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+VOCAB = 80
+
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+FAMILIES: dict[str, PreTrainedConfig] = {
+    "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
+    "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
+    "mistral": MistralConfig(**SIZES, sliding_window=24),
+    "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+}
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+BIASED = ("qwen2",)
+TIED = ("llama-tied", "qwen3-tied")
+UNTIED = ("llama", "mistral", "qwen2")
+TWO = ("llama-tied", "qwen2")
+"""One of either sort: for variants of kinds that are compared on all families."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to adapt a model, as fields of a config."""
+
+    options: Mapping[str, Any]
+    families: tuple[str, ...] = tuple(FAMILIES)
+    save: Mapping[str, Any] = field(default_factory=dict)
+    """Options of save_pretrained."""
+    change: Callable[[PeftModel], None] = lambda model: None
+    """What happens to the model after its weights were made random."""
+    config: type[PeftConfig] = LoraConfig
+
+
+def lora(targets: list[str] | str = ATTENTION, **options: Any) -> dict[str, Any]:
+    return {"r": 3, "lora_alpha": 4, "target_modules": targets, **options}
+
+
+def change_embeddings(model: PeftModel) -> None:
+    """As if the base's own had been trained too, some rows of them."""
+    base = model.get_base_model()
+    for module in (base.get_input_embeddings(), base.get_output_embeddings()):
+        weight = getattr(module, "base_layer", module).weight
+        weight.data[::3] += 0.1
+
+
+def restore_most_rows(model: PeftModel) -> None:
+    base = model.get_base_model()
+    for module in (base.get_input_embeddings(), base.get_output_embeddings()):
+        module.modules_to_save["default"].weight.data[5:] = module.original_module.weight[5:]
+
+
+ENDS = ["embed_tokens", "lm_head"]
+KINDS: dict[str, Kind] = {
+    "LoRA": Kind(lora([*ATTENTION, *MLP], rank_pattern={"k_proj": 5}, use_rslora=True)),
+    "alpha_pattern": Kind(lora(alpha_pattern={"q_proj": 7, "1.self_attn.*": 2}), TWO),
+    "rank_pattern and alpha_pattern": Kind(
+        lora(MLP, rank_pattern={"^model.layers.0.*": 33}, alpha_pattern={"up_proj": 1}), TWO
+    ),
+    "expression": Kind(lora(r".*\.(q|up)_proj", exclude_modules=r".*\.0\.mlp\..*"), TWO),
+    "all-linear": Kind(lora("all-linear", r=1), TWO),
+    "layers_to_transform": Kind(lora(["o_proj"], layers_to_transform=[1]), TWO),
+    "exclude_modules": Kind(lora(exclude_modules=["v_proj"]), TWO),
+    "gaussian": Kind(lora(init_lora_weights="gaussian"), TWO),
+    "LoRA of embedding and head": Kind(
+        lora(["q_proj", *ENDS]), save={"save_embedding_layers": False}
+    ),
+    "DoRA": Kind(lora([*ATTENTION, *MLP], use_dora=True)),
+    "DoRA of embedding and head": Kind(lora(["v_proj", *ENDS], use_dora=True), TWO),
+    "lora_bias": Kind(lora(["q_proj", "v_proj", "lm_head"], lora_bias=True)),
+    "bias: lora_only": Kind(lora(["q_proj", "k_proj"], bias="lora_only"), BIASED),
+    "bias: all": Kind(lora(["q_proj", "gate_proj"], bias="all"), BIASED),
+    "bias: all and lora_bias": Kind(lora(["v_proj"], bias="all", lora_bias=True), BIASED),
+    "DoRA and bias: all": Kind(lora(ATTENTION, bias="all", use_dora=True), BIASED),
+    "modules_to_save: head": Kind(lora(modules_to_save=["lm_head"]), TWO),
+    "modules_to_save: embedding": Kind(lora(modules_to_save=["embed_tokens"]), TWO),
+    "modules_to_save: both": Kind(lora(modules_to_save=ENDS, use_dora=True)),
+    "modules_to_save: a few rows": Kind(lora(modules_to_save=ENDS), TWO, change=restore_most_rows),
+    "modules_to_save: norms": Kind(lora(modules_to_save=["norm"])),
+    "modules_to_save: last norm": Kind(lora(modules_to_save=["model.norm"]), TWO),
+    "trainable_token_indices": Kind(lora(trainable_token_indices=[7, 3, 79])),
+    "trainable_token_indices of both": Kind(
+        lora(trainable_token_indices={"embed_tokens": [5, 0], "lm_head": [1, 30, 2]}), TWO
+    ),
+    "trainable_token_indices of both alike": Kind(
+        lora(trainable_token_indices={"embed_tokens": [5, 0], "lm_head": [5, 0]}), TWO
+    ),
+    "trainable_token_indices of the head": Kind(
+        lora(trainable_token_indices={"lm_head": [1, 30]}), TWO
+    ),
+    "trainable_token_indices and saved": Kind(
+        lora(trainable_token_indices=[7, 3]), TWO, save={"save_embedding_layers": True}
+    ),
+    "embeddings saved along": Kind(lora(), TWO, save={"save_embedding_layers": True}),
+    "embeddings trained and saved along": Kind(
+        lora(), TWO, save={"save_embedding_layers": True}, change=change_embeddings
+    ),
+    "LoRA of embedding trained and saved along": Kind(
+        lora(["q_proj", "embed_tokens"], use_dora=True),
+        TWO,
+        save={"save_embedding_layers": True},
+        change=change_embeddings,
+    ),
+    "ensure_weight_tying: LoRA": Kind(lora(["q_proj", *ENDS], ensure_weight_tying=True), TWO),
+    "ensure_weight_tying: DoRA": Kind(
+        lora(["q_proj", "embed_tokens"], ensure_weight_tying=True, use_dora=True), TWO
+    ),
+    "ensure_weight_tying: modules_to_save": Kind(
+        lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True), TWO
+    ),
+    "ensure_weight_tying: trainable_token_indices": Kind(
+        lora(trainable_token_indices=[7, 3], ensure_weight_tying=True), TWO
+    ),
+    "fan_in_fan_out": Kind(lora(["q_proj", *ENDS], use_dora=True, fan_in_fan_out=True), TWO),
+    "AdaLoRA": Kind(
+        {"init_r": 4, "total_step": 9, "target_modules": [*ATTENTION, *MLP]}, config=AdaLoraConfig
+    ),
+    "VeRA": Kind({"r": 6, "target_modules": [*ATTENTION, *MLP]}, config=VeraConfig),
+    "VeRA without its projections": Kind(
+        {"r": 6, "target_modules": ["q_proj", "down_proj"], "save_projection": False},
+        TWO,
+        config=VeraConfig,
+    ),
+    "LoHa": Kind({"r": 3, "target_modules": [*ATTENTION, *MLP]}, config=LoHaConfig),
+    "LoKr": Kind({"r": 2, "target_modules": [*ATTENTION, *MLP]}, config=LoKrConfig),
+    "IA3": Kind(
+        {"target_modules": [*ATTENTION, *MLP], "feedforward_modules": ["down_proj"]},
+        config=IA3Config,
+    ),
+    "IA3 of the head": Kind(
+        {"target_modules": ["lm_head"], "feedforward_modules": []},
+        UNTIED[-1:],
+        save={"save_embedding_layers": False},
+        config=IA3Config,
+    ),
+}
+
+
+def make_base(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.3)
+        elif "norm" in name:
+            torch.nn.init.uniform_(parameter, 0.5, 1.5)
+    model.save_pretrained(folder)
+    return model
+
+
+def make_adapter(base: PreTrainedModel, kind: Kind, folder: Path) -> PeftModel:
+    """Saved to `folder`, and what peft loads from there."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft's, of what is tied, saved along and so on
+        config = kind.config(task_type="CAUSAL_LM", **kind.options)
+        model = get_peft_model(copy.deepcopy(base), config)
+        randomise(model)
+        kind.change(model)
+        model.save_pretrained(folder, **kind.save)
+        return PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
+
+
+def randomise(model: PeftModel) -> None:
+    """Change all that training would."""
+    torch.manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if "magnitude" in name:
+            parameter.data *= torch.empty_like(parameter).uniform_(0.5, 1.5)
+        elif "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.15)
+        else:
+            parameter.data += 0.2 * torch.randn(parameter.shape)

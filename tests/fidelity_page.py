@@ -1,0 +1,233 @@
+"""docs/fidelity.md: `python tests/fidelity_page.py > docs/fidelity.md`.
+
+`test_fidelity.py` checks that the file is current, that each row claimed to be exact is compared
+with `peft` by a test, and that each row claimed to be refused is refused by that name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+HEAD = """\
+# Fidelity
+
+An adapter is either served as `peft` computes it, or refused when it is loaded, with an error that
+names the field or tensor. There is nothing between: what Weft does not know and does not consume is
+refused, so an adapter that asks for more than it gets can't answer wrongly without a word.
+
+Exact means: on tiny random bases of Llama, Mistral, Qwen 2, Qwen 3, Qwen 3 MoE and Mixtral, in
+float32, with adapters that `peft` itself has made and saved with random weights, the greedy tokens
+are those of `peft`, and the log-probabilities are within 0.001 of its own: for each kind alone, with
+its prompt already in the prefix cache, and in batches mixed with others. In 16 bits the same is
+computed with the rounding of that format.
+
+The last two columns are what the released loaders of vLLM 0.33 and SGLang 0.5.23 did with real
+adapters. *Wrong* is an adapter that was accepted and then answered as another one, without a word;
+an empty cell is one that was not tried. SGLang took 11 of 35 kinds that way, and 5 more passed its
+loader and failed in the first forward pass.
+"""
+FOOT = """\
+(1) A LoHa of rank r is a LoRA of rank r times r, and a LoKr is one of the product of its factors'
+ranks. Where that is above `--max-lora-rank`, the nearest LoRA of that rank is served if its
+relative error is at most `--conversion-tolerance`, and `weft check` prints the error; else the
+adapter is refused, with the rank that would make it exact.
+
+(2) PiSSA, OLoRA and CorDA change the base model when training begins. An adapter saved as it is
+trained is right on that residual base alone, which Weft tells from the weights. Saved with `peft`'s
+`path_initial_model_for_weight_conversion` it is a plain LoRA for the original base.
+
+`weft check` gives the verdict for one adapter, without a GPU and without the base's weights; see
+[Adapters](adapters.md#would-mine-be-served).
+"""
+
+
+@dataclass(frozen=True)
+class Exact:
+    """Kinds that are served as `peft` computes them."""
+
+    name: str
+    shown_by: tuple[str, ...]
+    """Keys of the tables of kinds, or test functions as `test_file.py::test_name`."""
+    vllm: str = ""
+    sglang: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What is refused, by the name of `field`, when a good adapter's config has `changes`."""
+
+    name: str
+    field: str
+    changes: Mapping[str, Any]
+    vllm: str = ""
+    sglang: str = ""
+    note: str = ""
+
+
+SECTIONS: dict[str, list[Exact]] = {
+    "LoRA": [
+        Exact("any linear layers of any layer, any rank", ("LoRA", "all-linear"), "yes", "yes"),
+        Exact("`use_rslora`", ("LoRA",), "", "wrong"),
+        Exact("`rank_pattern`", ("LoRA", "rank_pattern and alpha_pattern")),
+        Exact("`alpha_pattern`", ("alpha_pattern", "rank_pattern and alpha_pattern"), "", "wrong"),
+        Exact(
+            "targets as expressions, `exclude_modules`, `layers_to_transform`",
+            ("expression", "exclude_modules", "layers_to_transform", "all-linear"),
+        ),
+        Exact("initialisations that leave the base alone", ("gaussian",)),
+        Exact("embedding and head", ("LoRA of embedding and head",)),
+        Exact(
+            "DoRA",
+            ("DoRA", "DoRA of embedding and head", "fan_in_fan_out"),
+            "refused",
+            "not served",
+        ),
+        Exact("`lora_bias`", ("lora_bias",), "refused", "wrong"),
+        Exact(
+            "`bias`: `lora_only`, `all`",
+            ("bias: lora_only", "bias: all", "bias: all and lora_bias", "DoRA and bias: all"),
+            "",
+            "wrong",
+        ),
+        Exact(
+            "aLoRA (`alora_invocation_tokens`)",
+            ("test_alora.py::test_alone_and_once_more", "test_alora.py::test_reuse"),
+            "refused",
+            "wrong",
+        ),
+        Exact(
+            "PiSSA and OLoRA on their residual base",
+            ("residual: pissa", "residual: pissa_niter_4", "residual: olora"),
+            note="2",
+        ),
+        Exact(
+            "the same, and CorDA, converted on saving",
+            ("test_residual.py::test_served_on_the_original_once_converted",),
+            note="2",
+        ),
+        Exact(
+            "files in float32, float16, bfloat16",
+            ("test_checkpoint.py::test_half_precision_files",),
+        ),
+    ],
+    "Beside it": [
+        Exact(
+            "`modules_to_save`: head",
+            ("modules_to_save: head", "modules_to_save: both", "modules_to_save: a few rows"),
+            "refused",
+            "wrong",
+        ),
+        Exact(
+            "`modules_to_save`: embedding",
+            ("modules_to_save: embedding", "modules_to_save: both"),
+            "",
+            "wrong",
+        ),
+        Exact(
+            "`modules_to_save`: norms",
+            ("modules_to_save: norms", "modules_to_save: last norm"),
+            "",
+            "wrong",
+        ),
+        Exact(
+            "`trainable_token_indices`",
+            (
+                "trainable_token_indices",
+                "trainable_token_indices of both",
+                "trainable_token_indices of both alike",
+                "trainable_token_indices of the head",
+                "trainable_token_indices and saved",
+            ),
+            "",
+            "wrong",
+        ),
+        Exact(
+            "added tokens: rows beyond the base's vocabulary",
+            ("test_added_tokens.py::test_alone_and_again", "test_added_tokens.py::test_mixed"),
+        ),
+        Exact(
+            "embeddings saved along",
+            (
+                "embeddings saved along",
+                "embeddings trained and saved along",
+                "LoRA of embedding trained and saved along",
+            ),
+        ),
+        Exact(
+            "`ensure_weight_tying`",
+            (
+                "ensure_weight_tying: LoRA",
+                "ensure_weight_tying: DoRA",
+                "ensure_weight_tying: modules_to_save",
+                "ensure_weight_tying: trainable_token_indices",
+            ),
+        ),
+    ],
+    "Other kinds": [
+        Exact("AdaLoRA", ("AdaLoRA",)),
+        Exact("VeRA", ("VeRA", "VeRA without its projections")),
+        Exact("LoHa", ("LoHa",), note="1"),
+        Exact("LoKr", ("LoKr",), note="1"),
+        Exact("(IA)³", ("IA3", "IA3 of the head")),
+    ],
+    "Mixtures of experts": [
+        Exact("attention", ("experts: attention", "experts: all")),
+        Exact("router", ("experts: router", "experts: all")),
+        Exact(
+            "experts, by `target_parameters`",
+            ("experts: gate-up", "experts: down", "experts: all"),
+        ),
+        Exact("experts, a tensor for each", ("experts: single",)),
+    ],
+    "Several at once": [
+        Exact(
+            "a weighted sum of adapters, by request",
+            ("test_composition.py::test_alone_as_peft", "test_composition.py::test_mixed_as_peft"),
+        ),
+    ],
+}
+_INIT = "init_lora_weights"
+REFUSED: list[Refused] = [
+    Refused("PiSSA on another base", _INIT, {_INIT: "pissa"}, "", "wrong", "2"),
+    Refused("OLoRA on another base", _INIT, {_INIT: "olora"}, "", "wrong", "2"),
+    Refused("CorDA on another base", _INIT, {_INIT: "corda"}, note="2"),
+    Refused("LoftQ", _INIT, {_INIT: "loftq"}),
+    Refused("LoRA-GA, not converted", _INIT, {_INIT: "lora_ga"}),
+    Refused("layer replication", "layer_replication", {"layer_replication": [[0, 2], [1, 3]]}),
+    Refused("BD-LoRA", "use_bdlora", {"use_bdlora": {"nblocks": 2}}),
+    Refused("QALoRA", "use_qalora", {"use_qalora": True}),
+    Refused("Arrow", "arrow_config", {"arrow_config": {"top_k": 2}}),
+    Refused("KaSA", "kasa_config", {"kasa_config": {"beta": 1e-4}}),
+    Refused("MonteCLoRA", "monteclora_config", {"monteclora_config": {"num_samples": 4}}),
+    Refused("VeLoRA", "velora_config", {"velora_config": {"num_groups": 4}}),
+    Refused("OFT, BOFT, prompts and all other types", "peft_type", {"peft_type": "BOFT"}),
+    Refused("other tasks than causal language models", "task_type", {"task_type": "SEQ_CLS"}),
+    Refused("whole linear layers", "modules_to_save", {"modules_to_save": ["q_proj"]}),
+    Refused("what the file does not hold", "use_dora", {"use_dora": True}),
+    Refused("a field that is not known and says something", "its name", {"shiny": True}),
+]
+
+
+def page() -> str:
+    lines = [HEAD, "| kind | Weft | vLLM 0.33 | SGLang 0.5.23 |", "|---|---|---|---|"]
+    for section, rows in SECTIONS.items():
+        lines.append(f"| **{section}** | | | |")
+        lines += [_line(row, "exact") for row in rows]
+    lines.append("| **Not served** | | | |")
+    for row in REFUSED:
+        field = row.field if " " in row.field else f"`{row.field}`"
+        lines.append(_line(row, f"refused: {field}"))
+    return "\n".join([*lines, "", FOOT])
+
+
+def _line(row: Exact | Refused, weft: str) -> str:
+    note = f" ({row.note})" if row.note else ""
+    return f"| {row.name} | {weft}{note} | {row.vllm} | {row.sglang} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,267 @@
+"""Tokenizers and chat templates that adapters bring along, as their users meet them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeLLM
+from http_api import HI, INFO, Web, World, run
+from peft import LoraConfig, PeftModel, get_peft_model
+from tiny import ADAPTERS, BASE
+from toy_tokenizers import byte_level, sentencepiece
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from weft import SamplingParams
+from weft.core.errors import InvalidRequest
+from weft.core.types import AdapterInfo, StructuredOutputs
+from weft.text import Tokenizer, own
+
+OTHER = "{% for m in messages %}<tag>{{ m.content }}{{ eos_token }}{% endfor %}"
+TAG = INFO.vocab_size
+"""The id of the token that is added."""
+
+
+def with_tag(**special: str) -> Tokenizer:
+    made = byte_level.__wrapped__()
+    made._hf.add_tokens(["<tag>"])
+    for name, token in special.items():
+        setattr(made._hf, name, token)
+    return Tokenizer(made._hf, OTHER)
+
+
+def save(tokenizer: Tokenizer, folder: str) -> None:
+    tokenizer.save(Path(folder))
+    (Path(folder) / "chat_template.jinja").write_text(tokenizer.chat_template or "")
+
+
+def make_world(folder: Path, tokenizer: Tokenizer | None = None) -> World:
+    """Whose adapters have one token more than the base."""
+    world = World(folder, tokenizer or byte_level())
+    register = world.engine.register_adapter
+
+    async def register_larger(path: str, pinned: bool = False) -> AdapterInfo:
+        return replace(await register(path, pinned), vocab_size=TAG + 1)
+
+    world.engine.register_adapter = register_larger  # type: ignore[method-assign]
+    return world
+
+
+def test_every_route_uses_them(tmp_path: Path) -> None:
+    world, mine = make_world(tmp_path), with_tag(eos_token="<tag>")
+    path = world.adapter("a", "!")
+    save(mine, path)
+
+    async def scenario(web: Web) -> None:
+        assert (await web.load("a", path)).status_code == 200
+        requests = world.engine.requests
+        shown = {"model": "a", "skip_special_tokens": False}
+        answer = await web.chat(**shown, logprobs=True, top_logprobs=1)
+        assert requests[-1].prompt_ids == mine.chat(HI) == [TAG, *mine.encode("hi", False), TAG]
+        assert requests[-1].eos_token_ids == (TAG,)
+        content = answer["choices"][0]["message"]["content"]
+        assert content == "<tag>ih<tag>!"
+        assert answer["choices"][0]["logprobs"]["content"][0]["token"] == "<tag>"
+        streamed = await web.chunks("/v1/chat/completions", {**shown, "messages": HI})
+        deltas = [c["choices"][0]["delta"] for c in streamed[:-1] if c["choices"]]
+        assert "".join(d.get("content", "") for d in deltas) == content
+        assert (await web.chat(model="a"))["choices"][0]["message"]["content"] == "ih!"
+        await web.post("/v1/responses", {"model": "a", "input": "hi"})
+        assert requests[-1].prompt_ids == mine.chat(HI)
+
+        answer = await web.complete(**shown, prompt="x<tag>", stop=["!"])
+        assert requests[-1].prompt_ids[-1] == TAG
+        assert answer["choices"][0]["text"].startswith("<tag>x")
+        await web.complete(model="a", prompt=[TAG], logit_bias={str(TAG): 1}, bad_words=["<tag>"])
+        assert (TAG,) in requests[-1].bad_token_ids
+        answer = await web.post("/tokenize", {"model": "a", "prompt": "x<tag>"})
+        assert answer.json()["tokens"][-1] == TAG
+        answer = await web.post("/tokenize", {"model": "a", "messages": HI})
+        assert answer.json()["tokens"] == mine.chat(HI)
+        answer = await web.post("/detokenize", {"model": "a", "tokens": [TAG]})
+        assert answer.json()["prompt"] == "<tag>"
+
+        await web.chat()
+        assert requests[-1].prompt_ids == byte_level().chat(HI)
+        assert requests[-1].eos_token_ids == ()
+        refused: list[tuple[str, str, dict[str, Any]]] = [
+            ("/v1/completions", "prompt", {"prompt": [TAG]}),
+            ("/v1/completions", "logit_bias", {"prompt": "x", "logit_bias": {str(TAG): 1}}),
+            ("/v1/completions", "stop_token_ids", {"prompt": "x", "stop_token_ids": [TAG]}),
+            ("/detokenize", "tokens", {"tokens": [TAG]}),
+        ]
+        for route, param, body in refused:
+            answer = await web.post(route, {"model": "base", **body})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+        answer = await web.post("/v1/completions", {"model": "a", "prompt": [TAG + 1]})
+        assert answer.status_code == 400
+
+    run(world, scenario)
+    world.check()
+
+
+def test_the_same_files_are_the_base_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They share its tokenizer, which is found out once."""
+    world = World(tmp_path, byte_level())
+    loads: list[Path] = []
+    load = Tokenizer.from_folder
+    monkeypatch.setattr(Tokenizer, "from_folder", lambda path: loads.append(path) or load(path))
+
+    async def scenario(web: Web) -> None:
+        for name in ("a", "b"):
+            path = world.adapter(name, name)
+            save(byte_level(), path)
+            assert (await web.load(name, path)).status_code == 200
+            await web.chat(model=name)
+            assert world.engine.requests[-1].prompt_ids == byte_level().chat(HI)
+            assert world.engine.requests[-1].eos_token_ids == ()
+        assert len(loads) == 1
+
+    run(world, scenario)
+
+
+def test_a_template_alone(tmp_path: Path) -> None:
+    """With the base's tokenizer. A new one takes effect with the next load of the same weights,
+    and goes with the name."""
+    world = World(tmp_path, byte_level())
+    path = world.adapter("a", "!")
+    template = Path(path) / "chat_template.jinja"
+
+    async def scenario(web: Web) -> None:
+        for text in ("one {{ messages[0].content }}", "two {{ messages[0].content }}"):
+            template.write_text(text)
+            assert (await web.load("a", path)).status_code == 200
+            await web.chat(model="a")
+            want = byte_level().encode(f"{text[:3]} hi", add_special_tokens=False)
+            assert world.engine.requests[-1].prompt_ids == want
+        template.unlink()
+        config = {"chat_template": "three {{ messages[0].content }}"}
+        (Path(path) / "tokenizer_config.json").write_text(json.dumps(config))
+        assert (await web.load("a", path)).status_code == 200
+        await web.chat(model="a")
+        want = byte_level().encode("three hi", add_special_tokens=False)
+        assert world.engine.requests[-1].prompt_ids == want
+        assert (await web.unload("a")).status_code == 200
+        (Path(path) / "tokenizer_config.json").unlink()
+        assert (await web.load("a", path)).status_code == 200
+        await web.chat(model="a")
+        assert world.engine.requests[-1].prompt_ids == byte_level().chat(HI)
+
+    run(world, scenario)
+    world.check()
+
+
+def write(name: str, text: str) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "param", "says"),
+    [
+        (write("tokenizer.json", "{"), "tokenizer.json", "no tokenizer"),
+        (write("tokenizer.json", '{"model": {}}'), "tokenizer.json", "no tokenizer"),
+        (write("tokenizer_config.json", "[1]"), "tokenizer_config.json", "object"),
+        (write("tokenizer_config.json", "{" * 9), "tokenizer_config.json", "JSON"),
+        (
+            write("tokenizer_config.json", '{"auto_map": {"AutoTokenizer": ["a.B", null]}}'),
+            "tokenizer_config.json",
+            "remote code",
+        ),
+        (write("chat_template.jinja", "{% if %}"), "chat_template.jinja", "malformed"),
+        (write("chat_template.jinja", "x" * 5000), "chat_template.jinja", "larger"),
+        (write("added_tokens.json", '{"<tag>": 5}'), "added_tokens.json", "another id"),
+        (lambda folder: (folder / "tokenizer.json").symlink_to("/etc/hosts"), "lora_path", "link"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    spoil: Callable[[Path], object],
+    param: str,
+    says: str,
+) -> None:
+    monkeypatch.setitem(own.MAX_BYTES, "chat_template.jinja", 4096)
+    world = World(tmp_path, byte_level())
+    path = world.adapter("a", "!")
+    spoil(Path(path))
+
+    async def scenario(web: Web) -> None:
+        answer = await web.load("a", path)
+        error = answer.json()["error"]
+        assert answer.status_code in (400, 403), answer.text
+        assert error["param"] == param and says in error["message"]
+        assert not world.engine.registrations
+        assert "weft-tokenizer-" not in error["message"]
+
+    run(world, scenario)
+
+
+def test_forms_need_the_base_s_tokens(tmp_path: Path) -> None:
+    world = World(tmp_path, byte_level())
+    for name, tokenizer in (("more", with_tag()), ("others", sentencepiece())):
+        save(tokenizer, world.adapter(name, "!"))
+
+    async def scenario(web: Web) -> None:
+        for name, status in (("more", 200), ("others", 400)):
+            assert (await web.load(name, str(tmp_path / name))).status_code == 200
+            body = {"model": name, "prompt": [1], "structured_outputs": {"choice": ["a"]}}
+            answer = await web.post("/v1/completions", body)
+            assert answer.status_code == status, answer.text
+        assert answer.json()["error"]["param"] == "structured_outputs"
+
+    run(world, scenario)
+
+
+def make_adapter(folder: Path) -> tuple[PeftModel, Any]:
+    """On the example model, with one token more that ends outputs, and a template."""
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    tokenizer.add_tokens(["<|stop|>"], special_tokens=True)
+    tokenizer.eos_token = "<|stop|>"
+    tokenizer.chat_template = "{{ messages[0].content }}<|stop|>"
+    tokenizer.save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.resize_token_embeddings(len(tokenizer))
+        options = {"init_lora_weights": False, "target_modules": ["q_proj", "down_proj"]}
+        model = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, **options))
+        model.save_pretrained(folder)
+    return model.eval(), tokenizer
+
+
+def test_all_of_it_in_an_engine(tmp_path: Path, make_llm: MakeLLM) -> None:
+    model, tokenizer = make_adapter(tmp_path / "new")
+    shutil.copytree(ADAPTERS["reverse"], tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").write_text("{{ messages[0].content }}?")
+    llm = make_llm(adapters={name: tmp_path / name for name in ("new", "plain")}, dtype="float32")
+    stop, messages = len(tokenizer) - 1, [{"role": "user", "content": "hello"}]
+    assert stop == llm.info.vocab_size
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    outputs = llm.chat([messages] * 3, params, ["new", "plain", None])
+    ids = [*tokenizer.encode("hello", add_special_tokens=False), stop]
+    assert outputs[0].prompt_token_ids == ids
+    assert outputs[1].prompt_token_ids == llm.tokenizer.encode("hello?", False)
+    assert outputs[2].prompt_token_ids == llm.tokenizer.chat(messages)
+    with torch.inference_mode():
+        for token in outputs[0].token_ids:
+            logits = model(input_ids=torch.tensor([ids])).logits[0, -1]
+            assert logits.max() - logits[token] < 1e-3
+            ids.append(token)
+
+    ends = SamplingParams(max_tokens=8, logit_bias={stop: 100.0})
+    (output,) = llm.generate("hello", ends, "new")
+    assert (output.token_ids, output.finish_reason, output.text) == ([stop], "stop", "")
+    assert output.stop_reason is None
+    with pytest.raises(InvalidRequest, match="logit_bias"):
+        llm.generate("hello", ends, "plain")
+    form = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(choice=("yes",)))
+    (output,) = llm.generate("hello", form, "new")
+    assert output.text == "yes"

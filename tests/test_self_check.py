@@ -1,0 +1,637 @@
+"""The first-use check of adapters: what it lets through, what it finds, and what then happens."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from conftest import MakeLLM, check_idle
+from http_api import INFO, EchoEngine, Web, run
+from http_api import World as ApiWorld
+from test_residency import PATIENCE_S, FakePool, image
+from tiny import ADAPTERS, BASE, answer
+from torch import Tensor
+from toy_tokenizers import byte_level
+from transformers import LlamaConfig
+
+from weft import LLM, SamplingParams
+from weft.checkpoint import AdapterImage
+from weft.core.config import engine_args
+from weft.core.errors import AdapterQuarantined, AdapterUnavailable
+from weft.core.targets import Extras, TargetTable, layout_of, vocabulary
+from weft.core.types import CheckResult, EngineRequest, EngineStats, TokenEvent
+from weft.engine import selfcheck
+from weft.engine.runner import Runner
+from weft.kernels.lora import AdapterPool, Segment, extras, grouped
+from weft.kernels.lora.triton import INTERPRETED, Blocks, TritonBackend, Tuning
+from weft.residency.host import HostTier
+from weft.residency.residency import LoadEnded, Residency
+from weft.residency.slots import AdapterSlots
+
+SLOT, START = 3, 4096
+GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
+Patch = pytest.MonkeyPatch
+
+
+# -- the check itself --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
+    yield from make_runner(BASE, dtype=request.param)
+
+
+@pytest.fixture(scope="module")
+def fp32_runner() -> Iterator[Runner]:
+    yield from make_runner(BASE, dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def triton_runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+    """One layer, in Triton's interpreter: its kernels read the tables."""
+    if not INTERPRETED:
+        pytest.skip("Triton's interpreter is off")
+    folder = tmp_path_factory.mktemp("base")
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 64,
+    }
+    LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
+    for made in make_runner(folder, load_format="dummy"):
+        assert made.self_check is not None
+        tuning = Tuning(blocks=Blocks(shrink_units=1), few_rows=1)
+        made.self_check._backend = TritonBackend(made.pool, tuning)
+        yield made
+
+
+def make_runner(base: Path, **options: object) -> Iterator[Runner]:
+    made = Runner(
+        engine_args(str(base), num_threads=1, num_blocks=8, adapter_memory=32 << 20, **options)
+    )
+    yield made
+    made.close()
+
+
+def random_image(
+    runner: Runner, ranks: tuple[int, ...], more: Extras | None = None, strength: float = 0.1
+) -> AdapterImage:
+    """An adapter of these ranks, and of what comes beside A and B."""
+    table = runner.table
+    layout = layout_of(table, ranks, more, runner.dtype.itemsize)
+    torch.manual_seed(sum(ranks))
+    data = (strength * torch.randn(layout.num_elements)).to(runner.dtype)
+    for offsets, middle in ((layout.scale_offset, 1.0), (layout.shift_offset, 0.0)):
+        for target, at in zip(table.targets, offsets, strict=False):
+            if at >= 0:
+                put(data, at, middle + 0.3 * torch.randn(target.out_features))
+    for norm, at in zip(table.norms, layout.norm_offset, strict=False):
+        if at >= 0:
+            put(data, at, (1 + 0.3 * torch.randn(norm.size)).to(runner.dtype))
+    for at_rows in (layout.embedding_rows, layout.head_rows):
+        if at_rows and at_rows[1] >= 0:
+            vocab = runner.config.vocab_size
+            added = torch.arange(vocab, max(vocab, layout.vocab_size))
+            ids = torch.randperm(vocab)[: at_rows[2] - len(added)].sort().values
+            put(data, at_rows[1], torch.cat((ids, added)).int())
+    return AdapterImage("d" * 64, layout, data, ("q_proj",))
+
+
+def put(data: Tensor, at: int, values: Tensor) -> None:
+    size = values.numel() * values.element_size() // data.element_size()
+    data[at : at + size].view(values.dtype).copy_(values)
+
+
+def check(runner: Runner, adapter: AdapterImage, spoil: Callable[[], object] = int) -> CheckResult:
+    """Check an adapter that was installed, and then spoiled."""
+    runner.pool.write(START, adapter.data)
+    runner.pool.install(SLOT, START, adapter.layout)
+    assert runner.self_check is not None
+    ordered = runner.self_check.order(SLOT, adapter)
+    try:
+        spoil()
+        return ordered()
+    finally:
+        runner.pool.clear(SLOT)
+
+
+def same_ranks(table: TargetTable, rank: int) -> tuple[int, ...]:
+    return (rank,) * len(table.targets)
+
+
+def all_extras(table: TargetTable, rows: int = 8, added: int = 3) -> Extras:
+    every = frozenset(range(len(table.targets)))
+    vocab_size = vocabulary(table, "embedding")[0] + added if added else 0
+    norms = frozenset(range(len(table.norms)))
+    return Extras(every, every, norms, rows, rows, vocab_size=vocab_size)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_right_adapters_pass(runner: Runner, seed: int) -> None:
+    """Of any ranks and strength, with anything beside A and B."""
+    random, table = Random(seed), runner.table
+    ranks = tuple(random.choice((0, 1, 2, 7, 16, 33, 64, 256)) for _ in table.targets)
+    strength = 10 ** random.uniform(-4, -0.5)
+    vocab = runner.config.vocab_size
+    for more in (
+        None,
+        all_extras(table),
+        all_extras(table, rows=vocab, added=0),
+        all_extras(table, rows=vocab + 3),
+        all_extras(table, rows=3),
+    ):
+        assert check(runner, random_image(runner, ranks, more, strength)) == "passed"
+
+
+def test_right_adapters_pass_with_triton(triton_runner: Runner) -> None:
+    ranks = tuple(3 + 8 * (target.slice % 3) for target in triton_runner.table.targets)
+    assert check(triton_runner, random_image(triton_runner, ranks)) == "passed"
+
+
+def test_extras_alone_pass(runner: Runner) -> None:
+    """Without any A and B: IA3, rows of tokens, norms."""
+    more = all_extras(runner.table)
+    assert check(runner, random_image(runner, same_ranks(runner.table, 0), more)) == "passed"
+
+
+def test_what_overflows_is_not_judged(runner: Runner) -> None:
+    """NaN comes of it whoever computes it."""
+    huge = random_image(runner, same_ranks(runner.table, 8), strength=1e4)
+    huge.data.mul_(1e30) if runner.dtype != torch.float16 else None
+    assert check(runner, huge) == "skipped"
+
+
+def test_memory_that_is_short_is_not_held_against_an_adapter(runner: Runner, monkeypatch: Patch):
+    def fail(*_: object) -> None:
+        raise torch.OutOfMemoryError("no")
+
+    adapter = random_image(runner, same_ranks(runner.table, 8))
+    assert check(runner, adapter, lambda: monkeypatch.setattr(extras, "has_extras", fail)) == (
+        "skipped"
+    )
+
+
+def spoil_arena(runner: Runner, adapter: AdapterImage, _: Patch) -> None:
+    runner.pool.arena[START + len(adapter.data) - 1] += 1
+
+
+def spoil_half(runner: Runner, adapter: AdapterImage, _: Patch) -> None:
+    """As if the copy had stopped."""
+    runner.pool.arena[START + len(adapter.data) // 2 :].zero_()
+
+
+def spoil_view(of_b: bool) -> Callable[[Runner, AdapterImage, Patch], None]:
+    """One matrix of one layer is looked for one row further on."""
+
+    def spoil(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> None:
+        right = AdapterPool._make_view
+
+        def wrong(self: AdapterPool, slot: int, group: int, expert: int = 0) -> Any:
+            view = right(self, slot, group, expert)
+            if view is None or group != 4:
+                return view
+            if not of_b:
+                return view._replace(a_RI=view.a_RI.roll(1, 0))
+            first, *others = view.slices
+            return view._replace(slices=(first._replace(b_OR=first.b_OR.roll(1, 0)), *others))
+
+        monkeypatch.setattr(AdapterPool, "_make_view", wrong)
+
+    return spoil
+
+
+def spoil_sum(change: Callable[[Tensor, Any], None]) -> Callable[..., None]:
+    """A kernel that adds something else."""
+
+    def spoil(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> None:
+        right = grouped._add
+
+        def wrong(y: Tensor, x: Tensor, view: Any) -> None:
+            delta = torch.zeros_like(y)
+            right(delta, x, view)
+            change(delta, view)
+            y += delta
+
+        monkeypatch.setattr(grouped, "_add", wrong)
+
+    return spoil
+
+
+def spoil_ranks(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> None:
+    """A kernel that knows ranks up to 16."""
+    right = grouped._add
+
+    def wrong(y: Tensor, x: Tensor, view: Any) -> None:
+        slices = tuple(s._replace(b_OR=s.b_OR.clone()) for s in view.slices)
+        for s in slices:
+            s.b_OR[:, 16:] = 0
+        right(y, x, view._replace(slices=slices))
+
+    monkeypatch.setattr(grouped, "_add", wrong)
+
+
+def spoil_rows(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> None:
+    """The base's rows get it too."""
+    right = grouped._per_segment
+
+    def wrong(pool: AdapterPool, segments: tuple[Segment, ...], *rest: Any) -> None:
+        right(pool, tuple(s._replace(start=0) for s in segments), *rest)
+
+    monkeypatch.setattr(grouped, "_per_segment", wrong)
+
+
+def spoil_error(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> None:
+    """A kernel that can't run would end the steps of all."""
+    monkeypatch.setattr(grouped, "_add", lambda *_: [][0])
+
+
+def drop_extras(name: str) -> Callable[..., None]:
+    """One kind of what comes beside A and B is not applied."""
+
+    def spoil(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> None:
+        if name == "added":
+            monkeypatch.setattr(extras._AddedTokens, "embedding", lambda *_: None)
+        elif name == "added_logits":
+            right_logits = extras._AddedTokens.logits
+            monkeypatch.setattr(
+                extras._AddedTokens,
+                "logits",
+                lambda self, y, x: right_logits(self, y, x.roll(1, 0)),
+            )
+        elif name == "norm":
+            monkeypatch.setattr(extras._Own, "norm", lambda *_: None)
+        elif name == "all":
+            monkeypatch.setattr(extras, "has_extras", lambda *_: False)
+        elif name in ("scale_offset", "shift_offset"):
+            right = extras._Own.vector
+
+            def vector(self: Any, offsets: tuple[int, ...], *rest: int) -> Any:
+                dropped = offsets is getattr(self.layout, name)
+                return None if dropped else right(self, offsets, *rest)
+
+            monkeypatch.setattr(extras._Own, "vector", vector)
+        else:
+            rows = extras._Own.rows
+
+            def found(self: Any, at: tuple[int, ...], hidden: int) -> Any:
+                return None if at == getattr(self.layout, name) else rows(self, at, hidden)
+
+            monkeypatch.setattr(extras._Own, "rows", found)
+
+    return spoil
+
+
+WRONG: dict[str, Callable[[Runner, AdapterImage, Patch], None]] = {
+    "one number in memory": spoil_arena,
+    "a torn copy": spoil_half,
+    "offset of A": spoil_view(of_b=False),
+    "offset of B": spoil_view(of_b=True),
+    "scaled": spoil_sum(lambda delta, view: delta.mul_(1.05)),
+    "one layer left out": spoil_sum(
+        lambda delta, view: delta.mul_(view.slices[0].out_stop != len(delta.t()))
+    ),
+    "ranks beyond 16": spoil_ranks,
+    "rows of the base": spoil_rows,
+    "an exception": spoil_error,
+    "no extras": drop_extras("all"),
+    "no scale": drop_extras("scale_offset"),
+    "no shift": drop_extras("shift_offset"),
+    "no norms": drop_extras("norm"),
+    "no rows of the embedding": drop_extras("embedding_rows"),
+    "no rows of the head": drop_extras("head_rows"),
+    "no rows of added tokens": drop_extras("added"),
+    "no logits of added tokens": drop_extras("added_logits"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_is_wrong_is_found(runner: Runner, wrong: str, monkeypatch: Patch) -> None:
+    more = all_extras(runner.table) if wrong.startswith("no ") else None
+    adapter = random_image(runner, same_ranks(runner.table, 32), more)
+    assert check(runner, adapter) == "passed"
+    with pytest.raises(AdapterQuarantined) as caught:
+        check(runner, adapter, lambda: WRONG[wrong](runner, adapter, monkeypatch))
+    assert caught.value.param == "model" and caught.value.status == 503
+
+
+def test_one_percent_is_found_in_float32(fp32_runner: Runner, monkeypatch: Patch) -> None:
+    runner = fp32_runner
+    adapter = random_image(runner, same_ranks(runner.table, 8), strength=0.02)
+    spoil = spoil_sum(lambda delta, view: delta.mul_(1.01))
+    with pytest.raises(AdapterQuarantined, match="was off by"):
+        check(runner, adapter, lambda: spoil(runner, adapter, monkeypatch))
+
+
+@pytest.mark.parametrize("table", ["a_offset_SG", "b_offset_SL", "rank_SL"])
+def test_wrong_tables_are_found_with_triton(triton_runner: Runner, table: str) -> None:
+    """In the last column that says anything: the head's is empty."""
+    runner = triton_runner
+    ranks = tuple(0 if t.kind == "head" else 8 for t in runner.table.targets)
+    adapter = random_image(runner, ranks)
+    with pytest.raises(AdapterQuarantined, match=r"layers\.0\.mlp\.down_proj"):
+        check(runner, adapter, lambda: getattr(runner.pool, table)[SLOT, -2].sub_(1))
+
+
+def test_the_logits_are_compared_too(runner: Runner, monkeypatch: Patch) -> None:
+    """What only goes wrong between the layers."""
+    adapter = random_image(runner, same_ranks(runner.table, 8), all_extras(runner.table))
+    monkeypatch.setattr(selfcheck, "norms_of", lambda step: None)
+    monkeypatch.setattr(selfcheck._Both, "of", lambda self, index: self._oracle.of(index))
+    with pytest.raises(AdapterQuarantined, match="the logits"):
+        check(runner, adapter)
+
+
+# -- what happens then -------------------------------------------------------------------------
+
+
+def spoil_loads(llm: LLM, monkeypatch: Patch) -> None:
+    """From now on copies to adapter memory go wrong."""
+    pool = llm._engine._runner.pool
+    write = pool.write
+
+    def wrong(start: int, data: Tensor) -> None:
+        write(start, data)
+        pool.arena[start] += 1
+
+    monkeypatch.setattr(pool, "write", wrong)
+
+
+def texts(llm: LLM, adapter: str | None, *words: str) -> list[str]:
+    prompts = [f"<|bos|><|user|>{word}<|end|><|assistant|>" for word in words]
+    return [output.text for output in llm.generate(prompts, GREEDY, adapter)]
+
+
+def finish(llm: LLM, requests: dict[str, str | None]) -> dict[str, TokenEvent]:
+    """The last events of requests for adapters, by request id."""
+    ended: dict[str, TokenEvent] = {}
+    for request_id, name in requests.items():
+        ref = llm._registry.resolve(name).ref if name else None
+        prompt = llm.tokenizer.encode("<|bos|><|user|>hello<|end|><|assistant|>")
+        refused = llm._engine.submit(EngineRequest(request_id, prompt, GREEDY, ref))
+        ended |= {request_id: refused} if refused else {}
+    while len(ended) < len(requests):
+        for report in llm._engine.step():
+            events = getattr(report, "events", ())
+            ended |= {e.request_id: e for e in events if e.finish_reason is not None}
+    llm._engine._residency.check()
+    llm._engine.scheduler.check()
+    return ended
+
+
+@pytest.fixture
+def llm(make_llm: MakeLLM) -> LLM:
+    return make_llm(adapters={name: ADAPTERS[name] for name in ("reverse", "upper")})
+
+
+def test_only_the_adapter_that_failed_is_refused(
+    llm: LLM, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = texts(llm, "reverse", "hello")
+    spoil_loads(llm, monkeypatch)
+    with caplog.at_level(logging.ERROR):
+        ended = finish(llm, {"a": "upper", "b": "reverse", "c": None, "d": "upper"})
+    assert [ended[i].finish_reason for i in "abcd"] == ["error", "stop", "stop", "error"]
+    for event in (ended["a"], ended["d"]):
+        assert event.error is not None and event.error[0] == "adapter_quarantined"
+        assert event.token_ids == []
+    (record,) = caplog.records
+    assert record.levelname == "ERROR" and str(ADAPTERS["upper"]) in record.getMessage()
+    stats = llm.stats()
+    digest = llm._registry.resolve("upper").ref.digest
+    assert stats.quarantined_adapters == (digest,) and digest not in stats.resident_adapters
+    assert stats.self_checks == {"passed": 1, "failed": 1, "skipped": 0}
+    assert stats.self_check_s is not None and sum(stats.self_check_s.counts) == 2
+    for _ in range(2):
+        with pytest.raises(AdapterQuarantined, match="until it is loaded again"):
+            texts(llm, "upper", "hello")
+    assert llm.stats().self_checks["failed"] == 1, "it was tried again"
+    assert texts(llm, "reverse", "hello") == right == [answer("reverse", "hello")]
+
+
+def test_loading_again_lifts_it(llm: LLM, monkeypatch: Patch) -> None:
+    with monkeypatch.context() as patch:
+        spoil_loads(llm, patch)
+        for _ in range(2):
+            with pytest.raises(AdapterQuarantined):
+                texts(llm, "upper", "hello")
+            llm.load_adapter("upper", ADAPTERS["upper"])
+            assert llm.stats().quarantined_adapters == ()
+    assert texts(llm, "upper", "hello") == [answer("upper", "hello")]
+    assert llm.stats().self_checks == {"passed": 1, "failed": 2, "skipped": 0}
+
+
+def test_a_pinned_one_is_not_tried_over_and_over(make_llm: MakeLLM, monkeypatch: Patch) -> None:
+    llm = make_llm(adapters={})
+    spoil_loads(llm, monkeypatch)
+    llm.load_adapter("upper", ADAPTERS["upper"], pinned=True)
+    while not llm.stats().quarantined_adapters:
+        texts(llm, None, "hello")
+    texts(llm, None, "hello", "world")
+    assert llm.stats().self_checks["failed"] == 1
+    assert llm.stats().resident_adapters == ()
+
+
+def test_without_checks(make_llm: MakeLLM) -> None:
+    llm = make_llm(adapters={"upper": ADAPTERS["upper"]}, self_check=False)
+    assert texts(llm, "upper", "hello") == [answer("upper", "hello")]
+    assert llm.stats().self_checks == {}
+
+
+def test_steps_go_on_beside_checks(make_llm: MakeLLM) -> None:
+    """Many adapters are checked while answers are computed, which must stay right."""
+    llm = make_llm()
+    names = list(ADAPTERS)
+    prompts = [f"<|bos|><|user|>{word}<|end|><|assistant|>" for word in ("hello", "world")] * 40
+    adapters: list[str | None] = [(*names, None)[i % (len(names) + 1)] for i in range(80)]
+    first = llm.generate(prompts, GREEDY, adapters)
+    assert llm.stats().self_checks == {"passed": len(names), "failed": 0, "skipped": 0}
+    again = llm.generate(prompts, GREEDY, adapters)
+    assert [o.token_ids for o in first] == [o.token_ids for o in again]
+    check_idle(llm)
+
+
+# -- between load and residency ----------------------------------------------------------------
+
+
+class FakeChecker:
+    """Says what it is told to, once the gate is open."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+        self.orders: list[int] = []
+        self.result: CheckResult | AdapterQuarantined = "passed"
+
+    def order(self, slot: int, image: AdapterImage) -> Callable[[], CheckResult]:
+        self.orders.append(slot)
+
+        def run() -> CheckResult:
+            assert self.gate.wait(PATIENCE_S)
+            if isinstance(self.result, AdapterQuarantined):
+                raise self.result
+            return self.result
+
+        return run
+
+
+class World:
+    """A residency over fakes, with 100 elements on the device."""
+
+    def __init__(self) -> None:
+        self.pool, self.checker = FakePool(), FakeChecker()
+        self.slots = AdapterSlots(100, 3)
+        self.woken = threading.Semaphore(0)
+        self.residency = Residency(
+            self.slots,
+            self.pool,
+            None,  # type: ignore[arg-type]
+            HostTier(4000),
+            None,
+            self.pool.move,
+            self.woken.release,
+            checker=self.checker,
+        )
+        self.now = 0
+
+    def start(self, digest: str) -> bool:
+        """Whether there was room."""
+        self.now += 1
+        load = self.slots.start_load(digest, self.now)
+        if load is not None:
+            self.residency.start([load])
+        self.residency.check()
+        return load is not None
+
+    def poll(self) -> list[Any]:
+        """What has ended, after the next wake-up."""
+        assert self.woken.acquire(timeout=PATIENCE_S)
+        ended = self.residency.poll()
+        self.residency.check()
+        return ended
+
+    def load(self, digest: str) -> LoadEnded:
+        assert self.start(digest)
+        ended: list[Any] = []
+        while not ended:
+            ended = self.poll()
+        return ended[0]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    made.residency.add(image("a", 30), None, False)
+    made.residency.add(image("b", 70), None, False)
+    yield made
+    made.checker.gate.set()
+    made.residency.close()
+
+
+def test_it_is_loading_until_the_check_has_ended(world: World) -> None:
+    assert world.start("a")
+    assert world.poll() == [] and world.checker.orders == [0]
+    assert world.slots.is_loading("a") and list(world.pool.placed) == [0]
+    world.checker.gate.set()
+    assert world.poll() == [LoadEnded("a", None)]
+    assert world.slots.is_resident("a")
+
+
+def test_only_the_first_load_is_checked(world: World) -> None:
+    world.checker.gate.set()
+    world.residency.add(image("c", 100), None, False)
+    for digest in ("a", "c", "a", "c"):
+        assert world.load(digest).error is None
+    assert len(world.checker.orders) == 2 and world.slots.num_loads == 4
+
+
+def test_a_skipped_check_is_made_up_for(world: World) -> None:
+    world.checker.gate.set()
+    world.residency.add(image("c", 100), None, False)
+    world.checker.result = "skipped"
+    for digest in ("a", "c", "a"):
+        assert world.load(digest).error is None
+    assert len(world.checker.orders) == 3
+    assert world.residency.check_results() == {"passed": 0, "failed": 0, "skipped": 3}
+
+
+def test_one_that_failed_leaves_nothing_behind(world: World) -> None:
+    world.checker.gate.set()
+    world.checker.result = AdapterQuarantined("wrong", "model")
+    ended = world.load("a")
+    assert ended == LoadEnded("a", world.checker.result)
+    assert world.pool.placed == {} and world.slots.used_elements == 0
+    assert world.slots.refusal("a") is ended.error and world.slots.refused == ("a",)
+    world.residency.add(image("a", 30), None, False)
+    assert world.slots.refusal("a") is None
+    world.checker.result = "passed"
+    assert world.load("a").error is None
+
+
+@pytest.mark.parametrize("result", ["passed", AdapterQuarantined("wrong", "model")])
+def test_unloaded_during_the_check(world: World, result: Any) -> None:
+    world.checker.result = result
+    assert world.start("a")
+    assert world.poll() == []
+    world.residency.forget("a")
+    world.checker.gate.set()
+    (ended,) = world.poll()
+    assert isinstance(ended.error, AdapterUnavailable)
+    assert world.pool.placed == {} and world.slots.used_elements == 0
+    assert world.slots.refused == ()
+
+
+# -- what clients and operators see ------------------------------------------------------------
+
+
+def test_clients_and_operators_see_it(tmp_path: Path, monkeypatch: Patch) -> None:
+    api = ApiWorld(tmp_path, byte_level(), INFO)
+    error = AdapterQuarantined("it failed its first-use check", "model")
+    wire = (error.kind, error.message, error.param)
+    bad: list[str] = []
+    stats, events = EchoEngine.stats, EchoEngine._events
+
+    async def told(self: EchoEngine) -> EngineStats:
+        known = await stats(self)
+        checks = {"passed": 4, "failed": len(bad), "skipped": 0}
+        return replace(known, self_checks=checks, quarantined_adapters=tuple(bad))
+
+    def answered(self: EchoEngine, request: EngineRequest) -> Iterator[TokenEvent]:
+        if request.adapter and request.adapter.digest in bad:
+            yield TokenEvent(request.request_id, [], finish_reason="error", error=wire)
+        else:
+            yield from events(self, request)
+
+    monkeypatch.setattr(EchoEngine, "stats", told)
+    monkeypatch.setattr(EchoEngine, "_events", answered)
+
+    async def scenario(web: Web) -> None:
+        for name in ("good", "bad"):
+            assert (await web.load(name, api.adapter(name, name.upper()))).status_code == 200
+        bad.append(next(r.digest for r in api.registry.adapters() if r.name == "bad"))
+        shown = {c["id"]: c["quarantined"] for c in (await web.get("/v1/models")).json()["data"]}
+        assert shown == {"base": False, "alias": False, "good": False, "bad": True}
+        assert (await web.get("/v1/models/bad")).json()["quarantined"] is True
+        loras = (await web.get("/v1/loras")).json()["loras"]
+        assert [loras[name]["quarantined"] for name in ("good", "bad")] == [False, True]
+        text = (await web.get("/metrics")).text
+        assert 'weft:adapter_self_checks_total{result="failed"} 1' in text
+        assert 'weft:adapter_self_checks_total{result="passed"} 4' in text
+        assert "weft:adapters_quarantined 1" in text
+        refused = await web.post("/v1/completions", {"model": "bad", "prompt": "abc"})
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "adapter_quarantined"
+        assert (await web.complete(model="good"))["choices"]
+        api.engine.alive = False
+        assert (await web.get("/v1/models")).status_code == 200
+
+    run(api, scenario)
