@@ -177,6 +177,7 @@ class Device:
             ]
             begin += count
         assert begin == len(prompt.token_L)
+        assert prompt.slot_L.tolist() == inputs.slot_T[prompt.token_L].tolist()
         return found
 
     def _adapter(self, slot: int) -> str | None:

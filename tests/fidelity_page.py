@@ -20,9 +20,9 @@ refused, so an adapter that asks for more than it gets can't answer wrongly with
 
 Exact means: on tiny random bases of Llama, Mistral, Qwen 2, Qwen 3, Qwen 3 MoE and Mixtral, in
 float32, with adapters that `peft` itself has made and saved with random weights, the greedy tokens
-are those of `peft`, and the log-probabilities are within 0.001 of its own: for each kind alone, with
-its prompt already in the prefix cache, and in batches mixed with others. In 16 bits the same is
-computed with the rounding of that format.
+are those of `peft`, and the log-probabilities are within 0.001 of its own: for each kind alone,
+with its prompt already in the prefix cache, and in batches mixed with others. In 16 bits the same
+is computed with the rounding of that format.
 
 The last two columns are what the released loaders of vLLM 0.33 and SGLang 0.5.23 did with real
 adapters. *Wrong* is an adapter that was accepted and then answered as another one, without a word;

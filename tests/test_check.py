@@ -235,3 +235,9 @@ def test_an_adapter_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     assert check("org/sort").exit_code == 0
     assert asked == ["org/sort"]
+
+
+def test_what_activates_it_is_shown(broken: Broken) -> None:
+    folder = broken(alora_invocation_tokens=[5, 6])
+    assert "activated by   the token ids 5, 6 in the prompt" in check(folder).output
+    assert report(folder)["facts"]["invocation_token_ids"] == [5, 6]

@@ -62,13 +62,13 @@ def packed(files: AdapterFiles, table: TargetTable, dtype: torch.dtype) -> objec
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_values_at_the_edges(table: TargetTable, dtype: torch.dtype) -> None:
     seen = set()
-    for stored, alpha in itertools.product(DTYPES, (2.0, -3e-3)):
-        pairs = [(value, 1.0) for value in EDGES] + [(1.0, value) for value in EDGES]
-        for a, b in pairs:
-            files = adapter(a, b, stored, alpha)
-            told = verdict(files, table, dtype)
-            assert told == packed(files, table, dtype), (a, b, stored, alpha)
-            seen.add(told[1].rpartition(": ")[2] if isinstance(told, tuple) else "served")
+    cases = [(value, 1.0, 2.0) for value in EDGES]
+    cases += [(1.0, value, alpha) for value in EDGES for alpha in (2.0, -3.0, 1e-3)]
+    for (a, b, alpha), stored in itertools.product(cases, DTYPES):
+        files = adapter(a, b, stored, alpha)
+        told = verdict(files, table, dtype)
+        assert told == packed(files, table, dtype), (a, b, stored, alpha)
+        seen.add(told[1].rpartition(": ")[2] if isinstance(told, tuple) else "served")
     name = str(dtype).removeprefix("torch.")
     nothing = "A or B is zero in every target"
     assert seen >= {"served", nothing, "holds NaN or infinite values"}

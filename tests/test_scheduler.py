@@ -413,7 +413,7 @@ def test_steps_hold_no_more_sequences_than_rows(ahead: int) -> None:
     h = Harness(ahead=ahead, rows=3, num_blocks=11)
     h.slots.add(digest_of(0), 10)
     for i in range(9):
-        options = {"prompt_logprobs": 0} if i % 3 == 0 else {}
+        options = {"prompt_logprobs": 0} if i % 2 else {}
         prompt = TALK[: 2 + i % 3]
         h.add(request(f"r{i}", prompt, 20, digest_of(0), ignore_eos=True, **options), i % 3)
     h.run()
@@ -530,6 +530,25 @@ def test_a_long_prompt_gets_a_token_before_it_yields() -> None:
     h.run(400)
     assert h.scheduler.preemptions <= sum(len(h.output(name)) for name in h.requests)
     assert h.steps <= 8 * (15 + 5)
+    for name in h.requests:
+        h.verify(name)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_no_turn_ends_before_a_token(caching: bool) -> None:
+    """A prompt of more steps than the longest wait, and an older request that waits for long."""
+    h = Harness(num_blocks=100, budget=2, capacity=10, caching=caching)
+    for i in range(2):
+        h.slots.add(digest_of(i), 10)
+    h.add(request("older", [1], 30, digest_of(0), ignore_eos=True))
+    h.add(request("long", [2] * 30, 4, digest_of(1), ignore_eos=True))
+    while h.scheduler.preemptions < 2:
+        for _ in range(len(h.loads)):
+            h.end_load(0, ok=True)
+        h.step()
+    assert h.begun["long"][0] + 14 <= h.steps
+    assert h.output("long")
+    h.run()
     for name in h.requests:
         h.verify(name)
 

@@ -41,7 +41,7 @@ from weft.engine.supervisor import Supervisor, start_supervised
 from weft.text import load_tokenizer
 
 PATIENCE_S = 50.0
-ARGS = engine_args(str(BASE), num_threads=1, num_blocks=3000)
+ARGS = engine_args(str(BASE), num_threads=1, num_blocks=3000, adapter_cache_dir="none")
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 ENDLESS = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
 

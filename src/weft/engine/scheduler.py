@@ -348,9 +348,7 @@ class Scheduler:
         except WeftError as error:
             return self.refuse(request.request_id, error)
         account = self._waiting.open(request.tenant)
-        seq = _Sequence(
-            request, active_from, vocab_size, self._orders, seed, self._limits, account
-        )
+        seq = _Sequence(request, active_from, vocab_size, self._orders, seed, self._limits, account)
         self._orders += 1
         self._by_id[seq.request_id] = seq
         self._enqueue(seq)

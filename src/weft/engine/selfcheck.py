@@ -21,6 +21,7 @@ rounded to 8 bits), the logits of two right passes may differ by anything, and a
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -64,7 +65,8 @@ class Tolerance(NamedTuple):
     def excess(self, deviation: float, effect: float, base: float) -> float:
         """How often the deviation has room in what is allowed: above 1 it is a mismatch, and NaN
         where there are infinite values."""
-        allowed = self.effect * effect + self.rounding * (effect + 2 * base)
+        with_it = math.hypot(effect, base)  # as the two are about orthogonal
+        allowed = self.effect * effect + self.rounding * (with_it + base)
         return deviation / (allowed + torch.finfo(torch.float32).tiny)
 
 

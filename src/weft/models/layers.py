@@ -8,6 +8,7 @@ value heads, D head dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -103,8 +104,9 @@ class Linear:
 
     def pending(self, x_TI: Tensor, step: StepContext) -> tuple[Tensor, Pending | None]:
         """As a call, but the adapters' part may be left to what reads the product next."""
-        if isinstance(step.lora, FusedStep) and isinstance(self.weight_OI, Tensor):
-            found = step.lora.product(x_TI, self.weight_OI, self.bias_O, self.group)
+        if hasattr(step.lora, "product") and isinstance(self.weight_OI, Tensor):
+            fused = cast(FusedStep, step.lora)  # asking for the whole protocol takes 50 us
+            found = fused.product(x_TI, self.weight_OI, self.bias_O, self.group)
             if found is not None:
                 return found
         return self(x_TI, step), None

@@ -134,7 +134,7 @@ class _AddedTokens:
         if not self._sampled:
             return y_NV
         width = max(own.layout.vocab_size for own in self._sampled)
-        y_NW = F.pad(y_NV, (0, width - self._vocab), value=50.0)
+        y_NW = F.pad(y_NV, (0, width - self._vocab), value=-torch.inf)
         for own in self._sampled:
             rows_nI = own.added(own.layout.head_rows, self._vocab, self._hidden)
             added_Nn = x_NI[own.start : own.stop] @ rows_nI.t()
