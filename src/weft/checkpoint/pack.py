@@ -157,7 +157,7 @@ def pack_image(
 def _check_activated(
     invocation: tuple[int, ...], parts: AdapterParts, image: AdapterImage, table: TargetTable
 ) -> None:
-    """PEFT adapts linear layers alone this way; what else an adapter holds is on at all positions."""
+    """PEFT adapts linear layers alone this way; what else there is would be on everywhere."""
     vocab, _ = vocabulary(table, "embedding")
     beyond = [i for i in invocation if i >= vocab]
     if beyond:
