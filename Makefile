@@ -31,9 +31,10 @@ types: $(VENV)/.installed-test
 imports: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
-# One thread each: the tests start many small processes.
+# Two workers of one thread each: the tests start many small processes. A file stays together, as
+# its tests share engines.
 pytest: $(VENV)/.installed-test
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m "not gpu"
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m "not gpu" -n 2 --dist loadfile
 
 test-gpu:
 	PYTHONPATH=src $(PYTHON) -m pytest -m gpu

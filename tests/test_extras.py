@@ -187,9 +187,11 @@ def _world(dtype: torch.dtype) -> World:
 @DTYPES
 def test_any_mix(backend: str, dtype: torch.dtype) -> None:
     world = _world(dtype)
-    for slots in ([-1, 0, 1, 1, 2, 2, 2, 3, 3], [-1, -1, 1], [2, 3], [0, 1, 2, 3]):
-        for sampled in (list(range(len(slots))), [0], []):
-            world.check(backend, slots, sampled)
+    mixes = ([-1, 0, 1, 1, 2, 2, 2, 3, 3], [-1, -1, 1], [2, 3], [0, 1, 2, 3])
+    for slots in mixes[:1] if backend == "triton" else mixes:  # 5 s each in the interpreter
+        sampled = list(range(len(slots)))
+        for some in [sampled] if backend == "triton" else [sampled, [0], []]:
+            world.check(backend, slots, some)
 
 
 def test_other_steps_are_the_backend_s_own() -> None:

@@ -201,7 +201,7 @@ BREAKS: list[tuple[Break, str]] = [
     (lambda folder: (folder / WEIGHTS).unlink(), WEIGHTS),
     *((cut(num_bytes), WEIGHTS) for num_bytes in (0, 4, 8, 500, 50_000, -1)),
     *((text(content), CONFIG) for content in ("", "{", "[]", "null", '{"r": NaN', "\0")),
-    (config(peft_type="IA3"), "peft_type"),
+    (config(peft_type="PREFIX_TUNING"), "peft_type"),
     (config(use_dora=True), "use_dora"),
     (config(r=10_000), "r"),
     (config(lora_alpha="much"), "lora_alpha"),

@@ -56,7 +56,7 @@ _HELP: dict[str, str] = {
     "max_num_batched_tokens": "Most tokens in one step; longer prompts are read in chunks.",
     "overlap": "Plan the next step while one runs (asynchronous scheduling).",
     "tenant_weights": "Shares of tenants where several wait, as JSON such as"
-    ' \'{"acme": 2}\'; those not named have 1. See --api-key for who is a tenant.',
+    " '{\"acme\": 2}'; those not named have 1. See --api-key for who is a tenant.",
     "num_threads": "CPU threads for the computation. Default: torch's own choice.",
 }
 _PANEL = {ModelArgs: MODEL, LoraArgs: ADAPTERS, CacheArgs: MEMORY, SchedulerArgs: BATCH}
@@ -119,7 +119,7 @@ def parse_weights(text: str | dict[str, float]) -> dict[str, float]:
         given = json.loads(text) if isinstance(text, str) else text
         return {name: _number(weight) for name, weight in given.items()}
     except (ValueError, AttributeError):
-        message = f"{text!r} is not a JSON object of numbers such as {{\"acme\": 2}}"
+        message = f'{text!r} is not a JSON object of numbers such as {{"acme": 2}}'
         raise typer.BadParameter(message) from None
 
 
