@@ -24,6 +24,7 @@ from weft import LLM, SamplingParams
 from weft.core.errors import InvalidRequest
 from weft.core.types import StructuredOutputs, TokenEvent
 from weft.engine.loop import QueueTimes
+from weft.engine.plan import Admitted
 from weft.text import OutputStream, StopStrings, bad_token_ids, load_tokenizer
 
 TOKENIZER = load_tokenizer(str(BASE))
@@ -426,19 +427,19 @@ def test_structured_outputs_without_a_tokenizer(make_llm: MakeLLM, tmp_path: Pat
 
 def test_queue_times(monkeypatch: pytest.MonkeyPatch) -> None:
     """From receipt to the first step, with the first event; nothing is kept afterwards."""
-    now = 10.0
-    monkeypatch.setattr("weft.engine.loop.time.monotonic", lambda: now)
+    monkeypatch.setattr("weft.engine.loop.time.monotonic", lambda: 10.0)
     times = QueueTimes()
     for name in ("a", "b", "left", "late"):
         times.receive(name)
-    now = 12.5
-    times.begin("a")
-    now = 13.0
-    times.begin("b")
-    times.begin("a")  # again, after a preemption
+    admitted = Admitted("a", 0, -1, [1], 1, SamplingParams(), 0, adapter_wait_s=0.5)
+    times.begin(admitted, 12.5)
+    times.begin(replace(admitted, request_id="b", adapter_wait_s=0.0), 13.0)
+    times.begin(admitted, 13.0)  # again, after a preemption
     token, end = TokenEvent("a", [5]), TokenEvent("b", [], finish_reason="abort")
     left = TokenEvent("left", [], finish_reason="abort")
-    assert [e.queue_s for e in times.stamp([token, end, left])] == [2.5, 3.0, None]
+    stamped = times.stamp([token, end, left])
+    assert [e.queue_s for e in stamped] == [2.5, 3.0, None]
+    assert [e.adapter_wait_s for e in stamped] == [0.5, 0.0, None]
     assert times.stamp([token]) == [token]
     assert times._received.keys() == {"late"} and not times._waited
 
