@@ -440,6 +440,7 @@ def test_queue_times(monkeypatch: pytest.MonkeyPatch) -> None:
     stamped = times.stamp([token, end, left])
     assert [e.queue_s for e in stamped] == [2.5, 3.0, None]
     assert [e.adapter_wait_s for e in stamped] == [0.5, 0.0, None]
+    assert times.adapter_waits.spread.sum == 0.5 and sum(times.adapter_waits.spread.counts) == 1
     assert times.stamp([token]) == [token]
     assert times._received.keys() == {"late"} and not times._waited
 

@@ -101,7 +101,7 @@ class Harness:
         if request.params.structured_outputs and not refused:
             self.compiling.append(request.request_id)
 
-    def step(self) -> None:
+    def step(self) -> StepPlan:
         self.steps += 1
         plan = self.scheduler.plan(float(self.steps))
         for load in plan.loads:
@@ -117,6 +117,7 @@ class Harness:
             self._take(self.scheduler.commit(*self.flights.popleft()))
         for digest in self.scheduler.take_dropped():
             self.slots.remove(digest)
+        return plan
 
     def end_load(self, index: int, ok: bool) -> None:
         load = self.loads.pop(index)
@@ -532,6 +533,27 @@ def test_a_long_prompt_gets_a_token_before_it_yields() -> None:
     assert h.steps <= 8 * (15 + 5)
     for name in h.requests:
         h.verify(name)
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(("num_blocks", "again"), [(40, False), (12, True)])
+def test_parked_requests_keep_their_blocks(ahead: int, num_blocks: int, again: bool) -> None:
+    """Nothing is computed twice where blocks suffice, and where they don't, all still end."""
+    h = Harness(ahead=ahead, num_blocks=num_blocks, capacity=10, caching=False)
+    for i in range(2):
+        h.slots.add(digest_of(i), 10)
+        h.add(request(f"r{i}", [1 + i] * 5, 30, digest_of(i), ignore_eos=True))
+    computed = 0
+    for _ in range(400):
+        for _ in range(len(h.loads)):
+            h.end_load(0, ok=True)
+        computed += h.step().num_tokens
+        h.scheduler.check()
+    assert h.scheduler.preemptions > 2
+    for name in h.requests:
+        h.verify(name)
+    needed = sum(5 + len(h.output(name)) - 1 for name in h.requests)
+    assert (computed > needed) == again
 
 
 @pytest.mark.parametrize("caching", [False, True])

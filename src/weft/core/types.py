@@ -353,7 +353,7 @@ class EngineStats:
     load_s: dict[str, Spread] = field(default_factory=dict)
     """Seconds of loads and registrations, by stage."""
     adapter_wait_s: Spread | None = None
-    """Seconds from a request's receipt until its adapter was resident, where it was not."""
+    """Seconds for which requests were passed over because their adapters were not to be had."""
     self_checks: dict[str, int] = field(default_factory=dict)
     """First-use checks of adapters by result (CHECK_RESULTS); empty if none are made."""
     self_check_s: Spread | None = None

@@ -278,7 +278,7 @@ class Engine:
             adapter_bytes=slots.used_elements * self._runner.pool.element_bytes,
             tiers=self._residency.tiers(),
             load_s=self._residency.load_times(),
-            adapter_wait_s=self._residency.wait_times(),
+            adapter_wait_s=self._loop.queue_times.adapter_waits.spread,
             self_checks=self._residency.check_results(),
             self_check_s=self._residency.check_times(),
             quarantined_adapters=slots.refused,

@@ -16,7 +16,7 @@ from weft.engine.inputs import RowState
 from weft.engine.plan import Admitted, Matcher, StepPlan
 from weft.engine.runner import Flight, Runner
 from weft.engine.scheduler import Scheduler
-from weft.residency.residency import LoadEnded, Registered, Residency
+from weft.residency.residency import LoadEnded, Registered, Residency, Times
 
 PollGrammars = Callable[[], Sequence[tuple[str, Matcher | WeftError]]]
 """Grammars whose compilation has ended since the last call, by request."""
@@ -30,6 +30,8 @@ class QueueTimes:
         self._received: dict[str, float] = {}
         self._waited: dict[str, tuple[float, float]] = {}
         """`queue_s` and `adapter_wait_s` of requests that have begun and have had no event."""
+        self.adapter_waits = Times()
+        """Of all requests that were passed over for their adapters."""
 
     def receive(self, request_id: str) -> None:
         self._received[request_id] = time.monotonic()
@@ -39,6 +41,8 @@ class QueueTimes:
         received = self._received.pop(admitted.request_id, None)
         if received is not None:
             self._waited[admitted.request_id] = (now - received, admitted.adapter_wait_s)
+            if admitted.adapter_wait_s:
+                self.adapter_waits.add(admitted.adapter_wait_s)
 
     def stamp(self, events: list[TokenEvent]) -> list[TokenEvent]:
         """The events, the first of each request with what it waited."""

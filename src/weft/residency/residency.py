@@ -66,8 +66,6 @@ NUM_REGISTRARS = 2
 """Of their own: many registrations, which are slow, hold up no load that requests wait for."""
 MAX_PATHS = 16
 """Folders remembered for one content; the newest ones."""
-MAX_WAITS = 4096
-"""Requests whose wait for one adapter is measured at a time."""
 
 
 class Source(Protocol):
@@ -150,8 +148,9 @@ class _Known:
     """Whether a registration of it has no folder."""
     pinned: bool = False
     invocation: tuple[int, ...] = ()
-    vocab_size: int = 0
     """Of an activated LoRA."""
+    vocab_size: int = 0
+    """With its added tokens; 0: the base's."""
     checked: bool = False
     """Whether its first-use check has passed."""
     num_loads: int = 0
@@ -191,7 +190,7 @@ class _Job:
     check_s: float = 0.0
 
 
-class _Times:
+class Times:
     """A histogram of seconds."""
 
     def __init__(self) -> None:
@@ -234,14 +233,12 @@ class Residency:
         self._known: dict[str, _Known] = {}
         self._jobs: dict[str, _Job] = {}
         """By digest: an adapter has one load at a time."""
-        self._waiting: dict[str, list[float]] = {}
         """When requests asked for adapters that were not resident."""
         self._hits = self._misses = 0
         self._checker = checker
         self._check_results: Counter[str] = Counter()
-        self._check_times = _Times()
-        self._stage_times = {stage: _Times() for stage in LOAD_STAGES}
-        self._wait_times = _Times()
+        self._check_times = Times()
+        self._stage_times = {stage: Times() for stage in LOAD_STAGES}
         self._done: SimpleQueue[Callable[[], Registered | LoadEnded | None]] = SimpleQueue()
         self._checks = ThreadPoolExecutor(1, thread_name_prefix="weft-check")
         """One at a time, and no load waits behind it."""
@@ -323,11 +320,8 @@ class Residency:
         """A request came for an adapter: for what is counted, nothing else."""
         if self.slots.is_resident(digest):
             self._hits += 1
-            return
-        self._misses += 1
-        waiting = self._waiting.setdefault(digest, [])
-        if len(waiting) < MAX_WAITS:
-            waiting.append(self._clock())
+        else:
+            self._misses += 1
 
     def start(self, loads: list[Load]) -> None:
         """Carry out what the scheduler ordered; `poll` returns a LoadEnded for each."""
@@ -354,7 +348,6 @@ class Residency:
             self._pool.clear(slot)
         self.host.forget(digest)
         self._known.pop(digest, None)
-        self._waiting.pop(digest, None)
 
     def poll(self) -> list[Registered | LoadEnded]:
         """Apply what has finished since the last call."""
@@ -395,10 +388,6 @@ class Residency:
         """Of loads and registrations, by stage."""
         return {stage: times.spread for stage, times in self._stage_times.items()}
 
-    def wait_times(self) -> Spread:
-        """Of requests, from `ask` to the residency of their adapters."""
-        return self._wait_times.spread
-
     def check_results(self) -> dict[str, int]:
         """Of first-use checks; empty if there are none."""
         if self._checker is None:
@@ -422,7 +411,6 @@ class Residency:
         self.slots.check()
         self.host.check()
         assert self._known.keys() >= set(self.slots.resident) | set(self.host.digests())
-        assert self._waiting.keys() <= self._known.keys()
         for digest in self._known:
             assert self.slots.knows(digest)
             assert self.slots.is_loading(digest) <= (digest in self._jobs)
@@ -624,14 +612,11 @@ class Residency:
         known = self._known[load.digest]
         known.num_loads += 1
         known.last_load_s, known.stage_s = seconds, job.stage_s
-        for asked_s in self._waiting.pop(load.digest, ()):
-            self._wait_times.add(self._clock() - asked_s)
         return LoadEnded(load.digest, None)
 
     def _failed(self, job: _Job, error: WeftError) -> LoadEnded:
         self._end(job)
         self.host.cancel(job.extent)
-        self._waiting.pop(job.load.digest, None)
         self.slots.load_failed(job.load.digest)
         return LoadEnded(job.load.digest, error)
 
