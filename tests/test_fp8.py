@@ -128,6 +128,7 @@ def test_adapters_on_an_fp8_base(quantization: Quantization, make_llm: MakeLLM) 
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_products_on_a_gpu(dynamic: bool) -> None:
     """Against float32 on the same rounded operands; y is rounded once, to bf16."""
