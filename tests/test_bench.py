@@ -218,7 +218,7 @@ def test_throughput(tmp_path: Path) -> None:
         assert row["num_requests"] == 24 and row["output_tokens"] == sum(outputs)
         assert row["adapter_loads"] == 0, "they were there before"
         rate = row["output_tokens"] / row["seconds"]
-        assert row["output_tokens_per_s"] == pytest.approx(rate, rel=0.01)
+        assert row["output_tokens_per_s"] == pytest.approx(rate, rel=0.05)
     assert found["config"]["targets"] == ["q_proj"] and plot.read_bytes().startswith(PNG)
 
 
