@@ -80,10 +80,6 @@ class BlockPool:
         """The block registered under `key`, without taking it."""
         return self._block_of.get(key)
 
-    def is_free(self, block: int) -> bool:
-        """Whether nobody uses it, so that sharing it costs a free block."""
-        return self._refs[block] == 0
-
     def share(self, block: int) -> None:
         """One more user of a registered block."""
         if self._refs[block] == 0:

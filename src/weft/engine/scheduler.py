@@ -614,12 +614,12 @@ class Scheduler:
         known = len(seq.tokens)
         hits = [] if seq.blocks else self._cached_prefix(seq)
         fresh = -(-known // block_size) - len(hits) - len(seq.blocks)
-        revived = sum(self._blocks.is_free(b) for b in hits)
         spare = self._watermark if self._running else 0
-        if not self._free_blocks(fresh + revived + spare, seq):
-            return False
-        for block in hits:
+        for block in hits:  # before others give up theirs, which may be the same ones
             self._blocks.share(block)
+        if not self._free_blocks(fresh + spare, seq):
+            self._blocks.release(hits)
+            return False
         if seq.blocks:
             self._parked.remove(seq)
         else:
