@@ -278,3 +278,56 @@ def test_first_logprobs(
         assert [v for _, v in first.top] == pytest.approx(want_V.topk(5).values.tolist(), abs=1e-3)
         for token, value in first.top:
             assert value == pytest.approx(float(want_V[token]), abs=1e-3)
+
+
+GPU = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+
+class TestOnAGpu:
+    """The kernels that serve there: the same tokens, and logits as near as the dtype allows."""
+
+    pytestmark = GPU
+
+    @LOOPS
+    @pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
+    def test_tokens(
+        self,
+        make_llm: MakeLLM,
+        workload: list[tuple[Case, Expected]],
+        overlap: bool,
+        options: dict[str, float],
+    ) -> None:
+        llm = make_llm(
+            device="cuda", dtype="float32", overlap=overlap, lora_backend="triton", **options
+        )
+        part = _interleaved(workload)
+        _assert_right(_run(llm, part), part)
+        stats = llm.stats()
+        assert (stats.preemptions > 0) == (stats.adapter_evictions > 0) == bool(options)
+
+    def test_logits_in_16_bits(
+        self, make_llm: MakeLLM, workload: list[tuple[Case, Expected]]
+    ) -> None:
+        """As far from fp32 as torch's operations over the same 16 bits are, within a factor that
+        chance explains: both round in hundreds of places, not always to the same side."""
+        off = {
+            backend: _off(make_llm(device="cuda", dtype="bfloat16", lora_backend=backend), workload)
+            for backend in ("torch", "triton")
+        }
+        assert 0 < off["triton"] <= 1.5 * off["torch"]
+
+
+def _off(llm: LLM, workload: list[tuple[Case, Expected]]) -> float:
+    """Root of the mean square by which log-probabilities of first tokens differ from fp32's."""
+    cases = [case for case, _ in workload]
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
+    outputs = llm.generate([c.prompt_ids for c in cases], params, [c.name for c in cases])
+    squares = [
+        (value - float(expected.first_logprobs_V[token])) ** 2
+        for output, (_, expected) in zip(outputs, workload, strict=True)
+        for token, value in output.logprobs[0].top
+    ]
+    return (sum(squares) / len(squares)) ** 0.5

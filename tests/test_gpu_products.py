@@ -1,0 +1,129 @@
+"""Products for few rows at the shapes of an 8B model, on a GPU, against dense products in fp32.
+
+Bounds. The base product sums in fp32 and rounds once: half a unit of y, and 2^-16 of the largest
+y for the order of up to 14,336 terms. delta is fp32; v enters its product as the sum of two
+numbers of 16 bits, which together hold 16 bits and more: 2^-14 of the largest delta.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from weft.core.targets import build_table, layout_of
+from weft.kernels.lora import AdapterPool, LoraBatch, Segment
+from weft.kernels.lora.base import FusedStep
+from weft.kernels.lora.triton import TritonBackend
+from weft.kernels.pending import Pending
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+]
+
+TABLE = build_table(
+    [
+        ("attention", 4096, [("q", 4096), ("k", 1024), ("v", 1024)]),
+        ("attention", 4096, [("o", 4096)]),
+        ("mlp", 4096, [("gate", 14336), ("up", 14336)]),
+        ("mlp", 14336, [("down", 4096)]),
+    ]
+)
+RANKS = (
+    (16,) * 7,
+    (64, 0, 8, 128, 32, 32, 256),
+    (3, 1, 40, 5, 0, 7, 33),
+    (0, 0, 0, 16, 0, 0, 0),
+)
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+SLOTS = {
+    "lone": [1],
+    "few": [-1, 0, 0, 2, 2, 3, 1, -1],
+    "one for all": [0] * 33,
+    "many": [-1, *[0] * 20, *[1] * 17, *[2] * 16, *[3] * 10],
+}
+ROWS = pytest.mark.parametrize("slots", list(SLOTS.values()), ids=list(SLOTS))
+
+
+@pytest.fixture(scope="module", params=list(UNIT), ids=str)
+def backend(request: pytest.FixtureRequest) -> TritonBackend:
+    """Random adapters; what lies between their matrices is NaN."""
+    device, dtype = torch.device("cuda"), request.param
+    generator = torch.Generator(device).manual_seed(0)
+    layouts = [layout_of(TABLE, ranks) for ranks in RANKS]
+    pool = AdapterPool(TABLE, sum(x.num_elements for x in layouts), len(RANKS), dtype, device)
+    pool.arena.fill_(torch.nan)
+    start = 0
+    for slot, layout in enumerate(layouts):
+        pool.install(slot, start, layout)
+        start += layout.num_elements
+        for group in TABLE.groups:
+            if view := pool.view(slot, group.index):
+                for matrix in (view.a_RI, *(s.b_OR for s in view.slices)):
+                    matrix.normal_(0, 0.05, generator=generator)
+    return TritonBackend(pool)
+
+
+def _inputs(group: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    of = TABLE.groups[group]
+    generator = torch.Generator("cuda").manual_seed(group)
+    shapes = (num_rows, of.in_features), (of.out_features, of.in_features)
+    x, weight = (torch.randn(s, generator=generator, device="cuda").to(dtype) for s in shapes)
+    return x, weight
+
+
+def _product(
+    backend: TritonBackend, slots: list[int], group: int, rows: slice
+) -> tuple[Tensor, Pending]:
+    """Of some rows of the batch, in which the rows of a slot lie together."""
+    x, weight = _inputs(group, len(slots), backend.pool.arena.dtype)
+    there = slots[rows]
+    segments = tuple(
+        Segment(s, there.index(s), there.index(s) + there.count(s))
+        for s in dict.fromkeys(there)
+        if s >= 0
+    )
+    slot_T = torch.tensor(there, dtype=torch.int32, device="cuda")
+    step = backend.begin(LoraBatch(slot_T, segments, slot_T, segments))
+    assert isinstance(step, FusedStep)
+    made = step.product(x[rows], weight, None, group)
+    assert made is not None
+    y, pending = made
+    return y, Pending(pending.add_TO.clone(), pending.slot_T.clone())
+
+
+@ROWS
+def test_product_and_delta(backend: TritonBackend, slots: list[int]) -> None:
+    unit = UNIT[backend.pool.arena.dtype]
+    for group in TABLE.groups:
+        x, weight = (t.double() for t in _inputs(group.index, len(slots), backend.pool.arena.dtype))
+        y, pending = _product(backend, slots, group.index, slice(None))
+        want = x @ weight.t()
+        bound = unit / 2 * 1.01 * want.abs() + 2.0**-16 * want.abs().max()
+        assert bool(((y.double() - want).abs() <= bound).all())
+        whole = pending.added_to(y)
+        for t, slot in enumerate(slots):
+            view = backend.pool.view(slot, group.index) if slot >= 0 else None
+            delta = torch.zeros(group.out_features, dtype=torch.float64, device="cuda")
+            if view is not None:
+                v = view.a_RI.double() @ x[t]
+                for s in view.slices:
+                    delta[s.out_start : s.out_stop] = s.b_OR.double() @ v[s.r_start : s.r_stop]
+            untouched = delta == 0
+            assert torch.equal(whole[t, untouched], y[t, untouched])
+            if view is not None:
+                error = (pending.add_TO[t].double() - delta).abs().max()
+                assert error <= 2.0**-14 * delta.abs().max(), (group.index, t)
+
+
+def test_a_row_does_not_see_the_others(backend: TritonBackend) -> None:
+    """Alone, among others and in a segment of several tiles: the same bits."""
+    slots = SLOTS["many"]
+    for group in TABLE.groups:
+        _, together = _product(backend, slots, group.index, slice(None))
+        for t in (1, 20, 30, 40, 63):
+            _, alone = _product(backend, slots, group.index, slice(t, t + 1))
+            assert torch.equal(alone.add_TO[0], together.add_TO[t]), (group.index, t)
