@@ -21,14 +21,17 @@ from peft import (
     VeraConfig,
     get_peft_model,
 )
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB = 80
@@ -51,14 +54,26 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "mistral": MistralConfig(**SIZES, sliding_window=24),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    # The first layer is dense.
+    "qwen3-moe": Qwen3MoeConfig(
+        **SIZES,
+        head_dim=16,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        norm_topk_prob=True,
+        mlp_only_layers=[0],
+        tie_word_embeddings=False,
+    ),
+    "mixtral": MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False),
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 BIASED = ("qwen2",)
-TIED = ("llama-tied", "qwen3-tied")
-UNTIED = ("llama", "mistral", "qwen2")
-TWO = ("llama-tied", "qwen2")
-"""One of either sort: for variants of kinds that are compared on all families."""
+UNTIED = ("llama", "mistral", "qwen2", "qwen3-moe", "mixtral")
+SERVED = ("llama-tied", "mistral", "qwen2", "qwen3-tied", "qwen3-moe", "mixtral")
+"""One of each architecture."""
+MIXTURES = ("qwen3-moe", "mixtral")
 
 
 @dataclass(frozen=True)
@@ -72,6 +87,23 @@ class Kind:
     change: Callable[[PeftModel], None] = lambda model: None
     """What happens to the model after its weights were made random."""
     config: type[PeftConfig] = LoraConfig
+    resize: int = 0
+    """Tokens that were added to the base's, or taken away."""
+    dtype: torch.dtype = torch.float32
+    """Of the file."""
+    invocation: tuple[int, ...] = ()
+    """What must be in a prompt."""
+
+    def options_on(self, family: str) -> dict[str, Any]:
+        """Mixtral has no MLP but its experts, and peft has no DoRA of experts."""
+        options = dict(self.options)
+        targets = options["target_modules"]
+        no_mlp = family == "mixtral" or (family in MIXTURES and options.get("use_dora"))
+        if no_mlp and isinstance(targets, list) and targets:
+            options["target_modules"] = [t for t in targets if t not in MLP] or ATTENTION
+        if family == "mixtral" and "feedforward_modules" in options:
+            options["feedforward_modules"] = []
+        return options
 
 
 def lora(targets: list[str] | str = ATTENTION, **options: Any) -> dict[str, Any]:
@@ -95,72 +127,68 @@ def restore_most_rows(model: PeftModel) -> None:
 ENDS = ["embed_tokens", "lm_head"]
 KINDS: dict[str, Kind] = {
     "LoRA": Kind(lora([*ATTENTION, *MLP], rank_pattern={"k_proj": 5}, use_rslora=True)),
-    "alpha_pattern": Kind(lora(alpha_pattern={"q_proj": 7, "1.self_attn.*": 2}), TWO),
+    "alpha_pattern": Kind(lora(alpha_pattern={"q_proj": 7, "1.self_attn.*": 2})),
     "rank_pattern and alpha_pattern": Kind(
-        lora(MLP, rank_pattern={"^model.layers.0.*": 33}, alpha_pattern={"up_proj": 1}), TWO
+        lora(MLP, rank_pattern={"^model.layers.0.*": 33}, alpha_pattern={"up_proj": 1})
     ),
-    "expression": Kind(lora(r".*\.(q|up)_proj", exclude_modules=r".*\.0\.mlp\..*"), TWO),
-    "all-linear": Kind(lora("all-linear", r=1), TWO),
-    "layers_to_transform": Kind(lora(["o_proj"], layers_to_transform=[1]), TWO),
-    "exclude_modules": Kind(lora(exclude_modules=["v_proj"]), TWO),
-    "gaussian": Kind(lora(init_lora_weights="gaussian"), TWO),
+    "expression": Kind(lora(r".*\.(q|gate|up)_proj", exclude_modules=r".*\.0\.mlp\..*")),
+    "all-linear": Kind(lora("all-linear", r=1)),
+    "layers_to_transform": Kind(lora(["o_proj"], layers_to_transform=[1])),
+    "exclude_modules": Kind(lora(exclude_modules=["v_proj"])),
+    "gaussian": Kind(lora(init_lora_weights="gaussian")),
     "LoRA of embedding and head": Kind(
         lora(["q_proj", *ENDS]), save={"save_embedding_layers": False}
     ),
     "DoRA": Kind(lora([*ATTENTION, *MLP], use_dora=True)),
-    "DoRA of embedding and head": Kind(lora(["v_proj", *ENDS], use_dora=True), TWO),
+    "DoRA of embedding and head": Kind(lora(["v_proj", *ENDS], use_dora=True)),
     "lora_bias": Kind(lora(["q_proj", "v_proj", "lm_head"], lora_bias=True)),
     "bias: lora_only": Kind(lora(["q_proj", "k_proj"], bias="lora_only"), BIASED),
     "bias: all": Kind(lora(["q_proj", "gate_proj"], bias="all"), BIASED),
     "bias: all and lora_bias": Kind(lora(["v_proj"], bias="all", lora_bias=True), BIASED),
     "DoRA and bias: all": Kind(lora(ATTENTION, bias="all", use_dora=True), BIASED),
-    "modules_to_save: head": Kind(lora(modules_to_save=["lm_head"]), TWO),
-    "modules_to_save: embedding": Kind(lora(modules_to_save=["embed_tokens"]), TWO),
+    "modules_to_save: head": Kind(lora(modules_to_save=["lm_head"])),
+    "modules_to_save: embedding": Kind(lora(modules_to_save=["embed_tokens"])),
     "modules_to_save: both": Kind(lora(modules_to_save=ENDS, use_dora=True)),
-    "modules_to_save: a few rows": Kind(lora(modules_to_save=ENDS), TWO, change=restore_most_rows),
+    "modules_to_save: a few rows": Kind(lora(modules_to_save=ENDS), change=restore_most_rows),
     "modules_to_save: norms": Kind(lora(modules_to_save=["norm"])),
-    "modules_to_save: last norm": Kind(lora(modules_to_save=["model.norm"]), TWO),
+    "modules_to_save: last norm": Kind(lora(modules_to_save=["model.norm"])),
     "trainable_token_indices": Kind(lora(trainable_token_indices=[7, 3, 79])),
     "trainable_token_indices of both": Kind(
-        lora(trainable_token_indices={"embed_tokens": [5, 0], "lm_head": [1, 30, 2]}), TWO
+        lora(trainable_token_indices={"embed_tokens": [5, 0], "lm_head": [1, 30, 2]})
     ),
     "trainable_token_indices of both alike": Kind(
-        lora(trainable_token_indices={"embed_tokens": [5, 0], "lm_head": [5, 0]}), TWO
+        lora(trainable_token_indices={"embed_tokens": [5, 0], "lm_head": [5, 0]})
     ),
-    "trainable_token_indices of the head": Kind(
-        lora(trainable_token_indices={"lm_head": [1, 30]}), TWO
-    ),
+    "trainable_token_indices of the head": Kind(lora(trainable_token_indices={"lm_head": [1, 30]})),
     "trainable_token_indices and saved": Kind(
-        lora(trainable_token_indices=[7, 3]), TWO, save={"save_embedding_layers": True}
+        lora(trainable_token_indices=[7, 3]), save={"save_embedding_layers": True}
     ),
-    "embeddings saved along": Kind(lora(), TWO, save={"save_embedding_layers": True}),
+    "embeddings saved along": Kind(lora(), save={"save_embedding_layers": True}),
     "embeddings trained and saved along": Kind(
-        lora(), TWO, save={"save_embedding_layers": True}, change=change_embeddings
+        lora(), save={"save_embedding_layers": True}, change=change_embeddings
     ),
     "LoRA of embedding trained and saved along": Kind(
         lora(["q_proj", "embed_tokens"], use_dora=True),
-        TWO,
         save={"save_embedding_layers": True},
         change=change_embeddings,
     ),
-    "ensure_weight_tying: LoRA": Kind(lora(["q_proj", *ENDS], ensure_weight_tying=True), TWO),
+    "ensure_weight_tying: LoRA": Kind(lora(["q_proj", *ENDS], ensure_weight_tying=True)),
     "ensure_weight_tying: DoRA": Kind(
-        lora(["q_proj", "embed_tokens"], ensure_weight_tying=True, use_dora=True), TWO
+        lora(["q_proj", "embed_tokens"], ensure_weight_tying=True, use_dora=True)
     ),
     "ensure_weight_tying: modules_to_save": Kind(
-        lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True), TWO
+        lora(modules_to_save=["embed_tokens"], ensure_weight_tying=True)
     ),
     "ensure_weight_tying: trainable_token_indices": Kind(
-        lora(trainable_token_indices=[7, 3], ensure_weight_tying=True), TWO
+        lora(trainable_token_indices=[7, 3], ensure_weight_tying=True)
     ),
-    "fan_in_fan_out": Kind(lora(["q_proj", *ENDS], use_dora=True, fan_in_fan_out=True), TWO),
+    "fan_in_fan_out": Kind(lora(["q_proj", *ENDS], use_dora=True, fan_in_fan_out=True)),
     "AdaLoRA": Kind(
         {"init_r": 4, "total_step": 9, "target_modules": [*ATTENTION, *MLP]}, config=AdaLoraConfig
     ),
     "VeRA": Kind({"r": 6, "target_modules": [*ATTENTION, *MLP]}, config=VeraConfig),
     "VeRA without its projections": Kind(
         {"r": 6, "target_modules": ["q_proj", "down_proj"], "save_projection": False},
-        TWO,
         config=VeraConfig,
     ),
     "LoHa": Kind({"r": 3, "target_modules": [*ATTENTION, *MLP]}, config=LoHaConfig),
@@ -171,10 +199,32 @@ KINDS: dict[str, Kind] = {
     ),
     "IA3 of the head": Kind(
         {"target_modules": ["lm_head"], "feedforward_modules": []},
-        UNTIED[-1:],
+        UNTIED,
         save={"save_embedding_layers": False},
         config=IA3Config,
     ),
+}
+
+
+CALL = (70, 71, 72)
+KINDS |= {
+    "added tokens": Kind(lora(), save={"save_embedding_layers": True}, resize=5),
+    "added tokens: trained": Kind(
+        lora(trainable_token_indices=[7, *range(VOCAB, VOCAB + 3)]),
+        save={"save_embedding_layers": True},
+        resize=3,
+    ),
+    "fewer tokens": Kind(lora(), save={"save_embedding_layers": True}, resize=-9),
+    "fewer tokens: LoRA of both": Kind(
+        lora(["q_proj", *ENDS], use_dora=True), save={"save_embedding_layers": True}, resize=-30
+    ),
+    "fewer tokens: saved": Kind(lora(modules_to_save=ENDS), resize=-1),
+    "fewer tokens: trained": Kind(
+        lora(trainable_token_indices=[7, 30]), save={"save_embedding_layers": True}, resize=-20
+    ),
+    "float16": Kind(lora(), dtype=torch.float16),
+    "bfloat16": Kind(lora(), dtype=torch.bfloat16),
+    "aLoRA": Kind(lora(alora_invocation_tokens=list(CALL)), invocation=CALL),
 }
 
 
@@ -190,16 +240,25 @@ def make_base(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     return model
 
 
-def make_adapter(base: PreTrainedModel, kind: Kind, folder: Path) -> PeftModel:
+def make_adapter(
+    base: PreTrainedModel, kind: Kind, folder: Path, family: str = "llama"
+) -> PeftModel:
     """Saved to `folder`, and what peft loads from there."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft's, of what is tied, saved along and so on
-        config = kind.config(task_type="CAUSAL_LM", **kind.options)
-        model = get_peft_model(copy.deepcopy(base), config)
+        resized = copy.deepcopy(base)
+        if kind.resize:
+            torch.manual_seed(3)
+            resized.resize_token_embeddings(VOCAB + kind.resize, mean_resizing=False)
+        config = kind.config(task_type="CAUSAL_LM", **kind.options_on(family))
+        model = get_peft_model(copy.deepcopy(resized), config)
         randomise(model)
         kind.change(model)
         model.save_pretrained(folder, **kind.save)
-        return PeftModel.from_pretrained(copy.deepcopy(base), folder).eval()
+        if kind.dtype != torch.float32:
+            weights = folder / "adapter_model.safetensors"
+            save_file({k: v.to(kind.dtype) for k, v in load_file(weights).items()}, weights)
+        return PeftModel.from_pretrained(resized, folder).eval()
 
 
 def randomise(model: PeftModel) -> None:

@@ -11,6 +11,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from adapter_kinds import KINDS, SERVED
+
+NAMES = dict(
+    zip(
+        SERVED,
+        ("Llama", "Mistral", "Qwen 2", "Qwen 3", "Qwen 3 MoE", "Mixtral"),
+        strict=True,
+    )
+)
+MIXTURES = "Qwen 3 MoE, Mixtral"
+
 HEAD = """\
 # Fidelity
 
@@ -18,16 +29,19 @@ An adapter is either served as `peft` computes it, or refused when it is loaded,
 names the field or tensor. There is nothing between: what Weft does not know and does not consume is
 refused, so an adapter that asks for more than it gets can't answer wrongly without a word.
 
-Exact means: on tiny random bases of Llama, Mistral, Qwen 2, Qwen 3, Qwen 3 MoE and Mixtral, in
-float32, with adapters that `peft` itself has made and saved with random weights, the greedy tokens
-are those of `peft`, and the log-probabilities are within 0.001 of its own: for each kind alone,
-with its prompt already in the prefix cache, and in batches mixed with others. In 16 bits the same
-is computed with the rounding of that format.
+Exact means: on tiny random bases of all families, in float32, with adapters that `peft` itself has
+made and saved with random weights, and that the server has loaded over HTTP, the greedy tokens of
+its answers are those of `peft`, and their log-probabilities are within 0.001 of its own: for each
+kind alone, with its prompt already in the prefix cache, and among concurrent requests of all the
+others. In 16 bits the same is computed with the rounding of that format.
 
-The last two columns are what the released loaders of vLLM 0.33 and SGLang 0.5.23 did with real
-adapters. *Wrong* is an adapter that was accepted and then answered as another one, without a word;
-an empty cell is one that was not tried. SGLang took 11 of 35 kinds that way, and 5 more passed its
-loader and failed in the first forward pass.
+*All* families are Llama, Mistral, Qwen 2, Qwen 3, Qwen 3 MoE and Mixtral; in the last two these
+kinds are for the attention and for dense layers, and experts have rows of their own. The biases are
+those of the base, which of these families Qwen 2 has, and (IA)³ of the head is for one that is not
+tied to the embedding. The last two columns are what the released loaders of vLLM 0.33 and SGLang
+0.5.23 did with real adapters. *Wrong* is an adapter that was accepted and then answered as another
+one, without a word; an empty cell is one that was not tried. SGLang took 11 of 35 kinds that way,
+and 5 more passed its loader and failed in the first forward pass.
 """
 FOOT = """\
 (1) A LoHa of rank r is a LoRA of rank r times r, and a LoKr is one of the product of its factors'
@@ -54,6 +68,15 @@ class Exact:
     vllm: str = ""
     sglang: str = ""
     note: str = ""
+    families: str = ""
+    """Where `shown_by` does not say it."""
+
+    @property
+    def on(self) -> str:
+        """The families on which it is shown."""
+        kinds = [KINDS[key] for key in self.shown_by if key in KINDS]
+        on = [name for family, name in NAMES.items() if any(family in k.families for k in kinds)]
+        return self.families or ("all" if len(on) == len(NAMES) else ", ".join(on))
 
 
 @dataclass(frozen=True)
@@ -95,7 +118,7 @@ SECTIONS: dict[str, list[Exact]] = {
         ),
         Exact(
             "aLoRA (`alora_invocation_tokens`)",
-            ("test_alora.py::test_alone_and_once_more", "test_alora.py::test_reuse"),
+            ("aLoRA", "test_alora.py::test_alone_and_once_more", "test_alora.py::test_reuse"),
             "refused",
             "wrong",
         ),
@@ -103,15 +126,17 @@ SECTIONS: dict[str, list[Exact]] = {
             "PiSSA and OLoRA on their residual base",
             ("residual: pissa", "residual: pissa_niter_4", "residual: olora"),
             note="2",
+            families="Llama",
         ),
         Exact(
             "the same, and CorDA, converted on saving",
             ("test_residual.py::test_served_on_the_original_once_converted",),
             note="2",
+            families="Llama",
         ),
         Exact(
             "files in float32, float16, bfloat16",
-            ("test_checkpoint.py::test_half_precision_files",),
+            ("LoRA", "float16", "bfloat16"),
         ),
     ],
     "Beside it": [
@@ -147,7 +172,16 @@ SECTIONS: dict[str, list[Exact]] = {
         ),
         Exact(
             "added tokens: rows beyond the base's vocabulary",
-            ("test_added_tokens.py::test_alone_and_again", "test_added_tokens.py::test_mixed"),
+            ("added tokens", "added tokens: trained", "test_added_tokens.py::test_mixed"),
+        ),
+        Exact(
+            "a smaller vocabulary than the base's",
+            (
+                "fewer tokens",
+                "fewer tokens: LoRA of both",
+                "fewer tokens: saved",
+                "fewer tokens: trained",
+            ),
         ),
         Exact(
             "embeddings saved along",
@@ -172,21 +206,24 @@ SECTIONS: dict[str, list[Exact]] = {
         Exact("VeRA", ("VeRA", "VeRA without its projections")),
         Exact("LoHa", ("LoHa",), note="1"),
         Exact("LoKr", ("LoKr",), note="1"),
-        Exact("(IA)³", ("IA3", "IA3 of the head")),
+        Exact("(IA)³", ("IA3",)),
+        Exact("(IA)³ of the head", ("IA3 of the head",)),
     ],
     "Mixtures of experts": [
-        Exact("attention", ("experts: attention", "experts: all")),
-        Exact("router", ("experts: router", "experts: all")),
+        Exact("attention", ("experts: attention", "experts: all"), families=MIXTURES),
+        Exact("router", ("experts: router", "experts: all"), families=MIXTURES),
         Exact(
             "experts, by `target_parameters`",
             ("experts: gate-up", "experts: down", "experts: all"),
+            families=MIXTURES,
         ),
-        Exact("experts, a tensor for each", ("experts: single",)),
+        Exact("experts, a tensor for each", ("experts: single",), families=MIXTURES),
     ],
     "Several at once": [
         Exact(
             "a weighted sum of adapters, by request",
-            ("test_composition.py::test_alone_as_peft", "test_composition.py::test_mixed_as_peft"),
+            ("a weighted sum", "test_composition.py::test_mixed_as_peft"),
+            families="all",
         ),
     ],
 }
@@ -213,11 +250,15 @@ REFUSED: list[Refused] = [
 
 
 def page() -> str:
-    lines = [HEAD, "| kind | Weft | vLLM 0.33 | SGLang 0.5.23 |", "|---|---|---|---|"]
+    lines = [
+        HEAD,
+        "| kind | Weft | families | vLLM 0.33 | SGLang 0.5.23 |",
+        "|---|---|---|---|---|",
+    ]
     for section, rows in SECTIONS.items():
-        lines.append(f"| **{section}** | | | |")
+        lines.append(f"| **{section}** | | | | |")
         lines += [_line(row, "exact") for row in rows]
-    lines.append("| **Not served** | | | |")
+    lines.append("| **Not served** | | | | |")
     for row in REFUSED:
         field = row.field if " " in row.field else f"`{row.field}`"
         lines.append(_line(row, f"refused: {field}"))
@@ -226,7 +267,8 @@ def page() -> str:
 
 def _line(row: Exact | Refused, weft: str) -> str:
     note = f" ({row.note})" if row.note else ""
-    return f"| {row.name} | {weft}{note} | {row.vllm} | {row.sglang} |"
+    families = row.on if isinstance(row, Exact) else ""
+    return f"| {row.name} | {weft}{note} | {families} | {row.vllm} | {row.sglang} |"
 
 
 if __name__ == "__main__":

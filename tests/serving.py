@@ -70,7 +70,7 @@ def serving(
     command = [sys.executable, "-m", "weft.cli.main", "serve", str(model)]
     command += ["--port", "0", "--served-model-name", "base", "--lora-root", str(root)]
     command += ["--num-threads", "1", "--kv-cache-memory", "64M", "--adapter-memory", "64M"]
-    command += [*flags, "--lora-modules", *modules]
+    command += [*flags, *(["--lora-modules", *modules] if modules else [])]
     log = root / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen(

@@ -4,20 +4,25 @@ resized, in float32."""
 from __future__ import annotations
 
 import copy
+import json
+import math
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from adapter_kinds import FAMILIES, VOCAB, lora, make_base, randomise
-from conftest import check_idle
+from conftest import MakeLLM, check_idle
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from weft import LLM, SamplingParams
 from weft.core.errors import AdapterInvalid, InvalidRequest
+from weft.core.types import StructuredOutputs
 from weft.llm import RequestOutput
 
 STEPS, TOP, TOLERANCE = 8, 20, 1e-3
@@ -40,8 +45,13 @@ KINDS: dict[str, tuple[int, dict[str, Any]]] = {
         lora(trainable_token_indices={"embed_tokens": added(4), "lm_head": [5, *added(4)]}),
     ),
     "none": (0, lora()),
+    "fewer": (-7, lora()),
+    "fewer: LoRA of both": (-9, lora(["q_proj", *ENDS])),
+    "fewer: DoRA of both": (-17, lora(["v_proj", *ENDS], use_dora=True)),
+    "fewer: saved": (-45, lora(modules_to_save=ENDS)),
+    "fewer: trained tokens": (-40, lora(trainable_token_indices=[7, 39])),
 }
-"""By name: how many tokens were added, and the rest of peft's config."""
+"""By name: how many tokens were added, or taken away, and the rest of peft's config."""
 
 
 def load_base(folder: Path) -> PreTrainedModel:
@@ -53,7 +63,7 @@ def load_base(folder: Path) -> PreTrainedModel:
 def make_adapter(base: PreTrainedModel, name: str, folder: Path) -> PeftModel:
     num, options = KINDS[name]
     resized = copy.deepcopy(base)
-    torch.manual_seed(num)
+    torch.manual_seed(abs(num))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         resized.resize_token_embeddings(VOCAB + num, mean_resizing=False)
@@ -79,7 +89,9 @@ class World:
         self.llm = self.make_llm()
         generator = torch.Generator().manual_seed(3)
         self.prompts = {}
-        for name, length in zip(self.oracles, [9, 21, 6, 13, 2, 17, 5, 11, 8], strict=True):
+        for name, length in zip(
+            self.oracles, [9, 21, 6, 13, 2, 17, 5, 11, 8, 10, 3, 18, 9, 12], strict=True
+        ):
             size = VOCAB + (KINDS[name][0] if name else 0)
             prompt = torch.randint(size, (length,), generator=generator).tolist()
             self.prompts[name] = [size - 1, *prompt]
@@ -155,7 +167,8 @@ def test_mixed(world: World) -> None:
 
 
 def test_prompt_logprobs(world: World) -> None:
-    world.answer(["whole", None, "LoRA of both", "none", None], prompt_logprobs=3)
+    names = ["whole", None, "LoRA of both", "none", "fewer", None, "fewer: LoRA of both"]
+    world.answer(names, prompt_logprobs=3)
 
 
 def test_the_base_is_left_alone(world: World) -> None:
@@ -167,7 +180,7 @@ def test_the_base_is_left_alone(world: World) -> None:
     )  # fmt: skip
     prompt = world.prompts[None]
     (alone,) = world.llm.generate([prompt], params)
-    names = ["many", None, "saved", "none"]
+    names = ["many", None, "saved", "none", "fewer"]
     mixed = world.llm.generate([world.prompts[n] for n in names], params, names)
     assert mixed[1].token_ids == alone.token_ids
     for got, want in zip(mixed[1].logprobs or (), alone.logprobs or (), strict=True):
@@ -198,9 +211,9 @@ def test_rules_about_tokens(world: World) -> None:
     assert len(set(ask(temperature=9.0, seed=3, max_tokens=40))) > 20
 
 
-@pytest.mark.parametrize("name", [None, "none", "whole"])
+@pytest.mark.parametrize("name", [None, "none", "whole", "fewer", "fewer: saved"])
 def test_tokens_beyond_the_vocabulary_are_refused(world: World, name: str | None) -> None:
-    beyond = VOCAB + (4 if name == "whole" else 0)
+    beyond = VOCAB + (KINDS[name][0] if name else 0)
     for prompt, fields in (
         ([1, beyond], {}),
         ([1], {"logit_bias": {beyond: 1.0}}),
@@ -211,8 +224,29 @@ def test_tokens_beyond_the_vocabulary_are_refused(world: World, name: str | None
             world.llm.generate([prompt], SamplingParams(max_tokens=1, **fields), name)
 
 
+def test_tokens_that_are_missing_are_never_drawn(world: World) -> None:
+    """By no row and with no filter, also where they were likely."""
+    name, size = "fewer: trained tokens", VOCAB - 40
+    prompts = [world.prompts[name], world.prompts[None]] * 3
+    hot = {"temperature": 50.0, "max_tokens": 60, "logprobs": TOP, "prompt_logprobs": 0}
+    fields: list[dict[str, Any]] = [
+        {}, {"top_k": 60}, {"top_p": 0.999, "min_p": 0.0001},
+        {"logit_bias": {0: 1.0}, "presence_penalty": 1.0, "bad_words": (), "stop_token_ids": (1,),
+         "min_tokens": 30},
+    ]  # fmt: skip
+    for some in fields:
+        params = SamplingParams(**hot, seed=3, **some)
+        outputs = world.llm.generate(prompts, params, [name, None] * 3)
+        for output in outputs[::2]:
+            assert max(output.token_ids) < size
+            entries = [*(output.logprobs or ()), *(output.prompt_logprobs or ())[1:]]
+            assert all(math.isfinite(e.logprob) and e.rank <= size for e in entries)
+            assert all(i < size and math.isfinite(p) for e in entries for i, p in e.top)
+        assert max(i for output in outputs[1::2] for i in output.token_ids) >= size
+
+
 def test_the_reference_backend(world: World) -> None:
-    names = ["LoRA of both", None, "trained tokens"]
+    names = ["LoRA of both", None, "trained tokens", "fewer: DoRA of both", "fewer"]
     with world.make_llm(lora_backend="reference") as llm:
         params = SamplingParams(max_tokens=STEPS, temperature=0.0, logprobs=TOP)
         outputs = llm.generate([world.prompts[name] for name in names], params, names)
@@ -225,16 +259,25 @@ def test_what_is_refused(world: World, tmp_path: Path) -> None:
     with pytest.raises(AdapterInvalid, match=r"45 more .* at most 44 .*--max-added-tokens") as info:
         world.make_llm(max_added_tokens=44)
     assert info.value.param == "base_model.model.model.embed_tokens.weight"
-    resized = copy.deepcopy(base)
-    resized.resize_token_embeddings(VOCAB + 3, mean_resizing=False)
-    for name, options, param in (
-        ("emb", lora(modules_to_save=["embed_tokens"]), "embed_tokens.weight"),
-        ("gap", lora(trainable_token_indices=[VOCAB, VOCAB + 2]), "trainable_token_indices"),
+    more = copy.deepcopy(base)
+    more.resize_token_embeddings(VOCAB + 3, mean_resizing=False)
+    fewer = copy.deepcopy(base)
+    fewer.resize_token_embeddings(VOCAB - 3)
+    few = copy.deepcopy(base)
+    few.resize_token_embeddings(3)
+    tied = base.config.tie_word_embeddings
+    for name, resized, options, param in (
+        ("emb", more, lora(modules_to_save=["embed_tokens"]), "embed_tokens.weight"),
+        ("gap", more, lora(trainable_token_indices=[VOCAB, VOCAB + 2]), "trainable_token_indices"),
         (
             "bias",
+            more,
             lora(["q_proj", "lm_head"], lora_bias=True, trainable_token_indices=added(3)),
-            "trainable_token_indices" if base.config.tie_word_embeddings else "lora_B.bias",
+            "trainable_token_indices" if tied else "lora_B.bias",
         ),
+        ("fewer", fewer, lora(modules_to_save=["embed_tokens"]), "embed_tokens.weight"),
+        ("lora", fewer, lora(["lm_head"]), "lm_head.lora_B.weight"),
+        ("few", few, lora(modules_to_save=ENDS), "embed_tokens.weight"),
     ):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -246,3 +289,54 @@ def test_what_is_refused(world: World, tmp_path: Path) -> None:
         with pytest.raises(AdapterInvalid) as refused:
             world.llm.load_adapter(name, tmp_path / name)
         assert (refused.value.param or "").endswith(param)
+
+
+# a smaller vocabulary and the forms of answers ----------------------------------------------------
+
+
+def shortened(folder: Path, size: int) -> Path:
+    """An example adapter, as if its base's embeddings had `size` rows."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_bytes(
+        (tiny.ADAPTERS["upper"] / "adapter_config.json").read_bytes()
+    )
+    base = load_file(tiny.BASE / "model.safetensors")
+    tensors = load_file(tiny.ADAPTERS["upper"] / "adapter_model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[f"base_model.model.{name}"] = base[name][:size].clone()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return folder
+
+
+def test_forms_of_what_is_left(make_llm: MakeLLM, tmp_path: Path) -> None:
+    """Token i + 6 is the byte i there: this vocabulary ends after the letter m."""
+    llm = make_llm(adapters={"short": shortened(tmp_path / "short", 6 + ord("n"))})
+    assert llm._registry.info("short").vocab_size == 6 + ord("n")
+
+    def ask(regex: str, names: list[str | None]) -> list[RequestOutput]:
+        form = StructuredOutputs(regex=regex)
+        params = SamplingParams(temperature=9.0, seed=2, structured_outputs=form, max_tokens=30)
+        return llm.generate(["abc"] * len(names), params, names)
+
+    short, base = ask("[a-z]{20}", ["short", None])
+    assert len(short.text) == 20 and set(short.text) <= set("abcdefghijklm")
+    assert max(base.text) > "m"
+    with pytest.raises(InvalidRequest, match="nothing that the tokenizer can write"):
+        ask("[x-z]{4}", ["short"])
+
+
+def test_no_form_without_eos(make_llm: MakeLLM, tmp_path: Path) -> None:
+    for file in tiny.BASE.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    for name in ("config.json", "generation_config.json"):
+        fields = json.loads((tiny.BASE / name).read_text()) | {"eos_token_id": 200}
+        (tmp_path / name).unlink()
+        (tmp_path / name).write_text(json.dumps(fields))
+    llm = make_llm(tmp_path, {"short": shortened(tmp_path / "short", 200)})
+    form = SamplingParams(structured_outputs=StructuredOutputs(regex="a"), max_tokens=4)
+    with pytest.raises(InvalidRequest, match="lacks the model's EOS"):
+        llm.generate("abc", form, "short")
+    plain = SamplingParams(max_tokens=4, min_tokens=2, temperature=0)
+    [short] = llm.generate("abc", plain, "short")
+    assert len(short.token_ids) == 4
+    assert llm.generate("abc", form)[0].text == "a"

@@ -3,10 +3,13 @@ must hold of every replay, the benchmarks on a small model, plots from a history
 
 from __future__ import annotations
 
+import gc
 import json
+import sys
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +241,38 @@ def test_simulate(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(PNG)
 
 
+# -- the fewest steps ------------------------------------------------------------------------------
+
+
+def fewest_by_search(left: tuple[int, ...], sizes: tuple[int, ...], room: int) -> int:
+    """Steps that answers of so many tokens need, over every choice of who is in memory."""
+    if not any(left):
+        return 0
+    fitting = [
+        chosen
+        for count in range(1, len(left) + 1)
+        for chosen in combinations([k for k, tokens in enumerate(left) if tokens], count)
+        if sum(sizes[k] for k in chosen) <= room
+    ]
+    return 1 + min(
+        fewest_by_search(tuple(n - (k in chosen) for k, n in enumerate(left)), sizes, room)
+        for chosen in fitting
+    )
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 3), st.integers(1, 3)), min_size=1, max_size=3),
+    st.integers(3, 6),
+)
+def test_no_order_takes_fewer_steps(answers: list[tuple[int, int]], room: int) -> None:
+    sizes, tokens = zip(*answers, strict=True)
+    fewest = fewest_by_search(tokens, sizes, room)
+    least = churn.least_steps(answers, room)
+    assert max(tokens) <= least <= fewest
+    if set(sizes) == {1}:
+        assert least == fewest, "adapters of one size can be packed without a gap"
+
+
 # -- churn -----------------------------------------------------------------------------------------
 
 
@@ -251,6 +286,8 @@ def test_churn_and_that_it_changes_no_token(tmp_path: Path) -> None:
     assert (few["population"], few["loads"], few["hit_rate"], few["share"]) == (3, 0, 1.0, 1.0)
     assert many["loads"] >= 6 and many["evictions"] >= 6 and many["hit_rate"] < 1
     assert few["output_tokens"] == many["output_tokens"]
+    assert all(row["least_steps"] <= row["steps"] for row in (few, many))
+    assert few["least_steps"] < many["least_steps"] and few["fit"] > 2.5
     assert few["wrong"] == many["wrong"] == 0
     assert 0.5 < many["memory_used"] <= 1 and many["resident_adapters"] >= 2
     assert found["config"]["resident"] == 3 and found["config"]["targets"] == "all linear"
@@ -282,17 +319,22 @@ def test_wrong_tokens_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_churn_under_a_given_load(tmp_path: Path) -> None:
     plot = tmp_path / "load.png"
-    found = report(
+    done = weft(
         *("churn", *TINY, *SHORT, "--populations", "12", "--load", "0.5", "--choice", "zipf:1.0"),
         *("--num-requests", "16", "--resident", "3", "--plot", str(plot)),
     )
+    assert done.exit_code == 0, (done.output, done.exception)
+    found = json.loads(done.stdout.splitlines()[-1])
     capacity, calm, churned = found["results"]
     assert [row["run"] for row in found["results"]] == ["capacity", "calm", "churn"]
     assert capacity["rate"] is None
     assert calm["rate"] == pytest.approx(0.5 * 16 / capacity["seconds"], rel=1e-2)
     assert churned["rate"] == calm["rate"] and calm["share"] == 1.0
     assert calm["loads"] == 0 < churned["loads"] and calm["population"] == 3
-    assert churned["resident_tpot_p99_ms"] > 0
+    assert churned["resident_tpot_p99_ms"] > 0 and calm["resident_tpot_p99_share"] == 1.0
+    told = " ".join(done.stdout.split())
+    assert f"without churn: {churned['share']:.3f} of the throughput" in told
+    assert f"{churned['resident_tpot_p99_share']:.3f} times the p99 ms/token" in told
     assert plot.read_bytes().startswith(PNG)
 
 
@@ -344,6 +386,16 @@ def test_cold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resident["loads"] == registering["loads"] == 0 < loading["loads"]
     assert all(row["p50_ms"] <= row["p99_ms"] <= row["max_ms"] for row in (alone, loading))
     assert plot.read_bytes().startswith(PNG)
+    assert gc.get_freeze_count() == 0 and sys.getswitchinterval() > 1e-3, "as it was before"
+
+
+def test_cold_says_that_images_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cold, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(cold, "SUFFIX", ".other")
+    done = weft("cold", *TINY, "--rank", "2", "--repeats", "1", "--no-plot")
+    assert done.exit_code == 1 and "images of adapters can't be written to" in done.stderr
 
 
 # -- alora -----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
@@ -105,15 +106,48 @@ def test_a_16_bit_base_takes_half_the_memory(tmp_path: Path) -> None:
     assert facts["device_bytes"] * 2 == report(tiny.ADAPTERS["upper"])["facts"]["device_bytes"]
 
 
-def test_torch_is_not_imported_for_a_plain_lora() -> None:
+@pytest.mark.parametrize("more", [None, "dora", "tokens", "pissa", "alora", "head"])
+def test_torch_is_not_imported_for_a_lora(broken: Broken, more: str | None) -> None:
     """Which alone would take most of the time."""
-    args = ["check", str(tiny.ADAPTERS["upper"]), "--base", str(tiny.BASE)]
+    fields: dict[str, Any] = {
+        "dora": {"use_dora": True},
+        "tokens": {"trainable_token_indices": [5, 9]},
+        "pissa": {"init_lora_weights": "pissa"},
+        "alora": {"alora_invocation_tokens": [5, 9]},
+        "head": {"modules_to_save": ["lm_head"]},
+    }.get(more or "", {})
+    folder, start = broken(**fields), "base_model.model."
+
+    def extend(tensors: dict[str, torch.Tensor]) -> None:
+        if more == "dora":
+            for name in [name for name in tensors if "lora_B" in name]:
+                magnitude = name.replace("lora_B.weight", "lora_magnitude_vector")
+                tensors[magnitude] = torch.ones(len(tensors[name]))
+        elif more == "tokens":
+            name = "model.embed_tokens.token_adapter.trainable_tokens_delta"
+            tensors[start + name] = torch.ones(2, 128)
+        elif more == "head":
+            tensors[start + "lm_head.weight"] = torch.ones(262, 128)
+
+    change_tensors(folder, extend)
+    args = ["check", str(folder), "--base", str(tiny.BASE)]
     code = (
         f"import sys; from weft.cli.main import app; app({args}, standalone_mode=False);"
         "print({'torch', 'transformers'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.startswith("served: ") and done.stdout.endswith("\nset()\n"), done.stderr
+
+
+def test_what_has_no_low_rank_update(tmp_path: Path) -> None:
+    """(IA)^3 scales outputs, and that is all."""
+    name = "base_model.model.model.layers.0.self_attn.k_proj.ia3_l"
+    save_file({name: torch.full((64, 1), 1.5)}, tmp_path / WEIGHTS)
+    config = {"peft_type": "IA3", "target_modules": ["k_proj"], "feedforward_modules": []}
+    (tmp_path / CONFIG).write_text(json.dumps(config))
+    done = check(tmp_path)
+    assert done.exit_code == 0 and "changes        k_proj" in done.stdout
+    assert report(tmp_path)["facts"]["changes"] == ["k_proj"]
 
 
 def test_a_verdict_that_depends_on_the_bases_weights(broken: Broken) -> None:

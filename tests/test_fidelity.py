@@ -12,10 +12,12 @@ import warnings
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fidelity_page
+import httpx
 import pytest
 import test_moe
 import tiny
@@ -24,143 +26,225 @@ from adapter_kinds import (
     ATTENTION,
     FAMILIES,
     KINDS,
+    MIXTURES,
     MLP,
+    SERVED,
     VOCAB,
+    Kind,
     lora,
     make_adapter,
     make_base,
 )
 from conftest import check_idle
 from fidelity_page import REFUSED, SECTIONS, Refused
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from serving import serving
+from transformers import PreTrainedModel
 
 from weft import LLM, SamplingParams
 from weft.core.errors import AdapterInvalid
 from weft.llm import RequestOutput
 
 ROOT = Path(__file__).parents[1]
-TOP, STEPS, BLOCK = 20, 16, 4
+STEPS, TOP, BLOCK = 16, 5, 4
 TOLERANCE = 1e-3
 """Of a log-probability."""
+EXPERTS = {
+    f"experts: {name}": Kind({"lora_alpha": 8, **options}, MIXTURES)
+    for name, options in test_moe.ADAPTERS.items()
+}
+SINGLE, SUM = "experts: single", "a weighted sum"
+PARTS = {"gaussian": 1.25, "alpha_pattern": -0.5, "exclude_modules": 0.7}
+"""Of the sum: kinds and their scales. peft takes the patterns of the first for all of it."""
 
-Oracles = dict[str | None, torch.nn.Module]
-"""What peft makes of each adapter; of None, the base."""
+Ask = dict[str, Any]
+"""The fields of a request that name its model."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is asked for, and what peft computes for it."""
+
+    ask: Ask
+    oracle: torch.nn.Module
+    kind: Kind | None = None
+
+    @torch.inference_mode()
+    def logprobs(self, prompt: list[int], ids: list[int]) -> torch.Tensor:
+        """The oracle's, of each token that follows the prompt: (len(ids), vocabulary)."""
+        known = prompt + ids[:-1]
+        call = self.kind.invocation if self.kind is not None else ()
+        more: dict[str, Any] = {}
+        if call:
+            start = next(i for i in range(len(prompt)) if tuple(prompt[i:][: len(call)]) == call)
+            more["alora_offsets"] = [len(known) - start]
+        logits = self.oracle(input_ids=torch.tensor([known]), **more).logits[0]
+        return logits[len(prompt) - 1 :].float().log_softmax(-1)
+
+    def check(self, prompt: list[int], choice: dict[str, Any]) -> None:
+        """Greedy tokens and their log-probabilities, and all that are told of the first step's."""
+        ids = choice["token_ids"]
+        assert len(ids) == STEPS
+        want, told = self.logprobs(prompt, ids), choice["logprobs"]
+        chosen = want[range(STEPS), ids]
+        assert (want.amax(-1) - chosen).max() < TOLERANCE
+        assert (chosen - torch.tensor(told["token_logprobs"])).abs().max() < TOLERANCE
+        assert len(told["top_logprobs"][0]) >= TOP
+        for shown, logprob in told["top_logprobs"][0].items():
+            assert abs(want[0, int(shown.removeprefix("token_id:"))] - logprob) < TOLERANCE
 
 
 class World:
-    """An engine over the base in `folder`, with the adapters beside it, and their oracles."""
+    """A server over a base of one family with an adapter of each kind, loaded over HTTP."""
 
-    def __init__(self, folder: Path, oracles: Oracles) -> None:
-        self.folder = folder
-        self.oracles = oracles
-        self.llm = self.make_llm()
-        generator = torch.Generator().manual_seed(2)
-        self.prompts = {
-            name: torch.randint(VOCAB, (length,), generator=generator).tolist()
-            for name, length in zip(self.oracles, _lengths(), strict=False)
-        }
+    def __init__(
+        self, client: httpx.Client, family: str, root: Path, base: PreTrainedModel
+    ) -> None:
+        """`root`: the folder with the base's, below which the server reads adapters."""
+        self.client, self.family, self.root = client, family, root
+        self.subjects = {"base": Subject({"model": "base"}, base)}
+        for name, kind in (KINDS | EXPERTS).items():
+            if family in kind.families:
+                folder = root / f"kind-{len(self.subjects)}"
+                self._load(name, folder, make_adapter(base, kind, folder, family), kind)
+        if family in MIXTURES:
+            folder = root / "single"
+            test_moe.save_single(root / "base", folder, family)
+            model = PeftModel.from_pretrained(copy.deepcopy(base), folder)
+            self._load(SINGLE, folder, model.eval())
+        adapters = [{"name": self.subjects[n].ask["model"], "scale": s} for n, s in PARTS.items()]
+        self.subjects[SUM] = Subject({"model": "base", "adapters": adapters}, self._sum(base))
 
-    def make_llm(self, **options: object) -> LLM:
-        return LLM(
-            self.folder / "base",
-            {name: self.folder / name for name in self.oracles if name is not None},
-            skip_tokenizer_init=True,
-            dtype="float32",
-            num_threads=1,
-            num_blocks=1024,
-            block_size=BLOCK,
-            max_num_seqs=48,
-            max_num_batched_tokens=48,
-            **options,
-        )
+    def _load(self, name: str, folder: Path, oracle: PeftModel, kind: Kind | None = None) -> None:
+        body = {"lora_name": folder.name, "lora_path": folder.name}
+        done = self.client.post("/v1/load_lora_adapter", json=body)
+        assert done.status_code == 200, (name, done.text)
+        self.subjects[name] = Subject({"model": folder.name}, oracle, kind)
 
-    def answer(
-        self, names: list[str | None], llm: LLM | None = None, steps: int = STEPS
-    ) -> list[RequestOutput]:
-        """Ask for all of these at once, and compare each answer with the oracle's."""
-        prompts = [self.prompts[name] for name in names]
-        params = SamplingParams(max_tokens=steps, temperature=0.0, logprobs=TOP)
-        outputs = (llm or self.llm).generate(prompts, params, names)
-        for name, output in zip(names, outputs, strict=True):
-            assert len(output.token_ids) == steps
-            self.check(name, output)
-        return outputs
+    def _sum(self, base: PreTrainedModel) -> PeftModel:
+        folders = [self.subjects[name].ask["model"] for name in PARTS]
+        first = self.root / folders[0]
+        model = PeftModel.from_pretrained(copy.deepcopy(base), first, folders[0])
+        for folder in folders[1:]:
+            model.load_adapter(self.root / folder, folder)
+        model.add_weighted_adapter(folders, list(PARTS.values()), "sum", combination_type="cat")
+        model.set_adapter("sum")
+        return model.eval()
 
-    def check(self, name: str | None, output: RequestOutput) -> None:
-        prompt = output.prompt_token_ids
-        want = self.logprobs(name, prompt + output.token_ids[:-1])[len(prompt) - 1 :]
-        assert output.logprobs is not None
-        for step, entry in enumerate(output.logprobs):
-            chosen, highest = want[step, output.token_ids[step]], want[step].max()
-            assert highest - chosen < TOLERANCE, f"{name}: another token at step {step}"
-            for token, logprob in entry.top:
-                assert abs(want[step, token] - logprob) < TOLERANCE, (name, step, token)
+    def prompt(self, name: str, seed: int) -> list[int]:
+        """Of any length: shorter than a block, and longer than a step."""
+        index, kind = list(self.subjects).index(name), self.subjects[name].kind
+        generator = torch.Generator().manual_seed(100 * seed + index)
+        size = VOCAB + (kind.resize if kind is not None else 0)
+        prompt = torch.randint(size, ((37, 2, 61, 9, 20)[index % 5],), generator=generator).tolist()
+        prompt[0] = size - 1
+        if kind is not None and kind.invocation:
+            prompt = [min(token, kind.invocation[0] - 1) for token in prompt]
+            prompt = [*prompt, *kind.invocation, 5]
+        return prompt
 
-    @torch.inference_mode()
-    def logprobs(self, name: str | None, ids: list[int]) -> torch.Tensor:
-        """The oracle's, (len(ids), vocabulary)."""
-        logits = self.oracles[name](input_ids=torch.tensor([ids])).logits[0]
-        return logits.float().log_softmax(-1)
-
-
-def _lengths() -> Iterator[int]:
-    """Of prompts: shorter than a block, and longer than a step."""
-    while True:
-        yield from (37, 2, 61, 9, 20)
+    def answer(self, name: str, prompt: list[int]) -> dict[str, Any]:
+        """One answer, compared with the oracle's."""
+        body = {"max_tokens": STEPS, "temperature": 0.0, "logprobs": TOP, "return_token_ids": True}
+        asked = {**self.subjects[name].ask, "prompt": prompt, **body}
+        done = self.client.post("/v1/completions", json=asked)
+        assert done.status_code == 200, (name, done.text)
+        found: dict[str, Any] = done.json()
+        return found
 
 
-@contextmanager
-def made_world(folder: Path, oracles: Oracles) -> Iterator[World]:
-    made = World(folder, oracles)
-    try:
-        yield made
-        check_idle(made.llm)
-    finally:
-        made.llm.close()
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=SERVED)
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("family")
     base = make_base(FAMILIES[request.param], folder / "base")
-    oracles: Oracles = {None: base}
-    for name, kind in KINDS.items():
-        if request.param in kind.families:
-            oracles[name] = make_adapter(base, kind, folder / name)
-    with made_world(folder, oracles) as made:
-        yield made
+    flags = ("--skip-tokenizer-init", "--dtype", "float32", "--block-size", str(BLOCK))
+    with (
+        serving(folder, *flags, adapters={}, model=folder / "base") as server,
+        httpx.Client(base_url=server.url, timeout=60) as client,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # peft's, of what is not there in some family
+        yield World(client, request.param, folder, base)
 
 
 def test_the_kinds_differ(world: World) -> None:
-    """Else the other tests would say nothing."""
-    for name in world.oracles:
-        ids = world.prompts[name]
-        difference = (world.logprobs(name, ids) - world.logprobs(None, ids)).abs().max()
-        assert name is None or difference > 20 * TOLERANCE, name
+    """Else the other test would say nothing."""
+    base = world.subjects["base"]
+    for name, subject in world.subjects.items():
+        prompt = world.prompt(name, 1)
+        known = [min(token, VOCAB - 1) for token in prompt]
+        got, plain = subject.logprobs(prompt, [0])[0], base.logprobs(known, [0])[0]
+        if len(got) == len(plain):
+            assert name == "base" or (got - plain).abs().max() > 5 * TOLERANCE, name
 
 
-def test_alone(world: World) -> None:
-    """Each by itself, and once more with what the prefix cache then holds."""
-    for name in world.oracles:
-        world.answer([name])
-        (again,) = world.answer([name], steps=2)
-        assert (again.num_cached_tokens > 0) == (len(world.prompts[name]) > BLOCK)
+def test_a_server_answers_as_peft_does(world: World) -> None:
+    """Each kind alone. Then all of them at once: with the same prompts, which the prefix cache
+    holds by now, and with others that it does not."""
+    asks = {name: world.prompt(name, 1) for name in world.subjects}
+    for name, prompt in asks.items():
+        check(world, name, prompt, world.answer(name, prompt), cached=False)
+    again = [(name, prompt, True) for name, prompt in asks.items()]
+    others = [(name, world.prompt(name, 2), False) for name in asks]
+    mixed = [*again, *others]
+    with ThreadPoolExecutor(len(mixed)) as threads:
+        answers = threads.map(lambda ask: world.answer(*ask[:2]), mixed)
+        for (name, prompt, cached), answer in zip(mixed, answers, strict=True):
+            check(world, name, prompt, answer, cached)
 
 
-def test_mixed(world: World) -> None:
-    """All kinds in the same steps, and the base between them."""
-    names = list(world.oracles)
-    world.answer([*names, None, *reversed(names)])
+def check(world: World, name: str, prompt: list[int], answer: dict[str, Any], cached: bool) -> None:
+    try:
+        world.subjects[name].check(prompt, answer["choices"][0])
+        found = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert found == ((len(prompt) - 1) // BLOCK * BLOCK if cached else 0)
+    except AssertionError as error:
+        raise AssertionError(f"{name} of {world.family}: {error}") from error
 
 
-def test_the_reference_backend(world: World) -> None:
-    names = [name for name in world.oracles if len(world.prompts[name]) < 12]
-    with world.make_llm(lora_backend="reference") as llm:
-        world.answer([*names, None], llm, steps=3)
+# the Python API -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def engine(base: Path, adapters: dict[str, Path], **options: object) -> Iterator[LLM]:
+    with LLM(
+        base,
+        adapters,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        num_threads=1,
+        num_blocks=512,
+        block_size=BLOCK,
+        **options,
+    ) as llm:
+        yield llm
         check_idle(llm)
+
+
+def check_output(oracle: torch.nn.Module, output: RequestOutput) -> None:
+    prompt, ids = output.prompt_token_ids, output.token_ids
+    want = Subject({}, oracle).logprobs(prompt, ids)
+    assert (want.amax(-1) - want[range(len(ids)), ids]).max() < TOLERANCE
+    for step, entry in enumerate(output.logprobs or ()):
+        for token, logprob in entry.top:
+            assert abs(want[step, token] - logprob) < TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-tied", "qwen3-moe"])
+def test_the_reference_backend(family: str, tmp_path: Path) -> None:
+    base = make_base(FAMILIES[family], tmp_path / "base")
+    oracles: dict[str, torch.nn.Module] = {}
+    for name in ("LoRA", "DoRA of embedding and head", "modules_to_save: both", "IA3"):
+        oracles[name] = make_adapter(base, KINDS[name], tmp_path / name, family)
+    with engine(
+        tmp_path / "base", {name: tmp_path / name for name in oracles}, lora_backend="reference"
+    ) as llm:
+        params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=TOP)
+        names = [None, *oracles]
+        for name, output in zip(names, llm.generate([[5, 3, 8]] * 5, params, names), strict=True):
+            check_output(oracles[name] if name else base, output)
 
 
 RESIDUAL_INITS = ("pissa", "pissa_niter_4", "olora")
@@ -180,66 +264,12 @@ def test_on_the_residual_base(init: str, tmp_path: Path) -> None:
     adapted.save_pretrained(folder)
     residual = copy.deepcopy(adapted).unload()
     residual.save_pretrained(tmp_path / "base")
-    with made_world(tmp_path, {None: residual, init: adapted.eval()}) as world:
-        world.answer([init])
-        world.answer([None, init])
-
-
-# a server ----------------------------------------------------------------------------------------
-
-SERVED = (
-    "LoRA",
-    "DoRA",
-    "bias: all and lora_bias",
-    "modules_to_save: both",
-    "modules_to_save: norms",
-    "trainable_token_indices",
-    "AdaLoRA",
-    "VeRA",
-    "LoHa",
-    "LoKr",
-    "IA3",
-)
-
-
-def test_a_server_answers_as_the_api_does(tmp_path: Path) -> None:
-    """Each kind by itself, then all of them at once and from the prefix cache."""
-    base = make_base(FAMILIES["qwen2"], tmp_path / "base")
-    names = {name: f"kind-{i}" for i, name in enumerate(SERVED)}
-    oracles: Oracles = {None: base}
-    for name, called in names.items():
-        oracles[name] = make_adapter(base, KINDS[name], tmp_path / called)
-    prompt = torch.randint(VOCAB, (22,), generator=torch.Generator().manual_seed(3)).tolist()
-    flags = ("--skip-tokenizer-init", "--dtype", "float32", "--block-size", str(BLOCK))
-    folders = {called: tmp_path / called for called in names.values()}
-    with serving(tmp_path, *flags, adapters=folders, model=tmp_path / "base") as server:
-
-        def ask(name: str | None) -> dict[str, Any]:
-            fields = {"max_tokens": STEPS, "temperature": 0.0, "logprobs": 5}
-            model = "base" if name is None else names[name]
-            done = server.post(
-                "/v1/completions", model=model, prompt=prompt, return_token_ids=True, **fields
-            )
-            assert done.status_code == 200, done.text
-            return done.json()["choices"][0]
-
-        for name in oracles:
-            check_choice(oracles[name], prompt, ask(name))
-        with ThreadPoolExecutor(len(oracles)) as threads:
-            for name, choice in zip(oracles, threads.map(ask, oracles), strict=True):
-                check_choice(oracles[name], prompt, choice)
-
-
-@torch.inference_mode()
-def check_choice(oracle: torch.nn.Module, prompt: list[int], choice: dict[str, Any]) -> None:
-    """Greedy tokens, and log-probabilities of the first step."""
-    ids = choice["token_ids"]
-    assert len(ids) == STEPS
-    logits = oracle(input_ids=torch.tensor([prompt + ids[:-1]])).logits[0, len(prompt) - 1 :]
-    want = logits.float().log_softmax(-1)
-    assert (want.amax(-1) - want[range(STEPS), ids]).max() < TOLERANCE
-    for shown, logprob in choice["logprobs"]["top_logprobs"][0].items():
-        assert abs(want[0, int(shown.removeprefix("token_id:"))] - logprob) < TOLERANCE
+    params = SamplingParams(max_tokens=STEPS, temperature=0.0, logprobs=TOP)
+    with engine(tmp_path / "base", {init: folder}) as llm:
+        for names in ([init], [None, init]):
+            outputs = llm.generate([[7, 1, 44, 9, 23, 6]] * len(names), params, names)
+            for name, output in zip(names, outputs, strict=True):
+                check_output(adapted.eval() if name else residual, output)
 
 
 # docs/fidelity.md --------------------------------------------------------------------------------
@@ -251,8 +281,7 @@ def test_the_page_is_current() -> None:
 
 
 def test_what_the_page_calls_exact_is_compared() -> None:
-    compared = {*KINDS, *(f"residual: {init}" for init in RESIDUAL_INITS)}
-    compared |= {f"experts: {name}" for name in [*test_moe.ADAPTERS, "single"]}
+    compared = {*KINDS, *EXPERTS, SINGLE, SUM, *(f"residual: {i}" for i in RESIDUAL_INITS)}
     shown = {by for rows in SECTIONS.values() for row in rows for by in row.shown_by}
     elsewhere = {by for by in shown if "::" in by}
     assert shown - elsewhere == compared

@@ -29,12 +29,12 @@ from weft.core.errors import AdapterError
 from weft.core.targets import TargetTable
 
 MAX_RANK = 16
-BOUND = 256 << 20
+BOUND = 64 << 20
 """Bytes of address space that the process may gain: what is asked for in one go and never touched
 shows here alone."""
-FACTOR, SLACK = 64, 4 << 20
-"""Of the files' size, and bytes besides, that may be allocated at a time: an image may be of
-`MAX_RANK` where the file was of rank 1, in twice the width, beside what it is made from."""
+FACTOR, SLACK = 10, 64 << 10
+"""Of the files' size, and bytes besides, that may be allocated at a time: a header of names alone
+takes nine times its size."""
 
 ADAPTERS: dict[str, Callable[[], Any]] = {
     "lora": make(LoraConfig, r=2, target_modules=["q_proj", "embed_tokens", "lm_head"]),
@@ -121,7 +121,11 @@ def read(config: dict[str, Any] | bytes, weights: bytes, table: TargetTable) -> 
         peak = tracemalloc.get_traced_memory()[1] - before
         assert peak <= FACTOR * (len(text) + len(weights)) + SLACK
     assert torch.isfinite(image.data).all() or image.layout.has_extras
-    assert told in (None, Examined(image.digest, image.layout, image.targets, image.num_bytes))
+    size, provisional = image.num_bytes, image.provisional
+    assert told in (
+        None,
+        Examined(image.digest, image.layout, image.targets, size, provisional),
+    )
     return True
 
 

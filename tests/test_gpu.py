@@ -25,14 +25,14 @@ pytestmark = [
 ]
 
 TIGHT = {
-    "num_blocks": 60,
+    "num_blocks": 20,
     "block_size": 4,
-    "max_model_len": 200,
+    "max_model_len": 80,
     "adapter_memory": 2 << 20,
     "max_num_seqs": 32,
     "max_num_batched_tokens": 64,
 }
-"""Chunks, preemption and evictions."""
+"""Chunks, evictions, and preemption: the cache holds three of an adapter's eight requests."""
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlapped", "plain"])

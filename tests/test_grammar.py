@@ -61,7 +61,7 @@ class Bench:
         return outcomes
 
     def allowed(self, matcher: Matcher) -> list[int]:
-        words = np.full(-(-self.vocab_size // 32), 0x55AA55AA, dtype=np.int32)
+        words = np.full(-(-self.vocab_size // 32), -1, dtype=np.int32)
         matcher.fill(words)
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")
         return [int(i) for i in np.flatnonzero(bits)]

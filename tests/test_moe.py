@@ -1,13 +1,13 @@
 """Mixtures of experts: their kernels, their checkpoints, and adapters of routers and experts.
 
-How the base models compute is in test_models.py.
+How the base models compute is in test_models.py, and that adapters answer as peft's do in
+test_fidelity.py.
 """
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -276,7 +276,7 @@ def logits_of(model: PreTrainedModel | PeftModel, ids: list[int]) -> Tensor:
 
 @dataclass
 class World:
-    """A base, its adapters, and PEFT's models of them; None: the base alone."""
+    """A base, its adapters, and models by the name of an adapter; None: the base alone."""
 
     base: Path
     adapters: dict[str, Path]
@@ -306,35 +306,7 @@ def world(family: str, tmp_path_factory: pytest.TempPathFactory) -> World:
     save_single(root / "base", root / "single", family)
     adapters = {name: root / name for name in [*ADAPTERS, "single"]}
     models: dict[str | None, Any] = {None: AutoModelForCausalLM.from_pretrained(root / "base")}
-    for name, folder in adapters.items():
-        model = AutoModelForCausalLM.from_pretrained(root / "base")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            models[name] = PeftModel.from_pretrained(model, folder).eval()
     return World(root / "base", adapters, models)
-
-
-@pytest.fixture(scope="module")
-def llm(world: World) -> Iterator[LLM]:
-    sizes = {"num_blocks": 256, "block_size": 4, "num_threads": 1}
-    with LLM(world.base, world.adapters, skip_tokenizer_init=True, device="cpu", **sizes) as llm:
-        yield llm
-
-
-@FAMILIES
-def test_adapters_answer_as_in_peft(world: World, llm: LLM) -> None:
-    """Alone, then all of them and the base in one batch, with cached prefixes."""
-    alone: dict[tuple[str | None, int], list[int]] = {}
-    for name in world.models:
-        for i, prompt in enumerate(PROMPTS):
-            (output,) = llm.generate(prompt, FIRST, name)
-            world.check(name, output)
-            alone[name, i] = output.token_ids
-    outputs = llm.generate([PROMPTS[i] for _, i in alone], FIRST, [name for name, _ in alone])
-    for (name, i), output in zip(alone, outputs, strict=True):
-        world.check(name, output)
-        assert output.token_ids == alone[name, i]
-        assert output.num_cached_tokens == (len(PROMPTS[i]) - 1) // 4 * 4
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
@@ -539,3 +511,26 @@ def test_one_matrix_in_two_forms_is_refused(world: World, tmp_path: Path) -> Non
     with pytest.raises(AdapterInvalid, match="second") as caught:
         read(world, tmp_path / "twice")
     assert str(caught.value.param).startswith(LAYER + "experts.0.")
+
+
+@pytest.mark.parametrize("rank", [2, 20])
+def test_few_experts_that_would_take_the_room_of_all(rank: int, tmp_path: Path) -> None:
+    """Before anything of that size is allocated."""
+    table = build_table(
+        [
+            ("embedding", 32, [("model.embed_tokens", 8)]),
+            ("experts", 8, [("model.layers.0.mlp.experts.gate_proj", 8)]),
+            ("head", 8, [("lm_head", 32)]),
+        ],
+        num_experts=200,
+    )
+    tensors: dict[str, Tensor] = {}
+    for expert, r in ((0, rank), (1, 1), (2, 1)):
+        module = f"base_model.model.model.layers.0.mlp.experts.{expert}.gate_proj"
+        tensors[f"{module}.lora_A.weight"] = torch.ones(r, 8)
+        tensors[f"{module}.lora_B.weight"] = torch.ones(8, r)
+    patterns = {"0.gate_proj": rank}
+    fields = {"r": 1, "target_modules": ["gate_proj"], "rank_pattern": patterns}
+    write_adapter(tmp_path / "few", tensors, **fields)
+    with pytest.raises(AdapterInvalid, match=f"3 of 200 experts .* up to {rank}: .* 64 times"):
+        load_image(tmp_path / "few", table, torch.float32, 32)

@@ -25,11 +25,13 @@ from weft.core.errors import (
     AdapterConflict,
     AdapterInvalid,
     AdapterNotFound,
+    AdapterQuarantined,
     AdapterUnavailable,
     WeftError,
 )
 from weft.core.targets import ImageLayout
-from weft.core.types import AdapterInfo, AdapterStats
+from weft.core.types import AdapterInfo, AdapterStats, CheckResult
+from weft.kernels.checksum import checksum
 from weft.residency import images as images_module
 from weft.residency.host import Arena, Extent, HostTier
 from weft.residency.images import ImageStore
@@ -54,18 +56,24 @@ class FakePool:
     """Slot -> start and size."""
 
     broken: bool = False
+    torn: int = 0
+    """How many of the next copies go wrong."""
 
     @property
     def element_bytes(self) -> int:
         return self.arena.element_size()
 
-    def write(self, start: int, data: torch.Tensor) -> None:
+    def write(self, start: int, data: torch.Tensor) -> int:
         if self.broken:
             raise RuntimeError("the copy failed")
         stop = start + len(data)
         assert stop <= len(self.arena)
         assert all(stop <= s or s + n <= start for s, n in self.placed.values()), "overwritten"
         self.arena[start:stop] = data
+        if self.torn:
+            self.torn -= 1
+            self.arena[start + len(data) // 2 : stop] = -7.0
+        return int(checksum(self.arena[start:stop]))
 
     def install(self, slot: int, start: int, layout: ImageLayout) -> None:
         assert slot not in self.placed
@@ -799,6 +807,109 @@ def test_ten_thousand_loads_leave_nothing(tmp_path: Path) -> None:
     assert world.slots.used_elements == 0 and host.stats().num_bytes == 0
     assert not (world.residency._known or world.residency._jobs)
     assert not list(made)
+
+
+def test_a_torn_copy_is_made_again(world: World) -> None:
+    """Also of what is nowhere else. Twice in a row it is a failure, after which it may load."""
+    world.register("/a", image("a", 30, 2.5))
+    world.residency.add(image("b", 30, 3.5), None, pinned=False)
+    for name, value in (("a", 2.5), ("b", 3.5)):
+        world.pool.torn = 1
+        load = world.load(name)
+        assert world.pool.content(load.slot) == [value] * 30
+        world.slots.remove(name)
+        world.pool.clear(load.slot)
+        world.slots.add(name, 30)
+        world.pool.torn = 2
+        assert world.start(name)
+        ended = world.wait()
+        assert isinstance(ended, LoadEnded) and type(ended.error) is AdapterUnavailable
+        assert "adapter memory" in ended.error.message
+        world.load(name)
+    assert world.residency.copy_faults == 6
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_an_image_that_changed_on_the_host_is_brought_from_below(
+    on_disk: bool, tmp_path: Path
+) -> None:
+    """From its image file, or its folder; and what the host holds is right again."""
+    made = _world(folder=tmp_path if on_disk else None)
+    world = next(made)
+    world.register("/a", image("a", 30, 2.5))
+    if on_disk:
+        saved(world)
+        world.disk.files["/a"] = AdapterNotFound("gone")
+    world.residency.host._held["a"].image.data[3] += 1
+    load = world.load("a")
+    assert world.pool.content(load.slot) == [2.5] * 30
+    assert world.residency.host._held["a"].image.data.tolist() == [2.5] * 30
+    assert world.residency.copy_faults == 1 and len(world.disk.reads) == 2 - on_disk
+    assert not list(made)
+
+
+def test_what_changed_while_it_was_staged_is_found(
+    pinned: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On its way to page-locked memory."""
+    staged = Residency._staged
+
+    def wrong(self: Residency, given: AdapterImage, extent: Extent | None) -> AdapterImage:
+        found = staged(self, given, extent)
+        found.data[0] = 9.0
+        return found
+
+    monkeypatch.setattr(Residency, "_staged", wrong)
+    pinned.register("/a", image("a", 30, 2.5))
+    pinned.settle(lambda: not pinned.residency.host._reserved)
+    assert pinned.start("a")
+    ended = pinned.wait()
+    assert isinstance(ended, LoadEnded) and isinstance(ended.error, AdapterUnavailable)
+    monkeypatch.undo()
+    load = pinned.load("a")
+    assert pinned.pool.content(load.slot) == [2.5] * 30
+
+
+class FakeChecker:
+    """Says what it is told to."""
+
+    result: CheckResult | AdapterQuarantined = "passed"
+
+    def check(self, image: AdapterImage, *, paced: bool) -> CheckResult:
+        assert paced
+        if isinstance(self.result, AdapterQuarantined):
+            raise self.result
+        return self.result
+
+
+def test_what_is_registered_is_checked(world: World) -> None:
+    """Until it has passed. What fails leaves nothing."""
+    checker = world.residency._checker = FakeChecker()
+    assert world.register("/a", image("a", 30)).error is None
+    checker.result = failed = AdapterQuarantined("wrong", "lora_path")
+    for _ in range(2):
+        assert world.register("/b", image("b", 30)).error is failed
+    assert world.register("/also", image("a", 30)).error is None, "it has passed"
+    assert not world.slots.knows("b") and world.residency.host.digests() == ("a",)
+    assert world.residency.check_results() == {"passed": 1, "failed": 2, "skipped": 0}
+    world.residency.forget("a")
+    assert world.register("/a", image("a", 30)).error is failed
+    assert sum(world.residency.check_times().counts) == 4
+
+
+def test_a_skipped_check_is_made_up_for(world: World) -> None:
+    """When it is registered again; if it fails then, nothing is served until it passes."""
+    checker = world.residency._checker = FakeChecker()
+    checker.result = "skipped"
+    assert world.register("/a", image("a", 30)).error is None
+    checker.result = failed = AdapterQuarantined("wrong", "lora_path")
+    assert world.register("/a", image("a", 30)).error is failed
+    assert world.wait() == LoadEnded("a", failed), "what waits for it is told"
+    assert world.slots.refused == ("a",)
+    checker.result = "passed"
+    assert world.register("/a", image("a", 30)).error is None
+    assert world.slots.refused == ()
+    assert world.residency.check_results() == {"passed": 1, "failed": 1, "skipped": 1}
 
 
 # -- what is counted ---------------------------------------------------------------------------

@@ -4,7 +4,9 @@ shapes logits against plain Python and against transformers' processors."""
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,7 +20,16 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
+from weft.engine.inputs import (
+    BiasArrays,
+    Counted,
+    MaskArrays,
+    PenaltyArrays,
+    SamplingArrays,
+    ShapingArrays,
+)
 from weft.engine.masks import BadSequences, words_of
+from weft.engine.sampler import Sampler
 from weft.kernels.sampling import (
     Bias,
     Mask,
@@ -408,7 +419,7 @@ def test_bad_sequences_are_those_of_transformers(data: st.DataObject) -> None:
     matcher = BadSequences([tuple(s) for s in sequences])
     for chosen in output:
         matcher.accept(chosen)
-    words = np.zeros(2, dtype=np.int32)
+    words = np.full(2, -1, dtype=np.int32)
     matcher.fill(words)
     shaped = shape(
         torch.zeros(1, 45), None, None, Mask(torch.tensor([0]), torch.from_numpy(words[None]))
@@ -490,3 +501,69 @@ def test_top_logprobs_of_none() -> None:
     chosen_N, rank_N, values, ids = top_logprobs(torch.zeros(2, 4), torch.tensor([1, 2]), 0)
     np.testing.assert_allclose(chosen_N, np.log([0.25, 0.25]), atol=1e-6)
     assert (rank_N.tolist(), values.shape, ids.shape) == ([1, 1], (2, 0), (2, 0))
+
+
+# rows of several vocabularies ---------------------------------------------------------------------
+
+RUNS = [(0, 2, 37), (2, 3, 20), (3, 5, 64)]
+SIZES = [size for begin, end, size in RUNS for _ in range(begin, end)]
+
+
+def shaped_step(rows: list[int], position: int, num_words: int) -> SimpleNamespace:
+    """The inputs of a step of these rows, of which one is greedy and some have masks."""
+    rng = np.random.default_rng(position)
+
+    def every(make: Callable[[int], object], dtype: type) -> np.ndarray:
+        made = np.array([make(row) for row in range(len(SIZES))], dtype=dtype)
+        return made[rows]
+
+    index, random = np.arange(len(rows)), np.array([row != 1 for row in rows])
+    top_k = every(lambda row: SIZES[row] if row == 3 else 12, np.int64)
+    sampling = SamplingArrays(
+        index[random],
+        np.full(len(rows), 3, np.float32)[random],
+        top_k[random],
+        every(lambda row: 0.9 - row / 10, np.float32)[random],
+        every(lambda row: row / 100, np.float32)[random],
+        every(lambda row: row * 77, np.int64)[random],
+        np.full(len(rows), position)[random],
+    )
+    words = np.zeros((len(SIZES), -(-max(SIZES) // 32)), dtype=np.int32)
+    for row, size in enumerate(SIZES):
+        own = words_of(rng.permutation(size)[: size // 2].tolist(), size)
+        words[row, : len(own)] = own
+    tokens = every(lambda row: rng.integers(SIZES[row]), np.int64)
+    masked = every(lambda row: row in (0, 4), np.bool_)
+    full = np.ones(len(rows), np.float32)
+    shaping = ShapingArrays(
+        BiasArrays(index, tokens, full * 4),
+        PenaltyArrays(index, np.array(rows), full * 1.2, full * 0.5, full * 0.7),
+        MaskArrays(index[masked], words[rows, :num_words][masked]) if masked.any() else None,
+    )
+    return SimpleNamespace(sampling=sampling, shaping=shaping)
+
+
+def test_rows_choose_from_their_own_vocabulary() -> None:
+    """As each does by itself, in logits that say the most of tokens that it does not have."""
+    device, generator = torch.device("cpu"), torch.Generator().manual_seed(0)
+    together = Sampler(len(SIZES), max(SIZES), device, torch.from_numpy)
+    alone = [Sampler(len(SIZES), size, device, torch.from_numpy) for size in SIZES]
+    prompt = np.array([1, 2, 2, 9])
+    for row, sampler in enumerate(alone):
+        for each in (together, sampler):
+            each.admit([Counted(row, prompt, np.array([3]))])
+    chosen: set[int] = set()
+    for position in range(12):
+        logits_NV = torch.randn(len(SIZES), max(SIZES), generator=generator)
+        for row, size in enumerate(SIZES):
+            logits_NV[row, size:] += 30
+        step = shaped_step(list(range(len(SIZES))), position, 2)
+        ids = together.choose(logits_NV, step, RUNS).tolist()
+        for row, (size, sampler) in enumerate(zip(SIZES, alone, strict=True)):
+            own = shaped_step([row], position, -(-size // 32))
+            [want] = sampler.choose(logits_NV[row : row + 1, :size], own).tolist()
+            assert ids[row] == want < size, (position, row)
+        chosen.update(ids)
+    assert len(chosen) > 20
+    for row, (size, sampler) in enumerate(zip(SIZES, alone, strict=True)):
+        assert torch.equal(together._counts_RV[row, :size], sampler._counts_RV[row])

@@ -1,21 +1,23 @@
-"""The first-use check of adapters: what it lets through, what it finds, and what then happens."""
+"""The check of registered adapters: what it lets through, what it finds, and what then happens;
+checksums of what is loaded."""
 
 from __future__ import annotations
 
+import json
 import logging
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from conftest import MakeLLM, check_idle
+from conftest import MakeLLM
 from http_api import INFO, EchoEngine, Web, run
 from http_api import World as ApiWorld
-from test_residency import PATIENCE_S, FakePool, image
+from safetensors.torch import load_file
 from tiny import ADAPTERS, BASE, answer
 from torch import Tensor
 from toy_tokenizers import byte_level
@@ -23,19 +25,18 @@ from transformers import LlamaConfig
 
 from weft import LLM, SamplingParams
 from weft.checkpoint import AdapterImage
+from weft.core.composition import WeightedAdapter
 from weft.core.config import engine_args
-from weft.core.errors import AdapterQuarantined, AdapterUnavailable
-from weft.core.targets import Extras, TargetTable, layout_of, vocabulary
+from weft.core.errors import AdapterQuarantined
+from weft.core.targets import Extras, ImageLayout, TargetTable, layout_of, vocabulary
 from weft.core.types import CheckResult, EngineRequest, EngineStats, TokenEvent
 from weft.engine import selfcheck
+from weft.engine.messages import Register, Reply
 from weft.engine.runner import Runner
-from weft.kernels.lora import AdapterPool, Segment, extras, grouped
+from weft.kernels.checksum import PAGE, checksum
+from weft.kernels.lora import AdapterPool, Segment, base, extras, grouped
 from weft.kernels.lora.triton import INTERPRETED, Blocks, TritonBackend, Tuning
-from weft.residency.host import HostTier
-from weft.residency.residency import LoadEnded, Residency
-from weft.residency.slots import AdapterSlots
 
-SLOT, START = 3, 4096
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 Patch = pytest.MonkeyPatch
 
@@ -72,7 +73,7 @@ def triton_runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     for made in make_runner(folder, load_format="dummy"):
         assert made.self_check is not None
         tuning = Tuning(blocks=Blocks(shrink_units=1), few_rows=1)
-        made.self_check._backend = TritonBackend(made.pool, tuning)
+        made.self_check._make_backend = partial(TritonBackend, tuning=tuning)
         yield made
 
 
@@ -114,16 +115,10 @@ def put(data: Tensor, at: int, values: Tensor) -> None:
 
 
 def check(runner: Runner, adapter: AdapterImage, spoil: Callable[[], object] = int) -> CheckResult:
-    """Check an adapter that was installed, and then spoiled."""
-    runner.pool.write(START, adapter.data)
-    runner.pool.install(SLOT, START, adapter.layout)
+    """Check an adapter, after something was spoiled."""
     assert runner.self_check is not None
-    ordered = runner.self_check.order(SLOT, adapter)
-    try:
-        spoil()
-        return ordered()
-    finally:
-        runner.pool.clear(SLOT)
+    spoil()
+    return runner.self_check.check(adapter, paced=False)
 
 
 def same_ranks(table: TargetTable, rank: int) -> tuple[int, ...]:
@@ -173,22 +168,12 @@ def test_what_overflows_is_not_judged(runner: Runner) -> None:
 
 
 def test_memory_that_is_short_is_not_held_against_an_adapter(runner: Runner, monkeypatch: Patch):
-    def fail(*_: object) -> None:
-        raise torch.OutOfMemoryError("no")
-
-    adapter = random_image(runner, same_ranks(runner.table, 8))
-    assert check(runner, adapter, lambda: monkeypatch.setattr(extras, "has_extras", fail)) == (
-        "skipped"
-    )
+    monkeypatch.setattr(selfcheck, "with_extras", out_of_memory)
+    assert check(runner, random_image(runner, same_ranks(runner.table, 8))) == "skipped"
 
 
-def spoil_arena(runner: Runner, adapter: AdapterImage, _: Patch) -> None:
-    runner.pool.arena[START + len(adapter.data) - 1] += 1
-
-
-def spoil_half(runner: Runner, adapter: AdapterImage, _: Patch) -> None:
-    """As if the copy had stopped."""
-    runner.pool.arena[START + len(adapter.data) // 2 :].zero_()
+def out_of_memory(*_: object) -> None:
+    raise torch.OutOfMemoryError("no")
 
 
 def spoil_view(of_b: bool) -> Callable[[Runner, AdapterImage, Patch], None]:
@@ -293,8 +278,6 @@ def drop_extras(name: str) -> Callable[..., None]:
 
 
 WRONG: dict[str, Callable[[Runner, AdapterImage, Patch], None]] = {
-    "one number in memory": spoil_arena,
-    "a torn copy": spoil_half,
     "offset of A": spoil_view(of_b=False),
     "offset of B": spoil_view(of_b=True),
     "scaled": spoil_sum(lambda delta, view: delta.mul_(1.05)),
@@ -322,7 +305,7 @@ def test_what_is_wrong_is_found(runner: Runner, wrong: str, monkeypatch: Patch) 
     assert check(runner, adapter) == "passed"
     with pytest.raises(AdapterQuarantined) as caught:
         check(runner, adapter, lambda: WRONG[wrong](runner, adapter, monkeypatch))
-    assert caught.value.param == "model" and caught.value.status == 503
+    assert caught.value.param == "lora_path" and caught.value.status == 503
 
 
 def test_one_percent_is_found_in_float32(fp32_runner: Runner, monkeypatch: Patch) -> None:
@@ -334,13 +317,21 @@ def test_one_percent_is_found_in_float32(fp32_runner: Runner, monkeypatch: Patch
 
 
 @pytest.mark.parametrize("table", ["a_offset_SG", "b_offset_SL", "rank_SL"])
-def test_wrong_tables_are_found_with_triton(triton_runner: Runner, table: str) -> None:
+def test_wrong_tables_are_found_with_triton(
+    triton_runner: Runner, table: str, monkeypatch: Patch
+) -> None:
     """In the last column that says anything: the head's is empty."""
     runner = triton_runner
     ranks = tuple(0 if t.kind == "head" else 8 for t in runner.table.targets)
-    adapter = random_image(runner, ranks)
+    install = AdapterPool.install
+
+    def wrong(self: AdapterPool, slot: int, start: int, layout: ImageLayout) -> None:
+        install(self, slot, start, layout)
+        getattr(self, table)[slot, -2].sub_(1)
+
+    monkeypatch.setattr(AdapterPool, "install", wrong)
     with pytest.raises(AdapterQuarantined, match=r"layers\.0\.mlp\.down_proj"):
-        check(runner, adapter, lambda: getattr(runner.pool, table)[SLOT, -2].sub_(1))
+        check(runner, random_image(runner, ranks))
 
 
 def test_the_logits_are_compared_too(runner: Runner, monkeypatch: Patch) -> None:
@@ -355,16 +346,26 @@ def test_the_logits_are_compared_too(runner: Runner, monkeypatch: Patch) -> None
 # -- what happens then -------------------------------------------------------------------------
 
 
-def spoil_loads(llm: LLM, monkeypatch: Patch) -> None:
-    """From now on copies to adapter memory go wrong."""
-    pool = llm._engine._runner.pool
-    write = pool.write
+def spoil_kernels(monkeypatch: Patch) -> None:
+    """From now on what adapters add is wrong."""
+    spoil_sum(lambda delta, _: delta.mul_(1.1))(None, None, monkeypatch)
 
-    def wrong(start: int, data: Tensor) -> None:
-        write(start, data)
-        pool.arena[start] += 1
+
+def spoil_copies(llm: LLM, monkeypatch: Patch, count: int) -> list[int]:
+    """So many of the next copies to adapter memory go wrong; where each began."""
+    pool = llm._engine._runner.pool
+    write, starts = pool.write, list[int]()
+
+    def wrong(start: int, data: Tensor) -> int:
+        right = write(start, data)
+        starts.append(start)
+        if len(starts) > count:
+            return right
+        pool.arena[start + len(data) // 2 :][:64].zero_()
+        return int(checksum(pool.arena[start : start + len(data)]))
 
     monkeypatch.setattr(pool, "write", wrong)
+    return starts
 
 
 def texts(llm: LLM, adapter: str | None, *words: str) -> list[str]:
@@ -394,200 +395,202 @@ def llm(make_llm: MakeLLM) -> LLM:
     return make_llm(adapters={name: ADAPTERS[name] for name in ("reverse", "upper")})
 
 
-def test_only_the_adapter_that_failed_is_refused(
-    llm: LLM, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
+def test_what_fails_is_not_registered(
+    make_llm: MakeLLM, monkeypatch: Patch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """From a folder, and from memory; others are."""
+    llm = make_llm(adapters={"reverse": ADAPTERS["reverse"]})
+    with monkeypatch.context() as patch:
+        spoil_kernels(patch)
+        with caplog.at_level(logging.ERROR), pytest.raises(AdapterQuarantined, match="off by"):
+            llm.load_adapter("upper", ADAPTERS["upper"])
+        (record,) = caplog.records
+        assert record.levelname == "ERROR" and str(ADAPTERS["upper"]) in record.getMessage()
+        with pytest.raises(AdapterQuarantined):
+            llm.publish_adapter("new", *in_memory(ADAPTERS["upper"]))
+    stats = llm.stats()
+    assert stats.self_checks == {"passed": 1, "failed": 2, "skipped": 0}
+    assert stats.self_check_s is not None and sum(stats.self_check_s.counts) == 3
+    assert stats.quarantined_adapters == (), "nobody knows them"
+    assert texts(llm, "reverse", "hello") == [answer("reverse", "hello")]
+    llm.load_adapter("upper", ADAPTERS["upper"])
+    llm.publish_adapter("new", *in_memory(ADAPTERS["upper"]))
+    for name in ("upper", "new"):
+        assert texts(llm, name, "hello") == [answer("upper", "hello")]
+
+
+def in_memory(folder: Path) -> tuple[dict[str, object], dict[str, Tensor]]:
+    config = json.loads((folder / "adapter_config.json").read_text())
+    return config, load_file(folder / "adapter_model.safetensors")
+
+
+def test_what_was_not_checked_and_fails_now_is_not_served(
+    make_llm: MakeLLM, monkeypatch: Patch
+) -> None:
+    """Until it passes; others are."""
+    with monkeypatch.context() as patch:
+        patch.setattr(selfcheck, "with_extras", out_of_memory)
+        llm = make_llm(adapters={name: ADAPTERS[name] for name in ("reverse", "upper")})
+    assert llm.stats().self_checks == {"passed": 0, "failed": 0, "skipped": 2}
     right = texts(llm, "reverse", "hello")
-    spoil_loads(llm, monkeypatch)
-    with caplog.at_level(logging.ERROR):
-        ended = finish(llm, {"a": "upper", "b": "reverse", "c": None, "d": "upper"})
+    with monkeypatch.context() as patch:
+        spoil_kernels(patch)
+        with pytest.raises(AdapterQuarantined):
+            llm.load_adapter("upper", ADAPTERS["upper"])
+    digest = llm._registry.resolve("upper").ref.digest
+    assert llm.stats().quarantined_adapters == (digest,)
+    ended = finish(llm, {"a": "upper", "b": "reverse", "c": None})
+    assert [ended[i].finish_reason for i in "abc"] == ["error", "stop", "stop"]
+    assert ended["a"].error is not None and ended["a"].error[0] == "adapter_quarantined"
+    assert texts(llm, "reverse", "hello") == right == [answer("reverse", "hello")]
+    llm.load_adapter("upper", ADAPTERS["upper"])
+    assert llm.stats().quarantined_adapters == ()
+    assert texts(llm, "upper", "hello") == [answer("upper", "hello")]
+
+
+def test_without_checks(make_llm: MakeLLM, monkeypatch: Patch) -> None:
+    """Copies are looked at all the same."""
+    llm = make_llm(adapters={}, self_check=False)
+    with monkeypatch.context() as patch:
+        spoil_kernels(patch)
+        llm.load_adapter("upper", ADAPTERS["upper"])
+    spoil_copies(llm, monkeypatch, 1)
+    assert texts(llm, "upper", "hello") == [answer("upper", "hello")]
+    assert llm.stats().self_checks == {} and llm.stats().adapter_copy_faults == 1
+
+
+def test_steps_go_on_beside_checks(llm: LLM) -> None:
+    """Adapters are registered while answers are computed, which must stay right."""
+    names = list(ADAPTERS)
+    prompt = llm.tokenizer.encode("<|bos|><|user|>hello<|end|><|assistant|>")
+    for number, name in enumerate(names):
+        llm._engine.apply(Register(number, str(ADAPTERS[name])))
+    ended: dict[int, str] = {}
+    rounds = 0
+    while len(ended) < len(names) or rounds < 20:
+        wanted = {"a": "upper", "b": "reverse", "c": None}
+        for request_id, name in wanted.items():
+            ref = llm._registry.resolve(name).ref if name else None
+            llm._engine.submit(EngineRequest(request_id, prompt, GREEDY, ref))
+        answers: dict[str, list[int]] = {i: [] for i in wanted}
+        while wanted:
+            for report in llm._engine.step():
+                if isinstance(report, Reply):
+                    assert report.info is not None, report.error
+                    ended[report.call_id] = report.info.digest
+                for event in getattr(report, "events", ()):
+                    answers[event.request_id] += event.token_ids
+                    if event.finish_reason:
+                        del wanted[event.request_id]
+        rounds += 1
+        decoded = [llm.tokenizer.decode(answers[i], skip_special_tokens=True) for i in "abc"]
+        assert decoded == [answer(name, "hello") for name in ("upper", "reverse", None)]
+    assert llm.stats().self_checks == {"passed": len(names), "failed": 0, "skipped": 0}
+
+
+def test_a_paced_check_stands_back(fp32_runner: Runner, monkeypatch: Patch) -> None:
+    """While steps run, after each layer, for nine times what it took."""
+    adapter = random_image(fp32_runner, same_ranks(fp32_runner.table, 8))
+    check = fp32_runner.self_check
+    assert check is not None
+    now, pauses, busy = 0.0, list[float](), True
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    monkeypatch.setattr(selfcheck.time, "thread_time", clock)
+    monkeypatch.setattr(selfcheck.time, "sleep", pauses.append)
+    monkeypatch.setattr(check, "_is_busy", lambda: busy)
+    assert check.check(adapter, paced=True) == "passed"
+    assert pauses == pytest.approx([0.009] * 2 * fp32_runner.config.num_layers)
+    assert check.check(adapter, paced=False) == "passed"
+    busy = False
+    assert check.check(adapter, paced=True) == "passed"
+    assert len(pauses) == 2 * fp32_runner.config.num_layers
+
+
+# -- what is copied ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_bytes", [2, PAGE - 2, PAGE, 3 * PAGE + 6])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checksum_sees_any_byte(num_bytes: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(num_bytes)
+    data = torch.randint(0, 256, (num_bytes // dtype.itemsize * dtype.itemsize,), dtype=torch.uint8)
+    if not len(data):
+        return
+    right = int(checksum(data.view(dtype)))
+    assert right == int(checksum(data.clone()))
+    for at in {0, len(data) // 2, len(data) - 1}:
+        for bit in range(8):
+            data[at] ^= 1 << bit
+            assert int(checksum(data)) != right
+            data[at] ^= 1 << bit
+    assert int(checksum(data)) == right
+
+
+def test_a_checksum_sees_what_is_in_another_place() -> None:
+    torch.manual_seed(0)
+    pages = torch.randint(0, 256, (6, PAGE), dtype=torch.uint8)
+    right = int(checksum(pages.flatten()))
+    wrong = (
+        pages[torch.tensor([1, 0, 2, 3, 4, 5])],
+        pages[torch.tensor([5, 1, 2, 3, 4, 0])],
+        pages.roll(1, 0),
+        pages[:5],
+        torch.cat((pages[:3], torch.zeros_like(pages[3:]))),
+        torch.cat((pages[:4], pages[2:4])),
+        pages.flatten().roll(8).view(6, PAGE),
+    )
+    assert right not in {int(checksum(other.flatten())) for other in wrong}
+
+
+def test_a_copys_checksum_is_of_what_is_in_memory(fp32_runner: Runner, monkeypatch: Patch) -> None:
+    """Not of what was to be copied."""
+    pool, summed = fp32_runner.pool, list[int]()
+
+    def spy(data: Tensor) -> Tensor:
+        summed.append(data.data_ptr())
+        return checksum(data)
+
+    monkeypatch.setattr(base, "checksum", spy)
+    data = torch.randn(3000)
+    assert pool.write(64, data) == int(checksum(data))
+    assert summed == [pool.arena[64:].data_ptr()]
+
+
+def test_a_copy_that_goes_wrong_is_made_again(llm: LLM, monkeypatch: Patch) -> None:
+    starts = spoil_copies(llm, monkeypatch, 1)
+    assert texts(llm, "upper", "hello") == [answer("upper", "hello")]
+    assert len(starts) == 2 and llm.stats().adapter_copy_faults == 1
+    assert llm.stats().adapter_loads == 1
+    assert texts(llm, "upper", "world") == [answer("upper", "world")]
+
+
+def test_one_that_goes_wrong_twice_is_not_served(llm: LLM, monkeypatch: Patch) -> None:
+    """Its requests get the reason, others their answers; later ones may find it right."""
+    texts(llm, "reverse", "hello")
+    spoil_copies(llm, monkeypatch, 2)
+    ended = finish(llm, {"a": "upper", "b": "reverse", "c": None, "d": "upper"})
     assert [ended[i].finish_reason for i in "abcd"] == ["error", "stop", "stop", "error"]
     for event in (ended["a"], ended["d"]):
-        assert event.error is not None and event.error[0] == "adapter_quarantined"
-        assert event.token_ids == []
-    (record,) = caplog.records
-    assert record.levelname == "ERROR" and str(ADAPTERS["upper"]) in record.getMessage()
+        assert event.error is not None and event.error[0] == "adapter_unavailable"
+        assert "adapter memory" in event.error[1] and event.token_ids == []
     stats = llm.stats()
-    digest = llm._registry.resolve("upper").ref.digest
-    assert stats.quarantined_adapters == (digest,) and digest not in stats.resident_adapters
-    assert stats.self_checks == {"passed": 1, "failed": 1, "skipped": 0}
-    assert stats.self_check_s is not None and sum(stats.self_check_s.counts) == 2
-    for _ in range(2):
-        with pytest.raises(AdapterQuarantined, match="until it is loaded again"):
-            texts(llm, "upper", "hello")
-    assert llm.stats().self_checks["failed"] == 1, "it was tried again"
-    assert texts(llm, "reverse", "hello") == right == [answer("reverse", "hello")]
-
-
-def test_loading_again_lifts_it(llm: LLM, monkeypatch: Patch) -> None:
-    with monkeypatch.context() as patch:
-        spoil_loads(llm, patch)
-        for _ in range(2):
-            with pytest.raises(AdapterQuarantined):
-                texts(llm, "upper", "hello")
-            llm.load_adapter("upper", ADAPTERS["upper"])
-            assert llm.stats().quarantined_adapters == ()
+    assert (stats.adapter_copy_faults, stats.adapter_loads) == (2, 1)
+    assert stats.quarantined_adapters == ()
     assert texts(llm, "upper", "hello") == [answer("upper", "hello")]
-    assert llm.stats().self_checks == {"passed": 1, "failed": 2, "skipped": 0}
 
 
-def test_a_pinned_one_is_not_tried_over_and_over(make_llm: MakeLLM, monkeypatch: Patch) -> None:
-    llm = make_llm(adapters={})
-    spoil_loads(llm, monkeypatch)
-    llm.load_adapter("upper", ADAPTERS["upper"], pinned=True)
-    while not llm.stats().quarantined_adapters:
-        texts(llm, None, "hello")
-    texts(llm, None, "hello", "world")
-    assert llm.stats().self_checks["failed"] == 1
-    assert llm.stats().resident_adapters == ()
-
-
-def test_without_checks(make_llm: MakeLLM) -> None:
-    llm = make_llm(adapters={"upper": ADAPTERS["upper"]}, self_check=False)
-    assert texts(llm, "upper", "hello") == [answer("upper", "hello")]
-    assert llm.stats().self_checks == {}
-
-
-def test_steps_go_on_beside_checks(make_llm: MakeLLM) -> None:
-    """Many adapters are checked while answers are computed, which must stay right."""
-    llm = make_llm()
-    names = list(ADAPTERS)
-    prompts = [f"<|bos|><|user|>{word}<|end|><|assistant|>" for word in ("hello", "world")] * 40
-    adapters: list[str | None] = [(*names, None)[i % (len(names) + 1)] for i in range(80)]
-    first = llm.generate(prompts, GREEDY, adapters)
-    assert llm.stats().self_checks == {"passed": len(names), "failed": 0, "skipped": 0}
-    again = llm.generate(prompts, GREEDY, adapters)
-    assert [o.token_ids for o in first] == [o.token_ids for o in again]
-    check_idle(llm)
-
-
-# -- between load and residency ----------------------------------------------------------------
-
-
-class FakeChecker:
-    """Says what it is told to, once the gate is open."""
-
-    def __init__(self) -> None:
-        self.gate = threading.Event()
-        self.orders: list[int] = []
-        self.result: CheckResult | AdapterQuarantined = "passed"
-
-    def order(self, slot: int, image: AdapterImage) -> Callable[[], CheckResult]:
-        self.orders.append(slot)
-
-        def run() -> CheckResult:
-            assert self.gate.wait(PATIENCE_S)
-            if isinstance(self.result, AdapterQuarantined):
-                raise self.result
-            return self.result
-
-        return run
-
-
-class World:
-    """A residency over fakes, with 100 elements on the device."""
-
-    def __init__(self) -> None:
-        self.pool, self.checker = FakePool(), FakeChecker()
-        self.slots = AdapterSlots(100, 3)
-        self.woken = threading.Semaphore(0)
-        self.residency = Residency(
-            self.slots,
-            self.pool,
-            None,  # type: ignore[arg-type]
-            HostTier(4000),
-            None,
-            self.pool.move,
-            self.woken.release,
-            checker=self.checker,
-        )
-        self.now = 0
-
-    def start(self, digest: str) -> bool:
-        """Whether there was room."""
-        self.now += 1
-        load = self.slots.start_load(digest, self.now)
-        if load is not None:
-            self.residency.start([load])
-        self.residency.check()
-        return load is not None
-
-    def poll(self) -> list[Any]:
-        """What has ended, after the next wake-up."""
-        assert self.woken.acquire(timeout=PATIENCE_S)
-        ended = self.residency.poll()
-        self.residency.check()
-        return ended
-
-    def load(self, digest: str) -> LoadEnded:
-        assert self.start(digest)
-        ended: list[Any] = []
-        while not ended:
-            ended = self.poll()
-        return ended[0]
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
-    made.residency.add(image("a", 30), None, False)
-    made.residency.add(image("b", 70), None, False)
-    yield made
-    made.checker.gate.set()
-    made.residency.close()
-
-
-def test_it_is_loading_until_the_check_has_ended(world: World) -> None:
-    assert world.start("a")
-    assert world.poll() == [] and world.checker.orders == [0]
-    assert world.slots.is_loading("a") and list(world.pool.placed) == [0]
-    world.checker.gate.set()
-    assert world.poll() == [LoadEnded("a", None)]
-    assert world.slots.is_resident("a")
-
-
-def test_only_the_first_load_is_checked(world: World) -> None:
-    world.checker.gate.set()
-    world.residency.add(image("c", 100), None, False)
-    for digest in ("a", "c", "a", "c"):
-        assert world.load(digest).error is None
-    assert len(world.checker.orders) == 2 and world.slots.num_loads == 4
-
-
-def test_a_skipped_check_is_made_up_for(world: World) -> None:
-    world.checker.gate.set()
-    world.residency.add(image("c", 100), None, False)
-    world.checker.result = "skipped"
-    for digest in ("a", "c", "a"):
-        assert world.load(digest).error is None
-    assert len(world.checker.orders) == 3
-    assert world.residency.check_results() == {"passed": 0, "failed": 0, "skipped": 3}
-
-
-def test_one_that_failed_leaves_nothing_behind(world: World) -> None:
-    world.checker.gate.set()
-    world.checker.result = AdapterQuarantined("wrong", "model")
-    ended = world.load("a")
-    assert ended == LoadEnded("a", world.checker.result)
-    assert world.pool.placed == {} and world.slots.used_elements == 0
-    assert world.slots.refusal("a") is ended.error and world.slots.refused == ("a",)
-    world.residency.add(image("a", 30), None, False)
-    assert world.slots.refusal("a") is None
-    world.checker.result = "passed"
-    assert world.load("a").error is None
-
-
-@pytest.mark.parametrize("result", ["passed", AdapterQuarantined("wrong", "model")])
-def test_unloaded_during_the_check(world: World, result: Any) -> None:
-    world.checker.result = result
-    assert world.start("a")
-    assert world.poll() == []
-    world.residency.forget("a")
-    world.checker.gate.set()
-    (ended,) = world.poll()
-    assert isinstance(ended.error, AdapterUnavailable)
-    assert world.pool.placed == {} and world.slots.used_elements == 0
-    assert world.slots.refused == ()
+def test_a_sum_that_goes_wrong_is_made_again(llm: LLM, monkeypatch: Patch) -> None:
+    starts = spoil_copies(llm, monkeypatch, 1)
+    choice = [WeightedAdapter("upper", 1.0), WeightedAdapter("reverse", 0.001)]
+    prompt = "<|bos|><|user|>hello<|end|><|assistant|>"
+    (output,) = llm.generate(prompt, GREEDY, choice)
+    assert output.text == answer("upper", "hello")
+    assert len(starts) == 2 and llm.stats().adapter_copy_faults == 1
 
 
 # -- what clients and operators see ------------------------------------------------------------
@@ -595,7 +598,7 @@ def test_unloaded_during_the_check(world: World, result: Any) -> None:
 
 def test_clients_and_operators_see_it(tmp_path: Path, monkeypatch: Patch) -> None:
     api = ApiWorld(tmp_path, byte_level(), INFO)
-    error = AdapterQuarantined("it failed its first-use check", "model")
+    error = AdapterQuarantined("it failed its check", "model")
     wire = (error.kind, error.message, error.param)
     bad: list[str] = []
     stats, events = EchoEngine.stats, EchoEngine._events

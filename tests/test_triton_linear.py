@@ -129,6 +129,28 @@ def test_a_row_does_not_see_the_others() -> None:
             assert torch.equal(alone.add_TO[0], together.add_TO[t]), (group.index, t)
 
 
+def test_teams_share_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many programs there are, the same bits: here fewer than tiles, each for itself, as
+    the interpreter runs one after the other."""
+    backend = make_backend(torch.float32)
+    slots = [-1, *[0] * 18, 1, 2, 3]
+    for group in TABLE.groups:
+        _, alone = product(backend, slots, group.index)
+        for num_programs in (2, 3, 5):
+            monkeypatch.setattr(kernels, "programs_beside", lambda _, num=num_programs: num)
+            _, shared = product(backend, slots, group.index)
+            assert torch.equal(shared.add_TO[1:], alone.add_TO[1:])
+        monkeypatch.undo()
+
+
+@pytest.mark.parametrize("slots", [[-1, -1], [0, 1, 1]], ids=["base", "adapters"])
+def test_flags_are_ready_for_the_next(slots: list[int]) -> None:
+    """Nobody's flag or counter is left behind."""
+    backend = make_backend(torch.float32)
+    product(backend, slots, 0)
+    assert not backend.flags.any()
+
+
 def test_delta_is_that_of_the_kernels_for_many_rows() -> None:
     """To the bit, added to zeros."""
     backend = make_backend(torch.float32)
@@ -153,10 +175,10 @@ def test_what_it_is_not_for() -> None:
     """More rows than a few, widths that don't fit: the caller takes another way."""
     weight = torch.randn(128, 128)
     for x in (torch.randn(kernels.FEW_ROWS + 1, 128), torch.randn(0, 128)):
-        assert kernels.cut_of(x, weight, adapters=True) is None
+        assert kernels.cut_of(x, weight) is None
         torch.testing.assert_close(kernels.linear(x, weight, None), x @ weight.t())
-    assert kernels.cut_of(torch.randn(3, 96), torch.randn(128, 96), adapters=True) is None
-    assert kernels.cut_of(torch.randn(3, 128), torch.randn(96, 128), adapters=True) is None
+    assert kernels.cut_of(torch.randn(3, 96), torch.randn(128, 96)) is None
+    assert kernels.cut_of(torch.randn(3, 128), torch.randn(96, 128)) is None
 
 
 @DTYPES

@@ -72,6 +72,22 @@ def test_decodes_in_parts_match_the_oracle(num_processors: int, window: int | No
     assert_same_as_oracle(with_parts(num_processors).attend, batch, (4, 2), 16, window, 1)
 
 
+@pytest.mark.parametrize("window", [None, 3, 100])
+def test_chunks_after_long_contexts_match_the_oracle(
+    ops: kernels.TritonOps, window: int | None
+) -> None:
+    batch = random_batch([(40, 150), (1, 130), (70, 64), (5, 63)], 16, 2)
+    assert_same_as_oracle(ops.attend, batch, (4, 2), 16, window, 2)
+
+
+def test_rounds_overlap_as_far_as_shared_memory_goes() -> None:
+    rounds = kernels.Rounds(tokens=64, warps=4, stages=3)
+    assert rounds.stages_within(232_448, num_rows=64, row_bytes=256) == 3
+    assert rounds.stages_within(232_448, num_rows=64, row_bytes=512) == 2
+    assert rounds.stages_within(101_376, num_rows=64, row_bytes=256) == 2
+    assert rounds.stages_within(0, num_rows=64, row_bytes=256) == 2
+
+
 @pytest.mark.parametrize("window", [None, 6])
 def test_half_precision(ops: kernels.TritonOps, window: int | None) -> None:
     batch = random_batch([(1, 20), (9, 0), (1, 0), (70, 13)], 4, 0)

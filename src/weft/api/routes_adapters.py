@@ -101,7 +101,7 @@ class ShownAdapter(BaseModel):
     tier: Literal["device", "host", "disk"] | None
     """Where it is now; null when the engine does not answer."""
     quarantined: bool
-    """Whether it failed its first-use check, so that its requests are refused."""
+    """Whether it failed its check when it was loaded again, so that its requests are refused."""
 
 
 class AdapterList(BaseModel):

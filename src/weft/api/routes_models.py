@@ -38,8 +38,8 @@ def model_routes(service: Service) -> APIRouter:
 
     @router.get("/v1/models")
     async def list_models() -> Response:
-        """The base model under each of its names, then the adapters. Those that failed their
-        first-use check are quarantined: their requests are refused."""
+        """The base model under each of its names, then the adapters. Those that failed their check
+        when they were loaded again are quarantined: their requests are refused."""
         refused = await quarantined()
         cards = [shown(card, refused) for card in service.registry.models()]
         return json_response({"object": "list", "data": cards})

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
+from rich.console import Group
 from rich.table import Table
 
 from weft.bench import peers
@@ -89,6 +90,11 @@ class ChurnRow:
     """Requests a second; None: all at once."""
     output_tokens: int
     seconds: float
+    steps: int
+    adapters_per_step: float
+    """Different ones, on average: each of them costs a step some time."""
+    least_steps: int
+    """That no order of the requests can beat; see `least_steps`."""
     loads: int
     evictions: int
     preemptions: int
@@ -102,8 +108,10 @@ class ChurnRow:
     ttft_ms: tuple[float, float]
     resident_adapters: int
     """At the end."""
+    fit: float
+    """How many adapters of the mean size there is memory for."""
     used_bytes: int
-    """By these adapters."""
+    """By the resident ones."""
     wrong: int | None
     """Requests with other tokens than without churn; None: not compared."""
 
@@ -127,10 +135,10 @@ def run_churn(model: str | None, plan: ChurnPlan, options: Mapping[str, object])
         expected: list[list[list[int]]] | None = None
         if plan.verify:
             with _opened(folder, roomy, plan, targets, ranks) as (driver, refs):
-                bench = _Bench(driver, plan, refs, mean_bytes)
+                bench = _Bench(driver, plan, refs, [sizes[r] for r in ranks])
                 expected = [bench.tokens(population) for population in plan.populations]
         with _opened(folder, settings, plan, targets, ranks) as (driver, refs):
-            rows = _Bench(driver, plan, refs, mean_bytes, expected).measure()
+            rows = _Bench(driver, plan, refs, [sizes[r] for r in ranks], expected).measure()
             info = driver.engine.info
     title = f"Adapters that come and go: {name}, {info.dtype}, {_memory(plan, info)}"
     shape = AdapterShape(max(plan.ranks), plan.targets)
@@ -144,7 +152,10 @@ def run_churn(model: str | None, plan: ChurnPlan, options: Mapping[str, object])
             "options": settings,
         },
         results=[_result(row, rows, info) for row in rows],
-        shown=churn_table(rows, info, peers_of(name, plan, device_name(info))),
+        shown=Group(
+            churn_table(rows, info, peers_of(name, plan, device_name(info))),
+            *(_in_words(row, rows) for row in rows if row.run == "churn"),
+        ),
         plot=lambda: churn_plot(rows, title, peers_of(name, plan, device_name(info))),
         device=device_name(info),
         ok=not any(row.wrong for row in rows),
@@ -177,7 +188,8 @@ def _opened(
         info = driver.engine.info
         if plan.on_disk:
             found = (
-                driver.register(str(p)) for p in write_adapters(Path(place), targets, ranks, info)
+                driver.register(str(p))
+                for p in write_adapters(Path(place), targets, ranks, info.dtype)
             )
         else:
             table = table_of(folder, settings)
@@ -197,19 +209,25 @@ class _Bench:
         driver: Driver,
         plan: ChurnPlan,
         refs: Sequence[AdapterRef],
-        mean_bytes: int,
+        sizes: Sequence[int],
         expected: list[list[list[int]]] | None = None,
     ) -> None:
+        """sizes: bytes of each adapter."""
         info = driver.engine.info
         check_lengths(plan.input_len, plan.output_len, info.max_model_len)
         self._driver = driver
         self._plan = plan
         self._refs = refs
-        self._resident = min(info.adapter_memory_bytes // mean_bytes, len(refs))
+        self._sizes = sizes
+        self._memory = info.adapter_memory_bytes
+        self._resident = min(int(self._fit(len(sizes))), len(refs))
         self._expected = expected
         lengths = plan.input_len.draw(plan.num_requests, rng_of(plan.seed, 0))
         self._prompts = random_prompts(lengths, 0, info.vocab_size, rng_of(plan.seed, 1))
         self._outputs = plan.output_len.draw(plan.num_requests, rng_of(plan.seed, 2))
+
+    def _fit(self, population: int) -> float:
+        return self._memory * population / sum(self._sizes[:population])
 
     def tokens(self, population: int) -> list[list[int]]:
         """Of all requests, whenever they come."""
@@ -254,7 +272,10 @@ class _Bench:
         engine = self._driver.engine
         jobs = self._jobs(population, rate)
         before = engine.stats()
-        timed = self._driver.run(jobs, advance)
+        running: list[int] = []
+        timed = self._driver.run(
+            jobs, advance, lambda _: running.append(len(engine.scheduler.running_adapters()))
+        )
         after = engine.stats()
         loads = after.adapter_loads - before.adapter_loads
         return ChurnRow(
@@ -263,6 +284,9 @@ class _Bench:
             rate=rate,
             output_tokens=sum(len(t.token_ids) for t in timed),
             seconds=max(t.token_s[-1] for t in timed) - jobs[0].due_s,
+            steps=after.steps - before.steps,
+            adapters_per_step=float(np.mean([count for count in running if count])),
+            least_steps=least_steps(self._answers(jobs), self._memory),
             loads=loads,
             evictions=after.adapter_evictions - before.adapter_evictions,
             preemptions=after.preemptions - before.preemptions,
@@ -271,6 +295,7 @@ class _Bench:
             resident_tpot_p99_ms=_percentiles_ms(_per_token([t for t in timed if t.resident]))[1],
             ttft_ms=_percentiles_ms([t.first_s for t in timed]),
             resident_adapters=len(after.resident_adapters),
+            fit=self._fit(population),
             used_bytes=after.adapter_bytes,
             wrong=self._count_wrong(timed, index),
         )
@@ -281,6 +306,16 @@ class _Bench:
         gaps = rng_of(plan.seed, 4).exponential(1.0 / rate if rate else 0.0, plan.num_requests)
         work = zip(self._prompts, self._outputs, chosen, np.cumsum(gaps), strict=True)
         return [Job(p, n, self._refs[k], float(due)) for p, n, k, due in work]
+
+    def _answers(self, jobs: Sequence[Job]) -> list[tuple[int, int]]:
+        """Bytes of each adapter in demand, and the tokens of its longest answer."""
+        bytes_of = {ref.digest: size for ref, size in zip(self._refs, self._sizes, strict=True)}
+        longest: dict[str, int] = {}
+        for job in jobs:
+            if job.adapter is not None:
+                digest = job.adapter.digest
+                longest[digest] = max(longest.get(digest, 0), job.num_tokens)
+        return [(bytes_of[digest], tokens) for digest, tokens in longest.items()]
 
     def _warm_up(self) -> None:
         """The device is filled, and what is compiled at first use is compiled."""
@@ -298,6 +333,17 @@ class _Bench:
             return None
         pairs = zip(timed, self._expected[index], strict=True)
         return sum(t.token_ids != tokens for t, tokens in pairs)
+
+
+def least_steps(answers: Sequence[tuple[int, int]], memory_bytes: int) -> int:
+    """The fewest steps in which requests can be answered, whatever their order; of each adapter its
+    bytes and the tokens of its longest answer.
+
+    An adapter is in memory in every step in which one of its requests runs, at least in as many as
+    its longest answer has tokens, and those that are in one step must fit into the memory.
+    """
+    taken = sum(size * tokens for size, tokens in answers)
+    return max(-(-taken // memory_bytes), *(tokens for _, tokens in answers))
 
 
 def _per_token(timed: Sequence[Timed]) -> list[float]:
@@ -340,14 +386,24 @@ def _result(row: ChurnRow, rows: Sequence[ChurnRow], info: EngineInfo) -> dict[s
         **{k: _rounded(v) for k, v in asdict(row).items()},
         "output_tokens_per_s": round(row.output_tokens_per_s, 1),
         "share": round(_share(row, rows), 4),
+        "resident_tpot_p99_share": round(_resident_share(row, rows), 4),
         "memory_used": round(row.used_bytes / info.adapter_memory_bytes, 4),
     }
 
 
 def _share(row: ChurnRow, rows: Sequence[ChurnRow]) -> float:
     """Throughput over that of the first run; under a given load, over that of the calm one."""
-    base = rows[0] if rows[-1].rate is None else rows[1]
-    return row.output_tokens_per_s / base.output_tokens_per_s
+    return row.output_tokens_per_s / _without_churn(rows).output_tokens_per_s
+
+
+def _resident_share(row: ChurnRow, rows: Sequence[ChurnRow]) -> float:
+    """As `_share`, of the time per token of requests whose adapters were there."""
+    calm_ms = _without_churn(rows).resident_tpot_p99_ms
+    return row.resident_tpot_p99_ms / calm_ms if calm_ms else 0.0
+
+
+def _without_churn(rows: Sequence[ChurnRow]) -> ChurnRow:
+    return rows[0] if rows[-1].rate is None else rows[1]
 
 
 def _rounded(value: object) -> object:
@@ -362,10 +418,12 @@ def churn_table(
     under_load = rows[-1].rate is not None
     names = (name.replace(" ", "\n") for name in others)
     share = "of\ncalm" if under_load else "of the\nfirst"
-    figures = ("output\ntokens/s", share, *names, "loads", "hit\nrate", "put\nback")
-    times = ("ms/token\np50", "ms/token\np99", "if there\np99")
-    table = new_table("", *(("run", "requests\n/s") if under_load else ()), dense=True)
-    for column in ("adapters", *figures, *times, "resi-\ndent", "memory\nused"):
+    steps = () if under_load else ("steps", "at\nleast")
+    figures = ("output\ntokens/s", share, *names, *steps, "loads", "hit\nrate", "put\nback")
+    there = ("if there\np99", *((share,) if under_load else ()))
+    columns = ("adap-\nters", *figures, "ms/tok\np50", "ms/tok\np99", *there)
+    table = new_table("", *(("run", "req.\n/s") if under_load else ()), dense=True)
+    for column in (*columns, "resi-\ndent", "fit", "mem.\nused"):
         table.add_column(column, justify="right")
     for row in rows:
         rate = "-" if row.rate is None else f"{row.rate:.1f}"
@@ -375,14 +433,26 @@ def churn_table(
             f"{row.output_tokens_per_s:,.0f}",
             f"{_share(row, rows):.2f}",
             *(_count(figures.get(row.population)) for figures in others.values()),
+            *(() if under_load else (f"{row.steps:,}", f"{row.least_steps:,}")),
             f"{row.loads:,}",
             f"{row.hit_rate:.2f}",
             f"{row.preemptions:,}",
             *(f"{ms:.2f}" for ms in (*row.tpot_ms, row.resident_tpot_p99_ms)),
+            *((f"{_resident_share(row, rows):.2f}",) if under_load else ()),
             f"{row.resident_adapters:,}",
+            f"{row.fit:.1f}",
             f"{row.used_bytes / info.adapter_memory_bytes:.2f}",
         )
     return table
+
+
+def _in_words(row: ChurnRow, rows: Sequence[ChurnRow]) -> str:
+    return (
+        f"{row.population:,} adapters, against the run without churn: {_share(row, rows):.3f} of "
+        f"the throughput, {_resident_share(row, rows):.3f} times the p99 ms/token where the "
+        f"adapter was there; {row.adapters_per_step:.1f} adapters in a step, against "
+        f"{_without_churn(rows).adapters_per_step:.1f}"
+    )
 
 
 def _count(value: int | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle
@@ -32,6 +33,7 @@ from weft.core.config import engine_args
 from weft.core.errors import ConfigError
 from weft.core.types import AdapterRef
 from weft.engine.messages import Register
+from weft.residency.images import SUFFIX
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -45,6 +47,8 @@ BATCH, BATCH_TOKENS = 32, 512
 """Requests that run meanwhile, and their answers."""
 NUM_PROBES, PROBE_EVERY_S, REGISTER_EVERY_S = 48, 0.05, 0.3
 """Lone requests beside that batch."""
+
+PATIENCE_S = 60.0
 
 Tier = Literal["resident", "host", "image", "folder"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
@@ -107,7 +111,7 @@ def run_cold(
         with driving(engine_args(folder, **settings, adapter_cache_dir=str(images))) as driver:
             info = driver.engine.info
             ranks = [shape.rank] * (NUM_REGISTERED + NUM_NEW)
-            paths = list(write_adapters(Path(place), targets, ranks, info))
+            paths = list(write_adapters(Path(place), targets, ranks, info.dtype))
             bench = _Bench(driver, plan, paths, images)
             with progress("Runs", bench.num_runs) as advance:
                 tiers, delays = bench.tiers(advance), bench.delays(advance)
@@ -166,10 +170,7 @@ class _Bench:
         """One that is there now. Raises ConfigError if none is."""
         stats = self._driver.engine.stats()
         resident, host = set(stats.resident_adapters), set(stats.host_adapters)
-        if tier == "folder":
-            for path in self._images.rglob("*"):
-                if path.is_file():
-                    path.unlink()
+        self._wait_for_images()
         found = [
             ref
             for ref in self._refs
@@ -178,7 +179,23 @@ class _Bench:
         ]
         if not found:
             raise ConfigError(f"no adapter is {_IN_WORDS[tier]} just now", "adapter_memory")
-        return found[turn % len(found)]
+        chosen = found[turn % len(found)]
+        if tier == "folder":
+            for path in self._images_of(chosen):
+                path.unlink()
+        return chosen
+
+    def _wait_for_images(self) -> None:
+        """Until all that was loaded from a folder has been written as an image again."""
+        until = time.perf_counter() + PATIENCE_S
+        while not all(map(self._images_of, self._refs)):
+            if time.perf_counter() > until:
+                message = f"images of adapters can't be written to {self._images}"
+                raise ConfigError(message, "adapter_cache_dir")
+            time.sleep(0.001)
+
+    def _images_of(self, ref: AdapterRef) -> list[Path]:
+        return list(self._images.glob(f"{ref.digest}*{SUFFIX}"))
 
     # -- others --------------------------------------------------------------------------------
 

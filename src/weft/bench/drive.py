@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +17,7 @@ from weft.checkpoint import AdapterImage
 from weft.core.config import EngineArgs
 from weft.core.errors import from_wire
 from weft.core.types import AdapterRef, EngineRequest, SamplingParams, TokenEvent
-from weft.engine.engine import WAIT_S, Engine
+from weft.engine.engine import WAIT_S, Engine, settle_process
 from weft.engine.messages import Register, Reply, Report, Tokens
 
 
@@ -152,10 +154,14 @@ class Driver:
 
 @contextmanager
 def driving(args: EngineArgs) -> Iterator[Driver]:
-    """An engine that is closed at the end. Raises ConfigError."""
+    """An engine that is closed at the end, as if the process were its own. Raises ConfigError."""
     wakeups: SimpleQueue[None] = SimpleQueue()
     engine = Engine(args, wake=lambda: wakeups.put(None))
+    interval = sys.getswitchinterval()
+    settle_process()
     try:
         yield Driver(engine, wakeups)
     finally:
         engine.close()
+        gc.unfreeze()
+        sys.setswitchinterval(interval)

@@ -42,6 +42,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "num_key_value_heads": 2,
         "head_dim": 32,
         "max_position_embeddings": 2048,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
         "tie_word_embeddings": False,
     },
     "llama-3.2-1b": _LLAMA
@@ -91,6 +92,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "num_key_value_heads": 8,
         "head_dim": 128,
         "max_position_embeddings": 40_960,
+        "sliding_window": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
         "tie_word_embeddings": False,
     },
@@ -111,7 +113,10 @@ PRESETS: dict[str, dict[str, object]] = {
         "num_experts_per_tok": 8,
         "moe_intermediate_size": 768,
         "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
         "max_position_embeddings": 40_960,
+        "sliding_window": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
         "tie_word_embeddings": False,
     },
@@ -130,6 +135,7 @@ PRESETS: dict[str, dict[str, object]] = {
         "num_local_experts": 8,
         "num_experts_per_tok": 2,
         "max_position_embeddings": 32_768,
+        "sliding_window": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
         "tie_word_embeddings": False,
     },
@@ -272,10 +278,10 @@ def noise_images(
 
 
 def write_adapters(
-    folder: Path, targets: Sequence[Target], ranks: Sequence[int], info: EngineInfo
+    folder: Path, targets: Sequence[Target], ranks: Sequence[int], dtype: str
 ) -> Iterator[Path]:
     """A folder for an adapter of each of `ranks`, all different, as PEFT writes them."""
-    noise = _noise(targets, max(ranks), len(ranks), getattr(torch, info.dtype))
+    noise = _noise(targets, max(ranks), len(ranks), getattr(torch, dtype))
     for index, rank in enumerate(ranks):
         path = folder / adapter_name(index)
         path.mkdir()

@@ -177,12 +177,14 @@ def _differs(rows: torch.Tensor, ids: torch.Tensor, weight: torch.Tensor) -> tor
 def _weight(target: Target, base: BaseWeights, replaced: Replaced | None) -> torch.Tensor:
     """(out, in), with the adapter's rows."""
     weight = base.weight(target)
-    if replaced is None:
+    if target.kind not in ("embedding", "head"):
         return weight
-    by_token = _by_token(weight, target)
-    size = max(len(by_token), int(replaced.ids[-1]) + 1)
-    by_token = torch.cat((by_token, by_token.new_zeros(size - len(by_token), by_token.shape[1])))
-    by_token[replaced.ids.to(weight.device, torch.int64)] = replaced.rows.to(weight.device)
+    size = target.in_features if target.kind == "embedding" else target.out_features
+    by_token = _by_token(weight, target)[:size]
+    if replaced is not None:
+        added = by_token.new_zeros(size - len(by_token), by_token.shape[1])
+        by_token = torch.cat((by_token, added))
+        by_token[replaced.ids.to(weight.device, torch.int64)] = replaced.rows.to(weight.device)
     return by_token.t() if target.kind == "embedding" else by_token
 
 

@@ -21,7 +21,8 @@ from weft.core.targets import Extras, ImageLayout, Target, TargetTable, layout_o
 
 _SUMMED = frozenset({"rank", "a_offset", "b_offset", "num_elements", "shift_offset"})
 _DESCRIBES = frozenset(
-    {"digest", "layout", "data", "targets", "provisional", "conversion_error", "conversion_worst"}
+    {"digest", "layout", "data", "targets", "provisional", "checksum"}
+    | {"conversion_error", "conversion_worst"}
 )
 """Fields of a layout and of an image that are added up, or change nothing: an adapter with any
 other part is refused, also with one that is not known here."""
@@ -31,7 +32,7 @@ _HOLDS = {
     "norm_offset": "norms of its own",
     "embedding_rows": "rows of the embedding of its own",
     "head_rows": "rows of the head of its own",
-    "vocab_size": "added tokens",
+    "vocab_size": "a vocabulary of its own",
     "invocation": "tokens that activate it (aLoRA)",
 }
 

@@ -75,14 +75,17 @@ _READ = frozenset(
     }
 )
 
+_MERGE = "merge the adapter into the base with PEFT's merge_and_unload, and serve that as a base"
 _REFUSED = {
-    "arrow_config": "Arrow routing is not served",
-    "kasa_config": "KaSA changes the base model's weights, which is not served",
-    "layer_replication": "the base model's layers can't be replicated for one adapter",
-    "monteclora_config": "MonteCLoRA is not served",
-    "use_bdlora": "block-diagonal LoRA is not served",
-    "use_qalora": "QALoRA is not served",
-    "velora_config": "VeLoRA is not served",
+    "arrow_config": "Arrow routing is not served; the adapters that it routes between are, by name"
+    " or as a sum",
+    "kasa_config": f"KaSA changes the base model's weights; {_MERGE}",
+    "layer_replication": "the base model's layers can't be replicated for one adapter; serve a base"
+    " that has them replicated",
+    "monteclora_config": f"MonteCLoRA is not served; {_MERGE}",
+    "use_bdlora": f"block-diagonal LoRA is not served; {_MERGE}",
+    "use_qalora": f"QALoRA is not served; {_MERGE}",
+    "velora_config": f"VeLoRA is not served; {_MERGE}",
 }
 
 _LORA = Kind("LoRA", _HARMLESS, _READ, _REFUSED, rank=("r", 8), alpha=("lora_alpha", 8))
@@ -91,9 +94,10 @@ _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _RESIDUAL_INITS = ("pissa", "olora", "corda")
 """They change the base model so that `weft.checkpoint.residual` can tell."""
 _BASE_CHANGING_INITS = {
-    "loftq": "quantizes the base model; merge the adapter into the base it was trained on",
+    "loftq": "quantizes the base model, and is right on that one alone; merge the adapter into it"
+    " with PEFT's merge_and_unload, and serve that as a base",
     "lora_ga": "changes the base model; save the adapter with PEFT's"
-    " path_initial_model_for_weight_conversion, which makes it a plain LoRA",
+    " path_initial_model_for_weight_conversion, which makes it a plain LoRA for the original base",
 }
 
 

@@ -13,8 +13,16 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.checkpoint.config import PeftConfig, parse_config
-from weft.checkpoint.parts import AdapterParts, Named, sort_parts
+from weft.checkpoint.config import parse_config
+from weft.checkpoint.parts import (
+    AdapterParts,
+    Named,
+    Rows,
+    check_activated,
+    nothing_in,
+    same_rows,
+    sort_parts,
+)
 from weft.checkpoint.read import (
     DTYPES,
     WEIGHTS_FILE,
@@ -24,12 +32,11 @@ from weft.checkpoint.read import (
     parse_stored,
 )
 from weft.checkpoint.refuse import refuse
-from weft.core.targets import ImageLayout, TargetTable, layout_of
+from weft.core.targets import Extras, ImageLayout, TargetTable, layout_of, vocabulary
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_MATRICES = (".lora_A.weight", ".lora_B.weight", ".lora_embedding_A", ".lora_embedding_B")
 _CHUNK = 1 << 16
 """Values looked at in one go, in the processor's cache."""
 
@@ -43,50 +50,78 @@ class Examined:
     targets: tuple[str, ...]
     """As in `AdapterImage`."""
     num_bytes: int
+    provisional: bool = False
+    """Likewise."""
 
 
 def examine(files: AdapterFiles, table: TargetTable, dtype: str, max_rank: int) -> Examined | None:
-    """The verdict of `pack_image` for the serving dtype (torch's name of it).
+    """The verdict of `pack_image`, without the base, for the serving dtype (torch's name of it).
 
-    None: not told here, as the adapter holds more than A and B of a plain LoRA, or has experts.
-    Raises AdapterInvalid.
+    None: not told here, as the adapter is no LoRA, has experts, or added tokens, whose rows have to
+    be computed. Raises AdapterInvalid.
     """
     config = parse_config(files.config, max_rank)
     stored = parse_stored(files.weights)
-    if not _is_plain(config, stored, table):
+    if config.kind != "LORA" or any(group.kind == "experts" for group in table.groups):
         return None
-    # Of a tensor, sorting looks at the shape alone where there are only such names.
+    # Sorting asks tensors for their shapes, and some of them whether they are equal.
     parts = sort_parts(cast("dict[str, Tensor]", stored), table, config)
-    if parts.needs_base or parts.vocab_size:
+    vocab, _ = vocabulary(table, "embedding")
+    if parts.vocab_size > vocab:
         return None
+    extras = _check_beside(parts, dtype, parts.vocab_size or vocab)
     ranks = [0] * len(table.targets)
     for each in parts.targets:
         ranks[each.target.slice] = each.rank
-    if not _check_values(parts, dtype):
-        refuse(WEIGHTS_FILE, "the adapter would change nothing: A or B is zero in every target")
     layout = layout_of(table, tuple(ranks))
-    targets = tuple(dict.fromkeys(each.target.suffix for each in parts.targets))
-    return Examined(files.digest, layout, targets, layout.num_elements * item_bytes(dtype))
+    if extras != Extras():
+        layout = layout_of(table, layout.rank, extras, item_bytes(dtype))
+    if not (_check_values(parts, dtype) or layout.vocab_size or parts.needs_base):
+        refuse(WEIGHTS_FILE, f"the adapter would change nothing: {nothing_in(parts)}")
+    if config.invocation:
+        check_activated(config.invocation, parts, layout, table, parts.needs_base)
+    num_bytes = layout.num_elements * item_bytes(dtype)
+    provisional = parts.needs_base or bool(config.residual_init)
+    return Examined(files.digest, layout, parts.names, num_bytes, provisional)
 
 
-def _is_plain(config: PeftConfig, stored: dict[str, Stored], table: TargetTable) -> bool:
-    more = (
-        config.modules_to_save
-        or config.token_indices
-        or config.ensure_weight_tying
-        or config.residual_init
-        or config.invocation
+def _check_beside(parts: AdapterParts, dtype: str, vocab: int) -> Extras:
+    """Upper bounds of what an image holds beside A and B. Raises AdapterInvalid."""
+    shared = same_rows(parts.embedding, parts.head)
+    for rows in (parts.embedding,) if shared else (parts.embedding, parts.head):
+        for named in (rows.some, rows.whole) if rows is not None else ():
+            if named is not None:
+                _packed(named, 1.0, dtype)
+    affine = [each for each in parts.targets if each.is_affine]
+    for each in affine:
+        for named in (each.lora_bias, each.bias, each.magnitude, each.gain):
+            if named is not None:
+                _packed(named, 1.0, "float32")
+    for _, named in parts.norms:
+        _packed(named, 1.0, dtype)
+    return Extras(
+        scaled=frozenset(each.target.slice for each in affine if each.magnitude),
+        shifted=frozenset(each.target.slice for each in affine),
+        norms=frozenset(norm.index for norm, _ in parts.norms),
+        embedding_rows=_num_rows(parts.embedding, vocab),
+        head_rows=_num_rows(parts.head, vocab),
+        shared_rows=shared and parts.embedding is not None,
+        vocab_size=parts.vocab_size,
     )
-    experts = any(group.kind == "experts" for group in table.groups)
-    matrices = all(name.endswith(_MATRICES) for name in stored)
-    return config.kind == "LORA" and matrices and not experts and not more
+
+
+def _num_rows(rows: Rows | None, vocab: int) -> int:
+    if rows is None:
+        return 0
+    return vocab if rows.whole is not None else len(rows.ids)
 
 
 def _check_values(parts: AdapterParts, dtype: str) -> bool:
     """Whether any target is changed. Raises AdapterInvalid."""
     changes = False
     for each in parts.targets:
-        assert each.a is not None and each.b is not None
+        if each.a is None or each.b is None:
+            continue
         packed = [_packed(each.a, 1.0, dtype), _packed(each.b, each.scaling, dtype)]
         changes = changes or all(packed)
     return changes

@@ -44,6 +44,8 @@ _PROJECTIONS = {
     "w2": "down_proj",
 }
 _WRAPPERS = ("experts.base_layer", "experts")
+_MAX_FILLED = 64
+"""How much larger the matrices of all experts may be than those that a file holds."""
 _PARAMETERS = ("gate_up_proj", "down_proj")
 """What PEFT puts into these, as far as it is adapted: the last one always into the last."""
 
@@ -216,17 +218,28 @@ def _put_stacked(
     """Experts that are not adapted, or with a lower rank, are filled up with zeros."""
     import torch
 
-    ranks = {expert: config.rank_of(module.name) for expert, module in modules.items()}
+    pairs: dict[int, tuple[Tensor, Tensor]] = {}
+    for expert, module in modules.items():
+        r = config.rank_of(module.name)
+        a_part = module.matrix("lora_A", (r, target.in_features))
+        pairs[expert] = a_part, module.matrix("lora_B", (target.out_features, r))
+    first = next(iter(modules.values()))
+    ranks = [len(a_part) for a_part, _ in pairs.values()]
+    rank = max(ranks)
+    if num_experts * rank > _MAX_FILLED * sum(ranks):
+        refuse(
+            first.tensor_name("lora_A"),
+            f"{len(ranks)} of {num_experts} experts are adapted, with ranks up to {rank}: as all"
+            f" take the room of the highest, more than {_MAX_FILLED} times what the file holds;"
+            " train more of the experts, or with ranks that are alike",
+        )
     dtype = reduce(torch.promote_types, _dtypes(modules.values()))
-    rank = max(ranks.values())
     a = torch.zeros(num_experts, rank, target.in_features, dtype=dtype)
     b = torch.zeros(num_experts, target.out_features, rank)
-    for expert, module in modules.items():
-        r = ranks[expert]
-        a[expert, :r] = module.matrix("lora_A", (r, target.in_features))
-        b_part = module.matrix("lora_B", (target.out_features, r)).float()
-        b[expert, :, :r] = b_part * config.scale_of(module.name, r)
-    first = next(iter(modules.values()))
+    for expert, (a_part, b_part) in pairs.items():
+        r = len(a_part)
+        a[expert, :r] = a_part
+        b[expert, :, :r] = b_part.float() * config.scale_of(modules[expert].name, r)
     gathered.modules[target.name] = [module.name for module in modules.values()]
     gathered.scaling[target.name] = 1.0
     gathered.put(target.name, "lora_A", a, first.tensor_name("lora_A"))

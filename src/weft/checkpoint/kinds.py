@@ -14,8 +14,10 @@ _ANY_HARMLESS = frozenset(
 )
 _ANY_READ = frozenset({"bias", "peft_type", "target_modules", "task_type"})
 _LAYERS = frozenset({"layers_pattern", "layers_to_transform"})
-_WHOLE = {"modules_to_save": "whole modules are served beside plain LoRA only"}
-_TRANSPOSED = {"fan_in_fan_out": "no base model here stores its weights transposed"}
+_WHOLE = {
+    "modules_to_save": "whole modules are served beside plain LoRA only; train a LoRA with them"
+}
+_TRANSPOSED = {"fan_in_fan_out": "no base here stores its weights transposed; set it to false"}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 
 from weft.checkpoint.base import (
     BaseWeights,
@@ -27,7 +28,16 @@ from weft.checkpoint.convert import (
     convert_parts,
 )
 from weft.checkpoint.memory import allocate
-from weft.checkpoint.parts import AdapterParts, Named, Rows, TargetParts, sort_parts
+from weft.checkpoint.parts import (
+    AdapterParts,
+    Named,
+    Rows,
+    TargetParts,
+    check_activated,
+    nothing_in,
+    same_rows,
+    sort_parts,
+)
 from weft.checkpoint.read import WEIGHTS_FILE, AdapterFiles, parse_tensors, read_adapter
 from weft.checkpoint.refuse import refuse
 from weft.checkpoint.residual import check_residual
@@ -67,6 +77,8 @@ class AdapterImage:
     conversion_worst: str = ""
     invocation: tuple[int, ...] = ()
     """Of an activated LoRA: the token ids that it is active from."""
+    checksum: int | None = None
+    """Of `data` as they were packed, by `weft.kernels.checksum`; None: not computed yet."""
 
     @property
     def num_bytes(self) -> int:
@@ -146,30 +158,12 @@ def pack_image(
         image = pack_parts(files.digest, parts, table, dtype, base)
         provisional = image.provisional or (bool(config.residual_init) and base is None)
         if config.invocation:
-            _check_activated(config.invocation, parts, image, table)
+            check_activated(config.invocation, parts, image.layout, table, image.provisional)
         return replace(image, provisional=provisional, invocation=config.invocation)
     limits = Limits(max_rank, conversion_tolerance)
     parts, conversion = convert_parts(tensors, table, config, limits)
     image = pack_parts(files.digest, parts, table, dtype, base)
     return replace(image, conversion_error=conversion.error, conversion_worst=conversion.worst)
-
-
-def _check_activated(
-    invocation: tuple[int, ...], parts: AdapterParts, image: AdapterImage, table: TargetTable
-) -> None:
-    """PEFT adapts linear layers alone this way; what else there is would be on everywhere."""
-    vocab, _ = vocabulary(table, "embedding")
-    beyond = [i for i in invocation if i >= vocab]
-    if beyond:
-        message = f"token {beyond[0]} is beyond the base model's vocabulary of {vocab}"
-        refuse("alora_invocation_tokens", message)
-    for each in parts.targets:
-        if each.a is not None and each.target.kind not in ("linear", "head"):
-            refuse(each.a.name, f"no {each.target.kind} can be adapted by an activated LoRA")
-    layout = image.layout
-    if not image.provisional and (layout.norm_offset or layout.embedding_rows or layout.head_rows):
-        message = "the file holds weights that differ from the base's, which can't be activated"
-        refuse("alora_invocation_tokens", message)
 
 
 def pack_parts(
@@ -191,27 +185,12 @@ def pack_parts(
     changes = _fill_pairs(data, parts.targets, table, layout)
     _check_finite(data[: plain.num_elements], parts.targets, table, layout)
     _fill_beside(data, beside, layout)
-    if not (changes or layout.has_extras or (base is None and parts.needs_base)):
-        refuse(WEIGHTS_FILE, f"the adapter would change nothing: {_nothing(parts)}")
+    own = layout.has_extras or layout.vocab_size
+    if not (changes or own or (base is None and parts.needs_base)):
+        refuse(WEIGHTS_FILE, f"the adapter would change nothing: {nothing_in(parts)}")
     return AdapterImage(
-        digest, layout, data, _names(parts), provisional=base is None and parts.needs_base
+        digest, layout, data, parts.names, provisional=base is None and parts.needs_base
     )
-
-
-def _nothing(parts: AdapterParts) -> str:
-    if parts.needs_base:
-        return "all that it holds is as in the base model"
-    return "A or B is zero in every target"
-
-
-def _names(parts: AdapterParts) -> tuple[str, ...]:
-    names = [each.target.suffix for each in parts.targets]
-    if parts.embedding is not None:
-        names.insert(0, "embed_tokens")
-    if parts.head is not None:
-        names.append("lm_head")
-    names += [norm.name.rpartition(".")[2] for norm, _ in parts.norms]
-    return tuple(dict.fromkeys(names))
 
 
 # -- A and B ---------------------------------------------------------------------------------------
@@ -231,10 +210,10 @@ def _fill_pairs(
             a, b = pair_views(data, target, table, layout, expert)
             a_source, b_source = _of_expert(parts, expert)
             if target.kind == "embedding":
-                fill(a.t(), a_source.tensor.t()[: target.in_features], 1.0)
+                fill(a.t(), a_source.tensor.t(), 1.0)
             else:
                 fill(a, a_source.tensor, 1.0)
-            fill(b, b_source.tensor[: target.out_features], parts.scaling)
+            fill(b, b_source.tensor, parts.scaling)
             changes = changes or bool(a.any() and b.any())
     return changes
 
@@ -249,11 +228,11 @@ def _of_expert(parts: TargetParts, expert: int) -> tuple[Named, Named]:
 
 
 def fill(dest: torch.Tensor, source: torch.Tensor, scale: float) -> None:
-    """dest = scale * source, both (rows, columns), in blocks of rows."""
-    step = max(1, _BLOCK // dest.shape[1])
-    for start in range(0, dest.shape[0], step):
-        block = source[start : start + step]
-        dest[start : start + step].copy_(block if scale == 1.0 else block.float() * scale)
+    """dest = scale * source, both (rows, columns), in blocks of rows, as far as both have them."""
+    rows, step = min(len(dest), len(source)), max(1, _BLOCK // dest.shape[1])
+    for start in range(0, rows, step):
+        block = source[start : min(start + step, rows)]
+        dest[start : start + len(block)].copy_(block if scale == 1.0 else block.float() * scale)
 
 
 def pair_views(
@@ -301,28 +280,33 @@ def _beside(
     beside = _Beside({}, {}, {}, vocab_size=parts.vocab_size)
     beside.embedding = _replaced(parts.embedding, "embedding", table, dtype, base)
     beside.head = beside.embedding
-    if not _same(parts.embedding, parts.head):
+    if not same_rows(parts.embedding, parts.head):
         beside.head = _replaced(parts.head, "head", table, dtype, base)
     for each in parts.targets:
         target = table.targets[each.target.slice]
         whole = {"embedding": beside.embedding, "head": beside.head}.get(target.kind)
         scale, shift = affine(each, base, whole) if each.is_affine else (None, None)
-        if parts.vocab_size and whole is not None:
-            vocab, _ = vocabulary(table, "embedding")
+        vocab, _ = vocabulary(table, "embedding")
+        if parts.vocab_size > vocab and whole is not None:
             final = with_pair(whole, each, vocab, (scale, shift))
             if target.kind == "embedding":
                 beside.embedding = final
             else:
                 beside.head = final
         if scale is not None:
-            beside.scale[target.slice] = scale[: target.out_features]
+            beside.scale[target.slice] = _of_length(scale, target.out_features, 1.0)
         if shift is not None:
-            beside.shift[target.slice] = shift[: target.out_features]
+            beside.shift[target.slice] = _of_length(shift, target.out_features, 0.0)
     for norm, named in parts.norms:
         weight = replaced_norm(norm, named, dtype, base)
         if weight is not None:
             beside.norms[norm.index] = weight
     return beside
+
+
+def _of_length(vector: torch.Tensor, size: int, more: float) -> torch.Tensor:
+    """The beginning of a vector, filled up with `more`."""
+    return F.pad(vector[:size], (0, max(size - len(vector), 0)), value=more)
 
 
 def _replaced(
@@ -336,17 +320,6 @@ def _replaced(
         return None
     target = next(target for target in table.targets if target.kind == kind)
     return replaced_rows(rows, target, dtype, base)
-
-
-def _same(one: Rows | None, other: Rows | None) -> bool:
-    """Whether one copy of the rows serves both."""
-    if one is None or other is None:
-        return one is other
-    pairs = ((one.whole, other.whole), (one.some, other.some))
-    return one.ids == other.ids and all(
-        a is b or (a is not None and b is not None and torch.equal(a.tensor, b.tensor))
-        for a, b in pairs
-    )
 
 
 def _fill_beside(data: torch.Tensor, beside: _Beside, layout: ImageLayout) -> None:

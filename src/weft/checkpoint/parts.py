@@ -15,7 +15,16 @@ from weft.checkpoint.experts import Gathered, gather_experts
 from weft.checkpoint.read import WEIGHTS_FILE
 from weft.checkpoint.refuse import refuse
 from weft.core.config import MAX_ADDED_TOKENS
-from weft.core.targets import Kind, Norm, Target, TargetTable, resized, vocabulary
+from weft.core.targets import (
+    ImageLayout,
+    Kind,
+    Norm,
+    Target,
+    TargetTable,
+    resized,
+    vocabulary,
+)
+from weft.core.types import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,14 +95,25 @@ class AdapterParts:
     embedding: Rows | None = None
     head: Rows | None = None
     vocab_size: int = 0
-    """If tokens were added to the base's: the embedding and the head, and what `targets` says of
-    them, have that many rows. 0: as the base."""
+    """If it is not the base's: the embedding and the head, and what `targets` says of them, have
+    that many rows. 0: as the base."""
 
     @property
     def needs_base(self) -> bool:
         """Whether the base's weights say what some of it does."""
         affine = any(parts.is_affine for parts in self.targets)
         return affine or bool(self.norms or self.embedding or self.head)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the adapted modules without the layer, in table order, norms last."""
+        names = [each.target.suffix for each in self.targets]
+        if self.embedding is not None:
+            names.insert(0, "embed_tokens")
+        if self.head is not None:
+            names.append("lm_head")
+        names += [norm.name.rpartition(".")[2] for norm, _ in self.norms]
+        return tuple(dict.fromkeys(names))
 
 
 def sort_parts(
@@ -108,7 +128,7 @@ def sort_parts(
         refuse(WEIGHTS_FILE, "holds no tensors")
     base_size, _ = vocabulary(table, "embedding")
     size, source = _vocab_size(tensors, table, config, max_added_tokens)
-    table = resized(table, size) if size > base_size else table
+    table = resized(table, size) if size != base_size else table
     gathered = gather_experts(_without_copies(tensors, config), table, config)
     found = _Found(table, gathered)
     for name, tensor in gathered.tensors.items():
@@ -118,10 +138,10 @@ def sort_parts(
         if weight := found.of(norm.name, "whole"):
             parts.norms.append((norm, _norm(norm, weight)))
     _set_rows(parts, found, config)
-    if size > base_size:
+    if size != base_size:
         parts.vocab_size = size
         for module, rows in ((EMBEDDING, parts.embedding), (HEAD, parts.head)):
-            _check_added(source, module, rows, range(base_size, size))
+            _check_rows(source, module, rows, base_size, size)
     adapted = [each.target.name for each in parts.targets if each.rank]
     if config.ensure_weight_tying and table.tied and EMBEDDING in adapted:
         adapted = [name for name in adapted if name != HEAD]  # PEFT adapts it unasked
@@ -129,6 +149,49 @@ def sort_parts(
     config.check_modules(modules, table.by_name)
     config.check_saved(found.saved(), [*table.by_name, *table.norms_by_name])
     return parts
+
+
+def check_activated(
+    invocation: tuple[int, ...],
+    parts: AdapterParts,
+    layout: ImageLayout,
+    table: TargetTable,
+    provisional: bool,
+) -> None:
+    """PEFT adapts linear layers alone this way; what else there is would be on everywhere.
+    `provisional`: the base was not looked at, and may be the same."""
+    vocab, _ = vocabulary(table, "embedding")
+    beyond = [i for i in invocation if i >= vocab]
+    if beyond:
+        message = f"token {beyond[0]} is beyond the base model's vocabulary of {vocab}"
+        refuse("alora_invocation_tokens", message)
+    for each in parts.targets:
+        if each.a is not None and each.target.kind not in ("linear", "head"):
+            refuse(each.a.name, f"no {each.target.kind} can be adapted by an activated LoRA")
+    if layout.vocab_size:
+        message = f"an adapter with its own vocabulary ({layout.vocab_size}) can't be activated"
+        refuse("alora_invocation_tokens", message)
+    own = layout.norm_offset or layout.embedding_rows or layout.head_rows
+    if own and not provisional:
+        message = "the file holds weights that differ from the base's, which can't be activated"
+        refuse("alora_invocation_tokens", message)
+
+
+def nothing_in(parts: AdapterParts) -> str:
+    """Why an adapter would change nothing."""
+    if parts.needs_base:
+        return "all that it holds is as in the base model"
+    return "A or B is zero in every target"
+
+
+def same_rows(one: Rows | None, other: Rows | None) -> bool:
+    """Whether one copy of the rows serves both."""
+    if one is None or other is None:
+        return one is other
+    pairs = ((one.whole, other.whole), (one.some, other.some))
+    return one.ids == other.ids and all(
+        a is b or (a is not None and _equal(a, b)) for a, b in pairs
+    )
 
 
 # -- names -----------------------------------------------------------------------------------------
@@ -245,14 +308,13 @@ def _layer(name: str) -> int:
     return next((int(part) for part in parts), -1)
 
 
-# -- added tokens ----------------------------------------------------------------------------------
+# -- another vocabulary than the base's ------------------------------------------------------------
 
 
 def _vocab_size(
     tensors: dict[str, Tensor], table: TargetTable, config: PeftConfig, max_added: int
 ) -> tuple[int, str]:
-    """Of the model that the adapter is for, at least the base's; and the whole weight that says
-    so, or else the field."""
+    """Of the adapter's model, and the whole weight, or else the field, that says so."""
     base_size, hidden = vocabulary(table, "embedding")
     wholes = [
         (name, tensors[name].shape)
@@ -265,14 +327,16 @@ def _vocab_size(
     if not source:
         trained = [config.token_ids(module) or () for module in (EMBEDDING, HEAD)]
         source = "trainable_token_indices"
-        size = 1 + max((i for ids in trained for i in ids), default=-1)
+        size = max(1 + max((i for ids in trained for i in ids), default=-1), base_size)
+    if size < MAX_LOGPROBS:
+        refuse(source, f"is for a vocabulary of {size}, and less than {MAX_LOGPROBS} is not served")
     if size - base_size > max_added:
         refuse(
             source,
             f"is for a vocabulary of {size}, {size - base_size} more than the base model's; at most"
             f" {max_added} are served (--max-added-tokens)",
         )
-    return max(size, base_size), source
+    return size, source
 
 
 def _without_copies(tensors: dict[str, Tensor], config: PeftConfig) -> dict[str, Tensor]:
@@ -292,12 +356,15 @@ def _without_copies(tensors: dict[str, Tensor], config: PeftConfig) -> dict[str,
     return found
 
 
-def _check_added(source: str, module: str, rows: Rows | None, added: range) -> None:
-    if rows is None or (rows.whole is None and not set(added) <= set(rows.ids)):
+def _check_rows(source: str, module: str, rows: Rows | None, base_size: int, size: int) -> None:
+    """A file says by whole weights that its vocabulary is smaller, and what added tokens are."""
+    has_added = rows is not None and set(range(base_size, size)) <= set(rows.ids)
+    if rows is None or (rows.whole is None and not (size > base_size and has_added)):
+        difference = f"{abs(size - base_size)} {'more' if size > base_size else 'fewer'}"
         refuse(
             source,
-            f"is for {len(added)} more than the base model's {added.start} tokens, but the file"
-            f" does not hold the rows of {module} for all of them; save the adapter with"
+            f"is for {difference} than the base model's {base_size} tokens, but the file does not"
+            f" hold the rows of {module} for all of its own; save the adapter with"
             " save_embedding_layers=True",
         )
 

@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -33,6 +33,9 @@ MAX_HEADER_BYTES = 16 << 20
 MAX_DIMENSIONS = 8
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """What weights may be stored in: torch's names by safetensors' names."""
+
+_CHUNK = 1 << 18
+"""Values compared in one go."""
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -81,9 +84,9 @@ def read_files(folder: Path, max_weight_bytes: int) -> AdapterFiles:
     return AdapterFiles(config, _read(folder, WEIGHTS_FILE, max_weight_bytes))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A tensor as it lies in the file."""
+    """A tensor as it lies in the file. Of torch's methods it has those that `parts` asks for."""
 
     dtype: str
     """torch's name of it."""
@@ -92,6 +95,25 @@ class Stored:
 
     def dim(self) -> int:
         return len(self.shape)
+
+    def t(self) -> Stored:
+        turned = np.ascontiguousarray(self._values(0, None).reshape(self.shape).T)
+        return Stored("float32", turned.shape, turned.reshape(-1).view(np.uint8))
+
+    def __eq__(self, other: object) -> Any:
+        """Of another of this shape: all in one."""
+        assert isinstance(other, Stored)
+        starts = range(0, math.prod(self.shape), _CHUNK)
+        chunks = ((i, i + _CHUNK) for i in starts)
+        return np.bool_(all(np.array_equal(self._values(*c), other._values(*c)) for c in chunks))
+
+    def _values(self, start: int, end: int | None) -> npt.NDArray[np.float32]:
+        """Some of them, in the file's order."""
+        if self.dtype == "bfloat16":
+            return (self.data.view(np.uint16)[start:end].astype(np.uint32) << 16).view(np.float32)
+        return self.data.view(np.dtype(self.dtype))[start:end].astype(np.float32, copy=False)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 def parse_tensors(weights: bytes | memoryview) -> dict[str, torch.Tensor]:

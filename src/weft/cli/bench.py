@@ -8,7 +8,9 @@ from typing import Annotated, Literal
 import typer
 
 from weft.cli.bench_adapters import alora, churn, cold, simulate
+from weft.cli.bench_kernels import kernels
 from weft.cli.bench_options import (
+    OUTPUT,
     WORKLOAD,
     InputLen,
     Model,
@@ -130,6 +132,77 @@ def throughput(
 
 
 @bench.command()
+@engine_options(
+    "adapter_cache_dir",
+    "enable_prefix_caching",
+    "max_loras",
+    "max_num_batched_tokens",
+    "max_num_seqs",
+)
+def profile(
+    model: Model = None,
+    batch: Annotated[
+        int, typer.Option(help="Requests in the batch.", min=1, rich_help_panel=WORKLOAD)
+    ] = 64,
+    pattern: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Adapters in the batch, as for decode. What LoRA takes is the difference to none.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = "none,identical",
+    rank: Rank = 16,
+    targets: Targets = None,
+    seed: Seed = 0,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Also write what the last pattern's steps ran, for chrome://tracing.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+    plot: Plot = Path("weft-bench-profile.png"),
+    no_plot: NoPlot = False,
+    record: Record = None,
+    **options: object,
+) -> None:
+    """What a GPU runs in decode steps: its idle share, the costliest kernels, and LoRA's part."""
+    with reporting(None if no_plot else plot, record) as done:
+        from weft.bench.engine import AdapterShape
+        from weft.bench.profile import ProfilePlan, run_profile
+        from weft.bench.workload import PATTERNS, parse_names
+
+        plan = ProfilePlan(batch, parse_names(pattern, PATTERNS, "pattern"), seed)
+        done(run_profile(model, plan, AdapterShape(rank, names(targets)), options, trace))
+
+
+@bench.command()
+@engine_options("adapter_cache_dir")
+def startup(
+    model: Model = None,
+    rank: Rank = 16,
+    targets: Targets = None,
+    plot: Plot = Path("weft-bench-startup.png"),
+    no_plot: NoPlot = False,
+    record: Record = None,
+    **options: object,
+) -> None:
+    """Time from a new process to the first token with an adapter, stage by stage.
+
+    Started twice: cold, without compiled kernels, and warm, with those of the first start. While
+    kernels compile, host memory for adapters is taken. A server loads its own parts and the
+    tokenizer meanwhile, in another process.
+    """
+    with reporting(None if no_plot else plot, record) as done:
+        from weft.bench.engine import AdapterShape
+        from weft.bench.startup import run_startup
+
+        done(run_startup(model, AdapterShape(rank, names(targets)), options))
+
+
+@bench.command()
 def serve(
     url: Annotated[str, typer.Argument(metavar="URL", help="Such as http://127.0.0.1:8000.")],
     models: Annotated[
@@ -225,6 +298,7 @@ def serve(
         done(run_serve(url, api_key, plan, include_base))
 
 
+bench.command()(kernels)
 bench.command()(churn)
 bench.command()(cold)
 bench.command()(alora)

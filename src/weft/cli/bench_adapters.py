@@ -48,6 +48,7 @@ def churn(
     choice: Annotated[
         str,
         typer.Option(
+            "--choice",
             metavar="CHOICE",
             help="Who is asked next: uniform, or zipf:EXPONENT, the first much more often.",
             rich_help_panel=WORKLOAD,

@@ -87,7 +87,10 @@ class Facts:
     alpha: float
     """`lora_alpha`, likewise beside `alpha_pattern`."""
     rslora: bool
+    changes: tuple[str, ...]
+    """The modules that it changes in any way, without the layer."""
     targets: tuple[Adapted, ...]
+    """Those with a low-rank update."""
     dtypes: tuple[str, ...]
     """Of the file's tensors."""
     file_bytes: int
@@ -142,7 +145,8 @@ def _image(
     files: AdapterFiles, table: TargetTable, dtype: str, max_rank: int, tolerance: float
 ) -> _Image:
     if found := examine(files, table, dtype, max_rank):
-        return _Image(found.digest, found.layout, found.targets, found.num_bytes)
+        size, provisional = found.num_bytes, found.provisional
+        return _Image(found.digest, found.layout, found.targets, size, provisional)
     import torch
 
     from weft.checkpoint.pack import pack_image
@@ -176,7 +180,8 @@ def show_report(report: Report) -> str:
     rows = _rows(report.facts, report.base)
     width = max(len(name) for name, _ in rows)
     lines = [f"  {name:<{width}}  {value}" for name, value in rows]
-    return "\n".join([head, "", *lines, "", *_show_targets(report.facts.targets)])
+    targets = ["", *_show_targets(report.facts.targets)] if report.facts.targets else []
+    return "\n".join([head, "", *lines, *targets])
 
 
 def report_json(report: Report) -> str:
@@ -266,6 +271,7 @@ def _facts(
         invocation_token_ids=config.invocation,
         alpha=config.alpha,
         rslora=config.use_rslora,
+        changes=image.targets,
         targets=tuple(_adapted(config, image, table)),
         dtypes=tuple(sorted(name for name, dtype in DTYPES.items() if dtype in stored)),
         file_bytes=len(files.config) + len(files.weights),
@@ -310,11 +316,14 @@ def _ranges(layers: Iterable[int | None]) -> str:
 def _rows(facts: Facts, base: str) -> list[tuple[str, str]]:
     ranks = sorted({adapted.rank for adapted in facts.targets})
     scales = sorted({adapted.scale for adapted in facts.targets})
-    return [
-        ("kind", "LoRA, rank-stabilised (rsLoRA)" if facts.rslora else _kind(facts)),
+    updates = [
         ("rank", ", ".join(map(str, ranks))),
         ("alpha", f"{facts.alpha:g}"),
         ("scale", ", ".join(f"{scale:.4g}" for scale in scales)),
+    ]
+    return [
+        ("kind", "LoRA, rank-stabilised (rsLoRA)" if facts.rslora else _kind(facts)),
+        *(updates if ranks else [("changes", ", ".join(facts.changes))]),
         ("dtype", ", ".join(facts.dtypes)),
         ("files", _size(facts.file_bytes)),
         ("on the device", _on_device(facts)),

@@ -10,6 +10,7 @@ from typer.core import TyperCommand
 
 from weft import __version__
 from weft.cli.bench import bench
+from weft.cli.bench_kernels import tune
 from weft.cli.ending import fail
 from weft.cli.options import (
     ADAPTERS,
@@ -356,6 +357,9 @@ def env(
     from weft.cli.env import collect, show_json, show_text
 
     typer.echo(show_json(collect()) if as_json else show_text(collect()))
+
+
+app.command()(tune)
 
 
 if __name__ == "__main__":

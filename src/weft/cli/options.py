@@ -43,8 +43,8 @@ _HELP: dict[str, str] = {
     " size (cost), used least recently (lru), or come first (fifo).",
     "max_adapter_wait": "Seconds that requests may wait for room for their adapter before running"
     " requests of other adapters make room.",
-    "self_check": "Compare what the device makes of an adapter with plain computation of it, before"
-    " its first use; one that differs is not served.",
+    "self_check": "Compare what the device makes of an adapter with plain computation of it when it"
+    " is loaded; one that differs is refused.",
     "lora_backend": "Kernels that apply the adapters. auto: the best for the device.",
     "block_size": "Tokens in one block of the KV cache.",
     "num_blocks": "Size of the KV cache in blocks, instead of --kv-cache-memory and"

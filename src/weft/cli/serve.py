@@ -25,6 +25,7 @@ from weft.cli.options import LoraModule, show_bytes
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError
 from weft.core.protocols import EngineClient
+from weft.core.stages import in_words
 from weft.core.types import EngineInfo
 from weft.engine.supervisor import Supervisor, start_supervised
 from weft.metrics.logs import configure_logging
@@ -293,6 +294,7 @@ def _summary(info: EngineInfo, registry: AdapterRegistry, url: str) -> Panel:
     rows.add_row(
         "", f"{show_bytes(info.adapter_memory_bytes)} of memory, up to rank {info.max_lora_rank}"
     )
+    rows.add_row("Engine start", in_words(info.start_s))
     rows.add_row("URL", f"[link={url}]{url}[/link]/v1")
     return Panel(rows, title="Weft is ready", title_align="left", expand=False)
 

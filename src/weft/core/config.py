@@ -86,7 +86,7 @@ class LoraArgs:
     """Seconds that an adapter's requests wait for room for it before running requests of another
     adapter are put back. Half of that before, the other adapter takes no new requests."""
     self_check: bool = True
-    """Compare what the device makes of an adapter with an oracle before its first use."""
+    """Compare what the device makes of an adapter with an oracle when it is registered."""
     lora_backend: str = "auto"
     """Name in the registry of `weft.kernels.lora`; auto: the best for the device."""
 

@@ -10,7 +10,7 @@
     │   ├── AdapterPathRefused  400  the path is not one that may be read
     │   ├── AdapterNotFound     404  no such adapter or path
     │   └── AdapterUnavailable  503  it was accepted once, but can't be made resident now
-    │       └── AdapterQuarantined  503  its first-use check failed; loading it again lifts this
+    │       └── AdapterQuarantined  503  its check failed; loading it again lifts this
     ├── Overloaded              429  the queue is full; try again later
     ├── RequestTimeout          504  it took longer than the operator allows
     ├── EngineDead              503  the engine process is gone

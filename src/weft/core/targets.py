@@ -158,8 +158,9 @@ class ImageLayout:
     head_rows: tuple[int, ...] = ()
     """Likewise; they may be the embedding's."""
     vocab_size: int = 0
-    """Of an adapter with added tokens: the last rows of embedding and head are then theirs, final,
-    with all that it adds to them. 0: the base's."""
+    """Of an adapter with another vocabulary than the base's, 0. If tokens were added, the last rows
+    of embedding and head are theirs, final, with all that it adds to them. If it is smaller, what
+    A, B and vectors have for the tokens beyond it does nothing."""
 
     @property
     def max_rank(self) -> int:

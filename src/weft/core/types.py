@@ -37,7 +37,7 @@ LOAD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2
 
 
 CheckResult = Literal["passed", "failed", "skipped"]
-"""Of an adapter's first-use check; skipped: it could not be made."""
+"""Of the check of what is registered; skipped: it could not be made."""
 CHECK_RESULTS: tuple[CheckResult, ...] = get_args(CheckResult)
 
 
@@ -97,7 +97,7 @@ class AdapterInfo:
     """Of an activated LoRA: from their last occurrence in the prompt on it is active, and nowhere
     without one. Empty: it is active everywhere."""
     vocab_size: int = 0
-    """Its vocabulary, if tokens were added to the base's; 0: the base's."""
+    """Its vocabulary, if it is another than the base's, 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,6 +326,8 @@ class EngineInfo:
     max_lora_rank: int
     adapter_memory_bytes: int
     num_parameters: int
+    start_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of the stages of its start, in their order; see `weft.core.stages`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -355,11 +357,13 @@ class EngineStats:
     adapter_wait_s: Spread | None = None
     """Seconds for which requests were passed over because their adapters were not to be had."""
     self_checks: dict[str, int] = field(default_factory=dict)
-    """First-use checks of adapters by result (CHECK_RESULTS); empty if none are made."""
+    """Checks of registered adapters by result (CHECK_RESULTS); empty if none are made."""
     self_check_s: Spread | None = None
     """Seconds that they took."""
     quarantined_adapters: tuple[str, ...] = ()
-    """Digests of those that failed it, and were not loaded again since."""
+    """Digests of those that failed one, and were not loaded again since."""
+    adapter_copy_faults: int = 0
+    """Adapters that did not come to the device as they were packed: found by their checksum."""
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

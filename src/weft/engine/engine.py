@@ -6,9 +6,12 @@ runs steps while there is work, and emits reports.
 
 from __future__ import annotations
 
+import gc
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -49,6 +52,8 @@ from weft.residency.residency import Registered, Residency
 from weft.residency.slots import AdapterSlots
 from weft.text import Tokenizer, load_tokenizer
 
+SWITCH_S = 5e-4
+"""For which a thread keeps the interpreter while others want it: a tenth of Python's own choice."""
 WAIT_S = 0.02
 """How long a step without work waits for a command while requests wait for something else."""
 
@@ -65,6 +70,12 @@ class Engine:
             )
         self._args = args
         self._runner = runner = Runner(args)
+        self.stages = runner.stages
+        with ThreadPoolExecutor(1, thread_name_prefix="weft-start") as beside:
+            host = beside.submit(self._host_memory)  # takes a second or two of the driver's time
+            runner.compile()
+        self.stages.end("compile")
+        runner.capture()
         self._blocks = BlockPool(runner.num_blocks)
         policy = POLICIES[args.lora.eviction_policy]
         self._slots = AdapterSlots(runner.pool.arena.numel(), MAX_RESIDENT, policy)
@@ -75,7 +86,7 @@ class Engine:
             self._slots,
             runner.pool,
             runner,
-            HostTier(*self._host_memory(), policy),
+            HostTier(*host.result(), policy),
             self._images(),
             runner.move,
             wake,
@@ -163,6 +174,7 @@ class Engine:
             max_lora_rank=args.lora.max_lora_rank,
             adapter_memory_bytes=runner.pool.arena.numel() * runner.pool.element_bytes,
             num_parameters=runner.num_parameters,
+            start_s=dict(self.stages.seconds),
         )
 
     @property
@@ -229,12 +241,15 @@ class Engine:
     ) -> AdapterInfo:
         """Register an adapter from memory, at once; see `weft.checkpoint.files_of`.
 
-        Raises AdapterInvalid, AdapterConflict.
+        Raises AdapterInvalid, AdapterConflict, AdapterQuarantined.
         """
-        return self.publish_image(self._runner.pack_adapter(files_of(config, tensors)), pinned)
+        image = self._runner.pack_adapter(files_of(config, tensors))
+        self._residency.probe(image)
+        return self.publish_image(image, pinned)
 
     def publish_image(self, image: AdapterImage, pinned: bool = False) -> AdapterInfo:
-        """As `publish`, of what is packed already; its digest must name that content alone."""
+        """As `publish`, of what is packed already, and without a check; its digest must name that
+        content alone. Raises AdapterConflict."""
         self._make_way(pinned)
         info = self._residency.add(image, None, pinned)
         self.scheduler.keep_adapter(info.digest)
@@ -282,6 +297,7 @@ class Engine:
             self_checks=self._residency.check_results(),
             self_check_s=self._residency.check_times(),
             quarantined_adapters=slots.refused,
+            adapter_copy_faults=self._residency.copy_faults,
             steps=self._loop.steps,
             prompt_tokens=scheduler.prompt_tokens,
             cached_tokens=scheduler.cached_tokens,
@@ -310,15 +326,33 @@ class Engine:
         return events
 
 
+def settle_process() -> None:
+    """For a process of the engine's own, when the engine is there.
+
+    What is there by then stays: left out of the garbage collector's rounds, which look at all of
+    it now and then, for a tenth of a second. And threads that load and register take turns with
+    the one that steps more often.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_S)
+
+
 def run_engine(
-    args: EngineArgs, inbox: SimpleQueue[Command], emit: Callable[[Report], None]
+    args: EngineArgs,
+    inbox: SimpleQueue[Command],
+    emit: Callable[[Report], None],
+    alone: bool = False,
 ) -> None:
-    """Build an engine and serve until Stop; reports a start that failed."""
+    """Build an engine and serve until Stop; reports a start that failed. `alone`: in a process of
+    its own."""
     try:
         engine = Engine(args, wake=lambda: inbox.put(Wake()))
     except WeftError as error:
         emit(StartFailed(to_wire(error)))
         return
+    if alone:
+        settle_process()
     emit(Started(engine.info))
     serve(engine, inbox, emit)
 

@@ -81,23 +81,28 @@ class Matcher:
             self._advance(token_id)
 
     def fill(self, words: Words) -> None:
-        """Set the bits of the tokens that may come next, and clear all others. At least one is
-        set: EOS where nothing else is possible. Tokens that an adapter adds are in no form."""
-        size = len(self._vocabulary.eos)
-        words[size:] = 0
-        words = words[:size]
-        if self._begin_after is not None:
-            words[:] = self._vocabulary.before
-            return
+        """Keep the bits of the tokens that may come next, and clear all others. Where none may,
+        all but EOS stay, and `accept` refuses what is chosen. Tokens that an adapter adds are in
+        no form."""
+        known = np.zeros_like(self._vocabulary.eos)
+        known[: len(words)] = words[: len(known)]
+        allowed = self._vocabulary.before
+        if self._begin_after is None:
+            allowed = self._next(known)
         words[:] = 0
-        if not self._ended:
-            begin_s = time.thread_time()
-            self._matcher.fill_next_token_bitmask(words)
-            words &= self._vocabulary.any  # xgrammar sets bits beyond its vocabulary
-            self._spent_s += time.thread_time() - begin_s
-            self._stuck = not words.any()
-        if self._ended or self._stuck:
-            words[:] = self._vocabulary.eos
+        words[: len(known)] = (allowed & known)[: len(words)]
+
+    def _next(self, known: Words) -> Words:
+        """What may come next where the form binds, of the `known` tokens."""
+        if self._ended:
+            return self._vocabulary.eos
+        allowed = np.zeros_like(known)
+        begin_s = time.thread_time()
+        self._matcher.fill_next_token_bitmask(allowed)
+        allowed &= self._vocabulary.any  # xgrammar sets bits beyond its vocabulary
+        self._spent_s += time.thread_time() - begin_s
+        self._stuck = not (allowed & known).any()
+        return self._vocabulary.before if self._stuck else allowed
 
     def _advance(self, token_id: int) -> None:
         begin_s = time.thread_time()

@@ -111,23 +111,35 @@ class StepGraphs:
         self._logits_SV = make((max_seqs, decoder.num_logits), torch.float32)
         self._replays: dict[tuple[_Form, bool], Callable[[], None]] = {}
 
+    def compile(self) -> None:
+        """Compile what all sizes need, side by side."""
+        if self._device.type != "cuda":
+            return
+        from weft.kernels.compiling import compiling_ahead  # Triton is for Linux
+
+        with compiling_ahead():
+            for form in (*self._decodes, *self._mixed):
+                for forward in self._steps(form).values():
+                    forward()
+
     def capture(self) -> None:
         """Capture all sizes, the largest first, so that the smaller ones use its memory."""
         pool = torch.cuda.graph_pool_handle() if self._device.type == "cuda" else None
         with _no_garbage_collection():
             for form in (*reversed(self._mixed), *reversed(self._decodes)):
-                self._capture(form, pool)
+                for with_lora, forward in self._steps(form).items():
+                    forward()
+                    self._replays[form, with_lora] = _record(forward, pool)
 
-    def _capture(self, form: _Form, pool: Any) -> None:
+    def _steps(self, form: _Form) -> dict[bool, Callable[[], None]]:
+        """The step of a form without adapters and with them, over inputs of nothing but padding."""
         num_words = _num_words(form)
         parts = _cut(self._staging.begin(num_words), form, np.int64)
         self._lay_out([0], np.zeros(0, np.int32), form, parts)
         self._pad(parts, 0, 0)
         self._staging.send(num_words)
-        for with_lora in (False, True) if self._lora else (False,):
-            forward = self._forward(form, with_lora)
-            forward()
-            self._replays[form, with_lora] = _record(forward, pool)
+        kinds = (False, True) if self._lora else (False,)
+        return {with_lora: self._forward(form, with_lora) for with_lora in kinds}
 
     def run(self, inputs: StepInputs) -> Tensor | None:
         """The logits of a step's sampled tokens, fp32 (N, V), overwritten by the next run; None if

@@ -36,7 +36,6 @@ class BadSequences:
         self._tail.append(token_id)
 
     def fill(self, words: Words) -> None:
-        words[:] = -1
         tail = list(self._tail)
         bits = words.view(np.uint32)
         for beginning, end in self._by_last.get(tail[-1], ()) if tail else ():
@@ -91,7 +90,7 @@ class TokenMask:
         words[:] = left
 
     def _ask(self, matcher: Matcher) -> Words:
-        words = np.zeros_like(self._all)
+        words = self._all.copy()
         matcher.fill(words)
         return words
 

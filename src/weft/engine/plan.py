@@ -25,7 +25,8 @@ class Matcher(Protocol):
         ...
 
     def fill(self, words: Words) -> None:
-        """Set the bits of the tokens that may come next, and clear all others."""
+        """Clear the bits of the tokens that may not come next. On entry those of all tokens of
+        the request's vocabulary are set."""
         ...
 
 

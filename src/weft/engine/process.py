@@ -150,7 +150,7 @@ def _main(args: EngineArgs, down: str, up: str, logs: LogArgs | None) -> None:
     threading.Thread(target=_pull, args=(context, down, inbox), daemon=True).start()
     code = 0
     try:
-        run_engine(args, inbox, lambda report: reports.send(REPORTS.encode(report)))
+        run_engine(args, inbox, lambda report: reports.send(REPORTS.encode(report)), alone=True)
     except Exception:
         logger.exception("the engine failed")
         code = 1

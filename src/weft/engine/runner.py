@@ -12,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import math
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -35,6 +37,7 @@ from weft.checkpoint import (
 )
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError
+from weft.core.stages import Stages
 from weft.core.types import TokenLogprob
 from weft.engine.graphs import StepGraphs, token_sizes
 from weft.engine.inputs import Array, PromptArrays, Segments, StepInputs
@@ -43,7 +46,13 @@ from weft.engine.sampler import Sampler, VocabularyRun
 from weft.engine.selfcheck import TOKENS, SelfCheck, num_blocks
 from weft.kernels.attention import AttentionBatch
 from weft.kernels.lora import AdapterPool, LoraBatch, LoraStep, Segment, make_backend
-from weft.kernels.lora.extras import has_extras, norms_of, vocabulary_of, with_extras
+from weft.kernels.lora.extras import (
+    has_extras,
+    norms_of,
+    vocabulary_of,
+    vocabulary_runs,
+    with_extras,
+)
 from weft.kernels.ops import make_ops
 from weft.kernels.sampling import top_logprobs
 from weft.kernels.staging import Staging
@@ -62,6 +71,9 @@ MAX_RESIDENT = 4096
 
 ACTIVATION_BYTES = 2 << 30
 """Kept free on a GPU for what a step allocates."""
+
+BUSY_S = 0.25
+"""After the launch of a step, others keep out of the way of those to come."""
 
 PROMPT_ROWS = 256
 """Positions of prompts whose logits are computed at a time."""
@@ -90,6 +102,8 @@ class Runner:
     def __init__(self, args: EngineArgs) -> None:
         if args.num_threads is not None:
             torch.set_num_threads(args.num_threads)
+        self.stages = Stages()
+        """Of the start."""
         self.device = _device(args.model.device)
         self.config = load_model_config(args.model.model, args.model.revision)
         _check_context(args.model.max_model_len, self.config)  # before anything slow
@@ -101,6 +115,7 @@ class Runner:
         weights = self._load(args)
         self.num_parameters = num_parameters(weights)
         self._base = NamedWeights(weights)
+        self._end_stage("model")
         self.pool = self._make_pool(args)
         rows = args.scheduler.max_num_seqs
         self._put = partial(_put, self.device)
@@ -118,10 +133,25 @@ class Runner:
         # One row more than there are, for what pads a step.
         self._last_token_R = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
         self._staging = Staging(0, self.device)
-        self._graphs = self._capture(args)
+        self._end_stage("memory")
+        self._graphs = self._make_graphs(args)
         self.self_check = self._make_check(args, weights) if args.lora.self_check else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-forward")
         self._moved: Moved = _Nothing()
+        self._launched_s = -math.inf
+
+    def compile(self) -> None:
+        """Compile what steps need, if they are to be captured. The device has little to do."""
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.compile()
+
+    def capture(self) -> None:
+        """Capture steps, after `compile`. No other thread may use the device meanwhile."""
+        if self._graphs is not None:
+            with torch.inference_mode():
+                self._graphs.capture()
+            self._end_stage("capture")
 
     def read_adapter(self, path: str, expect_digest: str | None) -> AdapterFiles:
         """The content of an adapter's folder; any thread. Raises what `load_image` does."""
@@ -158,6 +188,7 @@ class Runner:
 
     def launch(self, inputs: StepInputs) -> Flight:
         """Start a step. Steps run in the order of their launches."""
+        self._launched_s = time.monotonic()
         if self.device.type == "cuda":
             return self._launch_cuda(inputs)
         return self._thread.submit(self._run_cpu, inputs)
@@ -199,14 +230,15 @@ class Runner:
 
     def _step(self, inputs: StepInputs) -> _Sampled:
         self._sampler.admit(inputs.counted)
-        logits_NV, runs = None, None
+        logits_NV = None
         if self._graphs and inputs.prompt is None and not self._has_extras(inputs):
             logits_NV = self._graphs.run(inputs)
         prompt = None
         if logits_NV is None:
-            logits_NV, runs, prompt = self._forward(inputs)
+            logits_NV, prompt = self._forward(inputs)
         if not len(logits_NV):
             return _Sampled(self._last_token_R[:0], None, prompt)
+        runs = vocabulary_runs(self.pool, inputs.sampled_segments, len(logits_NV))
         ids_N = self._sampler.choose(logits_NV, inputs, runs)
         self._last_token_R[self._put(inputs.sampled_rows_N)] = ids_N
         logprobs = None
@@ -215,11 +247,8 @@ class Runner:
             logprobs = _top_logprobs(logits_NV, ids_N, num, runs)
         return _Sampled(ids_N, logprobs, prompt)
 
-    def _forward(
-        self, inputs: StepInputs
-    ) -> tuple[Tensor, list[VocabularyRun] | None, tuple[Tensor, ...] | None]:
-        """fp32 logits (N, V), their vocabularies where some are not the base's, and the prompt's
-        log-probabilities if they are asked for."""
+    def _forward(self, inputs: StepInputs) -> tuple[Tensor, tuple[Tensor, ...] | None]:
+        """fp32 logits (N, V), and the prompt's log-probabilities if they are asked for."""
         on_device_T = inputs.from_device_T
         ids_T, row_T, known_T, positions_T, place_T, slot_T, table_SB, lens_S, sampled_N, slot_N = (
             self._staging.send_all(
@@ -241,19 +270,17 @@ class Runner:
             place_T, table_SB, lens_S, inputs.query_start, inputs.seq_lens_S.tolist()
         )
         lora = self._begin_lora(slot_T, inputs.segments, slot_N, inputs.sampled_segments)
-        vocabulary = vocabulary_of(lora)
-        step = StepContext(positions_T, attention, lora, norms_of(lora), vocabulary)
+        step = StepContext(positions_T, attention, lora, norms_of(lora), vocabulary_of(lora))
         if on_device_T is not None:
             ids_T = torch.where(known_T, self._last_token_R[row_T], ids_T)
         hidden_TI = self._decoder.forward(ids_T, step, self._kv)
         logits_NV = hidden_TI.new_empty((0, self._decoder.num_logits))
         if len(sampled_N):
             logits_NV = self._decoder.logits(hidden_TI[sampled_N], step).float()
-        runs = vocabulary.runs(len(sampled_N)) if vocabulary is not None else None
         prompt = None
         if inputs.prompt is not None:
             prompt = self._prompt_logprobs(hidden_TI, step, inputs.prompt)
-        return logits_NV, runs, prompt
+        return logits_NV, prompt
 
     def _prompt_logprobs(
         self, hidden_TI: Tensor, step: StepContext, prompt: PromptArrays
@@ -268,10 +295,9 @@ class Runner:
             slot_L, segments = put(prompt.slot_L[begin:end]), prompt.segments(begin, end)
             lora = self._begin_lora(slot_L, segments, slot_L, segments)
             rows_LI = hidden_TI[put(prompt.token_L[begin:end])]
-            vocabulary = vocabulary_of(lora)
-            own = replace(step, lora=lora, vocabulary=vocabulary)
+            own = replace(step, lora=lora, vocabulary=vocabulary_of(lora))
             logits_LV = self._decoder.logits(rows_LI, own).float()
-            runs = vocabulary.runs(end - begin) if vocabulary is not None else None
+            runs = vocabulary_runs(self.pool, segments, end - begin)
             target_L = put(prompt.target_L[begin:end])
             slices.append(_top_logprobs(logits_LV, target_L, num, runs))
         return tuple(torch.cat(parts) for parts in zip(*slices, strict=True))
@@ -297,12 +323,12 @@ class Runner:
         folder = resolve_model(args.model.model, args.model.revision)
         return load_weights(folder, self.config, self.dtype, self.device, quantization)
 
-    def _capture(self, args: EngineArgs) -> StepGraphs | None:
-        """Graphs of steps, where there is a GPU."""
+    def _make_graphs(self, args: EngineArgs) -> StepGraphs | None:
+        """Graphs of steps, where there is a GPU; none is captured yet."""
         if self.device.type != "cuda" or not self._decoder.is_capturable:
             return None
         with_lora = self._lora.reserve(args.scheduler.max_num_batched_tokens)
-        graphs = StepGraphs(
+        return StepGraphs(
             self._decoder,
             self._kv,
             self._lora if with_lora else None,
@@ -310,18 +336,21 @@ class Runner:
             -(-self.max_model_len // args.cache.block_size),
             token_sizes(args.scheduler.max_num_batched_tokens),
         )
-        with torch.inference_mode():
-            graphs.capture()
-        return graphs
+
+    def _end_stage(self, name: str) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        self.stages.end(name)
 
     def _make_check(self, args: EngineArgs, weights: Weights) -> SelfCheck:
-        """Over the same weights and adapters; all that steps write to is there once more."""
+        """Over the same weights; all that steps write to is there once more."""
         ops, size = make_ops("auto", self.device), args.cache.block_size
         return SelfCheck(
             Decoder(self.config, weights, self.table, ops, TOKENS),
-            make_backend(args.lora.lora_backend, self.pool),
-            self.pool,
+            self.table,
+            partial(make_backend, args.lora.lora_backend),
             allocate_kv_cache(self.config, num_blocks(size), size, self.dtype, self.device),
+            lambda: time.monotonic() - self._launched_s < BUSY_S,
             exact=self.config.moe is None and args.model.quantization != "fp8",
         )
 

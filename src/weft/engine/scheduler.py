@@ -82,6 +82,12 @@ class Limits(NamedTuple):
     eos_token_ids: frozenset[int]
     enable_prefix_caching: bool
 
+    def eos_of(self, request: EngineRequest, vocab_size: int) -> frozenset[int]:
+        """What ends a request's output: of the model and of its adapter, as far as its vocabulary
+        (0: the base's) has them."""
+        eos = self.eos_token_ids.union(request.eos_token_ids)
+        return frozenset(i for i in eos if i < (vocab_size or self.vocab_size))
+
 
 class _Sequence:
     """A request inside the scheduler."""
@@ -156,7 +162,7 @@ class _Sequence:
             self.digest, self.active_from = request.adapter.digest, active_from
         self.vocab_size = vocab_size
         """Of its adapter; 0: the base's."""
-        eos = limits.eos_token_ids.union(request.eos_token_ids)
+        eos = limits.eos_of(request, vocab_size)
         self.early_endings = eos.union(params.stop_token_ids)
         """Token ids that are not to be chosen too early."""
         self.endings = frozenset(params.stop_token_ids)
@@ -400,6 +406,14 @@ class Scheduler:
         params.check_vocab(vocab_size)
         if any(not 0 <= i < vocab_size for i in request.eos_token_ids):
             raise InvalidRequest("an EOS token is not in the vocabulary", "eos_token_ids")
+        eos = self._limits.eos_of(request, vocab_size)
+        of_model = self._limits.eos_token_ids
+        if params.structured_outputs and of_model and not eos & of_model:
+            raise InvalidRequest(
+                "structured_outputs: the adapter's vocabulary lacks the model's EOS token, which"
+                " ends every form",
+                "structured_outputs",
+            )
         forbidden: set[int] = set()
         for ids in request.bad_token_ids:
             if not ids or min(ids) < 0 or max(ids) >= vocab_size:
@@ -410,7 +424,6 @@ class Scheduler:
         allowed = set(params.allowed_token_ids)
         _check_choice(allowed, forbidden, vocab_size, "bad_words")
         if params.min_tokens:
-            eos = self._limits.eos_token_ids.union(request.eos_token_ids)
             endings = eos.union(params.stop_token_ids)
             _check_choice(allowed, forbidden | endings, vocab_size, "min_tokens")
 

@@ -1,10 +1,9 @@
-"""The first-use check: does the device compute an adapter as its image says?
+"""The check of what is registered: does the device compute an adapter as its image says?
 
-A probe of a few tokens goes through the model twice: as requests would take it, with the tables,
-the kernels and the place in adapter memory that they would use, and with the oracle
+A probe of a few tokens goes through the model twice: as requests would take it, with tables and
+kernels such as they will use, over adapter memory for this one adapter, and with the oracle
 (`weft.kernels.lora.oracle`) in their place. Compared are
 
-    the image in adapter memory     with the one on the host, bit by bit
     at every layer, with the same input, what the serving step makes of the layer's output
                                     with what the oracle makes of it
     the logits of the two passes    with each other
@@ -16,6 +15,8 @@ Layer by layer, two right results differ by the rounding of one output. Over the
 up: in 16 bits, the logits alone would show a wrong matrix of a single layer no better than noise.
 And where a model itself makes jumps of small differences (the choice of experts, inputs that are
 rounded to 8 bits), the logits of two right passes may differ by anything, and are not compared.
+
+Steps go on meanwhile. The check stands back between layers, so that it has a tenth of the time.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.checkpoint import AdapterImage
 from weft.core.errors import AdapterQuarantined
-from weft.core.targets import Group, ImageLayout
+from weft.core.targets import Group, TargetTable
 from weft.core.types import CheckResult
 from weft.kernels.attention import KVCache, make_batch
 from weft.kernels.lora import AdapterPool, LoraBackend, LoraBatch, LoraStep, Segment
@@ -51,8 +52,12 @@ SAMPLED = 2
 """Its last ones, whose logits are computed."""
 OWN_TOKENS = 4
 """Of the probe, at most, that are taken from those for which an adapter has rows of its own."""
-PIECE = 4 << 20
-"""Bytes of an image that are compared at a time."""
+SLOT = 0
+"""Of the one adapter."""
+SHARE = 0.1
+"""Of the time, that a paced check takes while steps run."""
+MAX_PAUSE_S = 0.05
+"""Between two layers: what was compiled in the first of them counts no more than that."""
 
 
 class Tolerance(NamedTuple):
@@ -96,80 +101,66 @@ def logits_tolerance(dtype: torch.dtype) -> Tolerance:
 
 
 class SelfCheck:
-    """Checks adapters that are installed in a pool. `check` is for one thread at a time, beside
-    steps: all that it writes to is its own.
+    """Checks images, one at a time, beside steps: all that it writes to is its own.
 
-    `decoder` must not share what it writes to with the one of the steps, nor `backend` with
-    theirs. `exact`: whether small differences stay small on their way through the model.
+    `decoder` must not share what it writes to with the one of the steps. `exact`: whether small
+    differences stay small on their way through the model.
     """
 
     def __init__(
         self,
         decoder: Decoder,
-        backend: LoraBackend,
-        pool: AdapterPool,
+        table: TargetTable,
+        make_backend: Callable[[AdapterPool], LoraBackend],
         kv: list[KVCache],
+        is_busy: Callable[[], bool],
         *,
         exact: bool,
     ) -> None:
-        """`kv`: of `num_blocks` blocks a layer."""
-        self._decoder, self._backend, self._pool, self._kv = decoder, backend, pool, kv
+        """`kv`: of `num_blocks` blocks a layer. `is_busy`: whether steps run."""
+        self._decoder, self._table, self._make_backend = decoder, table, make_backend
+        self._kv = kv
+        self._is_busy = is_busy
         self._exact = exact
+        self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
         if decoder.device.type == "cuda":
             self._stream = torch.cuda.Stream(decoder.device)  # type: ignore[no-untyped-call]
         source = random.Random(0)
-        self._ids = [source.randrange(pool.table.groups[0].in_features) for _ in range(TOKENS)]
+        self._ids = [source.randrange(table.groups[0].in_features) for _ in range(TOKENS)]
 
-    def order(self, slot: int, image: AdapterImage) -> Callable[[], CheckResult]:
-        """The check of what was installed in `slot` by now, for another thread. The slot must stay
-        as it is. The check raises AdapterQuarantined for a mismatch."""
-        installed = None
-        if self._stream is not None:
-            installed = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            installed.record()
-        return partial(self._run, slot, image, installed)
-
-    def _run(
-        self, slot: int, image: AdapterImage, installed: torch.cuda.Event | None
-    ) -> CheckResult:
-        with torch.inference_mode(), self._aside(installed):
+    def check(self, image: AdapterImage, *, paced: bool) -> CheckResult:
+        """On any thread. `paced`: in a tenth of its time, while steps run. Raises
+        AdapterQuarantined for a mismatch."""
+        with self._lock, torch.inference_mode(), self._aside():
             try:
-                return self._check(slot, image)
-            except torch.OutOfMemoryError:
+                return self._check(image, paced)
+            except (torch.OutOfMemoryError, MemoryError):
                 return "skipped"
             except AdapterQuarantined:
                 raise
             except Exception as error:  # a step with this adapter would end all requests
                 raise _quarantine(f"{type(error).__name__}: {error}") from error
 
-    @contextlib.contextmanager
-    def _aside(self, installed: torch.cuda.Event | None):  # type: ignore[no-untyped-def]
-        """On a stream of its own, behind `installed`."""
-        if self._stream is None or installed is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            self._stream.wait_event(installed)
-            yield
+    def _aside(self) -> contextlib.AbstractContextManager[object]:
+        """On a stream of its own."""
+        return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
 
     # -- the check -----------------------------------------------------------------------------
 
-    def _check(self, slot: int, image: AdapterImage) -> CheckResult:
-        start, layout = self._placed(slot)
-        extent = self._pool.arena[start : start + len(image.data)]
-        if layout != image.layout or not _same_bits(extent, image.data):
-            raise _quarantine("its image in adapter memory is not the one that was loaded")
-        probe = _Probe.make(self._tokens(image), slot, self._kv[0].block_size, self._decoder.device)
-        oracle = ImageStep(self._pool.table, layout, extent, TOKENS, SAMPLED, 2 * TOKENS)
-        both = _Both(self._serve(probe), oracle, self._pool)
-        right = self._logits(probe, both, both, both.vocabulary)
+    def _check(self, image: AdapterImage, paced: bool) -> CheckResult:
+        pool = self._installed(image)
+        backend = self._make_backend(pool)
+        probe = _Probe.make(self._tokens(image), self._kv[0].block_size, self._decoder.device)
+        oracle = ImageStep(self._table, image.layout, pool.arena, TOKENS, SAMPLED, 2 * TOKENS)
+        both = _Both(_served(backend, pool, probe), oracle, pool)
+        right = self._logits(probe, both, both, both.vocabulary, paced)
         if not bool(right.isfinite().all()):
             return "skipped"  # it overflows in this dtype whoever computes it
         both.check()
         if self._exact:
-            step = self._serve(probe)
-            got = self._logits(probe, step, norms_of(step), vocabulary_of(step))
+            step = _served(backend, pool, probe)
+            got = self._logits(probe, step, norms_of(step), vocabulary_of(step), paced)
             base = right[:SAMPLED].repeat(2, 1)
             norms = _norms(got, right, base).tolist()
             excess = logits_tolerance(self._decoder.dtype).excess(*norms)
@@ -177,10 +168,26 @@ class SelfCheck:
                 raise _mismatch("the logits", excess)
         return "passed"
 
-    def _placed(self, slot: int) -> tuple[int, ImageLayout]:
-        placed = self._pool.placed(slot)
-        assert placed is not None
-        return placed
+    def _installed(self, image: AdapterImage) -> AdapterPool:
+        """Adapter memory with nothing else in it. Raises MemoryError."""
+        decoder = self._decoder
+        try:
+            pool = AdapterPool(self._table, len(image.data), 1, decoder.dtype, decoder.device)
+        except RuntimeError as error:  # of any of torch's allocators
+            raise MemoryError(str(error)) from error
+        pool.write(0, image.data)
+        pool.install(SLOT, 0, image.layout)
+        return pool
+
+    def _layers(self, paced: bool) -> Iterator[KVCache]:
+        """Each layer's cache when its turn comes."""
+        began = time.thread_time()
+        for cache in self._kv:
+            yield cache
+            if paced and self._is_busy():
+                worked = time.thread_time() - began
+                time.sleep(min(worked * (1 / SHARE - 1), MAX_PAUSE_S))
+            began = time.thread_time()
 
     def _tokens(self, image: AdapterImage) -> list[int]:
         """Those of the probe, the first of them such as the adapter has rows for."""
@@ -191,11 +198,8 @@ class SelfCheck:
                 own += image.data[at[1] : at[1] + words].view(torch.int32)[:OWN_TOKENS].tolist()
         if image.layout.vocab_size:
             own.insert(0, image.layout.vocab_size - 1)
-        return (own[:OWN_TOKENS] + self._ids)[:TOKENS]
-
-    def _serve(self, probe: _Probe) -> LoraStep:
-        """As steps begin."""
-        return with_extras(self._backend.begin(probe.lora), self._pool, probe.lora)
+        size = image.layout.vocab_size or self._table.groups[0].in_features
+        return (own[:OWN_TOKENS] + [i % size for i in self._ids])[:TOKENS]
 
     def _logits(
         self,
@@ -203,13 +207,14 @@ class SelfCheck:
         lora: LoraStep,
         norms: NormStep | None,
         vocabulary: VocabularyStep | None,
+        paced: bool,
     ) -> Tensor:
         """fp32 (2 * SAMPLED, V), the base's rows first; 0 for tokens that a row does not have."""
         batch = make_batch(
             [TOKENS] * 2, [TOKENS] * 2, probe.blocks, self._kv[0].block_size, self._decoder.device
         )
         step = StepContext(probe.positions_T, batch, lora, norms, vocabulary)
-        hidden_TI = self._decoder.forward(probe.ids_T, step, self._kv)
+        hidden_TI = self._decoder.forward(probe.ids_T, step, self._layers(paced))
         return _known(self._decoder.logits(hidden_TI[probe.sampled_N], step).float())
 
 
@@ -233,10 +238,10 @@ class _Probe:
     blocks: list[list[int]]
 
     @staticmethod
-    def make(ids: list[int], slot: int, block_size: int, device: torch.device) -> _Probe:
+    def make(ids: list[int], block_size: int, device: torch.device) -> _Probe:
         width = _blocks_of_probe(block_size)
         sampled = [*range(TOKENS - SAMPLED, TOKENS), *range(2 * TOKENS - SAMPLED, 2 * TOKENS)]
-        slots = torch.tensor([-1] * TOKENS + [slot] * TOKENS, dtype=torch.int32, device=device)
+        slots = torch.tensor([-1] * TOKENS + [SLOT] * TOKENS, dtype=torch.int32, device=device)
         sampled_N = torch.tensor(sampled, device=device)
         return _Probe(
             torch.tensor(ids * 2, device=device),
@@ -244,12 +249,17 @@ class _Probe:
             sampled_N,
             LoraBatch(
                 slots,
-                (Segment(slot, TOKENS, 2 * TOKENS),),
+                (Segment(SLOT, TOKENS, 2 * TOKENS),),
                 slots[sampled_N],
-                (Segment(slot, SAMPLED, 2 * SAMPLED),),
+                (Segment(SLOT, SAMPLED, 2 * SAMPLED),),
             ),
             [[*range(width)], [*range(width, 2 * width)]],
         )
+
+
+def _served(backend: LoraBackend, pool: AdapterPool, probe: _Probe) -> LoraStep:
+    """As steps begin."""
+    return with_extras(backend.begin(probe.lora), pool, probe.lora)
 
 
 class _Both:
@@ -283,9 +293,10 @@ class _Both:
         self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: int
     ) -> tuple[Tensor, Pending] | None:
         """See `FusedStep`."""
-        found = None
-        if isinstance(self._served, FusedStep):
-            found = self._served.product(x_TI, weight_OI, bias_O, group)
+        if not hasattr(self._served, "product"):
+            return None
+        fused = cast(FusedStep, self._served)  # asking for the whole protocol takes 50 us
+        found = fused.product(x_TI, weight_OI, bias_O, group)
         if found is None:
             return None
         y_TO, pending = found
@@ -347,7 +358,6 @@ class _BothVocabulary:
 
     def __init__(self, both: _Both, served: VocabularyStep, oracle: ImageStep) -> None:
         self._both, self._served, self._oracle = both, served, oracle
-        self.runs = served.runs
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor) -> None:
         base, got = y_TO.clone(), y_TO.clone()
@@ -379,21 +389,7 @@ def _mismatch(place: str, excess: float) -> AdapterQuarantined:
 
 def _quarantine(reason: str) -> AdapterQuarantined:
     return AdapterQuarantined(
-        f"the adapter failed its first-use check, and is not served until it is loaded again: "
-        f"{reason}",
-        "model",
+        "the adapter failed its check on this device, and is not served until it is loaded and "
+        f"passes: {reason}",
+        "lora_path",
     )
-
-
-def _same_bits(extent: Tensor, image: Tensor) -> bool:
-    """Whether device memory holds what is on the host."""
-    there, here = extent.view(torch.uint8), image.view(torch.uint8)
-    if len(there) != len(here):
-        return False
-    pieces = range(0, len(here), PIECE)
-    if there.device.type == "cpu":
-        # NumPy, as torch would wake a pool of threads, which takes the cores from a step.
-        a, b = there.numpy(), here.numpy()
-        return all(np.array_equal(a[i : i + PIECE], b[i : i + PIECE]) for i in pieces)
-    differ = [(there[i : i + PIECE] != here[i : i + PIECE].to(there.device)).any() for i in pieces]
-    return not bool(torch.stack(differ).any())

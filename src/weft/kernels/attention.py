@@ -122,6 +122,7 @@ def row_work(
         for seq, row, count, length in chunks
         for first in range(0, count, size)
     ]
+    tiles.sort(key=lambda tile: -tile[3])  # the longest contexts first: none is left for the end
     pairs = np.stack((decodes, starts[decodes]), 1).astype(np.int32)
     return pairs, np.array(tiles, dtype=np.int32).reshape(-1, 4)
 

@@ -1,12 +1,13 @@
-"""A linear layer for few rows in one launch: the base product, and beside it what adapters add.
+"""A linear layer for few rows: the base product, and beside it what adapters add.
 
 Shapes: T token rows, K inputs and O outputs of a group, S slots, G groups, L slices of the model,
 R the summed ranks of a group's slices in one adapter, W floats of workspace a row.
 
 With few rows a product only reads its weights. So its programs keep many bytes in flight, and
-ask for the first ones before the kernel ahead has ended. The first programs of the same launch
-compute the adapters' part meanwhile: v = x A^T of all tiles of rows and, when each of them is done
-with that, delta = v B^T. The kernel that reads y next adds delta to it: see `Pending`.
+ask for the first ones before the kernel ahead has ended. A second kernel, which starts when all
+programs of the product have, computes the adapters' part meanwhile: v = x A^T of all tiles of rows
+and, when each of them is done with that, delta = v B^T. It ends after the product; the kernel that
+reads y next adds delta to it: see `Pending`.
 
 Sums are cut as in `weft.kernels.lora.triton`, so that v and delta have the same bits there and
 here, whatever else is in the batch. Programs that wait for each other only count; no sum depends
@@ -15,16 +16,19 @@ on who comes first.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from weft.core.targets import ALIGN
+from weft.kernels import tuned
 
 FEW_ROWS = 64
 
@@ -159,8 +163,10 @@ def _all_shrinks(
     x_stride,
     num_groups,
     num_targets,
+    team,
+    teams,
     me,
-    sharers,
+    mates,
     K: tl.constexpr,
     W: tl.constexpr,
     NUM_SLICES: tl.constexpr,
@@ -170,14 +176,11 @@ def _all_shrinks(
     STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """This program's share of v. What is shared: tiles, ranges of parts, blocks of ranks."""
+    """This program's share of v of each of its team's tiles: a range of their parts and blocks
+    of ranks."""
     m = tl.arange(0, BLOCK_M)
     num_steps: tl.constexpr = (K + PART - 1) // PART
-    ranges = tl.maximum(1, tl.minimum(MAX_PARTS, sharers // (num_tiles * NUM_SLICES)))
-    for u in range(me, num_tiles * ranges * NUM_SLICES, sharers):
-        i = u % num_tiles
-        of_parts = u // num_tiles % ranges
-        block = u // num_tiles // ranges
+    for i in range(team, num_tiles, teams):
         slot = tl.load(tiles_ptr + 4 * i)
         row = tl.load(tiles_ptr + 4 * i + 1)
         rows = tl.load(tiles_ptr + 4 * i + 2)
@@ -187,19 +190,22 @@ def _all_shrinks(
             R += tl.load(rank_ptr + slot * num_targets + first_slice + j)
         if R > 0:
             each, parts = parts_of(R, K, W, PART, MAX_PARTS)
-            first = of_parts * parts // ranges * each
-            last = tl.minimum((of_parts + 1) * parts // ranges * each, num_steps)
-            for r0 in range(block * 16, R, NUM_SLICES * 16):
+            total = (R + 15) // 16 * MAX_PARTS
+            begin = me * total // mates
+            end = (me + 1) * total // mates
+            for block in range(begin // MAX_PARTS, (end + MAX_PARTS - 1) // MAX_PARTS):
+                first = tl.maximum(begin - block * MAX_PARTS, 0) * parts // MAX_PARTS * each
+                last = tl.minimum(end - block * MAX_PARTS, MAX_PARTS) * parts // MAX_PARTS * each
                 _shrink_parts(
                     x_ptr + row.to(tl.int64) * x_stride,
                     arena_ptr + a_offset,
                     work_ptr + (row + m)[:, None].to(tl.int64) * W,
                     rows,
-                    r0,
+                    block * 16,
                     R,
                     each,
                     first,
-                    last,
+                    tl.minimum(last, num_steps),
                     x_stride,
                     K,
                     BLOCK_M,
@@ -270,8 +276,10 @@ def _all_expands(
     num_tiles,
     first_slice,
     num_targets,
+    team,
+    teams,
     me,
-    sharers,
+    mates,
     WIDTHS: tl.constexpr,
     O: tl.constexpr,  # noqa: E741
     K: tl.constexpr,
@@ -284,18 +292,16 @@ def _all_expands(
     STAGES: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """This program's share of delta, fp32 (T, O). What is shared: tiles, ranges of the blocks of
-    columns of all slices."""
+    """This program's share of delta, fp32 (T, O), of each of its team's tiles: a range of the
+    blocks of columns of all slices."""
     m = tl.arange(0, BLOCK_M)
     n = tl.arange(0, BLOCK_N)
     num_blocks = 0
     for j in tl.static_range(NUM_SLICES):
         num_blocks += (WIDTHS[j] + BLOCK_N - 1) // BLOCK_N
-    ranges = tl.maximum(1, tl.minimum(num_blocks, (sharers + num_tiles - 1) // num_tiles))
-    for u in range(me, num_tiles * ranges, sharers):
-        i = u // ranges
-        begin = u % ranges * num_blocks // ranges
-        end = (u % ranges + 1) * num_blocks // ranges
+    for i in range(team, num_tiles, teams):
+        begin = me * num_blocks // mates
+        end = (me + 1) * num_blocks // mates
         slot = tl.load(tiles_ptr + 4 * i)
         row = tl.load(tiles_ptr + 4 * i + 1)
         rows = tl.load(tiles_ptr + 4 * i + 2)
@@ -309,14 +315,17 @@ def _all_expands(
         t = (row + m)[:, None].to(tl.int64)
         v_at = work_ptr + t * W
         add_at = add_ptr + t * O
-        for j in tl.static_range(NUM_SLICES):
-            blocks = (WIDTHS[j] + BLOCK_N - 1) // BLOCK_N
+        for of in range(NUM_SLICES):  # unrolled, it would take as many times as long to compile
+            width = WIDTHS[0]
+            for s in tl.static_range(1, NUM_SLICES):
+                width = tl.where(of == s, WIDTHS[s], width)
+            blocks = (width + BLOCK_N - 1) // BLOCK_N
             first = tl.maximum(begin, 0) * BLOCK_N
-            last = tl.minimum(tl.minimum(end, blocks) * BLOCK_N, WIDTHS[j])
-            rank = tl.load(rank_ptr + slot * num_targets + first_slice + j)
+            last = tl.minimum(tl.minimum(end, blocks) * BLOCK_N, width)
+            rank = tl.load(rank_ptr + slot * num_targets + first_slice + of)
             if first < last:
                 b_at = arena_ptr + tl.multiple_of(
-                    tl.load(b_offset_ptr + slot * num_targets + first_slice + j), _ALIGN
+                    tl.load(b_offset_ptr + slot * num_targets + first_slice + of), _ALIGN
                 )
                 if rank == 0:
                     for n0 in range(first, last, BLOCK_N):  # -0 changes no bit of what it meets
@@ -358,34 +367,44 @@ def _all_expands(
             begin -= blocks
             end -= blocks
             v_at += rank
-            add_at += WIDTHS[j]
+            add_at += width
 
 
 @triton.jit
-def _meet(flags_ptr, num):
-    """Wait until all of `num` programs are here. The last to leave makes it ready for the next."""
-    tl.debug_barrier()
-    tl.atomic_add(flags_ptr, 1, sem="release")
-    while tl.atomic_add(flags_ptr, 0, sem="acquire") < num:
+def _wait_for(flag_ptr, num):
+    """Wait until `num` is there."""
+    while tl.atomic_add(flag_ptr, 0, sem="acquire") != num:
         pass
-    if tl.atomic_add(flags_ptr + 1, 1, sem="relaxed") == num - 1:
-        tl.store(flags_ptr, 0)
-        tl.store(flags_ptr + 1, 0)
     tl.debug_barrier()
 
 
 @triton.jit
-def _base(
+def _meet(count_ptr, mates, teams, all_ptr, turn_ptr):
+    """Wait until all of a team's programs are here. The last ones to leave, of the team and of all
+    teams, make the flags ready for the next launch."""
+    tl.debug_barrier()
+    tl.atomic_add(count_ptr, 1, sem="release")
+    _wait_for(count_ptr, mates)
+    if tl.atomic_add(count_ptr + 1, 1, sem="relaxed") == mates - 1:
+        tl.store(count_ptr, 0)
+        tl.store(count_ptr + 1, 0)
+        if tl.atomic_add(all_ptr, 1, sem="relaxed") == teams - 1:
+            tl.store(all_ptr, 0)
+            tl.store(turn_ptr, 0)
+
+
+@triton.jit(do_not_specialize=["T", "turn"])
+def _product(
     x_ptr,
     w_ptr,
     bias_ptr,
     y_ptr,
     parts_ptr,
     tickets_ptr,
+    flags_ptr,
     T,
     x_stride,
-    tile,
-    part,
+    turn,
     O: tl.constexpr,  # noqa: E741
     K: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -395,11 +414,17 @@ def _base(
     STAGES: tl.constexpr,
     AHEAD: tl.constexpr,
     BIAS: tl.constexpr,
+    TURNS: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Columns [tile * BLOCK_O, ...) of y (T, O) = x @ w^T + bias, over one of SPLIT parts of K;
     the program that is the last of its tile adds the parts in order."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    pid = tl.program_id(0)
+    tile = pid // SPLIT
+    part = pid % SPLIT
     EACH: tl.constexpr = K // SPLIT
     o = tile * BLOCK_O + tl.arange(0, BLOCK_O)
     k = part * EACH + tl.arange(0, BLOCK_K)
@@ -409,6 +434,9 @@ def _base(
         if AHEAD > 0:
             _prefetch(w_row + part * EACH + 64 * tl.arange(0, AHEAD)[None, :])
         tl.extra.cuda.gdc_wait()
+    if pid == 0:  # x is there: see `_adapters`
+        tl.debug_barrier()
+        tl.atomic_xchg(flags_ptr + turn % TURNS, turn, sem="release")
     x_row = x_ptr + t[:, None] * x_stride
     acc = tl.full((BLOCK_O, BLOCK_T), 0.0, tl.float32)
     for step in tl.range(0, EACH // BLOCK_K, num_stages=STAGES):
@@ -434,14 +462,9 @@ def _base(
         tl.store(y_ptr + t[:, None] * O + o[None, :], y, mask=(t < T)[:, None])
 
 
-@triton.jit(do_not_specialize=["T", "group", "first_slice", "num_groups", "num_targets"])
-def _product(
+@triton.jit(do_not_specialize=["turn", "group", "first_slice", "num_groups", "num_targets"])
+def _adapters(
     x_ptr,
-    w_ptr,
-    bias_ptr,
-    y_ptr,
-    parts_ptr,
-    tickets_ptr,
     add_ptr,
     work_ptr,
     flags_ptr,
@@ -450,23 +473,16 @@ def _product(
     a_offset_ptr,
     b_offset_ptr,
     rank_ptr,
-    T,
     x_stride,
+    turn,
     group,
     first_slice,
     num_groups,
     num_targets,
     O: tl.constexpr,  # noqa: E741
     K: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_O: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    SPLIT: tl.constexpr,
-    STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
-    BIAS: tl.constexpr,
-    SHARERS: tl.constexpr,
     PER_TILE: tl.constexpr,
+    TURNS: tl.constexpr,
     WIDTHS: tl.constexpr,
     W: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -478,90 +494,85 @@ def _product(
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """SHARERS programs for the adapters' part, then one for each tile of columns and part of K."""
+    """delta of the rows that have adapters, beside the product of the same x, launched just before.
+
+    Each tile of rows has a team of programs, at most PER_TILE; a team takes more where there are
+    more tiles than programs. Programs wait for their own team alone: those with lower numbers are
+    there or were, so that it takes no more than PER_TILE places for all to come through.
+
+    They may have started before x is there, so the product tells: flags int32 (NUM_FLAGS,) has a
+    flag for each of TURNS launches, as those that follow may be waiting for theirs, then a counter
+    of teams and two of each team's programs."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
-    if pid >= SHARERS:
-        _base(
+    NUM_SLICES: tl.constexpr = len(WIDTHS)
+    turn_ptr = flags_ptr + turn % TURNS
+    num_tiles = tl.load(tiles_ptr + 3)
+    mates = tl.maximum(tl.minimum(PER_TILE, tl.num_programs(0) // tl.maximum(num_tiles, 1)), 1)
+    teams = tl.minimum(num_tiles, tl.num_programs(0) // mates)
+    team = pid // mates
+    if team < teams:
+        _wait_for(turn_ptr, turn)
+        _all_shrinks(
             x_ptr,
-            w_ptr,
-            bias_ptr,
-            y_ptr,
-            parts_ptr,
-            tickets_ptr,
-            T,
+            work_ptr,
+            arena_ptr,
+            tiles_ptr,
+            a_offset_ptr,
+            rank_ptr,
+            num_tiles,
+            group,
+            first_slice,
             x_stride,
-            (pid - SHARERS) // SPLIT,
-            (pid - SHARERS) % SPLIT,
+            num_groups,
+            num_targets,
+            team,
+            teams,
+            pid % mates,
+            mates,
+            K,
+            W,
+            NUM_SLICES,
+            BLOCK_M,
+            PART,
+            MAX_PARTS,
+            SHRINK_STAGES,
+            EXACT,
+        )
+        all_ptr = flags_ptr + TURNS
+        _meet(all_ptr + 1 + 2 * team, mates, teams, all_ptr, turn_ptr)
+        _all_expands(
+            add_ptr,
+            work_ptr,
+            arena_ptr,
+            tiles_ptr,
+            b_offset_ptr,
+            rank_ptr,
+            num_tiles,
+            first_slice,
+            num_targets,
+            team,
+            teams,
+            pid % mates,
+            mates,
+            WIDTHS,
             O,
             K,
-            BLOCK_T,
-            BLOCK_O,
-            BLOCK_K,
-            SPLIT,
-            STAGES,
-            AHEAD,
-            BIAS,
+            W,
+            NUM_SLICES,
+            BLOCK_M,
+            BLOCK_N,
+            PART,
+            MAX_PARTS,
+            EXPAND_STAGES,
             EXACT,
-            PDL,
         )
-    elif SHARERS > 0:
-        NUM_SLICES: tl.constexpr = len(WIDTHS)
-        num_tiles = tl.load(tiles_ptr + 3)
-        sharers = tl.minimum(SHARERS, num_tiles * PER_TILE)
-        if PDL:
+    if pid == 0:
+        if PDL:  # whoever waits for this kernel waits for the product too
             tl.extra.cuda.gdc_wait()
-        if pid < sharers:
-            _all_shrinks(
-                x_ptr,
-                work_ptr,
-                arena_ptr,
-                tiles_ptr,
-                a_offset_ptr,
-                rank_ptr,
-                num_tiles,
-                group,
-                first_slice,
-                x_stride,
-                num_groups,
-                num_targets,
-                pid,
-                sharers,
-                K,
-                W,
-                NUM_SLICES,
-                BLOCK_M,
-                PART,
-                MAX_PARTS,
-                SHRINK_STAGES,
-                EXACT,
-            )
-            _meet(flags_ptr, sharers)
-            _all_expands(
-                add_ptr,
-                work_ptr,
-                arena_ptr,
-                tiles_ptr,
-                b_offset_ptr,
-                rank_ptr,
-                num_tiles,
-                first_slice,
-                num_targets,
-                pid,
-                sharers,
-                WIDTHS,
-                O,
-                K,
-                W,
-                NUM_SLICES,
-                BLOCK_M,
-                BLOCK_N,
-                PART,
-                MAX_PARTS,
-                EXPAND_STAGES,
-                EXACT,
-            )
+        if num_tiles == 0:
+            tl.store(turn_ptr, 0)
 
 
 INTERPRETED = not isinstance(_product, triton.runtime.JITFunction)
@@ -582,6 +593,14 @@ class Cut:
     ahead: int = 2
     """Lines of 128 bytes of each row of its weights that a program asks for early."""
 
+    def fits(self, num_rows: int, outputs: int, inputs: int) -> bool:
+        """Whether such a product can be cut so."""
+        if min(self.columns, self.step) < 16 or outputs % self.columns:
+            return False
+        num_floats, num_tiles = outputs * self.split * num_rows, outputs // self.columns
+        meet = self.split == 1 or (num_floats <= MEETING_FLOATS and num_tiles <= MEETING_TILES)
+        return meet and inputs % (self.split * self.step) == 0
+
 
 @dataclass(frozen=True, slots=True)
 class Adapters:
@@ -591,8 +610,6 @@ class Adapters:
     """delta, workspace, flags, arena, tiles, a_offset, b_offset, rank."""
     numbers: tuple[int, ...]
     """group, first slice, number of groups, of targets."""
-    sharers: int
-    """Programs; as many as can run at once for sure, as they wait for each other."""
     widths: tuple[int, ...]
     """Of the slices."""
     row_floats: int
@@ -600,16 +617,31 @@ class Adapters:
     max_parts: int
 
 
-PER_TILE = 64
+PER_TILE = 16
 """Programs for each tile of rows, at most."""
+
+MOST_PROGRAMS = 1024
+"""For adapters beside a product."""
+
+TURNS = 64
+"""Many more than launches that can be under way at once, as each is there with all its programs."""
+
+NUM_FLAGS = TURNS + 1 + 2 * MOST_PROGRAMS
+"""See `_adapters`."""
+
+_launches = itertools.count()
+
+MEETING_FLOATS, MEETING_TILES = 1 << 22, 1 << 12
 
 
 @cache
-def _meeting_place(device: torch.device, stream: int) -> tuple[Tensor, Tensor]:
-    """Where the parts of products meet, and counters. Launches of one stream share them; those of
-    two streams may run at once. Graphs are for the default stream, 0."""
-    parts = torch.empty(1 << 22, dtype=torch.float32, device=device)
-    return parts, torch.zeros(1 << 12, dtype=torch.int32, device=device)
+def _meeting_place(device: torch.device, stream: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where the parts of products meet, counters, and flags that nobody waits for. Launches of one
+    stream share them; those of two streams may run at once. Graphs are for the default stream, 0.
+    """
+    parts = torch.empty(MEETING_FLOATS, dtype=torch.float32, device=device)
+    counters = torch.zeros(MEETING_TILES + NUM_FLAGS, dtype=torch.int32, device=device)
+    return parts, counters[:MEETING_TILES], counters[MEETING_TILES:]
 
 
 @cache
@@ -624,6 +656,12 @@ def processors(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+def programs_beside(device: torch.device) -> int:
+    """For adapters beside a product: as many as a device holds at once. The interpreter runs one
+    program after the other, so that none may wait for a later one."""
+    return 1 if INTERPRETED else min(4 * processors(device), MOST_PROGRAMS)
+
+
 @cache
 def _has_room(device: torch.device) -> bool:
     """Whether a processor's shared memory holds two programs of every cut."""
@@ -633,7 +671,7 @@ def _has_room(device: torch.device) -> bool:
     return bool(found >= 200 << 10)
 
 
-def cut_of(x_TK: Tensor, weight_OK: Tensor, adapters: bool) -> Cut | None:
+def cut_of(x_TK: Tensor, weight_OK: Tensor) -> Cut | None:
     """None: another kernel is better, or this one can't."""
     (T, K), O = x_TK.shape, len(weight_OK)  # noqa: E741
     if not 0 < T <= FEW_ROWS or O % 64 or K % 128 or not _has_room(x_TK.device):
@@ -642,19 +680,22 @@ def cut_of(x_TK: Tensor, weight_OK: Tensor, adapters: bool) -> Cut | None:
         return None
     if not (weight_OK.is_contiguous() and x_TK.stride(1) == 1):
         return None
+    found = tuned.cut_for(Cut, x_TK.device, T, O, K)
+    if found is not None:
+        return found
     enough = processors(x_TK.device) * (4 if T > 32 else 2) // 3
     split = 1
     while split < 4 and O // 64 * split < enough and K % (256 * split) == 0:
         split *= 2
     cut = Cut(128, split, 3 if T > 32 else 4)
-    if T <= 16 and split > 1 and not adapters and K % (256 * split) == 0:
+    if T <= 16 and split > 1 and K % (256 * split) == 0:
         cut = replace(cut, step=256, stages=3)
     return cut
 
 
 def linear(x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tensor:
     """`x W^T + b`, (T, O)."""
-    cut = cut_of(x_TK, weight_OK, adapters=False)
+    cut = cut_of(x_TK, weight_OK)
     if cut is None:
         return F.linear(x_TK, weight_OK, bias_O)
     return launch(x_TK, weight_OK, bias_O, cut, None)
@@ -669,20 +710,22 @@ def launch(
     stream = 0
     if x_TK.is_cuda and not torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(x_TK.device).cuda_stream
-    parts, tickets = _meeting_place(x_TK.device, stream)
+    parts, tickets, nobody = _meeting_place(x_TK.device, stream)
     dependent = _starts_early(x_TK.device)
-    sharers = adapters.sharers if adapters else 0
-    _product[sharers + O // cut.columns * cut.split,](
+    turn = 1 + next(_launches) % (1 << 30)
+    exact = INTERPRETED or x_TK.dtype == torch.float32
+    options = {"launch_pdl": True} if dependent else {}
+    product = _product[O // cut.columns * cut.split,](
         x_TK,
         weight_OK,
         y_TO if bias_O is None else bias_O,
         y_TO,
         parts,
         tickets,
-        *(adapters.tensors if adapters else (y_TO,) * 8),
+        adapters.tensors[2] if adapters else nobody,
         T,
         x_TK.stride(0),
-        *(adapters.numbers if adapters else (0,) * 4),
+        turn,
         O=O,
         K=K,
         BLOCK_T=max(16, triton.next_power_of_2(T)),
@@ -692,19 +735,39 @@ def launch(
         STAGES=cut.stages,
         AHEAD=cut.ahead,
         BIAS=bias_O is not None,
-        SHARERS=sharers,
-        PER_TILE=PER_TILE,
-        WIDTHS=adapters.widths if adapters else (1,),
-        W=adapters.row_floats if adapters else 1,
-        BLOCK_M=16,
-        BLOCK_N=128,
-        PART=adapters.part if adapters else 16,
-        MAX_PARTS=adapters.max_parts if adapters else 1,
-        SHRINK_STAGES=4,
-        EXPAND_STAGES=4,
-        EXACT=INTERPRETED or x_TK.dtype == torch.float32,
+        TURNS=TURNS,
+        EXACT=exact,
         PDL=dependent,
         num_warps=4,
-        **({"launch_pdl": True} if dependent else {}),
+        **options,
     )
+    if adapters:
+        grid = (programs_beside(x_TK.device),)
+        beside = _adapters[grid]
+        if not (INTERPRETED or isinstance(product, CompiledKernel)):
+            # The product is being compiled, and did not run: nobody would tell that x is there.
+            beside = partial(_adapters.warmup, grid=grid)
+        beside(
+            x_TK,
+            *adapters.tensors,
+            x_TK.stride(0),
+            turn,
+            *adapters.numbers,
+            O=O,
+            K=K,
+            PER_TILE=PER_TILE,
+            TURNS=TURNS,
+            WIDTHS=adapters.widths,
+            W=adapters.row_floats,
+            BLOCK_M=16,
+            BLOCK_N=128,
+            PART=adapters.part,
+            MAX_PARTS=adapters.max_parts,
+            SHRINK_STAGES=3,
+            EXPAND_STAGES=4,
+            EXACT=exact,
+            PDL=dependent,
+            num_warps=4,
+            **options,
+        )
     return y_TO

@@ -11,7 +11,9 @@ of a graph) reads no cache and gives zeros, and a row with a negative slot is no
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -30,15 +32,47 @@ MAX_PARTS = 16
 ENOUGH_PROGRAMS = 2
 """For each processor: a decode that has more is not cut into parts."""
 
-DECODE_TOKENS, DECODE_WARPS, DECODE_STAGES = 64, 4, 3
-"""Context tokens of one round of a decode's program, its warps, and rounds that overlap."""
+
+class Rounds(NamedTuple):
+    """Of a program's loop over a context."""
+
+    tokens: int
+    warps: int
+    stages: int
+    """Rounds that overlap, if there is room for their keys and values."""
+
+    def stages_within(self, shared_bytes: int, num_rows: int, row_bytes: int) -> int:
+        """Those that fit into shared memory beside the rows of queries; two at least."""
+        room = shared_bytes - num_rows * row_bytes - 4096
+        return max(2, min(self.stages, room // (2 * self.tokens * row_bytes)))
+
+
+FEW_DECODES = Rounds(64, 4, 3)
+"""Of decodes in ENOUGH_PROGRAMS or fewer, which have a processor's memory almost for themselves."""
+
+MANY_DECODES = Rounds(32, 4, 4)
+"""Of decodes in more programs, of which a processor runs four."""
+
+CHUNKS = Rounds(64, 4, 3)
+"""Of chunks of prompts."""
+
+LOG2E = math.log2(math.e)
 
 
 @triton.jit
-def _with_pending(y, add_at, slot_at, mask, PENDING: tl.constexpr):
-    """y and what adapters add to it; see `weft.kernels.pending`."""
+def _has_pending(slot_at, PENDING: tl.constexpr):
+    """Whether adapters add to a row. No kernel of a step writes its slot, so that it can be read
+    before the kernel ahead has ended."""
+    has = False
     if PENDING:
         has = tl.load(slot_at) >= 0
+    return has
+
+
+@triton.jit
+def _with_pending(y, add_at, has, mask, PENDING: tl.constexpr):
+    """y and what adapters add to it; see `weft.kernels.pending`."""
+    if PENDING:
         add = tl.load(add_at, mask=mask, other=0.0)
         y = tl.where(has, (y.to(tl.float32) + add).to(y.dtype), y)
     return y
@@ -66,12 +100,13 @@ def _add_rms_norm(
     row = tl.program_id(0).to(tl.int64)
     at = row * width + i
     weight = tl.load(weight_ptr + i, mask=i < width, other=0.0).to(tl.float32)
+    has = _has_pending(add_slot_ptr + row, PENDING)
     if PDL:  # what the kernel ahead writes is read from here on
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + at, mask=i < width, other=0.0)
     if ADD:
         delta = tl.load(delta_ptr + at, mask=i < width, other=0.0)
-        delta = _with_pending(delta, add_ptr + at, add_slot_ptr + row, i < width, PENDING)
+        delta = _with_pending(delta, add_ptr + at, has, i < width, PENDING)
         x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
         tl.store(x_ptr + at, x, mask=i < width)
     wide = x.to(tl.float32)
@@ -93,15 +128,16 @@ def _silu_and_mul(
     """out (T, F) = silu(gate) * up of rows (gate, up); programs: row, block of columns."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row * 2 * F + f
-    slot_at = add_slot_ptr + row
+    has = _has_pending(add_slot_ptr + row, PENDING)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     gate = tl.load(gate_up_ptr + at, mask=f < F, other=0.0)
     up = tl.load(gate_up_ptr + at + F, mask=f < F, other=0.0)
-    gate = _with_pending(gate, add_ptr + at, slot_at, f < F, PENDING)
-    up = _with_pending(up, add_ptr + at + F, slot_at, f < F, PENDING).to(tl.float32)
+    gate = _with_pending(gate, add_ptr + at, has, f < F, PENDING)
+    up = _with_pending(up, add_ptr + at + F, has, f < F, PENDING).to(tl.float32)
     wide = gate.to(tl.float32)
     tl.store(out_ptr + row * F + f, (wide / (1 + tl.exp(-wide)) * up).to(gate.dtype), mask=f < F)
 
@@ -137,21 +173,23 @@ def _rope_and_write(
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1)
+    has = _has_pending(add_slot_ptr + t, PENDING)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     d = tl.arange(0, BLOCK)
     ok = d < D
     at = qkv_ptr + t * row_stride + n * D
     x = tl.load(at + d, mask=ok, other=0.0)
     add_at = add_ptr + (t * tl.num_programs(1) + n) * D
-    x = _with_pending(x, add_at + d, add_slot_ptr + t, ok, PENDING)
+    x = _with_pending(x, add_at + d, has, ok, PENDING)
     slot = tl.load(slot_ptr + t)
     written = d < tl.where(slot < 0, 0, D)
     if n < H + K:
         swapped_d = tl.where(d < D // 2, d + D // 2, d - D // 2)
         swapped = tl.load(at + swapped_d, mask=ok, other=0.0)
-        swapped = _with_pending(swapped, add_at + swapped_d, add_slot_ptr + t, ok, PENDING)
+        swapped = _with_pending(swapped, add_at + swapped_d, has, ok, PENDING)
         swapped = swapped.to(tl.float32)
         y = x.to(tl.float32)
         if NORM:
@@ -170,6 +208,60 @@ def _rope_and_write(
             tl.store(k_ptr + (slot * K + n - H) * D + d, y, mask=written)
     else:
         tl.store(v_ptr + (slot * K + n - H - K) * D + d, x, mask=written)
+
+
+@triton.jit
+def _blocks_of(n, last, table_at, BLOCK_SIZE: tl.constexpr):
+    """The cache blocks of context tokens n."""
+    return tl.load(table_at + n // BLOCK_SIZE, mask=n < last, other=0).to(tl.int64)
+
+
+@triton.jit
+def _round(
+    q,
+    k_ptr,
+    v_ptr,
+    block,
+    n,
+    head,
+    last,
+    position,
+    window,
+    K,
+    scale,
+    acc,
+    total,
+    most,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    MASKED: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """`_accumulate` over context tokens n in the given blocks; without MASKED, every row sees
+    all of them."""
+    d = tl.arange(0, acc.shape[1])
+    at = ((block * BLOCK_SIZE + n % BLOCK_SIZE) * K + head) * D
+    mask = (d < D)[None, :]
+    if MASKED:
+        mask = mask & (n < last)[:, None]
+    k = tl.load(k_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
+    score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if MASKED:
+        seen = (n < last)[None, :]
+        if CAUSAL:
+            seen = seen & (n[None, :] <= position[:, None])
+        if WINDOW:
+            seen = seen & (n[None, :] > position[:, None] - window)
+        score = tl.where(seen, score, -1e30)
+    most_now = tl.maximum(most, tl.max(score, 1))
+    weight = tl.exp2(score - most_now[:, None])
+    shrink = tl.exp2(most - most_now)  # 0 at the first score seen: what came before is forgotten
+    total = total * shrink + tl.sum(weight, 1)
+    v = tl.load(v_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
+    acc = acc * shrink[:, None]
+    acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, total, most_now
 
 
 @triton.jit
@@ -193,36 +285,71 @@ def _accumulate(
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Online softmax of rows q (M, D) over context tokens [first, last): (acc, sum, maximum).
+    """Online softmax of rows q (M, D) over context tokens [first, last): (acc, sum, maximum). It
+    takes powers of 2: `scale` has LOG2E in it.
 
-    CAUSAL: row m sees up to position[m]; WINDOW: and only after position[m] - window.
+    CAUSAL: row m sees up to position[m]; WINDOW: and only after position[m] - window. Rounds that
+    every row sees all of go without masks. Blocks are looked up one round ahead, as the
+    compiler overlaps fewer rounds of loads whose addresses are loaded in the same round.
     """
-    d = tl.arange(0, BLOCK_D)
+    i = tl.arange(0, BLOCK_N)
     most = tl.full((BLOCK_M,), -1e30, tl.float32)
     total = tl.full((BLOCK_M,), 0.0, tl.float32)
     acc = tl.full((BLOCK_M, BLOCK_D), 0.0, tl.float32)
-    for start in range(first, last, BLOCK_N):
-        n = start + tl.arange(0, BLOCK_N)
-        there = n < last
-        block = tl.load(table_at + n // BLOCK_SIZE, mask=there, other=0).to(tl.int64)
-        at = ((block * BLOCK_SIZE + n % BLOCK_SIZE) * K + head) * D
-        mask = there[:, None] & (d < D)[None, :]
-        k = tl.load(k_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
-        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        seen = there[None, :]
-        if CAUSAL:
-            seen = seen & (n[None, :] <= position[:, None])
-        if WINDOW:
-            seen = seen & (n[None, :] > position[:, None] - window)
-        score = tl.where(seen, score, -1e30)
-        most_now = tl.maximum(most, tl.max(score, 1))
-        weight = tl.where(seen, tl.exp(score - most_now[:, None]), 0.0)
-        shrink = tl.exp(most - most_now)
-        total = total * shrink + tl.sum(weight, 1)
-        v = tl.load(v_ptr + at[:, None] + d[None, :], mask=mask, other=0.0)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
-        most = most_now
+    block = _blocks_of(first + i, last, table_at, BLOCK_SIZE)
+    masked = first
+    if CAUSAL and not WINDOW:
+        masked = tl.maximum(tl.min(position) + 1, 0) // BLOCK_N * BLOCK_N
+        for start in range(0, masked, BLOCK_N):
+            n = start + i
+            now = block
+            block = _blocks_of(n + BLOCK_N, last, table_at, BLOCK_SIZE)
+            acc, total, most = _round(
+                q,
+                k_ptr,
+                v_ptr,
+                now,
+                n,
+                head,
+                last,
+                position,
+                window,
+                K,
+                scale,
+                acc,
+                total,
+                most,
+                D,
+                BLOCK_SIZE,
+                False,
+                False,
+                False,
+            )
+    for start in range(masked, last, BLOCK_N):
+        n = start + i
+        now = block
+        block = _blocks_of(n + BLOCK_N, last, table_at, BLOCK_SIZE)
+        acc, total, most = _round(
+            q,
+            k_ptr,
+            v_ptr,
+            now,
+            n,
+            head,
+            last,
+            position,
+            window,
+            K,
+            scale,
+            acc,
+            total,
+            most,
+            D,
+            BLOCK_SIZE,
+            True,
+            CAUSAL,
+            WINDOW,
+        )
     return acc, total, most
 
 
@@ -271,7 +398,9 @@ def _decode(
     if PAIRS:
         seq = tl.load(pairs_ptr + 2 * i)
         row = tl.load(pairs_ptr + 2 * i + 1)
-    length = tl.load(lens_ptr + seq, mask=seq >= 0, other=0)
+        if seq < 0:
+            return
+    length = tl.load(lens_ptr + seq)
     begin = 0
     if WINDOW:
         begin = tl.maximum(length - window, 0)
@@ -280,7 +409,7 @@ def _decode(
     last = tl.minimum(first + each, length)
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
-    mask = (g < tl.where(row < 0, 0, G))[:, None] & (d < D)[None, :]
+    mask = (g < G)[:, None] & (d < D)[None, :]
     at = (head * G + g)[:, None] * D + d[None, :]
     q = tl.load(q_ptr + row.to(tl.int64) * q_stride + at, mask=mask, other=0.0)
     acc, total, most = _accumulate(
@@ -344,7 +473,7 @@ def _combine(
     at = (i * PARTS + p).to(tl.int64) * H + head
     total = tl.load(sums_ptr + at * 2, mask=p < PARTS, other=0.0)
     most = tl.load(sums_ptr + at * 2 + 1, mask=p < PARTS, other=-1e30)
-    share = tl.exp(most - tl.max(most))
+    share = tl.exp2(most - tl.max(most))
     acc = tl.load(
         acc_ptr + at[:, None] * D + d[None, :],
         mask=(p < PARTS)[:, None] & (d < D)[None, :],
@@ -377,13 +506,13 @@ def _prefill(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """A tile of query rows of one sequence, G heads of each; programs (tiles, K).
+    """A tile of query rows of one sequence, G heads of each; programs (K, tiles).
 
     tiles int32 (., 4): sequence, first row, number of rows, position of the first row. The rest
     as `_decode` has it.
     """
-    tile = tiles_ptr + 4 * tl.program_id(0)
-    head = tl.program_id(1)
+    head = tl.program_id(0)
+    tile = tiles_ptr + 4 * tl.program_id(1)
     seq = tl.load(tile)
     row = tl.load(tile + 1)
     count = tl.load(tile + 2)
@@ -434,7 +563,7 @@ class TritonOps:
     def __init__(self, device: torch.device) -> None:
         if device.type == "cpu" and not INTERPRETED:
             raise ConfigError("the triton ops need a GPU", "ops")
-        self._programs = 1 if device.type == "cpu" else _num_processors(device)
+        self._programs, self._shared_bytes = (1, 0) if device.type == "cpu" else _sizes(device)
         cuda = device.type == "cuda"
         self._dependent = cuda and torch.cuda.get_device_capability(device) >= (9, 0)
         """A kernel starts before the one ahead has ended, and waits for what that one writes."""
@@ -526,7 +655,7 @@ class TritonOps:
         if work.num_decodes:
             self._decode(q_THD, cache, batch, work, scale, window, out_THD)
         if work.tiles is not None:
-            _run_prefill(q_THD, cache, batch, work.tiles, scale, window, out_THD)
+            self._prefill(q_THD, cache, batch, work.tiles, scale, window, out_THD)
         return out_THD
 
     def _decode(
@@ -542,12 +671,16 @@ class TritonOps:
         S, (H, D), K = work.num_decodes, q_THD.shape[1:], cache.k.shape[2]
         wanted = max(1, min(MAX_PARTS, ENOUGH_PROGRAMS * self._programs // (S * K)))
         parts = 1 << (wanted.bit_length() - 1)  # each number is compiled for
+        few = S * K * parts <= ENOUGH_PROGRAMS * self._programs
+        rounds = FEW_DECODES if few else MANY_DECODES
         acc = sums = out_THD
         if parts > 1:
             acc = q_THD.new_empty((S, parts, H, D), dtype=torch.float32)
             sums = q_THD.new_empty((S, parts, H, 2), dtype=torch.float32)
         pairs = batch.seq_lens_S if work.pairs is None else work.pairs
         block_d = max(16, triton.next_power_of_2(D))
+        block_g = max(16, triton.next_power_of_2(H // K))
+        row_bytes = block_d * q_THD.element_size()
         _decode[S, K, parts](
             q_THD,
             cache.k,
@@ -558,7 +691,7 @@ class TritonOps:
             batch.block_table_SB,
             batch.seq_lens_S,
             pairs,
-            scale,
+            scale * LOG2E,
             window or 0,
             q_THD.stride(0),
             batch.block_table_SB.stride(0),
@@ -566,15 +699,15 @@ class TritonOps:
             G=H // K,
             D=D,
             BLOCK_D=block_d,
-            BLOCK_G=max(16, triton.next_power_of_2(H // K)),
-            BLOCK_N=DECODE_TOKENS,
+            BLOCK_G=block_g,
+            BLOCK_N=rounds.tokens,
             BLOCK_SIZE=cache.block_size,
             PARTS=parts,
             PAIRS=work.pairs is not None,
             WINDOW=window is not None,
             PDL=self._dependent,
-            num_warps=DECODE_WARPS,
-            num_stages=DECODE_STAGES,
+            num_warps=rounds.warps,
+            num_stages=rounds.stages_within(self._shared_bytes, block_g, row_bytes),
             **self._launch,
         )
         if parts > 1:
@@ -593,6 +726,42 @@ class TritonOps:
                 num_warps=4,
                 **self._launch,
             )
+
+    def _prefill(
+        self,
+        q_THD: Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        tiles: Tensor,
+        scale: float,
+        window: int | None,
+        out_THD: Tensor,
+    ) -> None:
+        (H, D), K = q_THD.shape[1:], cache.k.shape[2]
+        block_d, block_m = max(16, triton.next_power_of_2(D)), tile_rows(H // K)
+        row_bytes = block_d * q_THD.element_size()
+        _prefill[K, len(tiles)](
+            q_THD,
+            cache.k,
+            cache.v,
+            out_THD,
+            batch.block_table_SB,
+            tiles,
+            scale * LOG2E,
+            window or 0,
+            q_THD.stride(0),
+            batch.block_table_SB.stride(0),
+            K,
+            G=H // K,
+            D=D,
+            BLOCK_D=block_d,
+            BLOCK_M=block_m,
+            BLOCK_N=CHUNKS.tokens,
+            BLOCK_SIZE=cache.block_size,
+            WINDOW=window is not None,
+            num_warps=CHUNKS.warps,
+            num_stages=CHUNKS.stages_within(self._shared_bytes, block_m, row_bytes),
+        )
 
     def _norm(
         self,
@@ -638,40 +807,6 @@ def _pending(pending: Pending | None, none: Tensor) -> tuple[Tensor, Tensor]:
     return (none, none) if pending is None else (pending.add_TO, pending.slot_T)
 
 
-def _run_prefill(
-    q_THD: Tensor,
-    cache: KVCache,
-    batch: AttentionBatch,
-    tiles: Tensor,
-    scale: float,
-    window: int | None,
-    out_THD: Tensor,
-) -> None:
-    (H, D), K = q_THD.shape[1:], cache.k.shape[2]
-    _prefill[len(tiles), K](
-        q_THD,
-        cache.k,
-        cache.v,
-        out_THD,
-        batch.block_table_SB,
-        tiles,
-        scale,
-        window or 0,
-        q_THD.stride(0),
-        batch.block_table_SB.stride(0),
-        K,
-        G=H // K,
-        D=D,
-        BLOCK_D=max(16, triton.next_power_of_2(D)),
-        BLOCK_M=tile_rows(H // K),
-        BLOCK_N=64,
-        BLOCK_SIZE=cache.block_size,
-        WINDOW=window is not None,
-        num_warps=4,
-        num_stages=2,
-    )
-
-
 def _plan(batch: AttentionBatch, num_groups: int) -> RowWork:
     num_seqs = len(batch.query_start) - 1
     if all(b - a == 1 for a, b in pairwise(batch.query_start)):
@@ -688,5 +823,7 @@ def _upload(rows: NDArray[np.int32], device: torch.device) -> Tensor | None:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def _num_processors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _sizes(device: torch.device) -> tuple[int, int]:
+    """Processors, and bytes of shared memory that a program may have."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.shared_memory_per_block_optin

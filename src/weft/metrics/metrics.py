@@ -381,15 +381,20 @@ def _add_tiers(out: Exposition, stats: EngineStats) -> None:
     )
     out.counter(
         "weft:adapter_self_checks",
-        "First-use checks of adapters, by result: passed, failed, skipped.",
+        "Checks of registered adapters, by result: passed, failed, skipped.",
         [(labels(result=result), count) for result, count in stats.self_checks.items()],
     )
     checked = [] if stats.self_check_s is None else [("", _histogram(stats.self_check_s))]
-    out.histogram("weft:adapter_self_check_seconds", "First-use checks of adapters.", checked)
+    out.histogram("weft:adapter_self_check_seconds", "Checks of registered adapters.", checked)
     out.gauge(
         "weft:adapters_quarantined",
-        "Adapters that failed their first-use check, and are not served.",
+        "Adapters that failed a check when they were loaded again, and are not served.",
         [("", len(stats.quarantined_adapters))],
+    )
+    out.counter(
+        "weft:adapter_copy_faults",
+        "Adapters that did not come to the device as they were packed.",
+        [("", stats.adapter_copy_faults)],
     )
 
 

@@ -6,6 +6,7 @@ heads, D head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -55,8 +56,9 @@ class Decoder:
         self._head = Head(weights.head, len(table.groups) - 1)
         self._rope = RopeTable(config.rope, config.head_dim, max_model_len, self.dtype, self.device)
 
-    def forward(self, ids_T: Tensor, step: StepContext, kv: list[KVCache]) -> Tensor:
-        """Hidden states after the final norm, (T, I). Writes the rows' K and V to `kv`."""
+    def forward(self, ids_T: Tensor, step: StepContext, kv: Iterable[KVCache]) -> Tensor:
+        """Hidden states after the final norm, (T, I). Writes the rows' K and V to `kv`, which is
+        asked for each layer's when its turn comes."""
         x_TI = self._embed(ids_T, step)
         rope = self._rope.at(step.positions_T)
         normed_TI = self._first_norm(x_TI, step)

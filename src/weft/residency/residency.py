@@ -8,11 +8,11 @@ threads read files and write to extents of host and device that nothing else use
                           image file ──> host tier ─────────────> device
                           folder ──> packed ──> host tier ──────> device ──> image file
                           parts, each from one of these ──> summed ──> host tier ──> device
-    a registration        folder ──> packed ──> host tier, image file
+    a registration        folder ──> packed ──> checked ──> host tier, image file
 
-Before its first use, what was loaded is installed and checked on a thread of its own; until then
-it counts as loading, so that nothing moves or uses it. One that fails is quarantined: its requests
-end, and others get the reason at once, until it is registered again.
+New content is checked before that, on a registrar's thread: whether the device computes what the
+image says. What fails is not registered. And whenever an image has come to the device, its
+checksum must be the one with which it was packed, or it is brought once more, from further below.
 
 An image file holds the very content that was registered: an adapter whose folder has changed
 since, or is gone, goes on being served from it. What is registered is read from its folder.
@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from queue import Empty, SimpleQueue
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -55,6 +55,7 @@ from weft.core.types import (
     Spread,
     TierStats,
 )
+from weft.kernels.checksum import checksum
 from weft.residency.host import Extent, Held, HostTier
 from weft.residency.images import ImageStore
 from weft.residency.slots import AdapterSlots, Load, Move, Moved
@@ -66,6 +67,7 @@ NUM_REGISTRARS = 2
 """Of their own: many registrations, which are slow, hold up no load that requests wait for."""
 MAX_PATHS = 16
 """Folders remembered for one content; the newest ones."""
+_TORN = "its image did not come to adapter memory as it was packed"
 
 
 class Source(Protocol):
@@ -96,7 +98,9 @@ class Pool(Protocol):
     @property
     def element_bytes(self) -> int: ...
 
-    def write(self, start: int, data: torch.Tensor) -> None: ...
+    def write(self, start: int, data: torch.Tensor) -> int:
+        """The checksum of what is there then."""
+        ...
 
     def install(self, slot: int, start: int, layout: ImageLayout) -> None: ...
 
@@ -106,8 +110,8 @@ class Pool(Protocol):
 class Checker(Protocol):
     """Whether the device computes an adapter as it should; see `weft.engine.selfcheck`."""
 
-    def order(self, slot: int, image: AdapterImage) -> Callable[[], CheckResult]:
-        """The check of what is installed in `slot`, for another thread. It raises
+    def check(self, image: AdapterImage, *, paced: bool) -> CheckResult:
+        """On any thread; `paced`: so that steps beside it are not disturbed. Raises
         AdapterQuarantined."""
         ...
 
@@ -151,8 +155,8 @@ class _Known:
     """Of an activated LoRA."""
     vocab_size: int = 0
     """With its added tokens; 0: the base's."""
-    checked: bool = False
-    """Whether its first-use check has passed."""
+    passed: bool = False
+    """Whether it was checked, and found right."""
     num_loads: int = 0
     num_evictions: int = 0
     last_load_s: float = 0.0
@@ -187,7 +191,25 @@ class _Job:
     stage_s: dict[str, float] = field(default_factory=dict)
     packed: list[AdapterImage] = field(default_factory=list)
     """What came from folders."""
-    check_s: float = 0.0
+    faults: int = 0
+    """Copies to the device that went wrong."""
+
+
+class _Call(NamedTuple):
+    """A registration whose image is there."""
+
+    call_id: int
+    path: str
+    pinned: bool
+    image: AdapterImage
+
+
+class _Verdict(NamedTuple):
+    """Of a check, and how long it took."""
+
+    result: CheckResult
+    seconds: float
+    error: AdapterQuarantined | None
 
 
 class Times:
@@ -221,7 +243,7 @@ class Residency:
         clock: Callable[[], float] = time.monotonic,
         checker: Checker | None = None,
     ) -> None:
-        """`checker` None: adapters are used unchecked."""
+        """`checker` None: what is registered is not checked."""
         self.slots = slots
         self.host = host
         self._pool = pool
@@ -233,15 +255,14 @@ class Residency:
         self._known: dict[str, _Known] = {}
         self._jobs: dict[str, _Job] = {}
         """By digest: an adapter has one load at a time."""
-        """When requests asked for adapters that were not resident."""
         self._hits = self._misses = 0
         self._checker = checker
         self._check_results: Counter[str] = Counter()
         self._check_times = Times()
+        self.copy_faults = 0
+        """Images that did not come to the device as they were packed."""
         self._stage_times = {stage: Times() for stage in LOAD_STAGES}
         self._done: SimpleQueue[Callable[[], Registered | LoadEnded | None]] = SimpleQueue()
-        self._checks = ThreadPoolExecutor(1, thread_name_prefix="weft-check")
-        """One at a time, and no load waits behind it."""
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="weft-loader")
         self._registrars = ThreadPoolExecutor(NUM_REGISTRARS, thread_name_prefix="weft-registrar")
 
@@ -252,7 +273,7 @@ class Residency:
         pinned: bool = False,
         expect_digest: str | None = None,
     ) -> None:
-        """Read, validate and pack; `poll` returns a Registered with this call id.
+        """Read, validate, pack and check; `poll` returns a Registered with this call id.
 
         Content of a known digest may come from its image file.
         """
@@ -285,6 +306,11 @@ class Residency:
             image.invocation,
             image.layout.vocab_size,
         )
+
+    def probe(self, image: AdapterImage) -> None:
+        """Check what comes from memory, on this thread. Raises AdapterQuarantined."""
+        if self._checker is not None and not self._has_passed(image.digest):
+            self._judge(image, "", self._verdict(self._checker, image, paced=False))
 
     def compose(self, digest: str, parts: Sequence[AdapterPart]) -> None:
         """Make the weighted sum of registered adapters known under `digest`, which must name it
@@ -389,20 +415,19 @@ class Residency:
         return {stage: times.spread for stage, times in self._stage_times.items()}
 
     def check_results(self) -> dict[str, int]:
-        """Of first-use checks; empty if there are none."""
+        """Of checks; empty if there are none."""
         if self._checker is None:
             return {}
         return {result: self._check_results[result] for result in CHECK_RESULTS}
 
     def check_times(self) -> Spread:
-        """Of first-use checks."""
+        """Of checks."""
         return self._check_times.spread
 
     def close(self) -> None:
         """End the threads, behind what they are at."""
         self._registrars.shutdown(cancel_futures=True)
         self._loaders.shutdown(cancel_futures=True)
-        self._checks.shutdown(cancel_futures=True)
         if self.host.arena is not None:
             self.host.arena.close()
 
@@ -428,24 +453,57 @@ class Residency:
             failure = _typed(error)
             self._finish(lambda: Registered(call_id, None, failure))
             return
-        found = image
-        self._finish(lambda: self._registered(call_id, path, pinned, found, stage_s))
+        call = _Call(call_id, path, pinned, image)
+        self._finish(lambda: self._packed(call, stage_s))
         self._save(packed)
+
+    def _check(self, checker: Checker, call: _Call) -> None:
+        verdict = self._verdict(checker, call.image, paced=True)
+        self._finish(lambda: self._registered(call, verdict))
+
+    def _verdict(self, checker: Checker, image: AdapterImage, paced: bool) -> _Verdict:
+        begin = self._clock()
+        error = None
+        try:
+            result = checker.check(image, paced=paced)
+        except AdapterQuarantined as failure:
+            result, error = "failed", failure
+        return _Verdict(result, self._clock() - begin, error)
 
     def _load(self, job: _Job) -> None:
         try:
-            image = self._sum(job) if job.parts else self._bring(job.origin, job, job.extent)
+            image = self._obtain(job, job.origin)
             job.moved.wait()
-            with self._timed("copy", job.stage_s):
-                self._pool.write(job.load.start, image.data)
+            if not self._copy(job, image):
+                image = self._obtain_anew(job, image)
+                if not self._copy(job, image):
+                    raise AdapterUnavailable(f"the adapter can't be loaded: {_TORN}", "model")
         except Exception as error:
             failure = _unavailable(_typed(error))
             self._finish(lambda: self._failed(job, failure))
         else:
             found = image
-            self._finish(lambda: self._written(job, found))
+            self._finish(lambda: self._loaded(job, found))
         for packed in job.packed:
             self._save(packed)
+
+    def _copy(self, job: _Job, image: AdapterImage) -> bool:
+        """To the device. Whether it is there as it was packed."""
+        with self._timed("copy", job.stage_s):
+            right = self._pool.write(job.load.start, image.data) == image.checksum
+        job.faults += not right
+        return right
+
+    def _obtain(self, job: _Job, origin: _Origin) -> AdapterImage:
+        image = self._sum(job) if job.parts else self._bring(origin, job, job.extent)
+        return _summed_up(image)
+
+    def _obtain_anew(self, job: _Job, image: AdapterImage) -> AdapterImage:
+        """Not from the host, if it is to be had elsewhere: what it has may have changed there."""
+        logger.warning("adapter %s: %s; it is loaded once more", job.load.digest[:16], _TORN)
+        if not (job.origin.paths or job.parts):
+            return image
+        return self._obtain(job, replace(job.origin, held=None))
 
     def _bring(self, origin: _Origin, job: _Job, extent: Extent | None) -> AdapterImage:
         """An adapter from the nearest place that has it, into `extent` unless it is held."""
@@ -463,18 +521,6 @@ class Residency:
         with self._timed("pack", job.stage_s):
             return self._source.sum_adapters(job.load.digest, images, self._view(job.extent))
 
-    def _check(self, job: _Job, image: AdapterImage, check: Callable[[], CheckResult]) -> None:
-        begin = self._clock()
-        try:
-            result = check()
-        except AdapterQuarantined as error:
-            failure = error
-            job.check_s = self._clock() - begin
-            self._finish(lambda: self._quarantined(job, failure))
-        else:
-            job.check_s = self._clock() - begin
-            self._finish(lambda: self._checked(job, image, result))
-
     def _from_file(
         self, digest: str, extent: Extent | None, stage_s: dict[str, float]
     ) -> AdapterImage | None:
@@ -489,7 +535,7 @@ class Residency:
         with self._timed("read", stage_s):
             files = self._source.read_adapter(path, digest)
         with self._timed("pack", stage_s):
-            return self._source.pack_adapter(files)
+            return _summed_up(self._source.pack_adapter(files))
 
     def _from_folders(self, origin: _Origin, stage_s: dict[str, float]) -> AdapterImage:
         """From the first folder that still holds this content; the last one's error if none."""
@@ -539,19 +585,42 @@ class Residency:
             return _Origin(digest, None, ())
         return _Origin(digest, self.host.open(digest), known.paths)
 
-    def _registered(
-        self,
-        call_id: int,
-        path: str,
-        pinned: bool,
-        image: AdapterImage,
-        stage_s: dict[str, float],
-    ) -> Registered:
+    def _packed(self, call: _Call, stage_s: dict[str, float]) -> Registered | None:
         self._count(stage_s)
+        if self._checker is None or self._has_passed(call.image.digest):
+            return self._registered(call, None)
+        self._registrars.submit(self._check, self._checker, call)
+        return None
+
+    def _has_passed(self, digest: str) -> bool:
+        known = self._known.get(digest)
+        return known is not None and known.passed
+
+    def _registered(self, call: _Call, verdict: _Verdict | None) -> Registered:
         try:
-            return Registered(call_id, self.add(image, path, pinned), None)
+            self._judge(call.image, call.path, verdict)
+            info = self.add(call.image, call.path, call.pinned)
         except WeftError as error:
-            return Registered(call_id, None, error)
+            return Registered(call.call_id, None, error)
+        if verdict is not None:
+            self._known[info.digest].passed = verdict.result == "passed"
+        return Registered(call.call_id, info, None)
+
+    def _judge(self, image: AdapterImage, path: str, verdict: _Verdict | None) -> None:
+        """Count a check. Raises AdapterQuarantined if it failed; should the content be known, as
+        its check had been skipped, nothing is served of it any more."""
+        if verdict is None:
+            return
+        self._check_results[verdict.result] += 1
+        self._check_times.add(verdict.seconds)
+        error, digest = verdict.error, image.digest
+        if error is None:
+            return
+        logger.error("quarantined: adapter %s %s: %s", digest[:16], path, error.message)
+        if self.slots.knows(digest):
+            self.slots.refuse(digest, error)
+            self._done.put(lambda: LoadEnded(digest, error))
+        raise error
 
     def _hold(self, image: AdapterImage, kept: bool) -> None:
         """Put an image on the host; into the arena, if there is one, on a loader thread."""
@@ -572,47 +641,32 @@ class Residency:
         elif extent is not None or self.host.arena is None or known.kept:
             self.host.put(image, known.kept, extent, came_s)
 
-    def _written(self, job: _Job, image: AdapterImage) -> LoadEnded | None:
-        """The image is in its extent."""
-        load, known = job.load, self._known.get(job.load.digest)
-        self._pool.install(load.slot, load.start, image.layout)
-        if self._checker is None or known is None or known.checked:
-            return self._loaded(job, image)
-        self._checks.submit(self._check, job, image, self._checker.order(load.slot, image))
-        return None
-
-    def _checked(self, job: _Job, image: AdapterImage, result: CheckResult) -> LoadEnded:
-        self._count_check(job, result)
-        if known := self._known.get(job.load.digest):
-            known.checked = result == "passed"
-        return self._loaded(job, image)
-
-    def _quarantined(self, job: _Job, error: AdapterQuarantined) -> LoadEnded:
-        self._count_check(job, "failed")
-        digest = job.load.digest
-        logger.error("quarantined: adapter %s %s: %s", digest[:16], job.origin.paths, error.message)
-        self._pool.clear(job.load.slot)
-        self.slots.refuse(digest, error)
-        return self._failed(job, error)
-
-    def _count_check(self, job: _Job, result: CheckResult) -> None:
-        self._check_results[result] += 1
-        self._check_times.add(job.check_s)
-
     def _loaded(self, job: _Job, image: AdapterImage) -> LoadEnded:
+        """The image is in its extent."""
         load = job.load
+        self._pool.install(load.slot, load.start, image.layout)
         self._end(job)
-        if job.origin.held is None:
-            came_s = sum(s for stage, s in job.stage_s.items() if stage != "copy")
-            self._put(image, job.extent, came_s)
+        self._keep(job, image)
         seconds = self._clock() - job.ordered_s
-        if not self.slots.loaded(load.digest, seconds - job.check_s):
+        if not self.slots.loaded(load.digest, seconds):
             self._pool.clear(load.slot)
             return LoadEnded(load.digest, AdapterUnavailable("the adapter was unloaded", "model"))
         known = self._known[load.digest]
         known.num_loads += 1
         known.last_load_s, known.stage_s = seconds, job.stage_s
         return LoadEnded(load.digest, None)
+
+    def _keep(self, job: _Job, image: AdapterImage) -> None:
+        """Hold on the host what was loaded."""
+        held = job.origin.held
+        if held is None:
+            came_s = sum(s for stage, s in job.stage_s.items() if stage != "copy")
+            self._put(image, job.extent, came_s)
+        elif image.data is held.image.data:
+            held.image = image
+        else:  # what was held is wrong
+            self.host.forget(image.digest)
+            self._put(image, None)
 
     def _failed(self, job: _Job, error: WeftError) -> LoadEnded:
         self._end(job)
@@ -626,10 +680,18 @@ class Residency:
             if origin.held is not None:
                 self.host.close(origin.held)
         self._count(job.stage_s)
+        self.copy_faults += job.faults
 
     def _count(self, stage_s: dict[str, float]) -> None:
         for stage, seconds in stage_s.items():
             self._stage_times[stage].add(seconds)
+
+
+def _summed_up(image: AdapterImage) -> AdapterImage:
+    """With its checksum."""
+    if image.checksum is not None:
+        return image
+    return replace(image, checksum=int(checksum(image.data)))
 
 
 def _typed(error: Exception) -> WeftError:

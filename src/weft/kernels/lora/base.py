@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from weft.core.targets import ImageLayout, TargetTable, aligned
+from weft.kernels.checksum import checksum
 from weft.kernels.pending import Pending
 
 SCRATCH_BYTES = 32 << 20
@@ -97,18 +98,21 @@ class AdapterPool:
     def element_bytes(self) -> int:
         return self.arena.element_size()
 
-    def write(self, start: int, data: Tensor) -> None:
-        """Copy an image (1-D) to the arena; returns when it is there. Any thread; nothing may
-        read that extent."""
+    def write(self, start: int, data: Tensor) -> int:
+        """Copy an image (1-D) to the arena; returns when it is there, with the checksum of what
+        is there then. Any thread; nothing may read that extent."""
         extent = self.arena[start : start + data.numel()]
         if self._copies is None:
             extent.copy_(data)
-            return
+            return int(checksum(extent))
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        found = torch.empty((), dtype=torch.int64, pin_memory=True)
         with torch.cuda.stream(self._copies):
             extent.copy_(data, non_blocking=True)
+            found.copy_(checksum(extent), non_blocking=True)
             done.record()
         done.synchronize()
+        return int(found)
 
     def move(self, moves: Sequence[Relocation]) -> None:
         """Copy images within the arena, one after the other, and let their slots follow.
@@ -304,10 +308,6 @@ class VocabularyStep(Protocol):
     def logits(self, y_NV: Tensor, x_NI: Tensor) -> Tensor:
         """Those of the largest vocabulary; minus infinity for tokens that are not in a row's own.
         Over the sampled rows."""
-        ...
-
-    def runs(self, num_rows: int) -> list[tuple[int, int, int]]:
-        """(first row, end, vocabulary) of runs of the sampled rows, which are all of them."""
         ...
 
 

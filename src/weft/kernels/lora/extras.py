@@ -45,6 +45,32 @@ def vocabulary_of(step: LoraStep | None) -> VocabularyStep | None:
     return step.vocabulary if isinstance(step, ExtrasStep) else None
 
 
+def vocabulary_runs(
+    pool: AdapterPool, sampled: Iterable[tuple[int, int, int]], num_rows: int
+) -> list[tuple[int, int, int]] | None:
+    """(first row, end, vocabulary) of runs of the sampled rows, which are all of them; None if all
+    have the base's vocabulary. `sampled`: their segments, in order."""
+    own = [(*rows, size) for slot, *rows in sampled if (size := _vocab_size(pool, slot))]
+    if not own:
+        return None
+    base, _ = vocabulary(pool.table, "embedding")
+    found: list[tuple[int, int, int]] = []
+    end = 0
+    for start, stop, size in [*own, (num_rows, num_rows, 0)]:
+        if end < start:
+            found.append((end, start, base))
+        if size:
+            found.append((start, stop, size))
+        end = stop
+    return found
+
+
+def _vocab_size(pool: AdapterPool, slot: int) -> int:
+    """0: the base's."""
+    placed = pool.placed(slot)
+    return placed[1].vocab_size if placed is not None else 0
+
+
 class ExtrasStep:
     """LoraStep that does what another does, and the extras; NormStep of the norms among them."""
 
@@ -55,7 +81,10 @@ class ExtrasStep:
         self._segments = _own(pool, batch.segments)
         self._sampled = _own(pool, batch.sampled_segments)
         own = (self._segments, self._sampled)
-        added = [[each for each in segments if each.layout.vocab_size] for segments in own]
+        added = [
+            [each for each in segments if each.layout.vocab_size > self._num_tokens]
+            for segments in own
+        ]
         self.vocabulary: VocabularyStep | None = _AddedTokens(pool, *added) if any(added) else None
 
     def start(self, x_TI: Tensor, group: int) -> None:
@@ -83,7 +112,7 @@ class ExtrasStep:
                 y_nV = y_NV[own.start : own.stop]
                 logits = x_NI[own.start : own.stop] @ rows_nI.t()
                 if ids_n is None:
-                    y_nV.copy_(logits)
+                    y_nV[:, : len(rows_nI)] = logits
                 else:
                     y_nV.index_copy_(1, ids_n.long(), logits)
         self._step.head(y_NV, x_NI, group)
@@ -140,16 +169,6 @@ class _AddedTokens:
             added_Nn = x_NI[own.start : own.stop] @ rows_nI.t()
             y_NW[own.start : own.stop, self._vocab : own.layout.vocab_size] = added_Nn
         return y_NW
-
-    def runs(self, num_rows: int) -> list[tuple[int, int, int]]:
-        found: list[tuple[int, int, int]] = []
-        stop = 0
-        for own in self._sampled:
-            if stop < own.start:
-                found.append((stop, own.start, self._vocab))
-            stop = own.stop
-            found.append((own.start, stop, own.layout.vocab_size))
-        return found if stop == num_rows else [*found, (stop, num_rows, self._vocab)]
 
 
 class _Own:

@@ -1,4 +1,4 @@
-"""One adapter computed from its image alone: what the first-use check holds other steps against.
+"""One adapter computed from its image alone: what the check of adapters holds other steps against.
 
 Neither tables nor views nor a backend have a part in it: all of it follows from the image and from
 its layout, as `weft.core.targets` states it, by plain torch in fp32.

@@ -41,16 +41,16 @@ from torch import Tensor
 from weft.core.config import MAX_RANK
 from weft.core.errors import ConfigError
 from weft.core.targets import ALIGN, Group
+from weft.kernels import tuned
 from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, Segment
 from weft.kernels.pending import Pending
 from weft.kernels.staging import Staging
 from weft.kernels.triton_linear import (
     FEW_ROWS,
-    PER_TILE,
+    NUM_FLAGS,
     Adapters,
     cut_of,
     launch,
-    processors,
 )
 from weft.kernels.triton_linear import dot as _dot
 from weft.kernels.triton_linear import parts_of as _parts
@@ -58,6 +58,10 @@ from weft.kernels.triton_linear import sum_parts as _sum_parts
 from weft.kernels.triton_linear import times_b as _times_b
 
 _ALIGN = tl.constexpr(ALIGN)
+
+EXPERT = 1 << 16
+"""A tile's first word is its slot, and this times its expert, where a group has experts."""
+_EXPERT = tl.constexpr(EXPERT)
 
 SPARE_SHARERS = 32
 """Programs for the tiles of many rows, beyond as many as there would be of full tiles."""
@@ -96,12 +100,10 @@ class Tuning:
     max_parts: int = 16
     row_floats: int = 1024
     """W, workspace per row, at least; it bounds the parts of a high rank."""
-    few_rows: int = 256
+    few_rows: int = 16
     """Up to here there is a program for each tile that there may be. Beyond, programs read how
     many there are, and share them."""
     blocks: Blocks = field(default_factory=Blocks)
-    side_stream: bool = True
-    """In a CUDA graph, run the shrink beside the base product, which reads the same input."""
     dependent_launch: bool = False
     """Start a kernel before the one ahead has ended (sm_90 on); adapters are read meanwhile."""
 
@@ -121,7 +123,6 @@ def _shrink_part(
     BLOCK_R: tl.constexpr,
     PART: tl.constexpr,
     EXACT: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """x (rows, K) @ A[r0:, :]^T over steps [first, last) of K: fp32 (BLOCK_M, BLOCK_R)."""
     m = tl.arange(0, BLOCK_M)
@@ -134,8 +135,6 @@ def _shrink_part(
             mask=(r < R)[:, None] & (k < K)[None, :],
             other=0.0,
         )
-        if PDL:
-            tl.extra.cuda.gdc_wait()
         x = tl.load(
             x_at + m[:, None].to(tl.int64) * x_stride + k[None, :],
             mask=(m < rows)[:, None] & (k < K)[None, :],
@@ -143,6 +142,18 @@ def _shrink_part(
         )
         acc = _dot(x, tl.trans(a), acc, EXACT)
     return acc
+
+
+@triton.jit
+def _aligned(n):
+    return (n.to(tl.int64) + (_ALIGN - 1)) // _ALIGN * _ALIGN
+
+
+@triton.jit
+def _slot_and_expert(tile_ptr):
+    """Of a tile; see EXPERT."""
+    packed = tl.load(tile_ptr)
+    return packed % _EXPERT, packed // _EXPERT
 
 
 @triton.jit(do_not_specialize=["num_tiles", "group", "first_slice"])
@@ -173,8 +184,8 @@ def _shrink(
     """v = x @ A[slot]^T for the rows of all tiles.
 
     x (T, K) with unit stride along K; work fp32 (T, W), row t holding v[t] as (parts, R rounded
-    up to 16); tiles int32 (num_tiles, 4) of slot, first row, number of rows (0: nothing to do)
-    and, in the first one, how many there are, for COUNTED; a_offset int64 (S, G); rank int32
+    up to 16); tiles int32 (num_tiles, 4) of slot and expert, first row, number of rows (0: nothing
+    to do) and, in the first one, how many there are, for COUNTED; a_offset int64 (S, G); rank int32
     (S, L). Programs: axis 0 shares a tile's blocks of ranks and parts, axis 1 the tiles.
     """
     if PDL:
@@ -183,14 +194,15 @@ def _shrink(
     if COUNTED:
         num_tiles = tl.load(tiles_ptr + 3)
     for i in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
-        slot = tl.load(tiles_ptr + 4 * i)
+        slot, expert = _slot_and_expert(tiles_ptr + 4 * i)
         row = tl.load(tiles_ptr + 4 * i + 1)
         rows = tl.load(tiles_ptr + 4 * i + 2)
         if rows > 0:
-            a_offset = tl.multiple_of(tl.load(a_offset_ptr + slot * num_groups + group), _ALIGN)
+            a_offset = tl.load(a_offset_ptr + slot * num_groups + group)
             R = 0
             for j in tl.static_range(NUM_SLICES):
                 R += tl.load(rank_ptr + slot * num_targets + first_slice + j)
+            a_offset = tl.multiple_of(a_offset + expert * _aligned(R * K), _ALIGN)
             if R > 0:
                 R_padded = (R + 15) // 16 * 16
                 each, parts = _parts(R, K, W, PART, MAX_PARTS)
@@ -199,6 +211,8 @@ def _shrink(
                 x_at = x_ptr + row.to(tl.int64) * x_stride
                 a_at = arena_ptr + a_offset
                 work_at = work_ptr + (row + m)[:, None].to(tl.int64) * W
+                if PDL:  # not in the loop of a part, which is pipelined: it would ask for x before
+                    tl.extra.cuda.gdc_wait()
                 for u in range(tl.program_id(0), blocks * parts, tl.num_programs(0)):
                     p = u % parts
                     r0 = u // parts * BLOCK_R
@@ -216,7 +230,6 @@ def _shrink(
                         BLOCK_R,
                         PART,
                         EXACT,
-                        PDL,
                     )
                     r = r0 + tl.arange(0, BLOCK_R)
                     mask = (m < rows)[:, None] & (r < R)[None, :]
@@ -319,6 +332,7 @@ def _expand(
     num_groups,
     num_targets,
     K,
+    copy_width,
     W: tl.constexpr,
     NUM_SLICES: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -338,7 +352,8 @@ def _expand(
 
     y (T, O) with unit stride along O; work and tiles as `_shrink` has them; columns int32
     (column ranges, 4): slice within the group, index of the range of WIDTH within the slice, and
-    in units of VEC the number of columns and the first column of y. GATHER: v[t] is row ids[t]
+    in units of VEC the number of columns and the first column of y; copy_width the columns of a
+    slice, all of one width where a group has experts. GATHER: v[t] is row ids[t]
     (int64) of A (K, R) instead. Programs: axis 0 is the range of columns, axis 1 shares the row
     tiles.
     """
@@ -353,13 +368,11 @@ def _expand(
     if COUNTED:
         num_tiles = tl.load(tiles_ptr + 3)
     for i in range(tl.program_id(1), num_tiles, tl.num_programs(1)):
-        slot = tl.load(tiles_ptr + 4 * i)
+        slot, expert = _slot_and_expert(tiles_ptr + 4 * i)
         row = tl.load(tiles_ptr + 4 * i + 1)
         rows = tl.load(tiles_ptr + 4 * i + 2)
         if rows > 0:
-            b_offset = tl.multiple_of(
-                tl.load(b_offset_ptr + slot * num_targets + first_slice + slice_), _ALIGN
-            )
+            b_offset = tl.load(b_offset_ptr + slot * num_targets + first_slice + slice_)
             R = 0
             rank = 0
             r_start = 0
@@ -368,6 +381,7 @@ def _expand(
                 R += of_slice
                 rank += tl.where(j == slice_, of_slice, 0)
                 r_start += tl.where(j < slice_, of_slice, 0)
+            b_offset = tl.multiple_of(b_offset + expert * _aligned(rank * copy_width), _ALIGN)
             if rank > 0:
                 t = (row + m)[:, None].to(tl.int64)
                 parts = 1
@@ -513,19 +527,20 @@ class TritonBackend:
         device = pool.arena.device
         if device.type == "cpu" and not INTERPRETED:
             raise ConfigError("the triton LoRA backend needs a GPU", "lora_backend")
+        assert pool.num_slots <= EXPERT
         self.pool = pool
-        self.tuning = tuning or Tuning(dependent_launch=_has_dependent_launch(device))
+        self.tuning = tuning or Tuning(
+            blocks=tuned.blocks_for(Blocks(), device),
+            dependent_launch=_has_dependent_launch(device),
+        )
         most = max(len(g.slices) for g in pool.table.groups)
         self.row_floats = max(self.tuning.row_floats, MAX_RANK * most)
         self.exact = INTERPRETED or pool.arena.dtype == torch.float32
-        self.side_stream = None
-        if self.tuning.side_stream and device.type == "cuda":
-            self.side_stream = torch.cuda.Stream(device)
         self._tiles = _TileList(self.tuning, device)
         self._work = torch.empty((0, self.row_floats), dtype=torch.float32, device=device)
         self._columns: dict[tuple[tuple[int, ...], int], tuple[Tensor, int]] = {}
-        self.flags = torch.zeros(2, dtype=torch.int32, device=device)
-        """Where the programs of a product count each other."""
+        self.flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
+        """Where products and what runs beside them tell each other how far they are."""
         linear = [g.out_features for g in pool.table.groups if g.kind == "linear"]
         self.delta = torch.empty(
             FEW_ROWS * max(linear, default=0), dtype=torch.float32, device=device
@@ -580,25 +595,25 @@ class TritonStep:
         self._tokens = tokens
         self._sampled = sampled
         self._work = work
-        self._side = backend.side_stream
-        self._ahead = False
-        """Whether the shrink of the layer that is under way runs on the side stream."""
+        self._shrunk = False
+        """Whether the shrink of the layer that is under way has been launched."""
 
     def start(self, x_TI: Tensor, group: int) -> None:
-        if self._side is None or not torch.cuda.is_current_stream_capturing():
-            return
-        self._side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._side):
-            self.shrink(x_TI, group, self._tokens)
-        self._ahead = True
+        # Ahead of the product, as it can start while the kernel before still runs, which after a
+        # product of another library it can't.
+        self.shrink(x_TI, group, self._tokens)
+        self._shrunk = True
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
-        if self._ahead and self._side is not None:
-            self._ahead = False
-            torch.cuda.current_stream().wait_stream(self._side)
-            self.expand(y_TO, group, self._tokens)
-        else:
-            self._apply(y_TO, x_TI, group, self._tokens)
+        if not self._shrunk:
+            self.shrink(x_TI, group, self._tokens)
+        self._shrunk = False
+        self.expand(y_TO, group, self._tokens)
+
+    @property
+    def rows(self) -> _Rows:
+        """Of the step, as `shrink` and `expand` take them."""
+        return self._tokens
 
     def product(
         self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: int
@@ -607,7 +622,7 @@ class TritonStep:
         backend, rows = self._backend, self._tokens
         pool, tuning = backend.pool, backend.tuning
         of = pool.table.groups[group]
-        cut = cut_of(x_TI, weight_OI, adapters=True)
+        cut = cut_of(x_TI, weight_OI)
         if cut is None or rows.slots is None or rows.num_tiles != len(x_TI):
             return None
         num_rows = len(x_TI)
@@ -616,7 +631,6 @@ class TritonStep:
         adapters = Adapters(
             (delta_TO, self._work, backend.flags, pool.arena, rows.tiles, *tables),
             (group, of.slices[0].slice, pool.a_offset_SG.shape[1], pool.rank_SL.shape[1]),
-            sharers=min(processors(x_TI.device), PER_TILE * num_rows),
             widths=tuple(s.out_features for s in of.slices),
             row_floats=backend.row_floats,
             part=tuning.part,
@@ -634,7 +648,9 @@ class TritonStep:
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
         from weft.kernels.lora.triton_experts import TritonExperts
 
-        return TritonExperts(self._backend, self._tokens.tiles, token_P, expert_P)
+        slot_T = self._tokens.slots
+        assert slot_T is not None
+        return TritonExperts(self._backend, slot_T, token_P, expert_P)
 
     def _apply(self, y: Tensor, x: Tensor, group: int, rows: _Rows) -> None:
         self.shrink(x, group, rows)
@@ -707,6 +723,7 @@ class TritonStep:
             pool.a_offset_SG.shape[1],
             pool.rank_SL.shape[1],
             of.in_features,
+            of.slices[0].out_features,
             W=backend.row_floats,
             NUM_SLICES=len(of.slices),
             BLOCK_M=blocks.rows,

@@ -1,111 +1,92 @@
 """Adapters of experts through the kernels of the Triton backend.
 
-The kernels find matrices by slot, in tables. Here every tile of rows of one expert and one adapter
-is a slot of its own, in tables made for the tiles of a layer. All of it happens on the device and
-with shapes that follow from the number of rows only, so that it can be part of a CUDA graph.
+The kernels are given tiles of rows of one adapter; here, of one expert and one adapter. All of it
+happens on the device and with shapes that follow from the number of rows only, so that it can be
+part of a CUDA graph.
 
-Shapes: T token rows, P pairs of a token and one of its experts, V tiles (at most P), L slices of a
-group.
+Shapes: T token rows, P pairs of a token and one of its experts.
 """
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, replace
-from typing import Any, cast
-
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from weft.core.targets import ALIGN, Group, TargetTable
-from weft.kernels.lora.base import AdapterPool
-from weft.kernels.lora.triton import SPARE_SHARERS, TritonBackend, TritonStep, _Rows
+from weft.kernels.lora.triton import EXPERT, SPARE_SHARERS, TritonBackend, TritonStep, _Rows
+
+_EXPERT = tl.constexpr(EXPERT)
 
 
-@dataclass(frozen=True, slots=True)
-class _TileTables:
-    """What the kernels read of an AdapterPool, by tile, for one group."""
+@triton.jit
+def _owner(token_ptr, expert_ptr, slot_ptr, p, P):
+    """Slot and expert of pairs, as tiles have them; -1 for rows of the base."""
+    there = (p >= 0) & (p < P)
+    slot = tl.load(slot_ptr + tl.load(token_ptr + p, mask=there, other=0), mask=there, other=-1)
+    expert = tl.load(expert_ptr + p, mask=there, other=0).to(tl.int32)
+    return tl.where(slot < 0, -1, expert * _EXPERT + slot)
 
-    arena: Tensor
-    table: TargetTable
-    a_offset_SG: Tensor
-    b_offset_SL: Tensor
-    rank_SL: Tensor
+
+@triton.jit
+def _mark_tiles(token_ptr, expert_ptr, slot_ptr, starts_ptr, rows_ptr, P, SIZE: tl.constexpr):
+    """Cut a window of SIZE pairs where the owner changes: starts int32 (P,) gets 1 where a tile
+    begins, and rows int32 (P,) how many pairs it would have."""
+    first = tl.program_id(0) * SIZE
+    i = tl.arange(0, SIZE)
+    p = first + i
+    owner = _owner(token_ptr, expert_ptr, slot_ptr, p, P)
+    changes = (i == 0) | (owner != _owner(token_ptr, expert_ptr, slot_ptr, p - 1, P))
+    later = (i[None, :] > i[:, None]) & changes[None, :]
+    end = tl.min(tl.where(later, i[None, :], SIZE), axis=1)
+    tl.store(starts_ptr + p, (changes & (owner >= 0)).to(tl.int32), mask=p < P)
+    tl.store(rows_ptr + p, tl.minimum(end, P - first) - i, mask=p < P)
+
+
+@triton.jit
+def _lay_out_tiles(
+    token_ptr, expert_ptr, slot_ptr, count_ptr, rows_ptr, tiles_ptr, P, SIZE: tl.constexpr
+):
+    """tiles (P, 4) as the kernels read them; those in excess have no rows. count int32 (P,): how
+    many tiles have begun, up to a pair."""
+    p = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    count = tl.load(count_ptr + p, mask=p < P, other=0)
+    before = tl.load(count_ptr + p - 1, mask=(p < P) & (p > 0), other=0)
+    total = tl.load(count_ptr + P - 1)
+    zero = tl.zeros_like(count)
+    tl.store(tiles_ptr + 4 * p + 2, zero, mask=(p < P) & (p >= total))
+    tl.store(tiles_ptr + 4 * p + 3, zero + total, mask=p == 0)
+    begins = count > before
+    tile = tiles_ptr + 4 * before
+    tl.store(tile, _owner(token_ptr, expert_ptr, slot_ptr, p, P), mask=begins)
+    tl.store(tile + 1, p, mask=begins)
+    tl.store(tile + 2, tl.load(rows_ptr + p, mask=begins, other=0), mask=begins)
 
 
 class TritonExperts:
     """ExpertStep of the Triton backend."""
 
     def __init__(
-        self, backend: TritonBackend, tiles_T4: Tensor, token_P: Tensor, expert_P: Tensor
+        self, backend: TritonBackend, slot_T: Tensor, token_P: Tensor, expert_P: Tensor
     ) -> None:
-        """`tiles_T4`: of the step's rows, as the kernels read them."""
-        size, num_pairs = backend.tuning.blocks.rows, len(token_P)
-        slot_P = _slots_of_rows(tiles_T4, size)[token_P]
-        tiles_V4, first_V = _tiles(expert_P, slot_P, size)
-        self._backend = backend
-        self._slot_V, self._expert_V = slot_P[first_V], expert_P[first_V]
+        """`slot_T`: int32, in which the rows of a slot lie together. Pairs are in order of expert,
+        and those of one expert as their tokens are."""
+        num_pairs, size = len(token_P), backend.tuning.blocks.rows
+        pairs = (token_P, expert_P, slot_T)
+        starts_P, rows_P = expert_P.new_empty((2, num_pairs), dtype=torch.int32)
+        tiles_P4 = expert_P.new_empty((num_pairs, 4), dtype=torch.int32)
+        grid = (triton.cdiv(num_pairs, size),)
+        _mark_tiles[grid](*pairs, starts_P, rows_P, num_pairs, SIZE=size)
+        count_P = starts_P.cumsum(0, dtype=torch.int32)
+        _lay_out_tiles[grid](*pairs, count_P, rows_P, tiles_P4, num_pairs, SIZE=size)
         counted = num_pairs > backend.tuning.few_rows
         sharers = min(num_pairs, num_pairs // size + SPARE_SHARERS) if counted else num_pairs
-        self._rows = _Rows(tiles_V4, num_pairs, sharers, counted)
-        shape = (num_pairs, backend.row_floats)
-        self._work = torch.empty(shape, dtype=torch.float32, device=token_P.device)
+        self._rows = _Rows(tiles_P4, num_pairs, sharers, counted)
+        work = torch.empty(
+            (num_pairs, backend.row_floats), dtype=torch.float32, device=token_P.device
+        )
+        self._step = TritonStep(backend, self._rows, self._rows, work)
 
     def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
-        backend = copy.copy(self._backend)
-        tables = self._tables(backend.pool, backend.pool.table.groups[group])
-        backend.pool = cast(Any, tables)
-        step = TritonStep(backend, self._rows, self._rows, self._work)
-        step.shrink(x_PI, 0, self._rows)
-        step.expand(y_PO, 0, self._rows)
-
-    def _tables(self, pool: AdapterPool, group: Group) -> _TileTables:
-        slot_V, expert_V = self._slot_V.clamp(min=0), self._expert_V
-        # The slices of a group of experts are all of one size.
-        first, out = group.slices[0].slice, group.slices[0].out_features
-        slices = slice(first, first + len(group.slices))
-        rank_VL = torch.where(self._slot_V[:, None] < 0, 0, pool.rank_SL[slot_V, slices])
-        a_size_V = _aligned(rank_VL.sum(1) * group.in_features)
-        a_offset_V = pool.a_offset_SG[slot_V, group.index] + expert_V * a_size_V
-        b_size_VL = _aligned(rank_VL.long() * out)
-        b_offset_VL = pool.b_offset_SL[slot_V, slices] + expert_V[:, None] * b_size_VL
-        return _TileTables(pool.arena, _alone(group), a_offset_V[:, None], b_offset_VL, rank_VL)
-
-
-def _slots_of_rows(tiles_T4: Tensor, size: int) -> Tensor:
-    """The slot of each row of a step, int64 (T,), -1 for base rows, from its tiles (slot, first
-    row, number of rows, ...) of at most `size` rows."""
-    num_rows = len(tiles_T4)
-    slot_T1, first_T1, rows_T1 = (tiles_T4[:, i : i + 1].long() for i in range(3))
-    nth = torch.arange(size, device=tiles_T4.device)
-    row = torch.where(nth < rows_T1, first_T1 + nth, num_rows)
-    found = tiles_T4.new_full((num_rows + 1,), -1, dtype=torch.int64)
-    found.scatter_(0, row.flatten(), slot_T1.expand_as(row).flatten())
-    return found[:num_rows]
-
-
-def _tiles(expert_P: Tensor, slot_P: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """The tiles of pairs that are in order of expert and slot, int32 (P, 4), each naming itself as
-    slot; and the first row of each, or any row for those in excess. Rows of the base get tiles
-    without rows."""
-    place_P = torch.arange(len(expert_P), device=expert_P.device)
-    is_new_P = torch.ones_like(expert_P, dtype=torch.bool)
-    is_new_P[1:] = (expert_P[1:] != expert_P[:-1]) | (slot_P[1:] != slot_P[:-1])
-    start_P = torch.where(is_new_P, place_P, 0).cummax(0).values
-    tile_P = ((place_P - start_P) % size == 0).cumsum(0) - 1
-    first_V = torch.searchsorted(tile_P, place_P)
-    stop_V = torch.searchsorted(tile_P, place_P, right=True)
-    row_V = first_V.clamp(max=len(place_P) - 1)
-    rows_V = torch.where(slot_P[row_V] < 0, 0, stop_V - first_V)
-    num_tiles_V = (tile_P[-1] + 1).expand_as(place_P)
-    return torch.stack((place_P, row_V, rows_V, num_tiles_V), 1).int(), row_V
-
-
-def _aligned(n: Tensor) -> Tensor:
-    return (n + (ALIGN - 1)) // ALIGN * ALIGN
-
-
-def _alone(group: Group) -> TargetTable:
-    """A table of this group only."""
-    slices = tuple(replace(s, group=0, slice=i) for i, s in enumerate(group.slices))
-    return TargetTable((replace(group, index=0, slices=slices),))
+        self._step.shrink(x_PI, group, self._rows)
+        self._step.expand(y_PO, group, self._rows)

@@ -1,0 +1,202 @@
+"""What single kernels are measured on: random weights and adapters of some layers of a model, and a
+clock for the device.
+
+Shapes: T token rows, I inputs and O outputs of a product.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from weft.bench.engine import preset_folder
+from weft.core.config import MAX_RANK
+from weft.core.errors import ConfigError
+from weft.core.targets import Group, layout_of
+from weft.kernels.lora import AdapterPool, LoraBatch, LoraStep, Segment, make_backend
+from weft.kernels.lora.reference import ReferenceBackend
+from weft.models.config import load_model_config
+from weft.models.targets import target_table
+
+PRODUCTS = {"q_proj": "qkv", "o_proj": "o", "gate_proj": "gate_up", "down_proj": "down"}
+"""Of a layer, by their first projection."""
+NUM_LAYERS = {"cuda": 8, "cpu": 2}
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
+
+Timer = Callable[[Callable[[], object]], float]
+"""Seconds that the device takes for a call; a median."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One linear layer of each of the bed's layers."""
+
+    name: str
+    """Such as qkv."""
+    groups: tuple[Group, ...]
+    weights: tuple[Tensor, ...]
+    """(O, I), of each layer."""
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(O, I)"""
+        return self.groups[0].out_features, self.groups[0].in_features
+
+
+class Bed:
+    """Layers of a model's shape; every slot of the pool holds an adapter of all their products.
+
+    Values are such that a product and what an adapter adds to it are of the same size: an error in
+    either is seen.
+    """
+
+    def __init__(self, model: str, device: torch.device, rank: int, num_slots: int) -> None:
+        """Raises ConfigError."""
+        if rank > MAX_RANK:
+            raise ConfigError(f"--rank is at most {MAX_RANK}; got {rank}", "rank")
+        self.device, self.rank, self.num_slots = device, rank, num_slots
+        self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        with preset_folder(model) as folder:
+            config = load_model_config(folder)
+        num_layers = min(config.num_layers, NUM_LAYERS[device.type])
+        table = target_table(replace(config, num_layers=num_layers))
+        self.products = self._products(
+            [g for g in table.groups if g.kind == "linear" and g.slices[0].suffix in PRODUCTS]
+        )
+        adapted = {s.slice for p in self.products for g in p.groups for s in g.slices}
+        layout = layout_of(table, tuple(rank * (s.slice in adapted) for s in table.targets))
+        size = layout.num_elements
+        self.pool = AdapterPool(table, num_slots * size, num_slots, self.dtype, device)
+        self.pool.arena.normal_(std=(config.hidden_size * rank) ** -0.25)
+        for slot in range(num_slots):
+            self.pool.install(slot, slot * size, layout)
+
+    def _products(self, groups: Sequence[Group]) -> tuple[Product, ...]:
+        made = []
+        for suffix, name in PRODUCTS.items():
+            of = tuple(g for g in groups if g.slices[0].suffix == suffix)
+            weights = tuple(self.random(g.out_features, g.in_features) for g in of)
+            if of:
+                made.append(Product(name, of, tuple(w.mul_(w.shape[1] ** -0.5) for w in weights)))
+        return tuple(made)
+
+    @property
+    def tolerance(self) -> float:
+        """Largest deviation of a right kernel.
+
+        All sums are in fp32, and a result is rounded to the dtype at most twice, as the product and
+        after the sum with the adapters' part: half an eps each, of magnitudes that are no larger
+        than the largest one. In fp32 the sums themselves are what differs: of some thousand terms
+        with errors of 2^-24 each, most of which cancel. A sum that lacks terms is off by much more.
+        """
+        return max(torch.finfo(self.dtype).eps, 2.0**-14)
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.empty(shape, dtype=self.dtype, device=self.device).normal_()
+
+    def batch(self, slots: Sequence[int]) -> LoraBatch:
+        """Rows of those slots, which are in order."""
+        slot_T = torch.tensor(slots, dtype=torch.int32, device=self.device)
+        segments = tuple(
+            Segment(slot, slots.index(slot), slots.index(slot) + slots.count(slot))
+            for slot in dict.fromkeys(slots)
+        )
+        return LoraBatch(slot_T, segments, slot_T, segments)
+
+    def steps(self, backend: str, slots: Sequence[int], num_sets: int) -> list[LoraStep]:
+        """Steps of rows with the same mix of adapters, but others each, as far as there are."""
+        made, apart = [], max(slots) + 1
+        for start in range(0, min(num_sets * apart, self.num_slots - apart + 1), apart):
+            kernels = make_backend(backend, self.pool)
+            kernels.reserve(len(slots))
+            made.append(kernels.begin(self.batch([start + slot for slot in slots])))
+        return made
+
+    def added(self, x_TI: Tensor, product: Product, slots: Sequence[int]) -> Tensor:
+        """What adapters add in the first layer, fp32 (T, O), by the oracle; no slots: nothing."""
+        y_TO = torch.zeros(len(x_TI), product.shape[0], device=self.device)
+        if slots:
+            step = ReferenceBackend(self.pool).begin(self.batch(slots))
+            step.linear(y_TO, x_TI, product.groups[0].index)
+        return y_TO
+
+    def plain(self, x_TI: Tensor, product: Product) -> Tensor:
+        """The base product in the first layer, fp32 (T, O)."""
+        return x_TI.float() @ product.weights[0].float().t()
+
+
+def deviation(got_TO: Tensor, want_TO: Tensor) -> float:
+    """The largest error, as a part of the largest magnitude; infinite if anything is no number."""
+    error = float((got_TO.float() - want_TO).abs().max() / want_TO.abs().max())
+    return math.inf if math.isnan(error) else error
+
+
+# -- devices ---------------------------------------------------------------------------------------
+
+
+def device_of(name: str) -> torch.device:
+    """auto, cpu or cuda. Raises ConfigError where there is no such device."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda: there is no GPU that PyTorch can use", "device")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@contextmanager
+def on_device() -> Iterator[None]:
+    """Raises ConfigError when the device's memory is too small for what is measured."""
+    try:
+        with torch.inference_mode():
+            yield
+    except torch.OutOfMemoryError:
+        message = "the device has no room for so many adapters: --batch, --rank"
+        raise ConfigError(message, "batch") from None
+
+
+def timer_of(device: torch.device, repeats: int) -> Timer:
+    """Of replays of a CUDA graph; on a CPU, of calls."""
+    return lambda body: (_replay_s if device.type == "cuda" else _call_s)(body, repeats)
+
+
+def _call_s(body: Callable[[], object], repeats: int) -> float:
+    def seconds() -> float:
+        started = time.perf_counter()
+        body()
+        return time.perf_counter() - started
+
+    seconds()
+    return statistics.median(seconds() for _ in range(repeats))
+
+
+def _replay_s(body: Callable[[], object], repeats: int) -> float:
+    body()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
+    graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]  # type: ignore[no-untyped-call]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    times = [a.elapsed_time(b) for a, b in itertools.pairwise(events)]
+    return float(statistics.median(times)) / 1000
+
+
+def bandwidth(device: torch.device, timer: Timer) -> float:
+    """Of the device's memory, in bytes per second: of a large copy or of reading, the larger."""
+    source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
+    dest = torch.empty_like(source)
+    copied = 2 * source.nbytes / timer(lambda: dest.copy_(source))
+    return max(copied, source.nbytes / timer(lambda: source.sum()))

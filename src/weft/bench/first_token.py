@@ -1,0 +1,43 @@
+"""A start up to the first token, within the process that starts: see `weft.bench.startup`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict
+
+from weft.core.errors import WeftError, to_wire
+
+PROMPT_TOKENS = 128
+
+
+def main() -> None:
+    """The order is on stdin: `began`, when the process was started; `model`; `adapter`, a folder;
+    `options` of the engine. The answer is the last line of stdout."""
+    order = json.load(sys.stdin)
+    try:
+        answer = _start(order)
+    except WeftError as error:
+        answer = {"error": to_wire(error)}
+    print(json.dumps(answer))
+
+
+def _start(order: dict[str, object]) -> dict[str, object]:
+    from weft.bench.drive import Job, driving  # imports are part of what is measured
+    from weft.core.config import engine_args
+
+    seconds = {"imports": time.time() - float(str(order["began"]))}
+    options = dict(order["options"])  # type: ignore[call-overload]
+    with driving(engine_args(str(order["model"]), **options)) as driver:
+        stages = driver.engine.stages
+        adapter = driver.register(str(order["adapter"]))
+        stages.end("adapter")
+        ids = [i % driver.engine.info.vocab_size for i in range(PROMPT_TOKENS)]
+        driver.run([Job(ids, 1, adapter)])
+        stages.end("first token")
+        return {"seconds": seconds | stages.seconds, "info": asdict(driver.engine.info)}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,319 @@
+"""`weft tune`: candidates for how kernels are cut, compiled side by side and timed one by one.
+
+Products (`triton_linear.Cut`): by shape and number of rows, all candidates, then prefetches of the
+best. Kernels for many rows (`lora.triton.Blocks`): each field alone, then together those values
+that were better. What is used today takes part in all of it, and stays unless another is clearly
+better.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+from triton.runtime.errors import OutOfResources
+
+from weft.bench.bed import Bed, Product, Timer, deviation, device_of, on_device, timer_of
+from weft.bench.engine import default_model
+from weft.bench.report import FILE_WIDTH, new_table, progress
+from weft.bench.workload import adapters_in_batch
+from weft.core.errors import ConfigError
+from weft.kernels import tuned
+from weft.kernels.compiling import compiling_ahead
+from weft.kernels.lora.triton import Blocks, TritonBackend
+from weft.kernels.triton_linear import INTERPRETED, Cut, cut_of, launch, processors
+
+ROWS = tuned.ROWS
+FORMS = (
+    Cut(64, 1, 6),
+    Cut(128, 1, 3),
+    Cut(128, 1, 4),
+    Cut(128, 1, 5),
+    Cut(256, 1, 2),
+    Cut(256, 1, 3),
+    Cut(128, 1, 4, columns=32),
+    Cut(256, 1, 3, columns=32),
+    Cut(64, 1, 4, columns=128),
+    Cut(128, 1, 3, columns=128),
+)
+SPLITS = (1, 2, 4)
+AHEAD = (0, 8)
+"""Tried with the best of the others."""
+PROGRAMS = (0.9, 4.5)
+"""By processor: with fewer some have nothing to do, and with more, parts of K are small."""
+SHARED_BYTES = 220 << 10
+"""That a program may take."""
+MANY_ROWS = (128, 1024)
+BLOCKS: Mapping[str, tuple[int, ...]] = {
+    "columns": (64, 256),
+    "wide": (2, 8),
+    "expand_warps": (8,),
+    "expand_stages": (2, 4),
+    "shrink_units": (16, 64),
+    "shrink_warps": (4,),
+    "shrink_stages": (3,),
+}
+GAIN = 0.98
+"""Of today's time: less than that is noise."""
+
+Launch = Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """Of what was tried."""
+
+    name: str
+    today_us: float
+    us: float
+    cut: Cut
+
+
+def run_tune(model: str | None, device: str, rank: int, repeats: int, output: Path | None) -> None:
+    """Write the table and show what it is worth; `model` None: `default_model`, `output` None: the
+    user's own table. Raises ConfigError."""
+    where = device_of(device)
+    if where.type == "cpu" and not INTERPRETED:
+        raise ConfigError("weft tune is for the kernels of a GPU; there is none", "device")
+    path = output or tuned.user_table(where)
+    if path is None:
+        raise ConfigError("--output has no default without a home folder", "output")
+    known = _open(path, where)
+    name = model or default_model({"device": where.type})
+    timer = timer_of(where, repeats)
+    with on_device():
+        bed = Bed(name, where, rank, max(*ROWS, adapters_in_batch("uniform", max(MANY_ROWS))))
+        best = tune_products(bed, timer)
+        blocks, share = tune_blocks(bed, timer)
+    linear = {key: asdict(found.cut) for key, found in best.items()}
+    lora = {name: getattr(blocks, name) for name in tuned.LORA_FIELDS}
+    tuned.write_table(path, tuned.Table(known.device, linear, lora).over(known))
+    tuned.forget()
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=FILE_WIDTH)
+    console.print(Text(f"Cuts of kernels: {name}, rank {rank}, {known.device}", "bold"))
+    console.print(_shown(best))
+    console.print(f"Kernels for many rows take {share:.2f} of their time.", highlight=False)
+    console.print(f"Table: {path}", soft_wrap=True, highlight=False)
+
+
+def _open(path: Path, device: torch.device) -> tuned.Table:
+    """What is there already. Raises ConfigError if the table can't go there."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--output {path}: {error.strerror}", "output") from None
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"--output {path} can't be written", "output")
+    name = tuned.device_name(device)
+    known = tuned.read_table(path) if path.exists() else tuned.Table(name)
+    if known.device != name:
+        raise ConfigError(f"--output {path} is a table of {known.device}, not {name}", "output")
+    return known
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+def tune_products(bed: Bed, timer: Timer) -> dict[tuned.Key, Best]:
+    """The best cut of each product that the kernel is for."""
+    contests = _contests(bed)
+    _run("Products", [(c, candidates(c.key, processors(bed.device))) for c in contests], timer)
+    ahead = [(c, [replace(c.ranked[0], ahead=a) for a in AHEAD]) for c in contests]
+    _run("Prefetches", ahead, timer)
+    return {c.key: c.best for c in contests}
+
+
+def candidates(key: tuned.Key, num_processors: int) -> list[Cut]:
+    """Cuts worth a trial."""
+    least, most = (share * num_processors for share in PROGRAMS)
+    found = []
+    for cut in (replace(form, split=split) for form in FORMS for split in SPLITS):
+        programs = key.outputs // cut.columns * cut.split
+        few, many = cut.split < SPLITS[-1] and programs < least, cut.split > 1 and programs > most
+        if cut.fits(*key) and _has_room(cut, key) and not (few or many):
+            found.append(cut)
+    return found
+
+
+def _has_room(cut: Cut, key: tuned.Key) -> bool:
+    return 2 * cut.stages * cut.step * (cut.columns + key.rows) <= SHARED_BYTES
+
+
+class _Contest:
+    """Cuts of one product against each other."""
+
+    def __init__(self, bed: Bed, product: Product, x_TI: Tensor, today: Cut) -> None:
+        self.key, self.today = tuned.Key(len(x_TI), *product.shape), today
+        self._bed, self._product, self._x_TI = bed, product, x_TI
+        self._want_TO = bed.plain(self._x_TI, product)
+        self._seconds: dict[Cut, float] = {}
+
+    def launches(self, cut: Cut) -> list[Launch]:
+        """In all layers."""
+        weights = self._product.weights
+        return [partial(launch, self._x_TI, weight_OI, None, cut, None) for weight_OI in weights]
+
+    def time(self, cut: Cut, timer: Timer) -> None:
+        """A cut that the device has no room for, or whose result is wrong, is out."""
+        launches = self.launches(cut)
+        try:
+            got_TO: Any = launches[0]()
+        except OutOfResources:
+            return
+        if deviation(got_TO, self._want_TO) <= self._bed.tolerance:
+            self._seconds[cut] = timer(lambda: [call() for call in launches]) / len(launches)
+
+    def untried(self, cuts: Sequence[Cut]) -> list[Cut]:
+        return [cut for cut in dict.fromkeys(cuts) if cut not in self._seconds]
+
+    @property
+    def ranked(self) -> list[Cut]:
+        """The fastest first."""
+        return sorted(self._seconds, key=self._seconds.__getitem__)
+
+    @property
+    def best(self) -> Best:
+        """Today's, unless another is clearly better."""
+        first, today = self.ranked[0], self.today
+        if self._seconds[first] > GAIN * self._seconds[today]:
+            first = today
+        us, today_us = (1e6 * self._seconds[cut] for cut in (first, today))
+        return Best(self._product.name, today_us, us, first)
+
+
+def _contests(bed: Bed) -> list[_Contest]:
+    """Of the products that the kernel is for; today's cut takes part in all."""
+    made: dict[tuned.Key, _Contest] = {}
+    for rows in ROWS:
+        for product in bed.products:
+            x_TI = bed.random(rows, product.shape[1])
+            today = cut_of(x_TI, product.weights[0])
+            if today is not None:
+                contest = _Contest(bed, product, x_TI, today)
+                made.setdefault(contest.key, contest)
+    return list(made.values())
+
+
+def _run(title: str, entries: Sequence[tuple[_Contest, Sequence[Cut]]], timer: Timer) -> None:
+    trials = [(c, cut) for c, cuts in entries for cut in c.untried((c.today, *cuts))]
+    _compile(contest.launches(cut)[0] for contest, cut in trials)
+    with progress(title, len(trials)) as advance:
+        for contest, cut in trials:
+            contest.time(cut, timer)
+            advance()
+
+
+def _compile(launches: Iterable[Launch]) -> None:
+    if INTERPRETED:
+        return
+    with compiling_ahead():
+        for call in launches:
+            call()
+
+
+# -- kernels for many rows -------------------------------------------------------------------------
+
+
+def tune_blocks(bed: Bed, timer: Timer) -> tuple[Blocks, float]:
+    """The best blocks, and the time with them as a part of today's: on average over products and
+    numbers of rows."""
+    today = TritonBackend(bed.pool).tuning.blocks
+    works = [_ManyRows(bed, product, rows) for rows in MANY_ROWS for product in bed.products]
+    alone = [replace(today, **{name: n}) for name, values in BLOCKS.items() for n in values]
+    times = _times(works, [today, *alone], timer)
+    shares = {blocks: _share(times[blocks], times[today]) for blocks in times}
+    together = today
+    for blocks in sorted(shares, key=shares.__getitem__, reverse=True):
+        if shares[blocks] < GAIN:  # of a field's values the best comes last
+            changed = {k: v for k, v in asdict(blocks).items() if v != getattr(today, k)}
+            together = replace(together, **changed)
+    if together not in shares:
+        [seconds] = _times(works, [together], timer).values()
+        shares[together] = _share(seconds, times[today])
+    best = min(shares, key=shares.__getitem__)
+    return (best, shares[best]) if shares[best] < GAIN else (today, 1.0)
+
+
+def _times(
+    works: Sequence[_ManyRows], trials: Sequence[Blocks], timer: Timer
+) -> dict[Blocks, list[float]]:
+    """Seconds, by work."""
+    _compile(call for w in works for blocks in trials for call in w.launches(blocks)[:2])
+    times: dict[Blocks, list[float]] = {}
+    with progress("Many rows", len(trials)) as advance:
+        for blocks in trials:
+            times[blocks] = [work.time(blocks, timer) for work in works]
+            advance()
+    return times
+
+
+def _share(seconds: Sequence[float], today: Sequence[float]) -> float:
+    return statistics.mean(t / now for t, now in zip(seconds, today, strict=True))
+
+
+class _ManyRows:
+    """Shrink and expand for one product, with several adapters."""
+
+    def __init__(self, bed: Bed, product: Product, rows: int) -> None:
+        self._bed, self._product = bed, product
+        num_adapters = adapters_in_batch("uniform", rows)
+        self._slots = sorted(row % num_adapters for row in range(rows))
+        self._x_TI = bed.random(rows, product.shape[1])
+        self._y_TO = bed.random(rows, product.shape[0])
+        self._today_TO: Tensor | None = None
+
+    def launches(self, blocks: Blocks) -> list[Launch]:
+        """Both, layer by layer."""
+        tuning = replace(TritonBackend(self._bed.pool).tuning, blocks=blocks)
+        backend = TritonBackend(self._bed.pool, tuning)
+        backend.reserve(len(self._slots))
+        step = backend.begin(self._bed.batch(self._slots))
+        found: list[Launch] = []
+        for group in self._product.groups:
+            found.append(partial(step.shrink, self._x_TI, group.index, step.rows))
+            found.append(partial(step.expand, self._y_TO, group.index, step.rows))
+        return found
+
+    def time(self, blocks: Blocks, timer: Timer) -> float:
+        """Infinite if the device has no room for them, or the result is not that of the first
+        call, to the bit."""
+        shrink, expand, *_ = launches = self.launches(blocks)
+        self._y_TO.zero_()
+        try:
+            shrink()
+            expand()
+        except OutOfResources:
+            return math.inf
+        if self._today_TO is None:
+            self._today_TO = self._y_TO.clone()
+        if not torch.equal(self._y_TO, self._today_TO):
+            return math.inf
+        return timer(lambda: [call() for call in launches])
+
+
+# -- what is shown ---------------------------------------------------------------------------------
+
+
+def _shown(best: Mapping[tuned.Key, Best]) -> Table:
+    columns = ("rows", "product", "us", "today's us", "step", "split", "stages")
+    table = new_table("", *columns, "columns", "ahead", names=0)
+    table.columns[1].justify = "left"
+    for key, found in sorted(best.items()):
+        cut = found.cut
+        numbers = (cut.step, cut.split, cut.stages, cut.columns, cut.ahead)
+        times = (f"{found.us:.1f}", f"{found.today_us:.1f}")
+        table.add_row(str(key.rows), found.name, *times, *map(str, numbers))
+    return table

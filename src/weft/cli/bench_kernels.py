@@ -1,0 +1,113 @@
+"""`weft bench kernels`, and `weft tune`: single kernels, and how they are cut best."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from weft.cli.bench_options import (
+    OUTPUT,
+    WORKLOAD,
+    Model,
+    NoPlot,
+    Plot,
+    Rank,
+    Record,
+    Seed,
+    reporting,
+)
+from weft.cli.ending import ending_in_one_line
+from weft.cli.options import ADAPTERS, MODEL
+from weft.core.errors import ConfigError
+
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"],
+    typer.Option(help="Where to run. auto: a CUDA GPU if there is one.", rich_help_panel=MODEL),
+]
+
+
+def kernels(
+    model: Model = None,
+    device: Device = "auto",
+    lora_backend: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="Kernels that apply the adapters. auto: the best for the device.",
+            rich_help_panel=ADAPTERS,
+        ),
+    ] = "auto",
+    batch: Annotated[
+        str,
+        typer.Option(metavar="N,...", help="Rows of the batch.", rich_help_panel=WORKLOAD),
+    ] = "1,8,32,64,256",
+    pattern: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME,...",
+            help="Adapters of the rows, as in weft bench decode.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = "none,identical,uniform,skewed,distinct",
+    rank: Rank = 16,
+    repeats: Annotated[
+        int, typer.Option(help="Results are medians of so many.", min=1, rich_help_panel=WORKLOAD)
+    ] = 9,
+    seed: Seed = 0,
+    plot: Plot = Path("weft-bench-kernels.png"),
+    no_plot: NoPlot = False,
+    record: Record = None,
+) -> None:
+    """Time of the kernels for linear layers and adapters, each alone, beside that of their bytes.
+
+    Of each product of a decoder layer, and of all of them: the base product (base), the same with
+    the adapters' part (linear), and the halves of that part where they are launches of their own
+    (shrink, expand). The floor is what reading and writing their bytes takes at the bandwidth that
+    the same run measures. Exit status 1 if a result is further from fp32 than rounding explains.
+    """
+    with reporting(None if no_plot else plot, record) as done:
+        from weft.bench.kernels import KernelPlan, run_kernels
+        from weft.bench.workload import PATTERNS, parse_counts, parse_names
+
+        plan = KernelPlan(
+            batches=parse_counts(batch, "batch"),
+            patterns=parse_names(pattern, PATTERNS, "pattern"),
+            rank=rank,
+            repeats=repeats,
+            seed=seed,
+        )
+        done(run_kernels(model, device, lora_backend, plan))
+
+
+def tune(
+    model: Model = None,
+    device: Device = "auto",
+    rank: Rank = 16,
+    repeats: Annotated[
+        int, typer.Option(help="Times are medians of so many.", min=1, rich_help_panel=WORKLOAD)
+    ] = 9,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.json",
+            help="Where the table goes; entries of other shapes that are there are kept. Default:"
+            " weft/tuned/DEVICE.json in the user's cache folder, where it is used from then on.",
+            rich_help_panel=OUTPUT,
+        ),
+    ] = None,
+) -> None:
+    """Find out how the kernels are cut best for this device and the shape of a model.
+
+    Takes minutes. Weft comes with tables for some devices; yours goes before them, and what no
+    table knows is cut by rule. However they are cut, adapters add the same bits to a product.
+    """
+    with ending_in_one_line():
+        from weft.kernels.fp8 import HAS_TRITON
+
+        if not HAS_TRITON:
+            raise ConfigError("weft tune needs Triton, which is there for Linux", "device")
+        from weft.bench.tune import run_tune
+
+        run_tune(model, device, rank, repeats, output)

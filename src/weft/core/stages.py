@@ -1,0 +1,26 @@
+"""How long the parts of a start take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+
+class Stages:
+    """Seconds of things that are done one after the other, by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._since = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        """What was done since the last end, or since the beginning, was this."""
+        now = time.perf_counter()
+        self.seconds[name] = now - self._since
+        self._since = now
+
+
+def in_words(seconds: Mapping[str, float]) -> str:
+    """Such as "3.4 s: model 1.2, compile 2.2"."""
+    parts = ", ".join(f"{name} {of:.1f}" for name, of in seconds.items())
+    return f"{sum(seconds.values()):.1f} s: {parts}"

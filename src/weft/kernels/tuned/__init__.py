@@ -1,0 +1,232 @@
+"""How kernels are cut for a device, as `weft tune` has found it.
+
+A table is a JSON file named after its device:
+
+    {"version": 1, "device": "NVIDIA H200",
+     "linear": [{"rows": 16, "outputs": 6144, "inputs": 4096, "step": 128, ...}],
+     "lora": {"columns": 128, ...}}
+
+`linear` holds the fields of a `triton_linear.Cut` for products of up to so many rows, `lora` those
+of `lora.triton.Blocks` that may differ: they change no bit of a result. Tables in this folder come
+with Weft; one in the user's cache folder goes before them, entry by entry. What no table knows is
+cut as the kernels see fit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+
+import torch
+
+from weft.core.errors import ConfigError
+
+VERSION = 1
+ROWS = (16, 32, 64)
+"""Products are cut for up to so many rows each."""
+LORA_FIELDS = (
+    "columns",
+    "shrink_units",
+    "shrink_warps",
+    "shrink_stages",
+    "expand_warps",
+    "expand_stages",
+    "wide",
+    "wide_from",
+)
+SHIPPED = Path(__file__).parent
+MOST = 4096
+"""No number of a cut is larger."""
+_POWERS_OF_TWO = frozenset({"columns", "step", "split", "shrink_warps", "expand_warps"})
+_MAY_BE_ZERO = frozenset({"ahead"})
+
+
+class Key(NamedTuple):
+    """A product: of up to `rows` rows, and the shape of its weight."""
+
+    rows: int
+    outputs: int
+    inputs: int
+
+
+class Cut(Protocol):
+    """A dataclass of numbers."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def fits(self, num_rows: int, outputs: int, inputs: int) -> bool:
+        """Whether such a product can be cut so."""
+        ...
+
+
+CutT = TypeVar("CutT", bound=Cut)
+BlocksT = TypeVar("BlocksT")
+
+
+@dataclass(frozen=True)
+class Table:
+    """What is known of one device."""
+
+    device: str
+    """As it calls itself."""
+    linear: Mapping[Key, Mapping[str, int]] = field(default_factory=dict)
+    lora: Mapping[str, int] = field(default_factory=dict)
+
+    def over(self, other: Table) -> Table:
+        """Its own entries, and those that only `other` has."""
+        linear = {**other.linear, **self.linear}
+        return Table(self.device, linear, {**other.lora, **self.lora})
+
+
+def cut_for(
+    kind: type[CutT], device: torch.device, num_rows: int, outputs: int, inputs: int
+) -> CutT | None:
+    """What the device's tables say of a product; None: nothing. Raises ConfigError for a table
+    that is not one."""
+    rows = next(most for most in ROWS if num_rows <= most)
+    return _cuts(kind, device).get(Key(rows, outputs, inputs))
+
+
+def blocks_for(default: BlocksT, device: torch.device) -> BlocksT:
+    """`default` with what the device's tables say of it. Raises ConfigError likewise."""
+    found: dict[str, int] = {}
+    for path in paths(device):
+        found |= read_table(path).lora
+    return replace(default, **found)  # type: ignore[type-var]
+
+
+@cache
+def _cuts(kind: type[CutT], device: torch.device) -> dict[Key, CutT]:
+    found: dict[Key, CutT] = {}
+    names = [f.name for f in fields(kind)]
+    for path in paths(device):
+        for index, (key, numbers) in enumerate(read_table(path).linear.items()):
+            at = f"linear[{index}]"
+            if odd := sorted(numbers.keys() ^ set(names)):
+                raise _refused(path, f"{at}.{odd[0]}", f"the fields of a cut are {names}")
+            found[key] = made = kind(**numbers)
+            if not made.fits(*key):
+                raise _refused(path, at, "such a product can't be cut so")
+    return found
+
+
+def forget() -> None:
+    """Read tables again when they are next asked for."""
+    _cuts.cache_clear()
+
+
+# -- files -----------------------------------------------------------------------------------------
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def paths(device: torch.device) -> list[Path]:
+    """Of the device's tables that there are; later ones go first."""
+    name = _file_name(device)
+    own = user_table(device)
+    return [path for path in (SHIPPED / name, own) if path and path.is_file()]
+
+
+def user_table(device: torch.device) -> Path | None:
+    """Where the user's own table is, or would be. None: there is no home."""
+    try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    return folder / "weft" / "tuned" / _file_name(device)
+
+
+def _file_name(device: torch.device) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "_", device_name(device)).strip("_") + ".json"
+
+
+def write_table(path: Path, table: Table) -> None:
+    """One entry a line. Raises ConfigError when the file can't be written."""
+    rows = [{**key._asdict(), **numbers} for key, numbers in sorted(table.linear.items())]
+    lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
+    text = (
+        f'{{\n  "version": {VERSION},\n  "device": {json.dumps(table.device)},\n'
+        f'  "linear": [\n{lines}\n  ],\n  "lora": {json.dumps(dict(table.lora))}\n}}\n'
+    )
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} can't be written: {error.strerror}", "output") from None
+
+
+def read_table(path: Path) -> Table:
+    """Raises ConfigError that names the file and the field."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}", "table") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no JSON: {error}", "table") from None
+    whole = _object(path, "table", found, ("version", "device", "linear", "lora"))
+    if whole["version"] != VERSION:
+        raise _refused(path, "version", f"this version of Weft reads {VERSION}")
+    if not isinstance(whole["device"], str):
+        raise _refused(path, "device", "a device's name is a text")
+    if not isinstance(whole["linear"], list):
+        raise _refused(path, "linear", "there is to be a list of cuts")
+    linear = dict(_entry(path, f"linear[{i}]", e) for i, e in enumerate(whole["linear"]))
+    if len(linear) < len(whole["linear"]):
+        raise _refused(path, "linear", "there is more than one cut of a product")
+    lora = _object(path, "lora", whole["lora"], LORA_FIELDS, complete=False)
+    return Table(whole["device"], linear, _numbers(path, "lora", lora))
+
+
+def _entry(path: Path, at: str, found: object) -> tuple[Key, Mapping[str, int]]:
+    entry = _object(path, at, found, Key._fields, exact=False)
+    rows, outputs, inputs = (entry.pop(name) for name in Key._fields)
+    if rows not in ROWS:
+        raise _refused(path, f"{at}.rows", f"it is one of {ROWS}")
+    for name, size in (("outputs", outputs), ("inputs", inputs)):
+        if type(size) is not int or size < 1:
+            raise _refused(path, f"{at}.{name}", "it is a number from 1 on")
+    return Key(rows, outputs, inputs), _numbers(path, at, entry)
+
+
+def _numbers(path: Path, at: str, found: Mapping[str, object]) -> dict[str, int]:
+    numbers: dict[str, int] = {}
+    for name, value in found.items():
+        least = 0 if name in _MAY_BE_ZERO else 1
+        if type(value) is not int or not least <= value <= MOST:
+            raise _refused(path, f"{at}.{name}", f"it is a number from {least} to {MOST}")
+        if name in _POWERS_OF_TWO and value & (value - 1):
+            raise _refused(path, f"{at}.{name}", "it is a power of two")
+        numbers[name] = value
+    return numbers
+
+
+def _object(
+    path: Path,
+    at: str,
+    found: object,
+    names: Sequence[str],
+    *,
+    complete: bool = True,
+    exact: bool = True,
+) -> dict[str, Any]:
+    """A copy. `complete`: with all of `names`; `exact`: with no others."""
+    if not isinstance(found, dict):
+        raise _refused(path, at, "there is to be a JSON object")
+    lacking = [name for name in names if complete and name not in found]
+    beyond = [name for name in found if exact and name not in names]
+    for name in (*lacking, *beyond):
+        what = "it is not there" if name in lacking else f"known are {', '.join(names)}"
+        raise _refused(path, f"{at}.{name}" if at != "table" else name, what)
+    return dict(found)
+
+
+def _refused(path: Path, at: str, why: str) -> ConfigError:
+    return ConfigError(f"the table {path} can't be used: {at}: {why}", at)

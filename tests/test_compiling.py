@@ -1,0 +1,105 @@
+"""Triton kernels compiled ahead: for a GPU that is not there, each time in another process, as this
+one interprets kernels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SETUP = '''
+import torch, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from weft.kernels.compiling import compiling_ahead
+
+class NoDevice:
+    """What the compiler asks of a driver; there is nothing to launch with."""
+    def get_current_device(self):
+        return 0
+    def get_current_stream(self, device):
+        return 0
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+driver.set_active(NoDevice())
+
+@triton.jit
+def scale(x_ptr, FACTOR: tl.constexpr, BROKEN: tl.constexpr):
+    tl.static_assert(not BROKEN, "this one is broken")
+    x = tl.load(x_ptr + tl.arange(0, 16))
+    tl.store(x_ptr + tl.arange(0, 16), x * FACTOR)
+
+x = torch.ones(16)
+
+def call(factor, broken=False, **options):
+    scale[(1,)](x, FACTOR=factor, BROKEN=broken, **options)
+
+def compiled():
+    return list(scale.device_caches[0][0].values())
+'''
+
+
+def run(folder: Path, code: str) -> str:
+    script = folder / "script.py"
+    script.write_text(SETUP + code)
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "kernels")}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_what_is_called_is_compiled_and_not_run(tmp_path: Path) -> None:
+    """Twice the same, spelled in two ways, and two others."""
+    code = """
+with compiling_ahead():
+    for factor in (2, 3, 2, 5):
+        call(factor)
+    call(2, num_warps=4)
+    assert len(compiled()) == 4 and not any(hasattr(kernel, "asm") for kernel in compiled())
+assert x.tolist() == [1.0] * 16
+print(sorted(len(kernel.asm["cubin"]) > 0 for kernel in compiled()))
+"""
+    assert run(tmp_path, code).strip() == "[True, True, True, True]"
+
+
+def test_what_does_not_compile_is_told_and_not_skipped_later(tmp_path: Path) -> None:
+    code = """
+from triton.compiler.errors import CompilationError
+for attempt in range(2):
+    try:
+        with compiling_ahead():
+            call(attempt)
+            call(3, broken=True)
+    except CompilationError as error:
+        assert "this one is broken" in str(error)
+        print("told")
+try:
+    call(3, broken=True)
+except CompilationError:
+    print("told")
+print(len([kernel for kernel in compiled() if kernel is not None]))
+"""
+    assert run(tmp_path, code).split() == ["told", "told", "told", "2"]
+
+
+def test_an_error_among_the_calls_leaves_nothing_behind(tmp_path: Path) -> None:
+    code = """
+try:
+    with compiling_ahead():
+        call(2)
+        raise LookupError
+except LookupError:
+    print([kernel for kernel in compiled() if kernel is not None and not hasattr(kernel, "asm")])
+with compiling_ahead():
+    call(3)
+print(hasattr(compiled()[-1], "asm"))
+"""
+    assert run(tmp_path, code).split() == ["[]", "True"]
