@@ -1,0 +1,88 @@
+"""What kernels that start early read before the kernels ahead of them have ended, seen in what they
+are compiled to: for a GPU that is not there, in another process, as this one interprets kernels.
+
+A loop over loads becomes copies that are under way rounds ahead, and the first of them stand
+before the loop. So a wait inside of it comes too late for them, however the source reads.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+COMPILE = """
+import sys
+from pathlib import Path
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from triton.runtime.jit import MockTensor as M
+import weft.kernels.lora.triton as lora
+import weft.kernels.triton_linear as linear
+
+class NoDevice:
+    def get_current_device(self):
+        return 0
+    def get_current_stream(self, device):
+        return 0
+    def get_current_target(self):
+        return GPUTarget("cuda", 90, 32)
+
+driver.set_active(NoDevice())
+bf, f32, i32, i64 = (M(t) for t in (torch.bfloat16, torch.float32, torch.int32, torch.int64))
+early = {"PDL": True, "launch_pdl": True, "grid": (1,)}
+common = {"W": 1024, "BLOCK_M": 16, "PART": 256, "MAX_PARTS": 16}
+blocks, tuning = lora.Blocks(), lora.Tuning()
+made = {
+    "shrink": lora._shrink.warmup(
+        bf, f32, bf, i32, i64, i32, 9, 1, 3, 4096, 4, 7, 4096, NUM_SLICES=3, BLOCK_R=blocks.ranks,
+        COUNTED=True, EXACT=False, num_warps=blocks.shrink_warps, num_stages=blocks.shrink_stages,
+        **common, **early,
+    ),
+    "product": linear._product.warmup(
+        bf, bf, bf, bf, f32, i32, i32, 7, 4096, 1, O=4096, K=4096, BLOCK_T=16, BLOCK_O=64,
+        BLOCK_K=256, SPLIT=2, STAGES=3, AHEAD=2, BIAS=False, TURNS=linear.TURNS, EXACT=False,
+        num_warps=4, **early,
+    ),
+    "adapters": linear._adapters.warmup(
+        bf, f32, f32, i32, bf, i32, i64, i64, i32, 4096, 1, 0, 0, 4, 7, O=4096, K=4096,
+        PER_TILE=linear.PER_TILE, TURNS=linear.TURNS, WIDTHS=(4096,), BLOCK_N=128,
+        SHRINK_STAGES=4, EXPAND_STAGES=4, EXACT=False, num_warps=4, **common, **early,
+    ),
+}
+for name, kernel in made.items():
+    Path(sys.argv[1], name).write_text(kernel.asm["ptx"])
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of kernels in PTX."""
+    folder = tmp_path_factory.mktemp("kernels")
+    cache = str(folder / "cache")
+    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+    command = [sys.executable, "-c", COMPILE, str(folder)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("kernel", "wait"),
+    [
+        ("shrink", "griddepcontrol.wait"),
+        ("product", "griddepcontrol.wait"),
+        ("adapters", "ld.global.gpu.acquire"),  # the product tells it that x is there
+    ],
+)
+def test_copies_are_behind_the_wait(compiled: Path, kernel: str, wait: str) -> None:
+    ptx = (compiled / kernel).read_text()
+    assert "cp.async" in ptx
+    assert 0 < ptx.index("griddepcontrol.launch_dependents") < ptx.index(wait)
+    assert ptx.index(wait) < ptx.index("cp.async")
