@@ -251,6 +251,7 @@ def entry(**changed: object) -> dict[str, object]:
         (entry(split=0), "linear[0].split"),
         (entry(stages=2.0), "linear[0].stages"),
         (entry(ahead=-1), "linear[0].ahead"),
+        (entry(ahead=3), "linear[0].ahead"),
         (entry(columns=1 << 40), "linear[0].columns"),
         (entry(stages=None), "linear[0].stages"),
         (entry(warps=4), "linear[0].warps"),
@@ -296,7 +297,7 @@ def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "ROWS", (2,))
     monkeypatch.setattr(tune, "FORMS", (Cut(64, 1, 2), Cut(32, 1, 3)))
     monkeypatch.setattr(tune, "SPLITS", (1,))
-    monkeypatch.setattr(tune, "AHEAD", (5,))
+    monkeypatch.setattr(tune, "AHEAD", (4,))
     monkeypatch.setattr(tune, "MANY_ROWS", (3,))
     monkeypatch.setattr(tune, "BLOCKS", {"columns": (32, 64), "wide": (8,)})
 
@@ -311,7 +312,7 @@ def test_tune(cache: Path) -> None:
     assert done.exit_code == 0, (done.output, done.exception)
     assert str(cache) in done.stdout.replace("\n", "")
     table = tuned.read_table(cache)
-    best = asdict(Cut(32, 1, 3, ahead=5))
+    best = asdict(Cut(32, 1, 3, ahead=4))
     key = KEY._replace(rows=2)
     assert table.linear[key] == best
     assert table.linear[other] == asdict(CUT) and len(table.linear) == 2
@@ -327,7 +328,7 @@ def test_what_is_hardly_better_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> 
     ground = bed.Bed("small", CPU, 4, 16)
     found = tune.tune_products(ground, lambda body: next(times))
     [best] = found.values()
-    assert best.cut == Cut(128, 1, 4) and best.us == best.today_us
+    assert best.cut == Cut(128, 1, 4) and best.us == best.before_us
     assert tune.tune_blocks(ground, lambda body: next(times)) == (Blocks(), 1.0)
 
 
@@ -342,7 +343,7 @@ def test_a_cut_whose_result_is_wrong_is_out(monkeypatch: pytest.MonkeyPatch) -> 
     times = itertools.count(100, -1)
     ground = bed.Bed("small", CPU, 4, 16)
     found = tune.tune_products(ground, lambda body: next(times))
-    assert found[KEY._replace(rows=2)].cut == Cut(64, 1, 2, ahead=5)
+    assert found[KEY._replace(rows=2)].cut == Cut(64, 1, 2, ahead=4)
 
 
 @interpreted

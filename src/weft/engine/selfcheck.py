@@ -175,6 +175,10 @@ class SelfCheck:
             pool = AdapterPool(self._table, len(image.data), 1, decoder.dtype, decoder.device)
         except RuntimeError as error:  # of any of torch's allocators
             raise MemoryError(str(error)) from error
+        if self._stream is not None:
+            # A check that was broken off may still be writing where the arena is now, and `write`
+            # is on another stream.
+            self._stream.synchronize()
         pool.write(0, image.data)
         pool.install(SLOT, 0, image.layout)
         return pool
@@ -272,6 +276,8 @@ class _Both:
         self.vocabulary = _BothVocabulary(self, added, oracle) if added is not None else None
         self._table = pool.table
         self._tolerance = layer_tolerance(pool.arena.dtype)
+        # Long before it is read, as kernels read slots before those ahead of them have ended.
+        self._no_slot_T = pool.rank_SL.new_full((2 * TOKENS,), -1)
         self._places: list[str] = []
         self._norms_at: list[Tensor] = []
 
@@ -303,7 +309,7 @@ class _Both:
         base = y_TO.clone()
         self._oracle.linear(y_TO, x_TI, group)
         self.note(_name(self._table.groups[group]), pending.added_to(base), y_TO, base)
-        return y_TO, replace(pending, slot_T=torch.full_like(pending.slot_T, -1))
+        return y_TO, replace(pending, slot_T=self._no_slot_T)
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
         self.compare(y_TO, ids_T, group, self._served.embedding, self._oracle.embedding)

@@ -107,10 +107,13 @@ class SparseMlp:
         self, x_PI: Tensor, token_P: Tensor, routing: Routing, step: StepContext
     ) -> Tensor:
         ends_E = routing.ends_E
-        gate_up_PO = grouped_linear(x_PI, self.gate_up_EOI, ends_E)
         lora = None
         if step.lora is not None:
+            # Ahead of the product: what it makes is read by kernels that start early, before what
+            # the one right ahead of them wrote can be seen.
             lora = step.lora.experts(token_P, routing.expert_P)
+        gate_up_PO = grouped_linear(x_PI, self.gate_up_EOI, ends_E)
+        if lora is not None:
             lora.linear(gate_up_PO, x_PI, self.group)
             lora.linear(gate_up_PO, x_PI, self.group + 1)
         inner_PF = self.ops.silu_and_mul(gate_up_PO)

@@ -56,7 +56,7 @@ def _lay_out_tiles(
     zero = tl.zeros_like(count)
     tl.store(tiles_ptr + 4 * p + 2, zero, mask=(p < P) & (p >= total))
     tl.store(tiles_ptr + 4 * p + 3, zero + total, mask=p == 0)
-    begins = count > before
+    begins = (count > before) & (p < P)
     tile = tiles_ptr + 4 * before
     tl.store(tile, _owner(token_ptr, expert_ptr, slot_ptr, p, P), mask=begins)
     tl.store(tile + 1, p, mask=begins)

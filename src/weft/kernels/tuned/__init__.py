@@ -43,7 +43,7 @@ LORA_FIELDS = (
 SHIPPED = Path(__file__).parent
 MOST = 4096
 """No number of a cut is larger."""
-_POWERS_OF_TWO = frozenset({"columns", "step", "split", "shrink_warps", "expand_warps"})
+_POWERS_OF_TWO = frozenset({"columns", "step", "split", "ahead", "shrink_warps", "expand_warps"})
 _MAY_BE_ZERO = frozenset({"ahead"})
 
 
