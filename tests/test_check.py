@@ -139,6 +139,34 @@ def test_torch_is_not_imported_for_a_lora(broken: Broken, more: str | None) -> N
     assert done.stdout.startswith("served: ") and done.stdout.endswith("\nset()\n"), done.stderr
 
 
+def test_nor_for_other_kinds(tmp_path: Path) -> None:
+    kinds: dict[str, dict[str, tuple[int, ...]]] = {
+        "IA3": {"ia3_l": (128, 1)},
+        "ADALORA": {"lora_A": (2, 128), "lora_B": (128, 2), "lora_E": (2, 1)},
+        "VERA": {"vera_lambda_b": (128,), "vera_lambda_d": (2,)},
+        "LOHA": {f"hada_w{i}_{s}": (128, 2) if s == "a" else (2, 128) for i in "12" for s in "ab"},
+        "LOKR": {"lokr_w1": (8, 8), "lokr_w2_a": (16, 2), "lokr_w2_b": (2, 16)},
+    }
+    for kind, shapes in kinds.items():
+        (tmp_path / kind).mkdir()
+        module = "base_model.model.model.layers.0.self_attn.q_proj."
+        tensors = {module + part: torch.rand(shape) for part, shape in shapes.items()}
+        save_file(tensors, tmp_path / kind / WEIGHTS)
+        ranks = {"IA3": {}, "ADALORA": {"init_r": 2}}.get(kind, {"r": 2})
+        more = {"save_projection": False} if kind == "VERA" else {}
+        config = {"peft_type": kind, "target_modules": ["q_proj"], **ranks, **more}
+        (tmp_path / kind / CONFIG).write_text(json.dumps(config))
+    calls = [["check", str(tmp_path / kind), "--base", str(tiny.BASE)] for kind in kinds]
+    code = (
+        f"import sys; from weft.cli.main import app;"
+        f"[app(call, standalone_mode=False) for call in {calls}];"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.count("served: ") == len(kinds), done.stdout
+    assert done.stdout.endswith("\nset()\n"), done.stderr
+
+
 def test_what_has_no_low_rank_update(tmp_path: Path) -> None:
     """(IA)^3 scales outputs, and that is all."""
     name = "base_model.model.model.layers.0.self_attn.k_proj.ia3_l"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,8 +21,9 @@ from safetensors.torch import load_file, save
 
 from weft.checkpoint.config import parse_config
 from weft.checkpoint.convert import Conversion, Limits, _sides, convert_parts
+from weft.checkpoint.pack import computed
 from weft.checkpoint.parts import AdapterParts
-from weft.checkpoint.read import parse_tensors
+from weft.checkpoint.read import parse_stored
 from weft.core.errors import AdapterInvalid
 from weft.core.targets import TargetTable
 
@@ -42,7 +44,13 @@ def convert(
     text = (folder / CONFIG).read_bytes() if folder else json.dumps(config).encode()
     tensors = load_file(folder / WEIGHTS) if folder and tensors is None else tensors
     parsed = parse_config(text, max_rank)
-    return convert_parts(parse_tensors(save(tensors)), table, parsed, Limits(max_rank, tolerance))
+    limits = Limits(max_rank, tolerance)
+    parts, conversion = convert_parts(parse_stored(save(tensors)), table, parsed, limits)
+    for each in parts.targets:
+        for field in ("a", "b", "gain"):
+            if named := getattr(each, field):
+                setattr(each, field, computed(named))
+    return parts, conversion
 
 
 def deltas(parts: AdapterParts) -> Tensors:
@@ -90,6 +98,20 @@ def test_adalora_with_ranks_that_training_left(tmp_path: Path, table: TargetTabl
     for name, delta in actual.items():
         torch.testing.assert_close(delta, expected[name], rtol=1e-4, atol=1e-6)
         assert not expected[name.replace("q_proj", "v_proj")].any()
+
+
+def test_vera_is_drawn_as_torch_draws(table: TargetTable) -> None:
+    for seed in (0, 77, -5, (1 << 40) + 3):
+        config = {"peft_type": "VERA", "r": 3, "target_modules": ["q_proj"]}
+        config |= {"save_projection": False, "projection_prng_key": seed}
+        ones = {f"{Q0}.vera_lambda_b": torch.ones(48), f"{Q0}.vera_lambda_d": torch.ones(3)}
+        (parts,) = convert(config | {"layers_to_transform": [0]}, table, ones)[0].targets
+        generator = torch.Generator().manual_seed(seed)
+        for named, size in ((parts.a, 40), (parts.b, 3)):
+            assert named is not None
+            bound = math.sqrt(3.0) * (math.sqrt(2.0) / math.sqrt(size))
+            drawn = torch.empty(named.tensor.shape).uniform_(-bound, bound, generator=generator)
+            torch.testing.assert_close(named.tensor, drawn, rtol=0.0, atol=1e-7)
 
 
 def test_ia3_scales_outputs(tmp_path: Path, table: TargetTable) -> None:

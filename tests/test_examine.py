@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from weft.checkpoint import AdapterFiles, files_of, pack_image
-from weft.checkpoint.examine import Examined, examine, largest_magnitude
+from weft.checkpoint.examine import Examined, examine
 from weft.checkpoint.read import parse_stored
 from weft.core.errors import AdapterInvalid
 from weft.core.targets import TargetTable
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SAVED = ("model.embed_tokens", "lm_head")
 LAYER = "base_model.model.model.layers.1.self_attn."
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj", "o_proj"]}
 # Around what rounds to zero and to infinity, and exactly halfway, in 16 bits and in 32.
@@ -56,7 +57,14 @@ def packed(files: AdapterFiles, table: TargetTable, dtype: torch.dtype) -> objec
         image = pack_image(files, table, dtype, 16)
     except AdapterInvalid as error:
         return error.param, error.message
-    return Examined(image.digest, image.layout, image.targets, image.num_bytes)
+    return Examined(
+        image.digest,
+        image.layout,
+        image.targets,
+        image.num_bytes,
+        image.provisional,
+        image.conversion_error,
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -94,22 +102,66 @@ def test_configs(table: TargetTable, fields: dict[str, Any]) -> None:
     assert verdict(files, table, torch.float32) == packed(files, table, torch.float32)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"peft_type": "LOHA"},
-        {"modules_to_save": ["lm_head"]},
-        {"trainable_token_indices": [1]},
-        {"ensure_weight_tying": True},
-        {"init_lora_weights": "pissa"},
-        {"alora_invocation_tokens": [1, 2]},
-    ],
-    ids=str,
-)
-def test_what_is_left_to_packing(table: TargetTable, fields: dict[str, Any]) -> None:
-    config = {name: value for name, value in CONFIG.items() if name != "lora_alpha"} | fields
-    files = files_of(config, {LAYER + "q_proj.lora_A.weight": torch.ones(2, 40)})
-    assert examine(files, table, "float32", 16) is None
+def test_added_tokens_are_left_to_packing(table: TargetTable) -> None:
+    tensors = {f"base_model.model.{m}.weight": torch.ones(70, 40) for m in SAVED}
+    tensors[LAYER + "q_proj.lora_A.weight"] = torch.ones(2, 40)
+    tensors[LAYER + "q_proj.lora_B.weight"] = torch.ones(48, 2)
+    config = CONFIG | {"target_modules": ["q_proj"]}
+    assert examine(files_of(config, tensors), table, "float32", 16) is None
+
+
+ROWS = [f"{LAYER}q_proj.{part}" for part in ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b")]
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, int]]]] = {
+    "IA3": ({"feedforward_modules": []}, {f"{LAYER}q_proj.ia3_l": (48, 1)}),
+    "ADALORA": (
+        {"init_r": 2, "lora_alpha": 3},
+        {
+            f"{LAYER}q_proj.lora_A": (2, 40),
+            f"{LAYER}q_proj.lora_B": (48, 2),
+            f"{LAYER}q_proj.lora_E": (2, 1),
+        },
+    ),
+    "VERA": (
+        {"r": 2},
+        {
+            "base_model.vera_A": (2, 40),
+            "base_model.vera_B": (48, 2),
+            f"{LAYER}q_proj.vera_lambda_b": (48,),
+            f"{LAYER}q_proj.vera_lambda_d": (2,),
+        },
+    ),
+    "LOHA": ({"r": 2, "alpha": 3}, dict(zip(ROWS, [(48, 2), (2, 40)] * 2, strict=True))),
+    "LOKR": (
+        {"r": 1, "alpha": -3},
+        {
+            f"{LAYER}q_proj.lokr_w1": (6, 5),
+            f"{LAYER}q_proj.lokr_w2_a": (8, 1),
+            f"{LAYER}q_proj.lokr_w2_b": (1, 8),
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_values_of_other_kinds(table: TargetTable, kind: str, dtype: torch.dtype) -> None:
+    """One of a tensor's, or all of them: also those whose products are zero, or too large."""
+    fields, shapes = OTHERS[kind]
+    config = {"peft_type": kind, "target_modules": ["q_proj"]} | fields
+    seen = set()
+    values = [0.0, 1e-30, 1e-5, 300.0, 7e4, 1e30, float("inf")]
+    for name, value, whole in itertools.product(shapes, values, (True, False)):
+        generator = torch.Generator().manual_seed(0)
+        tensors = {n: torch.randn(shape, generator=generator) for n, shape in shapes.items()}
+        (tensors[name] if whole else tensors[name][-1]).fill_(value)
+        for alpha in (3.0, 1e300):
+            scaled = {field: alpha for field in fields if "alpha" in field}
+            files = files_of(config | scaled, tensors)
+            told = verdict(files, table, dtype)
+            assert told == packed(files, table, dtype), (name, value, whole, alpha)
+            seen.add(told[1].rpartition(": ")[2] if isinstance(told, tuple) else "served")
+    assert {"served", "holds NaN or infinite values"} <= seen
+    assert kind == "IA3" or "A or B is zero in every target" in seen
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -117,9 +169,9 @@ def test_the_largest_magnitude(dtype: torch.dtype) -> None:
     values = torch.randn(300_000, generator=torch.Generator().manual_seed(0)).to(dtype)
     values[250_000] = -77.0
     (stored,) = parse_stored(files_of({}, {"a": values}).weights).values()
-    assert largest_magnitude(stored) == 77.0
+    assert stored.largest() == 77.0
     values[-1] = float("nan")
     (stored,) = parse_stored(files_of({}, {"a": values}).weights).values()
-    assert np.isnan(largest_magnitude(stored))
+    assert np.isnan(stored.largest())
     (empty,) = parse_stored(files_of({}, {"a": values[:0]}).weights).values()
-    assert largest_magnitude(empty) == 0.0
+    assert empty.largest() == 0.0

@@ -121,10 +121,10 @@ def read(config: dict[str, Any] | bytes, weights: bytes, table: TargetTable) -> 
         peak = tracemalloc.get_traced_memory()[1] - before
         assert peak <= FACTOR * (len(text) + len(weights)) + SLACK
     assert torch.isfinite(image.data).all() or image.layout.has_extras
-    size, provisional = image.num_bytes, image.provisional
+    size, provisional, error = image.num_bytes, image.provisional, image.conversion_error
     assert told in (
         None,
-        Examined(image.digest, image.layout, image.targets, size, provisional),
+        Examined(image.digest, image.layout, image.targets, size, provisional, error),
     )
     return True
 

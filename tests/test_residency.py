@@ -7,7 +7,7 @@ import gc
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -36,7 +36,7 @@ from weft.residency import images as images_module
 from weft.residency.host import Arena, Extent, HostTier
 from weft.residency.images import ImageStore
 from weft.residency.policy import Policy, fifo, lru
-from weft.residency.residency import LoadEnded, Registered, Residency
+from weft.residency.residency import MAX_REGISTERING, LoadEnded, Registered, Residency
 from weft.residency.slots import AdapterSlots, Load, Move
 
 PATIENCE_S = 10.0
@@ -895,6 +895,65 @@ def test_what_is_registered_is_checked(world: World) -> None:
     world.residency.forget("a")
     assert world.register("/a", image("a", 30)).error is failed
     assert sum(world.residency.check_times().counts) == 4
+
+
+class GatedChecker(FakeChecker):
+    """Says each result once, when its gate lets it."""
+
+    def __init__(self, *results: CheckResult | Exception) -> None:
+        self.results = list(results)
+        self.gate = threading.Semaphore(0)
+        self.num_begun = 0
+
+    def check(self, image: AdapterImage, *, paced: bool) -> CheckResult:
+        self.num_begun += 1
+        assert self.gate.acquire(timeout=PATIENCE_S)
+        result = self.results.pop(0)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+
+def test_few_registrations_have_their_images_in_memory(world: World) -> None:
+    """However many are asked for at once. Those that fail make room for others too."""
+    ends: list[CheckResult | Exception] = ["passed", AdapterQuarantined("no"), RuntimeError("no")]
+    checker = world.residency._checker = GatedChecker(*ends * MAX_REGISTERING)
+    names = [f"/{number}" for number in range(3 * MAX_REGISTERING + 1)]
+    for call_id, name in enumerate(names):
+        world.disk.files[name] = image(name, 1) if call_id else OSError("no")
+        world.residency.register(call_id, name)
+    world.settle(lambda: len(world.disk.reads) > MAX_REGISTERING and checker.num_begun > 1)
+    assert len(world.disk.reads) == MAX_REGISTERING + 1
+    checker.gate.release(len(names))
+    ended = [world.wait() for _ in names]
+    assert sorted(end.call_id for end in ended if isinstance(end, Registered)) == [
+        *range(len(names))
+    ]
+    kinds = Counter(type(end.error) for end in ended)
+    assert kinds[type(None)] == kinds[AdapterQuarantined] == MAX_REGISTERING
+    assert kinds[AdapterUnavailable] == MAX_REGISTERING + 1
+
+
+def test_one_content_that_is_registered_twice_at_once(world: World) -> None:
+    """Both are checked. If the second one fails, nothing is served until it passes."""
+    failed = AdapterQuarantined("wrong", "lora_path")
+    checker = world.residency._checker = GatedChecker("passed", failed, failed, "passed")
+    for call_id in range(2):
+        world.disk.files[f"/{call_id}"] = image("a", 30)
+        world.residency.register(call_id, f"/{call_id}")
+    world.settle(lambda: checker.num_begun == 2)
+    checker.gate.release()
+    first = world.wait()
+    assert isinstance(first, Registered) and first.error is None
+    checker.gate.release(3)
+    second = world.wait()
+    assert isinstance(second, Registered) and second.error is failed
+    assert world.wait() == LoadEnded("a", failed)
+    assert world.register("/a", image("a", 30)).error is failed
+    assert world.wait() == LoadEnded("a", failed)
+    assert world.slots.refused == ("a",)
+    assert world.register("/a", image("a", 30)).error is None
+    assert world.slots.refused == ()
 
 
 def test_a_skipped_check_is_made_up_for(world: World) -> None:

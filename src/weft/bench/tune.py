@@ -2,7 +2,7 @@
 
 Products (`triton_linear.Cut`): by shape and number of rows, all candidates, then prefetches of the
 best. Kernels for many rows (`lora.triton.Blocks`): each field alone, then together those values
-that were better. What is used today takes part in all of it, and stays unless another is clearly
+that were better. What is in use takes part in all of it, and stays unless another is clearly
 better.
 """
 
@@ -65,7 +65,7 @@ BLOCKS: Mapping[str, tuple[int, ...]] = {
     "shrink_stages": (3,),
 }
 GAIN = 0.98
-"""Of today's time: less than that is noise."""
+"""Of the time of what is in use: less than that is noise."""
 
 Launch = Callable[[], object]
 
@@ -75,7 +75,7 @@ class Best:
     """Of what was tried."""
 
     name: str
-    today_us: float
+    before_us: float
     us: float
     cut: Cut
 
@@ -155,8 +155,8 @@ def _has_room(cut: Cut, key: tuned.Key) -> bool:
 class _Contest:
     """Cuts of one product against each other."""
 
-    def __init__(self, bed: Bed, product: Product, x_TI: Tensor, today: Cut) -> None:
-        self.key, self.today = tuned.Key(len(x_TI), *product.shape), today
+    def __init__(self, bed: Bed, product: Product, x_TI: Tensor, before: Cut) -> None:
+        self.key, self.before = tuned.Key(len(x_TI), *product.shape), before
         self._bed, self._product, self._x_TI = bed, product, x_TI
         self._want_TO = bed.plain(self._x_TI, product)
         self._seconds: dict[Cut, float] = {}
@@ -186,29 +186,29 @@ class _Contest:
 
     @property
     def best(self) -> Best:
-        """Today's, unless another is clearly better."""
-        first, today = self.ranked[0], self.today
-        if self._seconds[first] > GAIN * self._seconds[today]:
-            first = today
-        us, today_us = (1e6 * self._seconds[cut] for cut in (first, today))
-        return Best(self._product.name, today_us, us, first)
+        """The one in use, unless another is clearly better."""
+        first, before = self.ranked[0], self.before
+        if self._seconds[first] > GAIN * self._seconds[before]:
+            first = before
+        us, before_us = (1e6 * self._seconds[cut] for cut in (first, before))
+        return Best(self._product.name, before_us, us, first)
 
 
 def _contests(bed: Bed) -> list[_Contest]:
-    """Of the products that the kernel is for; today's cut takes part in all."""
+    """Of the products that the kernel is for; the cut in use takes part in all."""
     made: dict[tuned.Key, _Contest] = {}
     for rows in ROWS:
         for product in bed.products:
             x_TI = bed.random(rows, product.shape[1])
-            today = cut_of(x_TI, product.weights[0])
-            if today is not None:
-                contest = _Contest(bed, product, x_TI, today)
+            before = cut_of(x_TI, product.weights[0])
+            if before is not None:
+                contest = _Contest(bed, product, x_TI, before)
                 made.setdefault(contest.key, contest)
     return list(made.values())
 
 
 def _run(title: str, entries: Sequence[tuple[_Contest, Sequence[Cut]]], timer: Timer) -> None:
-    trials = [(c, cut) for c, cuts in entries for cut in c.untried((c.today, *cuts))]
+    trials = [(c, cut) for c, cuts in entries for cut in c.untried((c.before, *cuts))]
     _compile(contest.launches(cut)[0] for contest, cut in trials)
     with progress(title, len(trials)) as advance:
         for contest, cut in trials:
@@ -228,23 +228,23 @@ def _compile(launches: Iterable[Launch]) -> None:
 
 
 def tune_blocks(bed: Bed, timer: Timer) -> tuple[Blocks, float]:
-    """The best blocks, and the time with them as a part of today's: on average over products and
+    """The best blocks, and their time as a part of that before: on average over products and
     numbers of rows."""
-    today = TritonBackend(bed.pool).tuning.blocks
+    before = TritonBackend(bed.pool).tuning.blocks
     works = [_ManyRows(bed, product, rows) for rows in MANY_ROWS for product in bed.products]
-    alone = [replace(today, **{name: n}) for name, values in BLOCKS.items() for n in values]
-    times = _times(works, [today, *alone], timer)
-    shares = {blocks: _share(times[blocks], times[today]) for blocks in times}
-    together = today
+    alone = [replace(before, **{name: n}) for name, values in BLOCKS.items() for n in values]
+    times = _times(works, [before, *alone], timer)
+    shares = {blocks: _share(times[blocks], times[before]) for blocks in times}
+    together = before
     for blocks in sorted(shares, key=shares.__getitem__, reverse=True):
         if shares[blocks] < GAIN:  # of a field's values the best comes last
-            changed = {k: v for k, v in asdict(blocks).items() if v != getattr(today, k)}
+            changed = {k: v for k, v in asdict(blocks).items() if v != getattr(before, k)}
             together = replace(together, **changed)
     if together not in shares:
         [seconds] = _times(works, [together], timer).values()
-        shares[together] = _share(seconds, times[today])
+        shares[together] = _share(seconds, times[before])
     best = min(shares, key=shares.__getitem__)
-    return (best, shares[best]) if shares[best] < GAIN else (today, 1.0)
+    return (best, shares[best]) if shares[best] < GAIN else (before, 1.0)
 
 
 def _times(
@@ -260,8 +260,8 @@ def _times(
     return times
 
 
-def _share(seconds: Sequence[float], today: Sequence[float]) -> float:
-    return statistics.mean(t / now for t, now in zip(seconds, today, strict=True))
+def _share(seconds: Sequence[float], before: Sequence[float]) -> float:
+    return statistics.mean(t / b for t, b in zip(seconds, before, strict=True))
 
 
 class _ManyRows:
@@ -273,7 +273,7 @@ class _ManyRows:
         self._slots = sorted(row % num_adapters for row in range(rows))
         self._x_TI = bed.random(rows, product.shape[1])
         self._y_TO = bed.random(rows, product.shape[0])
-        self._today_TO: Tensor | None = None
+        self._first_TO: Tensor | None = None
 
     def launches(self, blocks: Blocks) -> list[Launch]:
         """Both, layer by layer."""
@@ -297,9 +297,9 @@ class _ManyRows:
             expand()
         except OutOfResources:
             return math.inf
-        if self._today_TO is None:
-            self._today_TO = self._y_TO.clone()
-        if not torch.equal(self._y_TO, self._today_TO):
+        if self._first_TO is None:
+            self._first_TO = self._y_TO.clone()
+        if not torch.equal(self._y_TO, self._first_TO):
             return math.inf
         return timer(lambda: [call() for call in launches])
 
@@ -308,12 +308,12 @@ class _ManyRows:
 
 
 def _shown(best: Mapping[tuned.Key, Best]) -> Table:
-    columns = ("rows", "product", "us", "today's us", "step", "split", "stages")
+    columns = ("rows", "product", "us", "us before", "step", "split", "stages")
     table = new_table("", *columns, "columns", "ahead", names=0)
     table.columns[1].justify = "left"
     for key, found in sorted(best.items()):
         cut = found.cut
         numbers = (cut.step, cut.split, cut.stages, cut.columns, cut.ahead)
-        times = (f"{found.us:.1f}", f"{found.today_us:.1f}")
+        times = (f"{found.us:.1f}", f"{found.before_us:.1f}")
         table.add_row(str(key.rows), found.name, *times, *map(str, numbers))
     return table

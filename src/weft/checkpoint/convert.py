@@ -9,23 +9,25 @@ rank stands for it, as long as it is within the tolerance. (IA)^3 scales what ta
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from weft.checkpoint.config import PeftConfig
 from weft.checkpoint.kinds import KINDS
 from weft.checkpoint.parts import PREFIX, AdapterParts, Named, TargetParts, find_target
 from weft.checkpoint.pattern import PatternError, Work, compile_pattern
-from weft.checkpoint.read import WEIGHTS_FILE
+from weft.checkpoint.read import WEIGHTS_FILE, Stored
 from weft.checkpoint.refuse import refuse, show, shown_name
 from weft.core.config import MAX_RANK
 from weft.core.targets import Target, TargetTable
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Array = NDArray[np.floating[Any]]
 CONVERSION_TOLERANCE = 1e-3
@@ -66,19 +68,56 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
+class Deferred:
+    """A tensor of the normal form whose values are computed when they are asked for: those of all
+    targets at once would take several times the memory of the image."""
+
+    shape: tuple[int, ...]
+    compute: Callable[[], Array]
+    bound: Callable[[], np.floating[Any]] | None = None
+    """The largest magnitude among the values, where it follows from those of their factors, as
+    rounding keeps order."""
+
+    def values(self) -> NDArray[np.float32]:
+        with np.errstate(all="ignore"):  # what is too large shows as infinite in the image
+            return np.ascontiguousarray(self.compute(), np.float32)
+
+    def largest(self) -> np.float32:
+        """The largest magnitude; NaN or infinite if there is such a value."""
+        if self.bound is None:
+            return _largest(self.values())
+        with np.errstate(all="ignore"):
+            return np.float32(self.bound())
+
+
+class _Values(NamedTuple):
+    """How values are computed, see `Deferred`."""
+
+    compute: Callable[[], Array]
+    bound: Callable[[], np.floating[Any]] | None = None
+
+
+class _Named(NamedTuple):
+    """A tensor and its name in the file."""
+
+    name: str
+    tensor: Stored
+
+
+@dataclass(frozen=True, slots=True)
 class _Module:
     """The tensors of one module of the file."""
 
     target: Target
-    named: Mapping[str, Named]
+    named: Mapping[str, _Named]
     """By part, such as `lora_A`."""
 
-    def get(self, part: str, *shape: int) -> Array:
-        """In float32. Raises AdapterInvalid when the part is missing or of another shape."""
+    def get(self, part: str, *shape: int) -> Stored:
+        """Raises AdapterInvalid when the part is missing or of another shape."""
         named = self.named.get(part)
         if named is None:
             refuse(self.first.name, f"its counterpart {part} is missing")
-        return _values(named, shape)
+        return _shaped(named.name, named.tensor, shape)
 
     def check_parts(self, *parts: str) -> None:
         for part, named in self.named.items():
@@ -86,24 +125,32 @@ class _Module:
                 refuse(named.name, f"does not belong beside {', '.join(parts)}")
 
     @property
-    def first(self) -> Named:
+    def first(self) -> _Named:
         return next(iter(self.named.values()))
 
-    def lora(self, a: Array, b: Array) -> TargetParts:
+    def lora(self, rank: int, a: _Values, b: _Values) -> TargetParts:
         """A (rank, in) and B (out, rank), all scaling included, in the normal form."""
-        name = self.first.name
-        return TargetParts(self.target, a=Named(name, _tensor(a)), b=Named(name, _tensor(b)))
+        name, target = self.first.name, self.target
+        return TargetParts(
+            target,
+            a=_deferred(name, (rank, target.in_features), a),
+            b=_deferred(name, (target.out_features, rank), b),
+        )
+
+    def dense(self, a: Array, b: Array) -> TargetParts:
+        """`lora` of values that are there."""
+        return self.lora(len(a), _Values(lambda: a), _Values(lambda: b))
 
 
 def convert_parts(
-    tensors: Mapping[str, Tensor], table: TargetTable, config: PeftConfig, limits: Limits
+    tensors: Mapping[str, Stored], table: TargetTable, config: PeftConfig, limits: Limits
 ) -> tuple[AdapterParts, Conversion]:
-    """The normal form of an adapter of another kind than LoRA.
+    """The normal form of an adapter of another kind than LoRA, its tensors `Deferred`.
 
     Raises AdapterInvalid for what can't be served, also when an error is above the tolerance.
     """
     for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
+        if not np.isfinite(tensor.largest()):
             refuse(name, "holds NaN or infinite values")
     modules = _modules(tensors, table, config)
     config.check_modules([module.target.name for module in modules], table.by_name)
@@ -126,9 +173,9 @@ def convert_parts(
 
 
 def _modules(
-    tensors: Mapping[str, Tensor], table: TargetTable, config: PeftConfig
+    tensors: Mapping[str, Stored], table: TargetTable, config: PeftConfig
 ) -> list[_Module]:
-    found: dict[str, dict[str, Named]] = {}
+    found: dict[str, dict[str, _Named]] = {}
     for tensor, value in tensors.items():
         if config.kind == "VERA" and tensor in _SHARED:
             continue
@@ -136,24 +183,30 @@ def _modules(
         target = find_target(tensor, module, table)
         if target.kind not in ("linear", "head"):
             refuse(tensor, f"{KINDS[config.kind].says} is for linear layers, not {module}")
-        found.setdefault(module, {})[part] = Named(tensor, value)
+        found.setdefault(module, {})[part] = _Named(tensor, value)
     if not found:
         refuse(WEIGHTS_FILE, "holds no tensors of an adapter")
     return [_Module(table.by_name[module], named) for module, named in found.items()]
 
 
-def _values(named: Named, shape: tuple[int, ...]) -> Array:
-    if tuple(named.tensor.shape) != shape:
-        refuse(
-            named.name,
-            f"has the shape {tuple(named.tensor.shape)}; the base model and the config make it"
-            f" {shape}",
-        )
-    return named.tensor.float().numpy()
+def _shaped(name: str, tensor: Stored, shape: tuple[int, ...]) -> Stored:
+    if tensor.shape != shape:
+        refuse(name, f"has the shape {tensor.shape}; the base model and the config make it {shape}")
+    return tensor
 
 
-def _tensor(array: Array) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(array, np.float32))
+def _deferred(name: str, shape: tuple[int, ...], values: _Values) -> Named:
+    return Named(name, cast("Tensor", Deferred(shape, *values)))
+
+
+def _largest(array: Array) -> np.float32:
+    return np.float32(np.maximum(array.max(), -array.min()))
+
+
+def _peaks(array: Array) -> Array:
+    """The largest magnitude of each row, as a column."""
+    peaks: Array = np.maximum(array.max(1, keepdims=True), -array.min(1, keepdims=True))
+    return peaks
 
 
 def _split(tensor: str, kind: str) -> tuple[str, str]:
@@ -199,8 +252,18 @@ def _adalora(config: PeftConfig, modules: list[_Module], limits: Limits) -> list
         # PEFT divides by the rank that training began with, also where less is left of it.
         scale = (config.alpha if config.alpha > 0 else rank) / (config.r + 1e-5)
         if rank:
-            found.append(module.lora(a * e, b * np.float32(scale)))
+            found.append(_scaled_pair(module, a, e, b, np.float32(scale)))
     return found
+
+
+def _scaled_pair(
+    module: _Module, a: Stored, e: Stored, b: Stored, scale: np.float32
+) -> TargetParts:
+    return module.lora(
+        e.shape[0],
+        _Values(lambda: a.values() * e.values()),
+        _Values(lambda: b.values() * scale, lambda: b.largest() * abs(scale)),
+    )
 
 
 def _allocated(config: PeftConfig) -> dict[str, int]:
@@ -224,7 +287,7 @@ def _allocated(config: PeftConfig) -> dict[str, int]:
 
 
 def _vera(
-    config: PeftConfig, modules: list[_Module], tensors: Mapping[str, Tensor]
+    config: PeftConfig, modules: list[_Module], tensors: Mapping[str, Stored]
 ) -> list[TargetParts]:
     rank = config.r
     num_in = max(module.target.in_features for module in modules)
@@ -236,33 +299,49 @@ def _vera(
         if not saved and name in tensors:
             refuse(name, "is there, but save_projection says that it is not to be used")
     if saved:
-        shared_a = _values(Named(_SHARED[0], tensors[_SHARED[0]]), (rank, num_in))
-        shared_b = _values(Named(_SHARED[1], tensors[_SHARED[1]]), (num_out, rank))
+        shapes = (rank, num_in), (num_out, rank)
+        shared = [
+            _shaped(name, tensors[name], shape).values()
+            for name, shape in zip(_SHARED, shapes, strict=True)
+        ]
     else:
-        shared_a, shared_b = _regenerated(config, num_in, num_out)
-    found = []
-    for module in modules:
-        d = module.get("vera_lambda_d", rank)
-        b = module.get("vera_lambda_b", module.target.out_features)
-        own_a = shared_a[:, : module.target.in_features]
-        own_b = shared_b[: module.target.out_features]
-        found.append(module.lora(own_a * d[:, None], own_b * b[:, None]))
-    return found
+        shared = _regenerated(config, num_in, num_out)
+    shared_a, shared_b = shared
+    peaks_b = cache(lambda: _peaks(shared_b))
+    peaks_a = cache(lambda width: _peaks(shared_a[:, :width]))
+
+    def pair(module: _Module) -> TargetParts:
+        target = module.target
+        d = module.get("vera_lambda_d", rank).values()[:, None]
+        b = module.get("vera_lambda_b", target.out_features).values()[:, None]
+        own_a, own_b = shared_a[:, : target.in_features], shared_b[: target.out_features]
+        return module.lora(
+            rank,
+            _Values(lambda: own_a * d, lambda: (peaks_a(target.in_features) * abs(d)).max()),
+            _Values(lambda: own_b * b, lambda: (peaks_b()[: len(b)] * abs(b)).max()),
+        )
+
+    return [pair(module) for module in modules]
 
 
-def _regenerated(config: PeftConfig, num_in: int, num_out: int) -> tuple[Array, Array]:
-    """A and B as PEFT draws them from the config's key, in this order from one generator."""
+def _regenerated(config: PeftConfig, num_in: int, num_out: int) -> list[Array]:
+    """A and B as PEFT draws them from the config's key, in this order from one generator.
+
+    torch's for the CPU is the Mersenne Twister, of whose words 24 bits make a float32.
+    """
     seed = _integer(config, "projection_prng_key", 0)
     if not -(1 << 63) <= seed < 1 << 63:
         refuse("projection_prng_key", f"must fit 64 bits, got {show(seed)}")
-    generator = torch.Generator().manual_seed(seed)
+    generator = np.random.RandomState(seed & 0xFFFFFFFF)
 
     def draw(rows: int, columns: int) -> Array:
-        bound = math.sqrt(3.0) * (math.sqrt(2.0) / math.sqrt(columns))
-        drawn = torch.empty(rows, columns).uniform_(-bound, bound, generator=generator)
-        return drawn.numpy()
+        bound = np.float32(math.sqrt(3.0) * (math.sqrt(2.0) / math.sqrt(columns)))
+        words = np.frombuffer(generator.bytes(4 * rows * columns), "<u4")
+        # Rounded once, as a multiplication and an addition in one are.
+        drawn = (words & 0xFFFFFF) * 2.0**-24 * np.float64(bound + bound) - np.float64(bound)
+        return drawn.astype(np.float32).reshape(rows, columns)
 
-    return draw(config.r, num_in), draw(num_out, config.r)
+    return [draw(config.r, num_in), draw(num_out, config.r)]
 
 
 # -- LoHa: (B1 A1) * (B2 A2), element by element ---------------------------------------------------
@@ -276,28 +355,33 @@ def _loha(config: PeftConfig, module: _Module, limits: Limits) -> tuple[TargetPa
     b2, a2 = module.get("hada_w2_a", num_out, rank), module.get("hada_w2_b", rank, num_in)
     scale = np.float32(config.scale_of(target.name, rank))
     if min(num_in, num_out) <= min(rank * rank, limits.max_rank):
-        return module.lora(*_full(b1, a1, b2, a2, scale)), 0.0
+        full = _full(b1.values(), a1.values(), b2.values(), a2.values(), scale)
+        return module.dense(*full), 0.0
+
+    def turned_b() -> Array:
+        return _pairs(b1.values().T, b2.values().T)
+
+    hadamard_a = _Values(lambda: _pairs(a1.values(), a2.values()))
+    hadamard_b = _Values(lambda: turned_b().T * scale, lambda: _largest(turned_b()) * abs(scale))
     if rank * rank <= limits.max_rank:
-        return module.lora(*_hadamard(b1, a1, b2, a2, scale)), 0.0
+        return module.lora(rank * rank, hadamard_a, hadamard_b), 0.0
     if rank * rank > _MAX_EXCESS * limits.max_rank:
         refuse(
             "r",
             f"a LoHa of rank {rank} is a LoRA of rank {rank * rank}; at most"
             f" {_MAX_EXCESS * limits.max_rank} is served ({_MAX_EXCESS} times --max-lora-rank)",
         )
-    a, b = _hadamard(b1, a1, b2, a2, scale)
+    a, b = hadamard_a.compute(), hadamard_b.compute()
     if not (np.isfinite(a).all() and np.isfinite(b).all()):
         refuse(module.first.name, "holds values too large for float32 when multiplied")
     a, b, error = _best(a, b, limits.max_rank)
     _check_error(module.first.name, error, rank * rank, limits)
-    return module.lora(a, b), error
+    return module.dense(a, b), error
 
 
-def _hadamard(b1: Array, a1: Array, b2: Array, a2: Array, scale: np.float32) -> tuple[Array, Array]:
-    """A (r * r, in) and B (out, r * r): the products of all pairs of rows, and of columns."""
-    a = (a1[:, None, :] * a2[None, :, :]).reshape(-1, a1.shape[1])
-    b = (b1[:, :, None] * b2[:, None, :]).reshape(len(b1), -1)
-    return a, b * scale
+def _pairs(one: Array, other: Array) -> Array:
+    """(r * r, n): the products of all pairs of rows (r, n), which A has, and B of columns."""
+    return (one[:, None, :] * other[None, :, :]).reshape(-1, one.shape[1])
 
 
 def _full(b1: Array, a1: Array, b2: Array, a2: Array, scale: np.float32) -> tuple[Array, Array]:
@@ -350,9 +434,11 @@ def _lokr(config: PeftConfig, module: _Module, limits: Limits) -> tuple[TargetPa
     kept = order[: min(exact, limits.max_rank)]
     error = _lost(s[order[limits.max_rank :]], s) if exact > limits.max_rank else 0.0
     _check_error(module.first.name, error, exact, limits)
-    a, b = _kronecker(svd_1, svd_2, kept)
     root = np.sqrt(s[kept])
-    return module.lora(a * root[:, None], b * (root * math.copysign(1.0, scale))), error
+    a = _kronecker(svd_1[2], svd_2[2], kept, root)
+    b = _kronecker(svd_1[0].T, svd_2[0].T, kept, root * math.copysign(1.0, scale))
+    turned = _Values(lambda: b.compute().T, b.bound)
+    return module.lora(len(kept), a, turned), error
 
 
 def _kronecker_side(
@@ -362,8 +448,8 @@ def _kronecker_side(
     if rank is not None:
         parts = f"{part}_a", f"{part}_b"
         b, a = module.get(parts[0], num_out, rank), module.get(parts[1], rank, num_in)
-        return parts, _decomposed(b, a)
-    whole = module.get(part, num_out, num_in)
+        return parts, _decomposed(b.values(), a.values())
+    whole = module.get(part, num_out, num_in).values()
     if min(whole.shape) > _MAX_SVD:
         refuse(
             module.named[part].name,
@@ -373,16 +459,15 @@ def _kronecker_side(
     return (part,), (u, s, v)
 
 
-def _kronecker(
-    left: tuple[Array, Array, Array],
-    right: tuple[Array, Array, Array],
-    kept: NDArray[np.intp],
-) -> tuple[Array, Array]:
-    """V and U of the product, for these of its singular values."""
-    i, j = np.divmod(kept, len(right[1]))
-    b = (left[0][:, None, i] * right[0][None, :, j]).reshape(-1, len(kept))
-    a = (left[2][i, :, None] * right[2][j, None, :]).reshape(len(kept), -1)
-    return a, b
+def _kronecker(one: Array, other: Array, kept: NDArray[np.intp], by: Array) -> _Values:
+    """These rows (k, m n) of the product of U or V of both factors, (i, m) and (j, n), times
+    `by`."""
+    i, j = np.divmod(kept, len(other))
+    scale = by[:, None]
+    return _Values(
+        lambda: (one[i][:, :, None] * other[j][:, None, :]).reshape(len(by), -1) * scale,
+        lambda: (_peaks(one)[i] * _peaks(other)[j] * abs(scale)).max(),
+    )
 
 
 def _sides(features: int, factor: int) -> tuple[int, int]:
@@ -404,15 +489,17 @@ def _sides(features: int, factor: int) -> tuple[int, int]:
 
 
 def _ia3(config: PeftConfig, modules: list[_Module], table: TargetTable) -> list[TargetParts]:
-    found: dict[int, TargetParts] = {}
+    found: dict[int, tuple[Target, str, Array]] = {}
     for module in modules:
         target, scale = _scaled(config, module, table)
         if target.slice in found:
-            gain = found[target.slice].gain
-            scale = scale if gain is None else scale * gain.tensor.numpy()
-        gain = Named(module.first.name, _tensor(scale))
-        found[target.slice] = TargetParts(target, gain=gain)
-    return list(found.values())
+            scale = scale * found[target.slice][2]
+        found[target.slice] = target, module.first.name, scale
+
+    def parts(target: Target, name: str, scale: Array) -> TargetParts:
+        return TargetParts(target, gain=_deferred(name, scale.shape, _Values(lambda: scale)))
+
+    return [parts(*each) for each in found.values()]
 
 
 def _scaled(config: PeftConfig, module: _Module, table: TargetTable) -> tuple[Target, Array]:
@@ -420,16 +507,16 @@ def _scaled(config: PeftConfig, module: _Module, table: TargetTable) -> tuple[Ta
     target, named = module.target, module.first
     feeds_forward = _feeds_forward(config, target.name)
     if feeds_forward is None:
-        feeds_forward = tuple(named.tensor.shape) == (1, target.in_features)
+        feeds_forward = named.tensor.shape == (1, target.in_features)
     if not feeds_forward:
-        return target, module.get("ia3_l", target.out_features, 1).reshape(-1)
+        return target, module.get("ia3_l", target.out_features, 1).values().reshape(-1)
     if target.suffix != "down_proj":
         refuse(
             "feedforward_modules",
             f"{target.name}: the input of this projection can't be scaled, only that of down_proj",
         )
     # down_proj's input is silu(gate) * up: to scale it is to scale up_proj's output.
-    scale = module.get("ia3_l", 1, target.in_features).reshape(-1)
+    scale = module.get("ia3_l", 1, target.in_features).values().reshape(-1)
     up = target.name.removesuffix("down_proj") + "up_proj"
     return find_target(named.name, up, table), scale
 

@@ -8,12 +8,12 @@ something, follows from the largest magnitude of each tensor, as rounding keeps 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
-from weft.checkpoint.config import parse_config
+from weft.checkpoint.config import PeftConfig, parse_config
+from weft.checkpoint.convert import CONVERSION_TOLERANCE, EXACT, Conversion, Limits, convert_parts
 from weft.checkpoint.parts import (
     AdapterParts,
     Named,
@@ -24,7 +24,6 @@ from weft.checkpoint.parts import (
     sort_parts,
 )
 from weft.checkpoint.read import (
-    DTYPES,
     WEIGHTS_FILE,
     AdapterFiles,
     Stored,
@@ -37,8 +36,7 @@ from weft.core.targets import Extras, ImageLayout, TargetTable, layout_of, vocab
 if TYPE_CHECKING:
     from torch import Tensor
 
-_CHUNK = 1 << 16
-"""Values looked at in one go, in the processor's cache."""
+    from weft.checkpoint.convert import Deferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +50,27 @@ class Examined:
     num_bytes: int
     provisional: bool = False
     """Likewise."""
+    conversion_error: float = 0.0
+    """Likewise."""
 
 
-def examine(files: AdapterFiles, table: TargetTable, dtype: str, max_rank: int) -> Examined | None:
+def examine(
+    files: AdapterFiles,
+    table: TargetTable,
+    dtype: str,
+    max_rank: int,
+    conversion_tolerance: float = CONVERSION_TOLERANCE,
+) -> Examined | None:
     """The verdict of `pack_image`, without the base, for the serving dtype (torch's name of it).
 
-    None: not told here, as the adapter is no LoRA, has experts, or added tokens, whose rows have to
-    be computed. Raises AdapterInvalid.
+    None: not told here, as the adapter is a LoRA for a base with experts, or has added tokens,
+    whose rows have to be computed. Raises AdapterInvalid.
     """
     config = parse_config(files.config, max_rank)
     stored = parse_stored(files.weights)
-    if config.kind != "LORA" or any(group.kind == "experts" for group in table.groups):
+    if config.kind == "LORA" and any(group.kind == "experts" for group in table.groups):
         return None
-    # Sorting asks tensors for their shapes, and some of them whether they are equal.
-    parts = sort_parts(cast("dict[str, Tensor]", stored), table, config)
+    parts, conversion = _parts(stored, table, config, Limits(max_rank, conversion_tolerance))
     vocab, _ = vocabulary(table, "embedding")
     if parts.vocab_size > vocab:
         return None
@@ -82,7 +87,16 @@ def examine(files: AdapterFiles, table: TargetTable, dtype: str, max_rank: int) 
         check_activated(config.invocation, parts, layout, table, parts.needs_base)
     num_bytes = layout.num_elements * item_bytes(dtype)
     provisional = parts.needs_base or bool(config.residual_init)
-    return Examined(files.digest, layout, parts.names, num_bytes, provisional)
+    return Examined(files.digest, layout, parts.names, num_bytes, provisional, conversion.error)
+
+
+def _parts(
+    stored: dict[str, Stored], table: TargetTable, config: PeftConfig, limits: Limits
+) -> tuple[AdapterParts, Conversion]:
+    if config.kind != "LORA":
+        return convert_parts(stored, table, config, limits)
+    # Sorting asks tensors for their shapes, and some of them whether they are equal.
+    return sort_parts(cast("dict[str, Tensor]", stored), table, config), EXACT
 
 
 def _check_beside(parts: AdapterParts, dtype: str, vocab: int) -> Extras:
@@ -100,7 +114,7 @@ def _check_beside(parts: AdapterParts, dtype: str, vocab: int) -> Extras:
     for _, named in parts.norms:
         _packed(named, 1.0, dtype)
     return Extras(
-        scaled=frozenset(each.target.slice for each in affine if each.magnitude),
+        scaled=frozenset(each.target.slice for each in affine if each.magnitude or each.gain),
         shifted=frozenset(each.target.slice for each in affine),
         norms=frozenset(norm.index for norm, _ in parts.norms),
         embedding_rows=_num_rows(parts.embedding, vocab),
@@ -129,7 +143,7 @@ def _check_values(parts: AdapterParts, dtype: str) -> bool:
 
 def _packed(named: Named, scale: float, dtype: str) -> float:
     """The largest magnitude that a tensor has in an image."""
-    largest = largest_magnitude(cast(Stored, named.tensor))
+    largest = cast("Stored | Deferred", named.tensor).largest()
     if not np.isfinite(largest):
         refuse(named.name, "holds NaN or infinite values")
     with np.errstate(over="ignore", under="ignore"):
@@ -145,16 +159,3 @@ def _rounded(value: np.float32, dtype: str) -> float:
         bits = (bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000
         return float(np.uint32(bits).view(np.float32))
     return float(value.astype(dtype))
-
-
-def largest_magnitude(stored: Stored) -> np.float32:
-    """NaN or infinity if there is one. All bits but the sign are ordered as the magnitudes are."""
-    assert stored.dtype in DTYPES.values()
-    wide = stored.dtype == "float32"
-    bits: NDArray[np.unsignedinteger[Any]] = stored.data.view(np.uint32 if wide else np.uint16)
-    mask = np.uint32(0x7FFFFFFF) if wide else np.uint16(0x7FFF)
-    chunks = (bits[i : i + _CHUNK] for i in range(0, len(bits), _CHUNK))
-    largest = max((int((chunk & mask).max()) for chunk in chunks), default=0)
-    if stored.dtype == "float16":
-        return np.float32(np.uint16(largest).view(np.float16))
-    return np.uint32(largest if wide else largest << 16).view(np.float32)

@@ -24,6 +24,7 @@ from weft.checkpoint.base import (
 from weft.checkpoint.config import parse_config
 from weft.checkpoint.convert import (
     CONVERSION_TOLERANCE,
+    Deferred,
     Limits,
     convert_parts,
 )
@@ -38,7 +39,13 @@ from weft.checkpoint.parts import (
     same_rows,
     sort_parts,
 )
-from weft.checkpoint.read import WEIGHTS_FILE, AdapterFiles, parse_tensors, read_adapter
+from weft.checkpoint.read import (
+    WEIGHTS_FILE,
+    AdapterFiles,
+    parse_stored,
+    parse_tensors,
+    read_adapter,
+)
 from weft.checkpoint.refuse import refuse
 from weft.checkpoint.residual import check_residual
 from weft.core.config import MAX_ADDED_TOKENS
@@ -150,9 +157,8 @@ def pack_image(
     AdapterInvalid.
     """
     config = parse_config(files.config, max_rank)
-    tensors = parse_tensors(files.weights)
     if config.kind == "LORA":
-        parts = sort_parts(tensors, table, config, max_added_tokens)
+        parts = sort_parts(parse_tensors(files.weights), table, config, max_added_tokens)
         if config.residual_init and base is not None:
             check_residual(config.residual_init, parts, base)
         image = pack_parts(files.digest, parts, table, dtype, base)
@@ -161,7 +167,10 @@ def pack_image(
             check_activated(config.invocation, parts, image.layout, table, image.provisional)
         return replace(image, provisional=provisional, invocation=config.invocation)
     limits = Limits(max_rank, conversion_tolerance)
-    parts, conversion = convert_parts(tensors, table, config, limits)
+    parts, conversion = convert_parts(parse_stored(files.weights), table, config, limits)
+    for each in parts.targets:
+        if each.gain is not None:
+            each.gain = computed(each.gain)
     image = pack_parts(files.digest, parts, table, dtype, base)
     return replace(image, conversion_error=conversion.error, conversion_worst=conversion.worst)
 
@@ -222,9 +231,17 @@ def _of_expert(parts: TargetParts, expert: int) -> tuple[Named, Named]:
     """A (r, in) and B (out, r), which only experts have several of."""
     assert parts.a is not None and parts.b is not None
     if parts.target.kind != "experts":
-        return parts.a, parts.b
+        return computed(parts.a), computed(parts.b)
     (a_name, a), (b_name, b) = parts.a, parts.b
     return Named(a_name, a[expert]), Named(b_name, b[expert])
+
+
+def computed(named: Named) -> Named:
+    """With its values, where a conversion has put off to compute them."""
+    value: object = named.tensor
+    if not isinstance(value, Deferred):
+        return named
+    return Named(named.name, torch.from_numpy(value.values()))
 
 
 def fill(dest: torch.Tensor, source: torch.Tensor, scale: float) -> None:

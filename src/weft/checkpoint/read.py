@@ -37,6 +37,9 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 _CHUNK = 1 << 18
 """Values compared in one go."""
 
+_IN_CACHE = 1 << 16
+"""Values looked at in one go, in the processor's cache."""
+
 Bytes = npt.NDArray[np.uint8]
 
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
@@ -96,8 +99,26 @@ class Stored:
     def dim(self) -> int:
         return len(self.shape)
 
+    def values(self) -> npt.NDArray[np.float32]:
+        """In its shape; a view of the file's where that is float32."""
+        return self._values(0, None).reshape(self.shape)
+
+    def largest(self) -> np.float32:
+        """The largest magnitude, 0 of no values; NaN or infinity if there is one."""
+        # All bits but the sign are ordered as the magnitudes are.
+        assert self.dtype in DTYPES.values()
+        wide = self.dtype == "float32"
+        bits: npt.NDArray[np.unsignedinteger[Any]]
+        bits = self.data.view(np.uint32 if wide else np.uint16)
+        mask = np.uint32(0x7FFFFFFF) if wide else np.uint16(0x7FFF)
+        chunks = (bits[i : i + _IN_CACHE] for i in range(0, len(bits), _IN_CACHE))
+        largest = max((int((chunk & mask).max()) for chunk in chunks), default=0)
+        if self.dtype == "float16":
+            return np.float32(np.uint16(largest).view(np.float16))
+        return np.uint32(largest if wide else largest << 16).view(np.float32)
+
     def t(self) -> Stored:
-        turned = np.ascontiguousarray(self._values(0, None).reshape(self.shape).T)
+        turned = np.ascontiguousarray(self.values().T)
         return Stored("float32", turned.shape, turned.reshape(-1).view(np.uint8))
 
     def __eq__(self, other: object) -> Any:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from weft.checkpoint.config import CONFIG_FILE, PeftConfig, parse_config
-from weft.checkpoint.examine import examine
+from weft.checkpoint.examine import Examined, examine
 from weft.checkpoint.kinds import KINDS
 from weft.checkpoint.read import (
     DTYPES,
@@ -20,7 +20,7 @@ from weft.checkpoint.read import (
 from weft.checkpoint.refuse import show
 from weft.core.config import MAX_RANK
 from weft.core.errors import AdapterError, AdapterInvalid, ConfigError
-from weft.core.targets import ImageLayout, Target, TargetTable
+from weft.core.targets import Target, TargetTable
 from weft.models.config import load_model_config
 from weft.models.targets import target_table
 from weft.registry.hub import fetch_adapter, parse_hub_id
@@ -113,18 +113,6 @@ class Report:
     refusals: tuple[Refusal, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Image:
-    """What is told of an adapter's image."""
-
-    digest: str
-    layout: ImageLayout
-    targets: tuple[str, ...]
-    num_bytes: int
-    provisional: bool = False
-    conversion_error: float = 0.0
-
-
 def check_adapter(adapter: str, base: str, max_rank: int, conversion_tolerance: float) -> Report:
     """Ask the code that the engine loads adapters with.
 
@@ -143,10 +131,9 @@ def check_adapter(adapter: str, base: str, max_rank: int, conversion_tolerance: 
 
 def _image(
     files: AdapterFiles, table: TargetTable, dtype: str, max_rank: int, tolerance: float
-) -> _Image:
-    if found := examine(files, table, dtype, max_rank):
-        size, provisional = found.num_bytes, found.provisional
-        return _Image(found.digest, found.layout, found.targets, size, provisional)
+) -> Examined:
+    if found := examine(files, table, dtype, max_rank, tolerance):
+        return found
     import torch
 
     from weft.checkpoint.pack import pack_image
@@ -154,7 +141,7 @@ def _image(
     image = pack_image(
         files, table, getattr(torch, dtype), max_rank, conversion_tolerance=tolerance
     )
-    return _Image(
+    return Examined(
         image.digest,
         image.layout,
         image.targets,
@@ -258,7 +245,7 @@ def _show_refusal(refusal: Refusal) -> str:
 
 
 def _facts(
-    files: AdapterFiles, image: _Image, table: TargetTable, dtype: str, max_rank: int
+    files: AdapterFiles, image: Examined, table: TargetTable, dtype: str, max_rank: int
 ) -> Facts:
     config = parse_config(files.config, max_rank)
     trained_on = json.loads(files.config).get("base_model_name_or_path")
@@ -282,7 +269,7 @@ def _facts(
     )
 
 
-def _adapted(config: PeftConfig, image: _Image, table: TargetTable) -> Iterator[Adapted]:
+def _adapted(config: PeftConfig, image: Examined, table: TargetTable) -> Iterator[Adapted]:
     alike: dict[tuple[str, int, float], list[Target]] = {}
     for target in table.targets:
         rank = image.layout.rank[target.slice]

@@ -24,10 +24,11 @@ import contextlib
 import logging
 import time
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import NamedTuple, Protocol
 
@@ -65,6 +66,8 @@ logger = logging.getLogger(__name__)
 NUM_LOADERS = 2
 NUM_REGISTRARS = 2
 """Of their own: many registrations, which are slow, hold up no load that requests wait for."""
+MAX_REGISTERING = 2 * NUM_REGISTRARS
+"""Registrations begun at a time: each has its image in memory until it was checked."""
 MAX_PATHS = 16
 """Folders remembered for one content; the newest ones."""
 _TORN = "its image did not come to adapter memory as it was packed"
@@ -265,6 +268,8 @@ class Residency:
         self._done: SimpleQueue[Callable[[], Registered | LoadEnded | None]] = SimpleQueue()
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="weft-loader")
         self._registrars = ThreadPoolExecutor(NUM_REGISTRARS, thread_name_prefix="weft-registrar")
+        self._to_register: deque[Callable[[], None]] = deque()
+        self._num_registering = 0
 
     def register(
         self,
@@ -277,7 +282,8 @@ class Residency:
 
         Content of a known digest may come from its image file.
         """
-        self._registrars.submit(self._register, call_id, path, pinned, expect_digest)
+        self._to_register.append(partial(self._register, call_id, path, pinned, expect_digest))
+        self._begin_registrations()
 
     def add(self, image: AdapterImage, path: str | None, pinned: bool) -> AdapterInfo:
         """Make an image known, from the folder `path` or (None) from memory; at once.
@@ -426,6 +432,7 @@ class Residency:
 
     def close(self) -> None:
         """End the threads, behind what they are at."""
+        self._to_register.clear()
         self._registrars.shutdown(cancel_futures=True)
         self._loaders.shutdown(cancel_futures=True)
         if self.host.arena is not None:
@@ -435,6 +442,8 @@ class Residency:
         """Raise AssertionError unless all invariants hold, of the parts too."""
         self.slots.check()
         self.host.check()
+        assert 0 <= self._num_registering <= MAX_REGISTERING
+        assert not self._to_register or self._num_registering == MAX_REGISTERING
         assert self._known.keys() >= set(self.slots.resident) | set(self.host.digests())
         for digest in self._known:
             assert self.slots.knows(digest)
@@ -451,15 +460,20 @@ class Residency:
                 image = packed = self._from_folder(path, expect_digest, stage_s)
         except Exception as error:
             failure = _typed(error)
-            self._finish(lambda: Registered(call_id, None, failure))
+            self._finish(lambda: self._end_registration(call_id, failure))
             return
         call = _Call(call_id, path, pinned, image)
         self._finish(lambda: self._packed(call, stage_s))
         self._save(packed)
 
     def _check(self, checker: Checker, call: _Call) -> None:
-        verdict = self._verdict(checker, call.image, paced=True)
-        self._finish(lambda: self._registered(call, verdict))
+        try:
+            verdict = self._verdict(checker, call.image, paced=True)
+        except Exception as error:
+            failure = _typed(error)
+            self._finish(lambda: self._end_registration(call.call_id, failure))
+        else:
+            self._finish(lambda: self._registered(call, verdict))
 
     def _verdict(self, checker: Checker, image: AdapterImage, paced: bool) -> _Verdict:
         begin = self._clock()
@@ -585,6 +599,18 @@ class Residency:
             return _Origin(digest, None, ())
         return _Origin(digest, self.host.open(digest), known.paths)
 
+    def _begin_registrations(self) -> None:
+        while self._to_register and self._num_registering < MAX_REGISTERING:
+            self._num_registering += 1
+            self._registrars.submit(self._to_register.popleft())
+
+    def _end_registration(self, call_id: int, result: AdapterInfo | WeftError) -> Registered:
+        self._num_registering -= 1
+        self._begin_registrations()
+        if isinstance(result, WeftError):
+            return Registered(call_id, None, result)
+        return Registered(call_id, result, None)
+
     def _packed(self, call: _Call, stage_s: dict[str, float]) -> Registered | None:
         self._count(stage_s)
         if self._checker is None or self._has_passed(call.image.digest):
@@ -601,14 +627,15 @@ class Residency:
             self._judge(call.image, call.path, verdict)
             info = self.add(call.image, call.path, call.pinned)
         except WeftError as error:
-            return Registered(call.call_id, None, error)
+            return self._end_registration(call.call_id, error)
         if verdict is not None:
             self._known[info.digest].passed = verdict.result == "passed"
-        return Registered(call.call_id, info, None)
+        return self._end_registration(call.call_id, info)
 
     def _judge(self, image: AdapterImage, path: str, verdict: _Verdict | None) -> None:
         """Count a check. Raises AdapterQuarantined if it failed; should the content be known, as
-        its check had been skipped, nothing is served of it any more."""
+        its check had been skipped or another one went on beside, nothing is served of it any
+        more."""
         if verdict is None:
             return
         self._check_results[verdict.result] += 1
@@ -618,6 +645,7 @@ class Residency:
             return
         logger.error("quarantined: adapter %s %s: %s", digest[:16], path, error.message)
         if self.slots.knows(digest):
+            self._known[digest].passed = False
             self.slots.refuse(digest, error)
             self._done.put(lambda: LoadEnded(digest, error))
         raise error
