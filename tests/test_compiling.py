@@ -3,31 +3,16 @@ one interprets kernels."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import no_device
 import pytest
 
 pytest.importorskip("triton")
 
-SETUP = '''
+SETUP = """
 import torch, triton, triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
 from weft.kernels.compiling import compiling_ahead
-
-class NoDevice:
-    """What the compiler asks of a driver; there is nothing to launch with."""
-    def get_current_device(self):
-        return 0
-    def get_current_stream(self, device):
-        return 0
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-driver.set_active(NoDevice())
 
 @triton.jit
 def scale(x_ptr, FACTOR: tl.constexpr, BROKEN: tl.constexpr):
@@ -42,18 +27,11 @@ def call(factor, broken=False, **options):
 
 def compiled():
     return list(scale.device_caches[0][0].values())
-'''
+"""
 
 
 def run(folder: Path, code: str) -> str:
-    script = folder / "script.py"
-    script.write_text(SETUP + code)
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "kernels")}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return no_device.run(folder, SETUP + code)
 
 
 def test_what_is_called_is_compiled_and_not_run(tmp_path: Path) -> None:

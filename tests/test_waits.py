@@ -7,34 +7,20 @@ before the loop. So a wait inside of it comes too late for them, however the sou
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+import no_device
 import pytest
 
 pytest.importorskip("triton")
 
 COMPILE = """
-import sys
 from pathlib import Path
 import torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime.driver import driver
 from triton.runtime.jit import MockTensor as M
 import weft.kernels.lora.triton as lora
 import weft.kernels.triton_linear as linear
 
-class NoDevice:
-    def get_current_device(self):
-        return 0
-    def get_current_stream(self, device):
-        return 0
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-driver.set_active(NoDevice())
 bf, f32, i32, i64 = (M(t) for t in (torch.bfloat16, torch.float32, torch.int32, torch.int64))
 early = {"PDL": True, "launch_pdl": True, "grid": (1,)}
 common = {"W": 1024, "BLOCK_M": 16, "PART": 256, "MAX_PARTS": 16}
@@ -57,7 +43,7 @@ made = {
     ),
 }
 for name, kernel in made.items():
-    Path(sys.argv[1], name).write_text(kernel.asm["ptx"])
+    Path(name).write_text(kernel.asm["ptx"])
 """
 
 
@@ -65,11 +51,7 @@ for name, kernel in made.items():
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of kernels in PTX."""
     folder = tmp_path_factory.mktemp("kernels")
-    cache = str(folder / "cache")
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
-    command = [sys.executable, "-c", COMPILE, str(folder)]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    no_device.run(folder, COMPILE)
     return folder
 
 
