@@ -8,7 +8,8 @@ threads read files and write to extents of host and device that nothing else use
                           image file ──> host tier ─────────────> device
                           folder ──> packed ──> host tier ──────> device ──> image file
                           parts, each from one of these ──> summed ──> host tier ──> device
-    a registration        folder ──> packed ──> checked ──> host tier, image file
+    a registration        folder ──> packed ──> checked ──> host tier
+                                         └────> image file
 
 New content is checked before that, on a registrar's thread: whether the device computes what the
 image says. What fails is not registered. And whenever an image has come to the device, its
