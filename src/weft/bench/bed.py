@@ -142,15 +142,6 @@ def deviation(got_TO: Tensor, want_TO: Tensor) -> float:
 # -- devices ---------------------------------------------------------------------------------------
 
 
-def device_of(name: str) -> torch.device:
-    """auto, cpu or cuda. Raises ConfigError where there is no such device."""
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("--device cuda: there is no GPU that PyTorch can use", "device")
-    if name == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device())
-
-
 @contextmanager
 def on_device() -> Iterator[None]:
     """Raises ConfigError when the device's memory is too small for what is measured."""

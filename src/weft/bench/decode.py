@@ -25,6 +25,7 @@ from weft.bench.workload import (
     Pattern,
     adapters_in_batch,
     assign,
+    most_adapters,
     random_prompts,
     rng_of,
 )
@@ -79,7 +80,7 @@ class DecodePlan:
     @property
     def num_adapters(self) -> int:
         """That must be published."""
-        return max(adapters_in_batch(p, b) for p in self.patterns for b in self.batches)
+        return most_adapters(self.patterns, self.batches)
 
     @property
     def num_runs(self) -> int:
@@ -87,14 +88,17 @@ class DecodePlan:
 
     def limits(self) -> dict[str, object]:
         """Options of the engine that the largest batch asks for."""
-        most = max(self.batches)
-        tokens = max(2048, -(-most * PROMPT_TOKENS // PREFILL_STEPS))
-        return {
-            "max_loras": max(self.num_adapters, 1),
-            "max_num_seqs": most,
-            "max_num_batched_tokens": tokens,
-            "enable_prefix_caching": False,
-        }
+        return limits_of(max(self.batches), self.num_adapters)
+
+
+def limits_of(batch: int, num_adapters: int) -> dict[str, object]:
+    """Options of an engine whose steps are to be decodes of a whole batch."""
+    return {
+        "max_loras": max(num_adapters, 1),
+        "max_num_seqs": batch,
+        "max_num_batched_tokens": max(2048, -(-batch * PROMPT_TOKENS // PREFILL_STEPS)),
+        "enable_prefix_caching": False,
+    }
 
 
 def run_decode(

@@ -167,7 +167,7 @@ class AdapterShape:
 
 def default_model(options: Mapping[str, object]) -> str:
     """What the device can be expected to run."""
-    return "llama-3-8b" if _on_gpu(options) else "tiny"
+    return "llama-3-8b" if on_gpu(options) else "tiny"
 
 
 @contextmanager
@@ -222,7 +222,8 @@ def device_name(info: EngineInfo) -> str:
     return torch.cuda.get_device_name(info.device) if on_gpu else "CPU"
 
 
-def _on_gpu(options: Mapping[str, object]) -> bool:
+def on_gpu(options: Mapping[str, object]) -> bool:
+    """Whether an engine with these options would run there."""
     return options.get("device") != "cpu" and torch.cuda.is_available()
 
 
@@ -252,7 +253,7 @@ def image_bytes(
 ) -> int:
     """Of one adapter on the device."""
     layout = layout_of(table, _ranks(table, targets, rank))
-    return layout.num_elements * _item_bytes(options.get("dtype"), _on_gpu(options))
+    return layout.num_elements * _item_bytes(options.get("dtype"), on_gpu(options))
 
 
 def noise_images(

@@ -26,13 +26,20 @@ from weft.bench.bed import (
     Timer,
     bandwidth,
     deviation,
-    device_of,
     on_device,
     timer_of,
 )
 from weft.bench.engine import default_model
 from weft.bench.report import COLOURS, Advance, Report, new_figure, new_table, progress
-from weft.bench.workload import PATTERNS, Pattern, adapters_in_batch, assign, rng_of
+from weft.bench.workload import (
+    PATTERNS,
+    Pattern,
+    adapters_in_batch,
+    assign,
+    most_adapters,
+    rng_of,
+)
+from weft.engine.runner import device_of
 from weft.kernels.attention import make_batch
 from weft.kernels.fp8 import linear
 from weft.kernels.lora import LoraStep
@@ -62,7 +69,7 @@ class KernelPlan:
     @property
     def num_adapters(self) -> int:
         """Different ones in any batch, at most."""
-        return max(adapters_in_batch(p, b) for p in self.patterns for b in self.batches)
+        return most_adapters(self.patterns, self.batches)
 
 
 @dataclass(frozen=True, slots=True)

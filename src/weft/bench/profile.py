@@ -25,6 +25,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from weft.bench.decode import PROMPT_TOKENS, limits_of
 from weft.bench.drive import Driver, Job, driving
 from weft.bench.engine import (
     AdapterShape,
@@ -33,6 +34,7 @@ from weft.bench.engine import (
     device_name,
     image_bytes,
     noise_images,
+    on_gpu,
     preset_folder,
     subject,
     table_of,
@@ -43,6 +45,7 @@ from weft.bench.workload import (
     Pattern,
     adapters_in_batch,
     assign,
+    most_adapters,
     random_prompts,
     rng_of,
 )
@@ -54,7 +57,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch.profiler import profile
 
-PROMPT_TOKENS = 128
 BEFORE = 24
 """Steps until all requests decode, and some more."""
 STEPS = 64
@@ -120,7 +122,7 @@ class ProfilePlan:
 
     @property
     def num_adapters(self) -> int:
-        return max(adapters_in_batch(pattern, self.batch) for pattern in self.patterns)
+        return most_adapters(self.patterns, [self.batch])
 
 
 def run_profile(
@@ -132,7 +134,7 @@ def run_profile(
 ) -> Report:
     """Run the patterns, one after the other; `model` None: `default_model`. The last one's trace
     is written to `trace`, as Chrome's tracing reads it. Raises ConfigError without a GPU."""
-    if options.get("device") == "cpu" or not torch.cuda.is_available():
+    if not on_gpu(options):
         raise ConfigError("weft bench profile needs a GPU: it measures its kernels", "device")
     if trace is not None and (trace.is_dir() or not os.access(trace.absolute().parent, os.W_OK)):
         raise ConfigError(f"--trace {trace} can't be written", "trace")
@@ -144,10 +146,7 @@ def run_profile(
         settings: dict[str, Any] = {
             "adapter_memory": max(plan.num_adapters, 1) * size,
             **{key: value for key, value in options.items() if value is not None},
-            "max_loras": max(plan.num_adapters, 1),
-            "max_num_seqs": plan.batch,
-            "max_num_batched_tokens": max(2048, PROMPT_TOKENS * plan.batch // 8),
-            "enable_prefix_caching": False,
+            **limits_of(plan.batch, plan.num_adapters),
             "adapter_cache_dir": "none",
         }
         with _profiler():  # before graphs are captured, or it would not see into them

@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
@@ -86,7 +86,7 @@ def run_startup(model: str | None, shape: AdapterShape, options: Mapping[str, ob
     )
 
 
-def _start(order: Mapping[str, object], kernels: Path):  # type: ignore[no-untyped-def]
+def _start(order: Mapping[str, object], kernels: Path) -> dict[str, Any]:
     """In a process of its own, whose complaints go where this one's go."""
     done = subprocess.run(
         [sys.executable, "-m", "weft.bench.first_token"],
@@ -98,7 +98,7 @@ def _start(order: Mapping[str, object], kernels: Path):  # type: ignore[no-untyp
     )
     if done.returncode:
         raise WeftError(f"the start ended with exit status {done.returncode}")
-    answer = json.loads(done.stdout.splitlines()[-1])
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     if "error" in answer:
         raise from_wire(answer["error"])
     return answer
@@ -109,10 +109,9 @@ def _start(order: Mapping[str, object], kernels: Path):  # type: ignore[no-untyp
 
 def startup_table(starts: Sequence[Start]) -> Table:
     table = new_table("", "stage", *(f"{start.run}, s" for start in starts))
-    *stages, last = starts[0].seconds
-    for stage in (*stages, last):
-        figures = (f"{start.seconds[stage]:.2f}" for start in starts)
-        table.add_row(stage, *figures, end_section=stage == last)
+    for stage in starts[0].seconds:
+        table.add_row(stage, *(f"{start.seconds[stage]:.2f}" for start in starts))
+    table.add_section()
     table.add_row("total", *(f"{start.total_s:.2f}" for start in starts))
     return table
 

@@ -24,11 +24,12 @@ from rich.text import Text
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from weft.bench.bed import Bed, Product, Timer, deviation, device_of, on_device, timer_of
+from weft.bench.bed import Bed, Product, Timer, deviation, on_device, timer_of
 from weft.bench.engine import default_model
 from weft.bench.report import FILE_WIDTH, new_table, progress
 from weft.bench.workload import adapters_in_batch
 from weft.core.errors import ConfigError
+from weft.engine.runner import device_of
 from weft.kernels import tuned
 from weft.kernels.compiling import compiling_ahead
 from weft.kernels.lora.triton import Blocks, TritonBackend

@@ -34,6 +34,11 @@ def adapters_in_batch(pattern: Pattern, batch: int) -> int:
     return sizes.get(pattern, batch)
 
 
+def most_adapters(patterns: Sequence[Pattern], batches: Sequence[int]) -> int:
+    """From how many any of the batches draws, at most."""
+    return max(adapters_in_batch(pattern, batch) for pattern in patterns for batch in batches)
+
+
 def assign(
     pattern: Pattern, count: int, num_adapters: int, rng: np.random.Generator
 ) -> list[int | None]:

@@ -19,12 +19,12 @@ from weft.cli.bench_options import (
     reporting,
 )
 from weft.cli.ending import ending_in_one_line
-from weft.cli.options import ADAPTERS, MODEL
+from weft.cli.options import ADAPTERS, HELP, MODEL
 from weft.core.errors import ConfigError
 
 Device = Annotated[
     Literal["auto", "cpu", "cuda"],
-    typer.Option(help="Where to run. auto: a CUDA GPU if there is one.", rich_help_panel=MODEL),
+    typer.Option(help=HELP["device"], rich_help_panel=MODEL),
 ]
 
 
@@ -35,7 +35,7 @@ def kernels(
         str,
         typer.Option(
             metavar="NAME",
-            help="Kernels that apply the adapters. auto: the best for the device.",
+            help=HELP["lora_backend"],
             rich_help_panel=ADAPTERS,
         ),
     ] = "auto",

@@ -19,7 +19,7 @@ from weft.registry import is_hub_uri, parse_hub_id
 
 MODEL, ADAPTERS, MEMORY, BATCH = "Base model", "Adapters", "Memory", "Batching"
 
-_HELP: dict[str, str] = {
+HELP: dict[str, str] = {
     "dtype": "Precision of the weights. auto: the checkpoint's on a GPU, float32 on a CPU.",
     "max_model_len": "Longest prompt plus answer, in tokens. Default: what the model allows.",
     "load_format": "dummy: random weights instead of the checkpoint's, to measure speed.",
@@ -104,7 +104,7 @@ def _parameter(part: type[Any], field: Field[Any], panel: str) -> inspect.Parame
         hint, default = dict, "{}"
         special = {"parser": parse_weights, "metavar": "JSON", "show_default": False}
     assert default is not MISSING, field.name
-    option = typer.Option(names, help=_HELP[field.name], rich_help_panel=panel, **special)
+    option = typer.Option(names, help=HELP[field.name], rich_help_panel=panel, **special)
     return inspect.Parameter(
         field.name,
         inspect.Parameter.KEYWORD_ONLY,

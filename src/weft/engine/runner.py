@@ -104,7 +104,7 @@ class Runner:
             torch.set_num_threads(args.num_threads)
         self.stages = Stages()
         """Of the start."""
-        self.device = _device(args.model.device)
+        self.device = device_of(args.model.device)
         self.config = load_model_config(args.model.model, args.model.revision)
         _check_context(args.model.max_model_len, self.config)  # before anything slow
         self.dtype = _dtype(args.model.dtype, self.config, self.device)
@@ -494,7 +494,8 @@ def _check_context(asked: int | None, config: ModelConfig) -> None:
         )
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """auto, cpu or cuda. Raises ConfigError where there is no such device."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():

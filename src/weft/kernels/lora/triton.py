@@ -457,6 +457,16 @@ class _Rows(NamedTuple):
     slots: Tensor | None = None
     """int32, of each row, -1 for base rows; of the step's rows only."""
 
+    @classmethod
+    def of(cls, tiles: Tensor, tuning: Tuning) -> _Rows:
+        """As many tiles as rows, as no tile is without a row."""
+        num_rows = len(tiles)
+        counted = num_rows > tuning.few_rows
+        sharers = num_rows
+        if counted:
+            sharers = min(num_rows, num_rows // tuning.blocks.rows + SPARE_SHARERS)
+        return cls(tiles, num_rows, sharers, counted)
+
 
 class _TileList:
     """The tiles of a step at a fixed place on the device: of its rows, then of its sampled rows.
@@ -497,9 +507,7 @@ class _TileList:
     def _lay_out(
         self, segments: tuple[Segment, ...], words: NDArray[np.int32], place: Tensor
     ) -> _Rows:
-        """The tiles of as many rows as there is room for, as no tile is without a row."""
-        num_rows = len(words) // 4
-        counted = num_rows > self._tuning.few_rows
+        """The tiles of as many rows as there is room for."""
         size = self._tuning.blocks.rows
         found = [
             (slot, first, min(size, stop - first), 0)
@@ -509,8 +517,7 @@ class _TileList:
         if found:
             words[: 4 * len(found)] = np.array(found, np.int32).reshape(-1)
             words[3] = len(found)
-        sharers = min(num_rows, num_rows // size + SPARE_SHARERS) if counted else num_rows
-        return _Rows(place.view(num_rows, 4), num_rows, sharers, counted)
+        return _Rows.of(place.view(-1, 4), self._tuning)
 
 
 def _has_dependent_launch(device: torch.device) -> bool:

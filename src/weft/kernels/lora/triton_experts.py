@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.lora.triton import EXPERT, SPARE_SHARERS, TritonBackend, TritonStep, _Rows
+from weft.kernels.lora.triton import EXPERT, TritonBackend, TritonStep, _Rows
 
 _EXPERT = tl.constexpr(EXPERT)
 
@@ -79,9 +79,7 @@ class TritonExperts:
         _mark_tiles[grid](*pairs, starts_P, rows_P, num_pairs, SIZE=size)
         count_P = starts_P.cumsum(0, dtype=torch.int32)
         _lay_out_tiles[grid](*pairs, count_P, rows_P, tiles_P4, num_pairs, SIZE=size)
-        counted = num_pairs > backend.tuning.few_rows
-        sharers = min(num_pairs, num_pairs // size + SPARE_SHARERS) if counted else num_pairs
-        self._rows = _Rows(tiles_P4, num_pairs, sharers, counted)
+        self._rows = _Rows.of(tiles_P4, backend.tuning)
         work = torch.empty(
             (num_pairs, backend.row_floats), dtype=torch.float32, device=token_P.device
         )
