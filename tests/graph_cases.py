@@ -62,9 +62,7 @@ class Model:
         pool.arena.normal_(0, 0.3, generator=generator)
         for slot, layout in enumerate(layouts):
             pool.install(slot, slot * size, layout)
-        self.lora = TritonBackend(
-            pool, Tuning(blocks=Blocks(columns=64, shrink_units=2), few_rows=8)
-        )
+        self.lora = TritonBackend(pool, Tuning(blocks=Blocks(columns=64, shrink_programs=2)))
         self.last_token_R = torch.arange(10, 11 + MAX_ROWS, device=self.device)
         """The last one is for padding."""
         for cache in self.kv:

@@ -181,10 +181,14 @@ def test_blocks_of_a_table_are_used(cache: Path) -> None:
     """And change no bit."""
     ground = bed.Bed("small", CPU, 4, 1)
     by_rule = TritonBackend(ground.pool)
-    tuned.write_table(cache, Table("cpu", lora={"columns": 64, "wide": 2, "shrink_units": 3}))
+    tuned.write_table(
+        cache, Table("cpu", lora={"columns": 64, "expand_programs": 2, "shrink_programs": 3})
+    )
     backend = TritonBackend(ground.pool)
     assert by_rule.tuning.blocks == Blocks()
-    assert backend.tuning.blocks == replace(Blocks(), columns=64, wide=2, shrink_units=3)
+    assert backend.tuning.blocks == replace(
+        Blocks(), columns=64, expand_programs=2, shrink_programs=3
+    )
     x, batch, group = ground.random(20, 128), ground.batch([0] * 20), ground.products[0].groups[0]
     made = []
     for each in (by_rule, backend):
@@ -202,11 +206,11 @@ def test_the_users_own_table_goes_first(
         tmp_path / "cpu.json",
         Table("cpu", {KEY: asdict(Cut(64, 1, 2)), other: asdict(Cut(64, 1, 3))}, {"columns": 32}),
     )
-    tuned.write_table(cache, Table("cpu", {KEY: asdict(CUT)}, {"wide": 2}))
+    tuned.write_table(cache, Table("cpu", {KEY: asdict(CUT)}, {"expand_programs": 2}))
     assert tuned.cut_for(Cut, CPU, 16, 128, 128) == CUT
     assert tuned.cut_for(Cut, CPU, 17, 128, 128) == Cut(64, 1, 3)
     assert tuned.cut_for(Cut, CPU, 64, 128, 128) is None
-    assert tuned.blocks_for(Blocks(), CPU) == replace(Blocks(), columns=32, wide=2)
+    assert tuned.blocks_for(Blocks(), CPU) == replace(Blocks(), columns=32, expand_programs=2)
 
 
 def test_no_home_and_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +303,7 @@ def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "SPLITS", (1,))
     monkeypatch.setattr(tune, "AHEAD", (4,))
     monkeypatch.setattr(tune, "MANY_ROWS", (3,))
-    monkeypatch.setattr(tune, "BLOCKS", {"columns": (32, 64), "wide": (8,)})
+    monkeypatch.setattr(tune, "BLOCKS", {"columns": (32, 64), "expand_programs": (8,)})
 
 
 @interpreted
@@ -316,7 +320,7 @@ def test_tune(cache: Path) -> None:
     key = KEY._replace(rows=2)
     assert table.linear[key] == best
     assert table.linear[other] == asdict(CUT) and len(table.linear) == 2
-    together = replace(Blocks(), columns=64, wide=8)
+    together = replace(Blocks(), columns=64, expand_programs=8)
     assert table.lora == {name: getattr(together, name) for name in tuned.LORA_FIELDS}
     assert triton_linear.cut_of(torch.zeros(1, 128), torch.zeros(128, 128)) == Cut(**best)
 

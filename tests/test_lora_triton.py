@@ -42,10 +42,8 @@ RANKS = (
     (0, 24, 2, 40, 0, 1, 8, 0),
 )
 UNITS = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}
-BLOCKS = kernels.Blocks(
-    rows=16, columns=32, shrink_units=3, shrink_programs=9, expand_programs=6, expand_ranks=16
-)
-TUNING = kernels.Tuning(part=16, max_parts=64, row_floats=128, few_rows=64, blocks=BLOCKS)
+BLOCKS = kernels.Blocks(columns=32, shrink_programs=9, expand_programs=6)
+TUNING = kernels.Tuning(part=16, max_parts=64, row_floats=128, blocks=BLOCKS)
 
 
 def make_pool(
@@ -162,7 +160,7 @@ def test_mixed_ranks_and_odd_widths(dtype: torch.dtype) -> None:
 
 
 def test_a_row_does_not_see_the_others() -> None:
-    """Alone, among others, in a segment of several tiles, in a prefill: the same bits."""
+    """Alone, among others, in a segment of several tiles: the same bits."""
     pool = make_pool(RANKS, torch.float32)
     slots = [-1, *[0] * 18, 1, 1, 3]
     inputs = make_inputs(pool, len(slots))
@@ -173,16 +171,14 @@ def test_a_row_does_not_see_the_others() -> None:
         rows = slice(t, t + 1)
         assert same(run(backend, slots[rows], inputs, rows), together, rows), t
     assert same(run(backend, slots, inputs), together)
-    prefill = kernels.Tuning(part=16, max_parts=64, row_floats=128, few_rows=4, blocks=BLOCKS)
-    assert same(run(kernels.TritonBackend(pool, prefill), slots, inputs), together)
 
 
 def test_sizes_of_blocks_change_nothing() -> None:
     pool = make_pool(RANKS, torch.float32)
     slots = [0, 0, 2, 3]
     inputs = make_inputs(pool, len(slots))
-    other = kernels.Blocks(columns=64, shrink_units=1, shrink_programs=1, expand_programs=1)
-    tuning = kernels.Tuning(part=16, max_parts=64, row_floats=128, few_rows=64, blocks=other)
+    other = kernels.Blocks(columns=64, shrink_programs=1, expand_programs=1)
+    tuning = kernels.Tuning(part=16, max_parts=64, row_floats=128, blocks=other)
     a, b = (run(kernels.TritonBackend(pool, t), slots, inputs) for t in (TUNING, tuning))
     assert same(a, b)
 
@@ -193,8 +189,8 @@ def test_ranks_up_to_the_largest() -> None:
     pool = make_pool(ranks, torch.float32, table)
     slots = [-1, 0, 1, 2, 2]
     inputs = make_inputs(pool, len(slots))
-    blocks = kernels.Blocks(ranks=64, expand_ranks=64, columns=16, shrink_units=2)
-    tuning = kernels.Tuning(part=32, few_rows=8, blocks=blocks)
+    blocks = kernels.Blocks(columns=16, shrink_programs=2)
+    tuning = kernels.Tuning(part=32, blocks=blocks)
     check(pool, slots, inputs, run(kernels.TritonBackend(pool, tuning), slots, inputs))
 
 
@@ -214,7 +210,7 @@ def test_tables_are_read_at_each_step() -> None:
 
 def test_more_rows_than_reserved() -> None:
     pool = make_pool(RANKS, torch.float32)
-    tuning = kernels.Tuning(part=16, row_floats=128, few_rows=2, blocks=BLOCKS)
+    tuning = kernels.Tuning(part=16, row_floats=128, blocks=BLOCKS)
     backend = kernels.TritonBackend(pool, tuning)
     slots = [-1, 0, 2, 3, 3]
     inputs = make_inputs(pool, len(slots))

@@ -99,8 +99,8 @@ def triton_backend(pool: AdapterPool) -> LoraBackend:
     pytest.importorskip("triton")
     from weft.kernels.lora.triton import Blocks, TritonBackend, Tuning
 
-    blocks = Blocks(shrink_units=1, shrink_programs=4, columns=64, expand_programs=6)
-    return TritonBackend(pool, Tuning(part=64, few_rows=64, blocks=blocks))
+    blocks = Blocks(shrink_programs=4, columns=64, expand_programs=6)
+    return TritonBackend(pool, Tuning(part=64, blocks=blocks))
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])

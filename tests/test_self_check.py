@@ -72,7 +72,7 @@ def triton_runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
     LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     for made in make_runner(folder, load_format="dummy"):
         assert made.self_check is not None
-        tuning = Tuning(blocks=Blocks(shrink_units=1), few_rows=1)
+        tuning = Tuning(blocks=Blocks(shrink_programs=1))
         made.self_check._make_backend = partial(TritonBackend, tuning=tuning)
         yield made
 

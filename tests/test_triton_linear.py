@@ -56,7 +56,7 @@ def make_backend(dtype: torch.dtype) -> TritonBackend:
             if view := pool.view(slot, group.index):
                 for matrix in (view.a_RI, *(s.b_OR for s in view.slices)):
                     matrix.copy_(torch.randn(matrix.shape, generator=generator))
-    return TritonBackend(pool, Tuning(part=32, row_floats=128, few_rows=64))
+    return TritonBackend(pool, Tuning(part=32, row_floats=128))
 
 
 def begin(backend: TritonBackend, slots: Sequence[int]) -> FusedStep:

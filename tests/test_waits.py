@@ -23,12 +23,16 @@ import weft.kernels.triton_linear as linear
 
 bf, f32, i32, i64 = (M(t) for t in (torch.bfloat16, torch.float32, torch.int32, torch.int64))
 early = {"PDL": True, "launch_pdl": True, "grid": (1,)}
-common = {"W": 1024, "BLOCK_M": 16, "PART": 256, "MAX_PARTS": 16}
-blocks, tuning = lora.Blocks(), lora.Tuning()
+common = {"K": 4096, "W": 1024, "PART": 256, "MAX_PARTS": 16, "EXACT": False}
+blocks = lora.Blocks()
 made = {
     "shrink": lora._shrink.warmup(
-        bf, f32, bf, i32, i64, i32, 9, 1, 3, 4096, 4, 7, 4096, NUM_SLICES=3, BLOCK_R=blocks.ranks,
-        COUNTED=True, EXACT=False, num_warps=blocks.shrink_warps, num_stages=blocks.shrink_stages,
+        bf, f32, bf, i32, i64, i32, 1, 3, 4096, 4, 7, NUM_SLICES=3, SHARES=lora.SHARES,
+        STAGES=blocks.shrink_stages, num_warps=blocks.shrink_warps, **common, **early,
+    ),
+    "expand": lora._expand.warmup(
+        bf, f32, i32, bf, i32, i64, i64, i32, 1, 3, 4096, 4, 7, WIDTHS=(4096,), GATHER=False,
+        BLOCK_N=blocks.columns, STAGES=blocks.expand_stages, num_warps=blocks.expand_warps,
         **common, **early,
     ),
     "product": linear._product.warmup(
@@ -37,9 +41,9 @@ made = {
         num_warps=4, **early,
     ),
     "adapters": linear._adapters.warmup(
-        bf, f32, f32, i32, bf, i32, i64, i64, i32, 4096, 1, 0, 0, 4, 7, O=4096, K=4096,
+        bf, f32, f32, i32, bf, i32, i64, i64, i32, 4096, 1, 0, 0, 4, 7, O=4096,
         PER_TILE=linear.PER_TILE, TURNS=linear.TURNS, WIDTHS=(4096,), BLOCK_N=128,
-        SHRINK_STAGES=4, EXPAND_STAGES=4, EXACT=False, num_warps=4, **common, **early,
+        SHRINK_STAGES=4, EXPAND_STAGES=4, num_warps=4, **common, **early,
     ),
 }
 for name, kernel in made.items():
@@ -59,6 +63,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("kernel", "wait"),
     [
         ("shrink", "griddepcontrol.wait"),
+        ("expand", "griddepcontrol.wait"),
         ("product", "griddepcontrol.wait"),
         ("adapters", "ld.global.gpu.acquire"),  # the product tells it that x is there
     ],

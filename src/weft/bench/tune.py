@@ -58,12 +58,12 @@ SHARED_BYTES = 220 << 10
 MANY_ROWS = (128, 1024)
 BLOCKS: Mapping[str, tuple[int, ...]] = {
     "columns": (64, 256),
-    "wide": (2, 8),
+    "expand_programs": (2, 8),
     "expand_warps": (8,),
-    "expand_stages": (2, 4),
-    "shrink_units": (16, 64),
+    "expand_stages": (2, 3),
+    "shrink_programs": (4, 16),
     "shrink_warps": (4,),
-    "shrink_stages": (3,),
+    "shrink_stages": (2, 4),
 }
 GAIN = 0.98
 """Of the time of what is in use: less than that is noise."""

@@ -9,9 +9,7 @@ programs of the product have, computes the adapters' part meanwhile: v = x A^T o
 and, when each of them is done with that, delta = v B^T. It ends after the product; the kernel that
 reads y next adds delta to it: see `Pending`.
 
-Sums are cut as in `weft.kernels.lora.triton`, so that v and delta have the same bits there and
-here, whatever else is in the batch. Programs that wait for each other only count; no sum depends
-on who comes first.
+Programs that wait for each other only count; no sum depends on who comes first.
 """
 
 from __future__ import annotations
@@ -27,29 +25,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from weft.core.targets import ALIGN
 from weft.kernels import tuned
+from weft.kernels.lora.triton_tiles import dot, expand_tile, num_blocks_of, shrink_tile, wait_for
 
 FEW_ROWS = 64
-
-_ALIGN = tl.constexpr(ALIGN)
-
-
-@triton.jit
-def parts_of(R, K, W, PART: tl.constexpr, MAX_PARTS: tl.constexpr):
-    """(steps of PART in a part of K, number of parts) for an adapter of R ranks."""
-    steps = (K + PART - 1) // PART
-    wanted = tl.minimum(tl.minimum(steps, MAX_PARTS), W // ((R + 15) // 16 * 16))
-    each = (steps + wanted - 1) // wanted
-    return each, (steps + each - 1) // each
-
-
-@triton.jit
-def dot(a, b, acc, EXACT: tl.constexpr):
-    """acc + a @ b; EXACT: in fp32 whatever the operands' dtype."""
-    if EXACT:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -66,325 +45,12 @@ def _prefetch(at):
 
 
 @triton.jit
-def sum_parts(
-    v_at,
-    rows,
-    r0,
-    rank,
-    parts,
-    part_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
-    """Ranks [r0, r0 + BLOCK_R) of v: its parts in their order, fp32 (BLOCK_M, BLOCK_R)."""
-    m = tl.arange(0, BLOCK_M)
-    r = r0 + tl.arange(0, BLOCK_R)
-    if WHOLE:
-        mask = (m < rows)[:, None] & (r < rank)[None, :]
-        return tl.load(v_at + r[None, :], mask=mask, other=0.0).to(tl.float32)
-    v = tl.full((BLOCK_M, BLOCK_R), 0.0, tl.float32)
-    for p0 in range(0, parts, 8):
-        for j in tl.static_range(8):  # unrolled: eight loads in flight
-            limit = tl.where(parts > p0 + j, rank, 0)
-            v += tl.load(
-                v_at + (p0 + j) * part_stride + r[None, :],
-                mask=(m < rows)[:, None] & (r < limit)[None, :],
-                other=0.0,
-            )
-    return v
-
-
-@triton.jit
-def times_b(acc, v, b, EXACT: tl.constexpr):
-    """acc + v @ b^T; v is fp32 and enters as the sum of two numbers of b's dtype."""
-    if EXACT:
-        acc = dot(v, tl.trans(b), acc, EXACT)
-    else:
-        high = v.to(b.dtype)
-        low = (v - high.to(tl.float32)).to(b.dtype)
-        acc = dot(low, tl.trans(b), acc, EXACT)
-        acc = dot(high, tl.trans(b), acc, EXACT)
-    return acc
-
-
-@triton.jit
-def _shrink_parts(
-    x_at,
-    a_at,
-    work_at,
-    rows,
-    r0,
-    R,
-    each,
-    first,
-    last,
-    x_stride,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PART: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """Ranks [r0, r0 + 16) of x (rows, K) @ A^T, over steps [first, last) of K, of which `each`
-    are a part."""
-    m = tl.arange(0, BLOCK_M)
-    r = r0 + tl.arange(0, 16)
-    acc = tl.full((BLOCK_M, 16), 0.0, tl.float32)
-    part_stride = (R + 15) // 16 * 16
-    num_steps: tl.constexpr = (K + PART - 1) // PART
-    for step in tl.range(first, last, num_stages=STAGES):
-        k = step * PART + tl.arange(0, PART)
-        a_mask = (r < R)[:, None]
-        x_mask = (m < rows)[:, None]
-        if K % PART != 0:
-            a_mask = a_mask & (k < K)[None, :]
-            x_mask = x_mask & (k < K)[None, :]
-        a = tl.load(a_at + r[:, None] * K + k[None, :], mask=a_mask, other=0.0)
-        x = tl.load(x_at + m[:, None].to(tl.int64) * x_stride + k[None, :], mask=x_mask, other=0.0)
-        acc = dot(x, tl.trans(a), acc, EXACT)
-        ends = ((step + 1) % each == 0) | (step == num_steps - 1)
-        mask = (m < rows)[:, None] & (r < tl.where(ends, R, 0))[None, :]
-        tl.store(work_at + step // each * part_stride + r[None, :], acc, mask=mask)
-        acc = tl.where(ends, 0.0, acc)
-
-
-@triton.jit
-def _all_shrinks(
-    x_ptr,
-    work_ptr,
-    arena_ptr,
-    tiles_ptr,
-    a_offset_ptr,
-    rank_ptr,
-    num_tiles,
-    group,
-    first_slice,
-    x_stride,
-    num_groups,
-    num_targets,
-    team,
-    teams,
-    me,
-    mates,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    PART: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """This program's share of v of each of its team's tiles: a range of their parts and blocks
-    of ranks."""
-    m = tl.arange(0, BLOCK_M)
-    num_steps: tl.constexpr = (K + PART - 1) // PART
-    for i in range(team, num_tiles, teams):
-        slot = tl.load(tiles_ptr + 4 * i)
-        row = tl.load(tiles_ptr + 4 * i + 1)
-        rows = tl.load(tiles_ptr + 4 * i + 2)
-        a_offset = tl.multiple_of(tl.load(a_offset_ptr + slot * num_groups + group), _ALIGN)
-        R = 0
-        for j in tl.static_range(NUM_SLICES):
-            R += tl.load(rank_ptr + slot * num_targets + first_slice + j)
-        if R > 0:
-            each, parts = parts_of(R, K, W, PART, MAX_PARTS)
-            total = (R + 15) // 16 * MAX_PARTS
-            begin = me * total // mates
-            end = (me + 1) * total // mates
-            for block in range(begin // MAX_PARTS, (end + MAX_PARTS - 1) // MAX_PARTS):
-                first = tl.maximum(begin - block * MAX_PARTS, 0) * parts // MAX_PARTS * each
-                last = tl.minimum(end - block * MAX_PARTS, MAX_PARTS) * parts // MAX_PARTS * each
-                _shrink_parts(
-                    x_ptr + row.to(tl.int64) * x_stride,
-                    arena_ptr + a_offset,
-                    work_ptr + (row + m)[:, None].to(tl.int64) * W,
-                    rows,
-                    block * 16,
-                    R,
-                    each,
-                    first,
-                    tl.minimum(last, num_steps),
-                    x_stride,
-                    K,
-                    BLOCK_M,
-                    PART,
-                    STAGES,
-                    EXACT,
-                )
-
-
-@triton.jit
-def _expand_columns(
-    add_at,
-    v_at,
-    b_at,
-    rows,
-    rank,
-    first,
-    last,
-    parts,
-    part_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """Columns [first, last) of add (rows, .) = (sum of the parts of v) (rows, rank) @ B^T.
-
-    `add_at` and `v_at` point to the first column of each of BLOCK_M rows.
-    """
-    m = tl.arange(0, BLOCK_M)
-    n = tl.arange(0, BLOCK_N)
-    r = tl.arange(0, 16)
-    if rank <= 16:
-        v = sum_parts(v_at, rows, 0, rank, parts, part_stride, BLOCK_M, 16, False)
-        for n0 in tl.range(first, last, BLOCK_N, num_stages=STAGES):
-            there = n0 + n < last
-            b = tl.load(
-                b_at + (n0 + n)[:, None] * rank + r[None, :],
-                mask=there[:, None] & (r < rank)[None, :],
-                other=0.0,
-            )
-            acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-            acc = times_b(acc, v, b, EXACT)
-            tl.store(add_at + (n0 + n)[None, :], acc, mask=(m < rows)[:, None] & there[None, :])
-    else:
-        for n0 in range(first, last, BLOCK_N):
-            there = n0 + n < last
-            acc = tl.full((BLOCK_M, BLOCK_N), 0.0, tl.float32)
-            for r0 in range(0, rank, 16):
-                b = tl.load(
-                    b_at + (n0 + n)[:, None] * rank + (r0 + r)[None, :],
-                    mask=there[:, None] & (r0 + r < rank)[None, :],
-                    other=0.0,
-                )
-                v = sum_parts(v_at, rows, r0, rank, parts, part_stride, BLOCK_M, 16, False)
-                acc = times_b(acc, v, b, EXACT)
-            tl.store(add_at + (n0 + n)[None, :], acc, mask=(m < rows)[:, None] & there[None, :])
-
-
-@triton.jit
-def _all_expands(
-    add_ptr,
-    work_ptr,
-    arena_ptr,
-    tiles_ptr,
-    b_offset_ptr,
-    rank_ptr,
-    num_tiles,
-    first_slice,
-    num_targets,
-    team,
-    teams,
-    me,
-    mates,
-    WIDTHS: tl.constexpr,
-    O: tl.constexpr,  # noqa: E741
-    K: tl.constexpr,
-    W: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PART: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
-):
-    """This program's share of delta, fp32 (T, O), of each of its team's tiles: a range of the
-    blocks of columns of all slices."""
-    m = tl.arange(0, BLOCK_M)
-    n = tl.arange(0, BLOCK_N)
-    num_blocks = 0
-    for j in tl.static_range(NUM_SLICES):
-        num_blocks += (WIDTHS[j] + BLOCK_N - 1) // BLOCK_N
-    for i in range(team, num_tiles, teams):
-        begin = me * num_blocks // mates
-        end = (me + 1) * num_blocks // mates
-        slot = tl.load(tiles_ptr + 4 * i)
-        row = tl.load(tiles_ptr + 4 * i + 1)
-        rows = tl.load(tiles_ptr + 4 * i + 2)
-        R = 0
-        for j in tl.static_range(NUM_SLICES):
-            R += tl.load(rank_ptr + slot * num_targets + first_slice + j)
-        parts = 0
-        if R > 0:
-            _, parts = parts_of(R, K, W, PART, MAX_PARTS)
-        part_stride = (R + 15) // 16 * 16
-        t = (row + m)[:, None].to(tl.int64)
-        v_at = work_ptr + t * W
-        add_at = add_ptr + t * O
-        for of in range(NUM_SLICES):  # unrolled, it would take as many times as long to compile
-            width = WIDTHS[0]
-            for s in tl.static_range(1, NUM_SLICES):
-                width = tl.where(of == s, WIDTHS[s], width)
-            blocks = (width + BLOCK_N - 1) // BLOCK_N
-            first = tl.maximum(begin, 0) * BLOCK_N
-            last = tl.minimum(tl.minimum(end, blocks) * BLOCK_N, width)
-            rank = tl.load(rank_ptr + slot * num_targets + first_slice + of)
-            if first < last:
-                b_at = arena_ptr + tl.multiple_of(
-                    tl.load(b_offset_ptr + slot * num_targets + first_slice + of), _ALIGN
-                )
-                if rank == 0:
-                    for n0 in range(first, last, BLOCK_N):  # -0 changes no bit of what it meets
-                        mask = (m < rows)[:, None] & (n0 + n < last)[None, :]
-                        nothing = tl.full((BLOCK_M, BLOCK_N), -0.0, tl.float32)
-                        tl.store(add_at + (n0 + n)[None, :], nothing, mask=mask)
-                elif rank % 8 == 0:  # rows of B are wide loads when that is known
-                    _expand_columns(
-                        add_at,
-                        v_at,
-                        b_at,
-                        rows,
-                        rank // 8 * 8,
-                        first,
-                        last,
-                        parts,
-                        part_stride,
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        EXACT,
-                    )
-                else:
-                    _expand_columns(
-                        add_at,
-                        v_at,
-                        b_at,
-                        rows,
-                        rank,
-                        first,
-                        last,
-                        parts,
-                        part_stride,
-                        BLOCK_M,
-                        BLOCK_N,
-                        STAGES,
-                        EXACT,
-                    )
-            begin -= blocks
-            end -= blocks
-            v_at += rank
-            add_at += width
-
-
-@triton.jit
-def _wait_for(flag_ptr, num):
-    """Wait until `num` is there."""
-    while tl.atomic_add(flag_ptr, 0, sem="acquire") != num:
-        pass
-    tl.debug_barrier()
-
-
-@triton.jit
 def _meet(count_ptr, mates, teams, all_ptr, turn_ptr):
     """Wait until all of a team's programs are here. The last ones to leave, of the team and of all
     teams, make the flags ready for the next launch."""
     tl.debug_barrier()
     tl.atomic_add(count_ptr, 1, sem="release")
-    _wait_for(count_ptr, mates)
+    wait_for(count_ptr, mates)
     if tl.atomic_add(count_ptr + 1, 1, sem="relaxed") == mates - 1:
         tl.store(count_ptr, 0)
         tl.store(count_ptr + 1, 0)
@@ -485,7 +151,6 @@ def _adapters(
     TURNS: tl.constexpr,
     WIDTHS: tl.constexpr,
     W: tl.constexpr,
-    BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     PART: tl.constexpr,
     MAX_PARTS: tl.constexpr,
@@ -513,61 +178,65 @@ def _adapters(
     teams = tl.minimum(num_tiles, tl.num_programs(0) // mates)
     team = pid // mates
     if team < teams:
-        _wait_for(turn_ptr, turn)
-        _all_shrinks(
-            x_ptr,
-            work_ptr,
-            arena_ptr,
-            tiles_ptr,
-            a_offset_ptr,
-            rank_ptr,
-            num_tiles,
-            group,
-            first_slice,
-            x_stride,
-            num_groups,
-            num_targets,
-            team,
-            teams,
-            pid % mates,
-            mates,
-            K,
-            W,
-            NUM_SLICES,
-            BLOCK_M,
-            PART,
-            MAX_PARTS,
-            SHRINK_STAGES,
-            EXACT,
-        )
+        for i in range(team, num_tiles, teams):
+            shrink_tile(
+                x_ptr,
+                work_ptr,
+                arena_ptr,
+                tiles_ptr + 4 * i,
+                a_offset_ptr,
+                rank_ptr,
+                group,
+                first_slice,
+                x_stride,
+                num_groups,
+                num_targets,
+                pid % mates,
+                pid % mates + 1,
+                mates,
+                turn_ptr,
+                turn,
+                K,
+                W,
+                NUM_SLICES,
+                PART,
+                MAX_PARTS,
+                SHRINK_STAGES,
+                True,
+                EXACT,
+                PDL,
+            )
         all_ptr = flags_ptr + TURNS
         _meet(all_ptr + 1 + 2 * team, mates, teams, all_ptr, turn_ptr)
-        _all_expands(
-            add_ptr,
-            work_ptr,
-            arena_ptr,
-            tiles_ptr,
-            b_offset_ptr,
-            rank_ptr,
-            num_tiles,
-            first_slice,
-            num_targets,
-            team,
-            teams,
-            pid % mates,
-            mates,
-            WIDTHS,
-            O,
-            K,
-            W,
-            NUM_SLICES,
-            BLOCK_M,
-            BLOCK_N,
-            PART,
-            MAX_PARTS,
-            EXPAND_STAGES,
-            EXACT,
-        )
+        num_blocks = num_blocks_of(WIDTHS, BLOCK_N)
+        for i in range(team, num_tiles, teams):
+            expand_tile(
+                add_ptr,
+                work_ptr,
+                tiles_ptr,
+                arena_ptr,
+                tiles_ptr + 4 * i,
+                a_offset_ptr,
+                b_offset_ptr,
+                rank_ptr,
+                group,
+                first_slice,
+                O,
+                num_groups,
+                num_targets,
+                pid % mates * num_blocks // mates,
+                (pid % mates + 1) * num_blocks // mates,
+                WIDTHS,
+                K,
+                W,
+                BLOCK_N,
+                PART,
+                MAX_PARTS,
+                EXPAND_STAGES,
+                False,
+                False,
+                EXACT,
+            )
     if pid == 0:
         if PDL:  # whoever waits for this kernel waits for the product too
             tl.extra.cuda.gdc_wait()
@@ -759,7 +428,6 @@ def launch(
             TURNS=TURNS,
             WIDTHS=adapters.widths,
             W=adapters.row_floats,
-            BLOCK_M=16,
             BLOCK_N=128,
             PART=adapters.part,
             MAX_PARTS=adapters.max_parts,

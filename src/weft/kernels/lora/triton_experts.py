@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.lora.triton import EXPERT, TritonBackend, TritonStep, _Rows
+from weft.kernels.lora.triton import TritonBackend, TritonStep, _Rows
+from weft.kernels.lora.triton_tiles import EXPERT, TILE_ROWS
 
 _EXPERT = tl.constexpr(EXPERT)
 
@@ -71,7 +72,7 @@ class TritonExperts:
     ) -> None:
         """`slot_T`: int32, in which the rows of a slot lie together. Pairs are in order of expert,
         and those of one expert as their tokens are."""
-        num_pairs, size = len(token_P), backend.tuning.blocks.rows
+        num_pairs, size = len(token_P), TILE_ROWS
         pairs = (token_P, expert_P, slot_T)
         starts_P, rows_P = expert_P.new_empty((2, num_pairs), dtype=torch.int32)
         tiles_P4 = expert_P.new_empty((num_pairs, 4), dtype=torch.int32)
@@ -79,7 +80,7 @@ class TritonExperts:
         _mark_tiles[grid](*pairs, starts_P, rows_P, num_pairs, SIZE=size)
         count_P = starts_P.cumsum(0, dtype=torch.int32)
         _lay_out_tiles[grid](*pairs, count_P, rows_P, tiles_P4, num_pairs, SIZE=size)
-        self._rows = _Rows.of(tiles_P4, backend.tuning)
+        self._rows = _Rows(tiles_P4)
         work = torch.empty(
             (num_pairs, backend.row_floats), dtype=torch.float32, device=token_P.device
         )

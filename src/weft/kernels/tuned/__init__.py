@@ -32,13 +32,12 @@ ROWS = (16, 32, 64)
 """Products are cut for up to so many rows each."""
 LORA_FIELDS = (
     "columns",
-    "shrink_units",
+    "shrink_programs",
     "shrink_warps",
     "shrink_stages",
+    "expand_programs",
     "expand_warps",
     "expand_stages",
-    "wide",
-    "wide_from",
 )
 SHIPPED = Path(__file__).parent
 MOST = 4096
