@@ -24,7 +24,8 @@ from weft.core.types import AdapterRef, EngineRequest, SamplingParams
 from weft.engine.blocks import BlockPool
 from weft.engine.inputs import RowState
 from weft.engine.plan import StepResult
-from weft.engine.scheduler import Limits, Scheduler
+from weft.engine.scheduler import Scheduler
+from weft.engine.sequence import Limits
 from weft.residency.slots import AdapterSlots
 
 SIZES = (32, 64, 128, 256, 512)

@@ -32,7 +32,8 @@ from weft.engine.activation import find_invocation
 from weft.engine.blocks import BlockPool
 from weft.engine.inputs import RowState
 from weft.engine.plan import StepPlan, StepResult
-from weft.engine.scheduler import Limits, Scheduler
+from weft.engine.scheduler import Scheduler
+from weft.engine.sequence import Limits
 from weft.residency.slots import AdapterSlots, Load
 
 BLOCK = 4

@@ -15,7 +15,8 @@ from weft.bench.traces import Ask, Trace
 from weft.core.types import AdapterRef, EngineRequest, SamplingParams
 from weft.engine.blocks import BlockPool
 from weft.engine.plan import StepPlan, StepResult
-from weft.engine.scheduler import Limits, Scheduler
+from weft.engine.scheduler import Scheduler
+from weft.engine.sequence import Limits
 from weft.residency.policy import POLICIES
 from weft.residency.slots import AdapterSlots, Load
 

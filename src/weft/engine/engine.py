@@ -43,7 +43,8 @@ from weft.engine.messages import (
     Wake,
 )
 from weft.engine.runner import MAX_RESIDENT, Runner
-from weft.engine.scheduler import Limits, Scheduler
+from weft.engine.scheduler import Scheduler
+from weft.engine.sequence import Limits
 from weft.models.config import resolve_model
 from weft.residency.host import Arena, HostTier, default_bytes, pinned_arena
 from weft.residency.images import ImageStore, default_folder, fingerprint

@@ -43,186 +43,25 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping
 
 from weft.core.errors import (
     AdapterUnavailable,
-    ContextLengthExceeded,
     InvalidRequest,
     WeftError,
     to_wire,
 )
 from weft.core.types import EngineRequest, FinishReason, TokenEvent, TokenLogprob
 from weft.engine.blocks import ROOT_KEY, BlockKey, BlockPool, adapted_key, chain_key
-from weft.engine.masks import BadSequences
 from weft.engine.plan import Admitted, Matcher, StepPlan, StepResult
 from weft.engine.queue import Account, FairQueue
+from weft.engine.sequence import Limits, Sequence, check_request
 from weft.residency.slots import AdapterSlots, Load
 
 PREFETCH = 32
 """Waiting requests beyond the admitted ones whose adapters are loaded ahead."""
 OUTPUT_WEIGHT = 2.0
 """What a token of the output counts for in a tenant's service; one of the prompt counts 1."""
-NEVER = 1 << 62
-"""Beyond any position."""
-
-
-class Limits(NamedTuple):
-    """What bounds a step and a request."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    max_loras: int
-    max_adapter_wait: float
-    """Seconds, as those of `plan`."""
-    vocab_size: int
-    eos_token_ids: frozenset[int]
-    enable_prefix_caching: bool
-
-    def eos_of(self, request: EngineRequest, vocab_size: int) -> frozenset[int]:
-        """What ends a request's output: of the model and of its adapter, as far as its vocabulary
-        (0: the base's) has them."""
-        eos = self.eos_token_ids.union(request.eos_token_ids)
-        return frozenset(i for i in eos if i < (vocab_size or self.vocab_size))
-
-
-class _Sequence:
-    """A request inside the scheduler."""
-
-    __slots__ = (
-        "account",
-        "active_from",
-        "adapter_wait_s",
-        "bad_sequences",
-        "bad_tokens",
-        "began_at",
-        "blocks",
-        "charged",
-        "compiling",
-        "computed",
-        "digest",
-        "done",
-        "early_endings",
-        "endings",
-        "grammar",
-        "in_flight",
-        "keys",
-        "known",
-        "known_limit",
-        "limit",
-        "next_full",
-        "num_cached",
-        "num_prompt",
-        "order",
-        "paced",
-        "params",
-        "prompt_logprobs",
-        "request_id",
-        "row",
-        "seed",
-        "slot",
-        "tokens",
-        "vocab_size",
-    )
-
-    def __init__(
-        self,
-        request: EngineRequest,
-        active_from: int | None,
-        vocab_size: int,
-        order: int,
-        seed: int,
-        limits: Limits,
-        account: Account,
-    ) -> None:
-        params = request.params
-        self.account = account
-        self.request_id = request.request_id
-        self.params = params
-        self.order = order
-        self.seed = seed
-        self.tokens = list(request.prompt_ids)
-        self.num_prompt = self.charged = len(self.tokens)
-        self.began_at = 0
-        """Tokens that it had when it was admitted last."""
-        self.adapter_wait_s = 0.0
-        """What its adapter's `_Turn` showed when it came."""
-        longest = limits.max_model_len
-        if params.max_tokens is not None:
-            longest = min(longest, self.num_prompt + params.max_tokens)
-        self.limit = longest
-        """Tokens, prompt included, at which the request ends."""
-        self.digest: str | None = None
-        self.active_from = NEVER
-        """Position from which on its adapter is active."""
-        if request.adapter is not None and active_from is not None:
-            self.digest, self.active_from = request.adapter.digest, active_from
-        self.vocab_size = vocab_size
-        """Of its adapter; 0: the base's."""
-        eos = limits.eos_of(request, vocab_size)
-        self.early_endings = eos.union(params.stop_token_ids)
-        """Token ids that are not to be chosen too early."""
-        self.endings = frozenset(params.stop_token_ids)
-        """Token ids that end the output."""
-        if not params.ignore_eos or params.structured_outputs:
-            self.endings |= eos
-        self.bad_tokens = tuple(ids[0] for ids in request.bad_token_ids if len(ids) == 1)
-        sequences = [ids for ids in request.bad_token_ids if len(ids) > 1]
-        self.bad_sequences = BadSequences(sequences) if sequences else None
-        self.grammar: Matcher | None = None
-        self.compiling = params.structured_outputs is not None
-        self.paced = bool(sequences) or self.compiling
-        self.known_limit = self.limit
-        """What `known` may reach now; of a paced sequence with a pending token, its value."""
-        self.prompt_logprobs: list[TokenLogprob] | None = None
-        """As far as they are there; None once they were handed out, or if nobody asked."""
-        if params.prompt_logprobs is not None:
-            self.prompt_logprobs = []
-        self.known = self.num_prompt
-        """Tokens, those included that are sampled already and only the device knows yet."""
-        self.in_flight = 0
-        """Steps planned and not committed."""
-        self.computed = 0
-        """Positions whose KV is computed once all planned steps have run."""
-        self.blocks: list[int] = []
-        self.keys: list[BlockKey] = []
-        """Prefix keys of full blocks of `tokens`, as far as they were needed."""
-        self.next_full = limits.block_size
-        """Tokens at which the next block is full and offered to the prefix index."""
-        self.row = -1
-        """Row in the batch; -1 while waiting."""
-        self.slot = -1
-        """Leased adapter slot; -1 without a lease."""
-        self.num_cached = -1
-        self.done = False
-        if self.paced:
-            self._pace()
-
-    def match(self, token: int) -> WeftError | None:
-        """The newest token of a paced sequence is known now; an error ends its request."""
-        try:
-            for matcher in (self.grammar, self.bad_sequences):
-                if matcher is not None:
-                    matcher.accept(token)
-        except WeftError as error:
-            return error
-        self._pace()
-        return None
-
-    def _pace(self) -> None:
-        self.known_limit = min(self.limit, len(self.tokens) + 1)
-
-    def take_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
-        """Those that follow the computed position `start`. A preempted prompt is computed again:
-        what is there already stays."""
-        if self.prompt_logprobs is not None:
-            self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start :]
-
-    def __lt__(self, other: _Sequence) -> bool:
-        return self.order < other.order
 
 
 class _Turn:
@@ -249,7 +88,7 @@ class _Draft:
         self.step = step
         self.budget = budget
         self.max_num_seqs = max_num_seqs
-        self.sequences: list[_Sequence] = []
+        self.sequences: list[Sequence] = []
         self.rows: list[int] = []
         self.starts: list[int] = []
         self.counts: list[int] = []
@@ -257,7 +96,7 @@ class _Draft:
         self.admitted: list[Admitted] = []
         self.new_blocks: list[tuple[int, int, int]] = []
         self.loads: list[Load] = []
-        self.chunks: list[_Sequence] = []
+        self.chunks: list[Sequence] = []
         """Running sequences with more than one token to compute."""
         self.passed: set[str] = set()
         """Adapters whose requests are passed over in this step."""
@@ -266,7 +105,7 @@ class _Draft:
     def full(self) -> bool:
         return not self.budget or len(self.rows) == self.max_num_seqs
 
-    def schedule(self, seq: _Sequence) -> None:
+    def schedule(self, seq: Sequence) -> None:
         """As many more tokens as there is room for of a sequence with a row and blocks."""
         if seq.computed < seq.active_from < seq.known:
             self._schedule(seq, seq.active_from)
@@ -274,7 +113,7 @@ class _Draft:
                 return
         self._schedule(seq, seq.known)
 
-    def _schedule(self, seq: _Sequence, end: int) -> None:
+    def _schedule(self, seq: Sequence, end: int) -> None:
         count = min(end - seq.computed, self.budget)
         self.sequences.append(seq)
         self.rows.append(seq.row)
@@ -304,12 +143,12 @@ class Scheduler:
         self._now = 0.0
         self._steps = 0
         self._orders = 0
-        self._by_id: dict[str, _Sequence] = {}
-        self._waiting: FairQueue[_Sequence] = FairQueue(tenant_weights)
-        self._running: list[_Sequence] = []
-        self._parked: list[_Sequence] = []
+        self._by_id: dict[str, Sequence] = {}
+        self._waiting: FairQueue[Sequence] = FairQueue(tenant_weights)
+        self._running: list[Sequence] = []
+        self._parked: list[Sequence] = []
         """Waiting requests with blocks, in the order of their arrival."""
-        self._planned: dict[int, list[_Sequence]] = {}
+        self._planned: dict[int, list[Sequence]] = {}
         self._free_rows = list(range(limits.max_num_seqs - 1, -1, -1))
         self._demand: Counter[str] = Counter()
         """Requests in the engine, by adapter digest."""
@@ -354,7 +193,7 @@ class Scheduler:
         except WeftError as error:
             return self.refuse(request.request_id, error)
         account = self._waiting.open(request.tenant)
-        seq = _Sequence(request, active_from, vocab_size, self._orders, seed, self._limits, account)
+        seq = Sequence(request, active_from, vocab_size, self._orders, seed, self._limits, account)
         self._orders += 1
         self._by_id[seq.request_id] = seq
         self._enqueue(seq)
@@ -378,54 +217,14 @@ class Scheduler:
         return [self._finish(seq, "abort") for seq in list(self._by_id.values())]
 
     def _validate(self, request: EngineRequest, vocab_size: int) -> None:
-        limits = self._limits
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        if not request.prompt_ids:
-            raise InvalidRequest("the prompt is empty", "prompt")
-        if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
-            raise InvalidRequest(
-                f"the prompt has a token id outside of [0, {vocab_size})", "prompt"
-            )
-        if len(request.prompt_ids) >= limits.max_model_len:
-            raise ContextLengthExceeded(
-                f"the prompt has {len(request.prompt_ids)} tokens, which leaves no room for an "
-                f"answer in a context of {limits.max_model_len}",
-                "prompt",
-            )
-        self._validate_choice(request, vocab_size)
+        check_request(request, self._limits, vocab_size)
         ref = request.adapter
         if ref and (not self._slots.knows(ref.digest) or ref.digest in self._dropping):
             raise AdapterUnavailable(f"adapter {ref.name!r} is not loaded", "model")
         if ref and (refusal := self._slots.refusal(ref.digest)):
             raise refusal
-
-    def _validate_choice(self, request: EngineRequest, vocab_size: int) -> None:
-        """Token ids must be in the vocabulary, and there must be one that can be chosen."""
-        params = request.params
-        params.check_vocab(vocab_size)
-        if any(not 0 <= i < vocab_size for i in request.eos_token_ids):
-            raise InvalidRequest("an EOS token is not in the vocabulary", "eos_token_ids")
-        eos = self._limits.eos_of(request, vocab_size)
-        of_model = self._limits.eos_token_ids
-        if params.structured_outputs and of_model and not eos & of_model:
-            raise InvalidRequest(
-                "structured_outputs: the adapter's vocabulary lacks the model's EOS token, which"
-                " ends every form",
-                "structured_outputs",
-            )
-        forbidden: set[int] = set()
-        for ids in request.bad_token_ids:
-            if not ids or min(ids) < 0 or max(ids) >= vocab_size:
-                message = f"bad_words has no token ids in [0, {vocab_size}): {ids}"
-                raise InvalidRequest(message, "bad_words")
-            if len(ids) == 1:
-                forbidden.add(ids[0])
-        allowed = set(params.allowed_token_ids)
-        _check_choice(allowed, forbidden, vocab_size, "bad_words")
-        if params.min_tokens:
-            endings = eos.union(params.stop_token_ids)
-            _check_choice(allowed, forbidden | endings, vocab_size, "min_tokens")
 
     # -- grammars ------------------------------------------------------------------------------
 
@@ -576,7 +375,7 @@ class Scheduler:
         draft.samples = [True] * len(rows)
         draft.budget -= len(rows)
 
-    def _grow(self, seq: _Sequence, draft: _Draft) -> bool:
+    def _grow(self, seq: Sequence, draft: _Draft) -> bool:
         """One more block; False if `seq` itself had to be preempted for want of one."""
         while not self._blocks.num_free:
             if self._parked:
@@ -621,7 +420,7 @@ class Scheduler:
                 else:
                     ahead = 1
 
-    def _place(self, seq: _Sequence, draft: _Draft) -> bool:
+    def _place(self, seq: Sequence, draft: _Draft) -> bool:
         """Give a waiting sequence a row, blocks and its adapter; False if blocks are short."""
         block_size = self._limits.block_size
         known = len(seq.tokens)
@@ -651,7 +450,7 @@ class Scheduler:
         draft.schedule(seq)
         return True
 
-    def _free_blocks(self, wanted: int, seq: _Sequence) -> bool:
+    def _free_blocks(self, wanted: int, seq: Sequence) -> bool:
         """Whether so many blocks are free, once parked requests other than `seq` gave up theirs."""
         for other in reversed(self._parked.copy()):
             if wanted <= self._blocks.num_free:
@@ -660,7 +459,7 @@ class Scheduler:
                 self._unpark(other)
         return wanted <= self._blocks.num_free
 
-    def _admitted(self, seq: _Sequence, adapter_wait_s: float) -> Admitted:
+    def _admitted(self, seq: Sequence, adapter_wait_s: float) -> Admitted:
         params = seq.params
         asked = None if seq.prompt_logprobs is None else params.prompt_logprobs
         return Admitted(
@@ -681,19 +480,19 @@ class Scheduler:
             seq.vocab_size,
         )
 
-    def _count_prompt(self, seq: _Sequence) -> None:
+    def _count_prompt(self, seq: Sequence) -> None:
         if seq.num_cached < 0:
             seq.num_cached = seq.computed
             self.prompt_tokens += seq.num_prompt
             self.cached_tokens += seq.num_cached
             seq.account.charge(seq.num_prompt - seq.num_cached)
 
-    def _preempt(self, seq: _Sequence) -> None:
+    def _preempt(self, seq: Sequence) -> None:
         """Back to the queue, at its place by arrival; all its KV is recomputed later."""
         self._park(seq)
         self._unpark(seq)
 
-    def _park(self, seq: _Sequence) -> None:
+    def _park(self, seq: Sequence) -> None:
         """Back to the queue, at its place by arrival, with its blocks."""
         self.preemptions += 1
         self._charge(seq)
@@ -702,19 +501,19 @@ class Scheduler:
         insort(self._parked, seq)
         self._enqueue(seq)
 
-    def _unpark(self, seq: _Sequence) -> None:
+    def _unpark(self, seq: Sequence) -> None:
         """Take a parked sequence's blocks. Steps in flight may still write to them, but they run
         before any step that is planned from now on."""
         self._parked.remove(seq)
         self._release(seq)
 
-    def _release(self, seq: _Sequence) -> None:
+    def _release(self, seq: Sequence) -> None:
         self._blocks.release(seq.blocks)
         seq.blocks = []
         seq.computed = 0
         seq.next_full = self._limits.block_size
 
-    def _leave(self, seq: _Sequence) -> None:
+    def _leave(self, seq: Sequence) -> None:
         """Give back a running sequence's row. The adapter lease ends with the last step in flight,
         as loads are not ordered with steps."""
         self._free_rows.append(seq.row)
@@ -724,7 +523,7 @@ class Scheduler:
 
     # -- tenants -------------------------------------------------------------------------------
 
-    def _enqueue(self, seq: _Sequence) -> None:
+    def _enqueue(self, seq: Sequence) -> None:
         if not seq.account.num_waiting and self._waiting.num_tenants > 1:
             self._charge_running()  # its tenant is lifted to the lowest counter
         self._waiting.push(seq)
@@ -735,7 +534,7 @@ class Scheduler:
         for seq in self._running:
             self._charge(seq)
 
-    def _charge(self, seq: _Sequence) -> None:
+    def _charge(self, seq: Sequence) -> None:
         """Its output since the last time; what is computed again after a preemption is free."""
         new = len(seq.tokens) - seq.charged
         seq.charged += new
@@ -743,7 +542,7 @@ class Scheduler:
 
     # -- the prefix cache ----------------------------------------------------------------------
 
-    def _cached_prefix(self, seq: _Sequence) -> list[int]:
+    def _cached_prefix(self, seq: Sequence) -> list[int]:
         """Registered blocks of the sequence's beginning; at least one token is left to compute,
         or all where the prompt's log-probabilities are still to be reported."""
         if not self._limits.enable_prefix_caching or seq.prompt_logprobs is not None:
@@ -757,14 +556,14 @@ class Scheduler:
             hits.append(block)
         return hits
 
-    def _register(self, seq: _Sequence, computed: int) -> None:
+    def _register(self, seq: Sequence, computed: int) -> None:
         """Offer the full blocks of the first `computed` tokens to the prefix index."""
         size = self._limits.block_size
         for i in range(seq.next_full // size - 1, min(computed // size, len(seq.blocks))):
             self._blocks.register(seq.blocks[i], self._key(seq, i))
             seq.next_full += size
 
-    def _key(self, seq: _Sequence, i: int) -> BlockKey:
+    def _key(self, seq: Sequence, i: int) -> BlockKey:
         size = self._limits.block_size
         for j in range(len(seq.keys), i + 1):
             parent = seq.keys[-1] if seq.keys else ROOT_KEY
@@ -775,7 +574,7 @@ class Scheduler:
 
     # -- adapters in admission -----------------------------------------------------------------
 
-    def _adapter_ready(self, seq: _Sequence, draft: _Draft) -> bool:
+    def _adapter_ready(self, seq: Sequence, draft: _Draft) -> bool:
         """Whether the requests of its tenant and adapter can run in this step; starts what that
         takes."""
         digest = seq.digest
@@ -809,7 +608,7 @@ class Scheduler:
                 self._slots.touch(digest, self._now)
         return resident and len(self._leases) < self._limits.max_loras
 
-    def _prefetch(self, seq: _Sequence, draft: _Draft) -> None:
+    def _prefetch(self, seq: Sequence, draft: _Draft) -> None:
         """Start the load of a request that can't be admitted yet anyway."""
         digest = seq.digest
         if digest is not None and digest not in self._leases and digest not in self._yielding:
@@ -911,7 +710,7 @@ class Scheduler:
             if len(seq.tokens) > seq.began_at:
                 self._park(seq)
 
-    def _lease(self, seq: _Sequence, digest: str) -> float:
+    def _lease(self, seq: Sequence, digest: str) -> float:
         """Lease the adapter; how long the request was passed over for it."""
         seq.slot = self._slots.acquire(digest, self._now)
         self._leases[digest] += 1
@@ -924,7 +723,7 @@ class Scheduler:
             self._settle(digest)
         return turn.earlier_s - seq.adapter_wait_s
 
-    def _end_lease(self, seq: _Sequence) -> None:
+    def _end_lease(self, seq: Sequence) -> None:
         if seq.slot >= 0 and seq.digest is not None:
             self._slots.release(seq.digest, self._now)
             self._leases[seq.digest] -= 1
@@ -945,18 +744,18 @@ class Scheduler:
 
     # -- the end of a request ------------------------------------------------------------------
 
-    def _end(self, seq: _Sequence, token: int, logprobs: list[TokenLogprob] | None) -> TokenEvent:
+    def _end(self, seq: Sequence, token: int, logprobs: list[TokenLogprob] | None) -> TokenEvent:
         """The newest token is the last one."""
         if token not in seq.endings:
-            return self._finish(seq, "length", [token], logprobs)
+            return self._finish(seq, "length", (token,), logprobs)
         stop_reason = token if token in seq.params.stop_token_ids else None
-        return self._finish(seq, "stop", [token], logprobs, stop_reason)
+        return self._finish(seq, "stop", (token,), logprobs, stop_reason)
 
     def _finish(
         self,
-        seq: _Sequence,
+        seq: Sequence,
         reason: FinishReason,
-        token_ids: Sequence[int] = (),
+        token_ids: tuple[int, ...] = (),
         logprobs: list[TokenLogprob] | None = None,
         stop_reason: int | None = None,
         error: WeftError | None = None,
@@ -1043,12 +842,6 @@ class Scheduler:
         if not self._by_id:
             assert not self._yielding
             assert self._planned or not self._leases
-
-
-def _check_choice(allowed: set[int], forbidden: set[int], vocab_size: int, param: str) -> None:
-    """Raise InvalidRequest if no token is left. `allowed` empty: all."""
-    if allowed <= forbidden if allowed else len(forbidden) >= vocab_size:
-        raise InvalidRequest(f"{param} leaves no token that could be chosen", param)
 
 
 def _listed(logprob: TokenLogprob | None) -> list[TokenLogprob] | None:
