@@ -96,6 +96,10 @@ class Fake:
     def die(self) -> None:
         self._dead.set()
 
+    def died(self, error: WeftError) -> None:
+        self.world.given_up.append(error.message)
+        self.die()
+
     async def ended(self) -> WeftError:
         await self._dead.wait()
         return EngineDead("the fake is dead")
@@ -153,6 +157,7 @@ class World:
         self.engines: list[Fake] = []
         self.failures: list[Exception] = []
         self.starts_s: list[float] = []
+        self.given_up: list[str] = []
         self.gate = asyncio.Event()
         """Closed, registrations and streams wait."""
         self.gate.set()
@@ -425,6 +430,34 @@ def test_an_engine_that_lived_long_is_started_again_at_once(
     fake(test)
 
 
+def test_an_engine_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not while it answers; and nobody asks with a limit of 0."""
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+
+    async def go() -> None:
+        world, calm = World(), World()
+        client = await start_supervised(ARGS, world.start, watchdog_s=0.1)
+        trusting = await start_supervised(ARGS, calm.start, watchdog_s=0)
+        await asyncio.sleep(0.15)
+        assert client.restarts == 0 and client.alive
+        calm.gate.clear()
+        world.gate.clear()
+        stream = client.generate(request_to())
+        assert (await anext(stream)).token_ids == [1]
+        assert isinstance(await outcome(stream), EngineDead)
+        await until(lambda: len(world.engines) == 2)
+        assert world.engines[0].closed
+        world.gate.set()
+        await until(lambda: client.alive)
+        assert await outcome(client.generate(request_to())) is None
+        assert trusting.alive and not trusting.restarts
+        await client.close()
+        await trusting.close()
+        assert set(world.given_up) == {"no answer from the engine in 0.1 s"}
+
+    run(go())
+
+
 @pytest.mark.parametrize("when", ["up", "pausing", "starting", "registering"])
 def test_close_in_every_phase(fake: Callable[[Test], None], when: str) -> None:
     async def test(world: World, client: Supervisor) -> None:
@@ -483,7 +516,7 @@ def test_a_registration_that_is_refused_is_not_remembered(
 
 def test_a_killed_engine_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Killed under 100 streams; it is back by itself, and its adapters answer as before, but for
-    those whose files are not what they were. Then it is killed once more, and closed meanwhile."""
+    those whose files are not what they were. Then it hangs, and is closed while it is started."""
     caplog.set_level(logging.WARNING)
     tokenizer = load_tokenizer(str(BASE))
     ids = iter(range(10**6))
@@ -499,7 +532,7 @@ def test_a_killed_engine_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFix
 
     async def go() -> None:
         folders = {name: shutil.copytree(ADAPTERS[name], tmp_path / name) for name in ADAPTERS}
-        client = await start_supervised(ARGS)
+        client = await start_supervised(ARGS, watchdog_s=20.0)
         refs: dict[str, AdapterRef] = {}
         for name, folder in folders.items():
             info = await client.register_adapter(str(folder), pinned=name == "upper")
@@ -513,7 +546,7 @@ def test_a_killed_engine_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFix
         shutil.copytree(ADAPTERS["reverse"], folders["caesar"], dirs_exist_ok=True)
         shutil.rmtree(folders["sort"])
 
-        kill(client)
+        end(client, signal.SIGKILL)
         async with asyncio.timeout(5.0):
             errors = await asyncio.gather(*readers)
         assert all(isinstance(error, EngineDead) for error in errors)
@@ -537,7 +570,8 @@ def test_a_killed_engine_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFix
         await client.register_adapter(str(folders["sort"]))
         assert await says(client, "world", refs["sort"]) == answer("sort", "world")
 
-        kill(client)
+        client._watchdog_s = 1.0
+        end(client, signal.SIGSTOP)
         await until(lambda: not client.alive)
         await asyncio.sleep(0.3)
         assert client.restarts == 1, "it is being started"
@@ -547,7 +581,8 @@ def test_a_killed_engine_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFix
 
     run(go())
     lines = [record.message for record in caplog.records]
-    assert sum("exit code -9" in line for line in lines) == 2
+    assert sum("exit code -9" in line for line in lines) == 1
+    assert sum("no answer from the engine in 1 s" in line for line in lines) == 1
 
 
 async def until_running(client: Supervisor, count: int) -> None:
@@ -555,6 +590,6 @@ async def until_running(client: Supervisor, count: int) -> None:
         await asyncio.sleep(0.01)
 
 
-def kill(client: Supervisor) -> None:
+def end(client: Supervisor, how: signal.Signals) -> None:
     engine: Any = client._engine
-    os.kill(engine._link.pid, signal.SIGKILL)
+    os.kill(engine._link.pid, how)

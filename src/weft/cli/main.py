@@ -153,6 +153,16 @@ def serve(
             rich_help_panel=HTTP,
         ),
     ] = 20,
+    watchdog_timeout: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Longest that a step of the engine may take; one that takes longer hangs: it is"
+            " ended, and started again. 0: no limit.",
+            min=0,
+            rich_help_panel=HTTP,
+        ),
+    ] = 300,
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         typer.Option(help="debug also logs each request.", rich_help_panel=HTTP),
@@ -239,6 +249,7 @@ def serve(
             log_level=log_level,
             log_format=log_format,
             otlp_endpoint=otlp_endpoint,
+            watchdog_timeout_s=watchdog_timeout,
         )
         run(args)
     except WeftError as error:

@@ -27,7 +27,7 @@ from weft.core.errors import ConfigError, WeftError
 from weft.core.protocols import EngineClient
 from weft.core.stages import in_words
 from weft.core.types import EngineInfo
-from weft.engine.supervisor import Supervisor, start_supervised
+from weft.engine.supervisor import WATCHDOG_S, Supervisor, start_supervised
 from weft.metrics.logs import configure_logging
 from weft.models.config import resolve_model
 from weft.registry import AdapterRegistry, AdapterRoots
@@ -60,6 +60,7 @@ class ServeArgs:
     log_level: str
     log_format: str = "text"
     otlp_endpoint: str | None = None
+    watchdog_timeout_s: float = WATCHDOG_S
 
     def __post_init__(self) -> None:
         for root in self.lora_roots:
@@ -182,7 +183,8 @@ async def _load(args: ServeArgs) -> tuple[EngineClient, Tokenizer | None]:
     """The engine's process and the tokenizer, which load side by side."""
     model = args.engine.model
     await asyncio.to_thread(resolve_model, model.model, model.revision, weights=False)
-    engine = asyncio.create_task(start_supervised(args.engine))
+    start = start_supervised(args.engine, watchdog_s=args.watchdog_timeout_s)
+    engine = asyncio.create_task(start)
     try:
         tokenizer = None
         if not args.skip_tokenizer_init:

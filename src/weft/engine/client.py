@@ -133,7 +133,7 @@ class Client:
         if self._dead is None:
             with contextlib.suppress(WeftError):
                 self._send(Stop())
-        await self._link.join(CLOSE_S)
+        await self._link.join(CLOSE_S if self._dead is None else 0)
         self.died(EngineDead("the engine was stopped"))
 
     # -- from the link, on the event loop ------------------------------------------------------
@@ -157,7 +157,7 @@ class Client:
                 pass
 
     def died(self, error: WeftError) -> None:
-        """The engine is gone: everything that waits for it ends with this error."""
+        """The engine is gone, or given up: everything that waits for it ends with this error."""
         if self._dead is not None:
             return
         self._dead = error

@@ -1,10 +1,10 @@
-"""An EngineClient that starts its engine again when it dies.
+"""An EngineClient that starts its engine again when it dies, or hangs.
 
     up ──(the engine ends)──> down ──(started, adapters registered again)──> up
                                └──(a start fails)──> down, and after a pause another start
 
 What was open when the engine died ends with EngineDead, and so does what comes while it is down.
-An engine that hangs without dying is not noticed.
+An engine answers between two steps. One that does not for long is given up, and ended.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ FIRST_PAUSE_S = 1.0
 """Between the first and the second start after a death; doubled each time."""
 MAX_PAUSE_S = 30.0
 """The longest pause. An engine that lives longer than this is taken for a good one."""
+WATCHDOG_S = 300.0
+"""How long a step may take, at most."""
 
 
 class Mortal(EngineClient, Protocol):
@@ -45,12 +47,17 @@ class Mortal(EngineClient, Protocol):
 
     async def ended(self) -> WeftError: ...
 
+    def died(self, error: WeftError) -> None: ...
+
 
 Start = Callable[[EngineArgs], Awaitable[Mortal]]
 
 
-async def start_supervised(args: EngineArgs, start: Start | None = None) -> Supervisor:
-    """A supervised engine, in a process of its own unless `start` makes another one.
+async def start_supervised(
+    args: EngineArgs, start: Start | None = None, watchdog_s: float = WATCHDOG_S
+) -> Supervisor:
+    """A supervised engine, in a process of its own unless `start` makes another one. 0 as
+    `watchdog_s`: it is not asked whether it hangs.
 
     Raises what the first start fails with; later ones are logged and tried again.
     """
@@ -58,7 +65,7 @@ async def start_supervised(args: EngineArgs, start: Start | None = None) -> Supe
         from weft.engine.process import start_process  # it needs ZeroMQ
 
         start = start_process
-    return Supervisor(args, start, await start(args))
+    return Supervisor(args, start, await start(args), watchdog_s)
 
 
 @dataclass(slots=True)
@@ -76,8 +83,9 @@ class _Adapter:
 class Supervisor:
     """EngineClient over one engine after another. Made by `start_supervised`."""
 
-    def __init__(self, args: EngineArgs, start: Start, engine: Mortal) -> None:
+    def __init__(self, args: EngineArgs, start: Start, engine: Mortal, watchdog_s: float) -> None:
         self.restarts = 0
+        self._watchdog_s = watchdog_s
         self._args = args
         self._start = start
         self._engine = engine
@@ -152,7 +160,7 @@ class Supervisor:
         pause_s = 0.0
         while True:
             started_s = clock()
-            error = await self._engine.ended()
+            error = await self._end()
             died_s = clock()
             logger.error("%s; it is started again", error.message)
             self._down = "the engine has died and is being started again"
@@ -165,6 +173,24 @@ class Supervisor:
                     self._down = None
             self.restarts += 1
             logger.warning("the engine is up again after %.1f s", clock() - died_s)
+
+    async def _end(self) -> WeftError:
+        """Why the engine is gone, once it is."""
+        watch = asyncio.create_task(self._watch(self._engine))
+        try:
+            return await self._engine.ended()
+        finally:
+            watch.cancel()
+
+    async def _watch(self, engine: Mortal) -> None:
+        with contextlib.suppress(EngineDead):
+            while self._watchdog_s:
+                try:
+                    async with asyncio.timeout(self._watchdog_s):
+                        await engine.stats()
+                except TimeoutError:
+                    engine.died(EngineDead(f"no answer from the engine in {self._watchdog_s:g} s"))
+                await asyncio.sleep(self._watchdog_s / 10)
 
     async def _start_again(self) -> bool:
         """One attempt at a new engine with all adapters."""
