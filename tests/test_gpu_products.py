@@ -1,8 +1,8 @@
 """Products for few rows at the shapes of an 8B model, on a GPU, against dense products in fp32.
 
 Bounds. The base product sums in fp32 and rounds once: 2^-8 of y in bf16 and 2^-11 in fp16, and
-2^-16 of the largest y for the order of up to 14,336 terms. delta is fp32; v enters its product as the sum of two
-numbers of 16 bits, which together hold 16 bits and more: 2^-14 of the largest delta.
+2^-16 of the largest y for the order of up to 14,336 terms. delta is fp32; v enters its product as
+the sum of two numbers of 16 bits, which together hold 16 bits and more: 2^-14 of the largest delta.
 """
 
 from __future__ import annotations
