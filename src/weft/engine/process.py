@@ -98,7 +98,7 @@ class ProcessLink:
     async def join(self, timeout_s: float) -> None:
         await asyncio.to_thread(self._process.join, timeout_s)
         if self._process.is_alive():
-            logger.warning("the engine did not stop within %g s and is killed", timeout_s)
+            logger.warning("the engine has not ended by itself and is killed")
             self._process.kill()
             await asyncio.to_thread(self._process.join)
         self._close()
