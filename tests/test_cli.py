@@ -191,18 +191,9 @@ def test_a_missing_tokenizer(tmp_path: Path) -> None:
     assert "tokenizer" in line and "--skip-tokenizer-init" in line
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (
-            ("--max-model-len", "100000"),
-            "--max-model-len 100000 is more than the model's own limit of 512",
-        ),
-        (("--kv-cache-memory", "9000G"), "not enough memory for --kv-cache-memory"),
-    ],
-)
-def test_an_engine_that_cannot_start(flags: tuple[str, ...], message: str) -> None:
-    assert message in refusal("serve", BASE, "--port", "0", *SMALL, *flags)
+def test_an_engine_that_cannot_start() -> None:
+    line = refusal("serve", BASE, "--port", "0", *SMALL, "--max-model-len", "100000")
+    assert "--max-model-len 100000 is more than the model's own limit of 512" in line
 
 
 def test_a_broken_adapter_at_the_start_is_named(tmp_path: Path) -> None:

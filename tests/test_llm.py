@@ -354,6 +354,7 @@ def test_dummy_weights(make_llm: MakeLLM, tmp_path: Path) -> None:
     [
         ({"max_model_len": 128, "num_blocks": 4, "block_size": 16}, "max_model_len"),
         ({"max_model_len": 513}, "max_model_len"),
+        ({"kv_cache_memory": 9000 << 30, "num_blocks": None}, "kv_cache_memory"),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "max_num_batched_tokens"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"lora_backend": "nonesuch"}, "lora_backend"),
