@@ -42,6 +42,7 @@ from weft.core.config import MAX_RANK
 from weft.core.errors import ConfigError
 from weft.kernels import tuned
 from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, Segment
+from weft.kernels.lora.triton_experts import tiles_of_experts
 from weft.kernels.lora.triton_tiles import (
     EXPERT,
     TILE_ROWS,
@@ -400,11 +401,9 @@ class TritonStep:
         self.expand(y_TO, group, self._tokens, ids_T)
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
-        from weft.kernels.lora.triton_experts import TritonExperts
-
         slot_T = self._tokens.slots
         assert slot_T is not None
-        return TritonExperts(self._backend, slot_T, token_P, expert_P)
+        return _Experts(self._backend, tiles_of_experts(slot_T, token_P, expert_P))
 
     def _apply(self, y: Tensor, x: Tensor, group: int, rows: _Rows) -> None:
         self.shrink(x, group, rows)
@@ -487,3 +486,16 @@ class TritonStep:
 
     def _launch_options(self) -> dict[str, bool]:
         return {"launch_pdl": True} if self._backend.tuning.dependent_launch else {}
+
+
+class _Experts:
+    """ExpertStep of the Triton backend."""
+
+    def __init__(self, backend: TritonBackend, tiles_P4: Tensor) -> None:
+        work = backend.delta.new_empty((len(tiles_P4), backend.row_floats))
+        self._rows = _Rows(tiles_P4)
+        self._step = TritonStep(backend, self._rows, self._rows, work)
+
+    def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
+        self._step.shrink(x_PI, group, self._rows)
+        self._step.expand(y_PO, group, self._rows)

@@ -1,8 +1,7 @@
-"""Adapters of experts through the kernels of the Triton backend.
+"""The tiles of a mixture's experts: of one expert and one adapter each.
 
-The kernels are given tiles of rows of one adapter; here, of one expert and one adapter. All of it
-happens on the device and with shapes that follow from the number of rows only, so that it can be
-part of a CUDA graph.
+All of it happens on the device and with shapes that follow from the number of rows only, so that it
+can be part of a CUDA graph.
 
 Shapes: T token rows, P pairs of a token and one of its experts.
 """
@@ -14,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.lora.triton import TritonBackend, TritonStep, _Rows
 from weft.kernels.lora.triton_tiles import EXPERT, TILE_ROWS
 
 _EXPERT = tl.constexpr(EXPERT)
@@ -64,28 +62,15 @@ def _lay_out_tiles(
     tl.store(tile + 2, tl.load(rows_ptr + p, mask=begins, other=0), mask=begins)
 
 
-class TritonExperts:
-    """ExpertStep of the Triton backend."""
-
-    def __init__(
-        self, backend: TritonBackend, slot_T: Tensor, token_P: Tensor, expert_P: Tensor
-    ) -> None:
-        """`slot_T`: int32, in which the rows of a slot lie together. Pairs are in order of expert,
-        and those of one expert as their tokens are."""
-        num_pairs, size = len(token_P), TILE_ROWS
-        pairs = (token_P, expert_P, slot_T)
-        starts_P, rows_P = expert_P.new_empty((2, num_pairs), dtype=torch.int32)
-        tiles_P4 = expert_P.new_empty((num_pairs, 4), dtype=torch.int32)
-        grid = (triton.cdiv(num_pairs, size),)
-        _mark_tiles[grid](*pairs, starts_P, rows_P, num_pairs, SIZE=size)
-        count_P = starts_P.cumsum(0, dtype=torch.int32)
-        _lay_out_tiles[grid](*pairs, count_P, rows_P, tiles_P4, num_pairs, SIZE=size)
-        self._rows = _Rows(tiles_P4)
-        work = torch.empty(
-            (num_pairs, backend.row_floats), dtype=torch.float32, device=token_P.device
-        )
-        self._step = TritonStep(backend, self._rows, self._rows, work)
-
-    def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
-        self._step.shrink(x_PI, group, self._rows)
-        self._step.expand(y_PO, group, self._rows)
+def tiles_of_experts(slot_T: Tensor, token_P: Tensor, expert_P: Tensor) -> Tensor:
+    """int32 (P, 4); see `triton_tiles`. `slot_T`: int32, in which the rows of a slot lie together.
+    Pairs are in order of expert, and those of one expert as their tokens are."""
+    num_pairs = len(token_P)
+    pairs = (token_P, expert_P, slot_T)
+    starts_P, rows_P = expert_P.new_empty((2, num_pairs), dtype=torch.int32)
+    tiles_P4 = expert_P.new_empty((num_pairs, 4), dtype=torch.int32)
+    grid = (triton.cdiv(num_pairs, TILE_ROWS),)
+    _mark_tiles[grid](*pairs, starts_P, rows_P, num_pairs, SIZE=TILE_ROWS)
+    count_P = starts_P.cumsum(0, dtype=torch.int32)
+    _lay_out_tiles[grid](*pairs, count_P, rows_P, tiles_P4, num_pairs, SIZE=TILE_ROWS)
+    return tiles_P4
