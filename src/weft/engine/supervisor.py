@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -160,7 +160,8 @@ class Supervisor:
         pause_s = 0.0
         while True:
             started_s = clock()
-            error = await self._end()
+            with self._watched(self._engine):
+                error = await self._engine.ended()
             died_s = clock()
             logger.error("%s; it is started again", error.message)
             self._down = "the engine has died and is being started again"
@@ -174,11 +175,12 @@ class Supervisor:
             self.restarts += 1
             logger.warning("the engine is up again after %.1f s", clock() - died_s)
 
-    async def _end(self) -> WeftError:
-        """Why the engine is gone, once it is."""
-        watch = asyncio.create_task(self._watch(self._engine))
+    @contextlib.contextmanager
+    def _watched(self, engine: Mortal) -> Iterator[None]:
+        """Meanwhile the engine is given up when it hangs."""
+        watch = asyncio.create_task(self._watch(engine))
         try:
-            return await self._engine.ended()
+            yield
         finally:
             watch.cancel()
 
@@ -200,7 +202,8 @@ class Supervisor:
                 adapter.num_in_engine, adapter.error = 0, None
             self._engine = engine = await self._start(self._args)
             calls = [self._register_again(engine, *each) for each in self._adapters.items()]
-            await asyncio.gather(*calls)
+            with self._watched(engine):
+                await asyncio.gather(*calls)
         except Exception as error:  # of any kind: the next attempt may succeed
             logger.error("the engine could not be started again: %s", to_wire(error)[1])
             return False
