@@ -354,7 +354,6 @@ def test_dummy_weights(make_llm: MakeLLM, tmp_path: Path) -> None:
     [
         ({"max_model_len": 128, "num_blocks": 4, "block_size": 16}, "max_model_len"),
         ({"max_model_len": 513}, "max_model_len"),
-        ({"kv_cache_memory": 9000 << 30, "num_blocks": None}, "kv_cache_memory"),
         ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "max_num_batched_tokens"),
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"lora_backend": "nonesuch"}, "lora_backend"),
@@ -365,6 +364,11 @@ def test_options_that_cannot_be(make_llm: MakeLLM, options: dict[str, object], p
     with pytest.raises(ConfigError) as caught:
         make_llm(**options)
     assert caught.value.param == param
+
+
+def test_more_memory_than_there_is(make_llm: MakeLLM) -> None:
+    with pytest.raises(ConfigError, match="not enough memory for --kv-cache-memory"):
+        make_llm(kv_cache_memory=9000 << 30, num_blocks=None)
 
 
 def test_not_a_model(make_llm: MakeLLM, tmp_path: Path) -> None:
