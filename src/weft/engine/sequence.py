@@ -96,7 +96,7 @@ class Sequence:
         self.began_at = 0
         """Tokens that it had when it was admitted last."""
         self.adapter_wait_s = 0.0
-        """What its adapter's `_Turn` showed when it came."""
+        """How long its adapter's requests had been passed over when it came."""
         longest = limits.max_model_len
         if params.max_tokens is not None:
             longest = min(longest, self.num_prompt + params.max_tokens)

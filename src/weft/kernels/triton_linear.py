@@ -314,7 +314,7 @@ def _meeting_place(device: torch.device, stream: int) -> tuple[Tensor, Tensor, T
 
 
 @cache
-def _starts_early(device: torch.device) -> bool:
+def starts_early(device: torch.device) -> bool:
     """Whether a kernel may start before the one ahead of it has ended."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
@@ -380,7 +380,7 @@ def launch(
     if x_TK.is_cuda and not torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(x_TK.device).cuda_stream
     parts, tickets, nobody = _meeting_place(x_TK.device, stream)
-    dependent = _starts_early(x_TK.device)
+    dependent = starts_early(x_TK.device)
     turn = 1 + next(_launches) % (1 << 30)
     exact = INTERPRETED or x_TK.dtype == torch.float32
     options = {"launch_pdl": True} if dependent else {}

@@ -25,6 +25,7 @@ from torch import Tensor
 from weft.core.errors import ConfigError
 from weft.kernels.attention import AttentionBatch, KVCache, RowWork, row_work, tile_rows
 from weft.kernels.pending import Pending
+from weft.kernels.triton_linear import starts_early
 
 MAX_PARTS = 16
 """Of a decode's context."""
@@ -564,8 +565,7 @@ class TritonOps:
         if device.type == "cpu" and not INTERPRETED:
             raise ConfigError("the triton ops need a GPU", "ops")
         self._programs, self._shared_bytes = (1, 0) if device.type == "cpu" else _sizes(device)
-        cuda = device.type == "cuda"
-        self._dependent = cuda and torch.cuda.get_device_capability(device) >= (9, 0)
+        self._dependent = starts_early(device)
         """A kernel starts before the one ahead has ended, and waits for what that one writes."""
         self._launch = {"launch_pdl": True} if self._dependent else {}
 

@@ -59,6 +59,7 @@ from weft.kernels.triton_linear import (
     cut_of,
     launch,
     processors,
+    starts_early,
 )
 
 SHARES = 48
@@ -91,7 +92,7 @@ class Tuning:
     """W, workspace per row, at least; it bounds the parts of a high rank."""
     blocks: Blocks = field(default_factory=Blocks)
     dependent_launch: bool = False
-    """Start a kernel before the one ahead has ended (sm_90 on); adapters are read meanwhile."""
+    """Start a kernel before the one ahead has ended (sm_90 on); tables are read meanwhile."""
 
 
 @triton.jit
@@ -292,10 +293,6 @@ class _TileList:
         return _Rows(place.view(-1, 4))
 
 
-def _has_dependent_launch(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 class TritonBackend:
     """LoraBackend for CUDA devices (and, in Triton's interpreter, for the CPU).
 
@@ -310,7 +307,7 @@ class TritonBackend:
         self.pool = pool
         self.tuning = tuning or Tuning(
             blocks=tuned.blocks_for(Blocks(), device),
-            dependent_launch=_has_dependent_launch(device),
+            dependent_launch=starts_early(device),
         )
         most = max(len(g.slices) for g in pool.table.groups)
         self.row_floats = max(self.tuning.row_floats, MAX_RANK * most)
