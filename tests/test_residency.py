@@ -97,6 +97,10 @@ class FakePool:
         return self.arena[start : start + size].tolist()
 
 
+def info(digest: str) -> AdapterInfo:
+    return AdapterInfo(digest, "/a", 4, 120, ("q_proj",))
+
+
 class FakeDisk:
     """Images by path. An exception in place of an image is raised; `gate` holds reads up."""
 
@@ -171,10 +175,14 @@ class World:
         self.check()
 
     def register(
-        self, path: str, content: AdapterImage | Exception, pinned: bool = False
+        self,
+        path: str,
+        content: AdapterImage | Exception,
+        pinned: bool = False,
+        before: AdapterInfo | None = None,
     ) -> Registered:
         self.disk.files[path] = content
-        self.residency.register(7, path, pinned)
+        self.residency.register(7, path, pinned, before)
         ended = self.wait()
         assert isinstance(ended, Registered) and ended.call_id == 7
         return ended
@@ -241,7 +249,7 @@ def _world(**options: Any) -> Iterator[World]:
 def test_register(world: World) -> None:
     ended = world.register("/a", image("a", 30))
     assert ended.error is None
-    assert ended.info == AdapterInfo("a", "/a", 4, 120, ("q_proj",))
+    assert ended.info == info("a")
     assert world.slots.knows("a") and not world.slots.is_resident("a")
     assert world.residency.host.digests() == ("a",)
     assert world.disk.reads == [("/a", None)]
@@ -511,11 +519,11 @@ def test_an_image_without_a_folder_stays_on_the_host(no_host: World) -> None:
 
 def test_register_expects_a_digest(world: World) -> None:
     world.disk.files["/a"] = image("a", 30)
-    world.residency.register(1, "/a", expect_digest="b")
+    world.residency.register(1, "/a", before=info("b"))
     ended = world.wait()
     assert isinstance(ended, Registered) and isinstance(ended.error, AdapterUnavailable)
     assert not world.slots.knows("a") and not world.slots.knows("b")
-    world.residency.register(1, "/a", expect_digest="a")
+    world.residency.register(1, "/a", before=info("a"))
     ended = world.wait()
     assert isinstance(ended, Registered) and ended.error is None
 
@@ -668,7 +676,7 @@ def test_a_registration_reads_the_folder(imaged: World) -> None:
     saved(imaged)
     refused = imaged.register("/a", AdapterNotFound("gone", "lora_path"))
     assert isinstance(refused.error, AdapterNotFound)
-    imaged.residency.register(8, "/a", expect_digest="a")
+    imaged.residency.register(8, "/a", before=info("a"))
     again = imaged.wait()
     assert isinstance(again, Registered) and again.info is not None and again.info.path == "/a"
     assert len(imaged.disk.reads) == 2
@@ -895,6 +903,23 @@ def test_what_is_registered_is_checked(world: World) -> None:
     world.residency.forget("a")
     assert world.register("/a", image("a", 30)).error is failed
     assert sum(world.residency.check_times().counts) == 4
+
+
+@pytest.mark.parametrize(("checked", "num_checks"), [(True, 0), (False, 1)])
+def test_what_an_engine_before_checked_is_not_checked_again(
+    world: World, checked: bool, num_checks: int
+) -> None:
+    """Only what it skipped, or if other content is in the folder."""
+    checker = world.residency._checker = FakeChecker()
+    first = world.register("/a", image("a", 30)).info
+    assert first is not None and first.checked
+    world.residency.forget("a")
+    checker.result = "skipped"
+    again = world.register("/a", image("a", 30), before=replace(first, checked=checked))
+    assert again.info is not None and again.info.checked == checked
+    assert sum(world.residency.check_results().values()) == 1 + num_checks
+    other = world.register("/a", image("b", 30), before=first)
+    assert isinstance(other.error, AdapterUnavailable)
 
 
 class GatedChecker(FakeChecker):

@@ -86,6 +86,8 @@ class Fake:
         self.world = world
         self.adapters: Counter[str] = Counter()
         self.pinned: set[str] = set()
+        self.told: list[AdapterInfo | None] = []
+        """What earlier engines had said of those registered."""
         self.closed = False
         self._dead = asyncio.Event()
 
@@ -123,17 +125,18 @@ class Fake:
         yield TokenEvent(request.request_id, [2], finish_reason="stop")
 
     async def register_adapter(
-        self, path: str, pinned: bool = False, expect_digest: str | None = None
+        self, path: str, pinned: bool = False, before: AdapterInfo | None = None
     ) -> AdapterInfo:
         await self._wait(self.world.gate.wait())
         digest = self.world.disk.get(path)
         if digest is None:
             raise AdapterNotFound(f"{path} is gone", "lora_path")
-        if expect_digest not in (None, digest):
+        if before is not None and before.digest != digest:
             raise AdapterUnavailable(f"{path} changed", "lora_path")
+        self.told.append(before)
         self.adapters[digest] += 1
         (self.pinned.add if pinned else self.pinned.discard)(digest)
-        return AdapterInfo(digest, path, 4, 100, ("q_proj",))
+        return AdapterInfo(digest, path, 4, 100, ("q_proj",), checked=True)
 
     async def drop_adapter(self, ref: AdapterRef) -> None:
         await self._wait(asyncio.sleep(0))
@@ -255,6 +258,7 @@ def test_adapters_are_registered_again(fake: Callable[[Test], None]) -> None:
         assert world.engine.adapters == {"A": 2, "B": 1}
         await restarted(world, client)
         assert world.engine.adapters == {"A": 1, "B": 1} and world.engine.pinned == {"A"}
+        assert all(info is not None and info.checked for info in world.engine.told)
         await client.drop_adapter(ref_of("A"))
         assert world.engine.adapters == {"A": 1, "B": 1}
         await client.drop_adapter(ref_of("A"))

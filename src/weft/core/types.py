@@ -98,6 +98,8 @@ class AdapterInfo:
     without one. Empty: it is active everywhere."""
     vocab_size: int = 0
     """Its vocabulary, if it is another than the base's, 0."""
+    checked: bool = False
+    """Whether the device was seen to compute it as its files say."""
 
 
 @dataclass(frozen=True, slots=True)

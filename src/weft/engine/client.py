@@ -106,10 +106,11 @@ class Client:
                 self._send(Abort(request.request_id))
 
     async def register_adapter(
-        self, path: str, pinned: bool = False, expect_digest: str | None = None
+        self, path: str, pinned: bool = False, before: AdapterInfo | None = None
     ) -> AdapterInfo:
-        """With `expect_digest`, AdapterUnavailable is raised for any other content."""
-        reply = await self._call(lambda call_id: Register(call_id, path, pinned, expect_digest))
+        """`before`: what an engine before this one said of it. AdapterUnavailable is then raised
+        for any other content, and what was checked there is not checked again."""
+        reply = await self._call(lambda call_id: Register(call_id, path, pinned, before))
         assert reply.info is not None
         return reply.info
 

@@ -192,9 +192,9 @@ class Engine:
                 return _tokens(self.submit(request))
             case Abort(request_id):
                 return _tokens(self.abort(request_id))
-            case Register(call_id, path, pinned, expect_digest):
+            case Register(call_id, path, pinned, before):
                 self._make_way(pinned)
-                self._residency.register(call_id, path, pinned, expect_digest)
+                self._residency.register(call_id, path, pinned, before)
             case Drop(call_id, digest):
                 self.drop(digest)
                 return Reply(call_id)
@@ -245,14 +245,15 @@ class Engine:
         Raises AdapterInvalid, AdapterConflict, AdapterQuarantined.
         """
         image = self._runner.pack_adapter(files_of(config, tensors))
-        self._residency.probe(image)
-        return self.publish_image(image, pinned)
+        return self.publish_image(image, pinned, self._residency.probe(image))
 
-    def publish_image(self, image: AdapterImage, pinned: bool = False) -> AdapterInfo:
+    def publish_image(
+        self, image: AdapterImage, pinned: bool = False, checked: bool = False
+    ) -> AdapterInfo:
         """As `publish`, of what is packed already, and without a check; its digest must name that
         content alone. Raises AdapterConflict."""
         self._make_way(pinned)
-        info = self._residency.add(image, None, pinned)
+        info = self._residency.add(image, None, pinned, checked)
         self.scheduler.keep_adapter(info.digest)
         self._registrations[info.digest] += 1
         return info

@@ -22,7 +22,8 @@ class Register:
     call_id: int
     path: str
     pinned: bool = False
-    expect_digest: str | None = None
+    before: AdapterInfo | None = None
+    """What an engine before this one said of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,7 @@ class Mortal(EngineClient, Protocol):
     """An engine whose end can be waited for: `weft.engine.client.Client`."""
 
     async def register_adapter(
-        self, path: str, pinned: bool = False, expect_digest: str | None = None
+        self, path: str, pinned: bool = False, before: AdapterInfo | None = None
     ) -> AdapterInfo: ...
 
     async def ended(self) -> WeftError: ...
@@ -72,6 +72,8 @@ async def start_supervised(
 class _Adapter:
     """A version that is registered, whether or not the engine has it."""
 
+    info: AdapterInfo
+    """What engines said of it, last."""
     registrations: list[tuple[str, bool]] = field(default_factory=list)
     """Path and pin of each, oldest first."""
     num_in_engine: int = 0
@@ -120,7 +122,8 @@ class Supervisor:
         info = await engine.register_adapter(path, pinned)
         if engine is not self._engine or not engine.alive:
             raise EngineDead("the engine died while the adapter was loaded")
-        adapter = self._adapters.setdefault(info.digest, _Adapter())
+        adapter = self._adapters.setdefault(info.digest, _Adapter(info))
+        adapter.info = info
         adapter.registrations.append((path, pinned))
         adapter.num_in_engine += 1
         adapter.error = None
@@ -201,7 +204,7 @@ class Supervisor:
             for adapter in self._adapters.values():
                 adapter.num_in_engine, adapter.error = 0, None
             self._engine = engine = await self._start(self._args)
-            calls = [self._register_again(engine, *each) for each in self._adapters.items()]
+            calls = [self._register_again(engine, each) for each in self._adapters.values()]
             with self._watched(engine):
                 await asyncio.gather(*calls)
         except Exception as error:  # of any kind: the next attempt may succeed
@@ -209,14 +212,14 @@ class Supervisor:
             return False
         return True
 
-    async def _register_again(self, engine: Mortal, digest: str, adapter: _Adapter) -> None:
+    async def _register_again(self, engine: Mortal, adapter: _Adapter) -> None:
         """Once, from the newest of its folders that still holds this content."""
         if not adapter.registrations:  # dropped meanwhile
             return
         reason, pinned = "", adapter.registrations[-1][1]
         for path in dict.fromkeys(path for path, _ in reversed(adapter.registrations)):
             try:
-                await engine.register_adapter(path, pinned, digest)
+                adapter.info = await engine.register_adapter(path, pinned, adapter.info)
             except EngineDead:
                 raise
             except WeftError as error:
@@ -224,7 +227,7 @@ class Supervisor:
                 continue
             adapter.num_in_engine = 1
             if not adapter.registrations:
-                await engine.drop_adapter(AdapterRef("", 0, digest))
+                await engine.drop_adapter(AdapterRef("", 0, adapter.info.digest))
             return
         adapter.error = AdapterUnavailable(
             f"the adapter could not be loaded again when the engine was restarted: {reason}",

@@ -159,8 +159,8 @@ class _Known:
     """Of an activated LoRA."""
     vocab_size: int = 0
     """With its added tokens; 0: the base's."""
-    passed: bool = False
-    """Whether it was checked, and found right."""
+    checked: bool = False
+    """See `AdapterInfo.checked`."""
     num_loads: int = 0
     num_evictions: int = 0
     last_load_s: float = 0.0
@@ -206,6 +206,8 @@ class _Call(NamedTuple):
     path: str
     pinned: bool
     image: AdapterImage
+    checked: bool
+    """By an engine before this one."""
 
 
 class _Verdict(NamedTuple):
@@ -277,16 +279,19 @@ class Residency:
         call_id: int,
         path: str,
         pinned: bool = False,
-        expect_digest: str | None = None,
+        before: AdapterInfo | None = None,
     ) -> None:
         """Read, validate, pack and check; `poll` returns a Registered with this call id.
 
-        Content of a known digest may come from its image file.
+        `before`: what another engine like this one said of it. It must have the same content,
+        which then may come from its image file, and was checked if it was checked there.
         """
-        self._to_register.append(partial(self._register, call_id, path, pinned, expect_digest))
+        self._to_register.append(partial(self._register, call_id, path, pinned, before))
         self._begin_registrations()
 
-    def add(self, image: AdapterImage, path: str | None, pinned: bool) -> AdapterInfo:
+    def add(
+        self, image: AdapterImage, path: str | None, pinned: bool, checked: bool = False
+    ) -> AdapterInfo:
         """Make an image known, from the folder `path` or (None) from memory; at once.
 
         Raises AdapterInvalid, AdapterConflict; what was known before then stays as it is.
@@ -296,6 +301,7 @@ class Residency:
         known = self._known.setdefault(image.digest, known)
         known.pinned, known.invocation = pinned, image.invocation
         known.vocab_size = image.layout.vocab_size
+        known.checked |= checked
         if path is None:
             known.from_memory = True
         else:
@@ -312,12 +318,17 @@ class Residency:
             image.conversion_worst,
             image.invocation,
             image.layout.vocab_size,
+            known.checked,
         )
 
-    def probe(self, image: AdapterImage) -> None:
-        """Check what comes from memory, on this thread. Raises AdapterQuarantined."""
-        if self._checker is not None and not self._has_passed(image.digest):
-            self._judge(image, "", self._verdict(self._checker, image, paced=False))
+    def probe(self, image: AdapterImage) -> bool:
+        """Check what comes from memory, on this thread, unless it was checked before. Whether it
+        is right, as far as is known; raises AdapterQuarantined."""
+        if self._checker is None or self._is_checked(image.digest):
+            return self._is_checked(image.digest)
+        verdict = self._verdict(self._checker, image, paced=False)
+        self._judge(image, "", verdict)
+        return verdict.result == "passed"
 
     def compose(self, digest: str, parts: Sequence[AdapterPart]) -> None:
         """Make the weighted sum of registered adapters known under `digest`, which must name it
@@ -452,18 +463,19 @@ class Residency:
 
     # -- on loader threads: each ends by handing `poll` what is left to do --------------------
 
-    def _register(self, call_id: int, path: str, pinned: bool, expect_digest: str | None) -> None:
+    def _register(self, call_id: int, path: str, pinned: bool, before: AdapterInfo | None) -> None:
         stage_s: dict[str, float] = {}
+        digest = before.digest if before else None
         packed = None
         try:
-            image = self._from_file(expect_digest, None, stage_s) if expect_digest else None
+            image = self._from_file(digest, None, stage_s) if digest else None
             if image is None:
-                image = packed = self._from_folder(path, expect_digest, stage_s)
+                image = packed = self._from_folder(path, digest, stage_s)
         except Exception as error:
             failure = _typed(error)
             self._finish(lambda: self._end_registration(call_id, failure))
             return
-        call = _Call(call_id, path, pinned, image)
+        call = _Call(call_id, path, pinned, image, before is not None and before.checked)
         self._finish(lambda: self._packed(call, stage_s))
         self._save(packed)
 
@@ -614,23 +626,22 @@ class Residency:
 
     def _packed(self, call: _Call, stage_s: dict[str, float]) -> Registered | None:
         self._count(stage_s)
-        if self._checker is None or self._has_passed(call.image.digest):
+        if self._checker is None or call.checked or self._is_checked(call.image.digest):
             return self._registered(call, None)
         self._registrars.submit(self._check, self._checker, call)
         return None
 
-    def _has_passed(self, digest: str) -> bool:
+    def _is_checked(self, digest: str) -> bool:
         known = self._known.get(digest)
-        return known is not None and known.passed
+        return known is not None and known.checked
 
     def _registered(self, call: _Call, verdict: _Verdict | None) -> Registered:
         try:
             self._judge(call.image, call.path, verdict)
-            info = self.add(call.image, call.path, call.pinned)
+            checked = call.checked if verdict is None else verdict.result == "passed"
+            info = self.add(call.image, call.path, call.pinned, checked)
         except WeftError as error:
             return self._end_registration(call.call_id, error)
-        if verdict is not None:
-            self._known[info.digest].passed = verdict.result == "passed"
         return self._end_registration(call.call_id, info)
 
     def _judge(self, image: AdapterImage, path: str, verdict: _Verdict | None) -> None:
@@ -646,7 +657,7 @@ class Residency:
             return
         logger.error("quarantined: adapter %s %s: %s", digest[:16], path, error.message)
         if self.slots.knows(digest):
-            self._known[digest].passed = False
+            self._known[digest].checked = False
             self.slots.refuse(digest, error)
             self._done.put(lambda: LoadEnded(digest, error))
         raise error
