@@ -13,7 +13,7 @@ from tiny import ADAPTERS, BASE, answer, ask
 
 from weft.core.config import engine_args
 from weft.core.errors import AdapterError, AdapterUnavailable, from_wire
-from weft.core.types import AdapterRef, EngineRequest, SamplingParams, TokenEvent
+from weft.core.types import AdapterInfo, AdapterRef, EngineRequest, SamplingParams, TokenEvent
 from weft.engine.client import Client
 from weft.engine.thread import start_in_process
 from weft.text import load_tokenizer
@@ -78,7 +78,10 @@ def distinct_copies(root: Path) -> list[Path]:
 
 
 async def register(client: Client, folder: Path) -> AdapterRef:
-    info = await client.register_adapter(str(folder))
+    return ref_of(folder, await client.register_adapter(str(folder)))
+
+
+def ref_of(folder: Path, info: AdapterInfo) -> AdapterRef:
     return AdapterRef(folder.name, 1, info.digest)
 
 
@@ -147,7 +150,8 @@ def test_what_was_registered_is_served_from_its_image(tmp_path: Path) -> None:
 
     async def go() -> None:
         client = await start_in_process(args)
-        refs = {name: await register(client, folder) for name, folder in folders.items()}
+        infos = {n: await client.register_adapter(str(f)) for n, f in folders.items()}
+        refs = {name: ref_of(folders[name], info) for name, info in infos.items()}
         while len(list(cache.glob("*.image"))) < len(refs):
             await asyncio.sleep(0.01)
         image_of = {n: next(cache.glob(f"{ref.digest}*")) for n, ref in refs.items()}
@@ -159,8 +163,8 @@ def test_what_was_registered_is_served_from_its_image(tmp_path: Path) -> None:
         (caesar, _), (_, upper), (reverse, _) = ended
         assert caesar == answer("caesar", "hello") and reverse == answer("reverse", "hello")
         assert upper.error is not None and "changed on disk" in from_wire(upper.error).message
-        again = await client.register_adapter(str(folders["caesar"]), False, refs["caesar"].digest)
-        assert again.digest == refs["caesar"].digest, "as when the engine is started again"
+        again = await client.register_adapter(str(folders["caesar"]), False, infos["caesar"])
+        assert again == infos["caesar"], "as when the engine is started again"
         stats = await client.stats()
         assert stats.tiers["disk"].errors == 2 and stats.tiers["disk"].hits == 2
         await client.close()

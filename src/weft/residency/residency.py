@@ -465,9 +465,9 @@ class Residency:
 
     def _register(self, call_id: int, path: str, pinned: bool, before: AdapterInfo | None) -> None:
         stage_s: dict[str, float] = {}
-        digest = before.digest if before else None
         packed = None
         try:
+            digest = before.digest if before else None
             image = self._from_file(digest, None, stage_s) if digest else None
             if image is None:
                 image = packed = self._from_folder(path, digest, stage_s)
