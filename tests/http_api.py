@@ -18,6 +18,7 @@ import uvicorn
 from toy_tokenizers import byte_level
 
 from weft.api import ApiSettings, create_app
+from weft.cli.protocol import http_config
 from weft.core.errors import AdapterInvalid, AdapterNotFound, EngineDead
 from weft.core.types import (
     AdapterInfo,
@@ -280,7 +281,7 @@ async def until(condition: Callable[[], bool]) -> None:
 @contextmanager
 def served(world: World) -> Iterator[str]:
     """The application on a loopback port, on a thread."""
-    config = uvicorn.Config(world.app, port=0, log_level="error", lifespan="on")
+    config = http_config(world.app, port=0, log_level="error", lifespan="on")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

@@ -30,13 +30,16 @@ from weft.core.errors import (
 )
 from weft.core.types import (
     AdapterRef,
+    EngineInfo,
     EngineRequest,
     SamplingParams,
     StructuredOutputs,
     TokenEvent,
+    TokenLogprob,
 )
 from weft.engine.client import Client
 from weft.engine.engine import Engine
+from weft.engine.messages import Command, Started, Tokens
 from weft.engine.process import start_process
 from weft.engine.thread import start_in_process
 from weft.text import load_tokenizer
@@ -46,6 +49,7 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 ENDLESS = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
 TOKENIZER = load_tokenizer(str(BASE))
 PATIENCE_S = 10.0
+ENGINE_INFO = EngineInfo("m", "a", "float32", "cpu", 64, 99, 8, 16, 4, 8, 100, 1)
 
 Start = Callable[..., Awaitable[Client]]
 STARTS: list[Start] = [start_in_process, start_process]
@@ -371,6 +375,64 @@ async def assert_dead(client: Client) -> None:
     ):
         with pytest.raises(EngineDead):
             await call
+
+
+class Silence:
+    """A link to nobody."""
+
+    def send(self, command: Command) -> None:
+        pass
+
+    async def join(self, timeout_s: float) -> None:
+        pass
+
+
+async def read_late(after: Callable[[Client], None], *events: TokenEvent) -> list[Any]:
+    """What a reader gets that has not looked since the request's first event."""
+    client = Client()
+    client.dispatch(Started(ENGINE_INFO))
+    await client.start(Silence())
+    stream = client.generate(replace(request_of(), request_id="r"))
+    asyncio.get_running_loop().call_soon(client.dispatch, Tokens([events[0]]))
+    found: list[Any] = [await anext(stream)]
+    for event in events[1:]:
+        client.dispatch(Tokens([event]))
+    after(client)
+    try:
+        while True:
+            found.append(await anext(stream))
+    except StopAsyncIteration:
+        pass
+    except EngineDead as error:
+        found.append(error)
+    assert not client._streams
+    return found
+
+
+def test_who_reads_late_gets_all_tokens_at_once() -> None:
+    """In one event, with all that the single ones said."""
+    told = [TokenLogprob(-0.5, rank, [(rank, -0.5)]) for rank in (1, 2, 3)]
+    first = TokenEvent("r", [], num_cached_tokens=16, queue_s=0.5)
+    events = (
+        TokenEvent("r", [7], [told[0]], num_cached_tokens=16),
+        TokenEvent("r", [8, 9], told[1:]),
+        TokenEvent("r", [], finish_reason="stop", stop_reason="x"),
+    )
+    got = asyncio.run(read_late(lambda client: None, first, *events))
+    assert got == [first, TokenEvent("r", [7, 8, 9], told, "stop", "x", 16)]
+
+
+def test_who_reads_late_gets_tokens_before_an_error() -> None:
+    first, *more = (TokenEvent("r", [token]) for token in (6, 7, 8))
+    failed = TokenEvent("r", [], finish_reason="error", error=("no", "no", None))
+    dead = EngineDead("gone")
+    got = asyncio.run(read_late(lambda client: client.died(dead), first, *more, failed))
+    assert got == [first, TokenEvent("r", [7, 8]), failed], "nothing after the end"
+    assert asyncio.run(read_late(lambda client: client.died(dead), first, *more)) == [
+        first,
+        TokenEvent("r", [7, 8]),
+        dead,
+    ]
 
 
 @EITHER

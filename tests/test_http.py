@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import socket
@@ -342,6 +343,17 @@ def test_a_body_that_never_ends(make: Any, monkeypatch: pytest.MonkeyPatch) -> N
         head, _, body = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408 ") and b"connection: close" in head.lower()
         assert json.loads(body)["error"]["code"] == "body_timeout"
+
+
+@pytest.mark.parametrize("piece", [b"x: " + b"y" * 997, b"x" * 1000, b"x: y\r\n" * 200])
+def test_a_head_that_never_ends(make: Any, piece: bytes) -> None:
+    with served(make()) as url, raw(url) as client:
+        client.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(10_000):
+                client.sendall(piece)
+            pytest.fail("all of it was taken")
+        assert httpx.get(f"{url}/v1/models", headers={"x": "y" * 4000}).status_code == 200
 
 
 def raw(url: str) -> socket.socket:

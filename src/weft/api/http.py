@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
@@ -80,10 +81,11 @@ def json_response(
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled, and has ended, when ClientDisconnect is raised."""
+async def unless_client_leaves(left: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled, and has ended, when ClientDisconnect is raised, as
+    `left` has ended first."""
     task = asyncio.create_task(work)
-    watch = asyncio.create_task(_disconnected(receive))
+    watch = asyncio.create_task(left)
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -95,7 +97,8 @@ async def unless_client_leaves(receive: Receive, work: Coroutine[Any, Any, T]) -
         await asyncio.wait({task, watch})
 
 
-async def _disconnected(receive: Receive) -> None:
+async def disconnected(receive: Receive) -> None:
+    """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
@@ -109,7 +112,7 @@ async def answer(
     """
     try:
         async with _in_time(request.scope):
-            return json_response(await unless_client_leaves(request.receive, work))
+            return json_response(await unless_client_leaves(disconnected(request.receive), work))
     except ClientDisconnect:
         return Response(status_code=CLIENT_LEFT)
     finally:
@@ -153,14 +156,27 @@ class EventStream(Response):
         self._release = release
         self._typed = typed
         self._started = False
+        self._sending_since_s: float | None = None
+        """None: the client has taken all that there was for it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_client_leaves(receive, self._pump(scope, receive, send))
+            await unless_client_leaves(self._left(receive), self._pump(scope, receive, send))
         except ClientDisconnect:
             logger.debug("a client left its stream")
         finally:
             self._release()
+
+    async def _left(self, receive: Receive) -> None:
+        """Wait until the client has left, or did not read for too long."""
+        while True:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(READER_TIMEOUT_S / 4):
+                    await disconnected(receive)
+                return
+            since_s = self._sending_since_s
+            if since_s is not None and time.monotonic() - since_s > READER_TIMEOUT_S:
+                return
 
     async def _pump(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with contextlib.aclosing(self._chunks):
@@ -182,15 +198,16 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, data: bytes, name: bytes | None = None) -> None:
+        self._sending_since_s = time.monotonic()
         try:
-            async with asyncio.timeout(READER_TIMEOUT_S):
-                if not self._started:
-                    self._started = True
-                    await send(
-                        {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                    )
-                event = b"" if name is None else b"event: " + name + b"\n"
-                body = event + b"data: " + data + b"\n\n"
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        except OSError as error:  # TimeoutError is one
+            if not self._started:
+                self._started = True
+                await send(
+                    {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+                )
+            event = b"" if name is None else b"event: " + name + b"\n"
+            body = event + b"data: " + data + b"\n\n"
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        except OSError as error:
             raise ClientDisconnect from error
+        self._sending_since_s = None

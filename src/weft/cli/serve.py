@@ -22,6 +22,7 @@ from rich.table import Table
 from weft.api import AdapterAdmin, ApiSettings, create_app
 from weft.api.http import READER_TIMEOUT_S
 from weft.cli.options import LoraModule, show_bytes
+from weft.cli.protocol import http_config
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError
 from weft.core.protocols import EngineClient
@@ -40,9 +41,6 @@ logger = logging.getLogger(__name__)
 
 FORCED_S = 10
 """After the shut-down time-out: how long until connections are cut."""
-KEEP_ALIVE_S = 75
-"""How long an idle connection stays open. Clients and proxies keep theirs for up to a minute, and
-must be the first to close: a request that crosses the server's close is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +86,16 @@ def max_open(engine: EngineArgs, max_queue: int | None) -> int:
 
 
 def run(args: ServeArgs) -> None:
-    """`run_server` on an event loop of its own: uvloop's where that is installed."""
-    loops = importlib.import_module("uvloop" if importlib.util.find_spec("uvloop") else "asyncio")
-    with asyncio.Runner(loop_factory=loops.new_event_loop) as runner:
+    """`run_server` on an event loop of its own."""
+    with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(run_server(args))
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """uvloop's where that is installed."""
+    loops = importlib.import_module("uvloop" if importlib.util.find_spec("uvloop") else "asyncio")
+    loop: asyncio.AbstractEventLoop = loops.new_event_loop()
+    return loop
 
 
 async def run_server(args: ServeArgs) -> None:
@@ -264,14 +268,11 @@ async def _serve_http(
     listener: socket.socket,
     on_started: Callable[[], None],
 ) -> None:
-    config = uvicorn.Config(
+    config = http_config(
         app,
-        log_config=None,
         log_level="info" if args.log_level == "debug" else "warning",
         access_log=args.log_level == "debug",  # as each costs time
         timeout_graceful_shutdown=args.shutdown_timeout_s + FORCED_S,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
     )
     try:
         server = _Server(config, engine, args.shutdown_timeout_s, on_started)

@@ -61,7 +61,7 @@ class Client:
         self._info: EngineInfo | None = None
         self._dead: WeftError | None = None
         self._ended = asyncio.Event()
-        self._streams: dict[str, asyncio.Queue[TokenEvent | WeftError]] = {}
+        self._streams: dict[str, _Stream] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count()
 
@@ -89,17 +89,18 @@ class Client:
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         self._send(Submit(request))
-        queue: asyncio.Queue[TokenEvent | WeftError] = asyncio.Queue()
-        self._streams[request.request_id] = queue
+        stream = self._streams[request.request_id] = _Stream(self._loop)
         ended = False
         try:
             while not ended:
-                item = await queue.get()
-                if isinstance(item, WeftError):
-                    ended = True
-                    raise item
-                ended = item.finish_reason is not None
-                yield item
+                for item in await stream.take():
+                    if isinstance(item, WeftError):
+                        ended = True
+                        raise item
+                    ended = item.finish_reason is not None
+                    yield item
+                    if ended:
+                        break
         finally:
             del self._streams[request.request_id]
             if not ended and self.alive:
@@ -143,9 +144,9 @@ class Client:
         match report:
             case Tokens(events):
                 for event in events:
-                    queue = self._streams.get(event.request_id)
-                    if queue is not None:
-                        queue.put_nowait(event)
+                    stream = self._streams.get(event.request_id)
+                    if stream is not None:
+                        stream.put(event)
             case Reply(call_id):
                 future = self._calls.pop(call_id, None)
                 if future is not None and not future.done():
@@ -165,8 +166,8 @@ class Client:
         self._ended.set()
         if not self._started.done():
             self._started.set_exception(error)
-        for queue in self._streams.values():
-            queue.put_nowait(error)
+        for stream in self._streams.values():
+            stream.put(error)
         calls, self._calls = self._calls, {}
         for future in calls.values():
             if not future.done():
@@ -188,6 +189,46 @@ class Client:
         if self._dead is not None or self._link is None:
             raise self._dead or EngineDead("the engine was not started")
         self._link.send(command)
+
+
+class _Stream:
+    """What came of one request and was not taken yet."""
+
+    __slots__ = ("_items", "_loop", "_waiter")
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._items: list[TokenEvent | WeftError] = []
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: TokenEvent | WeftError) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def take(self) -> list[TokenEvent | WeftError]:
+        """All that is there, once there is something."""
+        if not self._items:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        items, self._items = self._items, []
+        return items if len(items) == 1 else _joined(items)
+
+
+def _joined(items: list[TokenEvent | WeftError]) -> list[TokenEvent | WeftError]:
+    """With one event for all tokens: where an engine is ahead of those who read, they catch up."""
+    events = [item for item in items if isinstance(item, TokenEvent) and item.error is None]
+    if len(events) < 2:
+        return items
+    last = events[-1]
+    joined = events[0]._replace(
+        token_ids=[token for event in events for token in event.token_ids],
+        logprobs=[each for event in events for each in event.logprobs or ()] or None,
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        num_cached_tokens=max(event.num_cached_tokens for event in events),
+    )
+    return [joined, *items[len(events) :]]
 
 
 def _resolve(future: asyncio.Future[Reply], reply: Reply) -> None:

@@ -9,6 +9,8 @@ from weft.text.tokenizer import Tokenizer
 _UNKNOWN = "\ufffd"
 _CONTEXT_TOKENS = 6
 _MAX_PENDING = 32
+_MAX_READ = 8
+"""Tokens of the first window, after which it begins anew: more take longer to decode."""
 
 
 class Detokenizer:
@@ -63,9 +65,11 @@ class Detokenizer:
 
     def _advance(self, after: str) -> str:
         text = self._new_text(after)
-        del self._window[: self._read]
+        self._before = after
+        if len(self._window) > _MAX_READ:
+            del self._window[: self._read]
+            self._before = self._tokenizer.decode(self._window)
         self._read = len(self._window)
-        self._before = self._tokenizer.decode(self._window)
         return text
 
     def _new_text(self, after: str) -> str:
