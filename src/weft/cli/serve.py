@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import logging
 import signal
@@ -130,6 +131,10 @@ async def _start_and_serve(args: ServeArgs, listener: socket.socket, traces: Tra
         await _load_adapters(console, args.lora_modules, engine, registry, tokenizers)
         summary = _summary(engine.info, registry, _url(args.host, listener))
         _on_signals(lambda: None)
+        # What is there by now stays: not to be looked at by the garbage collector, which would
+        # hold up all streams for some hundred milliseconds.
+        gc.collect()
+        gc.freeze()
         await _serve_http(app, args, engine, listener, lambda: console.print(summary))
     finally:
         await engine.close()
