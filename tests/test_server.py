@@ -84,7 +84,7 @@ def test_chat_streams_the_same_text_with_usage(server: Server) -> None:
     chunks = list(stream)
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == "planet-planet"
-    assert len([c for c in chunks if c.choices and c.choices[0].delta.content]) > 3
+    assert len([c for c in chunks if c.choices and c.choices[0].delta.content]) > 1
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     usage = chunks[-1].usage
     assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (10, 14)
