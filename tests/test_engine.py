@@ -416,10 +416,10 @@ def test_who_reads_late_gets_all_tokens_at_once() -> None:
     events = (
         TokenEvent("r", [7], [told[0]], num_cached_tokens=16),
         TokenEvent("r", [8, 9], told[1:]),
-        TokenEvent("r", [], finish_reason="stop", stop_reason="x"),
+        TokenEvent("r", [2], finish_reason="stop", stop_reason=2),
     )
     got = asyncio.run(read_late(lambda client: None, first, *events))
-    assert got == [first, TokenEvent("r", [7, 8, 9], told, "stop", "x", 16)]
+    assert got == [first, TokenEvent("r", [7, 8, 9, 2], told, "stop", 2, 16)]
 
 
 def test_who_reads_late_gets_tokens_before_an_error() -> None:

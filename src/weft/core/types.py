@@ -297,6 +297,7 @@ class TokenEvent(NamedTuple):
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
+    """"stop": its last token ended it."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the request; None for EOS."""
     num_cached_tokens: int = 0
