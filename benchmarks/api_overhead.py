@@ -29,8 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.api import ApiSettings, create_app
-from weft.cli.protocol import http_config
-from weft.cli.serve import new_event_loop
+from weft.cli.serve import http_config, new_event_loop
 from weft.core.types import EngineInfo, TokenEvent
 from weft.engine.client import Client
 from weft.engine.messages import Command, Started, Submit, Tokens
@@ -193,14 +192,14 @@ async def run_server(up: Connection, step_s: float) -> None:
 
 
 def table(rows: list[dict[str, object]]) -> Table:
-    shown = Table(title="Streaming by one API process", caption="engine: made up")
+    shown = Table(title="Streaming by one API process, from a made-up engine", title_justify="left")
     for name in ("engine", "route", "streams", "tokens/s", "us a token", "tokens a chunk"):
         shown.add_column(name, justify="left" if name in ("engine", "route") else "right")
     for row in rows:
         step_ms = row["step_ms"]
         shown.add_row(
             f"{step_ms:g} ms a step" if step_ms else "waits",
-            str(row["route"]),
+            str(row["route"]).removeprefix("/v1/"),
             str(row["streams"]),
             f"{row['tokens_per_s']:,.0f}",
             f"{1e6 / row['tokens_per_s']:.1f}",

@@ -18,7 +18,7 @@ import uvicorn
 from toy_tokenizers import byte_level
 
 from weft.api import ApiSettings, create_app
-from weft.cli.protocol import http_config
+from weft.cli.serve import http_config
 from weft.core.errors import AdapterInvalid, AdapterNotFound, EngineDead
 from weft.core.types import (
     AdapterInfo,

@@ -356,6 +356,22 @@ def test_a_head_that_never_ends(make: Any, piece: bytes) -> None:
         assert httpx.get(f"{url}/v1/models", headers={"x": "y" * 4000}).status_code == 200
 
 
+def test_a_request_that_offers_http_2_keeps_its_body(make: Any) -> None:
+    """As Java's client sends it."""
+    body = json.dumps(ASK).encode()
+    lines = (
+        f"POST {COMPLETE} HTTP/1.1",
+        "host: x",
+        f"content-length: {len(body)}",
+        "connection: Upgrade, HTTP2-Settings",
+        "upgrade: h2c",
+        "http2-settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA",
+    )
+    with served(make()) as url, raw(url) as client:
+        client.sendall("\r\n".join((*lines, "", "")).encode() + body)
+        assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
+
+
 def raw(url: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
     return socket.create_connection((host, int(port)), timeout=10)
