@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FORCED_S = 10
+"""After the shut-down time-out: how long until connections are cut."""
 KEEP_ALIVE_S = 75
 """How long an idle connection stays open. Clients and proxies keep theirs for up to a minute, and
 must be the first to close: a request that crosses the server's close is lost."""
-FORCED_S = 10
-"""After the shut-down time-out: how long until connections are cut."""
 
 
 @dataclass(frozen=True, slots=True)
