@@ -337,7 +337,7 @@ def test_churn_under_a_given_load(tmp_path: Path) -> None:
     words = re.search(r"without churn: (\S+) of the throughput, (\S+) times the p99 ms/token", told)
     assert words is not None, told
     shares = [churned["share"], churned["resident_tpot_p99_share"]]
-    assert [float(n) for n in words.groups()] == pytest.approx(shares, abs=1e-3)
+    assert [float(n) for n in words.groups()] == pytest.approx(shares, abs=6e-4)
     assert plot.read_bytes().startswith(PNG)
 
 

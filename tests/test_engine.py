@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from http_api import INFO
 from tiny import ADAPTERS, BASE, answer, ask
 
 from weft.core.config import engine_args
@@ -30,7 +31,6 @@ from weft.core.errors import (
 )
 from weft.core.types import (
     AdapterRef,
-    EngineInfo,
     EngineRequest,
     SamplingParams,
     StructuredOutputs,
@@ -49,7 +49,6 @@ GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 ENDLESS = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
 TOKENIZER = load_tokenizer(str(BASE))
 PATIENCE_S = 10.0
-ENGINE_INFO = EngineInfo("m", "a", "float32", "cpu", 64, 99, 8, 16, 4, 8, 100, 1)
 
 Start = Callable[..., Awaitable[Client]]
 STARTS: list[Start] = [start_in_process, start_process]
@@ -390,7 +389,7 @@ class Silence:
 async def read_late(after: Callable[[Client], None], *events: TokenEvent) -> list[Any]:
     """What a reader gets that has not looked since the request's first event."""
     client = Client()
-    client.dispatch(Started(ENGINE_INFO))
+    client.dispatch(Started(INFO))
     await client.start(Silence())
     stream = client.generate(replace(request_of(), request_id="r"))
     asyncio.get_running_loop().call_soon(client.dispatch, Tokens([events[0]]))

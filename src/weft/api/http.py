@@ -36,8 +36,8 @@ CLIENT_LEFT = 499
 BODY_TIMEOUT_S = 30.0
 """How long a client may take to send its body."""
 READER_TIMEOUT_S = 120.0
-"""How long a stream waits for a client that does not read. Meanwhile the request goes on, and its
-tokens, at most max_tokens, are kept."""
+"""How long a stream waits for a client that does not read, at least; it is looked at four times as
+often. Meanwhile the request goes on, and its tokens, at most max_tokens, are kept."""
 
 
 async def read_body(request: Request, model: type[BodyT], max_bytes: int) -> BodyT:
@@ -97,7 +97,7 @@ async def unless_client_leaves(left: Coroutine[Any, Any, None], work: Coroutine[
         await asyncio.wait({task, watch})
 
 
-async def disconnected(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     """Wait until the client has left."""
     while (await receive())["type"] != "http.disconnect":
         pass
@@ -112,7 +112,7 @@ async def answer(
     """
     try:
         async with _in_time(request.scope):
-            return json_response(await unless_client_leaves(disconnected(request.receive), work))
+            return json_response(await unless_client_leaves(_disconnected(request.receive), work))
     except ClientDisconnect:
         return Response(status_code=CLIENT_LEFT)
     finally:
@@ -172,7 +172,7 @@ class EventStream(Response):
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(READER_TIMEOUT_S / 4):
-                    await disconnected(receive)
+                    await _disconnected(receive)
                 return
             since_s = self._sending_since_s
             if since_s is not None and time.monotonic() - since_s > READER_TIMEOUT_S:

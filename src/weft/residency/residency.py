@@ -324,8 +324,10 @@ class Residency:
     def probe(self, image: AdapterImage) -> bool:
         """Check what comes from memory, on this thread, unless it was checked before. Whether it
         is right, as far as is known; raises AdapterQuarantined."""
-        if self._checker is None or self._is_checked(image.digest):
-            return self._is_checked(image.digest)
+        if self._is_checked(image.digest):
+            return True
+        if self._checker is None:
+            return False
         verdict = self._verdict(self._checker, image, paced=False)
         self._judge(image, "", verdict)
         return verdict.result == "passed"
