@@ -30,10 +30,11 @@ from rich.table import Table
 
 from weft.api import ApiSettings, create_app
 from weft.cli.serve import http_config, new_event_loop
-from weft.core.types import EngineInfo, TokenEvent
-from weft.engine.client import Client
-from weft.engine.messages import Command, Started, Submit, Tokens
-from weft.engine.process import REPORTS
+from weft.core.messages import Command, Started, Submit, Tokens
+from weft.core.requests import TokenEvent
+from weft.core.stats import EngineInfo
+from weft.fleet.client import Client
+from weft.fleet.process import REPORTS
 from weft.registry import AdapterRegistry, AdapterRoots
 from weft.text import load_tokenizer
 

@@ -33,7 +33,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from weft.engine.graphs import MAX_CHUNKS, token_sizes
 from weft.kernels.attention import (
     AttentionBatch,
     KVCache,
@@ -44,6 +43,7 @@ from weft.kernels.attention import (
     tile_rows,
 )
 from weft.kernels.ops import make_ops
+from weft.worker.graphs import MAX_CHUNKS, token_sizes
 
 try:
     import flashinfer

@@ -20,13 +20,15 @@ import time
 from rich.console import Console
 from rich.table import Table
 
-from weft.core.types import AdapterRef, EngineRequest, SamplingParams
-from weft.engine.blocks import BlockPool
-from weft.engine.inputs import RowState
-from weft.engine.plan import StepResult
-from weft.engine.scheduler import Scheduler
-from weft.engine.sequence import Limits
-from weft.residency.slots import AdapterSlots
+from weft.core.adapters import AdapterRef
+from weft.core.requests import EngineRequest
+from weft.core.sampling import SamplingParams
+from weft.schedule.blocks import BlockPool
+from weft.schedule.plan import StepResult
+from weft.schedule.scheduler import Scheduler
+from weft.schedule.sequence import Limits
+from weft.schedule.slots import AdapterSlots
+from weft.worker.inputs import RowState
 
 SIZES = (32, 64, 128, 256, 512)
 NUM_ADAPTERS = 16

@@ -13,10 +13,10 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from weft.core.types import EngineRequest, TokenLogprob
-from weft.engine.inputs import RowState, StepInputs
-from weft.engine.plan import StepPlan, StepResult, Words
-from weft.residency.slots import Load
+from weft.core.requests import EngineRequest, TokenLogprob
+from weft.schedule.plan import StepPlan, StepResult, Words
+from weft.schedule.slots import Load
+from weft.worker.inputs import RowState, StepInputs
 
 VOCAB = 50
 

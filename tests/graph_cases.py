@@ -11,8 +11,6 @@ import numpy as np
 import torch
 
 from weft.core.targets import layout_of
-from weft.engine.graphs import StepGraphs
-from weft.engine.inputs import StepInputs
 from weft.kernels.attention import make_batch
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment
 from weft.kernels.lora.triton import Blocks, TritonBackend, Tuning
@@ -22,6 +20,8 @@ from weft.models.decoder import Decoder, StepContext
 from weft.models.kv_cache import allocate_kv_cache
 from weft.models.loading import dummy_weights
 from weft.models.targets import target_table
+from weft.worker.graphs import StepGraphs
+from weft.worker.inputs import StepInputs
 
 BLOCK, MAX_LEN, MAX_ROWS, TOKEN_SIZES = 4, 32, 5, (6, 12)
 CONFIG = {

@@ -19,16 +19,10 @@ from toy_tokenizers import byte_level
 
 from weft.api import ApiSettings, create_app
 from weft.cli.serve import http_config
+from weft.core.adapters import AdapterInfo, AdapterRef
 from weft.core.errors import AdapterInvalid, AdapterNotFound, EngineDead
-from weft.core.types import (
-    AdapterInfo,
-    AdapterRef,
-    EngineInfo,
-    EngineRequest,
-    EngineStats,
-    TokenEvent,
-    TokenLogprob,
-)
+from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
+from weft.core.stats import EngineInfo, EngineStats
 from weft.registry import AdapterRegistry, AdapterRoots
 from weft.text import Tokenizer
 

@@ -11,8 +11,10 @@ from typing import Any
 import httpx
 
 from weft.api import ApiSettings, create_app
-from weft.core.types import AdapterInfo, AdapterRef, EngineInfo, EngineRequest, EngineStats
-from weft.core.types import TokenEvent as Event
+from weft.core.adapters import AdapterInfo, AdapterRef
+from weft.core.requests import EngineRequest
+from weft.core.requests import TokenEvent as Event
+from weft.core.stats import EngineInfo, EngineStats
 from weft.registry import AdapterRegistry, AdapterRoots
 
 DIGEST = "ab" * 32

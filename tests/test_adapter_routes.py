@@ -15,9 +15,9 @@ from http_api import COMPLETE, Web, World, run
 from huggingface_hub.errors import RepositoryNotFoundError
 from toy_tokenizers import byte_level
 
+from weft.core.adapters import AdapterInfo
 from weft.core.errors import EngineDead
 from weft.core.files import ADAPTER_FILES
-from weft.core.types import AdapterInfo
 
 OPENAI_ERROR = {"message", "type", "param", "code"}
 

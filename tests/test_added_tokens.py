@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from weft import LLM, SamplingParams
 from weft.core.errors import AdapterInvalid, InvalidRequest
-from weft.core.types import StructuredOutputs
+from weft.core.sampling import StructuredOutputs
 from weft.llm import RequestOutput
 
 STEPS, TOP, TOLERANCE = 8, 20, 1e-3

@@ -18,10 +18,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from weft import LLM, SamplingParams
 from weft.checkpoint import AdapterImage, load_image
 from weft.core.errors import AdapterInvalid
-from weft.engine.activation import find_invocation
 from weft.llm import RequestOutput
 from weft.models.config import load_model_config
 from weft.models.targets import target_table
+from weft.schedule.activation import find_invocation
 
 VOCAB, BLOCK, STEPS = 80, 4, 8
 TOLERANCE = 1e-3

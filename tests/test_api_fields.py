@@ -11,7 +11,7 @@ from http_api import CHAT, COMPLETE, EOS, HI, Web, World, run
 from toy_tokenizers import byte_level
 
 from weft.core.errors import InvalidRequest
-from weft.core.types import StructuredOutputs
+from weft.core.sampling import StructuredOutputs
 
 
 @pytest.fixture

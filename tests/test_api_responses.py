@@ -16,7 +16,7 @@ from pydantic import TypeAdapter
 from toy_tokenizers import thinking
 
 from weft.core.errors import EngineDead, InvalidRequest
-from weft.core.types import StructuredOutputs
+from weft.core.sampling import StructuredOutputs
 
 PATH = "/v1/responses"
 BIG = replace(INFO, max_model_len=4096, vocab_size=thinking().vocab_size)

@@ -27,7 +27,7 @@ from weft.bench.traces import BURST, NUM_TENANTS, Ask, Trace, TraceKind
 from weft.bench.workload import Choice, Lengths
 from weft.cli.main import app
 from weft.core.errors import ConfigError
-from weft.residency.policy import POLICIES
+from weft.schedule.policy import POLICIES
 
 TINY = ("--model", "tiny", "--device", "cpu", "--num-threads", "1", "--kv-cache-memory", "16M")
 SHORT = ("--input-len", "4", "--output-len", "uniform:2,6", "--seed", "1")

@@ -23,13 +23,16 @@ import tiny
 from tiny import ADAPTERS, BASE
 
 from weft.api.adapters import AdapterAdmin
+from weft.core.adapters import AdapterRef
 from weft.core.config import engine_args
 from weft.core.errors import ModelNotFound
-from weft.core.types import AdapterRef, EngineRequest, EngineStats, SamplingParams
-from weft.engine import thread
-from weft.engine.client import Client
+from weft.core.messages import Started, Wake
+from weft.core.requests import EngineRequest
+from weft.core.sampling import SamplingParams
+from weft.core.stats import EngineStats
 from weft.engine.engine import Engine, serve
-from weft.engine.messages import Started, Wake
+from weft.fleet import thread
+from weft.fleet.client import Client
 from weft.registry import AdapterRegistry, AdapterRoots
 from weft.text import load_tokenizer
 

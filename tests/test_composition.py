@@ -27,6 +27,7 @@ from weft import LLM, SamplingParams, WeightedAdapter
 from weft.api import ApiSettings, create_app
 from weft.checkpoint import AdapterImage, check_sum, sum_images, summand_of
 from weft.checkpoint.pack import pair_views
+from weft.core.adapters import AdapterPart, AdapterRef
 from weft.core.composition import MAX_PARTS, check_parts, sum_of
 from weft.core.config import engine_args
 from weft.core.errors import (
@@ -36,17 +37,17 @@ from weft.core.errors import (
     WeftError,
     from_wire,
 )
+from weft.core.messages import Submit
+from weft.core.requests import EngineRequest
 from weft.core.targets import Extras, ImageLayout, build_table, layout_of
-from weft.core.types import AdapterPart, AdapterRef, EngineRequest
-from weft.engine.client import Client
 from weft.engine.engine import Engine
-from weft.engine.messages import Submit
-from weft.engine.process import COMMANDS
-from weft.engine.supervisor import Supervisor, start_supervised
-from weft.engine.thread import start_in_process
+from weft.engine.host import Arena
+from weft.fleet.client import Client
+from weft.fleet.process import COMMANDS
+from weft.fleet.supervisor import Supervisor, start_supervised
+from weft.fleet.thread import start_in_process
 from weft.llm import AdapterChoice, RequestOutput
 from weft.registry import AdapterRegistry, AdapterRoots
-from weft.residency.host import Arena
 from weft.text import load_tokenizer
 
 TOLERANCE = 1e-3

@@ -21,6 +21,7 @@ import pytest
 from http_api import INFO
 from tiny import ADAPTERS, BASE, answer, ask
 
+from weft.core.adapters import AdapterRef
 from weft.core.config import engine_args
 from weft.core.errors import (
     AdapterInvalid,
@@ -29,19 +30,13 @@ from weft.core.errors import (
     EngineDead,
     InvalidRequest,
 )
-from weft.core.types import (
-    AdapterRef,
-    EngineRequest,
-    SamplingParams,
-    StructuredOutputs,
-    TokenEvent,
-    TokenLogprob,
-)
-from weft.engine.client import Client
+from weft.core.messages import Command, Started, Tokens
+from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
+from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.engine.engine import Engine
-from weft.engine.messages import Command, Started, Tokens
-from weft.engine.process import start_process
-from weft.engine.thread import start_in_process
+from weft.fleet.client import Client
+from weft.fleet.process import start_process
+from weft.fleet.thread import start_in_process
 from weft.text import load_tokenizer
 
 ARGS = engine_args(str(BASE), num_threads=1, num_blocks=512)

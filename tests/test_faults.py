@@ -11,11 +11,13 @@ from pathlib import Path
 
 from tiny import ADAPTERS, BASE, answer, ask
 
+from weft.core.adapters import AdapterInfo, AdapterRef
 from weft.core.config import engine_args
 from weft.core.errors import AdapterError, AdapterUnavailable, from_wire
-from weft.core.types import AdapterInfo, AdapterRef, EngineRequest, SamplingParams, TokenEvent
-from weft.engine.client import Client
-from weft.engine.thread import start_in_process
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.sampling import SamplingParams
+from weft.fleet.client import Client
+from weft.fleet.thread import start_in_process
 from weft.text import load_tokenizer
 
 ARGS = engine_args(

@@ -21,9 +21,9 @@ from toy_tokenizers import byte_level, sentencepiece
 from transformers import AutoTokenizer
 
 from weft.core.errors import InvalidRequest, Overloaded, WeftError
-from weft.core.types import StructuredOutputs
-from weft.engine import grammar
-from weft.engine.grammar import Grammars, Matcher
+from weft.core.sampling import StructuredOutputs
+from weft.grammar import grammars as grammar
+from weft.grammar.grammars import Grammars, Matcher
 from weft.text import Tokenizer, load_tokenizer
 from weft.text.chat_parser import ChatParser
 from weft.text.tools import TOOL_FORMATS, tools_schema

@@ -14,9 +14,9 @@ pytest.importorskip("triton")
 from graph_cases import MAX_ROWS, TOKEN_SIZES, Model, decode, mixed
 
 import weft.kernels.triton_ops as triton_ops
-from weft.engine import graphs as graphs_module
-from weft.engine.graphs import batch_sizes, token_sizes
-from weft.engine.inputs import StepInputs
+from weft.worker import graphs as graphs_module
+from weft.worker.graphs import batch_sizes, token_sizes
+from weft.worker.inputs import StepInputs
 
 pytestmark = pytest.mark.skipif(not triton_ops.INTERPRETED, reason="compiled kernels are for a GPU")
 

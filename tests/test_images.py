@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 
 from weft.checkpoint import AdapterImage
 from weft.core.targets import ImageLayout, build_table
-from weft.residency import images
-from weft.residency.images import ImageStore, fingerprint
+from weft.engine import images
+from weft.engine.images import ImageStore, fingerprint
 
 SIZE = 5000
 """Elements, more than a page."""

@@ -19,8 +19,8 @@ from observed import DIGEST, PROMPT, ScriptedEngine, complete, serve
 from safetensors.torch import load_file, save_file
 
 from weft.core.config import engine_args
-from weft.core.types import TokenEvent
-from weft.engine.process import start_process
+from weft.core.requests import TokenEvent
+from weft.fleet.process import start_process
 from weft.metrics.logs import configure_logging, request_id_var
 
 

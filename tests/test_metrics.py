@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
-from weft.core.types import AdapterInfo, AdapterRef, AdapterStats, EngineStats, Spread, TierStats
+from weft.core.adapters import AdapterInfo, AdapterRef
+from weft.core.stats import AdapterStats, EngineStats, Spread, TierStats
 from weft.metrics import Metrics, tallies
 from weft.metrics.histogram import Bounds, Histogram
 from weft.metrics.tallies import OTHER, PERIOD_S, Tallies

@@ -19,16 +19,18 @@ from tiny import ADAPTERS, BASE
 
 from weft.checkpoint import load_image
 from weft.cli.options import parse_memory
+from weft.core.adapters import AdapterRef
 from weft.core.config import LoraArgs, engine_args
 from weft.core.errors import ConfigError
+from weft.core.messages import Register, Reply, Tokens
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.sampling import SamplingParams
 from weft.core.targets import TargetTable, build_table, layout_of
-from weft.core.types import AdapterRef, EngineRequest, SamplingParams, TokenEvent
 from weft.engine.engine import Engine
-from weft.engine.messages import Register, Reply, Tokens
-from weft.engine.runner import Runner
 from weft.kernels.lora import AdapterPool, base, make_backend
-from weft.residency.slots import AdapterSlots, Move
+from weft.schedule.slots import AdapterSlots, Move
 from weft.text import load_tokenizer
+from weft.worker.runner import Runner
 
 TABLE: TargetTable = build_table(
     [
@@ -335,7 +337,7 @@ def test_adapter_memory_that_is_neither(bad: float) -> None:
 
 
 def test_a_fraction_is_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.engine.runner._total_bytes", lambda device: 8 << 20)
+    monkeypatch.setattr("weft.worker.runner._total_bytes", lambda device: 8 << 20)
     runner = Runner(engine_args(str(BASE), adapter_memory=0.25, num_blocks=8, num_threads=1))
     try:
         assert runner.pool.arena.numel() * runner.pool.element_bytes == 2 << 20

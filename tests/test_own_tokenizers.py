@@ -20,8 +20,9 @@ from toy_tokenizers import byte_level, sentencepiece
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from weft import SamplingParams
+from weft.core.adapters import AdapterInfo
 from weft.core.errors import InvalidRequest
-from weft.core.types import AdapterInfo, StructuredOutputs
+from weft.core.sampling import StructuredOutputs
 from weft.text import Tokenizer, own
 
 OTHER = "{% for m in messages %}<tag>{{ m.content }}{{ eos_token }}{% endfor %}"

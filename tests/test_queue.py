@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from weft.engine.queue import MAX_IDLE, Account, FairQueue
+from weft.schedule.queue import MAX_IDLE, Account, FairQueue
 
 WEIGHTS = {"double": 2.0}
 

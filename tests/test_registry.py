@@ -9,6 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
+from weft.core.adapters import AdapterInfo, AdapterRef
 from weft.core.errors import (
     AdapterConflict,
     AdapterNotFound,
@@ -16,7 +17,6 @@ from weft.core.errors import (
     InvalidRequest,
     ModelNotFound,
 )
-from weft.core.types import AdapterInfo, AdapterRef
 from weft.registry import AdapterRegistry, AdapterRoots, Lease, ModelCard
 
 

@@ -21,6 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.checkpoint import AdapterImage
+from weft.core.adapters import AdapterInfo
 from weft.core.errors import (
     AdapterConflict,
     AdapterInvalid,
@@ -29,15 +30,15 @@ from weft.core.errors import (
     AdapterUnavailable,
     WeftError,
 )
+from weft.core.stats import AdapterStats, CheckResult
 from weft.core.targets import ImageLayout
-from weft.core.types import AdapterInfo, AdapterStats, CheckResult
+from weft.engine import images as images_module
+from weft.engine.host import Arena, Extent, HostTier
+from weft.engine.images import ImageStore
+from weft.engine.residency import MAX_REGISTERING, LoadEnded, Registered, Residency
 from weft.kernels.checksum import checksum
-from weft.residency import images as images_module
-from weft.residency.host import Arena, Extent, HostTier
-from weft.residency.images import ImageStore
-from weft.residency.policy import Policy, fifo, lru
-from weft.residency.residency import MAX_REGISTERING, LoadEnded, Registered, Residency
-from weft.residency.slots import AdapterSlots, Load, Move
+from weft.schedule.policy import Policy, fifo, lru
+from weft.schedule.slots import AdapterSlots, Load, Move
 
 PATIENCE_S = 10.0
 

@@ -20,16 +20,6 @@ from transformers.generation.logits_process import (
     SequenceBiasLogitsProcessor,
 )
 
-from weft.engine.inputs import (
-    BiasArrays,
-    Counted,
-    MaskArrays,
-    PenaltyArrays,
-    SamplingArrays,
-    ShapingArrays,
-)
-from weft.engine.masks import BadSequences, words_of
-from weft.engine.sampler import Sampler
 from weft.kernels.sampling import (
     Bias,
     Mask,
@@ -42,6 +32,16 @@ from weft.kernels.sampling import (
     shape,
     top_logprobs,
 )
+from weft.schedule.masks import BadSequences, words_of
+from weft.worker.inputs import (
+    BiasArrays,
+    Counted,
+    MaskArrays,
+    PenaltyArrays,
+    SamplingArrays,
+    ShapingArrays,
+)
+from weft.worker.sampler import Sampler
 
 DRAWS = 20_000
 

@@ -22,9 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from weft import LLM, SamplingParams
 from weft.core.errors import InvalidRequest
-from weft.core.types import StructuredOutputs, TokenEvent
+from weft.core.requests import TokenEvent
+from weft.core.sampling import StructuredOutputs
 from weft.engine.loop import QueueTimes
-from weft.engine.plan import Admitted
+from weft.schedule.plan import Admitted
 from weft.text import OutputStream, StopStrings, bad_token_ids, load_tokenizer
 
 TOKENIZER = load_tokenizer(str(BASE))
@@ -347,7 +348,7 @@ def test_prompt_logprobs_of_one_token(llm: LLM) -> None:
 def test_prompt_logprobs_in_more_than_a_slice(
     make_llm: MakeLLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.engine.runner.PROMPT_ROWS", 7)
+    monkeypatch.setattr("weft.worker.runner.PROMPT_ROWS", 7)
     llm = make_llm(adapters={HEADED: ADAPTERS[HEADED]})
     prompts = [prompt_of(word) for word in ["hello", "x" * 30, "world"]]
     outputs = llm.generate(prompts, replace(GREEDY, prompt_logprobs=1), [HEADED, None, HEADED])

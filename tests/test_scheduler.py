@@ -20,21 +20,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from weft.core.adapters import AdapterRef
 from weft.core.errors import AdapterUnavailable, InvalidRequest
-from weft.core.types import (
-    AdapterRef,
-    EngineRequest,
-    SamplingParams,
-    StructuredOutputs,
-    TokenEvent,
-)
-from weft.engine.activation import find_invocation
-from weft.engine.blocks import BlockPool
-from weft.engine.inputs import RowState
-from weft.engine.plan import StepPlan, StepResult
-from weft.engine.scheduler import Scheduler
-from weft.engine.sequence import Limits
-from weft.residency.slots import AdapterSlots, Load
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.sampling import SamplingParams, StructuredOutputs
+from weft.schedule.activation import find_invocation
+from weft.schedule.blocks import BlockPool
+from weft.schedule.plan import StepPlan, StepResult
+from weft.schedule.scheduler import Scheduler
+from weft.schedule.sequence import Limits
+from weft.schedule.slots import AdapterSlots, Load
+from weft.worker.inputs import RowState
 
 BLOCK = 4
 WAIT = 6.0

@@ -28,14 +28,15 @@ from weft.checkpoint import AdapterImage
 from weft.core.composition import WeightedAdapter
 from weft.core.config import engine_args
 from weft.core.errors import AdapterQuarantined
+from weft.core.messages import Register, Reply
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.stats import CheckResult, EngineStats
 from weft.core.targets import Extras, ImageLayout, TargetTable, layout_of, vocabulary
-from weft.core.types import CheckResult, EngineRequest, EngineStats, TokenEvent
-from weft.engine import selfcheck
-from weft.engine.messages import Register, Reply
-from weft.engine.runner import Runner
 from weft.kernels.checksum import PAGE, checksum
 from weft.kernels.lora import AdapterPool, Segment, base, extras, grouped
 from weft.kernels.lora.triton import INTERPRETED, Blocks, TritonBackend, Tuning
+from weft.worker import selfcheck
+from weft.worker.runner import Runner
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 Patch = pytest.MonkeyPatch

@@ -15,8 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from weft.core.errors import AdapterConflict, AdapterInvalid
 from weft.core.targets import build_table, layout_of
-from weft.residency.policy import POLICIES, Facts, Policy, cost, fifo, lru
-from weft.residency.slots import AdapterSlots, Load
+from weft.schedule.policy import POLICIES, Facts, Policy, cost, fifo, lru
+from weft.schedule.slots import AdapterSlots, Load
 
 CAPACITY = 24
 NUM_SLOTS = 5

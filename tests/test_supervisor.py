@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from tiny import ADAPTERS, BASE, answer, ask
 
+from weft.core.adapters import AdapterInfo, AdapterRef
 from weft.core.config import engine_args
 from weft.core.errors import (
     AdapterConflict,
@@ -27,17 +28,11 @@ from weft.core.errors import (
     WeftError,
     from_wire,
 )
-from weft.core.types import (
-    AdapterInfo,
-    AdapterRef,
-    EngineInfo,
-    EngineRequest,
-    EngineStats,
-    SamplingParams,
-    TokenEvent,
-)
-from weft.engine import supervisor
-from weft.engine.supervisor import Supervisor, start_supervised
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.sampling import SamplingParams
+from weft.core.stats import EngineInfo, EngineStats
+from weft.fleet import supervisor
+from weft.fleet.supervisor import Supervisor, start_supervised
 from weft.text import load_tokenizer
 
 PATIENCE_S = 50.0

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from toy_tokenizers import byte_chars, byte_level, sentencepiece
 
 from weft.core.errors import AdapterUnavailable, ConfigError, InvalidRequest
-from weft.core.types import SamplingParams, TokenEvent, TokenLogprob
+from weft.core.requests import TokenEvent, TokenLogprob
+from weft.core.sampling import SamplingParams
 from weft.text import Detokenizer, OutputStream, StopStrings, Tokenizer, load_tokenizer
 
 

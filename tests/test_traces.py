@@ -18,8 +18,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from weft.core.adapters import AdapterRef
 from weft.core.errors import ConfigError
-from weft.core.types import AdapterRef, SamplingParams, TokenEvent
+from weft.core.requests import TokenEvent
+from weft.core.sampling import SamplingParams
 from weft.metrics import RequestRecord
 from weft.metrics.traces import Traces, open_traces
 

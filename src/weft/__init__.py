@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from weft.core.composition import WeightedAdapter
-from weft.core.types import SamplingParams
+from weft.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from weft.llm import LLM, RequestOutput

@@ -13,21 +13,15 @@ from typing import TypeVar, cast
 
 import torch
 
+from weft.core.adapters import AdapterInfo, AdapterRef
 from weft.core.composition import WeightedAdapter
 from weft.core.config import engine_args
 from weft.core.errors import InvalidRequest, ModelNotFound, from_wire
-from weft.core.types import (
-    AdapterInfo,
-    AdapterRef,
-    EngineRequest,
-    EngineStats,
-    FinishReason,
-    SamplingParams,
-    TokenEvent,
-    TokenLogprob,
-)
+from weft.core.messages import Abort, Register, Reply, Report, Submit, Tokens
+from weft.core.requests import EngineRequest, FinishReason, TokenEvent, TokenLogprob
+from weft.core.sampling import SamplingParams
+from weft.core.stats import EngineStats
 from weft.engine.engine import WAIT_S, Engine
-from weft.engine.messages import Abort, Register, Reply, Report, Submit, Tokens
 from weft.registry import AdapterRegistry, Lease
 from weft.text import AdapterTokenizers, OutputStream, Tokenizer, bad_token_ids, load_tokenizer
 from weft.text.own import NO_FORMS

@@ -8,9 +8,9 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
 
+from weft.core.adapters import AdapterInfo, AdapterRef
 from weft.core.errors import AdapterNotFound, AdapterPathRefused, EngineDead, WeftError
 from weft.core.protocols import EngineClient
-from weft.core.types import AdapterInfo, AdapterRef
 from weft.registry import (
     AdapterRegistry,
     AdapterRoots,

@@ -12,7 +12,8 @@ from weft.api.messages import NamedTool
 from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
 from weft.core.errors import InvalidRequest
-from weft.core.types import EngineRequest, SamplingParams, StructuredOutputs
+from weft.core.requests import EngineRequest
+from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.registry import Lease
 from weft.text import OutputDelta, Tokenizer
 from weft.text.chat_parser import ChatParser, Piece, ToolCallDelta

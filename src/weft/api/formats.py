@@ -9,7 +9,7 @@ from pydantic import Field
 
 from weft.api.bodies import ClosedBody
 from weft.core.errors import InvalidRequest
-from weft.core.types import StructuredOutputs
+from weft.core.sampling import StructuredOutputs
 
 
 class JsonSchema(ClosedBody):

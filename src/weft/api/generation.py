@@ -14,7 +14,8 @@ from weft.api.schemas import GenerationBody
 from weft.api.service import Output, Service
 from weft.api.tenants import tenant_of
 from weft.core.errors import InvalidRequest
-from weft.core.types import EngineRequest, SamplingParams, StructuredOutputs
+from weft.core.requests import EngineRequest
+from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.registry import Lease
 from weft.text import bad_token_ids
 from weft.text.own import NO_FORMS

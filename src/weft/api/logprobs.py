@@ -6,7 +6,7 @@ import codecs
 from collections.abc import Sequence
 from typing import Any
 
-from weft.core.types import TokenLogprob
+from weft.core.requests import TokenLogprob
 from weft.text import Tokenizer
 
 

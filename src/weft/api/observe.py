@@ -12,7 +12,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from weft.core.errors import to_wire
-from weft.core.types import EngineRequest, TokenEvent
+from weft.core.requests import EngineRequest, TokenEvent
 from weft.metrics import Metrics, RequestRecord
 from weft.metrics.logs import log_request
 

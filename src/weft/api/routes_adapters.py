@@ -14,7 +14,7 @@ from weft.api.http import json_response, read_body
 from weft.api.openapi import TEXT, body_of
 from weft.api.service import Service
 from weft.core.errors import AdapterPathRefused, InvalidRequest, WeftError
-from weft.core.types import EngineStats
+from weft.core.stats import EngineStats
 from weft.registry import AdapterCard
 
 

@@ -26,7 +26,8 @@ from weft.api.openapi import body_of
 from weft.api.schemas import CompletionBody, weighted
 from weft.api.service import Output, Service
 from weft.core.errors import InvalidRequest
-from weft.core.types import EngineRequest, StructuredOutputs
+from weft.core.requests import EngineRequest
+from weft.core.sampling import StructuredOutputs
 from weft.registry import Lease
 from weft.text import OutputDelta
 

@@ -15,7 +15,9 @@ from weft.api.settings import ApiSettings
 from weft.core.composition import WeightedAdapter
 from weft.core.errors import ContextLengthExceeded, EngineDead, InvalidRequest
 from weft.core.protocols import EngineClient
-from weft.core.types import EngineRequest, EngineStats, SamplingParams, TokenEvent, TokenLogprob
+from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
+from weft.core.sampling import SamplingParams
+from weft.core.stats import EngineStats
 from weft.metrics import Metrics
 from weft.registry import AdapterRegistry, Lease
 from weft.text import AdapterTokenizers, OutputDelta, OutputStream, Tokenizer

@@ -36,9 +36,10 @@ from weft.bench.report import (
     progress,
 )
 from weft.bench.workload import Choice, Lengths, check_lengths, random_prompts, rng_of
+from weft.core.adapters import AdapterRef
 from weft.core.config import engine_args
+from weft.core.stats import EngineInfo
 from weft.core.targets import Target
-from weft.core.types import AdapterRef, EngineInfo
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -30,7 +30,7 @@ from weft.bench.workload import (
     rng_of,
 )
 from weft.core.errors import ConfigError
-from weft.core.types import SamplingParams
+from weft.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -14,11 +14,13 @@ from itertools import pairwise
 from queue import Empty, SimpleQueue
 
 from weft.checkpoint import AdapterImage
+from weft.core.adapters import AdapterRef
 from weft.core.config import EngineArgs
 from weft.core.errors import from_wire
-from weft.core.types import AdapterRef, EngineRequest, SamplingParams, TokenEvent
+from weft.core.messages import Register, Reply, Report, Tokens
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.sampling import SamplingParams
 from weft.engine.engine import WAIT_S, Engine, settle_process
-from weft.engine.messages import Register, Reply, Report, Tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from weft.checkpoint import AdapterImage
 from weft.checkpoint.config import CONFIG_FILE
 from weft.checkpoint.read import WEIGHTS_FILE
 from weft.core.errors import ConfigError
+from weft.core.stats import EngineInfo
 from weft.core.targets import ALIGN, Target, TargetTable, layout_of
-from weft.core.types import EngineInfo
 from weft.llm import LLM
 from weft.models.config import load_model_config
 from weft.models.targets import target_table

@@ -39,11 +39,11 @@ from weft.bench.workload import (
     most_adapters,
     rng_of,
 )
-from weft.engine.runner import device_of
 from weft.kernels.attention import make_batch
 from weft.kernels.fp8 import linear
 from weft.kernels.lora import LoraStep
 from weft.models.layers import Linear, StepContext
+from weft.worker.runner import device_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -49,9 +49,9 @@ from weft.bench.workload import (
     random_prompts,
     rng_of,
 )
+from weft.core.adapters import AdapterRef
 from weft.core.config import engine_args
 from weft.core.errors import ConfigError
-from weft.core.types import AdapterRef
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

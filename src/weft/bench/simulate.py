@@ -25,7 +25,7 @@ from weft.bench.report import (
 from weft.bench.simulator import DeviceModel, Memory, Replay, replay, sizes_of
 from weft.bench.traces import Trace, TraceKind
 from weft.core.errors import ConfigError
-from weft.residency.policy import POLICIES
+from weft.schedule.policy import POLICIES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

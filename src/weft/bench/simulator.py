@@ -12,13 +12,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from weft.bench.traces import Ask, Trace
-from weft.core.types import AdapterRef, EngineRequest, SamplingParams
-from weft.engine.blocks import BlockPool
-from weft.engine.plan import StepPlan, StepResult
-from weft.engine.scheduler import Scheduler
-from weft.engine.sequence import Limits
-from weft.residency.policy import POLICIES
-from weft.residency.slots import AdapterSlots, Load
+from weft.core.adapters import AdapterRef
+from weft.core.requests import EngineRequest
+from weft.core.sampling import SamplingParams
+from weft.schedule.blocks import BlockPool
+from weft.schedule.plan import StepPlan, StepResult
+from weft.schedule.policy import POLICIES
+from weft.schedule.scheduler import Scheduler
+from weft.schedule.sequence import Limits
+from weft.schedule.slots import AdapterSlots, Load
 
 ELEMENT_BYTES = 2
 IDLE_S = 0.02

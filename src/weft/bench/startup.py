@@ -28,7 +28,7 @@ from weft.bench.engine import (
 )
 from weft.bench.report import COLOURS, Report, new_figure, new_table, progress
 from weft.core.errors import WeftError, from_wire
-from weft.core.types import EngineInfo
+from weft.core.stats import EngineInfo
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -28,7 +28,7 @@ from weft.bench.workload import (
     random_prompts,
     rng_of,
 )
-from weft.core.types import SamplingParams
+from weft.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -29,11 +29,11 @@ from weft.bench.engine import default_model
 from weft.bench.report import FILE_WIDTH, new_table, progress
 from weft.bench.workload import adapters_in_batch
 from weft.core.errors import ConfigError
-from weft.engine.runner import device_of
 from weft.kernels import tuned
 from weft.kernels.compiling import compiling_ahead
 from weft.kernels.lora.triton import Blocks, TritonBackend
 from weft.kernels.triton_linear import INTERPRETED, Cut, cut_of, launch, processors
+from weft.worker.runner import device_of
 
 ROWS = tuned.ROWS
 FORMS = (

@@ -15,6 +15,7 @@ from weft.checkpoint.experts import Gathered, gather_experts
 from weft.checkpoint.read import WEIGHTS_FILE
 from weft.checkpoint.refuse import refuse
 from weft.core.config import MAX_ADDED_TOKENS
+from weft.core.sampling import MAX_LOGPROBS
 from weft.core.targets import (
     ImageLayout,
     Kind,
@@ -24,7 +25,6 @@ from weft.core.targets import (
     resized,
     vocabulary,
 )
-from weft.core.types import MAX_LOGPROBS
 
 if TYPE_CHECKING:
     from torch import Tensor

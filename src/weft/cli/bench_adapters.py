@@ -237,7 +237,7 @@ def simulate(
         from weft.bench.simulator import Memory
         from weft.bench.traces import TraceKind
         from weft.bench.workload import parse_counts, parse_names
-        from weft.residency.policy import POLICIES
+        from weft.schedule.policy import POLICIES
 
         known = tuple(POLICIES)
         plan = SimulationPlan(

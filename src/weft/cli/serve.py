@@ -27,8 +27,8 @@ from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError
 from weft.core.protocols import EngineClient
 from weft.core.stages import in_words
-from weft.core.types import EngineInfo
-from weft.engine.supervisor import WATCHDOG_S, Supervisor, start_supervised
+from weft.core.stats import EngineInfo
+from weft.fleet.supervisor import WATCHDOG_S, Supervisor, start_supervised
 from weft.metrics.logs import configure_logging
 from weft.models.config import resolve_model
 from weft.registry import AdapterRegistry, AdapterRoots

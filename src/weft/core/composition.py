@@ -8,8 +8,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from weft.core.adapters import AdapterPart, AdapterRef
 from weft.core.errors import InvalidRequest
-from weft.core.types import AdapterPart, AdapterRef
 
 MAX_PARTS = 8
 MAX_SCALE = 100.0

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from weft.core.types import (
-    AdapterInfo,
-    AdapterRef,
-    EngineInfo,
-    EngineRequest,
-    EngineStats,
-    TokenEvent,
-)
+from weft.core.adapters import AdapterInfo, AdapterRef
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.stats import EngineInfo, EngineStats
 
 
 class EngineClient(Protocol):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from weft.core.types import AdapterPart
-from weft.engine.scheduler import Scheduler
-from weft.residency.residency import Residency
+from weft.core.adapters import AdapterPart
+from weft.engine.residency import Residency
+from weft.schedule.scheduler import Scheduler
 
 MAX_KNOWN = 256
 """Sums that are known at a time, besides those in use."""

@@ -18,16 +18,10 @@ from queue import Empty, SimpleQueue
 import torch
 
 from weft.checkpoint import AdapterImage, files_of
+from weft.core.adapters import AdapterInfo
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError, to_wire
-from weft.core.types import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenEvent
-from weft.engine.activation import find_invocation
-from weft.engine.blocks import BlockPool
-from weft.engine.compositions import Compositions
-from weft.engine.grammar import Grammars
-from weft.engine.inputs import RowState
-from weft.engine.loop import Loop
-from weft.engine.messages import (
+from weft.core.messages import (
     Abort,
     Command,
     Drop,
@@ -42,16 +36,24 @@ from weft.engine.messages import (
     Tokens,
     Wake,
 )
-from weft.engine.runner import MAX_RESIDENT, Runner
-from weft.engine.scheduler import Scheduler
-from weft.engine.sequence import Limits
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.stats import EngineInfo, EngineStats
+from weft.engine.compositions import Compositions
+from weft.engine.host import Arena, HostTier, default_bytes, pinned_arena
+from weft.engine.images import ImageStore, default_folder, fingerprint
+from weft.engine.loop import Loop
+from weft.engine.residency import Registered, Residency
+from weft.grammar.grammars import Grammars
 from weft.models.config import resolve_model
-from weft.residency.host import Arena, HostTier, default_bytes, pinned_arena
-from weft.residency.images import ImageStore, default_folder, fingerprint
-from weft.residency.policy import POLICIES
-from weft.residency.residency import Registered, Residency
-from weft.residency.slots import AdapterSlots
+from weft.schedule.activation import find_invocation
+from weft.schedule.blocks import BlockPool
+from weft.schedule.policy import POLICIES
+from weft.schedule.scheduler import Scheduler
+from weft.schedule.sequence import Limits
+from weft.schedule.slots import AdapterSlots
 from weft.text import Tokenizer, load_tokenizer
+from weft.worker.inputs import RowState
+from weft.worker.runner import MAX_RESIDENT, Runner
 
 SWITCH_S = 5e-4
 """For which a thread keeps the interpreter while others want it: a tenth of Python's own choice."""

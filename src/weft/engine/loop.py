@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from weft.core.errors import WeftError
-from weft.core.types import TokenEvent
-from weft.engine.inputs import RowState
-from weft.engine.plan import Admitted, Matcher, StepPlan
-from weft.engine.runner import Flight, Runner
-from weft.engine.scheduler import Scheduler
-from weft.residency.residency import LoadEnded, Registered, Residency, Times
+from weft.core.requests import TokenEvent
+from weft.engine.residency import LoadEnded, Registered, Residency, Times
+from weft.schedule.plan import Admitted, Matcher, StepPlan
+from weft.schedule.scheduler import Scheduler
+from weft.worker.inputs import RowState
+from weft.worker.runner import Flight, Runner
 
 PollGrammars = Callable[[], Sequence[tuple[str, Matcher | WeftError]]]
 """Grammars whose compilation has ended since the last call, by request."""

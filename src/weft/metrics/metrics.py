@@ -15,16 +15,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 
-from weft.core.types import (
-    LOAD_BOUNDS_S,
-    LOAD_STAGES,
-    AdapterInfo,
-    AdapterRef,
-    EngineInfo,
-    EngineStats,
-    Spread,
-    TierStats,
-)
+from weft.core.adapters import AdapterInfo, AdapterRef
+from weft.core.stats import LOAD_BOUNDS_S, LOAD_STAGES, EngineInfo, EngineStats, Spread, TierStats
 from weft.metrics.exposition import Exposition, Labels, labels
 from weft.metrics.histogram import Bounds, Histogram
 from weft.metrics.tallies import OTHER, Tallies, Tally

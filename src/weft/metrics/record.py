@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.core.types import AdapterRef, SamplingParams
+from weft.core.adapters import AdapterRef
+from weft.core.sampling import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 
+from weft.core.adapters import AdapterInfo, AdapterPart, AdapterRef
 from weft.core.composition import WeightedAdapter, check_parts, sum_of
 from weft.core.errors import AdapterConflict, AdapterNotFound, InvalidRequest, ModelNotFound
-from weft.core.types import AdapterInfo, AdapterPart, AdapterRef
 
 MAX_NAME_LENGTH = 200
 """Characters."""

@@ -6,7 +6,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from weft.core.errors import InvalidRequest, from_wire
-from weft.core.types import FinishReason, SamplingParams, TokenEvent, TokenLogprob
+from weft.core.requests import FinishReason, TokenEvent, TokenLogprob
+from weft.core.sampling import SamplingParams
 from weft.text.detokenizer import Detokenizer
 from weft.text.stops import StopStrings
 from weft.text.tokenizer import Tokenizer

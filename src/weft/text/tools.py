@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weft.core.errors import InvalidRequest
-from weft.core.types import StructuredOutputs
+from weft.core.sampling import StructuredOutputs
 
 
 @dataclass(frozen=True, slots=True)

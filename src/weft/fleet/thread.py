@@ -10,9 +10,9 @@ from queue import SimpleQueue
 
 from weft.core.config import EngineArgs
 from weft.core.errors import EngineDead, to_wire
-from weft.engine.client import Client
+from weft.core.messages import Command, Report
 from weft.engine.engine import run_engine
-from weft.engine.messages import Command, Report
+from weft.fleet.client import Client
 
 
 async def start_in_process(args: EngineArgs) -> Client:

@@ -16,8 +16,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.engine.masks import FOREVER, TokenMask
-from weft.engine.plan import Admitted, StepPlan, Words
+from weft.schedule.masks import FOREVER, TokenMask
+from weft.schedule.plan import Admitted, StepPlan, Words
 
 Ints = NDArray[np.int64]
 Array = NDArray[np.generic]

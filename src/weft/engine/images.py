@@ -35,8 +35,8 @@ import torch
 from weft.checkpoint import AdapterImage
 from weft.checkpoint.memory import allocate
 from weft.core.errors import ConfigError
+from weft.core.stats import TierStats
 from weft.core.targets import ImageLayout, TargetTable
-from weft.core.types import TierStats
 
 logger = logging.getLogger(__name__)
 

@@ -2,7 +2,7 @@
 
 Compiling is xgrammar's work, on threads of our own. What a client sends is hostile until proven
 otherwise: texts are bounded in size and depth, keywords that would not be enforced are refused
-(see `weft.engine.schema`), a compilation that takes too long is given up, and a matcher that costs
+(see `weft.grammar.schema`), a compilation that takes too long is given up, and a matcher that costs
 more time than a step may cost ends its own request.
 """
 
@@ -23,8 +23,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import Overloaded, WeftError, from_wire, to_wire
-from weft.core.types import StructuredOutputs
-from weft.engine.schema import enforceable, enforceable_regex, refusal
+from weft.core.sampling import StructuredOutputs
+from weft.grammar.schema import enforceable, enforceable_regex, refusal
 from weft.text import Tokenizer
 
 MAX_BYTES = 64 * 1024

@@ -37,6 +37,7 @@ import numpy as np
 import torch
 
 from weft.checkpoint import AdapterFiles, AdapterImage, Summand, summand_of
+from weft.core.adapters import AdapterInfo, AdapterPart
 from weft.core.errors import (
     AdapterError,
     AdapterQuarantined,
@@ -45,22 +46,20 @@ from weft.core.errors import (
     WeftError,
     to_wire,
 )
-from weft.core.targets import ImageLayout
-from weft.core.types import (
+from weft.core.stats import (
     CHECK_RESULTS,
     LOAD_BOUNDS_S,
     LOAD_STAGES,
-    AdapterInfo,
-    AdapterPart,
     AdapterStats,
     CheckResult,
     Spread,
     TierStats,
 )
+from weft.core.targets import ImageLayout
+from weft.engine.host import Extent, Held, HostTier
+from weft.engine.images import ImageStore
 from weft.kernels.checksum import checksum
-from weft.residency.host import Extent, Held, HostTier
-from weft.residency.images import ImageStore
-from weft.residency.slots import AdapterSlots, Load, Move, Moved
+from weft.schedule.slots import AdapterSlots, Load, Move, Moved
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +74,7 @@ _TORN = "its image did not come to adapter memory as it was packed"
 
 
 class Source(Protocol):
-    """Folders of adapters; any thread. See `weft.engine.runner.Runner`."""
+    """Folders of adapters; any thread. See `weft.worker.runner.Runner`."""
 
     def read_adapter(self, path: str, expect_digest: str | None) -> AdapterFiles:
         """Raises AdapterError."""
@@ -112,7 +111,7 @@ class Pool(Protocol):
 
 
 class Checker(Protocol):
-    """Whether the device computes an adapter as it should; see `weft.engine.selfcheck`."""
+    """Whether the device computes an adapter as it should; see `weft.worker.selfcheck`."""
 
     def check(self, image: AdapterImage, *, paced: bool) -> CheckResult:
         """On any thread; `paced`: so that steps beside it are not disturbed. Raises
@@ -121,7 +120,7 @@ class Checker(Protocol):
 
 
 MoveImages = Callable[[Sequence[Move]], Moved]
-"""See `weft.engine.runner.Runner.move`."""
+"""See `weft.worker.runner.Runner.move`."""
 
 
 @dataclass(frozen=True, slots=True)

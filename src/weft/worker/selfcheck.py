@@ -36,8 +36,8 @@ from torch import Tensor
 
 from weft.checkpoint import AdapterImage
 from weft.core.errors import AdapterQuarantined
+from weft.core.stats import CheckResult
 from weft.core.targets import Group, TargetTable
-from weft.core.types import CheckResult
 from weft.kernels.attention import KVCache, make_batch
 from weft.kernels.lora import AdapterPool, LoraBackend, LoraBatch, LoraStep, Segment
 from weft.kernels.lora.base import ExpertStep, FusedStep, NormStep, VocabularyStep

@@ -16,17 +16,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from weft.core.adapters import AdapterInfo, AdapterRef
 from weft.core.config import EngineArgs
 from weft.core.errors import AdapterUnavailable, EngineDead, WeftError, to_wire
 from weft.core.protocols import EngineClient
-from weft.core.types import (
-    AdapterInfo,
-    AdapterRef,
-    EngineInfo,
-    EngineRequest,
-    EngineStats,
-    TokenEvent,
-)
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.stats import EngineInfo, EngineStats
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +34,7 @@ WATCHDOG_S = 300.0
 
 
 class Mortal(EngineClient, Protocol):
-    """An engine whose end can be waited for: `weft.engine.client.Client`."""
+    """An engine whose end can be waited for: `weft.fleet.client.Client`."""
 
     async def register_adapter(
         self, path: str, pinned: bool = False, before: AdapterInfo | None = None
@@ -62,7 +57,7 @@ async def start_supervised(
     Raises what the first start fails with; later ones are logged and tried again.
     """
     if start is None:
-        from weft.engine.process import start_process  # it needs ZeroMQ
+        from weft.fleet.process import start_process  # it needs ZeroMQ
 
         start = start_process
     return Supervisor(args, start, await start(args), watchdog_s)

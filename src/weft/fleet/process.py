@@ -23,8 +23,8 @@ import zmq.asyncio
 
 from weft.core.config import EngineArgs
 from weft.core.errors import EngineDead
-from weft.engine.client import Client
-from weft.engine.messages import Command, Report, Stop
+from weft.core.messages import Command, Report, Stop
+from weft.fleet.client import Client
 from weft.metrics.logs import LogArgs, configure_logging, configured_logging
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from weft.engine.plan import Admitted, Matcher, Words
+from weft.schedule.plan import Admitted, Matcher, Words
 
 FOREVER = np.iinfo(np.int64).max
 

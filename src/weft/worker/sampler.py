@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from weft.engine.inputs import (
+from weft.kernels.sampling import Bias, Mask, Penalties, SamplingBatch, count_tokens, sample, shape
+from weft.worker.inputs import (
     Array,
     Counted,
     PenaltyArrays,
@@ -19,7 +20,6 @@ from weft.engine.inputs import (
     StepInputs,
     part_of,
 )
-from weft.kernels.sampling import Bias, Mask, Penalties, SamplingBatch, count_tokens, sample, shape
 
 Put = Callable[[Array], Tensor]
 """Brings a host array to the device."""

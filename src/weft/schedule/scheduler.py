@@ -10,7 +10,7 @@ known to the device only. A step goes to, in this order:
    request loses its own, or else the youngest running one is preempted: its blocks are released
    and it waits again, to be recomputed;
 2. the rest of running prompts, in chunks, oldest first;
-3. waiting requests, in the order of `weft.engine.queue`: the tenant first that was served least,
+3. waiting requests, in the order of `weft.schedule.queue`: the tenant first that was served least,
    then who came first. One needs a row, blocks for all its tokens, its adapter on the device, and
    its grammar. A request whose adapter is not there, or whose grammar is still being compiled, is
    passed over, never dropped, and holds up nobody; its load is started as soon as there is room.
@@ -51,12 +51,12 @@ from weft.core.errors import (
     WeftError,
     to_wire,
 )
-from weft.core.types import EngineRequest, FinishReason, TokenEvent, TokenLogprob
-from weft.engine.blocks import ROOT_KEY, BlockKey, BlockPool, adapted_key, chain_key
-from weft.engine.plan import Admitted, Matcher, StepPlan, StepResult
-from weft.engine.queue import Account, FairQueue
-from weft.engine.sequence import Limits, Sequence, check_request
-from weft.residency.slots import AdapterSlots, Load
+from weft.core.requests import EngineRequest, FinishReason, TokenEvent, TokenLogprob
+from weft.schedule.blocks import ROOT_KEY, BlockKey, BlockPool, adapted_key, chain_key
+from weft.schedule.plan import Admitted, Matcher, StepPlan, StepResult
+from weft.schedule.queue import Account, FairQueue
+from weft.schedule.sequence import Limits, Sequence, check_request
+from weft.schedule.slots import AdapterSlots, Load
 
 PREFETCH = 32
 """Waiting requests beyond the admitted ones whose adapters are loaded ahead."""

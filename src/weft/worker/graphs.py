@@ -23,12 +23,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.engine.inputs import Segments, StepInputs
 from weft.kernels.attention import AttentionBatch, KVCache, RowWork, row_work, tile_rows
 from weft.kernels.lora import LoraBatch, Segment
 from weft.kernels.lora.base import LoraBackend, LoraStep
 from weft.kernels.staging import Staging
 from weft.models.decoder import Decoder, StepContext
+from weft.worker.inputs import Segments, StepInputs
 
 MAX_CHUNKS = 64
 """Of prompts in a step with a graph."""

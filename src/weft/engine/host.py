@@ -12,8 +12,8 @@ from typing import NamedTuple
 import torch
 
 from weft.checkpoint import AdapterImage
-from weft.core.types import TierStats
-from weft.residency.policy import Facts, Policy, Worth, lru
+from weft.core.stats import TierStats
+from weft.schedule.policy import Facts, Policy, Worth, lru
 
 ALIGN = 4096
 """Of extents, in bytes."""

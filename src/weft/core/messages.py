@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.core.types import AdapterInfo, EngineInfo, EngineRequest, EngineStats, TokenEvent
+from weft.core.adapters import AdapterInfo
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.stats import EngineInfo, EngineStats
 
 
 @dataclass(frozen=True, slots=True)

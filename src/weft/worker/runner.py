@@ -37,13 +37,8 @@ from weft.checkpoint import (
 )
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError
+from weft.core.requests import TokenLogprob
 from weft.core.stages import Stages
-from weft.core.types import TokenLogprob
-from weft.engine.graphs import StepGraphs, token_sizes
-from weft.engine.inputs import Array, PromptArrays, Segments, StepInputs
-from weft.engine.plan import StepResult
-from weft.engine.sampler import Sampler, VocabularyRun
-from weft.engine.selfcheck import TOKENS, SelfCheck, num_blocks
 from weft.kernels.attention import AttentionBatch
 from weft.kernels.lora import AdapterPool, LoraBatch, LoraStep, Segment, make_backend
 from weft.kernels.lora.extras import (
@@ -62,7 +57,12 @@ from weft.models.kv_cache import allocate_kv_cache, kv_bytes_per_block
 from weft.models.loading import Weights, dummy_weights, load_weights, num_parameters
 from weft.models.named import NamedWeights
 from weft.models.targets import target_table
-from weft.residency.slots import Move, Moved
+from weft.schedule.plan import StepResult
+from weft.schedule.slots import Move, Moved
+from weft.worker.graphs import StepGraphs, token_sizes
+from weft.worker.inputs import Array, PromptArrays, Segments, StepInputs
+from weft.worker.sampler import Sampler, VocabularyRun
+from weft.worker.selfcheck import TOKENS, SelfCheck, num_blocks
 
 logger = logging.getLogger(__name__)
 

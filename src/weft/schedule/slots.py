@@ -31,7 +31,7 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from weft.core.errors import AdapterConflict, AdapterInvalid, WeftError
-from weft.residency.policy import Facts, Policy, Worth, cost
+from weft.schedule.policy import Facts, Policy, Worth, cost
 
 NO_DEMAND: Mapping[str, int] = MappingProxyType({})
 

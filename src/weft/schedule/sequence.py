@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from weft.core.errors import ContextLengthExceeded, InvalidRequest, WeftError
-from weft.core.types import EngineRequest, TokenLogprob
-from weft.engine.blocks import BlockKey
-from weft.engine.masks import BadSequences
-from weft.engine.plan import Matcher
-from weft.engine.queue import Account
+from weft.core.requests import EngineRequest, TokenLogprob
+from weft.schedule.blocks import BlockKey
+from weft.schedule.masks import BadSequences
+from weft.schedule.plan import Matcher
+from weft.schedule.queue import Account
 
 NEVER = 1 << 62
 """Beyond any position."""

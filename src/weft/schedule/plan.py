@@ -8,8 +8,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.types import SamplingParams, TokenLogprob
-from weft.residency.slots import Load
+from weft.core.requests import TokenLogprob
+from weft.core.sampling import SamplingParams
+from weft.schedule.slots import Load
 
 Words = NDArray[np.int32]
 """Tokens that may be chosen, one bit each: bit t % 32 of word t // 32 is token t's."""

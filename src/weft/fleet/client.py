@@ -1,7 +1,7 @@
 """EngineClient: which request waits for what, over a link to an engine.
 
-The link carries commands down and reports up: `weft.engine.thread` has the engine in a thread of
-this process, `weft.engine.process` in a process of its own. All of `Client` runs on one event
+The link carries commands down and reports up: `weft.fleet.thread` has the engine in a thread of
+this process, `weft.fleet.process` in a process of its own. All of `Client` runs on one event
 loop.
 """
 
@@ -13,16 +13,9 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
+from weft.core.adapters import AdapterInfo, AdapterRef
 from weft.core.errors import EngineDead, InvalidRequest, WeftError, from_wire
-from weft.core.types import (
-    AdapterInfo,
-    AdapterRef,
-    EngineInfo,
-    EngineRequest,
-    EngineStats,
-    TokenEvent,
-)
-from weft.engine.messages import (
+from weft.core.messages import (
     Abort,
     Command,
     Drop,
@@ -36,6 +29,8 @@ from weft.engine.messages import (
     Submit,
     Tokens,
 )
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.stats import EngineInfo, EngineStats
 
 CLOSE_S = 10.0
 """How long `close` waits for the engine to end by itself."""

@@ -1,0 +1,46 @@
+"""Adapters as requests and registries name them, and what an engine tells of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRef:
+    """One immutable adapter version. `digest` (sha256, hex) keys slots, KV and images."""
+
+    name: str
+    version: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """What the engine reports of an adapter that it accepted."""
+
+    digest: str
+    path: str
+    max_rank: int
+    num_bytes: int
+    targets: tuple[str, ...]
+    """Names of the adapted projections without the layer, e.g. ("q_proj", "v_proj")."""
+    conversion_error: float = 0.0
+    """Of an adapter of another kind than LoRA, in its worst target: how far the LoRA that is served
+    for it is off, as a relative Frobenius norm; 0: not at all."""
+    conversion_worst: str = ""
+    """That target."""
+    invocation_token_ids: tuple[int, ...] = ()
+    """Of an activated LoRA: from their last occurrence in the prompt on it is active, and nowhere
+    without one. Empty: it is active everywhere."""
+    vocab_size: int = 0
+    """Its vocabulary, if it is another than the base's, 0."""
+    checked: bool = False
+    """Whether the device was seen to compute it as its files say."""
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPart:
+    """One of several adapters that are summed, and what its part is multiplied by."""
+
+    ref: AdapterRef
+    scale: float

@@ -1,0 +1,66 @@
+"""Requests go down to an engine (`EngineRequest`), tokens come up (`TokenEvent`).
+
+Both are plain records of plain values, so that any codec can carry them between processes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from weft.core.adapters import AdapterPart, AdapterRef
+from weft.core.sampling import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """One sequence to continue. `adapter` None means the base model."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    adapter: AdapterRef | None = None
+    bad_token_ids: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that must not be produced: `params.bad_words`, tokenized."""
+    tenant: str = ""
+    """Who asks. Tenants whose requests wait are served alike."""
+    parts: tuple[AdapterPart, ...] = ()
+    """What `adapter` is the weighted sum of; (): it is registered under its own digest."""
+    eos_token_ids: tuple[int, ...] = ()
+    """Of the adapter's own tokenizer: they end the output as the model's EOS does."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities (natural, before temperature and filters) at one output position."""
+
+    logprob: float
+    rank: int
+    """Rank of the chosen token, 1 for the most likely."""
+    top: list[tuple[int, float]]
+    """The most likely tokens, best first: (token id, log-probability)."""
+
+
+class TokenEvent(NamedTuple):
+    """New tokens of a request. Exactly one event of a request has `finish_reason` set: its last."""
+
+    request_id: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprob] | None = None
+    finish_reason: FinishReason | None = None
+    """"stop": its last token ended it."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended the request; None for EOS."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were taken from the prefix cache."""
+    error: tuple[str, str, str | None] | None = None
+    """With finish_reason "error": see `weft.core.errors.from_wire`."""
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+    """With the first event, if asked for: one for each token of the prompt, None for its first."""
+    queue_s: float | None = None
+    """With the first event: seconds from the engine's receipt of the request to its first step."""
+    adapter_wait_s: float | None = None
+    """With `queue_s`: the part of it in which the request was passed over because its adapter was
+    not on the device, or not to be had in this batch."""

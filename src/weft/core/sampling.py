@@ -1,0 +1,169 @@
+"""How the tokens of a request are chosen."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+from weft.core.errors import InvalidRequest
+
+MAX_LOGPROBS = 20
+
+MAX_STOP_STRINGS = 16
+
+MAX_STOP_CHARS = 1024
+
+MAX_BAD_WORDS = 256
+
+MAX_BAD_WORD_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StructuredOutputs:
+    """The form that an output must have: exactly one of these is given.
+
+    Raises InvalidRequest unless it is; whether a schema, regex or grammar is valid shows when
+    the engine compiles it.
+    """
+
+    json: str | None = None
+    """A JSON schema, as JSON text."""
+    json_object: bool = False
+    """Any JSON object."""
+    regex: str | None = None
+    choice: tuple[str, ...] = ()
+    """One of these strings."""
+    grammar: str | None = None
+    """EBNF; its root rule is `root`."""
+    structural_tag: str | None = None
+    """xgrammar's structural tag, as JSON text: free text with constrained parts."""
+    begin_after_token: int | None = None
+    """The form binds from the token after this one on: the end of the reasoning."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "choice", tuple(self.choice))
+        values = (self.json, self.json_object, self.regex, self.choice, self.grammar)
+        given = sum(value not in (None, False, ()) for value in (*values, self.structural_tag))
+        if given != 1:
+            raise InvalidRequest(
+                f"structured_outputs needs exactly one constraint, got {given}",
+                "structured_outputs",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose the tokens of one request.
+
+    temperature 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the filter off. `seed`
+    makes a request's tokens reproducible whoever shares its batch. `logprobs` is the number of
+    alternatives to report beside the chosen token (None: no log-probabilities at all),
+    `prompt_logprobs` likewise at each position of the prompt.
+
+    Rules about tokens that leave none to choose are refused where that is plain beforehand. Where
+    it comes about later, the strongest hold: `structured_outputs`, then `allowed_token_ids`, bad
+    words of one token, `min_tokens`, and other bad words last.
+
+    Raises InvalidRequest, naming the field, for a value out of range.
+    """
+
+    max_tokens: int | None = 16
+    """None: as many as fit into the model's context."""
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    """Tokens less likely than this share of the most likely one are left out."""
+    repetition_penalty: float = 1.0
+    """Above 1: logits of tokens in prompt or output are divided by it (multiplied if negative)."""
+    presence_penalty: float = 0.0
+    """Taken once from the logits of tokens in the output."""
+    frequency_penalty: float = 0.0
+    """Taken from the logits of tokens in the output as often as they are there."""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """Added to the logits, by token id."""
+    min_tokens: int = 0
+    """Tokens before which neither EOS nor a stop token can be chosen, and no stop string ends."""
+    bad_words: tuple[str, ...] = ()
+    """Strings that must not be produced."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these can be chosen; empty: all."""
+    structured_outputs: StructuredOutputs | None = None
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+            value: object = getattr(self, name)
+            values = (value,) if isinstance(value, str | int) else tuple(getattr(self, name) or ())
+            object.__setattr__(self, name, values)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_float("temperature", self.temperature, 0.0, 100.0)
+        _check_int("top_k", self.top_k, -1, 2**63 - 1)
+        _check_float("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0.0:
+            raise InvalidRequest("top_p must be in (0, 1], got 0", "top_p")
+        _check_float("min_p", self.min_p, 0.0, 1.0)
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
+        if self.repetition_penalty == 0.0:
+            raise InvalidRequest("repetition_penalty must be above 0", "repetition_penalty")
+        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for token, bias in self.logit_bias.items():
+            _check_int("logit_bias", token, 0, None)
+            _check_float("logit_bias", bias, -100.0, 100.0)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        _check_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
+        _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
+        for name in ("stop_token_ids", "allowed_token_ids"):
+            for token in getattr(self, name):
+                _check_int(name, token, 0, None)
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise InvalidRequest, naming the field, if a token id is not below `vocab_size`."""
+        for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
+            highest = max(getattr(self, name), default=-1)
+            if highest >= vocab_size:
+                raise InvalidRequest(
+                    f"{name} has token id {highest}, outside of [0, {vocab_size})", name
+                )
+
+
+def _check_int(name: str, value: object, low: int, high: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be an integer, got {value!r}", name)
+    if value < low or (high is not None and value > high):
+        bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
+        raise InvalidRequest(f"{name} must be {bound}, got {value}", name)
+
+
+def _check_strings(name: str, values: tuple[str, ...], max_strings: int, max_chars: int) -> None:
+    if len(values) > max_strings:
+        raise InvalidRequest(f"{name} has more than {max_strings} strings", name)
+    if any(not isinstance(s, str) or not s for s in values):
+        raise InvalidRequest(f"{name} must hold non-empty strings", name)
+    if any(len(s) > max_chars for s in values):
+        raise InvalidRequest(f"{name} has a string of more than {max_chars} characters", name)
+
+
+def _check_float(name: str, value: object, low: float, high: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
+        raise InvalidRequest(f"{name} must be a number, got {value!r}", name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be in [{low:g}, {high:g}], got {value}", name)

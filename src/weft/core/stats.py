@@ -1,0 +1,122 @@
+"""What an engine is (`EngineInfo`), and what happens in it (`EngineStats`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+LOAD_STAGES = ("read", "pack", "copy")
+
+"""Of a load: from its folder or image file, its packing if it was in a folder, to the device."""
+
+LOAD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
+
+"""Buckets of `Spread`s of seconds."""
+
+CheckResult = Literal["passed", "failed", "skipped"]
+
+"""Of the check of what is registered; skipped: it could not be made."""
+
+CHECK_RESULTS: tuple[CheckResult, ...] = get_args(CheckResult)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterStats:
+    """What happened to one adapter that has been on the device since the engine's start."""
+
+    num_loads: int
+    """Times it was brought to the device."""
+    num_evictions: int
+    last_load_s: float
+    """Seconds from the order of its last load to its residency."""
+    stage_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of the stages (LOAD_STAGES) that its last load had."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """How values are spread: their number by bucket of `LOAD_BOUNDS_S`, and their sum."""
+
+    counts: tuple[int, ...]
+    """One more than there are bounds."""
+    sum: float
+
+
+@dataclass(frozen=True, slots=True)
+class TierStats:
+    """A place of adapters: device, host or disk. Counters since the start."""
+
+    num_bytes: int
+    max_bytes: int
+    num_adapters: int
+    hits: int = 0
+    """Requests (device) or loads (host, disk) that found their adapter there."""
+    misses: int = 0
+    evictions: int = 0
+    errors: int = 0
+    """Files that could not be read or written, or were not what they should be."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineInfo:
+    """What the API needs to know of a started engine."""
+
+    model: str
+    architecture: str
+    dtype: str
+    device: str
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    max_loras: int
+    max_lora_rank: int
+    adapter_memory_bytes: int
+    num_parameters: int
+    start_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of the stages of its start, in their order; see `weft.core.stages`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot of the engine, read between two steps. All counters since the start."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_usage: float = 0.0
+    """Blocks in use over all blocks, 0 to 1; cached but unused blocks are not in use."""
+    running_adapters: tuple[str, ...] = ()
+    waiting_adapters: tuple[str, ...] = ()
+    resident_adapters: tuple[str, ...] = ()
+    """Digests on the device."""
+    host_adapters: tuple[str, ...] = ()
+    """Digests in the host cache."""
+    pinned_adapters: tuple[str, ...] = ()
+    """Digests that are never evicted."""
+    adapters: dict[str, AdapterStats] = field(default_factory=dict)
+    """By digest: those that have been on the device."""
+    adapter_bytes: int = 0
+    """Device bytes that adapters take now."""
+    tiers: dict[str, TierStats] = field(default_factory=dict)
+    """By device, host, disk; no disk if images are not kept there."""
+    load_s: dict[str, Spread] = field(default_factory=dict)
+    """Seconds of loads and registrations, by stage."""
+    adapter_wait_s: Spread | None = None
+    """Seconds for which requests were passed over because their adapters were not to be had."""
+    self_checks: dict[str, int] = field(default_factory=dict)
+    """Checks of registered adapters by result (CHECK_RESULTS); empty if none are made."""
+    self_check_s: Spread | None = None
+    """Seconds that they took."""
+    quarantined_adapters: tuple[str, ...] = ()
+    """Digests of those that failed one, and were not loaded again since."""
+    adapter_copy_faults: int = 0
+    """Adapters that did not come to the device as they were packed: found by their checksum."""
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    preemptions: int = 0
+    adapter_loads: int = 0
+    adapter_evictions: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    """Requests by finish reason."""

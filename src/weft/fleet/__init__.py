@@ -1,0 +1,1 @@
+"""Clients of engines, and what keeps an engine running."""

@@ -1,0 +1,1 @@
+"""Forms that outputs must have, and their compilation."""

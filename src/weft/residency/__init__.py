@@ -1,1 +1,0 @@
-"""Where each adapter is, in which tier, and moving it: pure policy and the transfers."""
