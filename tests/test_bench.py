@@ -20,7 +20,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from weft.bench import decode, throughput
-from weft.bench.client import Client, Outcome
+from weft.bench.client import LoadClient, Outcome
 from weft.bench.serve import LoadPlan, run_load, summarize
 from weft.bench.workload import (
     PATTERNS,
@@ -448,7 +448,7 @@ def load(url: str, *models: str, num_requests: int, **changed: Any) -> list[Outc
     }
 
     async def run() -> list[Outcome]:
-        async with Client(url, None) as client:
+        async with LoadClient(url, None) as client:
             chosen = LoadPlan(models=models, num_requests=num_requests, **plan)
             return (await run_load(client, chosen, lambda: None))[0]
 

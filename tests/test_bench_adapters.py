@@ -305,13 +305,13 @@ def test_churn_of_adapters_on_disk() -> None:
 
 
 def test_wrong_tokens_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = churn._Bench.tokens
+    right = churn._ChurnRuns.tokens
 
-    def tokens(bench: churn._Bench, population: int) -> list[list[int]]:
+    def tokens(bench: churn._ChurnRuns, population: int) -> list[list[int]]:
         first, *others = right(bench, population)
         return [[first[0] ^ 1, *first[1:]], *others]
 
-    monkeypatch.setattr(churn._Bench, "tokens", tokens)
+    monkeypatch.setattr(churn._ChurnRuns, "tokens", tokens)
     args = ("--populations", "2", "--resident", "2", "--num-requests", "3", "--verify")
     done = weft("churn", *TINY, *SHORT, *args, "--no-plot")
     found = json.loads(done.stdout.splitlines()[-1])

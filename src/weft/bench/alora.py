@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INVOCATION, ANSWER = 8, 16
-"""Tokens that activate an adapter, and those of its judgement."""
+"""How many tokens activate an adapter, and how many its judgement has."""
 KINDS = {"activated": "activated LoRA", "plain": "plain LoRA"}
 
 
@@ -41,25 +41,27 @@ class AloraPlan:
     """What to measure."""
 
     conversation: int
-    """Tokens."""
+    """Length of each conversation, in tokens."""
     adapters: int
     repeats: int
-    """Each with a new conversation."""
+    """How often the measurement is repeated, each time with a new conversation."""
     seed: int
 
 
 @dataclass(slots=True)
 class JudgesRow:
-    """Requests of one kind, each for another adapter, on conversations that the base has read."""
+    """The requests of one kind. Each goes to another adapter, over a conversation that the base has
+    already read."""
 
     kind: str
     prompt_tokens: int
     cached_tokens: list[int]
-    """Of each request, in all repeats."""
+    """Prompt tokens that came from the prefix cache, for each request of all repeats."""
     alone_ms: list[float]
-    """To the first token, of requests one after another."""
+    """Milliseconds to the first token of requests that are sent one after another."""
     together_ms: list[float]
-    """To the first token of the last one, of requests that come at once; each repeat."""
+    """Milliseconds until the last of the requests that are sent at once has its first token, for
+    each repeat."""
 
     @property
     def result(self) -> dict[str, object]:
@@ -93,7 +95,7 @@ def run_alora(
                     "conversation",
                 )
             images = noise_images(table, targets, [shape.rank] * num_images, info)
-            bench = _Bench(driver, plan)
+            bench = _AloraRuns(driver, plan)
             for index, image in enumerate(images):
                 activated = index < plan.adapters
                 bench.add(replace(image, invocation=bench.calls[index]) if activated else image)
@@ -111,7 +113,7 @@ def run_alora(
     )
 
 
-class _Bench:
+class _AloraRuns:
     """The runs of a plan on one engine."""
 
     def __init__(self, driver: Driver, plan: AloraPlan) -> None:
@@ -126,7 +128,7 @@ class _Bench:
         self._refs: list[AdapterRef] = []
 
     def add(self, image: AdapterImage) -> None:
-        """Activated ones in the order of `calls`, then as many plain ones."""
+        """Register the activated adapters in the order of `calls`, then as many plain ones."""
         self._refs.append(self._driver.publish(image))
 
     def run(self, advance: Advance) -> list[JudgesRow]:
@@ -155,7 +157,7 @@ class _Bench:
             row.together_ms.append(1000 * max(timed.first_s for timed in judged))
 
     def _read(self) -> list[int]:
-        """A new conversation, in which the base has just had its say."""
+        """Let the base answer in a new conversation, and return that conversation."""
         [conversation] = random_prompts([self._plan.conversation], 0, self._half, self._rng)
         self._driver.run([Job(conversation, 1)])
         return conversation

@@ -27,12 +27,12 @@ from weft.models.config import load_model_config
 from weft.models.targets import target_table
 
 PRODUCTS = {"q_proj": "qkv", "o_proj": "o", "gate_proj": "gate_up", "down_proj": "down"}
-"""Of a layer, by their first projection."""
+"""The products of a layer, named by their first projection."""
 NUM_LAYERS = {"cuda": 8, "cpu": 2}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 
 Timer = Callable[[Callable[[], object]], float]
-"""Seconds that the device takes for a call; a median."""
+"""Measures a call: the median of the seconds that the device takes for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Product:
     """One linear layer of each of the bed's layers."""
 
     name: str
-    """Such as qkv."""
+    """What the product is called in tables, such as qkv."""
     groups: tuple[Group, ...]
     weights: tuple[Tensor, ...]
-    """(O, I), of each layer."""
+    """One weight (O, I) for each layer."""
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(O, I)"""
+        """The shape (O, I) of the weights."""
         return self.groups[0].out_features, self.groups[0].in_features
 
 
@@ -59,7 +59,7 @@ class Bed:
     """
 
     def __init__(self, model: str, device: torch.device, rank: int, num_slots: int) -> None:
-        """Raises ConfigError."""
+        """Make random weights and adapters. Raises ConfigError if the model lacks a projection."""
         if rank > MAX_RANK:
             raise ConfigError(f"--rank is at most {MAX_RANK}; got {rank}", "rank")
         self.device, self.rank, self.num_slots = device, rank, num_slots
@@ -90,12 +90,13 @@ class Bed:
 
     @property
     def tolerance(self) -> float:
-        """Largest deviation of a right kernel.
+        """The largest deviation that a correct kernel may have.
 
-        All sums are in fp32, and a result is rounded to the dtype at most twice, as the product and
-        after the sum with the adapters' part: half an eps each, of magnitudes that are no larger
-        than the largest one. In fp32 the sums themselves are what differs: of some thousand terms
-        with errors of 2^-24 each, most of which cancel. A sum that lacks terms is off by much more.
+        All sums are in fp32, and a result is rounded to the dtype at most twice: as the product,
+        and after the adapters' part was added. Each rounding is off by half an eps of a magnitude
+        that is no larger than the largest one. In fp32 the sums themselves differ: they have some
+        thousand terms with errors of 2^-24 each, most of which cancel. A sum that lacks terms is
+        off by much more.
         """
         return max(torch.finfo(self.dtype).eps, 2.0**-14)
 
@@ -103,7 +104,7 @@ class Bed:
         return torch.empty(shape, dtype=self.dtype, device=self.device).normal_()
 
     def batch(self, slots: Sequence[int]) -> LoraBatch:
-        """Rows of those slots, which are in order."""
+        """A batch whose rows have these slots, which must be in order."""
         slot_T = torch.tensor(slots, dtype=torch.int32, device=self.device)
         segments = tuple(
             Segment(slot, slots.index(slot), slots.index(slot) + slots.count(slot))
@@ -112,7 +113,8 @@ class Bed:
         return LoraBatch(slot_T, segments, slot_T, segments)
 
     def steps(self, backend: str, slots: Sequence[int], num_sets: int) -> list[LoraStep]:
-        """Steps of rows with the same mix of adapters, but others each, as far as there are."""
+        """LoRA steps whose rows have the same mix of adapters; each step uses other adapters, as
+        long as there are any."""
         made, apart = [], max(slots) + 1
         for start in range(0, min(num_sets * apart, self.num_slots - apart + 1), apart):
             kernels = make_backend(backend, self.pool)
@@ -121,7 +123,8 @@ class Bed:
         return made
 
     def added(self, x_TI: Tensor, product: Product, slots: Sequence[int]) -> Tensor:
-        """What adapters add in the first layer, fp32 (T, O), by the oracle; no slots: nothing."""
+        """What the oracle says that adapters add in the first layer: fp32 (T, O), zeros without
+        slots."""
         y_TO = torch.zeros(len(x_TI), product.shape[0], device=self.device)
         if slots:
             step = ReferenceBackend(self.pool).begin(self.batch(slots))
@@ -129,12 +132,13 @@ class Bed:
         return y_TO
 
     def plain(self, x_TI: Tensor, product: Product) -> Tensor:
-        """The base product in the first layer, fp32 (T, O)."""
+        """The base's product in the first layer as fp32 (T, O)."""
         return x_TI.float() @ product.weights[0].float().t()
 
 
 def deviation(got_TO: Tensor, want_TO: Tensor) -> float:
-    """The largest error, as a part of the largest magnitude; infinite if anything is no number."""
+    """The largest error as a share of the largest magnitude, and infinity if any value is not a
+    number."""
     error = float((got_TO.float() - want_TO).abs().max() / want_TO.abs().max())
     return math.inf if math.isnan(error) else error
 
@@ -144,7 +148,7 @@ def deviation(got_TO: Tensor, want_TO: Tensor) -> float:
 
 @contextmanager
 def on_device() -> Iterator[None]:
-    """Raises ConfigError when the device's memory is too small for what is measured."""
+    """Turn a lack of device memory into a ConfigError that names what to make smaller."""
     try:
         with torch.inference_mode():
             yield
@@ -154,7 +158,7 @@ def on_device() -> Iterator[None]:
 
 
 def timer_of(device: torch.device, repeats: int) -> Timer:
-    """Of replays of a CUDA graph; on a CPU, of calls."""
+    """A timer for the device: it times replays of a CUDA graph, or plain calls on a CPU."""
     return lambda body: (_replay_s if device.type == "cuda" else _call_s)(body, repeats)
 
 
@@ -186,7 +190,8 @@ def _replay_s(body: Callable[[], object], repeats: int) -> float:
 
 
 def bandwidth(device: torch.device, timer: Timer) -> float:
-    """Of the device's memory, in bytes per second: of a large copy or of reading, the larger."""
+    """Bandwidth of the device's memory in bytes per second, by a large copy or by reading,
+    whichever is faster."""
     source = torch.ones(COPY_BYTES[device.type] // 4, device=device)
     dest = torch.empty_like(source)
     copied = 2 * source.nbytes / timer(lambda: dest.copy_(source))

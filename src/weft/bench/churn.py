@@ -7,13 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from rich.console import Group
-from rich.table import Table
 
 from weft.bench import peers
+from weft.bench.churn_report import (
+    ChurnRow,
+    Run,
+    churn_in_words,
+    churn_plot,
+    churn_result,
+    churn_table,
+)
 from weft.bench.drive import Driver, Job, Timed, driving
 from weft.bench.engine import (
     AdapterShape,
@@ -27,12 +33,9 @@ from weft.bench.engine import (
     write_adapters,
 )
 from weft.bench.report import (
-    COLOURS,
     Advance,
     Report,
     bytes_in_words,
-    new_figure,
-    new_table,
     progress,
 )
 from weft.bench.workload import Choice, Lengths, check_lengths, random_prompts, rng_of
@@ -41,15 +44,7 @@ from weft.core.config import engine_args
 from weft.core.stats import EngineInfo
 from weft.core.targets import Target
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
 WARM_UP_REQUESTS, WARM_UP_TOKENS = 32, 8
-
-Run = Literal["at once", "capacity", "calm", "churn"]
-"""capacity: all at once, and calm: as many a second as churn, both on adapters that stay on the
-device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +54,17 @@ class ChurnPlan:
     populations: tuple[int, ...]
     """How many adapters the requests of a run choose among."""
     resident: int
-    """How many of them the device has memory for, unless the engine's options say otherwise."""
+    """How many adapters the device has memory for, unless the engine's options say otherwise."""
     ranks: tuple[int, ...]
-    """Of the adapters in turn."""
+    """The adapters have these ranks in turn."""
     targets: tuple[str, ...] | None
     choice: Choice
     num_requests: int
     input_len: Lengths
     output_len: Lengths
     load: float | None
-    """None: all requests at once. Else they come at this share of the rate that the engine
-    reaches without churn."""
+    """Requests come at this share of the rate that the engine reaches without churn. None means
+    that all come at once."""
     on_disk: bool
     """Whether adapters are folders, of which the host holds what it has memory for. Else they are
     windows of one page-locked buffer of noise on the host, so that there may be thousands."""
@@ -79,46 +74,6 @@ class ChurnPlan:
 
     def rank_of(self, adapter: int) -> int:
         return self.ranks[adapter % len(self.ranks)]
-
-
-@dataclass(frozen=True, slots=True)
-class ChurnRow:
-    """One run of all requests."""
-
-    run: Run
-    population: int
-    rate: float | None
-    """Requests a second; None: all at once."""
-    output_tokens: int
-    seconds: float
-    steps: int
-    adapters_per_step: float
-    """Different ones, on average: each of them costs a step some time."""
-    least_steps: int
-    """That no order of the requests can beat; see `least_steps`."""
-    loads: int
-    evictions: int
-    preemptions: int
-    """Requests that were put back, to go on later."""
-    hit_rate: float
-    """Share of the requests that needed no load of their own."""
-    tpot_ms: tuple[float, float]
-    """Mean time per token of a request, after its first: p50 and p99."""
-    resident_tpot_p99_ms: float
-    """Of requests whose adapter was there when they came."""
-    ttft_ms: tuple[float, float]
-    resident_adapters: int
-    """At the end."""
-    fit: float
-    """How many adapters of the mean size there is memory for."""
-    used_bytes: int
-    """By the resident ones."""
-    wrong: int | None
-    """Requests with other tokens than without churn; None: not compared."""
-
-    @property
-    def output_tokens_per_s(self) -> float:
-        return self.output_tokens / self.seconds
 
 
 def run_churn(model: str | None, plan: ChurnPlan, options: Mapping[str, object]) -> Report:
@@ -136,10 +91,10 @@ def run_churn(model: str | None, plan: ChurnPlan, options: Mapping[str, object])
         expected: list[list[list[int]]] | None = None
         if plan.verify:
             with _opened(folder, roomy, plan, targets, ranks) as (driver, refs):
-                bench = _Bench(driver, plan, refs, [sizes[r] for r in ranks])
+                bench = _ChurnRuns(driver, plan, refs, [sizes[r] for r in ranks])
                 expected = [bench.tokens(population) for population in plan.populations]
         with _opened(folder, settings, plan, targets, ranks) as (driver, refs):
-            rows = _Bench(driver, plan, refs, [sizes[r] for r in ranks], expected).measure()
+            rows = _ChurnRuns(driver, plan, refs, [sizes[r] for r in ranks], expected).measure()
             info = driver.engine.info
     title = f"Adapters that come and go: {name}, {info.dtype}, {_memory(plan, info)}"
     shape = AdapterShape(max(plan.ranks), plan.targets)
@@ -152,10 +107,10 @@ def run_churn(model: str | None, plan: ChurnPlan, options: Mapping[str, object])
             **describe(info, shape),
             "options": settings,
         },
-        results=[_result(row, rows, info) for row in rows],
+        results=[churn_result(row, rows, info) for row in rows],
         shown=Group(
             churn_table(rows, info, peers_of(name, plan, device_name(info))),
-            *(_in_words(row, rows) for row in rows if row.run == "churn"),
+            *(churn_in_words(row, rows) for row in rows if row.run == "churn"),
         ),
         plot=lambda: churn_plot(rows, title, peers_of(name, plan, device_name(info))),
         device=device_name(info),
@@ -202,7 +157,7 @@ def _opened(
         yield driver, refs
 
 
-class _Bench:
+class _ChurnRuns:
     """The runs of a plan on one engine."""
 
     def __init__(
@@ -213,7 +168,7 @@ class _Bench:
         sizes: Sequence[int],
         expected: list[list[list[int]]] | None = None,
     ) -> None:
-        """sizes: bytes of each adapter."""
+        """Draw the requests. `sizes` are the bytes of each adapter."""
         info = driver.engine.info
         check_lengths(plan.input_len, plan.output_len, info.max_model_len)
         self._driver = driver
@@ -231,7 +186,7 @@ class _Bench:
         return self._memory * population / sum(self._sizes[:population])
 
     def tokens(self, population: int) -> list[list[int]]:
-        """Of all requests, whenever they come."""
+        """The tokens of each request's answer, when all are sent at once."""
         return [t.token_ids for t in self._driver.run(self._jobs(population))]
 
     def measure(self) -> list[ChurnRow]:
@@ -247,8 +202,8 @@ class _Bench:
             ]
 
     def _under_load(self, load: float, advance: Advance) -> list[ChurnRow]:
-        """What the engine can do when all adapters in demand are there; then so many requests a
-        second, without churn and with it."""
+        """Measure what the engine can do when all adapters in demand are there; then send requests
+        at a share of that rate, without churn and with it."""
         few = self._resident
         full = self._row("capacity", few, None, None, advance)
         rate = load * self._plan.num_requests / full.seconds
@@ -319,7 +274,8 @@ class _Bench:
         return [(bytes_of[digest], tokens) for digest, tokens in longest.items()]
 
     def _warm_up(self) -> None:
-        """The device is filled, and what is compiled at first use is compiled."""
+        """Fill the device with adapters, and let everything compile that is compiled at first
+        use."""
         refs = self._refs[: self._resident]
         count = max(WARM_UP_REQUESTS, len(refs))
         self._driver.run(
@@ -337,11 +293,11 @@ class _Bench:
 
 
 def least_steps(answers: Sequence[tuple[int, int]], memory_bytes: int) -> int:
-    """The fewest steps in which requests can be answered, whatever their order; of each adapter its
-    bytes and the tokens of its longest answer.
+    """The fewest steps in which the requests can be answered, whatever their order.
 
-    An adapter is in memory in every step in which one of its requests runs, at least in as many as
-    its longest answer has tokens, and those that are in one step must fit into the memory.
+    `answers` has, for each adapter, its bytes and the tokens of its longest answer. An adapter is
+    in memory in every step in which one of its requests runs, which are at least as many as its
+    longest answer has tokens, and all adapters of one step must fit into `memory_bytes`.
     """
     taken = sum(size * tokens for size, tokens in answers)
     return max(-(-taken // memory_bytes), *(tokens for _, tokens in answers))
@@ -352,7 +308,7 @@ def _per_token(timed: Sequence[Timed]) -> list[float]:
 
 
 def _percentiles_ms(seconds: Sequence[float]) -> tuple[float, float]:
-    """p50 and p99."""
+    """The p50 and p99 of some seconds, in milliseconds."""
     if not seconds:
         return (0.0, 0.0)
     p50, p99 = np.percentile(np.array(seconds) * 1000, (50, 99))
@@ -373,137 +329,7 @@ def peers_of(model: str, plan: ChurnPlan, device: str) -> dict[str, dict[int, in
     return peers.CHURN_TOKENS_PER_S if same else {}
 
 
-# -- what is shown ---------------------------------------------------------------------------------
-
-
 def _memory(plan: ChurnPlan, info: EngineInfo) -> str:
     ranks = "/".join(map(str, plan.ranks))
     memory = f"{bytes_in_words(info.adapter_memory_bytes)} for adapters of rank {ranks}"
     return f"{memory}, {device_name(info)}"
-
-
-def _result(row: ChurnRow, rows: Sequence[ChurnRow], info: EngineInfo) -> dict[str, object]:
-    return {
-        **{k: _rounded(v) for k, v in asdict(row).items()},
-        "output_tokens_per_s": round(row.output_tokens_per_s, 1),
-        "share": round(_share(row, rows), 4),
-        "resident_tpot_p99_share": round(_resident_share(row, rows), 4),
-        "memory_used": round(row.used_bytes / info.adapter_memory_bytes, 4),
-    }
-
-
-def _share(row: ChurnRow, rows: Sequence[ChurnRow]) -> float:
-    """Throughput over that of the first run; under a given load, over that of the calm one."""
-    return row.output_tokens_per_s / _without_churn(rows).output_tokens_per_s
-
-
-def _resident_share(row: ChurnRow, rows: Sequence[ChurnRow]) -> float:
-    """As `_share`, of the time per token of requests whose adapters were there."""
-    calm_ms = _without_churn(rows).resident_tpot_p99_ms
-    return row.resident_tpot_p99_ms / calm_ms if calm_ms else 0.0
-
-
-def _without_churn(rows: Sequence[ChurnRow]) -> ChurnRow:
-    return rows[0] if rows[-1].rate is None else rows[1]
-
-
-def _rounded(value: object) -> object:
-    if isinstance(value, tuple):
-        return [_rounded(part) for part in value]
-    return round(value, 4) if isinstance(value, float) else value
-
-
-def churn_table(
-    rows: Sequence[ChurnRow], info: EngineInfo, others: Mapping[str, Mapping[int, int]]
-) -> Table:
-    under_load = rows[-1].rate is not None
-    names = (name.replace(" ", "\n") for name in others)
-    share = "of\ncalm" if under_load else "of the\nfirst"
-    steps = () if under_load else ("steps", "at\nleast")
-    figures = ("output\ntokens/s", share, *names, *steps, "loads", "hit\nrate", "put\nback")
-    there = ("if there\np99", *((share,) if under_load else ()))
-    columns = ("adap-\nters", *figures, "ms/tok\np50", "ms/tok\np99", *there)
-    table = new_table("", *(("run", "req.\n/s") if under_load else ()), dense=True)
-    for column in (*columns, "resi-\ndent", "fit", "mem.\nused"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        rate = "-" if row.rate is None else f"{row.rate:.1f}"
-        table.add_row(
-            *((row.run, rate) if under_load else ()),
-            f"{row.population:,}",
-            f"{row.output_tokens_per_s:,.0f}",
-            f"{_share(row, rows):.2f}",
-            *(_count(figures.get(row.population)) for figures in others.values()),
-            *(() if under_load else (f"{row.steps:,}", f"{row.least_steps:,}")),
-            f"{row.loads:,}",
-            f"{row.hit_rate:.2f}",
-            f"{row.preemptions:,}",
-            *(f"{ms:.2f}" for ms in (*row.tpot_ms, row.resident_tpot_p99_ms)),
-            *((f"{_resident_share(row, rows):.2f}",) if under_load else ()),
-            f"{row.resident_adapters:,}",
-            f"{row.fit:.1f}",
-            f"{row.used_bytes / info.adapter_memory_bytes:.2f}",
-        )
-    return table
-
-
-def _in_words(row: ChurnRow, rows: Sequence[ChurnRow]) -> str:
-    return (
-        f"{row.population:,} adapters, against the run without churn: {_share(row, rows):.3f} of "
-        f"the throughput, {_resident_share(row, rows):.3f} times the p99 ms/token where the "
-        f"adapter was there; {row.adapters_per_step:.1f} adapters in a step, against "
-        f"{_without_churn(rows).adapters_per_step:.1f}"
-    )
-
-
-def _count(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
-
-
-def churn_plot(
-    rows: Sequence[ChurnRow], title: str, others: Mapping[str, Mapping[int, int]]
-) -> Figure:
-    """Throughput over population, or, under a given load, what happens to latency."""
-    figure, panels = new_figure(title, 2)
-    if rows[-1].rate is None:
-        points = {row.population: row.output_tokens_per_s for row in rows}
-        throughput_panel(panels[0], points, others)
-        latencies = rows
-    else:
-        labels = [f"{row.run}\n{row.population:,} adapters" for row in rows]
-        speeds = [row.output_tokens_per_s for row in rows]
-        bars = panels[0].barh(labels, speeds, 0.6, color=COLOURS[1])
-        panels[0].bar_label(bars, fmt="{:,.0f}", padding=5, fontsize=9)
-        panels[0].invert_yaxis()
-        panels[0].grid(visible=False, axis="y")
-        panels[0].margins(x=0.15)
-        panels[0].set_xlabel("output tokens per second")
-        latencies = rows[1:]
-    places = range(len(latencies))
-    for p, colour in ((0, COLOURS[2]), (1, COLOURS[4])):
-        values = [row.tpot_ms[p] for row in latencies]
-        panels[1].plot(places, values, "o-", color=colour, lw=1.8, ms=5, label=("p50", "p99")[p])
-    panels[1].set_xticks(places, [f"{row.population:,}" for row in latencies])
-    panels[1].set_xlabel("adapters in demand")
-    panels[1].set_ylabel("ms per output token")
-    panels[1].set_ylim(bottom=0)
-    panels[1].legend(frameon=False, fontsize=9)
-    return figure
-
-
-def throughput_panel(
-    axes: Axes, ours: Mapping[int, float], others: Mapping[str, Mapping[int, int]]
-) -> None:
-    """Output tokens per second over the number of adapters in demand."""
-    series = {"Weft": ours, **others}
-    for (name, points), colour in zip(series.items(), COLOURS[1:], strict=False):
-        axes.plot(list(points), list(points.values()), "o-", color=colour, lw=1.8, ms=5, label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(list(ours), [str(count) for count in ours])
-    axes.minorticks_off()
-    axes.set_ylim(bottom=0)
-    axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("adapters in demand")
-    axes.set_ylabel("output tokens per second")
-    if others:
-        axes.legend(frameon=False, fontsize=9)

@@ -15,7 +15,7 @@ Endpoint = Literal["completions", "chat"]
 
 NOT_SENT, TIMEOUT = "not_sent", "timeout"
 _FAILED = ("error", "abort")
-"""Finish reasons of answers that the server gave up."""
+"""Finish reasons that tell of a failed answer."""
 
 
 @dataclass(slots=True)
@@ -27,10 +27,10 @@ class Outcome:
     """When it was to be sent: latency counts from then, also if the client itself was late."""
     sent_s: float | None = None
     chunk_s: list[float] = field(default_factory=list)
-    """Of each chunk that brought output."""
+    """When each chunk with output came."""
     end_s: float | None = None
     num_tokens: int = 0
-    """As the server counts them; the number of chunks if it does not say."""
+    """Output tokens as the server counts them, or the number of chunks if it does not say."""
     error: str | None = NOT_SENT
     """The kind of failure; None only after a complete answer."""
     detail: str = ""
@@ -45,7 +45,7 @@ class Failed(Exception):
         self.detail = " ".join(detail.split())[:200]
 
 
-class Client:
+class LoadClient:
     """A connection pool to one server, without a limit of its own on what is open."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -56,14 +56,15 @@ class Client:
             base_url=f"{base}/v1/", headers=headers, timeout=None, limits=limits
         )
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> LoadClient:
         return self
 
     async def __aexit__(self, *error: object) -> None:
         await self._http.aclose()
 
     async def models(self) -> list[tuple[str, bool]]:
-        """(name, whether it is an adapter) of all that the server lists. Raises ConfigError."""
+        """All models that the server lists, each with whether it is an adapter. Raises
+        ConfigError."""
         try:
             response = await self._http.get("models", timeout=30)
             response.raise_for_status()
@@ -80,7 +81,8 @@ class Client:
         outcome: Outcome,
         now: Callable[[], float],
     ) -> None:
-        """Send, and record in `outcome` what comes. Cancelled, it leaves a time-out there."""
+        """Send a request and record in `outcome` what comes back. A cancelled call records a time-
+        out."""
         outcome.sent_s = now()
         outcome.error = TIMEOUT
         path = "chat/completions" if endpoint == "chat" else "completions"
@@ -99,7 +101,7 @@ class Client:
 
 
 async def _read(response: httpx.Response, outcome: Outcome, now: Callable[[], float]) -> None:
-    """Raises Failed unless the answer is complete: a finish reason, then [DONE]."""
+    """Read an answer up to [DONE]. Raises Failed unless it has a finish reason before that."""
     finished = done = False
     num_tokens: int | None = None
     async for event in _events(response):
@@ -124,7 +126,7 @@ async def _read(response: httpx.Response, outcome: Outcome, now: Callable[[], fl
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[str]:
-    """The data of each server-sent event; none of ours spans several lines."""
+    """The data of each server-sent event. Weft's events are one line each."""
     async for line in response.aiter_lines():
         if line.startswith("data:"):
             yield line.removeprefix("data:").strip()

@@ -39,14 +39,15 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NUM_RESIDENT, NUM_ON_HOST, NUM_REGISTERED = 4, 8, 14
-"""Adapters that the device holds, that the host holds, and that there are."""
+"""How many adapters the device holds, how many the host holds, and how many there are."""
 NUM_NEW = 8
-"""More, which are registered while a batch runs."""
+"""How many more adapters are registered while a batch runs."""
 PROMPT_TOKENS = 128
 BATCH, BATCH_TOKENS = 32, 512
-"""Requests that run meanwhile, and their answers."""
+"""How many requests run in that batch, and how many tokens each of them answers."""
 NUM_PROBES, PROBE_EVERY_S, REGISTER_EVERY_S = 48, 0.05, 0.3
-"""Lone requests beside that batch."""
+"""How many lone requests run beside that batch, and seconds between them and between
+registrations."""
 
 PATIENCE_S = 60.0
 
@@ -70,11 +71,12 @@ class ColdPlan:
 
 @dataclass(frozen=True, slots=True)
 class TierRow:
-    """First tokens of lone requests whose adapter is in one place; files are in the page cache."""
+    """Times to the first token of lone requests whose adapter is in one tier. Files are in the page
+    cache."""
 
     tier: Tier
     ttft_ms: list[float]
-    """Of each repeat."""
+    """Milliseconds to the first token, for each repeat."""
 
     @property
     def ms(self) -> float:
@@ -83,7 +85,7 @@ class TierRow:
 
 @dataclass(frozen=True, slots=True)
 class DelayRow:
-    """Times between the tokens of a running batch, while something else goes on."""
+    """The times between tokens of a running batch while something else goes on."""
 
     beside: str
     loads: int
@@ -112,7 +114,7 @@ def run_cold(
             info = driver.engine.info
             ranks = [shape.rank] * (NUM_REGISTERED + NUM_NEW)
             paths = list(write_adapters(Path(place), targets, ranks, info.dtype))
-            bench = _Bench(driver, plan, paths, images)
+            bench = _ColdRuns(driver, plan, paths, images)
             with progress("Runs", bench.num_runs) as advance:
                 tiers, delays = bench.tiers(advance), bench.delays(advance)
     title = f"Adapters that are not there: {subject(name, info, shape)}"
@@ -130,7 +132,7 @@ def run_cold(
     )
 
 
-class _Bench:
+class _ColdRuns:
     """The runs of a plan on one engine."""
 
     def __init__(self, driver: Driver, plan: ColdPlan, paths: Sequence[Path], images: Path) -> None:
@@ -150,7 +152,7 @@ class _Bench:
     # -- first tokens --------------------------------------------------------------------------
 
     def tiers(self, advance: Advance) -> list[TierRow]:
-        """Tiers take turns, so that noise hits all alike."""
+        """Measure all tiers. They take turns, so that noise hits all of them alike."""
         rows = [TierRow(tier, []) for tier in TIERS]
         for row in reversed(rows):  # what is compiled at first use is compiled
             self._first_token_ms(row.tier, 0)
@@ -167,7 +169,7 @@ class _Bench:
         return 1000 * timed.first_s
 
     def _adapter_in(self, tier: Tier, turn: int) -> AdapterRef:
-        """One that is there now. Raises ConfigError if none is."""
+        """An adapter that is in this tier now. Raises ConfigError if there is none."""
         stats = self._driver.engine.stats()
         resident, host = set(stats.resident_adapters), set(stats.host_adapters)
         self._wait_for_images()
@@ -186,7 +188,8 @@ class _Bench:
         return chosen
 
     def _wait_for_images(self) -> None:
-        """Until all that was loaded from a folder has been written as an image again."""
+        """Wait until every adapter that was loaded from a folder has been written to disk as an
+        image."""
         until = time.perf_counter() + PATIENCE_S
         while not all(map(self._images_of, self._refs)):
             if time.perf_counter() > until:
@@ -200,7 +203,7 @@ class _Bench:
     # -- others --------------------------------------------------------------------------------
 
     def delays(self, advance: Advance) -> list[DelayRow]:
-        """A batch on two adapters, alone and beside other things."""
+        """Measure a batch on two adapters, alone and beside other work."""
         first, second, *others = self._refs
         runs: list[tuple[str, Iterator[AdapterRef], Callable[[float], None]]] = [
             ("nothing", iter(()), _nothing),
@@ -228,7 +231,7 @@ class _Bench:
         return batch + probes
 
     def _registering(self) -> Callable[[float], None]:
-        """Registers a new adapter every now and then."""
+        """Register new adapters at a steady pace while the batch runs."""
         coming = iter(self._new)
         due_s = REGISTER_EVERY_S
 
@@ -246,7 +249,7 @@ def _nothing(_: float) -> None:
 
 
 def _delay_row(beside: str, loads: int, batch: Sequence[Timed]) -> DelayRow:
-    """Of the tokens that follow when all of the batch have begun."""
+    """The times between tokens from when all requests of the batch have begun."""
     begun = max(timed.token_s[0] for timed in batch)
     gaps = [
         gap

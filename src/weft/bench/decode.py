@@ -40,10 +40,10 @@ if TYPE_CHECKING:
 
 PROMPT_TOKENS = 128
 SHORT, LONG = 16, 144
-"""Output tokens of the two runs that are compared: what they have alike, such as the prompts'
+"""Output tokens of the two runs that are compared. What both have in common, such as the prompts'
 steps and the first decode steps, falls out of their difference."""
 PREFILL_STEPS = 8
-"""In how many steps the prompts of a batch are read, at most: fewer than SHORT, so that the whole
+"""The most steps in which the prompts of a batch are read. It is less than SHORT, so that the whole
 batch is in each of the steps that make the difference."""
 WARM_UPS = 2
 
@@ -55,9 +55,9 @@ class DecodeRow:
     batch: int
     pattern: Pattern
     num_adapters: int
-    """Different ones in the batch."""
+    """How many different adapters are in the batch."""
     step_ms: list[float] = field(default_factory=list)
-    """Per step, of each repeat."""
+    """Milliseconds per step, for each repeat."""
 
     @property
     def ms(self) -> float:
@@ -79,7 +79,7 @@ class DecodePlan:
 
     @property
     def num_adapters(self) -> int:
-        """That must be published."""
+        """How many adapters must be published."""
         return most_adapters(self.patterns, self.batches)
 
     @property
@@ -87,12 +87,12 @@ class DecodePlan:
         return (WARM_UPS + self.repeats) * len(self.batches) * len(self.patterns)
 
     def limits(self) -> dict[str, object]:
-        """Options of the engine that the largest batch asks for."""
+        """The engine's options that the largest batch needs."""
         return limits_of(max(self.batches), self.num_adapters)
 
 
 def limits_of(batch: int, num_adapters: int) -> dict[str, object]:
-    """Options of an engine whose steps are to be decodes of a whole batch."""
+    """The engine's options with which every step is a decode of a whole batch."""
     return {
         "max_loras": max(num_adapters, 1),
         "max_num_seqs": batch,
@@ -132,7 +132,7 @@ def measure_decode(llm: LLM, plan: DecodePlan, advance: Advance) -> list[DecodeR
 
     Raises ConfigError if memory is too small for a step to be what it should be.
     """
-    works = [_Work.of(llm, plan, b, p) for b in plan.batches for p in plan.patterns]
+    works = [_DecodeWork.of(llm, plan, b, p) for b in plan.batches for p in plan.patterns]
     for _ in range(WARM_UPS):  # loads the adapters, and compiles what is compiled at first use
         for work in works:
             work.seconds(llm, SHORT)
@@ -158,7 +158,7 @@ def _too_small(param: str, what: str) -> ConfigError:
 
 
 @dataclass(frozen=True, slots=True)
-class _Work:
+class _DecodeWork:
     """The requests of one row."""
 
     row: DecodeRow
@@ -166,7 +166,7 @@ class _Work:
     adapters: list[str | None]
 
     @classmethod
-    def of(cls, llm: LLM, plan: DecodePlan, batch: int, pattern: Pattern) -> _Work:
+    def of(cls, llm: LLM, plan: DecodePlan, batch: int, pattern: Pattern) -> _DecodeWork:
         vocab_size = llm.info.vocab_size
         prompts = random_prompts(
             [PROMPT_TOKENS] * batch, 0, vocab_size, rng_of(plan.seed, 0, batch)
@@ -177,7 +177,7 @@ class _Work:
         return cls(row, prompts, [None if i is None else adapter_name(i) for i in indices])
 
     def seconds(self, llm: LLM, num_tokens: int) -> float:
-        """Until every request has so many tokens more."""
+        """Run until every request has `count` more tokens, and return how long it took."""
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         started = time.perf_counter()
         outputs = llm.generate(self.prompts, params, self.adapters)
@@ -255,5 +255,5 @@ def _batch_axis(axes: Axes, batches: Sequence[int]) -> None:
 
 
 def _without_adapters(rows: Sequence[DecodeRow]) -> dict[int, float]:
-    """ms by batch size, of the pattern none."""
+    """Milliseconds by batch size, for steps without adapters."""
     return {row.batch: row.ms for row in rows if row.pattern == "none"}

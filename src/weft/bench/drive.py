@@ -31,7 +31,7 @@ class Job:
     num_tokens: int
     adapter: AdapterRef | None = None
     due_s: float = 0.0
-    """When it is submitted, from the run's start."""
+    """When it is submitted, in seconds from the run's start."""
 
 
 @dataclass(slots=True)
@@ -42,18 +42,18 @@ class Timed:
     resident: bool = True
     """Whether its adapter was on the device when it was submitted."""
     num_cached: int = 0
-    """Tokens of its prompt that came from the prefix cache."""
+    """Prompt tokens that came from the prefix cache."""
     token_ids: list[int] = field(default_factory=list)
     token_s: list[float] = field(default_factory=list)
 
     @property
     def first_s(self) -> float:
-        """From when it was due to its first token."""
+        """Seconds from when it was due to its first token."""
         return self.token_s[0] - self.due_s
 
     @property
     def gaps_s(self) -> list[float]:
-        """Between its tokens."""
+        """Seconds between its tokens."""
         return [b - a for a, b in pairwise(self.token_s)]
 
     @property
@@ -104,7 +104,7 @@ class Driver:
         return AdapterRef(info.digest, 1, info.digest)
 
     def register(self, path: str) -> AdapterRef:
-        """The adapter in a folder. Raises AdapterError."""
+        """Register the adapter in a folder. Raises AdapterError."""
         call_id = next(self._ids)
         self.engine.apply(Register(call_id, path))
         while True:

@@ -140,19 +140,19 @@ PRESETS: dict[str, dict[str, object]] = {
         "tie_word_embeddings": False,
     },
 }
-"""Shapes of known models by name, as their config.json has them."""
+"""The shapes of known models by name, as their config.json has them."""
 
 ADAPTER_STD = 0.01
-"""Of A and B: outputs stay finite, whatever the depth."""
+"""The standard deviation of A and B, with which outputs stay finite at any depth."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterShape:
-    """What all adapters of a run have alike."""
+    """What all adapters of a run have in common."""
 
     rank: int
     targets: tuple[str, ...] | None = None
-    """Such as ("q_proj", "v_proj"); None: all linear layers."""
+    """Names of projections such as ("q_proj", "v_proj"). None means all linear layers."""
 
     def of(self, table: TargetTable) -> list[Target]:
         """The projections to adapt. Raises ConfigError for a name that the model lacks."""
@@ -166,7 +166,7 @@ class AdapterShape:
 
 
 def default_model(options: Mapping[str, object]) -> str:
-    """What the device can be expected to run."""
+    """A model that the device can be expected to run."""
     return "llama-3-8b" if on_gpu(options) else "tiny"
 
 
@@ -201,7 +201,7 @@ def adapter_name(index: int) -> str:
 
 
 def describe(info: EngineInfo, shape: AdapterShape) -> dict[str, object]:
-    """What was measured, for a report."""
+    """What was measured, as fields of a report."""
     return {
         "architecture": info.architecture,
         "parameters": info.num_parameters,
@@ -213,7 +213,7 @@ def describe(info: EngineInfo, shape: AdapterShape) -> dict[str, object]:
 
 
 def subject(model: str, info: EngineInfo, shape: AdapterShape) -> str:
-    """The same in a few words, for a title."""
+    """What was measured in a few words, for a title."""
     return f"{model}, {info.dtype}, rank {shape.rank}, {device_name(info)}"
 
 
@@ -233,7 +233,8 @@ def table_of(folder: str, options: Mapping[str, object]) -> TargetTable:
 
 @contextmanager
 def preset_folder(model: str) -> Iterator[str]:
-    """Where the configuration is: a preset's is written for as long as it is needed."""
+    """The folder or hub id of a model. A preset's configuration is written to a folder that exists
+    as long as the context does."""
     if model not in PRESETS:
         yield model
         return
@@ -243,7 +244,8 @@ def preset_folder(model: str) -> Iterator[str]:
 
 
 def _item_bytes(dtype: object, on_gpu: bool) -> int:
-    """Of an adapter's element: `auto` never is float32 on a GPU, and always on a CPU."""
+    """The bytes of one element of an adapter. The dtype `auto` is never float32 on a GPU, and
+    always on a CPU."""
     wide = dtype == "float32" or (dtype in (None, "auto") and not on_gpu)
     return 4 if wide else 2
 
@@ -251,7 +253,7 @@ def _item_bytes(dtype: object, on_gpu: bool) -> int:
 def image_bytes(
     table: TargetTable, targets: Sequence[Target], rank: int, options: Mapping[str, object]
 ) -> int:
-    """Of one adapter on the device."""
+    """The bytes that one adapter takes on the device."""
     layout = layout_of(table, _ranks(table, targets, rank))
     return layout.num_elements * _item_bytes(options.get("dtype"), on_gpu(options))
 
@@ -259,7 +261,7 @@ def image_bytes(
 def noise_images(
     table: TargetTable, targets: Sequence[Target], ranks: Sequence[int], info: EngineInfo
 ) -> Iterator[AdapterImage]:
-    """An adapter of each of `ranks`, all different.
+    """One adapter of each of `ranks`, all of them different.
 
     They are windows of one buffer, each begun a little later, so that thousands of them take the
     host memory of one. A digest stands for where the window is.
@@ -281,7 +283,7 @@ def noise_images(
 def write_adapters(
     folder: Path, targets: Sequence[Target], ranks: Sequence[int], dtype: str
 ) -> Iterator[Path]:
-    """A folder for an adapter of each of `ranks`, all different, as PEFT writes them."""
+    """Write one folder per rank with a random adapter, as PEFT writes them. All of them differ."""
     noise = _noise(targets, max(ranks), len(ranks), getattr(torch, dtype))
     for index, rank in enumerate(ranks):
         path = folder / adapter_name(index)
@@ -300,7 +302,7 @@ def _ranks(table: TargetTable, targets: Sequence[Target], rank: int) -> tuple[in
 def _random(
     targets: Sequence[Target], rank: int, count: int, dtype: torch.dtype
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """PEFT's tensors of `count` adapters, all different."""
+    """The tensors of `count` different adapters under PEFT's names."""
     noise = _noise(targets, rank, count, dtype)
     for start in range(count):
         yield _tensors(noise[start:], targets, rank)
@@ -309,8 +311,8 @@ def _random(
 def _noise(
     targets: Sequence[Target], max_rank: int, count: int, dtype: torch.dtype
 ) -> torch.Tensor:
-    """What `count` adapters are windows of, each begun one element later: normal draws of so many
-    numbers would take longer than the measurement."""
+    """A buffer of noise of which `count` adapters are windows, each begun one element later. To
+    draw as many normal numbers for each would take longer than the measurement."""
     size = sum(max_rank * (t.in_features + t.out_features) for t in targets)
     noise = torch.empty(size + count, dtype=torch.float32)
     return noise.normal_(std=ADAPTER_STD, generator=torch.Generator().manual_seed(0)).to(dtype)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.bench import peers
-from weft.bench.churn import throughput_panel
+from weft.bench.churn_report import throughput_panel
 from weft.bench.report import COLOURS, need, new_figure
 from weft.core.errors import ConfigError
 
@@ -23,8 +23,8 @@ Line = Mapping[str, Any]
 def draw_history(history: Path, folder: Path) -> list[Path]:
     """Draw step-time.png and churn.png from the newest runs that they can show.
 
-    The files that were written. Raises ConfigError if there is no such run, or a file can't be
-    read or written.
+    Returns the files that were written. Raises ConfigError if there is no such run, or a file can't
+    be read or written.
     """
     need("matplotlib", "plots need matplotlib")
     lines = read_history(history)
@@ -44,7 +44,7 @@ def draw_history(history: Path, folder: Path) -> list[Path]:
 
 
 def read_history(path: Path) -> list[Line]:
-    """Oldest first. Raises ConfigError."""
+    """The recorded runs, oldest first. Raises ConfigError if the file can't be read."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         return [dict(json.loads(line)) for line in lines if line.strip()]
@@ -53,7 +53,7 @@ def read_history(path: Path) -> list[Line]:
 
 
 def is_step_time(line: Line) -> bool:
-    """Whether it has the work whose figures `peers` holds."""
+    """Whether this run measured the work whose figures `peers` holds."""
     return _is("decode", line) and {*_steps(line)} >= {0, 64}
 
 
@@ -82,7 +82,7 @@ def _is(benchmark: str, line: Line) -> bool:
 
 
 def _steps(line: Line) -> dict[int, float]:
-    """ms per step by the number of adapters in the batch."""
+    """Milliseconds per step by the number of adapters in the batch."""
     found = {
         row["num_adapters"]: row["ms_per_step"]
         for row in line["results"]
@@ -107,7 +107,7 @@ def draw_step_time(line: Line) -> Figure:
 
 
 def _draw(axes: Axes, series: Mapping[str, Mapping[int, float]]) -> None:
-    """A line each, its name at its end."""
+    """Draw each series as a line with its name at its end."""
     *lines, (floor, points) = series.items()
     for (name, values), colour in zip(lines, COLOURS[1:], strict=False):
         axes.plot(list(values), list(values.values()), "o-", color=colour, lw=2, ms=5, label=name)

@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 Kernel = Literal["base", "linear", "shrink", "expand"]
 
 LAYER = "layer"
-"""All products of a layer, one after the other."""
+"""The name under which all products of a layer, one after the other, are reported."""
 NUM_SETS = {"cuda": 16, "cpu": 1}
-"""Of adapters in turn, at most."""
+"""The most sets of adapters that take turns, by device type."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class KernelPlan:
 
     @property
     def num_adapters(self) -> int:
-        """Different ones in any batch, at most."""
+        """The most different adapters that any batch has."""
         return most_adapters(self.patterns, self.batches)
 
 
@@ -78,9 +78,11 @@ class Timing:
 
     us: float
     num_bytes: int
-    """Weights, matrices of the adapters that are used, and activations, once each."""
+    """Bytes of weights, of the matrices of the adapters in use and of activations, each counted
+    once."""
     deviation: float
-    """See `weft.bench.bed.deviation`; of shrink, that of the expand after it."""
+    """The largest relative error (`weft.bench.bed.deviation`). For a shrink it is that of the
+    expand after it."""
 
     @property
     def bytes_per_s(self) -> float:
@@ -97,7 +99,7 @@ class KernelRow:
     num_adapters: int
     """Different ones in the batch."""
     timings: Mapping[str, Timing]
-    """By product; `LAYER`."""
+    """The timing of each product, and of the whole layer under `LAYER`."""
 
     @property
     def deviation(self) -> float:
@@ -139,14 +141,14 @@ def run_kernels(model: str | None, device: str, lora_backend: str, plan: KernelP
 def measure_kernels(
     bed: Bed, backend: str, plan: KernelPlan, timer: Timer, advance: Advance
 ) -> list[KernelRow]:
-    """Rows by batch size, then pattern, then kernel."""
+    """Measure, and return rows by batch size, then pattern, then kernel."""
     if bed.device.type == "cuda":
         _compile(bed, backend, plan)
     rows: list[KernelRow] = []
     num_sets = NUM_SETS[bed.device.type]
     for batch in plan.batches:
         for pattern in plan.patterns:
-            work = _Work(bed, backend, _slots(plan, batch, pattern), batch, num_sets)
+            work = _KernelWork(bed, backend, _slots(plan, batch, pattern), batch, num_sets)
             for kernel in work.kernels:
                 timings = {
                     name: work.time(kernel, products, timer)
@@ -158,7 +160,7 @@ def measure_kernels(
 
 
 def _slots(plan: KernelPlan, batch: int, pattern: Pattern) -> list[int]:
-    """Of the rows, in order; empty for the pattern none."""
+    """The slots of the rows, in order; there are none for the pattern none."""
     rng = rng_of(plan.seed, batch, PATTERNS.index(pattern))
     indices = assign(pattern, batch, adapters_in_batch(pattern, batch), rng)
     return sorted(index for index in indices if index is not None)
@@ -169,18 +171,18 @@ def _parts(products: Sequence[Product]) -> dict[str, Sequence[Product]]:
 
 
 def _compile(bed: Bed, backend: str, plan: KernelPlan) -> None:
-    """All kernels that will be called."""
+    """Compile all kernels that will be called."""
     from weft.kernels.compiling import compiling_ahead
 
     with compiling_ahead():
         for batch in plan.batches:
             for pattern in {plan.patterns[0], plan.patterns[-1]}:  # without adapters, and with
-                work = _Work(bed, backend, _slots(plan, batch, pattern), batch, num_sets=1)
+                work = _KernelWork(bed, backend, _slots(plan, batch, pattern), batch, num_sets=1)
                 for kernel in work.kernels:
                     work.body(kernel, bed.products)()
 
 
-class _Work:
+class _KernelWork:
     """The launches of one batch."""
 
     def __init__(self, bed: Bed, backend: str, slots: list[int], batch: int, num_sets: int) -> None:
@@ -211,7 +213,8 @@ class _Work:
         return Timing(1e6 * seconds / launches, num_bytes, max(errors))
 
     def body(self, kernel: Kernel, products: Sequence[Product]) -> Callable[[], None]:
-        """The kernel on each of the products, in every layer with every set of adapters."""
+        """A function that runs the kernel on each product, in every layer with every set of
+        adapters."""
         calls = [
             self._call(kernel, product, layer, step)
             for step in self._steps
@@ -240,7 +243,7 @@ class _Work:
         return partial(step.expand, y_TO, group, step.rows)
 
     def _deviation(self, kernel: Kernel, product: Product) -> float:
-        """In the first layer, with the first set of adapters."""
+        """The largest relative error in the first layer, with the first set of adapters."""
         outputs, inputs = product.shape
         x_TI, y_TO = self._x[inputs], self._y[outputs]
         call = partial(self._call, product=product, layer=0, step=self._steps[0])
@@ -270,7 +273,7 @@ class _Work:
 
 
 def _context(step: LoraStep) -> StepContext:
-    """In which a layer finds nothing but the adapters."""
+    """A step context in which a layer finds nothing but the adapters."""
     positions_T = torch.zeros(1, dtype=torch.int64)
     return StepContext(positions_T, make_batch([1], [1], [[0]], 1), step)
 
@@ -302,7 +305,8 @@ def _floor_us(timing: Timing, bytes_per_s: float) -> float:
 
 
 def kernel_table(rows: Sequence[KernelRow], bytes_per_s: float, tolerance: float) -> Table:
-    """Microseconds by product; of a whole layer also what the memory alone would take."""
+    """A table of microseconds by product, and for a whole layer also the time that memory alone
+    would take."""
     products = [name for name in rows[0].timings if name != LAYER]
     names = ("batch", "pattern", "adapters", "kernel")
     of_layer = ("layer", "floor", "to floor", "GB/s", "deviation")
@@ -334,7 +338,8 @@ def kernel_table(rows: Sequence[KernelRow], bytes_per_s: float, tolerance: float
 
 
 def kernel_plot(rows: Sequence[KernelRow], bytes_per_s: float, title: str) -> Figure:
-    """A layer's products with their adapters against the batch size, and beside the floor."""
+    """Plot the time of a layer's products with their adapters over the batch size, beside the
+    floor."""
     figure, panels = new_figure(title, 2)
     whole = [row for row in rows if row.kernel in ("base", "linear")]
     for pattern, colour in zip(PATTERNS, COLOURS, strict=False):

@@ -8,15 +8,16 @@ NEVER = float("inf")
 
 
 def fewest_loads(uses: Sequence[str], size_of: Mapping[str, int], capacity: int) -> int:
-    """Loads that Belady's MIN needs: what is used again last makes way.
+    """The number of loads that Belady's MIN needs: it evicts the key whose next use is farthest
+    away.
 
-    Each key must be in the cache when it is used; each alone fits. For keys of one size no cache
-    needs fewer loads. For keys of mixed sizes it is a greedy variant, which evicts by size times
-    time to the next use; the true optimum is hard to compute, and may be a little lower.
+    Each key must be in the cache when it is used, and each alone fits. For keys of one size no
+    cache needs fewer loads. For keys of mixed sizes it is a greedy variant, which evicts by size
+    times time to the next use; the true optimum is hard to compute, and may be a little lower.
     """
     next_use = _next_uses(uses)
     cached: dict[str, float] = {}
-    """Key -> index of its next use."""
+    """The index of the next use of each key in the cache."""
     used = loads = 0
     for index, key in enumerate(uses):
         if key not in cached:

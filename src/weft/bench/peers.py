@@ -9,7 +9,7 @@ from __future__ import annotations
 VLLM, SGLANG = "vLLM 0.25.1", "SGLang 0.5.16"
 
 DEVICE = "NVIDIA H200"
-"""How the device's name begins."""
+"""How the name of the device on which they were measured begins."""
 MODEL, RANK = "llama-3-8b", 16
 
 STEP_BATCH = 64
@@ -19,7 +19,8 @@ STEP_MS = {
     VLLM: {0: 6.07, 1: 9.61, 8: 12.10, 64: 32.75},
     SGLANG: {0: 10.27, 1: 12.8, 8: 12.78, 64: 15.1},
 }
-"""Of a decode step of 64 requests with LoRA enabled, by the number of adapters in it."""
+"""Milliseconds of a decode step of 64 requests with LoRA enabled, by the number of adapters in
+it."""
 
 CHURN_RESIDENT, CHURN_REQUESTS = 16, 512
 CHURN_TOKENS_PER_S = {

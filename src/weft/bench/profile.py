@@ -58,19 +58,20 @@ if TYPE_CHECKING:
     from torch.profiler import profile
 
 BEFORE = 24
-"""Steps until all requests decode, and some more."""
+"""Steps before the measurement: until all requests decode, and some more."""
 STEPS = 64
-"""That are measured, first as they are, then under the profiler."""
+"""Steps that are measured, first as they are, then under the profiler."""
 SHOWN = 10
-"""Kernels, the costliest first."""
+"""How many kernels are shown, the costliest first."""
 NAME_WIDTH, LABEL_WIDTH = 60, 28
-"""Letters of a kernel's name that are shown in the table and in the plot."""
+"""How many letters of a kernel's name are shown in the table and in the plot."""
 FEWEST = 8
-"""Kernels of a step; when fewer are seen, the profiler does not see into graphs."""
+"""The fewest kernels that a step can have. When fewer are seen, the profiler does not see into
+graphs."""
 
 
 class Span(NamedTuple):
-    """A kernel's run, in us."""
+    """One run of a kernel, in microseconds."""
 
     name: str
     start: float
@@ -78,16 +79,16 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class KernelRow:
+class ProfiledKernel:
     """All runs of one kernel."""
 
     name: str
     per_step: float
-    """Launches."""
+    """Launches in a step."""
     us: float
-    """Of one launch, on average."""
+    """Microseconds of one launch, on average."""
     share: float
-    """Of the time of all steps."""
+    """Share of the time of all steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,15 +98,16 @@ class ProfileRow:
     pattern: Pattern
     num_adapters: int
     ms_unprofiled: float
-    """A step without the profiler."""
+    """Milliseconds of a step without the profiler."""
     ms: float
-    """A step under it, from the first kernel of all to the end of the last."""
+    """Milliseconds of a step under the profiler, from its first kernel to the end of its last."""
     idle_share: float
-    """Of that time, without any kernel."""
+    """Share of the time under the profiler in which no kernel runs."""
     kernels_per_step: float
     lora_ms: float | None
-    """What a step's kernels take more than without adapters, where that was measured too."""
-    kernels: tuple[KernelRow, ...]
+    """How much longer a step's kernels take than without adapters, in ms, where that was measured
+    too."""
+    kernels: tuple[ProfiledKernel, ...]
 
     @property
     def busy_ms(self) -> float:
@@ -132,8 +134,11 @@ def run_profile(
     options: Mapping[str, object],
     trace: Path | None,
 ) -> Report:
-    """Run the patterns, one after the other; `model` None: `default_model`. The last one's trace
-    is written to `trace`, as Chrome's tracing reads it. Raises ConfigError without a GPU."""
+    """Run the patterns one after the other; `model` None means `default_model`.
+
+    The last pattern's trace is written to `trace`, as Chrome's tracing reads it. Raises ConfigError
+    without a GPU.
+    """
     if not on_gpu(options):
         raise ConfigError("weft bench profile needs a GPU: it measures its kernels", "device")
     if trace is not None and (trace.is_dir() or not os.access(trace.absolute().parent, os.W_OK)):
@@ -207,9 +212,10 @@ def _measure(
 
 
 class _Watch:
-    """Called before each step: BEFORE steps, STEPS without the profiler, STEPS with it, the rest.
+    """Turns the profiler on and off. It is called before each step.
 
-    At each border what was launched is waited for, so that steps are whole.
+    It lets BEFORE steps pass, then measures STEPS without the profiler and STEPS with it. At each
+    border it waits for what was launched, so that steps are whole.
     """
 
     def __init__(self, profiler: profile) -> None:
@@ -246,8 +252,8 @@ def profile_row(
     spans: Sequence[Span],
     num_steps: int,
 ) -> ProfileRow:
-    """What the kernels of so many steps, which are all that ran, come to. Raises ConfigError if
-    they are too few to be all."""
+    """Sum up the kernels of `num_steps` steps. Raises ConfigError if they are too few to be all
+    that ran."""
     if len(spans) < FEWEST * num_steps:
         message = f"the profiler saw {len(spans)} kernels in {num_steps} steps: not those of graphs"
         raise ConfigError(message)
@@ -268,14 +274,14 @@ def profile_row(
         kernels_per_step=len(spans) / num_steps,
         lora_ms=None,
         kernels=tuple(
-            KernelRow(name, launches[name] / num_steps, us / launches[name], us / whole)
+            ProfiledKernel(name, launches[name] / num_steps, us / launches[name], us / whole)
             for name, us in costliest
         ),
     )
 
 
 def with_lora_part(rows: Sequence[ProfileRow]) -> list[ProfileRow]:
-    """With what adapters add to the kernels' time, if the pattern none is among the rows."""
+    """The rows with what adapters add to the kernels' time, if the pattern none is among them."""
     base = next((row.busy_ms for row in rows if row.pattern == "none"), None)
     if base is None:
         return list(rows)
@@ -313,11 +319,11 @@ def kernel_table(row: ProfileRow) -> Table:
 
 
 _PLAIN = {"other kernels": FAINT, "idle": "#ffffff"}
-"""What is no kernel, and its colour."""
+"""Parts of a bar that are no kernel, with their colours."""
 
 
 def profile_plot(rows: Sequence[ProfileRow], title: str) -> Figure:
-    """A bar for each pattern: its costliest kernels, the others, and idle time."""
+    """Plot a bar for each pattern: its costliest kernels, the others, and idle time."""
     figure, [axes] = new_figure(title, 1)
     names = list(dict.fromkeys(k.name for row in rows for k in row.kernels[: len(COLOURS) - 1]))
     patterns = [row.pattern for row in rows]

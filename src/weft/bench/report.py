@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLOURS = ("#4c4c4c", "#0072b2", "#009e73", "#e69f00", "#d55e00", "#cc79a7")
-"""To be told apart by everybody; the first is for what others are compared with."""
+"""Colours that everybody can tell apart. The first is for what others are compared with."""
 INK, FAINT = "#333333", "#e3e3e3"
 PLOT_INCHES = (10.0, 4.2)
 FILE_WIDTH = 110
-"""Columns where no terminal says how many there are."""
+"""The width of tables, in columns, where no terminal says how wide it is."""
 
 Advance = Callable[[], None]
 
@@ -42,11 +42,11 @@ class Report:
     title: str
     config: Mapping[str, object]
     results: object
-    """As JSON has it."""
+    """The figures, as values that JSON knows."""
     shown: RenderableType
     plot: Callable[[], Figure]
     device: str | None = None
-    """Its name; None when it is not this machine's."""
+    """The device's name, or None when it is not this machine's."""
     ok: bool = True
 
 
@@ -80,7 +80,8 @@ def show(
 
 
 def check_plot(plot: Path | None) -> None:
-    """Before anything is measured: raises ConfigError if the plot could not be written."""
+    """Check that the plot can be written, before anything is measured. Raises ConfigError if
+    not."""
     if plot is None:
         return
     need("matplotlib", "plots need matplotlib, unless you say --no-plot")
@@ -91,7 +92,7 @@ def check_plot(plot: Path | None) -> None:
 
 
 def check_record(record: Path | None) -> None:
-    """Likewise for the file to which the line of JSON is added."""
+    """Check that the line of JSON can be appended to `record`. Raises ConfigError if not."""
     if record is None:
         return
     place = record if record.exists() else record.absolute().parent
@@ -100,7 +101,8 @@ def check_record(record: Path | None) -> None:
 
 
 def need(module: str, why: str) -> None:
-    """Raises ConfigError that says how to get an optional dependency if it is missing."""
+    """Check that an optional dependency is there. Raises ConfigError that says how to get it if it
+    is not."""
     try:
         importlib.import_module(module)
     except ImportError as error:
@@ -109,7 +111,8 @@ def need(module: str, why: str) -> None:
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Advance]:
-    """A bar, on a terminal only; the call advances it by one."""
+    """A progress bar, which is shown on a terminal only. Each call of what it yields advances it by
+    one."""
     console = Console()
     columns = (
         TextColumn("{task.description}"),
@@ -127,7 +130,8 @@ def progress(title: str, total: int) -> Iterator[Advance]:
 
 
 def new_table(title: str, *columns: str, names: int = 1, dense: bool = False) -> Table:
-    """The first `names` columns hold text, the others figures. `dense`: there are many."""
+    """A table whose first `names` columns hold text, and the others figures. `dense` is for many
+    columns."""
     table = Table(
         title=title or None,
         title_justify="left",
@@ -145,7 +149,7 @@ def bytes_in_words(num_bytes: int) -> str:
 
 
 def new_figure(title: str, num_panels: int) -> tuple[Figure, Sequence[Axes]]:
-    """A figure with panels side by side, not tied to any display."""
+    """A figure with panels side by side, which needs no display."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 

@@ -20,7 +20,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
-from weft.bench.client import Client, Endpoint, Outcome
+from weft.bench.client import Endpoint, LoadClient, Outcome
 from weft.bench.report import COLOURS, INK, Advance, Report, new_figure, new_table, progress
 from weft.bench.workload import Arrival, Choice, Lengths, random_prompts, rng_of
 from weft.core.errors import ConfigError
@@ -38,12 +38,13 @@ LATENCIES = {
 SHOWN_MODELS = 10
 WORDS = ("time", "year", "people", "way", "day", "thing", "man", "world", "life", "hand")
 TOKEN_IDS = (3, 256)
-"""From which prompts are made: in every vocabulary, and special in none of those known."""
+"""Prompts are made from these token ids, which every known vocabulary has and none uses as
+special."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """What to ask, of whom, when. The same seed asks the same."""
+    """What to ask which models, and when. The same seed gives the same requests."""
 
     endpoint: Endpoint
     models: tuple[str, ...]
@@ -55,14 +56,14 @@ class LoadPlan:
     ignore_eos: bool
     seed: int
     timeout_s: float
-    """Of the whole run: what is still open then has failed."""
+    """Seconds for the whole run. Requests that are still open then have failed."""
 
     def model_of_each(self) -> list[str]:
         drawn = self.choice.draw(self.num_requests, len(self.models), rng_of(self.seed, 0))
         return [self.models[i] for i in drawn]
 
     def bodies(self) -> list[dict[str, object]]:
-        """Of each request. Prompts are token ids, or for chats as many words."""
+        """The body of each request. Prompts are token ids, or as many words for chats."""
         lengths = self.input_len.draw(self.num_requests, rng_of(self.seed, 1))
         outputs = self.output_len.draw(self.num_requests, rng_of(self.seed, 2))
         prompts = random_prompts(lengths, *TOKEN_IDS, rng_of(self.seed, 3))
@@ -86,7 +87,8 @@ class LoadPlan:
 
 
 def run_serve(url: str, api_key: str | None, plan: LoadPlan, include_base: bool) -> Report:
-    """Ask the server; `plan.models` empty: all its adapters. Raises ConfigError."""
+    """Run the load against the server. With no `plan.models`, all its adapters are asked. Raises
+    ConfigError."""
     with progress("Requests", plan.num_requests) as advance:
         plan, outcomes, seconds = asyncio.run(_load(url, api_key, plan, include_base, advance))
     summary = summarize(outcomes, seconds)
@@ -105,14 +107,15 @@ def run_serve(url: str, api_key: str | None, plan: LoadPlan, include_base: bool)
 async def _load(
     url: str, api_key: str | None, plan: LoadPlan, include_base: bool, advance: Advance
 ) -> tuple[LoadPlan, list[Outcome], float]:
-    async with Client(url, api_key) as client:
+    async with LoadClient(url, api_key) as client:
         models = await choose_models(client, plan.models, include_base)
         plan = replace(plan, models=tuple(models))
         return plan, *await run_load(client, plan, advance)
 
 
-async def choose_models(client: Client, wanted: Sequence[str], include_base: bool) -> list[str]:
-    """The models to ask: those wanted, or else all adapters. Raises ConfigError if none is left."""
+async def choose_models(client: LoadClient, wanted: Sequence[str], include_base: bool) -> list[str]:
+    """The models to ask: the wanted ones, or else all adapters. Raises ConfigError if none is
+    left."""
     listed = await client.models()
     names = [name for name, _ in listed]
     for name in wanted:
@@ -127,9 +130,11 @@ async def choose_models(client: Client, wanted: Sequence[str], include_base: boo
     return found
 
 
-async def run_load(client: Client, plan: LoadPlan, advance: Advance) -> tuple[list[Outcome], float]:
-    """Ask everything, in order: an outcome for each request, however it ended, and the seconds
-    that all of it took."""
+async def run_load(
+    client: LoadClient, plan: LoadPlan, advance: Advance
+) -> tuple[list[Outcome], float]:
+    """Send all requests in order. Returns an outcome for each request, however it ended, and the
+    seconds that all of it took."""
     bodies = plan.bodies()
     outcomes = [Outcome(str(body["model"]), 0.0) for body in bodies]
     started = time.perf_counter()
@@ -267,7 +272,7 @@ def _models_table(models: dict[str, dict[str, Any]]) -> Table:
 
 
 def _errors(outcomes: Sequence[Outcome]) -> list[Table]:
-    """A table of the kinds of failure with an example each, if there is any."""
+    """A table of the kinds of failure with one example each, or None without failures."""
     kinds = Counter(o.error for o in outcomes if o.error is not None)
     if not kinds:
         return []
@@ -284,7 +289,7 @@ def _cells(percentiles: dict[str, float | None]) -> list[str]:
 
 
 def load_plot(outcomes: Sequence[Outcome], title: str) -> Figure:
-    """For each latency, which share of the requests was at most that."""
+    """Plot, for each latency, which share of the requests had at most that."""
     good = [o for o in outcomes if o.error is None]
     shown = ("ttft_ms", "tpot_ms", "e2e_ms")
     figure, panels = new_figure(title, len(shown))

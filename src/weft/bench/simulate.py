@@ -45,7 +45,7 @@ class SimulationPlan:
     memory: Memory
     num_requests: int
     rate: float
-    """Requests a second."""
+    """Requests per second."""
     seed: int
 
 
@@ -59,24 +59,24 @@ class SimulationRow:
     hit_rate: float
     """Share of the admissions that needed no load of their own."""
     optimum: float
-    """Of a cache that knows the future, over admissions in this replay's order."""
+    """The hit rate of a cache that knows the future, over the admissions in this replay's order."""
     wait_p50_ms: float
     wait_p99_ms: float
-    """From arrival to the first step."""
+    """Milliseconds from arrival to the first step."""
     residency_p99_ms: float
-    """The part of it until the adapter was there."""
+    """The part of the wait until the adapter was on the device."""
     tenant_p99_ms: float
     """The median over tenants of their own p99: what those who do not flood see."""
     output_tokens_per_s: float
     fairness: float | None
-    """Jain's index over tenants with waiting requests; None: never had two of them any."""
+    """Jain's index over tenants with waiting requests, or None if there never were two of them."""
     loads: int
     preemptions: int
     seconds: float
 
 
 def run_simulate(plan: SimulationPlan) -> Report:
-    """Raises ConfigError if an adapter can't fit into the device's memory."""
+    """Replay all traces. Raises ConfigError if an adapter can't fit into the device's memory."""
     model = DeviceModel()
     largest = max(plan.ranks) * model.rank_bytes
     if largest > plan.memory.device_bytes:
@@ -98,7 +98,7 @@ def run_simulate(plan: SimulationPlan) -> Report:
 
 
 def simulate(plan: SimulationPlan, model: DeviceModel, advance: Advance) -> list[SimulationRow]:
-    """Rows by trace, number of adapters, policy."""
+    """Replay, and return rows by trace, number of adapters and policy."""
     rows: list[SimulationRow] = []
     for kind in plan.traces:
         for count in plan.adapters:
@@ -147,7 +147,7 @@ def _rounded(row: SimulationRow) -> dict[str, object]:
 
 
 def simulation_table(rows: Sequence[SimulationRow]) -> Table:
-    """Waits in ms; see `SimulationRow` for the columns."""
+    """A table of the rows; its columns are the fields of `SimulationRow`, with waits in ms."""
     figures = ("hit\nrate", "best", "wait\np50", "wait\np99", "load\np99", "tenant\np99")
     columns = ("adapt-\ners", "policy", *figures, "tok/s", "fair")
     table = new_table("", "trace", *columns, dense=True)
@@ -175,7 +175,7 @@ def _show_ms(ms: float) -> str:
 
 
 def simulation_plot(rows: Sequence[SimulationRow], title: str) -> Figure:
-    """Hit rate over the number of adapters, a panel for each trace."""
+    """Plot the hit rate over the number of adapters, with a panel for each trace."""
     traces = list(dict.fromkeys(row.trace for row in rows))
     figure, panels = new_figure(title, len(traces))
     for axes, trace in zip(panels, traces, strict=True):

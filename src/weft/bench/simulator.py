@@ -24,7 +24,8 @@ from weft.schedule.slots import AdapterSlots, Load
 
 ELEMENT_BYTES = 2
 IDLE_S = 0.02
-"""How long the engine sleeps when it finds nothing to run; see `weft.engine.engine.WAIT_S`."""
+"""Seconds for which the engine sleeps when it finds nothing to run, as
+`weft.engine.engine.WAIT_S`."""
 WINDOW_S = 1.0
 """Fairness is looked at second by second."""
 MAX_RESIDENT = 4096
@@ -32,26 +33,26 @@ MAX_RESIDENT = 4096
 
 @dataclass(frozen=True, slots=True)
 class DeviceModel:
-    """How long things take. As measured of one H200 with the Llama-3-8B shape in bf16."""
+    """How long things take, as measured on one H200 with the Llama-3-8B shape in bf16."""
 
     step_s: float = 4.6e-3
-    """A step: reading the weights."""
+    """Seconds that a step takes to read the weights."""
     token_s: float = 15e-6
-    """More for each token of a step."""
+    """Seconds more for each token of a step."""
     lora_s: float = 0.9e-3
-    """More if a step has any adapter."""
+    """Seconds more if a step has any adapter."""
     adapter_s: float = 35e-6
-    """More for each adapter in a step."""
+    """Seconds more for each adapter in a step."""
     loaders: int = 2
-    """Loads that run at the same time."""
+    """How many loads run at the same time."""
     link_bytes_per_s: float = 25e9
-    """From the host to the device."""
+    """Bandwidth from the host to the device."""
     disk_bytes_per_s: float = 4e9
-    """From the disk to the host."""
+    """Bandwidth from the disk to the host."""
     move_bytes_per_s: float = 1.5e12
-    """Within the device; steps wait for it."""
+    """Bandwidth within the device, for moves that steps wait for."""
     rank_bytes: int = 5 << 20
-    """Of an adapter of all linear layers, for each rank."""
+    """Bytes of an adapter of all linear layers, for each unit of its rank."""
 
     def seconds_of_step(self, num_tokens: int, num_adapters: int) -> float:
         lora_s = self.lora_s + self.adapter_s * num_adapters if num_adapters else 0.0
@@ -64,7 +65,7 @@ class DeviceModel:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes for adapters."""
+    """The memory that adapters may take, in bytes."""
 
     device_bytes: int
     host_bytes: int
@@ -75,9 +76,9 @@ class Replay:
     """What happened. Lists are by request, in the order of the trace."""
 
     wait_s: list[float]
-    """From arrival to the first step."""
+    """Seconds from arrival to the first step."""
     residency_s: list[float]
-    """The part of it until the adapter was on the device."""
+    """The part of the wait until the adapter was on the device."""
     uses: list[str] = field(default_factory=list)
     """Digests in the order in which requests were admitted; a preempted one is here again."""
     num_loads: int = 0
@@ -99,12 +100,12 @@ def digest_of(adapter: int) -> str:
 
 
 def sizes_of(trace: Trace, model: DeviceModel) -> dict[str, int]:
-    """Bytes by digest."""
+    """The bytes of each adapter by digest."""
     return {digest_of(k): rank * model.rank_bytes for k, rank in enumerate(trace.ranks)}
 
 
 def replay(trace: Trace, policy: str, memory: Memory, model: DeviceModel) -> Replay:
-    """All requests of a trace, to their end. The same arguments give the same result."""
+    """Replay all requests of a trace to their end. The same arguments give the same result."""
     return _Simulator(trace, policy, memory, model).run()
 
 
@@ -188,7 +189,7 @@ class _Simulator:
         self._fairness.look(self._now)
 
     def _sleep(self) -> None:
-        """Until something comes."""
+        """Let time pass until something comes."""
         coming = [self._now + IDLE_S, *self._loads.ends()]
         if self._arrived < len(self._asks):
             coming.append(self._asks[self._arrived].arrival_s)
@@ -199,7 +200,7 @@ class _Simulator:
 
 
 class _Loads:
-    """Loads under way, and which images are on the host: those used last."""
+    """The loads under way, and the images on the host, which are those used last."""
 
     def __init__(self, model: DeviceModel, num_bytes: Mapping[str, int], host_bytes: int) -> None:
         self._model = model
@@ -207,9 +208,9 @@ class _Loads:
         self._free_bytes = host_bytes
         self._host: OrderedDict[str, None] = OrderedDict()
         self._loaders = [0.0] * model.loaders
-        """When each is free."""
+        """When each loader is free."""
         self._under_way: list[tuple[float, str, float]] = []
-        """When it ends, what it loads, when it was ordered."""
+        """For each load: when it ends, what it loads, and when it was ordered."""
         self.came_s: dict[str, float] = {}
         """When each adapter came to the device last."""
 
@@ -231,7 +232,7 @@ class _Loads:
         return found
 
     def ends(self) -> list[float]:
-        """When the next one ends, if there is one."""
+        """When the next load ends, if there is one."""
         return [self._under_way[0][0]] if self._under_way else []
 
     def _keep(self, digest: str) -> None:
@@ -246,7 +247,7 @@ class _Loads:
 
 
 class _Fairness:
-    """Tokens that tenants with waiting requests got, second by second."""
+    """Counts the tokens that tenants with waiting requests get, second by second."""
 
     def __init__(self) -> None:
         self._waiting: Counter[int] = Counter()

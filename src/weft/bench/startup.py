@@ -40,11 +40,11 @@ RUNS = ("cold", "warm")
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """One start."""
+    """How long one start took."""
 
     run: str
     seconds: Mapping[str, float]
-    """By stage, in their order."""
+    """Seconds of each stage, in their order."""
 
     @property
     def total_s(self) -> float:
@@ -87,7 +87,7 @@ def run_startup(model: str | None, shape: AdapterShape, options: Mapping[str, ob
 
 
 def _start(order: Mapping[str, object], kernels: Path) -> dict[str, Any]:
-    """In a process of its own, whose complaints go where this one's go."""
+    """Start in a process of its own, which writes its errors where this one does."""
     done = subprocess.run(
         [sys.executable, "-m", "weft.bench.first_token"],
         input=json.dumps({**order, "began": time.time()}),
@@ -117,7 +117,7 @@ def startup_table(starts: Sequence[Start]) -> Table:
 
 
 def startup_plot(starts: Sequence[Start], title: str) -> Figure:
-    """A bar for each start, its stages from left to right."""
+    """Plot a bar for each start, with its stages from left to right."""
     figure, [axes] = new_figure(title, 1)
     ends = [0.0] * len(starts)
     for number, stage in enumerate(starts[0].seconds):

@@ -51,19 +51,19 @@ class ThroughputPlan:
 
     @property
     def num_published(self) -> int:
-        """Adapters that the patterns need."""
+        """How many adapters the patterns need."""
         several = {"uniform", "skewed"} & set(self.patterns)
         return self.num_adapters if several else int("identical" in self.patterns)
 
 
 @dataclass(frozen=True, slots=True)
 class ThroughputRow:
-    """All requests, with one pattern."""
+    """The run of all requests with one pattern."""
 
     pattern: Pattern
     num_requests: int
     num_adapters: int
-    """Different ones in use."""
+    """How many different adapters are in use."""
     prompt_tokens: int
     output_tokens: int
     seconds: float
@@ -106,7 +106,8 @@ def run_throughput(
 
 
 def measure_throughput(llm: LLM, plan: ThroughputPlan, advance: Advance) -> list[ThroughputRow]:
-    """Raises ConfigError if the longest request can't fit into the model's context."""
+    """Measure each pattern. Raises ConfigError if the longest request can't fit into the model's
+    context."""
     check_lengths(plan.input_len, plan.output_len, llm.info.max_model_len)
     lengths = plan.input_len.draw(plan.num_requests, rng_of(plan.seed, 0))
     prompts = random_prompts(lengths, 0, llm.info.vocab_size, rng_of(plan.seed, 1))
@@ -124,7 +125,8 @@ def _adapters(plan: ThroughputPlan, pattern: Pattern) -> list[str | None]:
 
 
 def _warm_up(llm: LLM, prompts: list[list[int]], adapters: list[str | None]) -> None:
-    """Each adapter comes to the device, and what is compiled at first use is compiled."""
+    """Bring each adapter to the device, and let everything compile that is compiled at first
+    use."""
     first = {name: i for i, name in reversed(list(enumerate(adapters)))}
     chosen = sorted({*range(min(WARM_UP_REQUESTS, len(prompts))), *first.values()})
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0, ignore_eos=True)

@@ -14,10 +14,10 @@ NUM_TENANTS = 8
 BURST = 16
 """Requests that come at once in the trace `bursts`."""
 FLOOD_SHARE, FLOOD_AT = 0.5, 0.25
-"""Of the trace `flood`: which share of the requests the first tenant sends at once, and when, as a
-share of the time in which the others send theirs."""
+"""In the trace `flood` the first tenant sends this share of the requests at once, at this share of
+the time in which the others send theirs."""
 PROMPT, OUTPUT = Lengths(16, 1024, 5.2, 0.8), Lengths(8, 256, 3.6, 0.7)
-"""Tokens; a mean of 230 and 47."""
+"""Lengths of prompts and answers in tokens, with means of 230 and 47."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +35,20 @@ class Ask:
 class Trace:
     name: str
     ranks: tuple[int, ...]
-    """Of each adapter."""
+    """The rank of each adapter."""
     asks: tuple[Ask, ...]
-    """In the order of arrival."""
+    """The requests in the order of their arrival."""
 
 
 @dataclass(frozen=True, slots=True)
 class TraceKind:
-    """`zipf:EXPONENT`, adapter k asked in proportion to (k+1)^-EXPONENT; `uniform`; `bursts`, 16 at
-    once, of which half ask for one adapter that is new each time; or `flood`, in which the first of
-    8 tenants sends half of all requests at once. Adapter k belongs to tenant k % 8."""
+    """How requests choose adapters and times.
+
+    `zipf:EXPONENT` asks for adapter k in proportion to (k+1)^-EXPONENT. `uniform` asks for all
+    alike. In `bursts` 16 requests come at once, and half of them ask for one adapter that is new
+    each time. In `flood` the first of 8 tenants sends half of all requests at once. Adapter k
+    belongs to tenant k % 8.
+    """
 
     name: str
     kind: Literal["zipf", "bursts", "flood"]
@@ -52,7 +56,7 @@ class TraceKind:
 
     @classmethod
     def parse(cls, text: str) -> TraceKind:
-        """Raises ConfigError."""
+        """Parse what the command line says. Raises ConfigError."""
         kind, _, number = text.strip().partition(":")
         match kind, number:
             case "zipf", _ if _is_exponent(number):
@@ -67,7 +71,8 @@ class TraceKind:
     def draw(
         self, num_adapters: int, ranks: tuple[int, ...], count: int, rate: float, seed: int
     ) -> Trace:
-        """`count` requests, `rate` of them a second, for adapters with a random one of `ranks`."""
+        """Draw `count` requests, `rate` of them per second, for adapters whose ranks are drawn from
+        `ranks`."""
         adapters = zipf(count, num_adapters, self.exponent, rng_of(seed, 0))
         times = Arrival("poisson", rate).times_s(count, rng_of(seed, 1))
         if self.kind == "bursts":
@@ -97,7 +102,7 @@ def _is_exponent(text: str) -> bool:
 
 
 def _make_hot(adapters: list[int], num_adapters: int, rng: np.random.Generator) -> None:
-    """Every second request of a burst is for the burst's own adapter."""
+    """Let every second request of a burst ask for the burst's own adapter."""
     for start in range(0, len(adapters), BURST):
         hot = int(rng.integers(num_adapters))
         for index in range(start, min(start + BURST, len(adapters)), 2):
@@ -107,7 +112,7 @@ def _make_hot(adapters: list[int], num_adapters: int, rng: np.random.Generator) 
 def _flood(
     adapters: list[int], times: list[float], num_adapters: int, rng: np.random.Generator
 ) -> None:
-    """A share of the requests, taken at random, becomes the first tenant's, all at one time."""
+    """Give a random share of the requests to the first tenant, all at one time."""
     taken = rng.permutation(len(adapters))[: int(FLOOD_SHARE * len(adapters))]
     own = -(-num_adapters // NUM_TENANTS)
     flood_s = FLOOD_AT * times[-1]

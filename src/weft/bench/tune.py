@@ -50,11 +50,12 @@ FORMS = (
 )
 SPLITS = (1, 2, 4)
 AHEAD = (0, 8)
-"""Tried with the best of the others."""
+"""Prefetch distances that are tried with the best cut."""
 PROGRAMS = (0.9, 4.5)
-"""By processor: with fewer some have nothing to do, and with more, parts of K are small."""
+"""The fewest and most programs per processor. With fewer, some processors have nothing to do; with
+more, the parts of K get small."""
 SHARED_BYTES = 220 << 10
-"""That a program may take."""
+"""The most shared memory that a program may take."""
 MANY_ROWS = (128, 1024)
 BLOCKS: Mapping[str, tuple[int, ...]] = {
     "columns": (64, 256),
@@ -66,14 +67,15 @@ BLOCKS: Mapping[str, tuple[int, ...]] = {
     "shrink_stages": (2, 4),
 }
 GAIN = 0.98
-"""Of the time of what is in use: less than that is noise."""
+"""A candidate must take less than this share of the time of what is in use; a smaller gain is
+noise."""
 
 Launch = Callable[[], object]
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """Of what was tried."""
+    """The best candidate of those that were tried."""
 
     name: str
     before_us: float
@@ -82,8 +84,10 @@ class Best:
 
 
 def run_tune(model: str | None, device: str, rank: int, repeats: int, output: Path | None) -> None:
-    """Write the table and show what it is worth; `model` None: `default_model`, `output` None: the
-    user's own table. Raises ConfigError."""
+    """Write the table and show what it is worth.
+
+    `model` None means `default_model`, and `output` None the user's own table. Raises ConfigError.
+    """
     where = device_of(device)
     if where.type == "cpu" and not INTERPRETED:
         raise ConfigError("weft tune is for the kernels of a GPU; there is none", "device")
@@ -111,7 +115,8 @@ def run_tune(model: str | None, device: str, rank: int, repeats: int, output: Pa
 
 
 def _open(path: Path, device: torch.device) -> tuned.Table:
-    """What is there already. Raises ConfigError if the table can't go there."""
+    """Read the table that is there already. Raises ConfigError if the new one can't be written
+    there."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -138,7 +143,7 @@ def tune_products(bed: Bed, timer: Timer) -> dict[tuned.Key, Best]:
 
 
 def candidates(key: tuned.Key, num_processors: int) -> list[Cut]:
-    """Cuts worth a trial."""
+    """The cuts that are worth a trial."""
     least, most = (share * num_processors for share in PROGRAMS)
     found = []
     for cut in (replace(form, split=split) for form in FORMS for split in SPLITS):
@@ -154,7 +159,7 @@ def _has_room(cut: Cut, key: tuned.Key) -> bool:
 
 
 class _Contest:
-    """Cuts of one product against each other."""
+    """Times the cuts of one product against each other."""
 
     def __init__(self, bed: Bed, product: Product, x_TI: Tensor, before: Cut) -> None:
         self.key, self.before = tuned.Key(len(x_TI), *product.shape), before
@@ -163,12 +168,13 @@ class _Contest:
         self._seconds: dict[Cut, float] = {}
 
     def launches(self, cut: Cut) -> list[Launch]:
-        """In all layers."""
+        """Launch the product with this cut in all layers."""
         weights = self._product.weights
         return [partial(launch, self._x_TI, weight_OI, None, cut, None) for weight_OI in weights]
 
     def time(self, cut: Cut, timer: Timer) -> None:
-        """A cut that the device has no room for, or whose result is wrong, is out."""
+        """Time a cut. One that the device has no room for, or whose result is wrong, takes
+        infinitely long."""
         launches = self.launches(cut)
         try:
             got_TO: Any = launches[0]()
@@ -182,12 +188,12 @@ class _Contest:
 
     @property
     def ranked(self) -> list[Cut]:
-        """The fastest first."""
+        """The cuts that were timed, the fastest first."""
         return sorted(self._seconds, key=self._seconds.__getitem__)
 
     @property
     def best(self) -> Best:
-        """The one in use, unless another is clearly better."""
+        """The cut in use, unless another is clearly better."""
         first, before = self.ranked[0], self.before
         if self._seconds[first] > GAIN * self._seconds[before]:
             first = before
@@ -196,7 +202,8 @@ class _Contest:
 
 
 def _contests(bed: Bed) -> list[_Contest]:
-    """Of the products that the kernel is for; the cut in use takes part in all."""
+    """One contest for each product that the kernel is for. The cut in use takes part in all of
+    them."""
     made: dict[tuned.Key, _Contest] = {}
     for rows in ROWS:
         for product in bed.products:
@@ -229,7 +236,7 @@ def _compile(launches: Iterable[Launch]) -> None:
 
 
 def tune_blocks(bed: Bed, timer: Timer) -> tuple[Blocks, float]:
-    """The best blocks, and their time as a part of that before: on average over products and
+    """The best blocks, and the share of the former time that they take, averaged over products and
     numbers of rows."""
     before = TritonBackend(bed.pool).tuning.blocks
     works = [_ManyRows(bed, product, rows) for rows in MANY_ROWS for product in bed.products]
@@ -251,7 +258,7 @@ def tune_blocks(bed: Bed, timer: Timer) -> tuple[Blocks, float]:
 def _times(
     works: Sequence[_ManyRows], trials: Sequence[Blocks], timer: Timer
 ) -> dict[Blocks, list[float]]:
-    """Seconds, by work."""
+    """The seconds that each piece of work takes."""
     _compile(call for w in works for blocks in trials for call in w.launches(blocks)[:2])
     times: dict[Blocks, list[float]] = {}
     with progress("Many rows", len(trials)) as advance:
@@ -277,7 +284,7 @@ class _ManyRows:
         self._first_TO: Tensor | None = None
 
     def launches(self, blocks: Blocks) -> list[Launch]:
-        """Both, layer by layer."""
+        """Launch shrink and expand, layer by layer."""
         tuning = replace(TritonBackend(self._bed.pool).tuning, blocks=blocks)
         backend = TritonBackend(self._bed.pool, tuning)
         backend.reserve(len(self._slots))
@@ -289,8 +296,8 @@ class _ManyRows:
         return found
 
     def time(self, blocks: Blocks, timer: Timer) -> float:
-        """Infinite if the device has no room for them, or the result is not that of the first
-        call, to the bit."""
+        """Time these blocks. The time is infinite if the device has no room for them, or if the
+        result differs from that of the first call in any bit."""
         shrink, expand, *_ = launches = self.launches(blocks)
         self._y_TO.zero_()
         try:

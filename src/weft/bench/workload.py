@@ -14,13 +14,13 @@ from weft.core.errors import ConfigError
 Pattern = Literal["none", "identical", "uniform", "skewed", "distinct"]
 PATTERNS: tuple[Pattern, ...] = get_args(Pattern)
 SKEW = 1.5
-"""Zipf exponent of the pattern `skewed`."""
+"""The Zipf exponent of the pattern `skewed`."""
 
 T = TypeVar("T", bound=str)
 
 
 def rng_of(seed: int, *stream: int) -> np.random.Generator:
-    """A generator of its own for each purpose: `stream` keeps draws from shifting one another."""
+    """A random generator for one purpose. Draws of different `stream`s do not shift each other."""
     return np.random.default_rng([seed, *stream])
 
 
@@ -28,24 +28,24 @@ def rng_of(seed: int, *stream: int) -> np.random.Generator:
 
 
 def adapters_in_batch(pattern: Pattern, batch: int) -> int:
-    """From how many adapters a batch draws: none 0, identical 1, uniform ceil(sqrt(batch)),
-    skewed and distinct as many as requests."""
+    """How many adapters a batch draws from: none 0, identical 1, uniform ceil(sqrt(batch)), skewed
+    and distinct as many as there are requests."""
     sizes = {"none": 0, "identical": 1, "uniform": math.ceil(math.sqrt(batch))}
     return sizes.get(pattern, batch)
 
 
 def most_adapters(patterns: Sequence[Pattern], batches: Sequence[int]) -> int:
-    """From how many any of the batches draws, at most."""
+    """The most adapters that any of the batches draws from."""
     return max(adapters_in_batch(pattern, batch) for pattern in patterns for batch in batches)
 
 
 def assign(
     pattern: Pattern, count: int, num_adapters: int, rng: np.random.Generator
 ) -> list[int | None]:
-    """The adapter of each of `count` requests, by number; None is the base.
+    """The adapter of each of `count` requests by number, in random order. None is the base.
 
-    none: the base; identical: adapter 0; uniform and distinct: all in turn, equally often; skewed:
-    drawn, adapter k with a probability proportional to (k+1)^-SKEW. In random order.
+    The pattern none gives the base, and identical gives adapter 0. Uniform and distinct take all
+    adapters equally often. Skewed draws adapter k with a probability proportional to (k+1)^-SKEW.
     """
     if pattern == "none":
         return [None] * count
@@ -57,7 +57,7 @@ def assign(
 
 
 def zipf(count: int, size: int, exponent: float, rng: np.random.Generator) -> list[int]:
-    """`count` draws of 0..size-1, k with a probability proportional to (k+1)^-exponent."""
+    """Draw `count` numbers below `size`, k with a probability proportional to (k+1)^-exponent."""
     weights = np.arange(1, size + 1, dtype=np.float64) ** -exponent
     return [int(k) for k in rng.choice(size, count, p=weights / weights.sum())]
 
@@ -71,7 +71,7 @@ class Choice:
 
     @classmethod
     def parse(cls, text: str) -> Choice:
-        """Raises ConfigError."""
+        """Parse what the command line says. Raises ConfigError."""
         kind, numbers = _split(text, "choice")
         if kind == "zipf" and len(numbers) == 1 and numbers[0] >= 0:
             return cls("zipf", numbers[0])
@@ -95,14 +95,14 @@ class Lengths:
 
     low: int
     high: int
-    """Both included."""
+    """Both bounds are included."""
     mu: float | None = None
-    """None: uniform."""
+    """None means a uniform distribution."""
     sigma: float = 0.0
 
     @classmethod
     def parse(cls, text: str, param: str) -> Lengths:
-        """Raises ConfigError naming `param`."""
+        """Parse what the command line says. Raises ConfigError naming `param`."""
         kind, numbers = _split(text if ":" in text else f"fixed:{text}", param)
         match kind, numbers:
             case "fixed", [value]:
@@ -139,7 +139,7 @@ def check_lengths(input_len: Lengths, output_len: Lengths, max_model_len: int) -
 def random_prompts(
     lengths: Sequence[int], low: int, high: int, rng: np.random.Generator
 ) -> list[list[int]]:
-    """Prompts of token ids in [low, high)."""
+    """Random prompts with token ids in [low, high)."""
     return [[int(i) for i in rng.integers(low, high, n)] for n in lengths]
 
 
@@ -161,7 +161,7 @@ class Arrival:
 
     @classmethod
     def parse(cls, text: str) -> Arrival:
-        """Raises ConfigError."""
+        """Parse what the command line says. Raises ConfigError."""
         match _split(text, "arrival"):
             case "poisson", [rate] if rate > 0:
                 return cls("poisson", rate)
@@ -176,7 +176,8 @@ class Arrival:
         )
 
     def times_s(self, count: int, rng: np.random.Generator) -> list[float]:
-        """When each request is to be sent, from the start, rising. Not of a closed loop."""
+        """When each request is to be sent, in rising seconds from the start. A closed loop has no
+        such times."""
         assert self.kind != "closed"
         if self.kind == "all":
             return [0.0] * count
@@ -189,7 +190,7 @@ class Arrival:
 
 
 def parse_counts(text: str, param: str) -> tuple[int, ...]:
-    """`1,8,32`: rising, each at least 1. Raises ConfigError."""
+    """Parse counts such as `1,8,32`, which must rise and be at least 1. Raises ConfigError."""
     try:
         counts = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -200,7 +201,7 @@ def parse_counts(text: str, param: str) -> tuple[int, ...]:
 
 
 def parse_names(text: str, known: Sequence[T], param: str) -> tuple[T, ...]:
-    """Names out of `known`, in its order. Raises ConfigError."""
+    """Parse names out of `known`, and return them in its order. Raises ConfigError."""
     names = {part.strip() for part in text.split(",")}
     if not names <= set(known):
         raise _refused(param, text, f"a list of {', '.join(known)}")
@@ -219,7 +220,7 @@ def _split(text: str, param: str) -> tuple[str, list[float]]:
 
 
 def _whole(number: float) -> int:
-    """-1, which nothing takes, if it is not whole."""
+    """The number as an integer, or -1, which nothing takes, if it is not whole."""
     return int(number) if number.is_integer() else -1
 
 

@@ -9,7 +9,7 @@ from typing import Literal
 from weft.metrics.histogram import Histogram
 
 Labels = str
-"""`name="value"` pairs joined by commas; empty: none."""
+"""`name="value"` pairs joined by commas. The empty string means no labels."""
 
 
 def labels(**values: str) -> Labels:
@@ -30,7 +30,7 @@ class Exposition:
         self._add(name, "gauge", text, samples)
 
     def counter(self, name: str, text: str, samples: Iterable[tuple[Labels, float]]) -> None:
-        """`name` without its suffix `_total`."""
+        """Add a counter. `name` comes without its suffix `_total`."""
         self._add(f"{name}_total", "counter", text, samples)
 
     def histogram(self, name: str, text: str, samples: Iterable[tuple[Labels, Histogram]]) -> None:

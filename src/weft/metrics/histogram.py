@@ -17,7 +17,7 @@ class Bounds:
     def __init__(self, *values: float) -> None:
         self.values = values
         self.texts = (*map(floatToGoString, values), "+Inf")
-        """As Prometheus writes them."""
+        """The bounds as Prometheus writes them."""
 
 
 class Histogram:
@@ -26,7 +26,8 @@ class Histogram:
     __slots__ = ("_bounds", "_counts", "sum")
 
     def __init__(self, bounds: Bounds, counts: Sequence[int] = (), total: float = 0.0) -> None:
-        """counts: of each bucket so far, with their sum `total`; none: nothing was counted."""
+        """`counts` are the counts of each bucket so far, and `total` the sum of the values. Without
+        counts, nothing was counted."""
         self._bounds = bounds
         self._counts = list(counts) or [0] * len(bounds.texts)
         self.sum = total
@@ -36,5 +37,6 @@ class Histogram:
         self.sum += value * times
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, number of values up to it); the last one has all."""
+        """Pairs of an upper bound and the number of values up to it. The last one counts all
+        values."""
         return list(zip(self._bounds.texts, map(float, accumulate(self._counts)), strict=True))

@@ -88,12 +88,13 @@ def configure_logging(level: str, json: bool) -> None:
 
 
 def configured_logging() -> LogArgs | None:
-    """How this process logs, for a process that it starts; None: it was not said."""
+    """How this process logs, for a process that it starts. None means that logging was not
+    configured."""
     return _configured
 
 
 def log_request(record: RequestRecord) -> None:
-    """The line of a request that has ended."""
+    """Write the log line of a request that has ended."""
     if not _requests.isEnabledFor(logging.INFO):
         return
     ref = record.adapter

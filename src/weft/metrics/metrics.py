@@ -123,8 +123,8 @@ class Metrics:
     """All metrics of one server; several can coexist. For one event loop."""
 
     def __init__(self, model_name: str) -> None:
-        """`model_name`: what requests call the base model; a label of the `vllm:` metrics, and the
-        base's own where adapters have theirs."""
+        """`model_name` is what requests call the base model. It labels the `vllm:` metrics, and
+        stands for the base where adapters have series of their own."""
         self._model_name = model_name
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
@@ -143,7 +143,7 @@ class Metrics:
         self._tallies = Tallies(model_name)
         self._tenants = Tallies("")
         self._evictions: dict[str, int] = {}
-        """By digest, as of the last scrape."""
+        """Evictions of each digest as of the last scrape."""
 
     # -- events of requests; `adapter`: its name, None for the base -----------------------------
 
@@ -152,26 +152,26 @@ class Metrics:
         self._tallies.of(adapter).prompt_tokens += num_prompt_tokens
 
     def queued(self, adapter: str | None, queue_s: float) -> None:
-        """A request took its first step, so long after it was received."""
+        """A request took its first step `queue_s` after it was received."""
         self._queue_s.observe(queue_s)
         self._tallies.of(adapter).queue_s.observe(queue_s)
 
     def first_tokens(self, adapter: str | None, count: int, first_token_s: float) -> None:
-        """The first tokens of a request, so long after it came."""
+        """A request got its first tokens `first_token_s` after it came."""
         tally = self._tallies.of(adapter)
         tally.output_tokens += count
         tally.first_token_s.observe(first_token_s)
         self._first_token_s.observe(first_token_s)
 
     def more_tokens(self, adapter: str | None, count: int, gap_s: float) -> None:
-        """Tokens of a request, so long after those before."""
+        """A request got more tokens `gap_s` after the ones before."""
         self._tallies.of(adapter).output_tokens += count
         self._inter_token_s.observe(gap_s / count, count)
 
     def finished(
         self, adapter: str | None, reason: str, request_s: float, per_token_s: float | None
     ) -> None:
-        """The end of a request; `per_token_s`: its mean time between tokens, if it had several."""
+        """A request has ended. `per_token_s` is its mean time between tokens, if it had several."""
         tally = self._tallies.of(adapter)
         tally.finished[reason] += 1
         self._finished[reason] += 1
@@ -181,8 +181,8 @@ class Metrics:
             self._per_token_s.observe(per_token_s)
 
     def served(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
-        """What a tenant had of a request that has ended; tokens from the prefix cache don't
-        count."""
+        """Count what a tenant got from a request that has ended. Prompt tokens from the prefix
+        cache don't count."""
         self._tenants.arrived(tenant or None)
         tally = self._tenants.of(tenant or None)
         tally.prompt_tokens += num_prompt_tokens
@@ -191,8 +191,10 @@ class Metrics:
     # -- scrapes --------------------------------------------------------------------------------
 
     def render(self, info: EngineInfo, stats: EngineStats | None, adapters: Adapters) -> bytes:
-        """The text of one scrape. `stats` is None when the engine does not answer; `adapters` are
-        the live versions."""
+        """The text of one scrape.
+
+        `stats` is None when the engine does not answer, and `adapters` are the live versions.
+        """
         out = Exposition()
         out.gauge("weft:engine_up", "1 while the engine answers.", [("", stats is not None)])
         cache = labels(block_size=str(info.block_size), num_gpu_blocks=str(info.num_blocks))
@@ -210,7 +212,7 @@ class Metrics:
         return generate_latest(self._registry) + out.encode()
 
     def _count_evictions(self, stats: EngineStats, names_of: Mapping[str, list[str]]) -> None:
-        """What was evicted since the last scrape; a restarted engine counts from 0 again."""
+        """Count what was evicted since the last scrape. A restarted engine counts from 0 again."""
         before, self._evictions = self._evictions, {}
         for digest, adapter in stats.adapters.items():
             total = self._evictions[digest] = adapter.num_evictions
@@ -297,7 +299,7 @@ def _add_tenants(out: Exposition, shown: Iterable[tuple[str, Tally]]) -> None:
 
 
 def _names_of(adapters: Adapters) -> dict[str, list[str]]:
-    """Live names by digest."""
+    """The live names of each digest."""
     names: dict[str, list[str]] = {}
     for ref in adapters:
         names.setdefault(ref.digest, []).append(ref.name)
@@ -406,8 +408,8 @@ def _loaded(
 
 
 def _room(info: EngineInfo, adapters: Adapters, num_resident: int) -> int:
-    """The memory is bounded in bytes, not in adapters, so this is an estimate; without any
-    adapter to go by, it is what one batch may hold."""
+    """An estimate of how many adapters fit on the device, whose memory is bounded in bytes. Without
+    any adapter to go by, it is what one batch may hold."""
     num_bytes = sum(adapter.num_bytes for adapter in adapters.values())
     if not num_bytes:
         return max(num_resident, info.max_loras)
@@ -415,5 +417,5 @@ def _room(info: EngineInfo, adapters: Adapters, num_resident: int) -> int:
 
 
 def _joined(digests: Iterable[str], names_of: Mapping[str, list[str]]) -> str:
-    """Live names; a version that only drains has none."""
+    """The live names, joined by commas. A version that only drains has none."""
     return ",".join(sorted({name for d in digests for name in names_of.get(d, ())}))

@@ -10,7 +10,8 @@ from weft.core.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
-    """Times are seconds from `start_unix_s`; None: it did not come to that."""
+    """One request to the engine that has ended. Times are seconds from `start_unix_s`, or None
+    where it did not get that far."""
 
     request_id: str
     model: str
@@ -20,7 +21,7 @@ class RequestRecord:
     start_unix_s: float
     duration_s: float
     queue_s: float | None
-    """From the engine's receipt of the request to its first step."""
+    """Seconds from the engine's receipt of the request to its first step."""
     first_token_s: float | None
     last_token_s: float | None
     num_prompt_tokens: int

@@ -29,16 +29,16 @@ from collections import Counter
 from weft.metrics.histogram import Bounds, Histogram
 
 OTHER = "other"
-"""Label of what has no series of its own. An adapter of that name never gets one."""
+"""The label of everything that has no series of its own. An adapter of that name never gets one."""
 MAX_OWN = 100
 PERIOD_S = 60.0
 HALF_LIFE_S = 300.0
-"""After which a request counts half for who is busy."""
+"""Seconds after which a request counts half when the busiest adapters are chosen."""
 HOLD = 2.0
-"""Who has a series keeps it against those that are less than so many times as busy."""
+"""An adapter that has a series keeps it unless another is this many times as busy."""
 LEAVE_SHARE = 0.1
-"""Of the own series, at most so many leave at a time: traffic that is spread evenly over
-thousands of adapters must not turn over all of them every minute."""
+"""The largest share of adapters' own series that leave at a time. Traffic that is spread evenly
+over thousands of adapters must not turn over all of them every minute."""
 MAX_FORMER = 10_000
 MAX_SCORED = 20_000
 
@@ -76,7 +76,7 @@ class Tallies:
     seconds, is passed in. `check()` states the invariants."""
 
     def __init__(self, base: str, max_own: int = MAX_OWN) -> None:
-        """`base`: the base model's label, which no adapter has."""
+        """`base` is the base model's label, which no adapter has."""
         self._base_label = base
         self._max_own = max_own
         self._base = Tally()
@@ -84,18 +84,19 @@ class Tallies:
         self._own: dict[str, Tally] = {}
         self._leaving: dict[str, Tally] = {}
         self._former: dict[str, Tally] = {}
-        """Ends of series that are gone, the oldest first."""
+        """The last values of series that are gone, the oldest first."""
         self._score: dict[str, float] = {}
-        """Requests of late, by adapter."""
+        """How many requests each adapter had of late."""
         self._selected_s: float | None = None
 
     def arrived(self, name: str | None) -> None:
-        """A request came for an adapter; None: for the base."""
+        """A request came for an adapter, or for the base (None)."""
         if name is not None and (name in self._score or len(self._score) < MAX_SCORED):
             self._score[name] = self._score.get(name, 0.0) + 1.0
 
     def of(self, name: str | None) -> Tally:
-        """Where an event of this adapter (None: of the base) counts now; not to be kept."""
+        """The tally in which an event of this adapter (None: the base) counts now. Callers must not
+        keep it."""
         if name is None:
             return self._base
         tally = self._own.get(name)
@@ -106,7 +107,7 @@ class Tallies:
         return self._begin(name)
 
     def shown(self, now_s: float) -> list[tuple[str, Tally]]:
-        """All series of a scrape: (label, tally)."""
+        """All series of a scrape, as pairs of a label and a tally."""
         if self._selected_s is None:
             self._selected_s = now_s
         elif now_s - self._selected_s >= PERIOD_S:
@@ -148,7 +149,7 @@ class Tallies:
             self._leaving[name] = self._own.pop(name)
 
     def _weight(self, name: str) -> tuple[float, str]:
-        """Rank among the busiest; by name where that leaves a choice."""
+        """What the busiest are sorted by: requests of late, then the name."""
         return self._score.get(name, 0.0) * (HOLD if name in self._own else 1.0), name
 
     def _fade(self, factor: float) -> None:

@@ -47,7 +47,7 @@ class Traces:
         self._tracer = self._provider.get_tracer("weft", version("weft"))
 
     def record(self, record: RequestRecord, headers: Mapping[str, str]) -> None:
-        """The spans of a request; `headers` of its HTTP request tell the parent."""
+        """Send the spans of a request. The `headers` of its HTTP request name the parent span."""
         parent = TraceContextTextMapPropagator().extract(headers)
         span = self._tracer.start_span(
             f"generate {record.model}",
@@ -65,12 +65,12 @@ class Traces:
         span.end(_unix_ns(record, record.duration_s))
 
     def close(self) -> None:
-        """Send what is left; waits for it, a few seconds at most."""
+        """Send what is left. This waits for a few seconds at most."""
         self._provider.shutdown()
 
 
 def open_traces(endpoint: str) -> Traces:
-    """Traces to an OTLP collector at an HTTP URL; without a path, `/v1/traces` is its path.
+    """Open traces to an OTLP collector at an HTTP URL. Without a path, `/v1/traces` is used.
 
     Raises ConfigError.
     """
@@ -118,7 +118,7 @@ def _attributes(record: RequestRecord) -> dict[str, AttributeValue]:
 
 
 def _phases(record: RequestRecord) -> list[tuple[str, float, float]]:
-    """(name, start, end), in seconds from the record's start."""
+    """The name, start and end of each phase, in seconds from the record's start."""
     if record.first_token_s is None or record.last_token_s is None:
         return []
     queue_s = min(record.queue_s or 0.0, record.first_token_s)
