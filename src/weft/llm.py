@@ -22,11 +22,12 @@ from weft.core.requests import EngineRequest, FinishReason, TokenEvent, TokenLog
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineStats
 from weft.engine.engine import WAIT_S, Engine
-from weft.registry import AdapterRegistry, Lease
-from weft.text import AdapterTokenizers, OutputStream, Tokenizer, bad_token_ids, load_tokenizer
-from weft.text.own import NO_FORMS
+from weft.registry import AdapterRegistry
+from weft.serving import Intake, Language, Pinned
+from weft.text import AdapterTokenizers, OutputStream, Tokenizer, load_tokenizer
 
 Prompt = str | list[int]
+Conversation = Sequence[Mapping[str, str]]
 AdapterChoice = str | Sequence[WeightedAdapter] | None
 """A name, adapters whose weighted sum is meant, or None: the base."""
 T = TypeVar("T")
@@ -81,6 +82,7 @@ class LLM:
         self._engine = Engine(args, wake=lambda: self._wakeups.put(None))
         self.info = self._engine.info
         self._registry = AdapterRegistry([args.model.model], args.model.model)
+        self._intake = Intake(self.info, self._registry, self._tokenizers)
         self._ids = itertools.count()
         try:
             for name, path in (adapters or {}).items():
@@ -115,36 +117,19 @@ class LLM:
         """
         one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         many = cast(list[Prompt], [prompts] if one else list(prompts))
-        params = params or SamplingParams()
-        same = [params] * len(many) if isinstance(params, SamplingParams) else params
-        each_params = _check_length(list(same), len(many), "params")
-        each_adapter = _check_length(_choices(adapter, len(many)), len(many), "adapter")
-        tenants = [tenant] * len(many) if isinstance(tenant, str) else list(tenant)
-        each_tenant = _check_length(tenants, len(many), "tenant")
-        with contextlib.ExitStack() as leases:
-            held = [leases.enter_context(self._lease(choice)) for choice in each_adapter]
-            jobs = [
-                self._job(*job) for job in zip(many, each_params, held, each_tenant, strict=True)
-            ]
-            return self._run(jobs, on_finished)
+        return self._answer(many, self._encode, params, adapter, tenant, on_finished)
 
     def chat(
         self,
-        conversations: Sequence[Mapping[str, str]] | Sequence[Sequence[Mapping[str, str]]],
+        conversations: Conversation | Sequence[Conversation],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: AdapterChoice | Sequence[AdapterChoice] = None,
     ) -> list[RequestOutput]:
-        """As `generate`, for one conversation or several, through the chat template: the adapter's
-        own, if it has one."""
+        """Answer one conversation or several, as `generate` continues prompts. They go through
+        the chat template of the adapter if it has one of its own, else through the base's."""
         one = bool(conversations) and isinstance(conversations[0], Mapping)
-        many = cast(list[Sequence[Mapping[str, str]]], [conversations] if one else conversations)
-        names = _check_length(_choices(adapter, len(many)), len(many), "adapter")
-        prompts: list[Prompt] = []
-        for name, messages in zip(names, many, strict=True):
-            own = self._tokenizers.get(name) if isinstance(name, str) else None
-            tokenizer = own.tokenizer if own is not None else self.tokenizer
-            prompts.append(tokenizer.chat([dict(message) for message in messages]))
-        return self.generate(prompts, params, adapter)
+        many = cast(list[Conversation], [conversations] if one else list(conversations))
+        return self._answer(many, self._intake.encode_chat, params, adapter)
 
     def load_adapter(
         self, name: str, path: str | Path, *, replace: bool = False, pinned: bool = False
@@ -211,42 +196,52 @@ class LLM:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _lease(self, choice: AdapterChoice) -> Lease:
-        if choice is None:
-            return Lease(None)
-        if not isinstance(choice, str):
-            return self._registry.resolve_sum(choice)
-        lease = self._registry.resolve(choice)
-        if lease.ref is None:
-            raise ModelNotFound(f"{choice!r} is the base; say adapter=None for it", "adapter")
-        return lease
+    def _answer(
+        self,
+        inputs: Sequence[T],
+        encode: Callable[[T, Language], list[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        adapter: AdapterChoice | Sequence[AdapterChoice],
+        tenant: str | Sequence[str] = "",
+        on_finished: Callable[[RequestOutput], None] = lambda _: None,
+    ) -> list[RequestOutput]:
+        """The outputs of prompts of whatever kind `encode` turns into token ids."""
+        count, params = len(inputs), params or SamplingParams()
+        same = [params] * count if isinstance(params, SamplingParams) else list(params)
+        each_params = _check_length(same, count, "params")
+        each_adapter = _check_length(_choices(adapter, count), count, "adapter")
+        tenants = [tenant] * count if isinstance(tenant, str) else list(tenant)
+        each_tenant = _check_length(tenants, count, "tenant")
+        with contextlib.ExitStack() as held:
+            pins = [held.enter_context(self._pin(choice)) for choice in each_adapter]
+            jobs: list[_Prompting] = []
+            for given, its_params, pinned, who in zip(
+                inputs, each_params, pins, each_tenant, strict=True
+            ):
+                ids, language = encode(given, pinned.language), pinned.language
+                request_id = str(next(self._ids))
+                made = self._intake.requests(request_id, [ids], its_params, pinned, who)
+                prompt = given if isinstance(given, str) else None
+                output = RequestOutput(prompt, ids, pinned.lease.ref)
+                stream = OutputStream(language.tokenizer, its_params, ids)
+                jobs.append(_Prompting(made[0], output, stream))
+            return self._run(jobs, on_finished)
 
-    def _job(self, prompt: Prompt, params: SamplingParams, lease: Lease, tenant: str) -> _Job:
-        name = lease.ref.name if lease.ref and not lease.parts else ""
-        info, own = self._registry.info(name), self._tokenizers.get(name)
-        tokenizer = own.tokenizer if own is not None else self._tokenizer
+    def _pin(self, choice: AdapterChoice) -> Pinned:
+        if choice is not None and not isinstance(choice, str):
+            return self._intake.pin_sum(choice)
+        pinned = self._intake.pin(choice)
+        if choice is not None and pinned.name is None:
+            raise ModelNotFound(f"{choice!r} is the base; say adapter=None for it", "adapter")
+        return pinned
+
+    def _encode(self, prompt: Prompt, language: Language) -> list[int]:
         if isinstance(prompt, str):
-            ids = (tokenizer or self.tokenizer).encode(prompt)
-        else:
-            ids = list(prompt)
-        vocab_size = (info.vocab_size if info else 0) or self.info.vocab_size
-        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-            message = f"the prompt has a token id outside of [0, {vocab_size})"
-            raise InvalidRequest(message, "prompt")
-        params.check_vocab(vocab_size)
-        if own is not None and not own.extends_base and params.structured_outputs is not None:
-            raise InvalidRequest(NO_FORMS, "structured_outputs")
-        bad = bad_token_ids(tokenizer, params.bad_words)
-        eos_ids = tuple(i for i in own.eos_ids if i < vocab_size) if own is not None else ()
-        request_id = str(next(self._ids))
-        request = EngineRequest(
-            request_id, ids, params, lease.ref, bad, tenant, lease.parts, eos_ids
-        )
-        output = RequestOutput(prompt if isinstance(prompt, str) else None, ids, lease.ref)
-        return _Job(request, output, OutputStream(tokenizer, params, ids))
+            return self._intake.encode([prompt], "prompt", language)[0]
+        return list(prompt)
 
     def _run(
-        self, jobs: list[_Job], on_finished: Callable[[RequestOutput], None]
+        self, jobs: list[_Prompting], on_finished: Callable[[RequestOutput], None]
     ) -> list[RequestOutput]:
         open_jobs = {job.request.request_id: job for job in jobs}
         first: list[Report | None] = [self._engine.apply(Submit(job.request)) for job in jobs]
@@ -264,7 +259,7 @@ class LLM:
     def _take(
         self,
         event: TokenEvent,
-        open_jobs: dict[str, _Job],
+        open_jobs: dict[str, _Prompting],
         on_finished: Callable[[RequestOutput], None],
     ) -> None:
         job = open_jobs.get(event.request_id)
@@ -320,7 +315,7 @@ class LLM:
 
 
 @dataclass(slots=True)
-class _Job:
+class _Prompting:
     request: EngineRequest
     output: RequestOutput
     stream: OutputStream

@@ -7,14 +7,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from weft.api.formats import structured_outputs
-from weft.api.generation import engine_requests, num_choices, sampling, truncated
+from weft.api.generation import num_choices, sampling, truncated
 from weft.api.messages import NamedTool
 from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
+from weft.api.tenants import tenant_of
 from weft.core.errors import InvalidRequest
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams, StructuredOutputs
-from weft.registry import Lease
+from weft.serving import Pinned
 from weft.text import OutputDelta, Tokenizer
 from weft.text.chat_parser import ChatParser, Piece, ToolCallDelta
 from weft.text.reasoning import END, opens_reasoning
@@ -32,13 +33,13 @@ class Turn:
     `fields` has what the client calls the fields of SamplingParams, for `generation.naming`.
     """
 
-    def __init__(self, service: Service, body: ChatBody, lease: Lease, request_id: str) -> None:
+    def __init__(self, service: Service, body: ChatBody, pinned: Pinned, request_id: str) -> None:
         self._service = service
         self._body = body
-        self._lease = lease
+        self._pinned = pinned
         self._request_id = request_id
-        self._language = service.language_of(lease)
-        self._dialect = self._language.dialect
+        self._language = pinned.language
+        self._dialect = service.dialect_of(pinned.language)
         self._tools: list[dict[str, Any]] = []
         self._in_reasoning = False
         self.num_choices = 1
@@ -56,13 +57,12 @@ class Turn:
         form = self._form()
         params = self._params(form)
         prompt_ids = await self._prompt_ids(params.max_tokens)
-        self.requests = engine_requests(
-            self._service,
+        self.requests = self._service.intake.requests(
             self._request_id,
             [prompt_ids],
             self._thinking_first(params, prompt_ids),
-            self._lease,
-            self._language,
+            self._pinned,
+            tenant_of(self._pinned.name),
             self.num_choices,
             prompt_field="messages",
             asked_in=body.max_tokens_field,
@@ -132,7 +132,6 @@ class Turn:
             body,
             body.max_tokens if wanted is None else wanted,
             (body.top_logprobs or 0) if body.logprobs else None,
-            self._language,
             form,
         )
 

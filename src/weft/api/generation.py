@@ -6,19 +6,15 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from weft.api.language import Language
 from weft.api.schemas import GenerationBody
 from weft.api.service import Output, Service
-from weft.api.tenants import tenant_of
 from weft.core.errors import InvalidRequest
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams, StructuredOutputs
-from weft.registry import Lease
-from weft.text import bad_token_ids
-from weft.text.own import NO_FORMS
+from weft.serving import Pinned
 
 _SAMPLING_FIELDS = (
     "temperature",
@@ -39,7 +35,7 @@ _SAMPLING_FIELDS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Head:
+class AnswerHead:
     """The fields that all chunks of an answer begin with."""
 
     id: str
@@ -49,8 +45,9 @@ class Head:
     """Names the adapter version that answers, so that a client can tell it changed."""
 
     @classmethod
-    def new(cls, prefix: str, model: str, lease: Lease) -> Head:
-        fingerprint = f"fp_{lease.ref.digest[:16]}" if lease.ref is not None else None
+    def new(cls, prefix: str, model: str, pinned: Pinned) -> AnswerHead:
+        ref = pinned.lease.ref
+        fingerprint = f"fp_{ref.digest[:16]}" if ref is not None else None
         return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model, fingerprint)
 
     def chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -83,14 +80,11 @@ def sampling(
     body: GenerationBody,
     max_tokens: int | None,
     logprobs: int | None,
-    language: Language,
     form: StructuredOutputs | None,
 ) -> SamplingParams:
     """Sampling parameters of a request's fields. Raises InvalidRequest naming the field."""
-    if form is not None and not language.takes_forms:
-        raise InvalidRequest(NO_FORMS, "structured_outputs")
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-    params = SamplingParams(
+    return SamplingParams(
         max_tokens=max_tokens,
         logit_bias={_token_id(key): bias for key, bias in (body.logit_bias or {}).items()},
         structured_outputs=form,
@@ -101,8 +95,6 @@ def sampling(
         skip_special_tokens=body.skip_special_tokens,
         **given,
     )
-    params.check_vocab(language.vocab_size)
-    return params
 
 
 def _token_id(key: str) -> int:
@@ -141,7 +133,7 @@ def truncated(
     keep = body.truncate_prompt_tokens
     if keep is None:
         return prompt_ids
-    limit = service.engine.info.max_model_len
+    limit = service.intake.max_model_len
     if keep == -1:
         keep = max(limit - max(max_tokens or 1, 1), 1)
     if not 1 <= keep <= limit:
@@ -150,47 +142,3 @@ def truncated(
             "truncate_prompt_tokens",
         )
     return prompt_ids[-keep:]
-
-
-def engine_requests(
-    service: Service,
-    request_id: str,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    lease: Lease,
-    language: Language,
-    num_choices: int,
-    *,
-    prompt_field: str,
-    asked_in: str | None,
-) -> list[EngineRequest]:
-    """Checked requests to the engine: for each prompt in turn, its choices.
-
-    Choice i has the seed plus i. Raises InvalidRequest, ContextLengthExceeded.
-    """
-    bad = bad_token_ids(language.tokenizer, params.bad_words)
-    tenant = tenant_of(lease.ref.name if lease.ref else None)
-    requests: list[EngineRequest] = []
-    for prompt_ids in prompts:
-        service.check_ids(prompt_ids, prompt_field, language)
-        fitted = service.fit(len(prompt_ids), params, prompt_field, asked_in)
-        requests += [
-            EngineRequest(
-                f"{request_id}-{len(requests) + choice}",
-                prompt_ids,
-                _reseeded(fitted, choice),
-                lease.ref,
-                bad,
-                tenant,
-                lease.parts,
-                language.eos_ids,
-            )
-            for choice in range(num_choices)
-        ]
-    return requests
-
-
-def _reseeded(params: SamplingParams, choice: int) -> SamplingParams:
-    if params.seed is None or not choice:
-        return params
-    return replace(params, seed=(params.seed + choice + 2**63) % 2**64 - 2**63)

@@ -10,13 +10,13 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from weft.api.chat import Reader, Turn
-from weft.api.generation import Head, naming, usage
+from weft.api.generation import AnswerHead, naming, usage
 from weft.api.http import EventStream, answer, read_body
 from weft.api.logprobs import chat_logprobs, prompt_logprobs
 from weft.api.openapi import body_of
 from weft.api.schemas import ChatBody, weighted
 from weft.api.service import Output, Service
-from weft.registry import Lease
+from weft.serving import Pinned
 from weft.text import OutputDelta
 from weft.text.chat_parser import Piece, ToolCallDelta
 
@@ -31,11 +31,11 @@ def chat_routes(service: Service) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request, ChatBody, service.settings.max_body_bytes)
         body.check()
-        lease = service.pin(body.model, weighted(body.adapters))
-        chat = _Chat(service, body, lease)
+        pinned = service.pin(body.model, weighted(body.adapters))
+        chat = _Chat(service, body, pinned)
         if body.stream:
-            return EventStream(chat.chunks(), lease.release)
-        return await answer(request, chat.whole(), lease.release)
+            return EventStream(chat.chunks(), pinned.release)
+        return await answer(request, chat.whole(), pinned.release)
 
     return router
 
@@ -43,11 +43,11 @@ def chat_routes(service: Service) -> APIRouter:
 class _Chat:
     """One chat request."""
 
-    def __init__(self, service: Service, body: ChatBody, lease: Lease) -> None:
+    def __init__(self, service: Service, body: ChatBody, pinned: Pinned) -> None:
         self._service = service
         self._body = body
-        self._head = Head.new("chatcmpl", body.model, lease)
-        self._turn = Turn(service, body, lease, self._head.id)
+        self._head = AnswerHead.new("chatcmpl", body.model, pinned)
+        self._turn = Turn(service, body, pinned, self._head.id)
         self._wants_ids = bool(body.return_token_ids) or self._turn.tokenizer is None
 
     async def whole(self) -> dict[str, Any]:

@@ -11,24 +11,17 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from weft.api.formats import structured_outputs
-from weft.api.generation import (
-    Head,
-    engine_requests,
-    naming,
-    num_choices,
-    sampling,
-    truncated,
-    usage,
-)
+from weft.api.generation import AnswerHead, naming, num_choices, sampling, truncated, usage
 from weft.api.http import EventStream, answer, read_body
 from weft.api.logprobs import CompletionLogprobs, prompt_logprobs
 from weft.api.openapi import body_of
 from weft.api.schemas import CompletionBody, weighted
 from weft.api.service import Output, Service
+from weft.api.tenants import tenant_of
 from weft.core.errors import InvalidRequest
 from weft.core.requests import EngineRequest
 from weft.core.sampling import StructuredOutputs
-from weft.registry import Lease
+from weft.serving import Pinned
 from weft.text import OutputDelta
 
 _KIND = "text_completion"
@@ -41,11 +34,11 @@ def completion_routes(service: Service) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         body = await read_body(request, CompletionBody, service.settings.max_body_bytes)
         body.check()
-        lease = service.pin(body.model, weighted(body.adapters))
-        completion = _Completion(service, body, lease)
+        pinned = service.pin(body.model, weighted(body.adapters))
+        completion = _Completion(service, body, pinned)
         if body.stream:
-            return EventStream(completion.chunks(), lease.release)
-        return await answer(request, completion.whole(), lease.release)
+            return EventStream(completion.chunks(), pinned.release)
+        return await answer(request, completion.whole(), pinned.release)
 
     return router
 
@@ -53,13 +46,13 @@ def completion_routes(service: Service) -> APIRouter:
 class _Completion:
     """One completion request: `n` choices for each prompt."""
 
-    def __init__(self, service: Service, body: CompletionBody, lease: Lease) -> None:
+    def __init__(self, service: Service, body: CompletionBody, pinned: Pinned) -> None:
         self._service = service
         self._body = body
-        self._lease = lease
-        self._head = Head.new("cmpl", body.model, lease)
-        self._language = service.language_of(lease)
-        self._tokenizer = self._language.tokenizer
+        self._pinned = pinned
+        self._head = AnswerHead.new("cmpl", body.model, pinned)
+        self._language = pinned.language
+        self._tokenizer = pinned.language.tokenizer
         self._wants_ids = bool(body.return_token_ids) or self._tokenizer is None
         self._num_choices = 1
         self._texts: list[str] = []
@@ -100,21 +93,19 @@ class _Completion:
         self._num_choices = num_choices(self._service, body)
         default = self._service.settings.default_max_tokens
         max_tokens = default if body.max_tokens is None else body.max_tokens
-        params = sampling(body, max_tokens, body.logprobs, self._language, form)
+        params = sampling(body, max_tokens, body.logprobs, form)
         if body.echo and body.logprobs is not None:
             asked = max(body.logprobs, body.prompt_logprobs or 0)
             params = replace(params, prompt_logprobs=asked)
         prompts = await self._prompts()
         self._check_count(len(prompts) * self._num_choices)
-        return engine_requests(
-            self._service,
+        return self._service.intake.requests(
             self._head.id,
             [truncated(self._service, body, ids, body.max_tokens) for ids in prompts],
             params,
-            self._lease,
-            self._language,
+            self._pinned,
+            tenant_of(self._pinned.name),
             self._num_choices,
-            prompt_field="prompt",
             asked_in=None if body.max_tokens is None else "max_tokens",
         )
 

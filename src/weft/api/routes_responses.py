@@ -31,12 +31,12 @@ def response_routes(service: Service) -> APIRouter:
         body = await read_body(request, ResponsesBody, service.settings.max_body_bytes)
         with naming(FIELDS):
             chat = body.to_chat()
-        lease = service.pin(body.model, weighted(body.adapters))
+        pinned = service.pin(body.model, weighted(body.adapters))
         response_id = f"resp_{uuid.uuid4().hex}"
-        made = _Response(response_id, body, Turn(service, chat, lease, response_id))
+        made = _Response(response_id, body, Turn(service, chat, pinned, response_id))
         if body.stream:
-            return EventStream(made.events(), lease.release, typed=True)
-        return await answer(request, made.whole(), lease.release)
+            return EventStream(made.events(), pinned.release, typed=True)
+        return await answer(request, made.whole(), pinned.release)
 
     return router
 

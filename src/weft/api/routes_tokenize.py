@@ -10,13 +10,13 @@ from starlette.responses import Response
 
 from weft.api.bodies import ClosedBody
 from weft.api.http import json_response, read_body
-from weft.api.language import Language
 from weft.api.logprobs import token_text
 from weft.api.messages import Message, Tool
 from weft.api.openapi import body_of
 from weft.api.schemas import check_continuation
 from weft.api.service import Service
 from weft.core.errors import InvalidRequest
+from weft.serving import Language
 
 
 class TokenizeBody(ClosedBody):
@@ -59,11 +59,11 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeBody, service.settings.max_body_bytes)
         body.check()
-        language = service.language_named(body.model)
+        language = service.intake.language_of(body.model)
         ids = await _encode(service, body, language)
         answer: dict[str, Any] = {
             "count": len(ids),
-            "max_model_len": service.engine.info.max_model_len,
+            "max_model_len": service.intake.max_model_len,
             "tokens": ids,
             "token_strs": None,
         }
@@ -76,10 +76,10 @@ def tokenize_routes(service: Service) -> APIRouter:
     @router.post("/detokenize", openapi_extra=body_of(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody, service.settings.max_body_bytes)
-        language = service.language_named(body.model)
-        tokenizer = service.need_tokenizer(language, "tokens")
+        language = service.intake.language_of(body.model)
+        tokenizer = service.intake.tokenizer_of(language, "tokens")
         if body.tokens:
-            service.check_ids(body.tokens, "tokens", language)
+            service.intake.check_ids(body.tokens, "tokens", language)
         text = await service.maybe_on_thread(
             len(body.tokens), lambda: tokenizer.decode(body.tokens)
         )

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from weft.api.admission import Admission
-from weft.api.language import Language, Languages
+from weft.api.dialect import Dialect
 from weft.api.observe import Observer, TraceSink
 from weft.api.settings import ApiSettings
 from weft.core.composition import WeightedAdapter
-from weft.core.errors import ContextLengthExceeded, EngineDead, InvalidRequest
+from weft.core.errors import EngineDead, InvalidRequest
 from weft.core.protocols import EngineClient
 from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
-from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineStats
 from weft.metrics import Metrics
-from weft.registry import AdapterRegistry, Lease
-from weft.text import AdapterTokenizers, OutputDelta, OutputStream, Tokenizer
+from weft.registry import AdapterRegistry
+from weft.serving import Intake, Language, Pinned
+from weft.serving.intake import num_chars
+from weft.text import AdapterTokenizers, OutputDelta, OutputStream
 
 T = TypeVar("T")
 
@@ -70,25 +71,26 @@ class Service:
         self.metrics = metrics
         self._observer = Observer(metrics, settings.served_model_names[0], traces)
         self.admission = Admission(settings.max_open)
-        self.languages = Languages(tokenizers, registry, settings, engine.info.vocab_size)
+        self.intake = Intake(engine.info, registry, tokenizers)
+        self._dialect = Dialect.of(tokenizers.base, settings)
 
-    def pin(self, model: str, adapters: Sequence[WeightedAdapter] | None = None) -> Lease:
-        """Look up and pin in one step: what `model` names, or the weighted sum of `adapters` on
-        the base that it then must name. The caller releases. Raises ModelNotFound, InvalidRequest,
-        EngineDead, QueueFull."""
+    def pin(self, model: str, adapters: Sequence[WeightedAdapter] | None = None) -> Pinned:
+        """Pin what `model` names, or the weighted sum of `adapters` on the base that it then must
+        name. The caller releases it. Raises ModelNotFound, InvalidRequest, EngineDead, QueueFull.
+        """
         if not self.engine.alive:
             raise EngineDead("the engine is not running")
         self.admission.check()
-        lease = self.registry.resolve(model)
+        pinned = self.intake.pin(model)
         if adapters is None:
-            return lease
-        lease.release()
-        if lease.ref is not None:
+            return pinned
+        pinned.release()
+        if pinned.lease.ref is not None:
             raise InvalidRequest(
                 f"adapters are summed on the base model; model must name that, not {model!r}",
                 "adapters",
             )
-        return self.registry.resolve_sum(adapters)
+        return self.intake.pin_sum(adapters)
 
     async def stats(self) -> EngineStats | None:
         """None when the engine does not answer."""
@@ -97,132 +99,34 @@ class Service:
         except EngineDead:
             return None
 
-    def language_of(self, lease: Lease) -> Language:
-        """To be asked for as soon as there is the lease, as a name's may change. That of a sum is
-        the base's."""
-        return self.languages.of(lease.ref.name if lease.ref and not lease.parts else None)
-
-    def language_named(self, model: str | None) -> Language:
-        """Of what `model` names; None: the base. Raises ModelNotFound."""
-        if model is None:
-            return self.languages.base
-        card = self.registry.card(model)
-        return self.languages.of(None if card.parent is None else card.id)
+    def dialect_of(self, language: Language) -> Dialect:
+        """How models of this language mark calls of tools and reasoning."""
+        return Dialect.of(language.tokenizer, self.settings) if language.is_own else self._dialect
 
     async def encode(
-        self,
-        texts: Sequence[str],
-        field_name: str,
-        language: Language,
-        *,
-        add_special_tokens: bool = True,
-        any_length: bool = False,
+        self, texts: Sequence[str], field_name: str, language: Language, **options: bool
     ) -> list[list[int]]:
-        """Token ids of text prompts. `field_name` is where they came from, for errors. Texts that
-        can't fit are refused before they are tokenized, unless `any_length` may come."""
-        tokenizer = self.need_tokenizer(language, field_name)
-        for text in () if any_length else texts:
-            self._check_length(tokenizer, len(text), field_name)
+        """As `Intake.encode`, which must not hold up the event loop."""
         return await self.maybe_on_thread(
-            sum(map(len, texts)), lambda: [tokenizer.encode(t, add_special_tokens) for t in texts]
+            sum(map(len, texts)),
+            lambda: self.intake.encode(texts, field_name, language, **options),
         )
 
     async def encode_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        language: Language,
-        *,
-        add_generation_prompt: bool = True,
-        template_kwargs: Mapping[str, Any] | None = None,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        continue_final_message: bool = False,
-        any_length: bool = False,
+        self, messages: Sequence[Mapping[str, Any]], language: Language, **options: Any
     ) -> list[int]:
-        """Prompt ids of a conversation whose messages are as chat templates expect them.
+        """As `Intake.encode_chat`, which must not hold up the event loop. How long an adapter's
+        own template takes, nobody knows."""
+        size = num_chars(messages) + len(repr(options.get("tools") or ""))
+        return await self.maybe_on_thread(
+            size, lambda: self.intake.encode_chat(messages, language, **options), language.is_own
+        )
 
-        To a template that knows no developers, these are the system.
-        """
-        tokenizer = self.need_tokenizer(language, "messages")
-        num_chars = sum(len(m["content"]) for m in messages)
-        if not any_length:
-            self._check_length(tokenizer, num_chars, "messages")
-        if "developer" not in (tokenizer.chat_template or ""):
-            messages = [
-                {**m, "role": "system"} if m["role"] == "developer" else m for m in messages
-            ]
-
-        def work() -> list[int]:
-            return tokenizer.chat(
-                messages,
-                add_generation_prompt,
-                template_kwargs,
-                tools=tools,
-                continue_final_message=continue_final_message,
-            )
-
-        if language.is_own:
-            return await asyncio.to_thread(work)  # what its template takes, nobody knows
-        return await self.maybe_on_thread(num_chars + len(repr(tools or "")), work)
-
-    async def maybe_on_thread(self, num_chars: int, work: Callable[[], T]) -> T:
-        """The result of `work`, which must not hold up the event loop if there is much of it."""
-        if num_chars > self.settings.long_text_chars:
+    async def maybe_on_thread(self, size: int, work: Callable[[], T], always: bool = False) -> T:
+        """The result of `work`, done on a thread if there is much of it: `size` characters."""
+        if always or size > self.settings.long_text_chars:
             return await asyncio.to_thread(work)
         return work()
-
-    def need_tokenizer(self, language: Language, field_name: str) -> Tokenizer:
-        if language.tokenizer is None:
-            raise InvalidRequest(
-                f"{field_name}: text needs a tokenizer, and this server runs without one; "
-                "send token ids to /v1/completions",
-                field_name,
-            )
-        return language.tokenizer
-
-    def _check_length(self, tokenizer: Tokenizer, num_chars: int, field_name: str) -> None:
-        """Refuse a text that can't fit before tokenizing it."""
-        limit = self.engine.info.max_model_len
-        at_least = num_chars // tokenizer.max_chars_per_token
-        if at_least > limit:
-            raise ContextLengthExceeded(
-                f"this model's context holds {limit} tokens, and the prompt has at least "
-                f"{at_least}",
-                field_name,
-            )
-
-    def check_ids(self, ids: Sequence[int], field_name: str, language: Language) -> None:
-        """Raises InvalidRequest unless there are ids and all are in the vocabulary."""
-        if not ids:
-            raise InvalidRequest(f"{field_name} must not be empty", field_name)
-        vocab_size = language.vocab_size
-        for bad in (min(ids), max(ids)):
-            if not 0 <= bad < vocab_size:
-                raise InvalidRequest(
-                    f"{field_name}: token id {bad} is outside the vocabulary of {vocab_size}",
-                    field_name,
-                )
-
-    def fit(
-        self, num_prompt: int, params: SamplingParams, prompt_field: str, asked_in: str | None
-    ) -> SamplingParams:
-        """The parameters with `max_tokens` that fits beside the prompt. `asked_in` is the field in
-        which the client set it; None: nobody did, and it may shrink."""
-        limit = self.engine.info.max_model_len
-        room = limit - num_prompt
-        if room < 1:
-            raise ContextLengthExceeded(
-                f"this model's context holds {limit} tokens, and the prompt has {num_prompt}; "
-                "at least one must be left for the answer",
-                prompt_field,
-            )
-        wanted = room if params.max_tokens is None else params.max_tokens
-        if wanted > room and asked_in is not None:
-            raise ContextLengthExceeded(
-                f"this model's context holds {limit} tokens, and {num_prompt + wanted} are asked "
-                f"for: {num_prompt} in the prompt and {wanted} for the answer",
-                asked_in,
-            )
-        return replace(params, max_tokens=min(wanted, room))
 
     async def _run(
         self, request: EngineRequest, language: Language, shown_ids: Collection[int]

@@ -1,0 +1,9 @@
+"""From a prompt to the engine's request, and from a folder to a served adapter, without HTTP.
+
+The HTTP application and the Python API both use this one path.
+"""
+
+from weft.serving.intake import Intake, Pinned
+from weft.serving.language import Language
+
+__all__ = ["Intake", "Language", "Pinned"]

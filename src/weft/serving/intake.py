@@ -1,0 +1,234 @@
+"""What happens to a prompt before an engine sees it: pin, encode, check, build."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Any
+
+from weft.core.composition import WeightedAdapter
+from weft.core.errors import ContextLengthExceeded, InvalidRequest
+from weft.core.requests import EngineRequest
+from weft.core.sampling import SamplingParams
+from weft.core.stats import EngineInfo
+from weft.registry import AdapterRegistry, Lease
+from weft.serving.language import Language, Languages
+from weft.text import AdapterTokenizers, Tokenizer, bad_token_ids
+from weft.text.own import NO_FORMS
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned(AbstractContextManager["Pinned"]):
+    """The model that a request is for, which stays as it is until `release`."""
+
+    lease: Lease
+    language: Language
+
+    @property
+    def name(self) -> str | None:
+        """The adapter's name, or those of a sum; None for the base model."""
+        return self.lease.ref.name if self.lease.ref is not None else None
+
+    def release(self) -> None:
+        """Give the adapter back. A second call does nothing."""
+        self.lease.release()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.release()
+
+
+class Intake:
+    """Turns prompts into requests for an engine. It holds no request: each call stands alone."""
+
+    def __init__(
+        self, info: EngineInfo, registry: AdapterRegistry, tokenizers: AdapterTokenizers
+    ) -> None:
+        self._registry = registry
+        self._languages = Languages(tokenizers, registry, info.vocab_size)
+        self.max_model_len = info.max_model_len
+
+    # -- pin -----------------------------------------------------------------------------------
+
+    @property
+    def base(self) -> Language:
+        """The base model's language."""
+        return self._languages.base
+
+    def pin(self, model: str | None) -> Pinned:
+        """Look up and pin, in one step, the base model or adapter of this name; None stands for
+        the base. The caller releases it. Raises ModelNotFound."""
+        if model is None:
+            return Pinned(Lease(None), self.base)
+        lease = self._registry.resolve(model)
+        return Pinned(lease, self._languages.of(lease.ref.name if lease.ref else None))
+
+    def pin_sum(self, adapters: Sequence[WeightedAdapter]) -> Pinned:
+        """Pin the weighted sum of several adapters, which speaks the base model's language. One
+        adapter with the scale 1 is itself. Raises InvalidRequest, ModelNotFound."""
+        lease = self._registry.resolve_sum(adapters)
+        name = lease.ref.name if lease.ref and not lease.parts else None
+        return Pinned(lease, self._languages.of(name))
+
+    def language_of(self, model: str | None) -> Language:
+        """The language of a model that is not pinned. Raises ModelNotFound."""
+        with self.pin(model) as pinned:
+            return pinned.language
+
+    # -- encode --------------------------------------------------------------------------------
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        field_name: str,
+        language: Language,
+        *,
+        add_special_tokens: bool = True,
+        any_length: bool = False,
+    ) -> list[list[int]]:
+        """The token ids of text prompts. Errors name `field_name`, where the texts came from.
+
+        Texts that are plainly too long are refused before they are tokenized, unless `any_length`
+        is given. Raises InvalidRequest, ContextLengthExceeded.
+        """
+        tokenizer = self.tokenizer_of(language, field_name)
+        for text in () if any_length else texts:
+            self._check_length(tokenizer, len(text), field_name)
+        return [tokenizer.encode(text, add_special_tokens) for text in texts]
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        language: Language,
+        *,
+        any_length: bool = False,
+        **template: Any,
+    ) -> list[int]:
+        """The prompt ids of a conversation whose messages are as chat templates expect them.
+
+        `template` is passed on to `Tokenizer.chat`. If the template knows no developers, their
+        messages become the system's. Raises InvalidRequest, ContextLengthExceeded.
+        """
+        tokenizer = self.tokenizer_of(language, "messages")
+        if not any_length:
+            self._check_length(tokenizer, num_chars(messages), "messages")
+        if "developer" not in (tokenizer.chat_template or ""):
+            messages = [
+                {**m, "role": "system"} if m.get("role") == "developer" else m for m in messages
+            ]
+        return tokenizer.chat(messages, **template)
+
+    def tokenizer_of(self, language: Language, field_name: str) -> Tokenizer:
+        """The tokenizer of a language. Raises InvalidRequest, naming the field, without one."""
+        if language.tokenizer is None:
+            raise InvalidRequest(
+                f"{field_name}: text needs a tokenizer, and the model was loaded without one; "
+                "give token ids instead",
+                field_name,
+            )
+        return language.tokenizer
+
+    def _check_length(self, tokenizer: Tokenizer, num_chars: int, field_name: str) -> None:
+        at_least = num_chars // tokenizer.max_chars_per_token
+        if at_least > self.max_model_len:
+            raise ContextLengthExceeded(
+                f"this model's context holds {self.max_model_len} tokens, and the prompt has at "
+                f"least {at_least}",
+                field_name,
+            )
+
+    # -- check and build -----------------------------------------------------------------------
+
+    def check_ids(self, ids: Sequence[int], field_name: str, language: Language) -> None:
+        """Raise InvalidRequest unless there are ids and all of them are in the vocabulary."""
+        if not ids:
+            raise InvalidRequest(f"{field_name} must not be empty", field_name)
+        vocab_size = language.vocab_size
+        for bad in (min(ids), max(ids)):
+            if not 0 <= bad < vocab_size:
+                raise InvalidRequest(
+                    f"{field_name}: token id {bad} is outside the vocabulary of {vocab_size}",
+                    field_name,
+                )
+
+    def requests(
+        self,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        params: SamplingParams,
+        pinned: Pinned,
+        tenant: str,
+        num_choices: int = 1,
+        *,
+        prompt_field: str = "prompt",
+        asked_in: str | None = None,
+    ) -> list[EngineRequest]:
+        """Checked requests to the engine: the choices of the first prompt, those of the next, and
+        so on. Choice i of a prompt has the seed plus i.
+
+        `asked_in` is the field in which the client set `max_tokens`; if it is None, nobody did,
+        and fewer tokens may be made. Raises InvalidRequest, ContextLengthExceeded.
+        """
+        lease, language = pinned.lease, pinned.language
+        params.check_vocab(language.vocab_size)
+        if params.structured_outputs is not None and not language.takes_forms:
+            raise InvalidRequest(NO_FORMS, "structured_outputs")
+        bad = bad_token_ids(language.tokenizer, params.bad_words)
+        made: list[EngineRequest] = []
+        for prompt_ids in prompts:
+            self.check_ids(prompt_ids, prompt_field, language)
+            fitted = self._fit(len(prompt_ids), params, prompt_field, asked_in)
+            made += [
+                EngineRequest(
+                    f"{request_id}-{len(made) + choice}",
+                    prompt_ids,
+                    _reseeded(fitted, choice),
+                    lease.ref,
+                    bad,
+                    tenant,
+                    lease.parts,
+                    language.eos_ids,
+                )
+                for choice in range(num_choices)
+            ]
+        return made
+
+    def _fit(
+        self, num_prompt: int, params: SamplingParams, prompt_field: str, asked_in: str | None
+    ) -> SamplingParams:
+        """The parameters with a `max_tokens` that fits into the context beside the prompt."""
+        limit = self.max_model_len
+        room = limit - num_prompt
+        if room < 1:
+            raise ContextLengthExceeded(
+                f"this model's context holds {limit} tokens, and the prompt has {num_prompt}; "
+                "at least one must be left for the answer",
+                prompt_field,
+            )
+        wanted = room if params.max_tokens is None else params.max_tokens
+        if wanted > room and asked_in is not None:
+            raise ContextLengthExceeded(
+                f"this model's context holds {limit} tokens, and {num_prompt + wanted} are asked "
+                f"for: {num_prompt} in the prompt and {wanted} for the answer",
+                asked_in,
+            )
+        if wanted > room or params.max_tokens is None:
+            return replace(params, max_tokens=min(wanted, room))
+        return params
+
+
+def num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
+    """How long the texts of a conversation are together."""
+    return sum(len(message.get("content") or "") for message in messages)
+
+
+def _reseeded(params: SamplingParams, choice: int) -> SamplingParams:
+    if params.seed is None or not choice:
+        return params
+    return replace(params, seed=(params.seed + choice + 2**63) % 2**64 - 2**63)
