@@ -1,5 +1,6 @@
 # make demo   install Weft into .venv and run `weft demo`
 # make test   install what the tests need; lint, types, import rules, tests that need no GPU
+# make quick  the tests that need neither torch nor another process, in less than a minute
 # make docs   docs/cli.md from the commands' help, and the documentation site into site/
 # make test-gpu   the tests that need a CUDA device, with the python3 that is there
 #
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-gpu docs lint types imports pytest format clean
+.PHONY: help demo quick test test-gpu docs lint types imports pytest format clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -34,11 +35,15 @@ imports: $(VENV)/.installed-test
 # Two workers of one thread each: the tests start many small processes. A file stays together, as
 # its tests share engines.
 pytest: $(VENV)/.installed-test
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest -m "not gpu" -n 2 --dist loadfile
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest tests/{pure,cpu,e2e} \
+	  -n 2 --dist loadfile
 
-# Only the files that have such tests: what the others import need not be there.
+quick: $(VENV)/.installed-test
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/pure -n 2
+
+# What the other tests import need not be there.
 test-gpu:
-	PYTHONPATH=src $(PYTHON) -m pytest -m gpu $$(grep -l 'mark\.gpu' tests/test_*.py)
+	PYTHONPATH=src $(PYTHON) -m pytest tests/gpu
 
 docs: $(VENV)/.installed-test
 	$(BIN)/python -m weft.cli.reference > docs/cli.md

@@ -18,11 +18,7 @@ from weft.core.targets import build_table, layout_of
 from weft.kernels.attention import KVCache, reference_attend, write_kv
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, make_backend
 from weft.kernels.ops import make_ops
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
+from weft.schedule.slots import Move
 
 TIGHT = {
     "num_blocks": 20,
@@ -162,3 +158,61 @@ def test_graphs_change_no_token(make_llm: Callable[..., LLM]) -> None:
     assert runner._graphs is not None
     runner._graphs = None
     assert run() == with_graphs
+
+
+def test_a_graph_of_experts_computes_what_its_kernels_do(tmp_path: Path) -> None:
+    """Several mixes of adapters and experts through the same graphs."""
+    experts = {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
+    model = Model(tmp_path, "cuda", torch.bfloat16, experts)
+    assert model.decoder.is_capturable
+    with torch.inference_mode():
+        for inputs in (
+            decode([9, 1, 16, 4], [1, -1, 0, 0]),
+            decode([3, 8, 2, 7], [0, 0, 1, 1]),
+            mixed([2, 1, 5, 1, 3], [32, 1, 30, 32, 3], [0, 1, 1, -1, 0], [True] * 5),
+        ):
+            got = model.graphs_made.run(inputs)
+            assert got is not None
+            assert torch.equal(got, model.run_freely(inputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_on_a_gpu_nothing_waits_for_steps_but_what_must(dtype: torch.dtype) -> None:
+    """Orders are queued behind the step that runs, which finds images at their old places; a load
+    is complete before that step ends."""
+    device = torch.device("cuda")
+    table = build_table(
+        [("linear", 8, [("q", 6), ("k", 4)]), ("linear", 6, [("down", 8)])],
+    )
+    pool = AdapterPool(table, 1 << 20, 4, dtype, device)
+    layout = layout_of(table, (3, 0, 2))
+    size = layout.num_elements
+    image = torch.randn(size).to(dtype).pin_memory()
+    busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    for cycles in (1, 1 << 31):  # first once for all, as the first launch of a kernel loads it
+        pool.write(size // 2, image)
+        pool.install(0, size // 2, layout)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(cycles)
+        seen = pool.arena[size // 2 : size // 2 + size].clone()
+        busy.record()
+        pool.move([Move(0, size // 2, 0, size)])
+        pool.clear(1)
+        pool.install(1, 4 * size, layout)
+        pool.write(4 * size, image)
+    assert not busy.query(), "it waited for the step"
+    torch.cuda.synchronize()
+    assert torch.equal(pool.arena[4 * size : 5 * size].cpu(), image)
+    assert torch.equal(seen.cpu(), image)
+    assert torch.equal(pool.arena[:size].cpu(), image)
+    assert pool.a_offset_SG[:2].tolist() == [
+        list(layout.a_offset),
+        [4 * size + o for o in layout.a_offset],
+    ]
+    assert pool.b_offset_SL[0].tolist() == list(layout.b_offset)
+    assert pool.rank_SL[0].tolist() == pool.rank_SL[1].tolist() == [3, 0, 2]

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import pytest
 import torch
+from fp8_cases import as_fp8
 from torch import Tensor
 
 pytest.importorskip("triton")
 
 from weft.core.targets import build_table, layout_of
+from weft.kernels import fp8, triton_fp8
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment
 from weft.kernels.lora.base import FusedStep
 from weft.kernels.lora.triton import TritonBackend
 from weft.kernels.pending import Pending
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
 
 TABLE = build_table(
     [
@@ -127,3 +124,22 @@ def test_a_row_does_not_see_the_others(backend: TritonBackend) -> None:
         for t in (1, 20, 30, 40, 63):
             _, alone = _product(backend, slots, group.index, slice(t, t + 1))
             assert torch.equal(alone.add_TO[0], together.add_TO[t]), (group.index, t)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_products_on_a_gpu(dynamic: bool) -> None:
+    """Against float32 on the same rounded operands; y is rounded once, to bf16."""
+    torch.manual_seed(0)
+    w = torch.randn(6144, 4096, device="cuda", dtype=torch.bfloat16) * 0.02
+    b = torch.randn(6144, device="cuda", dtype=torch.bfloat16)
+    weight = fp8.quantize_weight(w, dynamic)
+    for rows in (1, 7, 64, 100):
+        x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
+        if dynamic:
+            q, scale = triton_fp8.quantize_rows(x)
+            expected = fp8.quantize_rows(x)
+            assert torch.equal(q.view(torch.uint8), expected[0].view(torch.uint8))
+            assert torch.equal(scale, expected[1])
+        exact = as_fp8(x.float()) if dynamic else x.float()
+        wanted = exact @ weight.dequantized(torch.float32).t() + b.float()
+        torch.testing.assert_close(fp8.linear(x, weight, b).float(), wanted, rtol=2e-2, atol=4e-2)

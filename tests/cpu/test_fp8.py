@@ -7,7 +7,8 @@ import warnings
 
 import pytest
 import torch
-from conftest import MakeLLM
+from engines import MakeLLM
+from fp8_cases import as_fp8
 from peft import PeftModel
 from tiny import ADAPTERS, BASE, ask
 from torch import Tensor, nn
@@ -23,13 +24,6 @@ TOKENS = 16
 MAX_ERROR = {"fp8-weight-only": 1e-3, "fp8": 1.0}
 """Of a log-probability. Where inputs are rounded too, sums in another order (1e-6 apart) now and
 then round one to its other neighbour, 6 % away. At most a tenth of the positions may see that."""
-
-
-def as_fp8(x: Tensor) -> Tensor:
-    """Each row's values as 8-bit numbers with the row's own scale, written out."""
-    scale = x.abs().amax(-1, keepdim=True) / 448
-    scale = torch.where(scale > 0, scale, 1.0)
-    return (x / scale).to(torch.float8_e4m3fn).to(torch.float32) * scale
 
 
 # -- products ----------------------------------------------------------------------------------
@@ -125,24 +119,3 @@ def test_adapters_on_an_fp8_base(quantization: Quantization, make_llm: MakeLLM) 
             errors += [abs(logprob - float(row[other])) for other, logprob in entry.top]
     assert max(errors) < MAX_ERROR[quantization]
     assert sorted(errors)[len(errors) * 9 // 10] < 1e-3
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_products_on_a_gpu(dynamic: bool) -> None:
-    """Against float32 on the same rounded operands; y is rounded once, to bf16."""
-    torch.manual_seed(0)
-    w = torch.randn(6144, 4096, device="cuda", dtype=torch.bfloat16) * 0.02
-    b = torch.randn(6144, device="cuda", dtype=torch.bfloat16)
-    weight = fp8.quantize_weight(w, dynamic)
-    for rows in (1, 7, 64, 100):
-        x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
-        if dynamic:
-            q, scale = triton_fp8.quantize_rows(x)
-            expected = fp8.quantize_rows(x)
-            assert torch.equal(q.view(torch.uint8), expected[0].view(torch.uint8))
-            assert torch.equal(scale, expected[1])
-        exact = as_fp8(x.float()) if dynamic else x.float()
-        wanted = exact @ weight.dequantized(torch.float32).t() + b.float()
-        torch.testing.assert_close(fp8.linear(x, weight, b).float(), wanted, rtol=2e-2, atol=4e-2)

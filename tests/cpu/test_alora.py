@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import check_idle
+from engines import check_idle
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -1,20 +1,12 @@
-"""The golden workload: the example model and all its adapters against `peft` in float32.
-
-Greedy decoding leaves one right answer, so token ids are compared for equality. That is sound
-as long as no two tokens nearly tie: both sides compute in float32 and differ by the order of
-their sums only, some 1e-5 of a logit here. The oracle asserts a margin far above that at every
-position of the workload, so no position is left out.
-"""
+"""The golden workload: requests of the example model and all its adapters, answered by `peft`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
 import torch
-from conftest import MakeLLM
 from peft import PeftModel
 from tiny import ADAPTERS, BASE, answer, ask, tasks
 from transformers import AutoModelForCausalLM
@@ -31,7 +23,6 @@ MIN_MARGIN = 1e-3
 """Of logits, between the best token and the second, at every position of the oracle."""
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
-BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
 
 TIGHT = {
     "max_num_seqs": 8,
@@ -144,7 +135,7 @@ def _cases(tokenizer: Tokenizer) -> list[Case]:
 
 
 @pytest.fixture(scope="module")
-def workload() -> Iterator[list[tuple[Case, Expected]]]:
+def workload() -> list[tuple[Case, Expected]]:
     """Every adapter and the base in turn: words, then a long conversation."""
     cases = _cases(load_tokenizer(str(BASE)))
     threads = torch.get_num_threads()
@@ -154,13 +145,13 @@ def workload() -> Iterator[list[tuple[Case, Expected]]]:
     return list(zip(cases, expected, strict=True))
 
 
-def _interleaved(workload: list[tuple[Case, Expected]]) -> list[tuple[Case, Expected]]:
+def interleaved(workload: list[tuple[Case, Expected]]) -> list[tuple[Case, Expected]]:
     """The n-th of each adapter, then the next: neighbours in the queue differ."""
     each = WORDS_EACH + 1
     return [workload[i] for n in range(each) for i in range(n, len(workload), each)]
 
 
-def _few(workload: list[tuple[Case, Expected]], backend: str) -> list[tuple[Case, Expected]]:
+def few(workload: list[tuple[Case, Expected]], backend: str) -> list[tuple[Case, Expected]]:
     """All for a quick backend; one word each and three long ones for the row-by-row oracle."""
     if backend != "reference":
         return workload
@@ -168,7 +159,7 @@ def _few(workload: list[tuple[Case, Expected]], backend: str) -> list[tuple[Case
     return workload[::each] + workload[each - 1 :: 4 * each]
 
 
-def _run(
+def run(
     llm: LLM, part: list[tuple[Case, Expected]], logprobs: int | None = None
 ) -> list[RequestOutput]:
     """Run it as one batch; the tokens must be the oracle's."""
@@ -183,151 +174,9 @@ def _run(
     return outputs
 
 
-def _assert_right(outputs: list[RequestOutput], part: list[tuple[Case, Expected]]) -> None:
+def assert_right(outputs: list[RequestOutput], part: list[tuple[Case, Expected]]) -> None:
     """The right adapter answered, by what its task says."""
     for output, (case, _) in zip(outputs, part, strict=True):
         assert (output.adapter.name if output.adapter else None) == case.name
         if case.word is not None:
             assert output.text == answer(case.name, case.word)
-
-
-def test_the_workload_is_what_the_others_rely_on(workload: list[tuple[Case, Expected]]) -> None:
-    assert [c.name for c, _ in workload[:: WORDS_EACH + 1]] == NAMES
-    assert len(workload) == (WORDS_EACH + 1) * len(NAMES)
-    assert min(len(c.prompt_ids) for c, _ in workload if not c.word) > 100
-
-
-@LOOPS
-@BACKENDS
-def test_each_adapter_alone(
-    make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str
-) -> None:
-    llm = make_llm(overlap=overlap, lora_backend=backend)
-    for name in NAMES:
-        part = [(c, e) for c, e in _few(workload, backend) if c.name == name]
-        _assert_right(_run(llm, part), part)
-
-
-@LOOPS
-@BACKENDS
-def test_mixed_batch(
-    make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str
-) -> None:
-    llm = make_llm(overlap=overlap, lora_backend=backend)
-    part = _interleaved(workload) if backend == "torch" else _few(workload, backend)
-    _assert_right(_run(llm, part), part)
-    assert llm.stats().preemptions == llm.stats().adapter_evictions == 0
-
-
-@LOOPS
-@BACKENDS
-def test_tight_memory(
-    make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str
-) -> None:
-    """Chunks, preemptions, evictions, loads from disk and the prefix cache, all at once."""
-    llm = make_llm(overlap=overlap, lora_backend=backend, **TIGHT)
-    part = _interleaved(workload) if backend == "torch" else _few(workload, backend)
-    _assert_right(_run(llm, part), part)
-    stats = llm.stats()
-    assert stats.preemptions > 0
-    assert stats.adapter_evictions > 0
-    assert stats.adapter_loads > len(ADAPTERS)
-    assert stats.host_adapters == () and stats.tiers["disk"].hits > 0
-    assert stats.steps > sum(len(c.prompt_ids) for c, _ in part) / TIGHT["max_num_batched_tokens"]
-
-
-@LOOPS
-def test_prefix_cache(
-    make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool
-) -> None:
-    """The second run takes all full blocks from the first, each adapter its own."""
-    llm = make_llm(overlap=overlap, block_size=4, num_blocks=2048)
-    part = _interleaved(workload)
-    assert [o.num_cached_tokens for o in _run(llm, part[: len(NAMES)])] == [0] * len(NAMES)
-    _run(llm, part)
-    for output in _run(llm, part):
-        assert output.num_cached_tokens == (len(output.prompt_token_ids) - 1) // 4 * 4
-
-
-def test_prefix_is_not_shared_across_adapters(
-    make_llm: MakeLLM, workload: list[tuple[Case, Expected]]
-) -> None:
-    """One conversation, asked of every adapter in turn: nothing cached, own answers."""
-    llm = make_llm(block_size=4)
-    prompt = llm.tokenizer.chat(ask("hello"))
-    for name in NAMES:
-        params = SamplingParams(max_tokens=WORD_TOKENS, temperature=0.0)
-        (output,) = llm.generate([prompt], params, name)
-        assert (output.text, output.num_cached_tokens) == (answer(name, "hello"), 0)
-
-
-@LOOPS
-@BACKENDS
-def test_first_logprobs(
-    make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str
-) -> None:
-    llm = make_llm(overlap=overlap, lora_backend=backend, max_num_batched_tokens=256)
-    part = _few(workload, backend)
-    for output, (_, expected) in zip(_run(llm, part, logprobs=5), part, strict=True):
-        assert len(output.logprobs) == len(output.token_ids)
-        first, want_V = output.logprobs[0], expected.first_logprobs_V
-        assert first.rank == 1
-        assert first.logprob == pytest.approx(float(want_V[output.token_ids[0]]), abs=1e-3)
-        assert len(first.top) == 5
-        assert first.top[0] == (output.token_ids[0], first.logprob)
-        assert [v for _, v in first.top] == pytest.approx(want_V.topk(5).values.tolist(), abs=1e-3)
-        for token, value in first.top:
-            assert value == pytest.approx(float(want_V[token]), abs=1e-3)
-
-
-GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
-]
-
-
-class TestOnAGpu:
-    """The kernels that serve there: the same tokens, and logits as near as the dtype allows."""
-
-    pytestmark = GPU
-
-    @LOOPS
-    @pytest.mark.parametrize("options", [{}, TIGHT], ids=["roomy", "tight"])
-    def test_tokens(
-        self,
-        make_llm: MakeLLM,
-        workload: list[tuple[Case, Expected]],
-        overlap: bool,
-        options: dict[str, float],
-    ) -> None:
-        llm = make_llm(
-            device="cuda", dtype="float32", overlap=overlap, lora_backend="triton", **options
-        )
-        part = _interleaved(workload)
-        _assert_right(_run(llm, part), part)
-        stats = llm.stats()
-        assert (stats.preemptions > 0) == (stats.adapter_evictions > 0) == bool(options)
-
-    def test_logits_in_16_bits(
-        self, make_llm: MakeLLM, workload: list[tuple[Case, Expected]]
-    ) -> None:
-        """As far from fp32 as torch's operations over the same 16 bits are, within a factor that
-        chance explains: both round in hundreds of places, not always to the same side."""
-        off = {
-            backend: _off(make_llm(device="cuda", dtype="bfloat16", lora_backend=backend), workload)
-            for backend in ("torch", "triton")
-        }
-        assert 0 < off["triton"] <= 1.5 * off["torch"]
-
-
-def _off(llm: LLM, workload: list[tuple[Case, Expected]]) -> float:
-    """Root of the mean square by which log-probabilities of first tokens differ from fp32's."""
-    cases = [case for case, _ in workload]
-    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=5)
-    outputs = llm.generate([c.prompt_ids for c in cases], params, [c.name for c in cases])
-    squares = [
-        (value - float(expected.first_logprobs_V[token])) ** 2
-        for output, (_, expected) in zip(outputs, workload, strict=True)
-        for token, value in output.logprobs[0].top
-    ]
-    return (sum(squares) / len(squares)) ** 0.5

@@ -144,31 +144,6 @@ def test_routing_orders_pairs_by_expert_then_by_token() -> None:
     assert routing.ends_E.tolist() == [3, 3, 3, 6, 8, 8]
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-def test_a_graph_of_experts_computes_what_its_kernels_do(tmp_path: Path) -> None:
-    """Several mixes of adapters and experts through the same graphs."""
-    from graph_cases import Model, decode, mixed
-
-    experts = {
-        "architectures": ["MixtralForCausalLM"],
-        "model_type": "mixtral",
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    }
-    model = Model(tmp_path, "cuda", torch.bfloat16, experts)
-    assert model.decoder.is_capturable
-    with torch.inference_mode():
-        for inputs in (
-            decode([9, 1, 16, 4], [1, -1, 0, 0]),
-            decode([3, 8, 2, 7], [0, 0, 1, 1]),
-            mixed([2, 1, 5, 1, 3], [32, 1, 30, 32, 3], [0, 1, 1, -1, 0], [True] * 5),
-        ):
-            got = model.graphs_made.run(inputs)
-            assert got is not None
-            assert torch.equal(got, model.run_freely(inputs))
-
-
 # -- whole models ----------------------------------------------------------------------------------
 
 SIZES: dict[str, Any] = {

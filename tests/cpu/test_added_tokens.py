@@ -15,7 +15,7 @@ import pytest
 import tiny
 import torch
 from adapter_kinds import FAMILIES, VOCAB, lora, make_base, randomise
-from conftest import MakeLLM, check_idle
+from engines import MakeLLM, check_idle
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel

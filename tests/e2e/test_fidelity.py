@@ -35,7 +35,7 @@ from adapter_kinds import (
     make_adapter,
     make_base,
 )
-from conftest import check_idle
+from engines import check_idle
 from fidelity_page import REFUSED, SECTIONS, Refused
 from peft import LoraConfig, PeftModel, get_peft_model
 from serving import serving
@@ -45,7 +45,7 @@ from weft import LLM, SamplingParams
 from weft.core.errors import AdapterInvalid
 from weft.llm import RequestOutput
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STEPS, TOP, BLOCK = 16, 5, 4
 TOLERANCE = 1e-3
 """Of a log-probability."""

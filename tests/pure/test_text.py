@@ -5,17 +5,16 @@ from __future__ import annotations
 import copy
 import json
 import random
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_tokenizers import byte_chars, byte_level, sentencepiece
 
-from weft.core.errors import AdapterUnavailable, ConfigError, InvalidRequest
+from weft.core.errors import AdapterUnavailable, InvalidRequest
 from weft.core.requests import TokenEvent, TokenLogprob
 from weft.core.sampling import SamplingParams
-from weft.text import Detokenizer, OutputStream, StopStrings, Tokenizer, load_tokenizer
+from weft.text import Detokenizer, OutputStream, StopStrings, Tokenizer
 
 
 def stream(detokenizer: Detokenizer, ids: list[int]) -> list[str]:
@@ -194,19 +193,6 @@ def test_the_template_for_tools_is_the_template() -> None:
     several = with_template(QWEN)
     several._hf.chat_template = {"default": "a", "tool_use": "b tools"}
     assert several.chat_template == "b tools"
-
-
-def test_a_missing_tokenizer_is_a_configuration_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="--skip-tokenizer-init"):
-        load_tokenizer(str(tmp_path))
-
-
-def test_a_saved_tokenizer_loads(tmp_path: Path) -> None:
-    byte_level()._hf.save_pretrained(str(tmp_path))
-    loaded = load_tokenizer(str(tmp_path))
-    assert loaded.encode("日本 the") == byte_level().encode("日本 the")
-    assert loaded.eos_ids == byte_level().eos_ids
-    assert loaded.vocab_size == byte_level().vocab_size
 
 
 # Stop strings.

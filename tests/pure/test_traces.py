@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -203,24 +201,3 @@ def test_an_endpoint_that_is_none(endpoint: str) -> None:
     with pytest.raises(ConfigError, match="--otlp-endpoint must be a URL") as caught:
         open_traces(endpoint)
     assert caught.value.param == "otlp_endpoint"
-
-
-WITHOUT_THE_EXTRA = """
-import sys
-sys.modules["opentelemetry.sdk.trace"] = None
-import weft.cli.main
-sys.argv = ["weft", "serve", "/no/such", "--port", "0", *sys.argv[1:]]
-weft.cli.main.app()
-"""
-
-
-def _serve_without_the_extra(*flags: str) -> str:
-    command = [sys.executable, "-c", WITHOUT_THE_EXTRA, *flags]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 1
-    return done.stderr
-
-
-def test_without_the_extra() -> None:
-    assert "pip install weft[otel]" in _serve_without_the_extra("--otlp-endpoint", "http://x")
-    assert "there is no folder /no/such" in _serve_without_the_extra()

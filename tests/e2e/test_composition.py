@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from conftest import MakeLLM, check_idle
+from engines import MakeLLM, check_idle
 from http_api import CHAT, COMPLETE, until
 from peft import PeftModel
 from safetensors.torch import load_file, save_file

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import MakeLLM
+from engines import MakeLLM
 from tiny import ADAPTERS, BASE, answer, ask
 
 from weft import LLM, SamplingParams

@@ -30,7 +30,7 @@ from weft.cli.main import app
 from weft.cli.reference import reference
 from weft.core.errors import ConfigError, WeftError, type_of_kind
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^```(.*)\n((?:(?!```).*\n)*)^```\n(\n*)", re.MULTILINE)

@@ -124,42 +124,6 @@ def test_a_slot_that_was_cleared_meanwhile_stays_empty() -> None:
         pool.view(0, 0)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_on_a_gpu_nothing_waits_for_steps_but_what_must(dtype: torch.dtype) -> None:
-    """Orders are queued behind the step that runs, which finds images at their old places; a load
-    is complete before that step ends."""
-    device = torch.device("cuda")
-    pool = AdapterPool(TABLE, 1 << 20, 4, dtype, device)
-    layout = layout_of(TABLE, (3, 0, 2))
-    size = layout.num_elements
-    image = torch.randn(size).to(dtype).pin_memory()
-    busy = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    for cycles in (1, 1 << 31):  # first once for all, as the first launch of a kernel loads it
-        pool.write(size // 2, image)
-        pool.install(0, size // 2, layout)
-        torch.cuda.synchronize()
-        torch.cuda._sleep(cycles)
-        seen = pool.arena[size // 2 : size // 2 + size].clone()
-        busy.record()
-        pool.move([Move(0, size // 2, 0, size)])
-        pool.clear(1)
-        pool.install(1, 4 * size, layout)
-        pool.write(4 * size, image)
-    assert not busy.query(), "it waited for the step"
-    torch.cuda.synchronize()
-    assert torch.equal(pool.arena[4 * size : 5 * size].cpu(), image)
-    assert torch.equal(seen.cpu(), image)
-    assert torch.equal(pool.arena[:size].cpu(), image)
-    assert pool.a_offset_SG[:2].tolist() == [
-        list(layout.a_offset),
-        [4 * size + o for o in layout.a_offset],
-    ]
-    assert pool.b_offset_SL[0].tolist() == list(layout.b_offset)
-    assert pool.rank_SL[0].tolist() == pool.rank_SL[1].tolist() == [3, 0, 2]
-
-
 # -- the runner --------------------------------------------------------------------------------
 
 

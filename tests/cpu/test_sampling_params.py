@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import toy_tokenizers
-from conftest import MakeLLM
+from engines import MakeLLM
 from peft import PeftModel
 from tiny import ADAPTERS, BASE, ask
 from transformers import AutoModelForCausalLM

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeLLM
+from engines import MakeLLM
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from tiny import ADAPTERS, BASE, ask

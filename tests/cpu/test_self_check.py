@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeLLM
+from engines import MakeLLM
 from http_api import INFO, EchoEngine, Web, run
 from http_api import World as ApiWorld
 from safetensors.torch import load_file

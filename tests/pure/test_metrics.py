@@ -23,7 +23,7 @@ from weft.metrics import Metrics, tallies
 from weft.metrics.histogram import Bounds, Histogram
 from weft.metrics.tallies import OTHER, PERIOD_S, Tallies
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 INFO = replace(observed.INFO, model="/models/tiny")
 Sample = tuple[str, frozenset[tuple[str, str]]]
 

@@ -220,3 +220,24 @@ def test_demo() -> None:
 
 def test_demo_without_its_examples(tmp_path: Path) -> None:
     assert "--examples path/to/examples/tiny" in refusal("demo", "--examples", str(tmp_path))
+
+
+WITHOUT_OTEL = """
+import sys
+sys.modules["opentelemetry.sdk.trace"] = None
+import weft.cli.main
+sys.argv = ["weft", "serve", "/no/such", "--port", "0", *sys.argv[1:]]
+weft.cli.main.app()
+"""
+
+
+def _serve_without_otel(*flags: str) -> str:
+    command = [sys.executable, "-c", WITHOUT_OTEL, *flags]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    return done.stderr
+
+
+def test_traces_need_the_extra() -> None:
+    assert "pip install weft[otel]" in _serve_without_otel("--otlp-endpoint", "http://x")
+    assert "there is no folder /no/such" in _serve_without_otel()

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import MakeLLM
+from engines import MakeLLM
 from http_api import HI, INFO, Web, World, run
 from peft import LoraConfig, PeftModel, get_peft_model
 from tiny import ADAPTERS, BASE
@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from weft import SamplingParams
 from weft.core.adapters import AdapterInfo
-from weft.core.errors import InvalidRequest
+from weft.core.errors import ConfigError, InvalidRequest
 from weft.core.sampling import StructuredOutputs
-from weft.text import Tokenizer, own
+from weft.text import Tokenizer, load_tokenizer, own
 
 OTHER = "{% for m in messages %}<tag>{{ m.content }}{{ eos_token }}{% endfor %}"
 TAG = INFO.vocab_size
@@ -266,3 +266,16 @@ def test_all_of_it_in_an_engine(tmp_path: Path, make_llm: MakeLLM) -> None:
     form = SamplingParams(max_tokens=8, structured_outputs=StructuredOutputs(choice=("yes",)))
     (output,) = llm.generate("hello", form, "new")
     assert output.text == "yes"
+
+
+def test_a_missing_tokenizer_is_a_configuration_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--skip-tokenizer-init"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_a_saved_tokenizer_loads(tmp_path: Path) -> None:
+    byte_level()._hf.save_pretrained(str(tmp_path))
+    loaded = load_tokenizer(str(tmp_path))
+    assert loaded.encode("日本 the") == byte_level().encode("日本 the")
+    assert loaded.eos_ids == byte_level().eos_ids
+    assert loaded.vocab_size == byte_level().vocab_size

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).parents[1] / "examples" / "tiny"
+ROOT = Path(__file__).parents[2] / "examples" / "tiny"
 BASE = ROOT / "base"
 ADAPTERS = {path.name: path for path in sorted((ROOT / "adapters").iterdir())}
 

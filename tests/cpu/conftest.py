@@ -1,0 +1,18 @@
+"""Fixtures of tests that run models on the CPU, in this process."""
+
+from __future__ import annotations
+
+import pytest
+from engines import make_llm, make_module_llm
+
+from weft.core.targets import TargetTable
+
+__all__ = ["make_llm", "make_module_llm"]
+
+
+@pytest.fixture(scope="session")
+def table(tmp_path_factory: pytest.TempPathFactory) -> TargetTable:
+    """The targets of the base that `other_kinds` makes adapters on."""
+    from other_kinds import make_table
+
+    return make_table(tmp_path_factory.mktemp("base"))

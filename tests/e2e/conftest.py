@@ -1,0 +1,7 @@
+"""Fixtures of tests that start servers and other processes."""
+
+from __future__ import annotations
+
+from engines import make_llm, make_module_llm
+
+__all__ = ["make_llm", "make_module_llm"]
