@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.core.errors import ConfigError
-from weft.kernels import attention
 from weft.kernels.activation import reference_silu_and_mul, silu_and_mul
-from weft.kernels.attention import torch_attend
+from weft.kernels.attention import sdpa, torch_attend
 from weft.kernels.norm import reference_rms_norm, rms_norm
 from weft.kernels.ops import TorchOps, make_ops
 from weft.kernels.rope import apply_rope, reference_rope
@@ -65,12 +64,12 @@ def test_half_precision(dtype: torch.dtype, window: int | None) -> None:
 def test_decodes_of_very_different_lengths_are_split(
     prefill: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention, "SPLIT_ROWS", 64)
+    monkeypatch.setattr(sdpa, "SPLIT_ROWS", 64)
     lens = [(1, 3), (1, 150), (1, 5), *prefill, (1, 140), (1, 9)]
     batch = random_batch(lens, 4, 1)
     assert_same_as_oracle(torch_attend, batch, (4, 2), 4, None, 1)
     (plan,) = batch.prepared.values()
-    assert isinstance(plan, attention._Plan)
+    assert isinstance(plan, sdpa._Plan)
     assert [b.shape[0] for b in plan.buckets] == [3, 2, *(1 for _ in prefill)]
 
 

@@ -27,9 +27,8 @@ from weft.bench.kernels import KernelPlan, measure_kernels
 from weft.cli.main import app
 from weft.core.errors import ConfigError
 from weft.kernels import triton_linear, tuned
-from weft.kernels.lora.triton import Blocks, TritonBackend
-from weft.kernels.triton_linear import Cut
-from weft.kernels.tuned import Key, Table
+from weft.kernels.lora.triton import TritonBackend
+from weft.kernels.tuned import Blocks, Cut, Key, Table
 
 interpreted = pytest.mark.skipif(
     not triton_linear.INTERPRETED, reason="compiled kernels are for a GPU"
@@ -207,10 +206,10 @@ def test_the_users_own_table_goes_first(
         Table("cpu", {KEY: asdict(Cut(64, 1, 2)), other: asdict(Cut(64, 1, 3))}, {"columns": 32}),
     )
     tuned.write_table(cache, Table("cpu", {KEY: asdict(CUT)}, {"expand_programs": 2}))
-    assert tuned.cut_for(Cut, CPU, 16, 128, 128) == CUT
-    assert tuned.cut_for(Cut, CPU, 17, 128, 128) == Cut(64, 1, 3)
-    assert tuned.cut_for(Cut, CPU, 64, 128, 128) is None
-    assert tuned.blocks_for(Blocks(), CPU) == replace(Blocks(), columns=32, expand_programs=2)
+    assert tuned.cut_for(CPU, 16, 128, 128) == CUT
+    assert tuned.cut_for(CPU, 17, 128, 128) == Cut(64, 1, 3)
+    assert tuned.cut_for(CPU, 64, 128, 128) is None
+    assert tuned.blocks_for(CPU) == replace(Blocks(), columns=32, expand_programs=2)
 
 
 def test_no_home_and_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,7 +219,7 @@ def test_no_home_and_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("no home")
 
     monkeypatch.setattr(Path, "home", home)
-    assert tuned.cut_for(Cut, CPU, 1, 128, 128) is None
+    assert tuned.cut_for(CPU, 1, 128, 128) is None
 
 
 def whole(**changed: object) -> dict[str, object]:
@@ -274,7 +273,7 @@ def test_a_malformed_table_is_refused(cache: Path, found: object, field: str) ->
     text = found if isinstance(found, str) else json.dumps(found)
     cache.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError) as refused:
-        tuned.cut_for(Cut, CPU, 1, 128, 128)
+        tuned.cut_for(CPU, 1, 128, 128)
     assert str(cache) in refused.value.message and refused.value.param == field
     if field == "table" or "." not in field:
         return
@@ -321,7 +320,7 @@ def test_tune(cache: Path) -> None:
     assert table.linear[key] == best
     assert table.linear[other] == asdict(CUT) and len(table.linear) == 2
     together = replace(Blocks(), columns=64, expand_programs=8)
-    assert table.lora == {name: getattr(together, name) for name in tuned.LORA_FIELDS}
+    assert table.lora == asdict(together)
     assert triton_linear.cut_of(torch.zeros(1, 128), torch.zeros(128, 128)) == Cut(**best)
 
 
@@ -339,9 +338,9 @@ def test_what_is_hardly_better_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> 
 @interpreted
 @pytest.mark.usefixtures("small", "few_trials")
 def test_a_cut_whose_result_is_wrong_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(x: Any, weight: Any, bias: Any, cut: Cut, adapters: Any) -> torch.Tensor:
+    def launch(x: Any, weight: Any, bias: Any, cut: Cut, flags: Any) -> triton_linear.Launched:
         y = x @ weight.t()
-        return y if cut.step != 32 else y * 1.01
+        return triton_linear.Launched(y if cut.step != 32 else y * 1.01, 0, None)
 
     monkeypatch.setattr(tune, "launch", launch)
     times = itertools.count(100, -1)

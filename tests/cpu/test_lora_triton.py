@@ -22,6 +22,7 @@ import weft.kernels.lora.triton as kernels
 from weft.core.errors import ConfigError
 from weft.core.targets import TargetTable, build_table, layout_of
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, make_backend
+from weft.kernels.tuned import Blocks
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
 
@@ -42,7 +43,7 @@ RANKS = (
     (0, 24, 2, 40, 0, 1, 8, 0),
 )
 UNITS = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-11}
-BLOCKS = kernels.Blocks(columns=32, shrink_programs=9, expand_programs=6)
+BLOCKS = Blocks(columns=32, shrink_programs=9, expand_programs=6)
 TUNING = kernels.Tuning(part=16, max_parts=64, row_floats=128, blocks=BLOCKS)
 
 
@@ -177,7 +178,7 @@ def test_sizes_of_blocks_change_nothing() -> None:
     pool = make_pool(RANKS, torch.float32)
     slots = [0, 0, 2, 3]
     inputs = make_inputs(pool, len(slots))
-    other = kernels.Blocks(columns=64, shrink_programs=1, expand_programs=1)
+    other = Blocks(columns=64, shrink_programs=1, expand_programs=1)
     tuning = kernels.Tuning(part=16, max_parts=64, row_floats=128, blocks=other)
     a, b = (run(kernels.TritonBackend(pool, t), slots, inputs) for t in (TUNING, tuning))
     assert same(a, b)
@@ -189,7 +190,7 @@ def test_ranks_up_to_the_largest() -> None:
     pool = make_pool(ranks, torch.float32, table)
     slots = [-1, 0, 1, 2, 2]
     inputs = make_inputs(pool, len(slots))
-    blocks = kernels.Blocks(columns=16, shrink_programs=2)
+    blocks = Blocks(columns=16, shrink_programs=2)
     tuning = kernels.Tuning(part=32, blocks=blocks)
     check(pool, slots, inputs, run(kernels.TritonBackend(pool, tuning), slots, inputs))
 

@@ -97,7 +97,8 @@ def segments(slots: list[int]) -> tuple[Segment, ...]:
 def triton_backend(pool: AdapterPool) -> LoraBackend:
     """With little to do for Triton's interpreter."""
     pytest.importorskip("triton")
-    from weft.kernels.lora.triton import Blocks, TritonBackend, Tuning
+    from weft.kernels.lora.triton import TritonBackend, Tuning
+    from weft.kernels.tuned import Blocks
 
     blocks = Blocks(shrink_programs=4, columns=64, expand_programs=6)
     return TritonBackend(pool, Tuning(part=64, blocks=blocks))

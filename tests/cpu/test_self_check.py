@@ -34,7 +34,9 @@ from weft.core.stats import CheckResult, EngineStats
 from weft.core.targets import Extras, ImageLayout, TargetTable, layout_of, vocabulary
 from weft.kernels.checksum import PAGE, checksum
 from weft.kernels.lora import AdapterPool, Segment, base, extras, grouped
-from weft.kernels.lora.triton import INTERPRETED, Blocks, TritonBackend, Tuning
+from weft.kernels.lora.triton import TritonBackend, Tuning
+from weft.kernels.triton_base import INTERPRETED
+from weft.kernels.tuned import Blocks
 from weft.worker import selfcheck
 from weft.worker.runner import Runner
 

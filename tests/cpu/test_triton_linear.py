@@ -21,12 +21,13 @@ pytest.importorskip("triton")
 import weft.kernels.triton_linear as kernels
 from weft.core.targets import build_table, layout_of
 from weft.kernels.attention import KVCache, make_batch
-from weft.kernels.lora import AdapterPool, LoraBatch, Segment
+from weft.kernels.lora import AdapterPool, LoraBatch, Segment, triton_beside
 from weft.kernels.lora.base import FusedStep
 from weft.kernels.lora.triton import TritonBackend, Tuning
 from weft.kernels.ops import TorchOps
 from weft.kernels.pending import Pending
 from weft.kernels.triton_ops import TritonOps
+from weft.kernels.tuned import Cut
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
 
@@ -137,7 +138,7 @@ def test_teams_share_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for group in TABLE.groups:
         _, alone = product(backend, slots, group.index)
         for num_programs in (2, 3, 5):
-            monkeypatch.setattr(kernels, "programs_beside", lambda _, num=num_programs: num)
+            monkeypatch.setattr(triton_beside, "programs_beside", lambda _, num=num_programs: num)
             _, shared = product(backend, slots, group.index)
             assert torch.equal(shared.add_TO[1:], alone.add_TO[1:])
         monkeypatch.undo()
@@ -164,10 +165,10 @@ def test_delta_is_that_of_the_kernels_for_many_rows() -> None:
         assert torch.equal(pending.added_to(torch.zeros_like(y)), y)
 
 
-@pytest.mark.parametrize("cut", [kernels.Cut(32, 1, 2), kernels.Cut(16, 4, 2, columns=32)])
-def test_parts_of_a_product(cut: kernels.Cut) -> None:
+@pytest.mark.parametrize("cut", [Cut(32, 1, 2), Cut(16, 4, 2, columns=32)])
+def test_parts_of_a_product(cut: Cut) -> None:
     x, weight, _ = make_inputs(1, 5, torch.float32)
-    y = kernels.launch(x, weight, None, cut, None)
+    y = kernels.launch(x, weight, None, cut, None).y_TO
     torch.testing.assert_close(y, x @ weight.t())
 
 

@@ -18,6 +18,7 @@ import weft.kernels.triton_ops as kernels
 from weft.core.errors import ConfigError
 from weft.kernels.activation import reference_silu_and_mul
 from weft.kernels.attention import AttentionBatch, KVCache, make_batch, reference_attend, write_kv
+from weft.kernels.attention.paged import Rounds
 from weft.kernels.norm import reference_rms_norm
 from weft.kernels.ops import TorchOps
 
@@ -35,7 +36,7 @@ def ops(request: pytest.FixtureRequest) -> kernels.TritonOps:
 def with_parts(num_processors: int) -> kernels.TritonOps:
     """Ops as on a device of so many processors: the more, the more parts a decode has."""
     ops = kernels.TritonOps(torch.device("cpu"))
-    ops._programs = num_processors
+    ops.attention._programs = num_processors
     return ops
 
 
@@ -81,7 +82,7 @@ def test_chunks_after_long_contexts_match_the_oracle(
 
 
 def test_rounds_overlap_as_far_as_shared_memory_goes() -> None:
-    rounds = kernels.Rounds(tokens=64, warps=4, stages=3)
+    rounds = Rounds(tokens=64, warps=4, stages=3)
     assert rounds.stages_within(232_448, num_rows=64, row_bytes=256) == 3
     assert rounds.stages_within(232_448, num_rows=64, row_bytes=512) == 2
     assert rounds.stages_within(101_376, num_rows=64, row_bytes=256) == 2

@@ -19,12 +19,14 @@ from pathlib import Path
 import torch
 from triton.runtime.jit import MockTensor as M
 import weft.kernels.lora.triton as lora
+import weft.kernels.lora.triton_beside as beside
 import weft.kernels.triton_linear as linear
+from weft.kernels.tuned import Blocks
 
 bf, f32, i32, i64 = (M(t) for t in (torch.bfloat16, torch.float32, torch.int32, torch.int64))
 early = {"PDL": True, "launch_pdl": True, "grid": (1,)}
 common = {"K": 4096, "W": 1024, "PART": 256, "MAX_PARTS": 16, "EXACT": False}
-blocks = lora.Blocks()
+blocks = Blocks()
 made = {
     "shrink": lora._shrink.warmup(
         bf, f32, bf, i32, i64, i32, 1, 3, 4096, 4, 7, NUM_SLICES=3, SHARES=lora.SHARES,
@@ -40,9 +42,9 @@ made = {
         BLOCK_K=256, SPLIT=2, STAGES=3, AHEAD=2, BIAS=False, TURNS=linear.TURNS, EXACT=False,
         num_warps=4, **early,
     ),
-    "adapters": linear._adapters.warmup(
+    "adapters": beside._adapters.warmup(
         bf, f32, f32, i32, bf, i32, i64, i64, i32, 4096, 1, 0, 0, 4, 7, O=4096,
-        PER_TILE=linear.PER_TILE, TURNS=linear.TURNS, WIDTHS=(4096,), BLOCK_N=128,
+        PER_TILE=beside.PER_TILE, TURNS=linear.TURNS, WIDTHS=(4096,), BLOCK_N=128,
         SHRINK_STAGES=4, EXPAND_STAGES=4, num_warps=4, **common, **early,
     ),
 }

@@ -13,8 +13,9 @@ import torch
 from weft.core.targets import layout_of
 from weft.kernels.attention import make_batch
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment
-from weft.kernels.lora.triton import Blocks, TritonBackend, Tuning
+from weft.kernels.lora.triton import TritonBackend, Tuning
 from weft.kernels.triton_ops import TritonOps
+from weft.kernels.tuned import Blocks
 from weft.models.config import load_model_config
 from weft.models.decoder import Decoder, StepContext
 from weft.models.kv_cache import allocate_kv_cache

@@ -1,7 +1,7 @@
 """`weft tune`: candidates for how kernels are cut, compiled side by side and timed one by one.
 
-Products (`triton_linear.Cut`): by shape and number of rows, all candidates, then prefetches of the
-best. Kernels for many rows (`lora.triton.Blocks`): each field alone, then together those values
+Products (`tuned.Cut`): by shape and number of rows, all candidates, then prefetches of the
+best. Kernels for many rows (`tuned.Blocks`): each field alone, then together those values
 that were better. What is in use takes part in all of it, and stays unless another is clearly
 better.
 """
@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -31,8 +30,10 @@ from weft.bench.workload import adapters_in_batch
 from weft.core.errors import ConfigError
 from weft.kernels import tuned
 from weft.kernels.compiling import compiling_ahead
-from weft.kernels.lora.triton import Blocks, TritonBackend
-from weft.kernels.triton_linear import INTERPRETED, Cut, cut_of, launch, processors
+from weft.kernels.lora.triton import TritonBackend
+from weft.kernels.triton_base import INTERPRETED, processors
+from weft.kernels.triton_linear import Launched, cut_of, launch
+from weft.kernels.tuned import Blocks, Cut
 from weft.worker.runner import device_of
 
 ROWS = tuned.ROWS
@@ -102,7 +103,7 @@ def run_tune(model: str | None, device: str, rank: int, repeats: int, output: Pa
         best = tune_products(bed, timer)
         blocks, share = tune_blocks(bed, timer)
     linear = {key: asdict(found.cut) for key, found in best.items()}
-    lora = {name: getattr(blocks, name) for name in tuned.LORA_FIELDS}
+    lora = asdict(blocks)
     tuned.write_table(path, tuned.Table(known.device, linear, lora).over(known))
     tuned.forget()
     console = Console()
@@ -167,7 +168,7 @@ class _Contest:
         self._want_TO = bed.plain(self._x_TI, product)
         self._seconds: dict[Cut, float] = {}
 
-    def launches(self, cut: Cut) -> list[Launch]:
+    def launches(self, cut: Cut) -> list[Callable[[], Launched]]:
         """Launch the product with this cut in all layers."""
         weights = self._product.weights
         return [partial(launch, self._x_TI, weight_OI, None, cut, None) for weight_OI in weights]
@@ -177,7 +178,7 @@ class _Contest:
         infinitely long."""
         launches = self.launches(cut)
         try:
-            got_TO: Any = launches[0]()
+            got_TO = launches[0]().y_TO
         except OutOfResources:
             return
         if deviation(got_TO, self._want_TO) <= self._bed.tolerance:

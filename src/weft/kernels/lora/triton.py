@@ -29,56 +29,27 @@ all tensors stay where they are. `reserve` before a capture; `begin` before a re
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.core.config import MAX_RANK
 from weft.core.errors import ConfigError
 from weft.kernels import tuned
-from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, Segment
+from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch
+from weft.kernels.lora.triton_beside import NUM_FLAGS, Adapters, launch_beside
 from weft.kernels.lora.triton_experts import tiles_of_experts
-from weft.kernels.lora.triton_tiles import (
-    EXPERT,
-    TILE_ROWS,
-    expand_tile,
-    num_blocks_of,
-    shrink_tile,
-)
+from weft.kernels.lora.triton_rows import TileList, TileRows
+from weft.kernels.lora.triton_tiles import EXPERT, expand_tile, num_blocks_of, shrink_tile
 from weft.kernels.pending import Pending
-from weft.kernels.staging import Staging
-from weft.kernels.triton_linear import (
-    FEW_ROWS,
-    NUM_FLAGS,
-    Adapters,
-    cut_of,
-    launch,
-    processors,
-    starts_early,
-)
+from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
+from weft.kernels.triton_linear import FEW_ROWS, cut_of, launch
+from weft.kernels.tuned import Blocks
 
 SHARES = 48
 """That the shrink of a tile is cut into, for programs to share."""
-
-
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """How work is cut for the device. None of it changes a result."""
-
-    columns: int = 128
-    """That a program of the expand takes at a time."""
-    shrink_programs: int = 8
-    """For each processor; so below."""
-    shrink_warps: int = 2
-    shrink_stages: int = 3
-    expand_programs: int = 4
-    expand_warps: int = 4
-    expand_stages: int = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,69 +201,6 @@ def _expand(
         )
 
 
-INTERPRETED = not isinstance(_shrink, triton.runtime.JITFunction)
-"""Whether this process runs kernels in Triton's interpreter."""
-
-
-class _Rows(NamedTuple):
-    """The tiles of a step's rows, or of its sampled rows."""
-
-    tiles: Tensor
-    """int32 (., 4), as many as there are rows."""
-    slots: Tensor | None = None
-    """int32, of each row, -1 for base rows; of the step's rows only."""
-
-
-class _TileList:
-    """The tiles of a step at a fixed place on the device: of its rows, then of its sampled rows.
-    Where each begins follows from the numbers of rows."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._staging = Staging(0, device)
-
-    def reserve(self, num_tiles: int) -> None:
-        """Make room for so many of rows and as many of sampled rows."""
-        self._staging.reserve(9 * num_tiles)
-
-    def fill(self, batch: LoraBatch) -> tuple[_Rows, _Rows]:
-        """Lay a step's tiles out, ahead of its kernels on the current stream."""
-        parts = [(batch.segments, len(batch.slot_T))]
-        if batch.slot_N is not batch.slot_T:
-            parts.append((batch.sampled_segments, len(batch.slot_N)))
-        bound = sum(num_rows for _, num_rows in parts)
-        num_words = 4 * bound + len(batch.slot_T)
-        self._staging.reserve(num_words)
-        words = self._staging.begin(num_words)
-        words[:] = 0
-        slots = words[4 * bound :]
-        slots[:] = -1
-        for slot, start, stop in batch.segments:
-            slots[start:stop] = slot
-        first = 0
-        rows: list[_Rows] = []
-        for segments, num_rows in parts:
-            place = slice(4 * first, 4 * (first + num_rows))
-            rows.append(self._lay_out(segments, words[place], self._staging.device_words[place]))
-            first += num_rows
-        self._staging.send(len(words))
-        tokens = rows[0]._replace(slots=self._staging.device_words[4 * bound : num_words])
-        return tokens, rows[-1]
-
-    def _lay_out(
-        self, segments: tuple[Segment, ...], words: NDArray[np.int32], place: Tensor
-    ) -> _Rows:
-        """The tiles of as many rows as there is room for."""
-        found = [
-            (slot, first, min(TILE_ROWS, stop - first), 0)
-            for slot, start, stop in segments
-            for first in range(start, stop, TILE_ROWS)
-        ]
-        if found:
-            words[: 4 * len(found)] = np.array(found, np.int32).reshape(-1)
-            words[3] = len(found)
-        return _Rows(place.view(-1, 4))
-
-
 class TritonBackend:
     """LoraBackend for CUDA devices (and, in Triton's interpreter, for the CPU).
 
@@ -306,13 +214,13 @@ class TritonBackend:
         assert pool.num_slots <= EXPERT
         self.pool = pool
         self.tuning = tuning or Tuning(
-            blocks=tuned.blocks_for(Blocks(), device),
+            blocks=tuned.blocks_for(device),
             dependent_launch=starts_early(device),
         )
         most = max(len(g.slices) for g in pool.table.groups)
         self.row_floats = max(self.tuning.row_floats, MAX_RANK * most)
         self.exact = INTERPRETED or pool.arena.dtype == torch.float32
-        self._tiles = _TileList(device)
+        self._tiles = TileList(device)
         self._work = torch.empty((0, self.row_floats), dtype=torch.float32, device=device)
         self.flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
         """Where products and what runs beside them tell each other how far they are."""
@@ -342,7 +250,9 @@ class TritonBackend:
 class TritonStep:
     """LoraStep of the Triton backend."""
 
-    def __init__(self, backend: TritonBackend, tokens: _Rows, sampled: _Rows, work: Tensor) -> None:
+    def __init__(
+        self, backend: TritonBackend, tokens: TileRows, sampled: TileRows, work: Tensor
+    ) -> None:
         self._backend = backend
         self._tokens = tokens
         self._sampled = sampled
@@ -363,7 +273,7 @@ class TritonStep:
         self.expand(y_TO, group, self._tokens)
 
     @property
-    def rows(self) -> _Rows:
+    def rows(self) -> TileRows:
         """Of the step, as `shrink` and `expand` take them."""
         return self._tokens
 
@@ -388,8 +298,9 @@ class TritonStep:
             part=tuning.part,
             max_parts=tuning.max_parts,
         )
-        y_TO = launch(x_TI, weight_OI, bias_O, cut, adapters)
-        return y_TO, Pending(delta_TO, rows.slots)
+        product = launch(x_TI, weight_OI, bias_O, cut, backend.flags)
+        launch_beside(product, x_TI, adapters)
+        return product.y_TO, Pending(delta_TO, rows.slots)
 
     def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
         self._apply(y_NV, x_NI, group, self._sampled)
@@ -402,11 +313,11 @@ class TritonStep:
         assert slot_T is not None
         return _Experts(self._backend, tiles_of_experts(slot_T, token_P, expert_P))
 
-    def _apply(self, y: Tensor, x: Tensor, group: int, rows: _Rows) -> None:
+    def _apply(self, y: Tensor, x: Tensor, group: int, rows: TileRows) -> None:
         self.shrink(x, group, rows)
         self.expand(y, group, rows)
 
-    def shrink(self, x_TK: Tensor, group: int, rows: _Rows) -> None:
+    def shrink(self, x_TK: Tensor, group: int, rows: TileRows) -> None:
         """v of all rows, into the workspace: see `_shrink`."""
         if not len(rows.tiles):
             return
@@ -436,10 +347,10 @@ class TritonStep:
             EXACT=backend.exact,
             PDL=tuning.dependent_launch,
             num_warps=blocks.shrink_warps,
-            **self._launch_options(),
+            **launch_options(tuning.dependent_launch),
         )
 
-    def expand(self, y_TO: Tensor, group: int, rows: _Rows, ids_T: Tensor | None = None) -> None:
+    def expand(self, y_TO: Tensor, group: int, rows: TileRows, ids_T: Tensor | None = None) -> None:
         """Adds to y what v, or with `ids_T` the rows of an embedding's A, give."""
         if not len(rows.tiles):
             return
@@ -474,15 +385,12 @@ class TritonStep:
             EXACT=backend.exact,
             PDL=tuning.dependent_launch,
             num_warps=blocks.expand_warps,
-            **self._launch_options(),
+            **launch_options(tuning.dependent_launch),
         )
 
     def _grid(self, programs: int, most: int) -> tuple[int]:
         """So many for each processor, where there is work for them."""
         return (min(programs * processors(self._backend.pool.arena.device), most),)
-
-    def _launch_options(self) -> dict[str, bool]:
-        return {"launch_pdl": True} if self._backend.tuning.dependent_launch else {}
 
 
 class _Experts:
@@ -490,7 +398,7 @@ class _Experts:
 
     def __init__(self, backend: TritonBackend, tiles_P4: Tensor) -> None:
         work = backend.delta.new_empty((len(tiles_P4), backend.row_floats))
-        self._rows = _Rows(tiles_P4)
+        self._rows = TileRows(tiles_P4)
         self._step = TritonStep(backend, self._rows, self._rows, work)
 
     def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:

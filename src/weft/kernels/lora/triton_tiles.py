@@ -1,5 +1,5 @@
 """What adapters add to the rows of one tile: functions of the kernels beside a product of few rows
-(`weft.kernels.triton_linear`) and of those for many (`weft.kernels.lora.triton`).
+(`weft.kernels.lora.triton_beside`) and of those for many (`weft.kernels.lora.triton`).
 
 Shapes: T token rows, K inputs and O outputs of a group, S slots, G groups, L slices of the model,
 R the summed ranks of a group's slices in one adapter, W floats of workspace a row.
@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from weft.core.targets import ALIGN
+from weft.kernels.triton_base import dot, wait_for
 
 EXPERT = 1 << 16
 """A tile's first word is its slot, and this times its expert, where a group has experts."""
@@ -38,14 +39,6 @@ def _parts_of(R, K, W, PART: tl.constexpr, MAX_PARTS: tl.constexpr):
     wanted = tl.minimum(tl.minimum(steps, MAX_PARTS), W // ((R + 15) // 16 * 16))
     each = (steps + wanted - 1) // wanted
     return each, (steps + each - 1) // each
-
-
-@triton.jit
-def dot(a, b, acc, EXACT: tl.constexpr):
-    """acc + a @ b; EXACT: in fp32 whatever the operands' dtype."""
-    if EXACT:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
@@ -128,14 +121,6 @@ def _shrink_parts(
         mask = (m < rows)[:, None] & (r < tl.where(ends, R, 0))[None, :]
         tl.store(work_at + step // each * part_stride + r[None, :], acc, mask=mask)
         acc = tl.where(ends, 0.0, acc)
-
-
-@triton.jit
-def wait_for(flag_ptr, num):
-    """Wait until `num` is there."""
-    while tl.atomic_add(flag_ptr, 0, sem="acquire") != num:
-        pass
-    tl.debug_barrier()
 
 
 @triton.jit

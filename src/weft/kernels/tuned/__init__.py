@@ -6,10 +6,10 @@ A table is a JSON file named after its device:
      "linear": [{"rows": 16, "outputs": 6144, "inputs": 4096, "step": 128, ...}],
      "lora": {"columns": 128, ...}}
 
-`linear` holds the fields of a `triton_linear.Cut` for products of up to so many rows, `lora` those
-of `lora.triton.Blocks` that may differ: they change no bit of a result. Tables in this folder come
-with Weft; one in the user's cache folder goes before them, entry by entry. What no table knows is
-cut as the kernels see fit.
+`linear` holds the fields of a `Cut` for products of up to so many rows, `lora` those of `Blocks`
+that differ from its defaults, which change no bit of a result. Tables in this folder come with
+Weft; one in the user's cache folder goes before them, entry by entry. What no table knows is cut as
+the kernels see fit.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,15 +30,6 @@ from weft.core.errors import ConfigError
 VERSION = 1
 ROWS = (16, 32, 64)
 """Products are cut for up to so many rows each."""
-LORA_FIELDS = (
-    "columns",
-    "shrink_programs",
-    "shrink_warps",
-    "shrink_stages",
-    "expand_programs",
-    "expand_warps",
-    "expand_stages",
-)
 SHIPPED = Path(__file__).parent
 MOST = 4096
 """No number of a cut is larger."""
@@ -54,18 +45,49 @@ class Key(NamedTuple):
     inputs: int
 
 
-class Cut(Protocol):
-    """A dataclass of numbers."""
+MEETING_FLOATS, MEETING_TILES = 1 << 22, 1 << 12
+"""Room where the parts of a product meet, if K is split."""
 
-    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a base product is cut for the device: see `weft.kernels.triton_linear`."""
+
+    step: int
+    """Elements of K that a program takes at a time."""
+    split: int
+    """How many parts K is split into."""
+    stages: int
+    columns: int = 64
+    """Columns of the result that a program computes."""
+    ahead: int = 2
+    """How many lines of 128 bytes of each row of its weights a program asks for early."""
 
     def fits(self, num_rows: int, outputs: int, inputs: int) -> bool:
         """Whether such a product can be cut so."""
-        ...
+        if min(self.columns, self.step) < 16 or outputs % self.columns:
+            return False
+        num_floats, num_tiles = outputs * self.split * num_rows, outputs // self.columns
+        meet = self.split == 1 or (num_floats <= MEETING_FLOATS and num_tiles <= MEETING_TILES)
+        return meet and inputs % (self.split * self.step) == 0
 
 
-CutT = TypeVar("CutT", bound=Cut)
-BlocksT = TypeVar("BlocksT")
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """How the LoRA kernels for many rows are cut for the device. None of it changes a result."""
+
+    columns: int = 128
+    """Columns that a program of the expand takes at a time."""
+    shrink_programs: int = 8
+    """Programs for each processor, as is `expand_programs`."""
+    shrink_warps: int = 2
+    shrink_stages: int = 3
+    expand_programs: int = 4
+    expand_warps: int = 4
+    expand_stages: int = 4
+
+
+_BLOCKS = tuple(f.name for f in fields(Blocks))
 
 
 @dataclass(frozen=True)
@@ -83,33 +105,32 @@ class Table:
         return Table(self.device, linear, {**other.lora, **self.lora})
 
 
-def cut_for(
-    kind: type[CutT], device: torch.device, num_rows: int, outputs: int, inputs: int
-) -> CutT | None:
-    """What the device's tables say of a product; None: nothing. Raises ConfigError for a table
-    that is not one."""
+def cut_for(device: torch.device, num_rows: int, outputs: int, inputs: int) -> Cut | None:
+    """What the device's tables say of a product; None if they don't know it. Raises ConfigError for
+    a file that is no table."""
     rows = next(most for most in ROWS if num_rows <= most)
-    return _cuts(kind, device).get(Key(rows, outputs, inputs))
+    return _cuts(device).get(Key(rows, outputs, inputs))
 
 
-def blocks_for(default: BlocksT, device: torch.device) -> BlocksT:
-    """`default` with what the device's tables say of it. Raises ConfigError likewise."""
+def blocks_for(device: torch.device) -> Blocks:
+    """The default blocks, but for what the device's tables say. Raises ConfigError for a file that
+    is no table."""
     found: dict[str, int] = {}
     for path in paths(device):
         found |= read_table(path).lora
-    return replace(default, **found)  # type: ignore[type-var]
+    return Blocks(**found)
 
 
 @cache
-def _cuts(kind: type[CutT], device: torch.device) -> dict[Key, CutT]:
-    found: dict[Key, CutT] = {}
-    names = [f.name for f in fields(kind)]
+def _cuts(device: torch.device) -> dict[Key, Cut]:
+    found: dict[Key, Cut] = {}
+    names = [f.name for f in fields(Cut)]
     for path in paths(device):
         for index, (key, numbers) in enumerate(read_table(path).linear.items()):
             at = f"linear[{index}]"
             if odd := sorted(numbers.keys() ^ set(names)):
                 raise _refused(path, f"{at}.{odd[0]}", f"the fields of a cut are {names}")
-            found[key] = made = kind(**numbers)
+            found[key] = made = Cut(**numbers)
             if not made.fits(*key):
                 raise _refused(path, at, "such a product can't be cut so")
     return found
@@ -180,7 +201,7 @@ def read_table(path: Path) -> Table:
     linear = dict(_entry(path, f"linear[{i}]", e) for i, e in enumerate(whole["linear"]))
     if len(linear) < len(whole["linear"]):
         raise _refused(path, "linear", "there is more than one cut of a product")
-    lora = _object(path, "lora", whole["lora"], LORA_FIELDS, complete=False)
+    lora = _object(path, "lora", whole["lora"], _BLOCKS, complete=False)
     return Table(whole["device"], linear, _numbers(path, "lora", lora))
 
 

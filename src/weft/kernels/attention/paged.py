@@ -1,0 +1,431 @@
+"""Attention by Triton kernels that read the paged cache in place.
+
+Shapes: T token rows, S sequences, H query heads, K key and value heads, G = H / K query heads of
+one key head, D head dimension, B blocks of a sequence, P parts that a decode's context is cut into.
+
+Sums are in fp32, and a result is rounded once. A decode's launches follow from the number of
+sequences alone, so that a CUDA graph of them serves any lengths; a sequence of length 0 (padding
+of a graph) reads no cache and gives zeros.
+"""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from numpy.typing import NDArray
+from torch import Tensor
+
+from weft.kernels.attention.batch import AttentionBatch, KVCache, RowWork, row_work, tile_rows
+from weft.kernels.attention.online_softmax import accumulate
+from weft.kernels.triton_base import launch_options, processors, starts_early
+
+MAX_PARTS = 16
+"""Of a decode's context."""
+
+ENOUGH_PROGRAMS = 2
+"""For each processor: a decode that has more is not cut into parts."""
+
+
+class Rounds(NamedTuple):
+    """Of a program's loop over a context."""
+
+    tokens: int
+    warps: int
+    stages: int
+    """Rounds that overlap, if there is room for their keys and values."""
+
+    def stages_within(self, shared_bytes: int, num_rows: int, row_bytes: int) -> int:
+        """Those that fit into shared memory beside the rows of queries; two at least."""
+        room = shared_bytes - num_rows * row_bytes - 4096
+        return max(2, min(self.stages, room // (2 * self.tokens * row_bytes)))
+
+
+FEW_DECODES = Rounds(64, 4, 3)
+"""Of decodes in ENOUGH_PROGRAMS or fewer, which have a processor's memory almost for themselves."""
+
+MANY_DECODES = Rounds(32, 4, 4)
+"""Of decodes in more programs, of which a processor runs four."""
+
+CHUNKS = Rounds(64, 4, 3)
+"""Of chunks of prompts."""
+
+LOG2E = math.log2(math.e)
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _decode(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    acc_ptr,
+    sums_ptr,
+    table_ptr,
+    lens_ptr,
+    pairs_ptr,
+    scale,
+    window,
+    q_stride,
+    table_stride,
+    K,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One query row of a sequence against one part of its context; programs (S, K, PARTS).
+
+    q and out (T, H, D); acc fp32 (S, PARTS, H, D) and sums fp32 (S, PARTS, H, 2) of (sum,
+    maximum), which `_combine` puts together when PARTS > 1; table int32 (., B); lens int32;
+    pairs int32 (S, 2) of sequence and row (-1: nothing to do), without PAIRS both are the
+    program's number.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    i = tl.program_id(0)
+    head = tl.program_id(1)
+    part = tl.program_id(2)
+    seq = i
+    row = i
+    if PAIRS:
+        seq = tl.load(pairs_ptr + 2 * i)
+        row = tl.load(pairs_ptr + 2 * i + 1)
+        if seq < 0:
+            return
+    length = tl.load(lens_ptr + seq)
+    begin = 0
+    if WINDOW:
+        begin = tl.maximum(length - window, 0)
+    each = (length - begin + PARTS * BLOCK_N - 1) // (PARTS * BLOCK_N) * BLOCK_N
+    first = begin + part * each
+    last = tl.minimum(first + each, length)
+    g = tl.arange(0, BLOCK_G)
+    d = tl.arange(0, BLOCK_D)
+    mask = (g < G)[:, None] & (d < D)[None, :]
+    at = (head * G + g)[:, None] * D + d[None, :]
+    q = tl.load(q_ptr + row.to(tl.int64) * q_stride + at, mask=mask, other=0.0)
+    acc, total, most = accumulate(
+        q,
+        k_ptr,
+        v_ptr,
+        table_ptr + seq.to(tl.int64) * table_stride,
+        head,
+        first,
+        last,
+        g,
+        window,
+        K,
+        scale,
+        D,
+        BLOCK_D,
+        BLOCK_G,
+        BLOCK_N,
+        BLOCK_SIZE,
+        False,
+        False,
+    )
+    H = K * G
+    if PARTS == 1:
+        acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+        out_at = out_ptr + row.to(tl.int64) * H * D + at
+        tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+    else:
+        base = (i * PARTS + part).to(tl.int64) * H
+        tl.store(acc_ptr + base * D + at, acc, mask=mask)
+        sums_at = sums_ptr + (base + head * G + g) * 2
+        tl.store(sums_at, total, mask=g < G)
+        tl.store(sums_at + 1, most, mask=g < G)
+
+
+@triton.jit
+def _combine(
+    out_ptr,
+    acc_ptr,
+    sums_ptr,
+    pairs_ptr,
+    H,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    PAIRS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The parts of one head of one row of `_decode`; programs (S, H)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    i = tl.program_id(0)
+    head = tl.program_id(1)
+    row = i
+    if PAIRS:
+        row = tl.load(pairs_ptr + 2 * i + 1)
+    p = tl.arange(0, BLOCK_P)
+    d = tl.arange(0, BLOCK_D)
+    at = (i * PARTS + p).to(tl.int64) * H + head
+    total = tl.load(sums_ptr + at * 2, mask=p < PARTS, other=0.0)
+    most = tl.load(sums_ptr + at * 2 + 1, mask=p < PARTS, other=-1e30)
+    share = tl.exp2(most - tl.max(most))
+    acc = tl.load(
+        acc_ptr + at[:, None] * D + d[None, :],
+        mask=(p < PARTS)[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    whole = tl.sum(total * share)
+    out = tl.sum(acc * share[:, None], 0) / tl.where(whole > 0, whole, 1.0)
+    out_at = out_ptr + (row.to(tl.int64) * H + head) * D + d
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=d < tl.where(row < 0, 0, D))
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def _prefill(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    out_ptr,
+    table_ptr,
+    tiles_ptr,
+    scale,
+    window,
+    q_stride,
+    table_stride,
+    K,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """A tile of query rows of one sequence, G heads of each; programs (K, tiles).
+
+    tiles int32 (., 4): sequence, first row, number of rows, position of the first row. The rest
+    as `_decode` has it.
+    """
+    head = tl.program_id(0)
+    tile = tiles_ptr + 4 * tl.program_id(1)
+    seq = tl.load(tile)
+    row = tl.load(tile + 1)
+    count = tl.load(tile + 2)
+    position = tl.load(tile + 3)
+    m = tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    mask = (m < count * G)[:, None] & (d < D)[None, :]
+    rows = (row + m // G).to(tl.int64)
+    heads = head * G + m % G
+    q = tl.load(
+        q_ptr + rows[:, None] * q_stride + heads[:, None] * D + d[None, :], mask=mask, other=0.0
+    )
+    first = 0
+    if WINDOW:
+        first = tl.maximum(position - window + 1, 0) // BLOCK_SIZE * BLOCK_SIZE
+    acc, total, _ = accumulate(
+        q,
+        k_ptr,
+        v_ptr,
+        table_ptr + seq.to(tl.int64) * table_stride,
+        head,
+        first,
+        position + count,
+        position + m // G,
+        window,
+        K,
+        scale,
+        D,
+        BLOCK_D,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_SIZE,
+        True,
+        WINDOW,
+    )
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    out_at = out_ptr + rows[:, None] * (K * G * D) + heads[:, None] * D + d[None, :]
+    tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+class PagedAttention:
+    """The kernels above on one device: an `Attend`."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._programs = processors(device)
+        self._shared_bytes = 0
+        """How much shared memory a program may have."""
+        if device.type == "cuda":
+            properties = torch.cuda.get_device_properties(device)
+            self._shared_bytes = properties.shared_memory_per_block_optin
+        self._early = starts_early(device)
+        self._options = launch_options(self._early)
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        out_THD = q_THD.new_empty(q_THD.shape)
+        work = self._work_of(batch, q_THD.shape[1] // cache.k.shape[2])
+        if work.num_decodes:
+            self._decode(q_THD, cache, batch, work, scale, window, out_THD)
+        if work.tiles is not None:
+            self._prefill(q_THD, cache, batch, work.tiles, scale, window, out_THD)
+        return out_THD
+
+    def _decode(
+        self,
+        q_THD: Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        work: RowWork,
+        scale: float,
+        window: int | None,
+        out_THD: Tensor,
+    ) -> None:
+        S, (H, D), K = work.num_decodes, q_THD.shape[1:], cache.k.shape[2]
+        parts, rounds = self._cut(S * K)
+        acc = sums = out_THD
+        if parts > 1:
+            acc = q_THD.new_empty((S, parts, H, D), dtype=torch.float32)
+            sums = q_THD.new_empty((S, parts, H, 2), dtype=torch.float32)
+        pairs = batch.seq_lens_S if work.pairs is None else work.pairs
+        block_d = max(16, triton.next_power_of_2(D))
+        block_g = max(16, triton.next_power_of_2(H // K))
+        row_bytes = block_d * q_THD.element_size()
+        _decode[S, K, parts](
+            q_THD,
+            cache.k,
+            cache.v,
+            out_THD,
+            acc,
+            sums,
+            batch.block_table_SB,
+            batch.seq_lens_S,
+            pairs,
+            scale * LOG2E,
+            window or 0,
+            q_THD.stride(0),
+            batch.block_table_SB.stride(0),
+            K,
+            G=H // K,
+            D=D,
+            BLOCK_D=block_d,
+            BLOCK_G=block_g,
+            BLOCK_N=rounds.tokens,
+            BLOCK_SIZE=cache.block_size,
+            PARTS=parts,
+            PAIRS=work.pairs is not None,
+            WINDOW=window is not None,
+            PDL=self._early,
+            num_warps=rounds.warps,
+            num_stages=rounds.stages_within(self._shared_bytes, block_g, row_bytes),
+            **self._options,
+        )
+        if parts > 1:
+            self._combine(out_THD, acc, sums, pairs, work.pairs is not None)
+
+    def _combine(
+        self, out_THD: Tensor, acc: Tensor, sums: Tensor, pairs: Tensor, has_pairs: bool
+    ) -> None:
+        S, parts, H, D = acc.shape
+        _combine[S, H](
+            out_THD,
+            acc,
+            sums,
+            pairs,
+            H,
+            D=D,
+            BLOCK_D=max(16, triton.next_power_of_2(D)),
+            PARTS=parts,
+            BLOCK_P=triton.next_power_of_2(parts),
+            PAIRS=has_pairs,
+            PDL=self._early,
+            num_warps=4,
+            **self._options,
+        )
+
+    def _prefill(
+        self,
+        q_THD: Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        tiles: Tensor,
+        scale: float,
+        window: int | None,
+        out_THD: Tensor,
+    ) -> None:
+        (H, D), K = q_THD.shape[1:], cache.k.shape[2]
+        block_d, block_m = max(16, triton.next_power_of_2(D)), tile_rows(H // K)
+        row_bytes = block_d * q_THD.element_size()
+        _prefill[K, len(tiles)](
+            q_THD,
+            cache.k,
+            cache.v,
+            out_THD,
+            batch.block_table_SB,
+            tiles,
+            scale * LOG2E,
+            window or 0,
+            q_THD.stride(0),
+            batch.block_table_SB.stride(0),
+            K,
+            G=H // K,
+            D=D,
+            BLOCK_D=block_d,
+            BLOCK_M=block_m,
+            BLOCK_N=CHUNKS.tokens,
+            BLOCK_SIZE=cache.block_size,
+            WINDOW=window is not None,
+            num_warps=CHUNKS.warps,
+            num_stages=CHUNKS.stages_within(self._shared_bytes, block_m, row_bytes),
+        )
+
+    def _cut(self, num_programs: int) -> tuple[int, Rounds]:
+        """How many parts the contexts of decodes are cut into, and the rounds of a part, when so
+        many programs would read whole contexts."""
+        wanted = max(1, min(MAX_PARTS, ENOUGH_PROGRAMS * self._programs // num_programs))
+        parts = 1 << (wanted.bit_length() - 1)  # each number is compiled for
+        few = num_programs * parts <= ENOUGH_PROGRAMS * self._programs
+        return parts, FEW_DECODES if few else MANY_DECODES
+
+    def _work_of(self, batch: AttentionBatch, num_groups: int) -> RowWork:
+        if batch.work is not None:
+            return batch.work
+        key = ("triton", num_groups)
+        work = batch.prepared.get(key)
+        if work is None:
+            work = batch.prepared[key] = _plan(batch, num_groups)
+        assert isinstance(work, RowWork)
+        return work
+
+
+def _plan(batch: AttentionBatch, num_groups: int) -> RowWork:
+    num_seqs = len(batch.query_start) - 1
+    if all(b - a == 1 for a, b in pairwise(batch.query_start)):
+        return RowWork(num_seqs, None, None)
+    pairs, tiles = row_work(batch.query_start, batch.seq_lens, num_groups)
+    device = batch.block_table_SB.device
+    return RowWork(len(pairs), _upload(pairs, device), _upload(tiles, device))
+
+
+def _upload(rows: NDArray[np.int32], device: torch.device) -> Tensor | None:
+    if not len(rows):
+        return None
+    host = torch.from_numpy(rows)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host

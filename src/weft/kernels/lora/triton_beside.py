@@ -1,0 +1,231 @@
+"""What adapters add to a product of few rows, computed beside it.
+
+Shapes: T token rows, K inputs and O outputs of a group, S slots, G groups, L slices of the model,
+R the summed ranks of a group's slices in one adapter, W floats of workspace a row.
+
+    base product   ---- x is there ----- y --------|
+                          | flag                   |  the kernel that reads y
+    adapters       tables | v = x A^T | v B^T -----|  next adds delta to it
+
+The second kernel starts when all programs of the product have, and computes the adapters' part
+meanwhile: v = x A^T of all tiles of rows and, when each of them is done with that, delta = v B^T.
+It ends after the product; the kernel that reads y next adds delta to it: see `Pending`.
+
+Programs that wait for each other only count; no sum depends on who comes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.compiler import CompiledKernel
+
+from weft.kernels.lora.triton_tiles import expand_tile, num_blocks_of, shrink_tile
+from weft.kernels.triton_base import (
+    INTERPRETED,
+    launch_options,
+    processors,
+    starts_early,
+    wait_for,
+)
+from weft.kernels.triton_linear import TURNS, Launched
+
+
+@triton.jit
+def _meet(count_ptr, mates, teams, all_ptr, turn_ptr):
+    """Wait until all of a team's programs are here. The last ones to leave, of the team and of all
+    teams, make the flags ready for the next launch."""
+    tl.debug_barrier()
+    tl.atomic_add(count_ptr, 1, sem="release")
+    wait_for(count_ptr, mates)
+    if tl.atomic_add(count_ptr + 1, 1, sem="relaxed") == mates - 1:
+        tl.store(count_ptr, 0)
+        tl.store(count_ptr + 1, 0)
+        if tl.atomic_add(all_ptr, 1, sem="relaxed") == teams - 1:
+            tl.store(all_ptr, 0)
+            tl.store(turn_ptr, 0)
+
+
+@triton.jit(do_not_specialize=["turn", "group", "first_slice", "num_groups", "num_targets"])
+def _adapters(
+    x_ptr,
+    add_ptr,
+    work_ptr,
+    flags_ptr,
+    arena_ptr,
+    tiles_ptr,
+    a_offset_ptr,
+    b_offset_ptr,
+    rank_ptr,
+    x_stride,
+    turn,
+    group,
+    first_slice,
+    num_groups,
+    num_targets,
+    O: tl.constexpr,  # noqa: E741
+    K: tl.constexpr,
+    PER_TILE: tl.constexpr,
+    TURNS: tl.constexpr,
+    WIDTHS: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    SHRINK_STAGES: tl.constexpr,
+    EXPAND_STAGES: tl.constexpr,
+    EXACT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """delta of the rows that have adapters, beside the product of the same x, launched just before.
+
+    Each tile of rows has a team of programs, at most PER_TILE; a team takes more where there are
+    more tiles than programs. Programs wait for their own team alone: those with lower numbers are
+    there or were, so that it takes no more than PER_TILE places for all to come through.
+
+    They may have started before x is there, so the product tells: flags int32 (NUM_FLAGS,) has a
+    flag for each of TURNS launches, as those that follow may be waiting for theirs, then a counter
+    of teams and two of each team's programs."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    pid = tl.program_id(0)
+    NUM_SLICES: tl.constexpr = len(WIDTHS)
+    turn_ptr = flags_ptr + turn % TURNS
+    num_tiles = tl.load(tiles_ptr + 3)
+    mates = tl.maximum(tl.minimum(PER_TILE, tl.num_programs(0) // tl.maximum(num_tiles, 1)), 1)
+    teams = tl.minimum(num_tiles, tl.num_programs(0) // mates)
+    team = pid // mates
+    if team < teams:
+        for i in range(team, num_tiles, teams):
+            shrink_tile(
+                x_ptr,
+                work_ptr,
+                arena_ptr,
+                tiles_ptr + 4 * i,
+                a_offset_ptr,
+                rank_ptr,
+                group,
+                first_slice,
+                x_stride,
+                num_groups,
+                num_targets,
+                pid % mates,
+                pid % mates + 1,
+                mates,
+                turn_ptr,
+                turn,
+                K,
+                W,
+                NUM_SLICES,
+                PART,
+                MAX_PARTS,
+                SHRINK_STAGES,
+                True,
+                EXACT,
+                PDL,
+            )
+        all_ptr = flags_ptr + TURNS
+        _meet(all_ptr + 1 + 2 * team, mates, teams, all_ptr, turn_ptr)
+        num_blocks = num_blocks_of(WIDTHS, BLOCK_N)
+        for i in range(team, num_tiles, teams):
+            expand_tile(
+                add_ptr,
+                work_ptr,
+                tiles_ptr,
+                arena_ptr,
+                tiles_ptr + 4 * i,
+                a_offset_ptr,
+                b_offset_ptr,
+                rank_ptr,
+                group,
+                first_slice,
+                O,
+                num_groups,
+                num_targets,
+                pid % mates * num_blocks // mates,
+                (pid % mates + 1) * num_blocks // mates,
+                WIDTHS,
+                K,
+                W,
+                BLOCK_N,
+                PART,
+                MAX_PARTS,
+                EXPAND_STAGES,
+                False,
+                False,
+                EXACT,
+            )
+    if pid == 0:
+        if PDL:  # whoever waits for this kernel waits for the product too
+            tl.extra.cuda.gdc_wait()
+        if num_tiles == 0:
+            tl.store(turn_ptr, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The adapters' part of a launch."""
+
+    tensors: tuple[Tensor, ...]
+    """delta, workspace, flags, arena, tiles, a_offset, b_offset, rank."""
+    numbers: tuple[int, ...]
+    """group, first slice, number of groups, of targets."""
+    widths: tuple[int, ...]
+    """Of the slices."""
+    row_floats: int
+    part: int
+    max_parts: int
+
+
+PER_TILE = 16
+"""Programs for each tile of rows, at most."""
+
+MOST_PROGRAMS = 1024
+"""For adapters beside a product."""
+
+NUM_FLAGS = TURNS + 1 + 2 * MOST_PROGRAMS
+"""See `_adapters`."""
+
+
+def programs_beside(device: torch.device) -> int:
+    """For adapters beside a product: as many as a device holds at once. The interpreter runs one
+    program after the other, so that none may wait for a later one."""
+    return 1 if INTERPRETED else min(4 * processors(device), MOST_PROGRAMS)
+
+
+def launch_beside(product: Launched, x_TK: Tensor, adapters: Adapters) -> None:
+    """Write delta to where `adapters` says, beside a product of the same x that was launched just
+    before with the same flags."""
+    early = starts_early(x_TK.device)
+    grid = (programs_beside(x_TK.device),)
+    beside = _adapters[grid]
+    if not (INTERPRETED or isinstance(product.kernel, CompiledKernel)):
+        # The product is being compiled, and did not run: nobody would tell that x is there.
+        beside = partial(_adapters.warmup, grid=grid)
+    beside(
+        x_TK,
+        *adapters.tensors,
+        x_TK.stride(0),
+        product.turn,
+        *adapters.numbers,
+        O=product.y_TO.shape[1],
+        K=x_TK.shape[1],
+        PER_TILE=PER_TILE,
+        TURNS=TURNS,
+        WIDTHS=adapters.widths,
+        W=adapters.row_floats,
+        BLOCK_N=128,
+        PART=adapters.part,
+        MAX_PARTS=adapters.max_parts,
+        SHRINK_STAGES=3,
+        EXPAND_STAGES=4,
+        EXACT=INTERPRETED or x_TK.dtype == torch.float32,
+        PDL=early,
+        num_warps=4,
+        **launch_options(early),
+    )

@@ -1,0 +1,48 @@
+"""What all Triton kernels share: questions about the device, and two functions of kernels."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRETED: bool = triton.knobs.runtime.interpret
+"""Whether this process runs kernels in Triton's interpreter. Its products of 16-bit numbers are not
+right, so kernels compute them in fp32 there."""
+
+
+@cache
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel may start before the one ahead of it has ended."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(early: bool) -> dict[str, bool]:
+    """The options of a launch that may start early, if `early`. Its kernel waits where it reads
+    what the kernel ahead writes."""
+    return {"launch_pdl": True} if early else {}
+
+
+def processors(device: torch.device) -> int:
+    """How many programs the device runs side by side, one for each of its processors."""
+    if device.type == "cpu":
+        return 1
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit
+def dot(a, b, acc, EXACT: tl.constexpr):
+    """acc + a @ b; EXACT: in fp32 whatever the operands' dtype."""
+    if EXACT:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def wait_for(flag_ptr, num):
+    """Wait until `num` is there."""
+    while tl.atomic_add(flag_ptr, 0, sem="acquire") != num:
+        pass
+    tl.debug_barrier()
