@@ -2,7 +2,7 @@
 
     python benchmarks/host_overhead.py
 
-Runs the real scheduler, block pool, adapter slots and input builder over decode steps of 32 to
+Runs the real scheduler, cache, adapter slots and input builder over decode steps of 32 to
 512 requests on 16 adapters, with a device that answers at once. Prints the median time per step
 of each part, and per request, which shows how the cost grows.
 """
@@ -23,10 +23,10 @@ from rich.table import Table
 from weft.core.adapters import AdapterRef
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams
-from weft.schedule.blocks import BlockPool
+from weft.schedule.cache import Cache
+from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import StepResult
 from weft.schedule.scheduler import Scheduler
-from weft.schedule.sequence import Limits
 from weft.schedule.slots import AdapterSlots
 from weft.worker.inputs import RowState
 
@@ -42,20 +42,18 @@ class Bench:
     """A scheduler with `size` requests in decode."""
 
     def __init__(self, size: int) -> None:
-        blocks = BlockPool(size * MAX_MODEL_LEN // BLOCK_SIZE)
+        cache = Cache(size * MAX_MODEL_LEN // BLOCK_SIZE, BLOCK_SIZE)
         slots = AdapterSlots(NUM_ADAPTERS, NUM_ADAPTERS)
-        limits = Limits(
+        limits = SchedulerLimits(
             max_num_seqs=size,
             max_num_batched_tokens=size * PROMPT_TOKENS,
             max_model_len=MAX_MODEL_LEN,
-            block_size=BLOCK_SIZE,
             max_loras=NUM_ADAPTERS,
             max_adapter_wait=2.0,
             vocab_size=VOCAB_SIZE,
             eos_token_ids=frozenset({2}),
-            enable_prefix_caching=True,
         )
-        self.scheduler = Scheduler(limits, blocks, slots)
+        self.scheduler = Scheduler(limits, cache, slots)
         self.rows = RowState(size, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE)
         self.seconds: dict[str, list[float]] = {"plan": [], "build": [], "commit": []}
         refs = [_resident(slots, i) for i in range(NUM_ADAPTERS)]
@@ -70,7 +68,7 @@ class Bench:
         marks.append(time.perf_counter())
         self.rows.build(plan)
         marks.append(time.perf_counter())
-        self.scheduler.commit(plan, StepResult([5] * sum(plan.samples)))
+        self.scheduler.commit(plan, StepResult([[5] for n in plan.num_samples if n]))
         marks.append(time.perf_counter())
         for part, start, stop in zip(self.seconds.values(), marks, marks[1:], strict=False):
             part.append(stop - start)

@@ -25,10 +25,10 @@ from weft.core.errors import AdapterUnavailable, InvalidRequest
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.schedule.activation import find_invocation
-from weft.schedule.blocks import BlockPool
+from weft.schedule.cache import Cache
+from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import StepPlan, StepResult
 from weft.schedule.scheduler import Scheduler
-from weft.schedule.sequence import Limits
 from weft.schedule.slots import AdapterSlots, Load
 from weft.worker.inputs import RowState
 
@@ -62,21 +62,20 @@ class Harness:
         caching: bool = True,
         weights: dict[str, float] | None = None,
     ) -> None:
-        limits = Limits(
+        limits = SchedulerLimits(
             max_num_seqs=rows,
             max_num_batched_tokens=budget,
             max_model_len=40,
-            block_size=BLOCK,
             max_loras=max_loras,
             max_adapter_wait=WAIT,
             vocab_size=VOCAB,
             eos_token_ids=frozenset({0}),
-            enable_prefix_caching=caching,
         )
         self.ahead = ahead
         self.max_num_seqs = rows
         self.slots = AdapterSlots(capacity, 8)
-        self.scheduler = Scheduler(limits, BlockPool(num_blocks), self.slots, weights)
+        cache = Cache(num_blocks, BLOCK, share_prefixes=caching)
+        self.scheduler = Scheduler(limits, cache, self.slots, weights)
         self.device = Device(RowState(rows, 40, BLOCK, VOCAB), BLOCK)
         self.flights: deque[tuple[StepPlan, StepResult]] = deque()
         self.loads: list[Load] = []
@@ -301,7 +300,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for name in self.h.requests:
             self.h.verify(name)
         assert self.h.scheduler.num_running == self.h.scheduler.num_waiting == 0
-        assert self.h.scheduler._blocks.num_free == 16
+        assert self.h.scheduler._cache.num_free == 16
 
 
 class OverlappedMachine(SchedulerMachine):
@@ -326,7 +325,7 @@ def test_preemption_loses_nothing(ahead: int) -> None:
     for i in range(4):
         h.add(request(f"r{i}", [1 + i] * 9, 20, ignore_eos=True))
     h.run()
-    assert h.scheduler.preemptions > 0
+    assert h.scheduler.totals.preemptions > 0
     for name in h.requests:
         h.verify(name)
         assert h.events[name][-1].finish_reason == "length"
@@ -415,7 +414,7 @@ def test_steps_hold_no_more_sequences_than_rows(ahead: int) -> None:
         prompt = TALK[: 2 + i % 3]
         h.add(request(f"r{i}", prompt, 20, digest_of(0), ignore_eos=True, **options), i % 3)
     h.run()
-    assert h.scheduler.preemptions > 0
+    assert h.scheduler.totals.preemptions > 0
     for name in h.requests:
         h.verify(name)
 
@@ -476,13 +475,13 @@ def test_adapters_take_turns(ahead: int, n: int, k: int, short_of: str) -> None:
             h.end_load(0, ok=True)
         h.step()
         h.scheduler.check()
-        for seq in h.scheduler._running:
-            last[seq.request_id] = step
+        for seq in h.scheduler._batch.running:
+            last[seq.request.request_id] = step
         for name, admitted in last.items():
             if not (h.events[name] and h.events[name][-1].finish_reason):
                 assert step - admitted <= bound
     assert all(h.events[name][-1].finish_reason == "length" for name in last)
-    assert h.scheduler.preemptions <= n * 30 / (WAIT - 2)
+    assert h.scheduler.totals.preemptions <= n * 30 / (WAIT - 2)
     for name in last:
         h.verify(name)
 
@@ -516,7 +515,7 @@ def test_short_requests_drain_and_are_not_preempted() -> None:
             h.end_load(0, ok=True)
         h.step()
     assert h.begun["cold"][0] - 10 <= WAIT
-    assert h.scheduler.preemptions == 0
+    assert h.scheduler.totals.preemptions == 0
 
 
 def test_a_long_prompt_gets_a_token_before_it_yields() -> None:
@@ -526,7 +525,7 @@ def test_a_long_prompt_gets_a_token_before_it_yields() -> None:
         h.slots.add(digest_of(i), 10)
         h.add(request(f"r{i}", [1] * 30, 4, digest_of(i), ignore_eos=True))
     h.run(400)
-    assert h.scheduler.preemptions <= sum(len(h.output(name)) for name in h.requests)
+    assert h.scheduler.totals.preemptions <= sum(len(h.output(name)) for name in h.requests)
     assert h.steps <= 8 * (15 + 5)
     for name in h.requests:
         h.verify(name)
@@ -546,7 +545,7 @@ def test_parked_requests_keep_their_blocks(ahead: int, num_blocks: int, again: b
             h.end_load(0, ok=True)
         computed += h.step().num_tokens
         h.scheduler.check()
-    assert h.scheduler.preemptions > 2
+    assert h.scheduler.totals.preemptions > 2
     for name in h.requests:
         h.verify(name)
     needed = sum(5 + len(h.output(name)) - 1 for name in h.requests)
@@ -561,7 +560,7 @@ def test_no_turn_ends_before_a_token(caching: bool) -> None:
         h.slots.add(digest_of(i), 10)
     h.add(request("older", [1], 30, digest_of(0), ignore_eos=True))
     h.add(request("long", [2] * 30, 4, digest_of(1), ignore_eos=True))
-    while h.scheduler.preemptions < 2:
+    while h.scheduler.totals.preemptions < 2:
         for _ in range(len(h.loads)):
             h.end_load(0, ok=True)
         h.step()
@@ -641,8 +640,8 @@ def test_what_is_computed_again_is_not_charged_again() -> None:
         h.add(request(f"r{i}", [1 + i] * 9, 20, ignore_eos=True, tenant="a"))
     h.add(request("b", [9], 1, tenant="b"))
     h.run()
-    assert h.scheduler.preemptions > 0
-    (account,) = [a for a in h.scheduler._waiting.accounts if a.name == "a"]
+    assert h.scheduler.totals.preemptions > 0
+    (account,) = [a for a in h.scheduler._batch.waiting.accounts if a.name == "a"]
     assert account.counter == 4 * (9 + 2 * 20)
 
 
@@ -695,7 +694,7 @@ def test_prompt_logprobs_come_once_and_complete(ahead: int, blocks: int) -> None
         h.add(request(f"r{i}", [1, 2, 3] * 4 + [i] * (i % 3), 9, ignore_eos=True))
         h.add(request(f"p{i}", [1, 2, 3] * 5, 9, ignore_eos=True, prompt_logprobs=0))
     h.run()
-    assert (h.scheduler.preemptions > 0) == (blocks == 8)
+    assert (h.scheduler.totals.preemptions > 0) == (blocks == 8)
     for name in h.requests:
         h.verify(name)
 

@@ -146,7 +146,7 @@ class Device:
             tokens.append(token)
         self._check_segments(inputs)
         return StepResult(
-            [tokens[i] for i in inputs.plan_order_N.tolist()],
+            [[tokens[i]] for i in inputs.plan_order_N.tolist()],
             prompt_logprobs=self._prompt_logprobs(inputs),
         )
 

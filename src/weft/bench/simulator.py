@@ -1,6 +1,6 @@
 """Replays a trace with the engine's own decisions, a model of the device, and a clock of its own.
 
-What decides is the code that serves: `Scheduler`, `BlockPool`, `AdapterSlots`. What is modelled is
+What decides is the code that serves: `Scheduler`, `Cache`, `AdapterSlots`. What is modelled is
 how long things take: steps, which run one after the other, and loads, which run beside them.
 """
 
@@ -15,11 +15,11 @@ from weft.bench.traces import Ask, Trace
 from weft.core.adapters import AdapterRef
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams
-from weft.schedule.blocks import BlockPool
+from weft.schedule.cache import Cache
+from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import StepPlan, StepResult
 from weft.schedule.policy import POLICIES
 from weft.schedule.scheduler import Scheduler
-from weft.schedule.sequence import Limits
 from weft.schedule.slots import AdapterSlots, Load
 
 ELEMENT_BYTES = 2
@@ -118,7 +118,9 @@ class _Simulator:
         self._slots = AdapterSlots(capacity, MAX_RESIDENT, POLICIES[policy])
         for digest, size in self._bytes.items():
             self._slots.add(digest, size // ELEMENT_BYTES)
-        self._scheduler = Scheduler(_limits(), BlockPool(1 << 15), self._slots)
+        self._scheduler = Scheduler(
+            _limits(), Cache(1 << 15, 16, share_prefixes=False), self._slots
+        )
         self._loads = _Loads(model, self._bytes, memory.host_bytes)
         self._fairness = _Fairness()
         self._now = 0.0
@@ -143,7 +145,7 @@ class _Simulator:
                 self._step(plan)
         found = self._replay
         found.num_loads, found.num_evictions = self._slots.num_loads, self._slots.num_evictions
-        found.num_preemptions = self._scheduler.preemptions
+        found.num_preemptions = self._scheduler.totals.preemptions
         found.seconds = self._now
         found.fairness = self._fairness.by_window
         self._scheduler.check()
@@ -180,7 +182,7 @@ class _Simulator:
         self._now += self._model.seconds_of_step(plan.num_tokens, num_adapters)
         moved = sum(move.size for load in plan.loads for move in load.moves)
         self._now += moved * ELEMENT_BYTES / self._model.move_bytes_per_s
-        for event in self._scheduler.commit(plan, StepResult([0] * sum(plan.samples))):
+        for event in self._scheduler.commit(plan, StepResult([[0]] * sum(plan.num_samples))):
             self._replay.output_tokens += len(event.token_ids)
             self._fairness.serve(self._asks[int(event.request_id)].tenant, len(event.token_ids))
             if event.finish_reason is not None:
@@ -291,15 +293,13 @@ def _request(request_id: str, ask: Ask) -> EngineRequest:
     return EngineRequest(request_id, prompt_ids, params, ref, tenant=f"tenant-{ask.tenant}")
 
 
-def _limits() -> Limits:
-    return Limits(
+def _limits() -> SchedulerLimits:
+    return SchedulerLimits(
         max_num_seqs=256,
         max_num_batched_tokens=2048,
         max_model_len=8192,
-        block_size=16,
         max_loras=256,
         max_adapter_wait=2.0,
         vocab_size=2,
         eos_token_ids=frozenset(),
-        enable_prefix_caching=False,
     )

@@ -46,10 +46,10 @@ from weft.engine.residency import Registered, Residency
 from weft.grammar.grammars import Grammars
 from weft.models.config import resolve_model
 from weft.schedule.activation import find_invocation
-from weft.schedule.blocks import BlockPool
+from weft.schedule.cache import Cache
+from weft.schedule.limits import SchedulerLimits
 from weft.schedule.policy import POLICIES
 from weft.schedule.scheduler import Scheduler
-from weft.schedule.sequence import Limits
 from weft.schedule.slots import AdapterSlots
 from weft.text import Tokenizer, load_tokenizer
 from weft.worker.inputs import RowState
@@ -79,11 +79,14 @@ class Engine:
             runner.compile()
         self.stages.end("compile")
         runner.capture()
-        self._blocks = BlockPool(runner.num_blocks)
+        cache = args.cache
+        self._cache = Cache(
+            runner.num_blocks, cache.block_size, share_prefixes=cache.enable_prefix_caching
+        )
         policy = POLICIES[args.lora.eviction_policy]
         self._slots = AdapterSlots(runner.pool.arena.numel(), MAX_RESIDENT, policy)
         self.scheduler = Scheduler(
-            self._limits(), self._blocks, self._slots, args.scheduler.tenant_weights
+            self._limits(), self._cache, self._slots, args.scheduler.tenant_weights
         )
         self._residency = Residency(
             self._slots,
@@ -112,18 +115,16 @@ class Engine:
         self._registrations: Counter[str] = Counter()
         self._random = random.Random()
 
-    def _limits(self) -> Limits:
+    def _limits(self) -> SchedulerLimits:
         args, runner = self._args, self._runner
-        return Limits(
+        return SchedulerLimits(
             max_num_seqs=args.scheduler.max_num_seqs,
             max_num_batched_tokens=args.scheduler.max_num_batched_tokens,
             max_model_len=runner.max_model_len,
-            block_size=args.cache.block_size,
             max_loras=args.lora.max_loras,
             max_adapter_wait=args.lora.max_adapter_wait,
             vocab_size=runner.config.vocab_size,
             eos_token_ids=frozenset(runner.config.eos_token_ids),
-            enable_prefix_caching=args.cache.enable_prefix_caching,
         )
 
     def _host_memory(self) -> tuple[int, Arena | None]:
@@ -284,10 +285,11 @@ class Engine:
 
     def stats(self) -> EngineStats:
         scheduler, slots = self.scheduler, self._slots
+        totals = scheduler.totals
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            kv_usage=self._blocks.usage,
+            kv_usage=self._cache.usage,
             running_adapters=scheduler.running_adapters(),
             waiting_adapters=scheduler.waiting_adapters(),
             resident_adapters=slots.resident,
@@ -303,13 +305,13 @@ class Engine:
             quarantined_adapters=slots.refused,
             adapter_copy_faults=self._residency.copy_faults,
             steps=self._loop.steps,
-            prompt_tokens=scheduler.prompt_tokens,
-            cached_tokens=scheduler.cached_tokens,
-            generated_tokens=scheduler.generated_tokens,
-            preemptions=scheduler.preemptions,
+            prompt_tokens=totals.prompt_tokens,
+            cached_tokens=totals.cached_tokens,
+            generated_tokens=totals.generated_tokens,
+            preemptions=totals.preemptions,
             adapter_loads=slots.num_loads,
             adapter_evictions=slots.num_evictions,
-            finished=dict(scheduler.finished),
+            finished=dict(totals.finished),
         )
 
     # -- steps ---------------------------------------------------------------------------------

@@ -71,8 +71,9 @@ class StepPlan:
     """Position of the first token to compute."""
     counts: list[int]
     """Number of tokens to compute; 1 for decode."""
-    samples: list[bool]
-    """Whether the last computed position yields a token."""
+    num_samples: list[int]
+    """How many of the last computed positions yield a token each: 0 or 1, or more where the tokens
+    are computed together."""
     num_tokens: int
     admitted: list[Admitted]
     new_blocks: list[tuple[int, int, int]]
@@ -87,9 +88,12 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """Tokens of the entries that sample, in the plan's order."""
+    """What a step has yielded. The lists have an element for each entry of the plan that samples,
+    in the plan's order."""
 
-    token_ids: list[int]
-    logprobs: list[TokenLogprob | None] | None = None
+    tokens: list[list[int]]
+    """`num_samples` tokens each."""
+    logprobs: list[list[TokenLogprob] | None] | None = None
+    """One for each token; None for entries without, or if nobody asked."""
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    """By entry of the plan: of the prompt's tokens after each computed one."""
+    """By entry of the plan: those of the prompt's tokens after each computed one."""

@@ -187,7 +187,7 @@ class RowState:
             self._blocks[row, index] = block
         rows = np.array(plan.rows, dtype=np.int64)
         slot_S = self._slot[rows]
-        all_sample = all(plan.samples)
+        all_sample = all(plan.num_samples)
         if not all_sample:  # what samples is at the end of a sequence, where its adapter is active
             slot_S[np.array(plan.starts) < self._active_from[rows]] = -1
         order = np.argsort(slot_S, kind="stable")
@@ -257,7 +257,7 @@ class RowState:
             firsts = ends - 1
         else:
             counts = np.array(plan.counts, dtype=np.int64)[order]
-            sampled = np.flatnonzero(np.array(plan.samples)[order])
+            sampled = np.flatnonzero(np.array(plan.num_samples)[order])
             seq_T = np.repeat(np.arange(len(rows)), counts)
             seq_lens = starts + counts
             ends = np.cumsum(counts)

@@ -459,7 +459,8 @@ def _result(inputs: StepInputs, sampled: _Sampled) -> StepResult:
     logprobs = None
     if sampled.logprobs is not None and inputs.num_logprobs_N is not None:
         in_order = [t.numpy()[order] for t in sampled.logprobs]
-        logprobs = _records(in_order, inputs.num_logprobs_N[order].tolist())
+        records = _records(in_order, inputs.num_logprobs_N[order].tolist())
+        logprobs = [None if record is None else [record] for record in records]
     prompt_logprobs: dict[int, list[TokenLogprob]] = {}
     if sampled.prompt is not None and inputs.prompt is not None:
         begin = 0
@@ -467,7 +468,7 @@ def _result(inputs: StepInputs, sampled: _Sampled) -> StepResult:
             part = [t.numpy()[begin : begin + count] for t in sampled.prompt]
             prompt_logprobs[entry] = [r for r in _records(part, [num] * count) if r is not None]
             begin += count
-    return StepResult(sampled.ids_N.numpy()[order].tolist(), logprobs, prompt_logprobs)
+    return StepResult(sampled.ids_N.numpy()[order, None].tolist(), logprobs, prompt_logprobs)
 
 
 def _records(arrays: Sequence[Array], nums: list[int]) -> list[TokenLogprob | None]:

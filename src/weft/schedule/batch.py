@@ -1,0 +1,189 @@
+"""Where the requests are, waiting or running, and what they hold there.
+
+                    admit()                        park()
+    waiting ───────────────────▶ running ───────────────────▶ parked
+      ▲       row, blocks, lease    │        blocks only        │
+      │                             │ (preempted)               │ its blocks are needed
+      └─────────────────────────────┴───────────────────────────┘
+
+A parked request waits like any other, and is admitted like any other, but keeps what it holds of
+the cache, so that nothing of it is computed again. When others need that, it goes, that of the
+youngest request first.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from weft.schedule.cache import Cache
+from weft.schedule.draft import Draft
+from weft.schedule.queue import FairQueue
+from weft.schedule.sequence import Sequence
+from weft.schedule.turns import Turns
+
+OUTPUT_WEIGHT = 2.0
+"""What a token of the output counts for in a tenant's service; one of the prompt counts 1."""
+
+
+@dataclass
+class Totals:
+    """What has happened so far."""
+
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    """Requests by the reason of their end."""
+
+
+class Batch:
+    """Owner of the queue and of the rows; takes from the cache and from the adapters' turns what
+    a request needs, and gives it back."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        cache: Cache,
+        turns: Turns,
+        tenant_weights: Mapping[str, float] | None = None,
+    ) -> None:
+        self._num_rows = num_rows
+        self._cache = cache
+        self._turns = turns
+        self._free_rows = list(range(num_rows - 1, -1, -1))
+        self.waiting: FairQueue[Sequence] = FairQueue(tenant_weights)
+        self.running: list[Sequence] = []
+        """Those with a row, in the order of their arrival."""
+        self._parked: list[Sequence] = []
+        """Waiting requests with blocks, in the order of their arrival."""
+        self.totals = Totals()
+
+    @property
+    def full(self) -> bool:
+        """Whether all rows are taken."""
+        return not self._free_rows
+
+    def join(self, seq: Sequence) -> None:
+        """A request begins to wait, at its place by arrival."""
+        if not seq.account.num_waiting and self.waiting.num_tenants > 1:
+            self.charge_running()  # its tenant is lifted to the lowest counter
+        self.waiting.push(seq)
+
+    def admit(self, seq: Sequence, draft: Draft) -> bool:
+        """Give a waiting request a row, room in the cache and its adapter, and plan its tokens.
+
+        The caller takes it from the queue. False if the cache is short of room, though other
+        parked requests gave theirs up.
+        """
+        cache, holding = self._cache, seq.holding
+        parked = bool(holding.blocks)
+        hits: list[int] = []
+        if not parked and seq.prompt_logprobs is None:  # those need all of the prompt computed
+            hits = cache.match(holding, seq.tokens)
+        spare = cache.num_blocks // 100 if self.running else 0
+        while not cache.reserve(holding, len(seq.tokens), hits, spare):
+            other = next((s for s in reversed(self._parked) if s is not seq), None)
+            if other is None:
+                return False
+            self._strip(other)
+        if parked:
+            self._parked.remove(seq)
+        else:
+            seq.computed = len(hits) * cache.block_size
+        seq.row = self._free_rows.pop()
+        self._count_prompt(seq)
+        adapter_wait_s = self._turns.lease(seq.adapter, len(seq.tokens))
+        draft.new_blocks.extend((seq.row, i, b) for i, b in enumerate(holding.blocks))
+        draft.admitted.append(seq.admitted(adapter_wait_s))
+        insort(self.running, seq)
+        draft.schedule(seq)
+        return True
+
+    def grow(self, seq: Sequence, draft: Draft) -> bool:
+        """Give a running request one more block, which others may have to give up; False if `seq`
+        itself had to be preempted for want of one."""
+        while (block := self._cache.extend(seq.holding)) is None:
+            if self._parked:
+                self._strip(self._parked[-1])
+                continue
+            victim = self.running[-1]
+            self.park(victim)
+            self._strip(victim)
+            if victim is seq:
+                return False
+        draft.new_blocks.append((seq.row, len(seq.holding.blocks) - 1, block))
+        return True
+
+    def park(self, seq: Sequence) -> None:
+        """Put a running request back to the queue, at its place by arrival, with its blocks."""
+        self.totals.preemptions += 1
+        self._charge(seq)
+        self._leave(seq)
+        insort(self._parked, seq)
+        self.join(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """A request has ended, wherever it is; not during a walk of the queue."""
+        self._charge(seq)
+        if seq.row >= 0:
+            self._leave(seq)
+        else:
+            self.waiting.remove(seq)
+            if seq.holding.blocks:
+                self._parked.remove(seq)
+        self._cache.release(seq.holding)
+        self.waiting.close(seq.account)
+
+    def charge_running(self) -> None:
+        """Bring the tenants' counters up to date. They are looked at where several tenants wait,
+        so the loops that run for every token need not keep them."""
+        for seq in self.running:
+            self._charge(seq)
+
+    def _charge(self, seq: Sequence) -> None:
+        seq.bill.charge_output(len(seq.tokens), OUTPUT_WEIGHT)
+
+    def _count_prompt(self, seq: Sequence) -> None:
+        """Count and charge the prompt of a request when it is admitted for the first time."""
+        if seq.num_cached < 0:
+            seq.num_cached = seq.computed
+            self.totals.prompt_tokens += seq.num_prompt
+            self.totals.cached_tokens += seq.num_cached
+            seq.account.charge(seq.num_prompt - seq.num_cached)
+
+    def _leave(self, seq: Sequence) -> None:
+        """Give back a row. The adapter's lease ends with the last step in flight, as loads are
+        not ordered with steps."""
+        self.running.remove(seq)
+        self._free_rows.append(seq.row)
+        seq.row = -1
+        if seq.in_flight == 0:
+            self._turns.end_lease(seq.adapter)
+
+    def _strip(self, seq: Sequence) -> None:
+        """Take a parked request's blocks. Steps in flight may still write to them, but they run
+        before any step that is planned from now on."""
+        self._parked.remove(seq)
+        self._cache.release(seq.holding)
+        seq.computed = 0
+
+    def check(self, requests: Iterable[Sequence]) -> None:
+        """Raise AssertionError unless all invariants hold, those of queue, cache and turns
+        included. `requests`: all those that joined and were not removed."""
+        requests, running = list(requests), self.running
+        self.waiting.check()
+        self._cache.check(s.holding for s in requests)
+        self._turns.check(s.adapter for s in requests)
+        rows = [s.row for s in running]
+        assert sorted(rows + self._free_rows) == list(range(self._num_rows))
+        assert sorted(running) == running
+        assert len(self.waiting) + len(running) == len(requests)
+        assert all(s.row < 0 for s in self.waiting)
+        assert sorted(s for s in self.waiting if s.holding.blocks) == self._parked
+        tenants = Counter(s.account.name for s in requests)
+        assert tenants == {a.name: a.num_open for a in self.waiting.accounts if a.num_open}
+        assert all(s.num_prompt <= s.bill.charged <= len(s.tokens) for s in requests)

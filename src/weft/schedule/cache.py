@@ -1,0 +1,204 @@
+"""Owns the KV blocks, the prefix index and the recurrent states. Pure Python, no tensors.
+
+A block is *in use* while its reference count is positive. A block that is given back keeps its
+content and, if it was registered, its place in the prefix index, until it is taken again:
+
+    free, cached, in the order of release      [oldest ......... newest]
+      a fresh block is the oldest ^                             ^ release() appends
+      match() finds a cached one anywhere
+
+The prefix index maps the hash of a full block, chained from its predecessors, to a block. Where an
+adapter becomes active in a sequence, its version's digest and the position go into the chain:
+
+    base              k0 ── k1 ── k2 ── k3
+    a, from 0 on      └a0── ...
+    a, from 37 on                 └a37─ ...      (blocks of 16 tokens)
+
+So no version shares what it computed with another, and all of them share what the base computed
+before they became active. A version that became active elsewhere in the same tokens has computed
+something else.
+
+A model with recurrent layers keeps one *state* for a sequence, whatever its length. A sequence
+holds its state from reserve() to release(). A state holds what all the tokens so far have made of
+it, so a block of another sequence is of no use without the state at that block's end: where there
+are states, nothing is matched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+NEVER = 1 << 62
+"""A position beyond any other."""
+
+
+def _adapted_key(parent: bytes, digest: str, active_from: int) -> bytes:
+    """Stands in place of `parent` for the block in which an adapter version becomes active, at
+    this position of the sequence."""
+    content = bytes.fromhex(digest) + active_from.to_bytes(8, "little")
+    return hashlib.blake2b(parent + content, digest_size=16, person=b"adapter").digest()
+
+
+def _chained_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """The key of a full block with these tokens after the block of `parent`."""
+    hashed = hashlib.blake2b(parent, digest_size=16)
+    hashed.update(array("q", token_ids).tobytes())
+    return hashed.digest()
+
+
+class Holding:
+    """What one sequence holds of the cache. Only the cache changes it."""
+
+    __slots__ = ("_active_from", "_digest", "_keys", "blocks", "next_full", "state")
+
+    def __init__(self, digest: str | None = None, active_from: int = NEVER) -> None:
+        """The adapter version `digest` is active from the position `active_from` on."""
+        self._digest = digest
+        self._active_from = active_from
+        self._keys: list[bytes] = []
+        """Keys of the full blocks of the tokens, as far as they were needed."""
+        self.blocks: list[int] = []
+        self.state = -1
+        """The recurrent state; -1 while it has none."""
+        self.next_full = NEVER
+        """Computed tokens with which the next block is full and may be registered."""
+
+    def key(self, tokens: Sequence[int], index: int, size: int) -> bytes:
+        """The key of the block `index`; `tokens` only ever grow between calls."""
+        keys = self._keys
+        for j in range(len(keys), index + 1):
+            parent = keys[-1] if keys else b""
+            if self._digest is not None and j == self._active_from // size:
+                parent = _adapted_key(parent, self._digest, self._active_from)
+            keys.append(_chained_key(parent, tokens[j * size : (j + 1) * size]))
+        return keys[index]
+
+
+class Cache:
+    """Owner of all KV blocks, of the prefix index and of all recurrent states.
+
+    num_blocks: blocks of `block_size` tokens each. num_states: recurrent states, 0 for a model
+    that has none. share_prefixes: whether sequences share blocks with the same content.
+    """
+
+    def __init__(
+        self, num_blocks: int, block_size: int, num_states: int = 0, share_prefixes: bool = True
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._num_states = num_states
+        self._shares = share_prefixes and not num_states
+        self._users = [0] * num_blocks
+        self._key_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._free_states = list(range(num_states - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody uses, cached ones included."""
+        return len(self._free)
+
+    @property
+    def usage(self) -> float:
+        """The share of the blocks that is in use."""
+        return 1.0 - len(self._free) / self.num_blocks
+
+    def match(self, holding: Holding, tokens: Sequence[int]) -> list[int]:
+        """Registered blocks with the beginning of `tokens`, without taking them. At least one
+        token is left to compute. They stay registered until the next reserve() or extend()."""
+        hits: list[int] = []
+        if self._shares:
+            for i in range((len(tokens) - 1) // self.block_size):
+                block = self._block_of.get(holding.key(tokens, i, self.block_size))
+                if block is None:
+                    break
+                hits.append(block)
+        return hits
+
+    def reserve(
+        self, holding: Holding, num_tokens: int, hits: Sequence[int] = (), spare: int = 0
+    ) -> bool:
+        """Take a state, the blocks `hits`, and fresh ones until there is room for `num_tokens`.
+
+            blocks that it holds | hits | fresh        in the order of the sequence
+
+        False, with nothing taken, if that would leave fewer than `spare` blocks free. Only a
+        holding without blocks can take hits.
+        """
+        fresh = -(-num_tokens // self.block_size) - len(holding.blocks) - len(hits)
+        idle_hits = sum(not self._users[block] for block in hits)
+        if fresh + idle_hits + spare > len(self._free):
+            return False
+        if self._num_states and holding.state < 0:
+            if not self._free_states:
+                return False
+            holding.state = self._free_states.pop()
+        for block in hits:
+            if not self._users[block]:
+                del self._free[block]
+            self._users[block] += 1
+        if not holding.blocks:
+            first_full = (len(hits) + 1) * self.block_size
+            holding.next_full = first_full if self._shares else NEVER
+        holding.blocks += hits
+        holding.blocks += [self._allocate() for _ in range(fresh)]
+        return True
+
+    def extend(self, holding: Holding) -> int | None:
+        """Take one more block and return it; None if no block is free."""
+        if not self._free:
+            return None
+        block = self._allocate()
+        holding.blocks.append(block)
+        return block
+
+    def register(self, holding: Holding, tokens: Sequence[int], computed: int) -> None:
+        """Offer the full blocks of the first `computed` tokens to the prefix index. The first
+        block with some content stays the one that others find."""
+        size, blocks = self.block_size, holding.blocks
+        while holding.next_full <= min(computed, len(blocks) * size):
+            index = holding.next_full // size - 1
+            block, key = blocks[index], holding.key(tokens, index, size)
+            if key not in self._block_of and self._key_of[block] is None:
+                self._block_of[key] = block
+                self._key_of[block] = key
+            holding.next_full += size
+
+    def release(self, holding: Holding) -> None:
+        """Give everything back. The last blocks of the sequence become the oldest free ones, so
+        that a chain is eaten from its end and its beginning stays useful."""
+        for block in reversed(holding.blocks):
+            self._users[block] -= 1
+            if not self._users[block]:
+                self._free[block] = None
+        if holding.state >= 0:
+            self._free_states.append(holding.state)
+        holding.blocks, holding.state, holding.next_full = [], -1, NEVER
+
+    def _allocate(self) -> int:
+        """A free block for new content, which loses what it held."""
+        block, _ = self._free.popitem(last=False)
+        key = self._key_of[block]
+        if key is not None:
+            del self._block_of[key]
+            self._key_of[block] = None
+        self._users[block] = 1
+        return block
+
+    def check(self, holdings: Iterable[Holding]) -> None:
+        """Raise AssertionError unless all invariants hold, given all holdings that there are."""
+        holdings = list(holdings)
+        uses = Counter(block for holding in holdings for block in holding.blocks)
+        assert all(len(set(h.blocks)) == len(h.blocks) for h in holdings)
+        assert uses == {b: n for b, n in enumerate(self._users) if n}
+        assert set(self._free) == {b for b, n in enumerate(self._users) if not n}
+        registered = {k: b for b, k in enumerate(self._key_of) if k is not None}
+        assert registered == self._block_of
+        states = [holding.state for holding in holdings if holding.state >= 0]
+        assert sorted(states + self._free_states) == list(range(self._num_states))
+        if self._num_states:
+            assert all((holding.state >= 0) == bool(holding.blocks) for holding in holdings)

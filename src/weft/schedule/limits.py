@@ -1,0 +1,77 @@
+"""What bounds steps and requests, and which requests are refused for it."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from weft.core.errors import ContextLengthExceeded, InvalidRequest
+from weft.core.requests import EngineRequest
+
+
+class SchedulerLimits(NamedTuple):
+    """What bounds a step and a request."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    max_loras: int
+    max_adapter_wait: float
+    """The time for which a request waits for its adapter at most, in the unit of `plan`'s now."""
+    vocab_size: int
+    eos_token_ids: frozenset[int]
+
+    def eos_of(self, request: EngineRequest, vocab_size: int) -> frozenset[int]:
+        """The EOS tokens of the model and of the request's adapter, as far as they are in the
+        adapter's vocabulary (0: it is the base's)."""
+        eos = self.eos_token_ids.union(request.eos_token_ids)
+        return frozenset(i for i in eos if i < (vocab_size or self.vocab_size))
+
+
+def check_request(request: EngineRequest, limits: SchedulerLimits, vocab_size: int) -> None:
+    """Raise InvalidRequest or ContextLengthExceeded for a request that can't be served, whatever
+    else is under way. `vocab_size` is that of the request's adapter, or the base's."""
+    if not request.prompt_ids:
+        raise InvalidRequest("the prompt is empty", "prompt")
+    if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
+        raise InvalidRequest(f"the prompt has a token id outside of [0, {vocab_size})", "prompt")
+    if len(request.prompt_ids) >= limits.max_model_len:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(request.prompt_ids)} tokens, which leaves no room for an "
+            f"answer in a context of {limits.max_model_len}",
+            "prompt",
+        )
+    _check_tokens(request, limits, vocab_size)
+
+
+def _check_tokens(request: EngineRequest, limits: SchedulerLimits, vocab_size: int) -> None:
+    """Token ids must be in the vocabulary, and there must be one that can be chosen."""
+    params = request.params
+    params.check_vocab(vocab_size)
+    if any(not 0 <= i < vocab_size for i in request.eos_token_ids):
+        raise InvalidRequest("an EOS token is not in the vocabulary", "eos_token_ids")
+    eos = limits.eos_of(request, vocab_size)
+    of_model = limits.eos_token_ids
+    if params.structured_outputs and of_model and not eos & of_model:
+        raise InvalidRequest(
+            "structured_outputs: the adapter's vocabulary lacks the model's EOS token, which"
+            " ends every form",
+            "structured_outputs",
+        )
+    forbidden: set[int] = set()
+    for ids in request.bad_token_ids:
+        if not ids or min(ids) < 0 or max(ids) >= vocab_size:
+            message = f"bad_words has no token ids in [0, {vocab_size}): {ids}"
+            raise InvalidRequest(message, "bad_words")
+        if len(ids) == 1:
+            forbidden.add(ids[0])
+    allowed = set(params.allowed_token_ids)
+    _check_choice(allowed, forbidden, vocab_size, "bad_words")
+    if params.min_tokens:
+        endings = eos.union(params.stop_token_ids)
+        _check_choice(allowed, forbidden | endings, vocab_size, "min_tokens")
+
+
+def _check_choice(allowed: set[int], forbidden: set[int], vocab_size: int, param: str) -> None:
+    """Raise InvalidRequest if no token is left. An empty `allowed` allows all tokens."""
+    if allowed <= forbidden if allowed else len(forbidden) >= vocab_size:
+        raise InvalidRequest(f"{param} leaves no token that could be chosen", param)

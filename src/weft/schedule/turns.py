@@ -1,0 +1,320 @@
+"""Whose turn it is on the device, where there is no room for all adapters in demand.
+
+There may be no room in adapter memory, or no place among the `max_loras` of a batch. While an
+adapter is there, all of its requests go in, past older ones whose adapters are not there. For
+the others:
+
+    passed over ──(half of max_adapter_wait)──> those that have had the device longest, and as long
+                                                as this one waits, take no new requests: they drain
+                ──(max_adapter_wait)──────────> what still runs of them is parked, once it has got
+                                                a token out of its turn; no other adapter gets room
+                                                before this one
+
+So with n adapters of one size in demand and room for k, each has its turn within ceil(n / k) times
+(max_adapter_wait, a prompt's computation and a load), and what is parked has had
+`max_adapter_wait` of the device, and at least one token.
+
+An adapter that has waited for `max_adapter_wait` is *starving*. It is *granted* its turn when there
+is room for it, or a place in the batch, until its first request uses it. Another adapter *yields*
+to it while that one has to drain.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from weft.schedule.queue import Account
+from weft.schedule.sequence import AdapterUse, Sequence
+from weft.schedule.slots import AdapterSlots, Load
+
+
+class _Wait:
+    """How long an adapter's requests have been passed over because it was not to be had."""
+
+    __slots__ = ("earlier_s", "since")
+
+    def __init__(self) -> None:
+        self.since: float | None = None
+        """When they began to be passed over, this time."""
+        self.earlier_s = 0.0
+
+    def seconds(self, now: float) -> float:
+        return self.earlier_s if self.since is None else self.earlier_s + now - self.since
+
+    def end(self, now: float) -> None:
+        self.earlier_s, self.since = self.seconds(now), None
+
+
+class Turns:
+    """Owner of the demand for adapters, of their leases, and of who makes room for whom.
+
+    max_loras: adapters in one batch. max_wait: see above, in the unit of `begin`'s now.
+    """
+
+    def __init__(self, slots: AdapterSlots, max_loras: int, max_wait: float) -> None:
+        self._slots = slots
+        self._max_loras = max_loras
+        self._max_wait = max_wait
+        self._now = 0.0
+        self._demand: Counter[str] = Counter()
+        """Requests in the engine, by adapter digest."""
+        self._leases: Counter[str] = Counter()
+        self._leased_since: dict[str, float] = {}
+        """Adapters with leases, those first that have had one longest."""
+        self._waits: dict[str, _Wait] = {}
+        """Adapters that have been passed over since they came into demand."""
+        self._short: dict[str, Account] = {}
+        """Adapters that found no room when there were rows for their requests last, and a tenant
+        that wants it."""
+        self._starving: list[str] = []
+        """Starving adapters, in the order in which they get room."""
+        self._granted: set[str] = set()
+        self._yielding: dict[str, str] = {}
+        """Adapter that makes room -> the one that it makes room for."""
+        self._passed: set[str] = set()
+        """Adapters whose requests are passed over in this step."""
+        self._loads: list[Load] = []
+        """Loads to start with this step."""
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def arrive(self, use: AdapterUse) -> None:
+        """A request comes to the engine."""
+        if use.digest is not None:
+            self._demand[use.digest] += 1
+            if wait := self._waits.get(use.digest):
+                use.waited_before = wait.seconds(self._now)
+
+    def depart(self, use: AdapterUse) -> None:
+        """A request leaves the engine. Steps in flight may still need its lease."""
+        digest = use.digest
+        if digest is not None:
+            self._demand[digest] -= 1
+            if not self._demand[digest]:
+                del self._demand[digest]
+                self._reopen(digest)
+                self._granted.discard(digest)
+                self._waits.pop(digest, None)
+
+    def in_use(self, digest: str) -> bool:
+        """Whether any request is here that wants it, or a lease is."""
+        return digest in self._demand or digest in self._leases
+
+    def lease(self, use: AdapterUse, num_tokens: int) -> float:
+        """A request with `num_tokens` is admitted; how long it was passed over for its adapter."""
+        digest = use.digest
+        if digest is None:
+            return 0.0
+        use.slot = self._slots.acquire(digest, self._now)
+        use.began_at = num_tokens
+        self._leases[digest] += 1
+        self._leased_since.setdefault(digest, self._now)
+        self._granted.discard(digest)
+        wait = self._waits.get(digest)
+        if wait is None:
+            return 0.0
+        if wait.since is not None:
+            self.settle(digest)
+        return wait.earlier_s - use.waited_before
+
+    def end_lease(self, use: AdapterUse) -> None:
+        """A request left its row, and none of its steps is in flight any more."""
+        if use.slot >= 0 and use.digest is not None:
+            self._slots.release(use.digest, self._now)
+            self._leases[use.digest] -= 1
+            if not self._leases[use.digest]:
+                del self._leases[use.digest], self._leased_since[use.digest]
+            use.slot = -1
+
+    def settle(self, digest: str) -> None:
+        """The adapter has its turn, or can't be loaded: nobody yields to it any more."""
+        if wait := self._waits.get(digest):
+            wait.end(self._now)
+        self._reopen(digest)
+
+    @property
+    def leased(self) -> tuple[str, ...]:
+        """Adapters with leases: those of running requests."""
+        return tuple(self._leases)
+
+    # -- admission, within one step ------------------------------------------------------------
+
+    def begin(self, now: float, running: list[Sequence]) -> list[Sequence]:
+        """A step begins; the running requests that have to make way for a starving adapter.
+
+        A request that has got no token since it was admitted goes on until it has: or it might
+        never end.
+        """
+        self._now = now
+        self._passed = set()
+        self._loads = []
+        for digest in self._granted:
+            self._slots.touch(digest, now)  # not evicted before it is used
+        if not self._short:
+            self._starving.clear()
+            self._yielding.clear()
+            return []
+        self._make_room(running)
+        victims = {v for v, claimant in self._yielding.items() if claimant in self._starving}
+        return [
+            seq
+            for seq in running
+            if seq.digest in victims and len(seq.tokens) > seq.adapter.began_at
+        ]
+
+    def look_again(self) -> None:
+        """There are rows for requests: `ready` finds out anew which adapters lack room."""
+        self._short = {}
+
+    def ready(self, seq: Sequence) -> bool:
+        """Whether the requests of its tenant and adapter can run in this step; starts what that
+        takes."""
+        digest = seq.digest
+        if digest is None:
+            return True
+        if digest in self._passed:
+            return False
+        if digest not in self._yielding:
+            if digest in self._leases or self._claim(digest):
+                return True
+            if self._slots.is_loading(digest):
+                self._granted.add(digest)
+            else:
+                self._short[digest] = seq.account
+        self._passed.add(digest)
+        wait = self._waits.setdefault(digest, _Wait())
+        if wait.since is None:
+            wait.since = self._now
+        return False
+
+    def prefetch(self, digest: str | None) -> None:
+        """Start the load for a request that can't be admitted yet anyway."""
+        if digest is not None and digest not in self._leases and digest not in self._yielding:
+            self._claim(digest)
+
+    def end(self) -> list[Load]:
+        """The step is planned; the loads to start with it."""
+        for digest in self._slots.wanted:
+            self._start_load(digest)
+        return self._loads
+
+    def _claim(self, digest: str) -> bool:
+        """Whether an adapter without leases can have one now; starts its load if it is absent and
+        there is room. Starving adapters come first: others get what they have been granted."""
+        resident = self._slots.is_resident(digest)
+        if digest not in self._granted:
+            if self._starving:
+                return False
+            if not resident:
+                self._load(digest)
+            else:
+                self._slots.touch(digest, self._now)
+        return resident and len(self._leases) < self._max_loras
+
+    def _load(self, digest: str) -> bool:
+        """Whether an absent adapter is being loaded now; no if there is no room for it."""
+        if self._slots.is_loading(digest):
+            return True
+        started = self._start_load(digest)
+        if started:
+            self._reopen(digest)
+        return started
+
+    def _start_load(self, digest: str) -> bool:
+        load = self._slots.start_load(digest, self._now, self._demand)
+        if load is not None:
+            self._loads.append(load)
+        return load is not None
+
+    # -- making room ---------------------------------------------------------------------------
+
+    def _make_room(self, running: list[Sequence]) -> None:
+        """Let adapters that have found no room for too long have it, or others yield to them."""
+        self._yielding = {v: c for v, c in self._yielding.items() if c in self._short}
+        waited = self._waited()
+        longest = self._max_wait
+        soon = [d for d, seconds in waited.items() if longest / 2 <= seconds < longest]
+        late = [d for d, seconds in waited.items() if seconds >= longest]
+        self._starving = self._in_turn(late, running)
+        starving = self._starving.copy()
+        while starving and self._grant(starving[0]):
+            del starving[0]
+        claimants = {c for victim, c in self._yielding.items() if victim in self._leases}
+        for digest in [d for d in starving + soon if d not in claimants]:
+            if waited[digest] >= longest:
+                victims = self._choose_victims(digest)
+            else:
+                victims = self._longest_there(digest, waited[digest])
+            if not victims:
+                break
+            self._yielding.update(dict.fromkeys(victims, digest))
+
+    def _waited(self) -> dict[str, float]:
+        """Seconds for which requests have been passed over, by adapter that found no room."""
+        waits = ((digest, self._waits.get(digest)) for digest in self._short)
+        return {d: self._now - w.since for d, w in waits if w and w.since is not None}
+
+    def _in_turn(self, digests: list[str], running: Iterable[Sequence]) -> list[str]:
+        """Starving adapters in the order in which they get room: those first whose tenants have
+        the fewest adapters running, then those that have waited longest."""
+        if not digests:
+            return []
+        held = Counter(
+            account for account, _ in {(s.account, s.digest) for s in running if s.digest}
+        )
+        return sorted(digests, key=lambda d: (held[self._short[d]], self._waits[d].since))
+
+    def _grant(self, digest: str) -> bool:
+        """Give a starving adapter its turn, if there is room."""
+        if self._slots.is_resident(digest):
+            others = len(self._leases) + len(self._granted - {digest})
+            granted = others < self._max_loras
+        elif any(self._slots.is_resident(other) for other in self._granted):
+            return False  # it would be evicted before it is used
+        else:
+            granted = self._load(digest)
+        if granted:
+            self._granted.add(digest)
+        return granted
+
+    def _choose_victims(self, digest: str) -> list[str]:
+        """Adapters that have had their time, and without which there would be room."""
+        if self._slots.is_resident(digest):
+            return self._longest_there(digest, self._max_wait)
+        return self._slots.choose_victims(digest, self._now, self._max_wait)
+
+    def _longest_there(self, digest: str, tenure: float) -> list[str]:
+        """The adapter that has had leases longest, and for a time of `tenure`, among those that
+        may yield to `digest` and don't yield already."""
+        resident = self._slots.is_resident(digest)
+        if resident and len(self._leases) < self._max_loras:
+            return []
+        spared = self._yielding.keys() | (() if resident else self._slots.pinned)
+        for victim, since in self._leased_since.items():
+            if self._now - since < tenure:
+                break
+            if victim not in spared:
+                return [victim]
+        return []
+
+    def _reopen(self, digest: str) -> None:
+        """Adapters that made room for this one need not any more."""
+        for victim in [v for v, claimant in self._yielding.items() if claimant == digest]:
+            del self._yielding[victim]
+
+    def check(self, uses: Iterable[AdapterUse]) -> None:
+        """Raise AssertionError unless all invariants hold, those of the slots included. `uses`:
+        those of all requests that arrived and have not departed."""
+        self._slots.check()
+        assert Counter(use.digest for use in uses if use.digest is not None) == self._demand
+        assert len(self._leases) <= self._max_loras
+        for digest, leases in self._leases.items():
+            assert leases == self._slots.num_leases(digest) > 0
+        assert self._leases.keys() == self._leased_since.keys()
+        since = list(self._leased_since.values())
+        assert since == sorted(since)
+        assert self._waits.keys() | self._granted <= self._demand.keys()
+        assert not self._granted & self._leases.keys()
+        assert self._yielding.keys().isdisjoint(self._yielding.values())
+        assert self._demand or not self._yielding
