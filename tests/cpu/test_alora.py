@@ -19,8 +19,8 @@ from weft import LLM, SamplingParams
 from weft.checkpoint import AdapterImage, load_image
 from weft.core.errors import AdapterInvalid
 from weft.llm import RequestOutput
+from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
-from weft.models.targets import target_table
 from weft.schedule.activation import find_invocation
 
 VOCAB, BLOCK, STEPS = 80, 4, 8

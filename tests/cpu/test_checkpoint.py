@@ -17,13 +17,14 @@ from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save, save_file
+from tables import build_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weft.checkpoint import AdapterImage, load_image, pack_image
 from weft.checkpoint.pattern import PatternError, Work, compile_pattern
 from weft.checkpoint.read import AdapterFiles
 from weft.core.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterUnavailable
-from weft.core.targets import Norm, Target, TargetTable, build_table
+from weft.core.targets import Norm, Target, TargetTable
 
 HIDDEN, KV, MLP, VOCAB, LAYERS = 32, 16, 48, 64, 2
 MAX_RANK = 16

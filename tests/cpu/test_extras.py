@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from tables import build_table
 from torch import Tensor
 
-from weft.core.targets import Extras, ImageLayout, TargetTable, build_table, layout_of
+from weft.core.targets import Extras, ImageLayout, TargetTable, layout_of
 from weft.kernels.lora import AdapterPool, LoraBatch, LoraStep, Segment, make_backend
 from weft.kernels.lora.extras import has_extras, norms_of, with_extras
 

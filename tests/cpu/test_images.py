@@ -16,9 +16,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import build_table
 
 from weft.checkpoint import AdapterImage
-from weft.core.targets import ImageLayout, build_table
+from weft.core.targets import ImageLayout
 from weft.engine import images
 from weft.engine.images import ImageStore, fingerprint
 
@@ -84,17 +85,19 @@ def test_what_is_of_another_kind_is_not_found(tmp_path: Path, other: dict[str, A
 
 
 def test_a_base_is_known_by_its_shapes_and_files(tmp_path: Path) -> None:
-    table = build_table([("linear", 8, [("a", 8), ("b", 8)])], biased=["b", "a"])
-    again = build_table([("linear", 8, [("a", 8), ("b", 8)])], biased=["a", "b"])
-    wider = build_table([("linear", 8, [("a", 8), ("b", 16)])], biased=["b", "a"])
+    table = build_table([("linear", 8, [("a", 8), ("b", 8)])])
+    again = build_table([("linear", 8, [("a", 8), ("b", 8)])])
+    wider = build_table([("linear", 8, [("a", 8), ("b", 16)])])
+    biased = build_table([("linear", 8, [("a", 8), ("b", 8)])], bias=True)
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(b"x")
     first = fingerprint(table, tmp_path, "m")
     assert fingerprint(again, tmp_path, "m") == first
     os.utime(weights, (1, 1))
     prints = {first, fingerprint(table, tmp_path, "m"), fingerprint(wider, tmp_path, "m")}
+    prints.add(fingerprint(biased, tmp_path, "m"))
     prints |= {fingerprint(table, None, "m"), fingerprint(table, None, "m", "fp8")}
-    assert len(prints) == 5
+    assert len(prints) == 6
 
 
 def spoilt(change: Callable[[bytearray], object]) -> Callable[[Path], None]:

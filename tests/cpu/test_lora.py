@@ -16,11 +16,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import build_table
 from torch import Tensor
 
 import weft.kernels.lora as lora
 from weft.core.errors import ConfigError
-from weft.core.targets import TargetTable, build_table, layout_of
+from weft.core.targets import TargetTable, layout_of
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, backend_names, make_backend
 
 VOCAB, HIDDEN, INNER = 23, 12, 20

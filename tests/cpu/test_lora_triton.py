@@ -18,9 +18,11 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 pytest.importorskip("triton")
 
+from tables import build_table
+
 import weft.kernels.lora.triton as kernels
 from weft.core.errors import ConfigError
-from weft.core.targets import TargetTable, build_table, layout_of
+from weft.core.targets import TargetTable, layout_of
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, make_backend
 from weft.kernels.tuned import Blocks
 

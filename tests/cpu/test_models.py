@@ -27,12 +27,13 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from weft.core.errors import ConfigError
 from weft.kernels.attention import make_batch
 from weft.kernels.ops import Ops, TorchOps
+from weft.models.blueprint import target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model
 from weft.models.decoder import Decoder, StepContext
 from weft.models.kv_cache import allocate_kv_cache, kv_bytes_per_block
-from weft.models.loading import Weights, dummy_weights, load_weights, num_parameters
+from weft.models.loading import dummy_weights, load_weights
 from weft.models.rope import inverse_frequencies
-from weft.models.targets import target_table
+from weft.models.weights import Weights
 
 BLOCK = 4
 LENGTHS = [37, 9, 22, 1, 50]
@@ -139,7 +140,7 @@ def load(
 ) -> tuple[ModelConfig, Weights, Decoder]:
     config = load_model_config(folder)
     weights = load_weights(folder, config, dtype, "cpu")
-    return config, weights, Decoder(config, weights, target_table(config), ops or TorchOps(), 64)
+    return config, weights, Decoder(config, weights, ops or TorchOps(), 64)
 
 
 def make_prompts(vocab_size: int) -> list[list[int]]:
@@ -200,7 +201,7 @@ def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, max_shard_size="20KB" if sharded else "5GB")
     assert (tmp_path / "model.safetensors.index.json").exists() == sharded
     config, weights, decoder = load(tmp_path)
-    assert num_parameters(weights) == model.num_parameters()
+    assert weights.num_parameters == model.num_parameters()
     prompts = make_prompts(config.vocab_size)
     expected = expected_logits(model, prompts)
     assert_logits(run_chunked(decoder, prompts, [[n] for n in LENGTHS]), expected)
@@ -234,8 +235,8 @@ def test_windows_and_flags_are_read_per_family(tmp_path: Path) -> None:
     assert read("qwen3-window").windows == (5, None, 5)
     llama, qwen2, qwen3 = read("llama-bias"), read("qwen2"), read("qwen3")
     assert (llama.attention_bias, llama.attention_out_bias, llama.mlp_bias) == (True, True, True)
-    assert (qwen2.attention_bias, qwen2.attention_out_bias, qwen2.qk_norm) == (True, False, False)
-    assert (qwen3.attention_bias, qwen3.head_dim, qwen3.qk_norm) == (False, 16, True)
+    assert (qwen2.attention_bias, qwen2.attention_out_bias, qwen2.qk_norm) == (True, False, None)
+    assert (qwen3.attention_bias, qwen3.head_dim, qwen3.qk_norm) == (False, 16, "head")
     assert qwen2.eos_token_ids == (2,)
 
 
@@ -473,10 +474,10 @@ def test_folders_that_are_not_models(tmp_path: Path) -> None:
 
 def test_dummy_weights_are_reproducible_and_run(tiny: ModelConfig) -> None:
     a, b = (dummy_weights(tiny, torch.float32, "cpu", seed=3) for _ in range(2))
-    assert torch.equal(a.layers[1].qkv, b.layers[1].qkv)
+    assert torch.equal(a.dense("1.qkv"), b.dense("1.qkv"))
     assert not torch.equal(a.embed, dummy_weights(tiny, torch.float32, "cpu").embed)
-    assert num_parameters(a) == make_model(CONFIGS["llama"]).num_parameters()
-    decoder = Decoder(tiny, a, target_table(tiny), TorchOps(), 64)
+    assert a.num_parameters == make_model(CONFIGS["llama"]).num_parameters()
+    decoder = Decoder(tiny, a, TorchOps(), 64)
     (logits,) = run_chunked(decoder, [[1, 2, 3]], [[2, 1]])
     assert logits.shape == (3, tiny.vocab_size)
     assert logits.isfinite().all()

@@ -16,19 +16,20 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from tables import build_table
 from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
 from weft import LLM, SamplingParams
 from weft.checkpoint import AdapterImage, load_image
 from weft.core.errors import AdapterInvalid, ConfigError
-from weft.core.targets import ImageLayout, TargetTable, aligned, build_table, layout_of
+from weft.core.targets import ImageLayout, TargetTable, aligned, layout_of
 from weft.kernels.lora import AdapterPool, LoraBackend, LoraBatch, Segment, make_backend
 from weft.llm import RequestOutput
+from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
 from weft.models.loading import load_weights
 from weft.models.moe import route
-from weft.models.targets import target_table
 
 NUM_EXPERTS, TOP_K, HIDDEN, INNER = 5, 2, 37, 20
 TABLE: TargetTable = build_table(
@@ -303,9 +304,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 def load(folder: Path, quantization: Any = None) -> list[Tensor]:
     config = load_model_config(folder)
     weights = load_weights(folder, config, torch.float32, "cpu", quantization)
-    layer = weights.layers[1]
-    found = (layer.router, layer.experts_gate_up, layer.experts_down)
-    return [tensor for tensor in found if tensor is not None]
+    return [weights.dense(f"1.{key}") for key in ("router", "experts_gate_up", "experts_down")]
 
 
 @FAMILIES

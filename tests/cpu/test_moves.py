@@ -15,6 +15,7 @@ import torch
 import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import build_table
 from tiny import ADAPTERS, BASE
 
 from weft.checkpoint import load_image
@@ -25,7 +26,7 @@ from weft.core.errors import ConfigError
 from weft.core.messages import Register, Reply, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
-from weft.core.targets import TargetTable, build_table, layout_of
+from weft.core.targets import TargetTable, layout_of
 from weft.engine.engine import Engine
 from weft.kernels.lora import AdapterPool, base, make_backend
 from weft.schedule.slots import AdapterSlots, Move

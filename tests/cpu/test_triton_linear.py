@@ -18,8 +18,10 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 pytest.importorskip("triton")
 
+from tables import build_table
+
 import weft.kernels.triton_linear as kernels
-from weft.core.targets import build_table, layout_of
+from weft.core.targets import layout_of
 from weft.kernels.attention import KVCache, make_batch
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, triton_beside
 from weft.kernels.lora.base import FusedStep

@@ -19,6 +19,7 @@ from engines import MakeLLM, check_idle
 from http_api import CHAT, COMPLETE, until
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from tables import build_table
 from tiny import ADAPTERS, BASE, ask
 from transformers import AutoModelForCausalLM
 
@@ -39,7 +40,7 @@ from weft.core.errors import (
 )
 from weft.core.messages import Submit
 from weft.core.requests import EngineRequest
-from weft.core.targets import Extras, ImageLayout, build_table, layout_of
+from weft.core.targets import Extras, ImageLayout, layout_of
 from weft.engine.engine import Engine
 from weft.engine.host import Arena
 from weft.fleet.client import Client

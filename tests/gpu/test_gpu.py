@@ -11,10 +11,11 @@ import torch
 from attention_cases import TOLERANCE as ATTENTION_TOLERANCE
 from attention_cases import random_batch, random_inputs
 from graph_cases import Model, decode, mixed
+from tables import build_table
 from tiny import ADAPTERS, answer, ask, tasks
 
 from weft import LLM, SamplingParams
-from weft.core.targets import build_table, layout_of
+from weft.core.targets import layout_of
 from weft.kernels.attention import KVCache, reference_attend, write_kv
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, make_backend
 from weft.kernels.ops import make_ops

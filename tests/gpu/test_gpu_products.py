@@ -14,7 +14,9 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from weft.core.targets import build_table, layout_of
+from tables import build_table
+
+from weft.core.targets import layout_of
 from weft.kernels import fp8, triton_fp8
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment
 from weft.kernels.lora.base import FusedStep

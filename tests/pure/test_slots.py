@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tables import build_table
 
 from weft.core.errors import AdapterConflict, AdapterInvalid
-from weft.core.targets import build_table, layout_of
+from weft.core.targets import layout_of
 from weft.schedule.policy import POLICIES, Facts, Policy, cost, fifo, lru
 from weft.schedule.slots import AdapterSlots, Load
 

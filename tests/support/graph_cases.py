@@ -16,11 +16,11 @@ from weft.kernels.lora import AdapterPool, LoraBatch, Segment
 from weft.kernels.lora.triton import TritonBackend, Tuning
 from weft.kernels.triton_ops import TritonOps
 from weft.kernels.tuned import Blocks
+from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
 from weft.models.decoder import Decoder, StepContext
 from weft.models.kv_cache import allocate_kv_cache
 from weft.models.loading import dummy_weights
-from weft.models.targets import target_table
 from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import StepInputs
 
@@ -54,7 +54,7 @@ class Model:
         self.device = torch.device(device)
         table = target_table(config)
         weights = dummy_weights(config, dtype, self.device)
-        self.decoder = Decoder(config, weights, table, TritonOps(self.device), MAX_LEN)
+        self.decoder = Decoder(config, weights, TritonOps(self.device), MAX_LEN)
         self.kv = allocate_kv_cache(config, 8 * MAX_ROWS + 1, BLOCK, dtype, self.device)
         generator = torch.Generator(self.device).manual_seed(0)
         layouts = [layout_of(table, (rank,) * len(table.targets)) for rank in (3, 8)]

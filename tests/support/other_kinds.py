@@ -21,8 +21,8 @@ from peft import (
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weft.core.targets import TargetTable
+from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
-from weft.models.targets import target_table
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

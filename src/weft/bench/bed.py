@@ -23,8 +23,8 @@ from weft.core.errors import ConfigError
 from weft.core.targets import Group, layout_of
 from weft.kernels.lora import AdapterPool, LoraBatch, LoraStep, Segment, make_backend
 from weft.kernels.lora.reference import ReferenceBackend
+from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
-from weft.models.targets import target_table
 
 PRODUCTS = {"q_proj": "qkv", "o_proj": "o", "gate_proj": "gate_up", "down_proj": "down"}
 """The products of a layer, named by their first projection."""

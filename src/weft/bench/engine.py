@@ -21,8 +21,8 @@ from weft.core.errors import ConfigError
 from weft.core.stats import EngineInfo
 from weft.core.targets import ALIGN, Target, TargetTable, layout_of
 from weft.llm import LLM
+from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
-from weft.models.targets import target_table
 
 _LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],

@@ -383,7 +383,7 @@ def _target_parts(target: Target, found: _Found, config: PeftConfig) -> TargetPa
         _check_flag("use_dora", config.use_dora, parts.magnitude, target)
         _check_flag("lora_bias", config.lora_bias, parts.lora_bias, target)
     if parts.bias is not None:
-        if target.name not in found.table.biased:
+        if not found.table.has_bias(target):
             refuse(parts.bias.name, f"{target.suffix} has no bias in the base model")
         if config.bias == "none":
             refuse("bias", f"says none, but the file holds {parts.bias.name}")

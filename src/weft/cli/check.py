@@ -21,8 +21,8 @@ from weft.checkpoint.refuse import show
 from weft.core.config import MAX_RANK
 from weft.core.errors import AdapterError, AdapterInvalid, ConfigError
 from weft.core.targets import Target, TargetTable
+from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
-from weft.models.targets import target_table
 from weft.registry.hub import fetch_adapter, parse_hub_id
 
 _HELP = {

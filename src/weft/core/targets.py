@@ -1,9 +1,9 @@
-"""Which projections of a model LoRA may adapt, and how an adapter is laid out for them.
+"""The table of a model's projections, and how an adapter is laid out for them.
 
 A *target* is one projection as PEFT names it (`model.layers.0.self_attn.q_proj`). The model
 computes some of them packed (q, k, v; gate, up): such a packed layer is a *group*, and a target
-is one *slice* of its group's output. Everything about layout is data in this table; the
-checkpoint reader, the kernels and the models all derive what they need from it.
+is one *slice* of its group's output. Everything about layout is data in this table; the loading
+of weights, the checkpoint reader, the kernels and the models all derive what they need from it.
 
 An adapter's *image* is one flat buffer:
 
@@ -32,6 +32,42 @@ ALIGN = 64
 
 Kind = Literal["linear", "embedding", "head", "experts"]
 """experts: a linear layer that is there `TargetTable.num_experts` times."""
+
+Axis = Literal["column", "row", "vocab", "experts"]
+"""How a weight is cut for several devices. column: each takes a share of every part of the output.
+row: each takes a share of the input, and the outputs are summed. vocab: each takes some tokens.
+experts: each takes some experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """One row of a model's table: a layer whose weight is one matrix for several projections.
+
+                     in_features                 names, where there is
+                   +-------------+            one for each   one for all
+    parts[0]  q    |             |               q_proj      +
+    parts[1]  k    |             |               k_proj      | qkv_proj
+    parts[2]  v    |             |               v_proj      +
+                   +-------------+
+    """
+
+    key: str
+    """The name of its weight: "3.qkv". Layers of experts may share one: their gate and up are
+    adapted as two projections or as one."""
+    kind: Kind
+    in_features: int
+    parts: tuple[int, ...]
+    """The output features of what is packed."""
+    names: tuple[str, ...]
+    """The projections as PEFT and checkpoints name them: one for each part, or one for all."""
+    bias: bool = False
+    axis: Axis | None = None
+    """None: every device has all of it."""
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """The output features of each projection."""
+        return self.parts if len(self.names) == len(self.parts) else (sum(self.parts),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +99,8 @@ class Group:
     kind: Kind
     in_features: int
     slices: tuple[Target, ...]
+    packed: Packed
+    """The row of the table that it was made of."""
 
     @property
     def out_features(self) -> int:
@@ -85,8 +123,6 @@ class TargetTable:
 
     groups: tuple[Group, ...]
     norms: tuple[Norm, ...] = ()
-    biased: frozenset[str] = frozenset()
-    """Names of the targets that have a bias in the base model."""
     tied: bool = False
     """Whether the head's weight is the embedding's."""
     num_experts: int = 1
@@ -94,6 +130,10 @@ class TargetTable:
     def copies(self, kind: Kind) -> int:
         """How many A or B of a target there are."""
         return self.num_experts if kind == "experts" else 1
+
+    def has_bias(self, target: Target) -> bool:
+        """Whether the target has a bias in the base model."""
+        return self.groups[target.group].packed.bias
 
     @cached_property
     def targets(self) -> tuple[Target, ...]:
@@ -104,31 +144,37 @@ class TargetTable:
         return {t.name: t for t in self.targets}
 
     @cached_property
+    def by_key(self) -> dict[str, tuple[Group, ...]]:
+        """The groups that adapt a weight, by its key: one, or two for experts' gate and up."""
+        found: dict[str, tuple[Group, ...]] = {}
+        for group in self.groups:
+            found[group.packed.key] = (*found.get(group.packed.key, ()), group)
+        return found
+
+    @cached_property
     def norms_by_name(self) -> dict[str, Norm]:
         return {n.name: n for n in self.norms}
 
 
 def build_table(
-    packed: list[tuple[Kind, int, list[tuple[str, int]]]],
+    rows: Sequence[Packed],
     norms: Sequence[tuple[str, int]] = (),
-    biased: Collection[str] = (),
     tied: bool = False,
     num_experts: int = 1,
 ) -> TargetTable:
-    """A table from rows (kind, in_features, [(target name, out_features), ...]) in layer order,
-    and (name, size) of the norms."""
+    """A table of a model's packed layers, in layer order, and of its norms as (name, size)."""
     groups: list[Group] = []
     num_slices = 0
-    for index, (kind, in_features, slices) in enumerate(packed):
+    for index, row in enumerate(rows):
         made: list[Target] = []
         offset = 0
-        for name, out in slices:
-            made.append(Target(name, in_features, out, kind, index, num_slices, offset))
+        for name, out in zip(row.names, row.widths, strict=True):
+            made.append(Target(name, row.in_features, out, row.kind, index, num_slices, offset))
             num_slices += 1
             offset += out
-        groups.append(Group(index, kind, in_features, tuple(made)))
+        groups.append(Group(index, row.kind, row.in_features, tuple(made), row))
     listed = tuple(Norm(name, size, index) for index, (name, size) in enumerate(norms))
-    return TargetTable(tuple(groups), listed, frozenset(biased), tied, num_experts)
+    return TargetTable(tuple(groups), listed, tied, num_experts)
 
 
 @dataclass(frozen=True)
@@ -149,18 +195,18 @@ class ImageLayout:
     """Per slice, -1 when absent: fp32 (out_features,) that the output is multiplied by, after A
     and B have added to it."""
     shift_offset: tuple[int, ...] = ()
-    """Likewise: what is then added to the output."""
+    """Per slice, -1 when absent: fp32 (out_features,) that is then added to the output."""
     norm_offset: tuple[int, ...] = ()
     """Per norm of the table, -1 when absent: the weight in place of the base's."""
     embedding_rows: tuple[int, ...] = ()
     """(first row, token ids, number of rows): offset of rows in place of the base's, offset of
     their int32 ids, rising; -1 when all rows are there."""
     head_rows: tuple[int, ...] = ()
-    """Likewise; they may be the embedding's."""
+    """The same for the head; these may be the embedding's own."""
     vocab_size: int = 0
-    """Of an adapter with another vocabulary than the base's, 0. If tokens were added, the last rows
-    of embedding and head are theirs, final, with all that it adds to them. If it is smaller, what
-    A, B and vectors have for the tokens beyond it does nothing."""
+    """The number of tokens if it differs from the base's, else 0. If tokens were added, the last
+    rows of embedding and head are theirs, final, with all that the adapter adds to them. If there
+    are fewer, what A, B and vectors have for the tokens beyond does nothing."""
 
     @property
     def max_rank(self) -> int:
@@ -183,8 +229,9 @@ class Extras:
     """What an adapter holds beside A and B."""
 
     scaled: frozenset[int] = frozenset()
-    """Slices."""
+    """The slices whose outputs are scaled."""
     shifted: frozenset[int] = frozenset()
+    """The slices whose outputs are shifted."""
     norms: frozenset[int] = frozenset()
     """Indices in `TargetTable.norms`."""
     embedding_rows: int = 0
@@ -203,7 +250,7 @@ def layout_of(
 ) -> ImageLayout:
     """The layout of an adapter with the given rank per slice (0: absent).
 
-    `element_bytes`, of the serving dtype, counts for extras alone.
+    `element_bytes` is the size of the serving dtype; only extras depend on it.
     """
     a_offset: list[int] = []
     b_offset: list[int] = []
@@ -222,7 +269,7 @@ def layout_of(
 
 
 def _with_extras(plain: ImageLayout, table: TargetTable, extras: Extras, word: int) -> ImageLayout:
-    """`word`: elements that 32 bits take."""
+    """`plain` with the extras placed behind; `word` is the number of elements that 32 bits take."""
     end = plain.num_elements
 
     def place(size: int) -> int:
@@ -272,23 +319,15 @@ def vocabulary(table: TargetTable, kind: Kind) -> tuple[int, int]:
 
 def resized(table: TargetTable, vocab_size: int) -> TargetTable:
     """The table of the same model with another number of rows in embedding and head."""
-    groups = [
-        replace(
-            group,
-            in_features=vocab_size if group.kind == "embedding" else group.in_features,
-            slices=tuple(_resized(target, vocab_size) for target in group.slices),
-        )
-        if group.kind in ("embedding", "head")
-        else group
-        for group in table.groups
-    ]
-    return replace(table, groups=tuple(groups))
+    rows = [_resized(group.packed, vocab_size) for group in table.groups]
+    norms = [(norm.name, norm.size) for norm in table.norms]
+    return build_table(rows, norms, table.tied, table.num_experts)
 
 
-def _resized(target: Target, vocab_size: int) -> Target:
-    if target.kind == "embedding":
-        return replace(target, in_features=vocab_size)
-    return replace(target, out_features=vocab_size)
+def _resized(row: Packed, vocab_size: int) -> Packed:
+    if row.kind == "embedding":
+        return replace(row, in_features=vocab_size)
+    return replace(row, parts=(vocab_size,)) if row.kind == "head" else row
 
 
 def aligned(n: int) -> int:

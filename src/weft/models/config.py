@@ -15,6 +15,8 @@ from weft.core.errors import ConfigError
 from weft.models.stated import read_stated
 
 RopeType = Literal["default", "linear", "llama3", "yarn"]
+QkNorm = Literal["head", "width"]
+"""head: each head on its own. width: all heads of a token at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +46,16 @@ class MoeConfig:
     num_experts: int
     top_k: int
     intermediate_size: int
-    """Of one expert."""
+    """The inner width of one expert."""
     normalize: bool
     """Whether a token's weights are scaled to a sum of 1."""
     round_weights: bool
-    """To the model's dtype, before they multiply the experts' outputs; else they stay float32."""
+    """Whether the weights are rounded to the model's dtype before they multiply the experts'
+    outputs; else they stay float32."""
     layers: tuple[bool, ...]
     """Per layer: whether it has experts; others have a dense MLP."""
     names: tuple[str, str, str, str]
-    """In checkpoints with a tensor per expert: of the MLP, and of an expert's gate, up and down."""
+    """What checkpoints with a tensor per expert call the MLP, and an expert's gate, up and down."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -77,20 +80,24 @@ class ModelConfig:
     rms_norm_eps: float
     tie_word_embeddings: bool
     attention_bias: bool
-    """Of q, k and v."""
+    """Whether q, k and v have a bias."""
     attention_out_bias: bool
     mlp_bias: bool
-    qk_norm: bool
-    """RMS norm over each head's q and k, before rope."""
+    qk_norm: QkNorm | None
+    """What the RMS norms of q and k, before rope, run over; None: there are none."""
     windows: tuple[int | None, ...]
     """Per layer: how many positions a token sees, its own included; None: all."""
     rope: RopeConfig
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     dtype: str
-    """Of the checkpoint: "float32", "float16" or "bfloat16"."""
+    """The checkpoint's: "float32", "float16" or "bfloat16"."""
     moe: MoeConfig | None = None
     """None: all layers are dense."""
+    fused: bool = False
+    """Checkpoints and adapters have one projection for q, k and v, and one for gate and up."""
+    post_norm: bool = False
+    """Attention and MLP take the residual stream as it is, and what they return is normed."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -112,7 +119,9 @@ class Family:
     attention_bias: bool | str = False
     attention_out_bias: bool | str = False
     mlp_bias: bool | str = False
-    qk_norm: bool = False
+    qk_norm: QkNorm | None = None
+    fused: bool = False
+    post_norm: bool = False
     moe: Callable[[Any], MoeConfig | None] = lambda hf: None
 
 
@@ -197,14 +206,14 @@ FAMILIES: dict[str, Family] = {
         _layer_windows,
         attention_bias="attention_bias",
         attention_out_bias="attention_bias",
-        qk_norm=True,
+        qk_norm="head",
     ),
     "Qwen3MoeForCausalLM": Family(
         "qwen3_moe",
         _one_window,
         attention_bias="attention_bias",
         attention_out_bias="attention_bias",
-        qk_norm=True,
+        qk_norm="head",
         moe=_qwen3_moe,
     ),
     "MixtralForCausalLM": Family("mixtral", _one_window, moe=_mixtral),
@@ -324,6 +333,8 @@ def _build(
         eos_token_ids=eos_token_ids,
         dtype=_dtype(raw),
         moe=family.moe(hf),
+        fused=family.fused,
+        post_norm=family.post_norm,
     )
 
 

@@ -36,7 +36,7 @@ class StepContext:
 
 
 @dataclass(frozen=True, slots=True)
-class Norm:
+class RmsNorm:
     """RMS norm of rows, with the adapters' weights for theirs."""
 
     weight_I: Tensor

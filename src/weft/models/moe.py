@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.kernels.lora.base import ExpertStep
 from weft.kernels.ops import Ops
 from weft.models.config import MoeConfig
 from weft.models.layers import Linear, StepContext
@@ -82,16 +83,28 @@ def is_capturable(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Experts:
+    """One linear layer that is there for each expert."""
+
+    weight_EOI: Tensor
+    groups: tuple[int, ...]
+    """The groups of the model's TargetTable that adapt it; each adds its part."""
+
+    def __call__(self, x_PI: Tensor, ends_E: Tensor, lora: ExpertStep | None) -> Tensor:
+        y_PO = grouped_linear(x_PI, self.weight_EOI, ends_E)
+        if lora is not None:
+            for group in self.groups:
+                lora.linear(y_PO, x_PI, group)
+        return y_PO
+
+
+@dataclass(frozen=True, slots=True)
 class SparseMlp:
     """Router and experts of one layer."""
 
     router: Linear
-    gate_up_EOI: Tensor
-    """(E, 2 * F, I)"""
-    down_EIF: Tensor
-    group: int
-    """In the model's TargetTable: of the experts' gate and up; that of both as one and that of
-    down follow."""
+    gate_up: Experts
+    down: Experts
     moe: MoeConfig
     ops: Ops
 
@@ -99,25 +112,13 @@ class SparseMlp:
         weight_TK, expert_TK = choose_experts(self.router(x_TI, step), self.moe)
         routing = route(expert_TK, self.moe.num_experts)
         token_P = routing.order_P // self.moe.top_k
-        y_PI = self._experts(x_TI[token_P], token_P, routing, step)
-        y_TKI = y_PI[routing.place_P].view(*weight_TK.shape, -1)
-        return (y_TKI * weight_TK[:, :, None]).sum(1).to(x_TI.dtype)
-
-    def _experts(
-        self, x_PI: Tensor, token_P: Tensor, routing: Routing, step: StepContext
-    ) -> Tensor:
-        ends_E = routing.ends_E
+        x_PI, ends_E = x_TI[token_P], routing.ends_E
         lora = None
         if step.lora is not None:
             # Ahead of the product: what it makes is read by kernels that start early, before what
             # the one right ahead of them wrote can be seen.
             lora = step.lora.experts(token_P, routing.expert_P)
-        gate_up_PO = grouped_linear(x_PI, self.gate_up_EOI, ends_E)
-        if lora is not None:
-            lora.linear(gate_up_PO, x_PI, self.group)
-            lora.linear(gate_up_PO, x_PI, self.group + 1)
-        inner_PF = self.ops.silu_and_mul(gate_up_PO)
-        y_PI = grouped_linear(inner_PF, self.down_EIF, ends_E)
-        if lora is not None:
-            lora.linear(y_PI, inner_PF, self.group + 2)
-        return y_PI
+        inner_PF = self.ops.silu_and_mul(self.gate_up(x_PI, ends_E, lora))
+        y_PI = self.down(inner_PF, ends_E, lora)
+        y_TKI = y_PI[routing.place_P].view(*weight_TK.shape, -1)
+        return (y_TKI * weight_TK[:, :, None]).sum(1).to(x_TI.dtype)

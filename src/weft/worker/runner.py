@@ -51,12 +51,12 @@ from weft.kernels.lora.extras import (
 from weft.kernels.ops import make_ops
 from weft.kernels.sampling import top_logprobs
 from weft.kernels.staging import Staging
+from weft.models.blueprint import target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model
 from weft.models.decoder import Decoder, StepContext
 from weft.models.kv_cache import allocate_kv_cache, kv_bytes_per_block
-from weft.models.loading import Weights, dummy_weights, load_weights, num_parameters
-from weft.models.named import NamedWeights
-from weft.models.targets import target_table
+from weft.models.loading import dummy_weights, load_weights
+from weft.models.weights import Weights
 from weft.schedule.plan import StepResult
 from weft.schedule.slots import Move, Moved
 from weft.worker.graphs import StepGraphs, token_sizes
@@ -113,8 +113,8 @@ class Runner:
         self._conversion_tolerance = args.lora.conversion_tolerance
         self._max_added_tokens = args.lora.max_added_tokens
         weights = self._load(args)
-        self.num_parameters = num_parameters(weights)
-        self._base = NamedWeights(weights)
+        self.num_parameters = weights.num_parameters
+        self._base = weights
         self._end_stage("model")
         self.pool = self._make_pool(args)
         rows = args.scheduler.max_num_seqs
@@ -128,7 +128,7 @@ class Runner:
                 self.config, self.num_blocks, args.cache.block_size, self.dtype, self.device
             )
         ops = make_ops("auto", self.device)
-        self._decoder = Decoder(self.config, weights, self.table, ops, self.max_model_len)
+        self._decoder = Decoder(self.config, weights, ops, self.max_model_len)
         self._lora = make_backend(args.lora.lora_backend, self.pool)
         # One row more than there are, for what pads a step.
         self._last_token_R = torch.zeros(rows + 1, dtype=torch.int64, device=self.device)
@@ -346,7 +346,7 @@ class Runner:
         """Over the same weights; all that steps write to is there once more."""
         ops, size = make_ops("auto", self.device), args.cache.block_size
         return SelfCheck(
-            Decoder(self.config, weights, self.table, ops, TOKENS),
+            Decoder(self.config, weights, ops, TOKENS),
             self.table,
             partial(make_backend, args.lora.lora_backend),
             allocate_kv_cache(self.config, num_blocks(size), size, self.dtype, self.device),
