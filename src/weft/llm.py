@@ -21,7 +21,8 @@ from weft.core.messages import Abort, Register, Reply, Report, Submit, Tokens
 from weft.core.requests import EngineRequest, FinishReason, TokenEvent, TokenLogprob
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineStats
-from weft.engine.engine import WAIT_S, Engine
+from weft.engine.build import build_engine
+from weft.engine.serve import WAIT_S
 from weft.registry import AdapterRegistry
 from weft.serving import Intake, Language, Pinned
 from weft.text import AdapterTokenizers, OutputStream, Tokenizer, load_tokenizer
@@ -79,7 +80,7 @@ class LLM:
         )
         self._tokenizers = AdapterTokenizers(self._tokenizer)
         self._wakeups: SimpleQueue[None] = SimpleQueue()
-        self._engine = Engine(args, wake=lambda: self._wakeups.put(None))
+        self._engine = build_engine(args, wake=lambda: self._wakeups.put(None))
         self.info = self._engine.info
         self._registry = AdapterRegistry([args.model.model], args.model.model)
         self._intake = Intake(self.info, self._registry, self._tokenizers)

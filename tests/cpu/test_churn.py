@@ -30,7 +30,9 @@ from weft.core.messages import Started, Wake
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineStats
-from weft.engine.engine import Engine, serve
+from weft.engine.build import build_engine
+from weft.engine.engine import Engine
+from weft.engine.serve import serve
 from weft.fleet import thread
 from weft.fleet.client import Client
 from weft.registry import AdapterRegistry, AdapterRoots
@@ -69,7 +71,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     started: list[Engine] = []
 
     def run_engine(args: Any, inbox: SimpleQueue[Any], emit: Any) -> None:
-        engine = Engine(args, wake=lambda: inbox.put(Wake()))
+        engine = build_engine(args, wake=lambda: inbox.put(Wake()))
         started.append(engine)
         step, count = engine.step, itertools.count()
 

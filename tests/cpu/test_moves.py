@@ -1,4 +1,4 @@
-"""Adapter memory compacts while requests run: in the pool, in the runner, and end to end."""
+"""Adapter memory compacts while requests run: in the pool, in the worker, and end to end."""
 
 from __future__ import annotations
 
@@ -26,12 +26,15 @@ from weft.core.errors import ConfigError
 from weft.core.messages import Register, Reply, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
+from weft.core.stages import Stages
 from weft.core.targets import TargetTable, layout_of
+from weft.engine.build import build_engine
 from weft.engine.engine import Engine
 from weft.kernels.lora import AdapterPool, base, make_backend
 from weft.schedule.slots import AdapterSlots, Move
 from weft.text import load_tokenizer
-from weft.worker.runner import Runner
+from weft.worker.build import build_worker
+from weft.worker.worker import DeviceWorker
 
 TABLE: TargetTable = build_table(
     [
@@ -125,7 +128,7 @@ def test_a_slot_that_was_cleared_meanwhile_stays_empty() -> None:
         pool.view(0, 0)
 
 
-# -- the runner --------------------------------------------------------------------------------
+# -- the worker --------------------------------------------------------------------------------
 
 
 class Slow:
@@ -141,26 +144,26 @@ class Slow:
 def test_moves_wait_for_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """And a load waits for all moves that were ordered before it, another's too."""
     options = {"adapter_memory": 1 << 20, "num_blocks": 8, "num_threads": 1}
-    runner = Runner(engine_args(str(BASE), **options))
+    worker = build_worker(engine_args(str(BASE), **options), Stages())
     try:
         slow = Slow()
-        monkeypatch.setattr(runner, "_run_cpu", slow)
-        assert runner.move(()).wait() is None
-        runner.pool.arena[10:15] = torch.arange(5.0)
-        runner.launch(None)  # type: ignore[arg-type]
-        moved = runner.move([Move(0, 10, 8, 5)])
-        later = runner.move(())
+        monkeypatch.setattr(worker, "_run_cpu", slow)
+        assert worker.move(()).wait() is None
+        worker.pool.arena[10:15] = torch.arange(5.0)
+        worker.step(None)  # type: ignore[arg-type]
+        moved = worker.move([Move(0, 10, 8, 5)])
+        later = worker.move(())
         ended = threading.Event()
         waiting = threading.Thread(target=lambda: (later.wait(), ended.set()))
         waiting.start()
-        assert not ended.wait(0.05) and runner.pool.arena[10:12].tolist() == [0.0, 1.0]
+        assert not ended.wait(0.05) and worker.pool.arena[10:12].tolist() == [0.0, 1.0]
         slow.gate.set()
         waiting.join(10)
         assert ended.is_set()
         moved.wait()
-        assert runner.pool.arena[8:13].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert worker.pool.arena[8:13].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     finally:
-        runner.close()
+        worker.close()
 
 
 # -- end to end --------------------------------------------------------------------------------
@@ -211,17 +214,19 @@ def test_requests_answer_right_while_their_adapters_move(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved_in_use: list[int] = []
-    move = Runner.move
+    move = DeviceWorker.move
 
-    def watched(runner: Runner, moves: Sequence[Move]) -> Any:
-        slots: AdapterSlots = engine._slots
+    def watched(worker: DeviceWorker, moves: Sequence[Move]) -> Any:
+        slots: AdapterSlots = engine._residency.slots
         leased = {e.slot for e in slots._line if e.leases}
         moved_in_use.extend(m.slot for m in moves if m.slot in leased)
-        return move(runner, moves)
+        return move(worker, moves)
 
-    monkeypatch.setattr(Runner, "move", watched)
+    monkeypatch.setattr(DeviceWorker, "move", watched)
     options = {"adapter_memory": 2 << 20, "num_threads": 1, "overlap": overlap}
-    engine = Engine(engine_args(str(BASE), num_blocks=512, block_size=4, max_num_seqs=6, **options))
+    engine = build_engine(
+        engine_args(str(BASE), num_blocks=512, block_size=4, max_num_seqs=6, **options)
+    )
     try:
         traffic = Traffic(engine)
         names = list(ADAPTERS)
@@ -251,9 +256,9 @@ def test_the_bound_on_a_batch_sizes_no_buffer(max_loras: int) -> None:
     args = engine_args(
         str(BASE), adapter_memory=3 << 20, max_loras=max_loras, num_blocks=32, num_threads=1
     )
-    engine = Engine(args)
+    engine = build_engine(args)
     try:
-        pool = engine._runner.pool
+        pool = engine._worker.pool
         assert pool.arena.numel() * pool.element_bytes == 3 << 20
         assert len(pool.a_offset_SG) == len(pool.rank_SL) > 1000
         traffic = Traffic(engine)
@@ -272,8 +277,8 @@ def test_the_bound_on_a_batch_sizes_no_buffer(max_loras: int) -> None:
 
 
 def _num_bytes(engine: Engine, name: str) -> int:
-    runner = engine._runner
-    return load_image(ADAPTERS[name], runner.table, runner.dtype, 256, None).num_bytes
+    model = engine._worker.model
+    return load_image(ADAPTERS[name], model.table, model.dtype, 256, None).num_bytes
 
 
 # -- --adapter-memory --------------------------------------------------------------------------
@@ -302,9 +307,11 @@ def test_adapter_memory_that_is_neither(bad: float) -> None:
 
 
 def test_a_fraction_is_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.worker.runner._total_bytes", lambda device: 8 << 20)
-    runner = Runner(engine_args(str(BASE), adapter_memory=0.25, num_blocks=8, num_threads=1))
+    monkeypatch.setattr("weft.worker.memory.total_bytes", lambda device: 8 << 20)
+    worker = build_worker(
+        engine_args(str(BASE), adapter_memory=0.25, num_blocks=8, num_threads=1), Stages()
+    )
     try:
-        assert runner.pool.arena.numel() * runner.pool.element_bytes == 2 << 20
+        assert worker.pool.arena.numel() * worker.pool.element_bytes == 2 << 20
     finally:
-        runner.close()
+        worker.close()

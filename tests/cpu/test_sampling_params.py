@@ -348,7 +348,7 @@ def test_prompt_logprobs_of_one_token(llm: LLM) -> None:
 def test_prompt_logprobs_in_more_than_a_slice(
     make_llm: MakeLLM, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weft.worker.runner.PROMPT_ROWS", 7)
+    monkeypatch.setattr("weft.worker.execute.PROMPT_ROWS", 7)
     llm = make_llm(adapters={HEADED: ADAPTERS[HEADED]})
     prompts = [prompt_of(word) for word in ["hello", "x" * 30, "world"]]
     outputs = llm.generate(prompts, replace(GREEDY, prompt_logprobs=1), [HEADED, None, HEADED])

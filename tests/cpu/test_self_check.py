@@ -30,6 +30,7 @@ from weft.core.config import engine_args
 from weft.core.errors import AdapterQuarantined
 from weft.core.messages import Register, Reply
 from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.stages import Stages
 from weft.core.stats import CheckResult, EngineStats
 from weft.core.targets import Extras, ImageLayout, TargetTable, layout_of, vocabulary
 from weft.kernels.checksum import PAGE, checksum
@@ -38,7 +39,8 @@ from weft.kernels.lora.triton import TritonBackend, Tuning
 from weft.kernels.triton_base import INTERPRETED
 from weft.kernels.tuned import Blocks
 from weft.worker import selfcheck
-from weft.worker.runner import Runner
+from weft.worker.build import build_worker
+from weft.worker.worker import DeviceWorker
 
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0)
 Patch = pytest.MonkeyPatch
@@ -48,17 +50,17 @@ Patch = pytest.MonkeyPatch
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
-def runner(request: pytest.FixtureRequest) -> Iterator[Runner]:
-    yield from make_runner(BASE, dtype=request.param)
+def worker(request: pytest.FixtureRequest) -> Iterator[DeviceWorker]:
+    yield from make_worker(BASE, dtype=request.param)
 
 
 @pytest.fixture(scope="module")
-def fp32_runner() -> Iterator[Runner]:
-    yield from make_runner(BASE, dtype="float32")
+def fp32_worker() -> Iterator[DeviceWorker]:
+    yield from make_worker(BASE, dtype="float32")
 
 
 @pytest.fixture(scope="module")
-def triton_runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
+def triton_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceWorker]:
     """One layer, in Triton's interpreter: its kernels read the tables."""
     if not INTERPRETED:
         pytest.skip("Triton's interpreter is off")
@@ -73,39 +75,40 @@ def triton_runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runner]:
         "max_position_embeddings": 64,
     }
     LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
-    for made in make_runner(folder, load_format="dummy"):
+    for made in make_worker(folder, load_format="dummy"):
         assert made.self_check is not None
         tuning = Tuning(blocks=Blocks(shrink_programs=1))
         made.self_check._make_backend = partial(TritonBackend, tuning=tuning)
         yield made
 
 
-def make_runner(base: Path, **options: object) -> Iterator[Runner]:
-    made = Runner(
-        engine_args(str(base), num_threads=1, num_blocks=8, adapter_memory=32 << 20, **options)
+def make_worker(base: Path, **options: object) -> Iterator[DeviceWorker]:
+    made = build_worker(
+        engine_args(str(base), num_threads=1, num_blocks=8, adapter_memory=32 << 20, **options),
+        Stages(),
     )
     yield made
     made.close()
 
 
 def random_image(
-    runner: Runner, ranks: tuple[int, ...], more: Extras | None = None, strength: float = 0.1
+    worker: DeviceWorker, ranks: tuple[int, ...], more: Extras | None = None, strength: float = 0.1
 ) -> AdapterImage:
     """An adapter of these ranks, and of what comes beside A and B."""
-    table = runner.table
-    layout = layout_of(table, ranks, more, runner.dtype.itemsize)
+    table = worker.model.table
+    layout = layout_of(table, ranks, more, worker.model.dtype.itemsize)
     torch.manual_seed(sum(ranks))
-    data = (strength * torch.randn(layout.num_elements)).to(runner.dtype)
+    data = (strength * torch.randn(layout.num_elements)).to(worker.model.dtype)
     for offsets, middle in ((layout.scale_offset, 1.0), (layout.shift_offset, 0.0)):
         for target, at in zip(table.targets, offsets, strict=False):
             if at >= 0:
                 put(data, at, middle + 0.3 * torch.randn(target.out_features))
     for norm, at in zip(table.norms, layout.norm_offset, strict=False):
         if at >= 0:
-            put(data, at, (1 + 0.3 * torch.randn(norm.size)).to(runner.dtype))
+            put(data, at, (1 + 0.3 * torch.randn(norm.size)).to(worker.model.dtype))
     for at_rows in (layout.embedding_rows, layout.head_rows):
         if at_rows and at_rows[1] >= 0:
-            vocab = runner.config.vocab_size
+            vocab = worker.model.config.vocab_size
             added = torch.arange(vocab, max(vocab, layout.vocab_size))
             ids = torch.randperm(vocab)[: at_rows[2] - len(added)].sort().values
             put(data, at_rows[1], torch.cat((ids, added)).int())
@@ -117,11 +120,13 @@ def put(data: Tensor, at: int, values: Tensor) -> None:
     data[at : at + size].view(values.dtype).copy_(values)
 
 
-def check(runner: Runner, adapter: AdapterImage, spoil: Callable[[], object] = int) -> CheckResult:
+def check(
+    worker: DeviceWorker, adapter: AdapterImage, spoil: Callable[[], object] = int
+) -> CheckResult:
     """Check an adapter, after something was spoiled."""
-    assert runner.self_check is not None
+    assert worker.self_check is not None
     spoil()
-    return runner.self_check.check(adapter, paced=False)
+    return worker.self_check.check(adapter, paced=False)
 
 
 def same_ranks(table: TargetTable, rank: int) -> tuple[int, ...]:
@@ -136,12 +141,12 @@ def all_extras(table: TargetTable, rows: int = 8, added: int = 3) -> Extras:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_right_adapters_pass(runner: Runner, seed: int) -> None:
+def test_right_adapters_pass(worker: DeviceWorker, seed: int) -> None:
     """Of any ranks and strength, with anything beside A and B."""
-    random, table = Random(seed), runner.table
+    random, table = Random(seed), worker.model.table
     ranks = tuple(random.choice((0, 1, 2, 7, 16, 33, 64, 256)) for _ in table.targets)
     strength = 10 ** random.uniform(-4, -0.5)
-    vocab = runner.config.vocab_size
+    vocab = worker.model.config.vocab_size
     for more in (
         None,
         all_extras(table),
@@ -149,40 +154,42 @@ def test_right_adapters_pass(runner: Runner, seed: int) -> None:
         all_extras(table, rows=vocab + 3),
         all_extras(table, rows=3),
     ):
-        assert check(runner, random_image(runner, ranks, more, strength)) == "passed"
+        assert check(worker, random_image(worker, ranks, more, strength)) == "passed"
 
 
-def test_right_adapters_pass_with_triton(triton_runner: Runner) -> None:
-    ranks = tuple(3 + 8 * (target.slice % 3) for target in triton_runner.table.targets)
-    assert check(triton_runner, random_image(triton_runner, ranks)) == "passed"
+def test_right_adapters_pass_with_triton(triton_worker: DeviceWorker) -> None:
+    ranks = tuple(3 + 8 * (target.slice % 3) for target in triton_worker.model.table.targets)
+    assert check(triton_worker, random_image(triton_worker, ranks)) == "passed"
 
 
-def test_extras_alone_pass(runner: Runner) -> None:
+def test_extras_alone_pass(worker: DeviceWorker) -> None:
     """Without any A and B: IA3, rows of tokens, norms."""
-    more = all_extras(runner.table)
-    assert check(runner, random_image(runner, same_ranks(runner.table, 0), more)) == "passed"
+    more = all_extras(worker.model.table)
+    assert check(worker, random_image(worker, same_ranks(worker.model.table, 0), more)) == "passed"
 
 
-def test_what_overflows_is_not_judged(runner: Runner) -> None:
+def test_what_overflows_is_not_judged(worker: DeviceWorker) -> None:
     """NaN comes of it whoever computes it."""
-    huge = random_image(runner, same_ranks(runner.table, 8), strength=1e4)
-    huge.data.mul_(1e30) if runner.dtype != torch.float16 else None
-    assert check(runner, huge) == "skipped"
+    huge = random_image(worker, same_ranks(worker.model.table, 8), strength=1e4)
+    huge.data.mul_(1e30) if worker.model.dtype != torch.float16 else None
+    assert check(worker, huge) == "skipped"
 
 
-def test_memory_that_is_short_is_not_held_against_an_adapter(runner: Runner, monkeypatch: Patch):
+def test_memory_that_is_short_is_not_held_against_an_adapter(
+    worker: DeviceWorker, monkeypatch: Patch
+):
     monkeypatch.setattr(selfcheck, "with_extras", out_of_memory)
-    assert check(runner, random_image(runner, same_ranks(runner.table, 8))) == "skipped"
+    assert check(worker, random_image(worker, same_ranks(worker.model.table, 8))) == "skipped"
 
 
 def out_of_memory(*_: object) -> None:
     raise torch.OutOfMemoryError("no")
 
 
-def spoil_view(of_b: bool) -> Callable[[Runner, AdapterImage, Patch], None]:
+def spoil_view(of_b: bool) -> Callable[[DeviceWorker, AdapterImage, Patch], None]:
     """One matrix of one layer is looked for one row further on."""
 
-    def spoil(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> None:
+    def spoil(worker: DeviceWorker, adapter: AdapterImage, monkeypatch: Patch) -> None:
         right = AdapterPool._make_view
 
         def wrong(self: AdapterPool, slot: int, group: int, expert: int = 0) -> Any:
@@ -202,7 +209,7 @@ def spoil_view(of_b: bool) -> Callable[[Runner, AdapterImage, Patch], None]:
 def spoil_sum(change: Callable[[Tensor, Any], None]) -> Callable[..., None]:
     """A kernel that adds something else."""
 
-    def spoil(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> None:
+    def spoil(worker: DeviceWorker, adapter: AdapterImage, monkeypatch: Patch) -> None:
         right = grouped._add
 
         def wrong(y: Tensor, x: Tensor, view: Any) -> None:
@@ -216,7 +223,7 @@ def spoil_sum(change: Callable[[Tensor, Any], None]) -> Callable[..., None]:
     return spoil
 
 
-def spoil_ranks(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> None:
+def spoil_ranks(worker: DeviceWorker, adapter: AdapterImage, monkeypatch: Patch) -> None:
     """A kernel that knows ranks up to 16."""
     right = grouped._add
 
@@ -229,7 +236,7 @@ def spoil_ranks(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> No
     monkeypatch.setattr(grouped, "_add", wrong)
 
 
-def spoil_rows(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> None:
+def spoil_rows(worker: DeviceWorker, adapter: AdapterImage, monkeypatch: Patch) -> None:
     """The base's rows get it too."""
     right = grouped._per_segment
 
@@ -239,7 +246,7 @@ def spoil_rows(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> Non
     monkeypatch.setattr(grouped, "_per_segment", wrong)
 
 
-def spoil_error(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> None:
+def spoil_error(worker: DeviceWorker, adapter: AdapterImage, monkeypatch: Patch) -> None:
     """A kernel that can't run would end the steps of all."""
     monkeypatch.setattr(grouped, "_add", lambda *_: [][0])
 
@@ -247,7 +254,7 @@ def spoil_error(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> No
 def drop_extras(name: str) -> Callable[..., None]:
     """One kind of what comes beside A and B is not applied."""
 
-    def spoil(runner: Runner, adapter: AdapterImage, monkeypatch: Patch) -> None:
+    def spoil(worker: DeviceWorker, adapter: AdapterImage, monkeypatch: Patch) -> None:
         if name == "added":
             monkeypatch.setattr(extras._AddedTokens, "embedding", lambda *_: None)
         elif name == "added_logits":
@@ -280,7 +287,7 @@ def drop_extras(name: str) -> Callable[..., None]:
     return spoil
 
 
-WRONG: dict[str, Callable[[Runner, AdapterImage, Patch], None]] = {
+WRONG: dict[str, Callable[[DeviceWorker, AdapterImage, Patch], None]] = {
     "offset of A": spoil_view(of_b=False),
     "offset of B": spoil_view(of_b=True),
     "scaled": spoil_sum(lambda delta, view: delta.mul_(1.05)),
@@ -302,30 +309,30 @@ WRONG: dict[str, Callable[[Runner, AdapterImage, Patch], None]] = {
 
 
 @pytest.mark.parametrize("wrong", WRONG)
-def test_what_is_wrong_is_found(runner: Runner, wrong: str, monkeypatch: Patch) -> None:
-    more = all_extras(runner.table) if wrong.startswith("no ") else None
-    adapter = random_image(runner, same_ranks(runner.table, 32), more)
-    assert check(runner, adapter) == "passed"
+def test_what_is_wrong_is_found(worker: DeviceWorker, wrong: str, monkeypatch: Patch) -> None:
+    more = all_extras(worker.model.table) if wrong.startswith("no ") else None
+    adapter = random_image(worker, same_ranks(worker.model.table, 32), more)
+    assert check(worker, adapter) == "passed"
     with pytest.raises(AdapterQuarantined) as caught:
-        check(runner, adapter, lambda: WRONG[wrong](runner, adapter, monkeypatch))
+        check(worker, adapter, lambda: WRONG[wrong](worker, adapter, monkeypatch))
     assert caught.value.param == "lora_path" and caught.value.status == 503
 
 
-def test_one_percent_is_found_in_float32(fp32_runner: Runner, monkeypatch: Patch) -> None:
-    runner = fp32_runner
-    adapter = random_image(runner, same_ranks(runner.table, 8), strength=0.02)
+def test_one_percent_is_found_in_float32(fp32_worker: DeviceWorker, monkeypatch: Patch) -> None:
+    worker = fp32_worker
+    adapter = random_image(worker, same_ranks(worker.model.table, 8), strength=0.02)
     spoil = spoil_sum(lambda delta, view: delta.mul_(1.01))
     with pytest.raises(AdapterQuarantined, match="was off by"):
-        check(runner, adapter, lambda: spoil(runner, adapter, monkeypatch))
+        check(worker, adapter, lambda: spoil(worker, adapter, monkeypatch))
 
 
 @pytest.mark.parametrize("table", ["a_offset_SG", "b_offset_SL", "rank_SL"])
 def test_wrong_tables_are_found_with_triton(
-    triton_runner: Runner, table: str, monkeypatch: Patch
+    triton_worker: DeviceWorker, table: str, monkeypatch: Patch
 ) -> None:
     """In the last column that says anything: the head's is empty."""
-    runner = triton_runner
-    ranks = tuple(0 if t.kind == "head" else 8 for t in runner.table.targets)
+    worker = triton_worker
+    ranks = tuple(0 if t.kind == "head" else 8 for t in worker.model.table.targets)
     install = AdapterPool.install
 
     def wrong(self: AdapterPool, slot: int, start: int, layout: ImageLayout) -> None:
@@ -334,16 +341,18 @@ def test_wrong_tables_are_found_with_triton(
 
     monkeypatch.setattr(AdapterPool, "install", wrong)
     with pytest.raises(AdapterQuarantined, match=r"layers\.0\.mlp\.down_proj"):
-        check(runner, random_image(runner, ranks))
+        check(worker, random_image(worker, ranks))
 
 
-def test_the_logits_are_compared_too(runner: Runner, monkeypatch: Patch) -> None:
+def test_the_logits_are_compared_too(worker: DeviceWorker, monkeypatch: Patch) -> None:
     """What only goes wrong between the layers."""
-    adapter = random_image(runner, same_ranks(runner.table, 8), all_extras(runner.table))
+    adapter = random_image(
+        worker, same_ranks(worker.model.table, 8), all_extras(worker.model.table)
+    )
     monkeypatch.setattr(selfcheck, "norms_of", lambda step: None)
     monkeypatch.setattr(selfcheck._Both, "of", lambda self, index: self._oracle.of(index))
     with pytest.raises(AdapterQuarantined, match="the logits"):
-        check(runner, adapter)
+        check(worker, adapter)
 
 
 # -- what happens then -------------------------------------------------------------------------
@@ -356,7 +365,7 @@ def spoil_kernels(monkeypatch: Patch) -> None:
 
 def spoil_copies(llm: LLM, monkeypatch: Patch, count: int) -> list[int]:
     """So many of the next copies to adapter memory go wrong; where each began."""
-    pool = llm._engine._runner.pool
+    pool = llm._engine._worker.pool
     write, starts = pool.write, list[int]()
 
     def wrong(start: int, data: Tensor) -> int:
@@ -491,10 +500,10 @@ def test_steps_go_on_beside_checks(llm: LLM) -> None:
     assert llm.stats().self_checks == {"passed": len(names), "failed": 0, "skipped": 0}
 
 
-def test_a_paced_check_stands_back(fp32_runner: Runner, monkeypatch: Patch) -> None:
+def test_a_paced_check_stands_back(fp32_worker: DeviceWorker, monkeypatch: Patch) -> None:
     """While steps run, after each layer, for nine times what it took."""
-    adapter = random_image(fp32_runner, same_ranks(fp32_runner.table, 8))
-    check = fp32_runner.self_check
+    adapter = random_image(fp32_worker, same_ranks(fp32_worker.model.table, 8))
+    check = fp32_worker.self_check
     assert check is not None
     now, pauses, busy = 0.0, list[float](), True
 
@@ -507,11 +516,11 @@ def test_a_paced_check_stands_back(fp32_runner: Runner, monkeypatch: Patch) -> N
     monkeypatch.setattr(selfcheck.time, "sleep", pauses.append)
     monkeypatch.setattr(check, "_is_busy", lambda: busy)
     assert check.check(adapter, paced=True) == "passed"
-    assert pauses == pytest.approx([0.009] * 2 * fp32_runner.config.num_layers)
+    assert pauses == pytest.approx([0.009] * 2 * fp32_worker.model.config.num_layers)
     assert check.check(adapter, paced=False) == "passed"
     busy = False
     assert check.check(adapter, paced=True) == "passed"
-    assert len(pauses) == 2 * fp32_runner.config.num_layers
+    assert len(pauses) == 2 * fp32_worker.model.config.num_layers
 
 
 # -- what is copied ----------------------------------------------------------------------------
@@ -550,9 +559,11 @@ def test_a_checksum_sees_what_is_in_another_place() -> None:
     assert right not in {int(checksum(other.flatten())) for other in wrong}
 
 
-def test_a_copys_checksum_is_of_what_is_in_memory(fp32_runner: Runner, monkeypatch: Patch) -> None:
+def test_a_copys_checksum_is_of_what_is_in_memory(
+    fp32_worker: DeviceWorker, monkeypatch: Patch
+) -> None:
     """Not of what was to be copied."""
-    pool, summed = fp32_runner.pool, list[int]()
+    pool, summed = fp32_worker.pool, list[int]()
 
     def spy(data: Tensor) -> Tensor:
         summed.append(data.data_ptr())

@@ -41,6 +41,8 @@ from weft.core.errors import (
 from weft.core.messages import Submit
 from weft.core.requests import EngineRequest
 from weft.core.targets import Extras, ImageLayout, layout_of
+from weft.engine import build
+from weft.engine.build import build_engine
 from weft.engine.engine import Engine
 from weft.engine.host import Arena
 from weft.fleet.client import Client
@@ -682,7 +684,7 @@ def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -
     monkeypatch.setattr(compositions, "MAX_KNOWN", 3)
     if arena:
         memory = Arena(torch.full((800_000,), 255, dtype=torch.uint8))
-        monkeypatch.setattr(Engine, "_host_memory", lambda _: (memory.num_bytes, memory))
+        monkeypatch.setattr(build, "_host_memory", lambda *_: (memory.num_bytes, memory))
     args = engine_args(
         str(BASE),
         num_threads=1,
@@ -693,7 +695,7 @@ def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -
         adapter_cache_dir="none",
         max_adapter_wait=0.01,
     )
-    engine = Engine(args)
+    engine = build_engine(args)
     rng = random.Random(3)
     refs: dict[str, AdapterRef] = {}
     open_ids: dict[str, list[str]] = {}

@@ -155,9 +155,9 @@ def test_graphs_change_no_token(make_llm: Callable[..., LLM]) -> None:
         return [o.token_ids for o in outputs]
 
     with_graphs = run()
-    runner = llm._engine._runner
-    assert runner._graphs is not None
-    runner._graphs = None
+    executor = llm._engine._worker._executor
+    assert executor.graphs is not None
+    executor.graphs = None
     assert run() == with_graphs
 
 

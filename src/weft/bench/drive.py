@@ -20,7 +20,9 @@ from weft.core.errors import from_wire
 from weft.core.messages import Register, Reply, Report, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
-from weft.engine.engine import WAIT_S, Engine, settle_process
+from weft.engine.build import build_engine
+from weft.engine.engine import Engine
+from weft.engine.serve import WAIT_S, settle_process
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +160,7 @@ class Driver:
 def driving(args: EngineArgs) -> Iterator[Driver]:
     """An engine that is closed at the end, as if the process were its own. Raises ConfigError."""
     wakeups: SimpleQueue[None] = SimpleQueue()
-    engine = Engine(args, wake=lambda: wakeups.put(None))
+    engine = build_engine(args, wake=lambda: wakeups.put(None))
     interval = sys.getswitchinterval()
     settle_process()
     try:

@@ -26,17 +26,21 @@ def main() -> None:
 def _start(order: dict[str, object]) -> dict[str, object]:
     from weft.bench.drive import Job, driving  # imports are part of what is measured
     from weft.core.config import engine_args
+    from weft.core.stages import Stages
 
     seconds = {"imports": time.time() - float(str(order["began"]))}
     options = dict(order["options"])  # type: ignore[call-overload]
     with driving(engine_args(str(order["model"]), **options)) as driver:
-        stages = driver.engine.stages
+        stages = Stages()
         adapter = driver.register(str(order["adapter"]))
         stages.end("adapter")
         ids = [i % driver.engine.info.vocab_size for i in range(PROMPT_TOKENS)]
         driver.run([Job(ids, 1, adapter)])
         stages.end("first token")
-        return {"seconds": seconds | stages.seconds, "info": asdict(driver.engine.info)}
+        return {
+            "seconds": seconds | driver.engine.info.start_s | stages.seconds,
+            "info": asdict(driver.engine.info),
+        }
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ from weft.kernels.attention import make_batch
 from weft.kernels.fp8 import linear
 from weft.kernels.lora import LoraStep
 from weft.models.layers import Linear, StepContext
-from weft.worker.runner import device_of
+from weft.worker.loader import device_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -25,7 +25,7 @@ from weft.schedule.slots import AdapterSlots, Load
 ELEMENT_BYTES = 2
 IDLE_S = 0.02
 """Seconds for which the engine sleeps when it finds nothing to run, as
-`weft.engine.engine.WAIT_S`."""
+`weft.engine.serve.WAIT_S`."""
 WINDOW_S = 1.0
 """Fairness is looked at second by second."""
 MAX_RESIDENT = 4096

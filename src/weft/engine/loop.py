@@ -16,7 +16,7 @@ from weft.engine.residency import LoadEnded, Registered, Residency, Times
 from weft.schedule.plan import Admitted, Matcher, StepPlan
 from weft.schedule.scheduler import Scheduler
 from weft.worker.inputs import RowState
-from weft.worker.runner import Flight, Runner
+from weft.worker.protocol import Flight, Worker
 
 PollGrammars = Callable[[], Sequence[tuple[str, Matcher | WeftError]]]
 """Grammars whose compilation has ended since the last call, by request."""
@@ -67,14 +67,14 @@ class Loop:
         scheduler: Scheduler,
         residency: Residency,
         rows: RowState,
-        runner: Runner,
+        worker: Worker,
         poll_grammars: PollGrammars,
         overlap: bool,
     ) -> None:
         self._scheduler = scheduler
         self._residency = residency
         self._rows = rows
-        self._runner = runner
+        self._worker = worker
         self._poll_grammars = poll_grammars
         self._ahead = 1 if overlap else 0
         self._flights: deque[tuple[StepPlan, Flight]] = deque()
@@ -94,7 +94,7 @@ class Loop:
             self.queue_times.begin(admitted, now)
         if not plan.empty:
             self.steps += 1
-            self._flights.append((plan, self._runner.launch(self._rows.build(plan))))
+            self._flights.append((plan, self._worker.step(self._rows.build(plan))))
         while len(self._flights) > (0 if plan.empty else self._ahead):
             planned, flight = self._flights.popleft()
             events += self._scheduler.commit(planned, flight.result())

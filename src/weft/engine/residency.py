@@ -74,7 +74,7 @@ _TORN = "its image did not come to adapter memory as it was packed"
 
 
 class Source(Protocol):
-    """Folders of adapters; any thread. See `weft.worker.runner.Runner`."""
+    """Folders of adapters; any thread. See `weft.worker.packing.Packer`."""
 
     def read_adapter(self, path: str, expect_digest: str | None) -> AdapterFiles:
         """Raises AdapterError."""
@@ -120,7 +120,7 @@ class Checker(Protocol):
 
 
 MoveImages = Callable[[Sequence[Move]], Moved]
-"""See `weft.worker.runner.Runner.move`."""
+"""See `weft.worker.protocol.Worker.move`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -135,7 +135,7 @@ def _socket(context: Any, kind: int) -> Any:
 
 def _main(args: EngineArgs, down: str, up: str, logs: LogArgs | None) -> None:
     """The engine process. It ends by Stop, by an error, or when its parent is gone."""
-    from weft.engine.engine import run_engine  # here, as the API process need not wait for torch
+    from weft.engine.serve import run_engine  # here, as the API process need not wait for torch
 
     if logs is not None:
         configure_logging(logs.level, logs.json)

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 from weft.core.config import EngineArgs
 from weft.core.errors import EngineDead, to_wire
 from weft.core.messages import Command, Report
-from weft.engine.engine import run_engine
+from weft.engine.serve import run_engine
 from weft.fleet.client import Client
 
 

@@ -1,4 +1,4 @@
-"""What the scheduler hands to the runner for one step, and what it gets back."""
+"""What the scheduler hands to the worker for one step, and what it gets back."""
 
 from __future__ import annotations
 

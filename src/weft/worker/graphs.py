@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -24,14 +26,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch, KVCache, RowWork, row_work, tile_rows
-from weft.kernels.lora import LoraBatch, Segment
 from weft.kernels.lora.base import LoraBackend, LoraStep
 from weft.kernels.staging import Staging
 from weft.models.decoder import Decoder, StepContext
 from weft.worker.inputs import Segments, StepInputs
+from weft.worker.step import Carried, StepTensors, hidden_states, logits, lora_batch
 
 MAX_CHUNKS = 64
-"""Of prompts in a step with a graph."""
+"""The most chunks of prompts that a step with a graph may have."""
 
 MAX_CONTEXT = 8192
 """Tokens of a decode in a mixed step with a graph: its context is not cut into parts there, as
@@ -60,28 +62,47 @@ class _Form(NamedTuple):
     """Of chunks; 0: decodes only, each of which samples."""
 
 
-class _Parts(NamedTuple):
-    """What a step reads, cut out of one buffer of 32-bit words on the host (numpy) or the device
-    (torch)."""
+Buffer = TypeVar("Buffer", NDArray[Any], Tensor)
 
-    longs: Any
-    """int64 (4, T): token ids, rows of the batch, positions, slots of the cache."""
-    on_device: Any
-    """int32 (T,), whether the id is the last one sampled for its row."""
-    lengths: Any
-    """int32 (S,), of contexts."""
-    sampled: Any
-    """int64 (S,), the tokens that sample; empty if all do."""
-    pairs: Any
+
+class _Parts(NamedTuple, Generic[Buffer]):
+    """What a step reads, as views of one buffer of 32-bit words: arrays on the host, tensors on
+    the device. Each part begins at a multiple of 16 bytes, as kernels like it.
+
+        0                                          words of the form      words of the step
+        | ids | row | position | place | carried | lengths | sampled | pairs | tiles | blocks |
+        |   8 bytes each, T of each    | 1, T    | 4, S    | 8, S    | 8, S  | 16    | 4      |
+                                                           '-- none for decodes --'
+
+    All but the last have sizes that follow from the form, so that a captured step finds them where
+    they always are. The block tables, which are as wide as the step's longest context, are copied
+    from the end of the buffer to a place of full width.
+    """
+
+    ids_T: Buffer
+    """int64."""
+    row_T: Buffer
+    """int64, rows of the batch."""
+    position_T: Buffer
+    """int64."""
+    place_T: Buffer
+    """int64, slots of the cache; -1 for padding."""
+    carried_T: Buffer
+    """bool, whether the id is the last one sampled for its row."""
+    lengths_S: Buffer
+    """int32, of contexts."""
+    sampled_S: Buffer
+    """int64, the tokens that sample; empty if all do."""
+    pairs: Buffer
     """int32 (S, 2), see `RowWork`; empty if all sequences are decodes."""
-    tiles: Any
-    """int32 (tiles, 4), likewise."""
-    blocks: Any
-    """int32, the rest: block tables."""
+    tiles: Buffer
+    """int32 (tiles, 4), see `RowWork`; empty if all sequences are decodes."""
+    blocks: Buffer
+    """int32, the block tables, one after the other."""
 
 
 class StepGraphs:
-    """Captured steps over the runner's model and caches. `lora` None: its kernels can't be
+    """Captured steps over a model and its caches. `lora` None: its kernels can't be
     captured, and steps with adapters run without a graph."""
 
     def __init__(
@@ -94,8 +115,8 @@ class StepGraphs:
         token_sizes: Sequence[int],
     ) -> None:
         """`last_token_R`: the last token of every row of the batch, and one row more for
-        padding to point to. `num_table_blocks`: W. `token_sizes`: of mixed steps,
-        rising."""
+        padding to point to. `num_table_blocks`: W. `token_sizes`: tokens of the mixed steps to
+        capture, rising."""
         self._decoder, self._kv, self._lora = decoder, kv, lora
         self._last_token_R = last_token_R
         self._device = last_token_R.device
@@ -134,7 +155,7 @@ class StepGraphs:
     def _steps(self, form: _Form) -> dict[bool, Callable[[], None]]:
         """The step of a form without adapters and with them, over inputs of nothing but padding."""
         num_words = _num_words(form)
-        parts = _cut(self._staging.begin(num_words), form, np.int64)
+        parts = _on_host(self._staging.begin(num_words), form)
         self._lay_out([0], np.zeros(0, np.int32), form, parts)
         self._pad(parts, 0, 0)
         self._staging.send(num_words)
@@ -180,25 +201,30 @@ class StepGraphs:
         table_SB, lengths = inputs.block_table_SB, inputs.seq_lens_S
         num_tokens, (num_seqs, width) = len(inputs.ids_T), table_SB.shape
         num_words = _num_words(form)
-        parts = _cut(self._staging.begin(num_words + table_SB.size), form, np.int64)
+        parts = _on_host(self._staging.begin(num_words + table_SB.size), form)
         if not self._lay_out(inputs.query_start, lengths, form, parts):
             return False
         self._pad(parts, num_tokens, num_seqs)
         if form.num_tiles:
-            parts.sampled[: len(inputs.sampled_tokens_N)] = inputs.sampled_tokens_N
-        longs = (inputs.ids_T, inputs.row_T, inputs.positions_T, inputs.slot_mapping_T)
-        for row, values in zip(parts.longs, longs, strict=True):
-            row[:num_tokens] = values
-        on_device_T = inputs.from_device_T
-        parts.on_device[:num_tokens] = 0 if on_device_T is None else on_device_T
-        parts.lengths[:num_seqs] = lengths
+            parts.sampled_S[: len(inputs.sampled_tokens_N)] = inputs.sampled_tokens_N
+        parts.ids_T[:num_tokens] = inputs.ids_T
+        parts.row_T[:num_tokens] = inputs.row_T
+        parts.position_T[:num_tokens] = inputs.positions_T
+        parts.place_T[:num_tokens] = inputs.slot_mapping_T
+        carried_T = inputs.from_device_T
+        parts.carried_T[:num_tokens] = False if carried_T is None else carried_T
+        parts.lengths_S[:num_seqs] = lengths
         parts.blocks[:] = table_SB.reshape(-1)
         blocks = self._staging.send(num_words + table_SB.size)[num_words:]
         self._table_SW[:num_seqs, :width].copy_(blocks.view(num_seqs, width))
         return True
 
     def _lay_out(
-        self, query_start: list[int], lengths: NDArray[np.int32], form: _Form, parts: _Parts
+        self,
+        query_start: list[int],
+        lengths: NDArray[np.int32],
+        form: _Form,
+        parts: _Parts[NDArray[Any]],
     ) -> bool:
         """Which rows go to which kernel. Whether there is room."""
         if not form.num_tiles:
@@ -213,12 +239,15 @@ class StepGraphs:
         parts.tiles[len(tiles) :] = 0
         return True
 
-    def _pad(self, parts: _Parts, num_tokens: int, num_seqs: int) -> None:
-        """Tokens and sequences beyond a step's own, that read no cache and write none."""
-        parts.longs[:, num_tokens:] = np.array([0, len(self._last_token_R) - 1, 0, -1])[:, None]
-        parts.on_device[num_tokens:] = 0
-        parts.lengths[num_seqs:] = 0
-        parts.sampled[:] = 0
+    def _pad(self, parts: _Parts[NDArray[Any]], num_tokens: int, num_seqs: int) -> None:
+        """Fill in tokens and sequences beyond a step's own, that read no cache and write none."""
+        parts.ids_T[num_tokens:] = 0
+        parts.row_T[num_tokens:] = len(self._last_token_R) - 1
+        parts.position_T[num_tokens:] = 0
+        parts.place_T[num_tokens:] = -1
+        parts.carried_T[num_tokens:] = False
+        parts.lengths_S[num_seqs:] = 0
+        parts.sampled_S[:] = 0
 
     def _begin_lora(
         self, lora: LoraBackend, segments: Segments, sampled_segments: Segments, form: _Form
@@ -226,68 +255,95 @@ class StepGraphs:
         slot_T = slot_N = self._slot_T[: form.num_tokens]
         if form.num_tiles:
             slot_N = self._slot_T[: form.num_seqs]
-        each, sampled = (tuple(map(Segment._make, s)) for s in (segments, sampled_segments))
-        return lora.begin(LoraBatch(slot_T, each, slot_N, sampled))
+        return lora.begin(lora_batch(slot_T, segments, slot_N, sampled_segments))
 
     # -- the captured step ---------------------------------------------------------------------
 
     def _forward(self, form: _Form, with_lora: bool) -> Callable[[], None]:
         """The step of a form as a function of what lies at the fixed places."""
-        parts = _cut(self._staging.device_words[: _num_words(form)], form, torch.int64)
-        ids_T, row_T, position_T, slot_T = parts.longs
+        parts = _on_device(self._staging.device_words[: _num_words(form)], form)
         mixed = form.num_tiles > 0
         work = RowWork(form.num_seqs, *((parts.pairs, parts.tiles) if mixed else (None, None)))
         attention = AttentionBatch(
-            slot_mapping_T=slot_T,
+            slot_mapping_T=parts.place_T,
             block_table_SB=self._table_SW[: form.num_seqs],
-            seq_lens_S=parts.lengths,
+            seq_lens_S=parts.lengths_S,
             query_start=[],
             seq_lens=[],
             work=work,
         )
         lora = self._begin_lora(self._lora, (), (), form) if with_lora and self._lora else None
-        step = StepContext(position_T, attention, lora)
+        step = StepTensors(
+            parts.ids_T,
+            Carried(parts.carried_T, parts.row_T, self._last_token_R),
+            parts.sampled_S if mixed else None,
+            StepContext(parts.position_T, attention, lora),
+        )
 
         def forward() -> None:
-            known_T = torch.where(parts.on_device != 0, self._last_token_R[row_T], ids_T)
-            hidden_TI = self._decoder.forward(known_T, step, self._kv)
-            if mixed:
-                hidden_TI = hidden_TI[parts.sampled]
-            self._logits_SV[: form.num_seqs].copy_(self._decoder.logits(hidden_TI, step))
+            hidden_TI = hidden_states(self._decoder, step, self._kv)
+            self._logits_SV[: form.num_seqs].copy_(logits(self._decoder, step, hidden_TI))
 
         return forward
 
 
-def _shapes(form: _Form) -> list[tuple[int, tuple[int, ...]]]:
-    """(words of an element, shape) of all parts but the last."""
-    mixed = form.num_seqs if form.num_tiles else 0
-    return [
-        (2, (4, form.num_tokens)),
-        (1, (form.num_tokens,)),
-        (1, (form.num_seqs,)),
-        (2, (mixed,)),
-        (1, (mixed, 2)),
-        (1, (form.num_tiles, 4)),
+_Kind = Literal["int64", "int32", "bool"]
+_BYTES: dict[_Kind, int] = {"int64": 8, "int32": 4, "bool": 1}
+
+
+class _Place(NamedTuple):
+    """Where a part of fixed size lies in the buffer."""
+
+    words: slice
+    kind: _Kind
+    num_elements: int
+    shape: tuple[int, ...]
+
+
+@cache
+def _places(form: _Form) -> tuple[tuple[_Place, ...], int]:
+    """Where all parts but the last lie, in the order of `_Parts`, and the words that they take."""
+    tokens, mixed = (form.num_tokens,), form.num_seqs if form.num_tiles else 0
+    wanted: list[tuple[_Kind, tuple[int, ...]]] = [
+        ("int64", tokens),
+        ("int64", tokens),
+        ("int64", tokens),
+        ("int64", tokens),
+        ("bool", tokens),
+        ("int32", (form.num_seqs,)),
+        ("int64", (mixed,)),
+        ("int32", (mixed, 2)),
+        ("int32", (form.num_tiles, 4)),
     ]
+    places: list[_Place] = []
+    end = 0
+    for kind, shape in wanted:
+        start, num_elements = end, math.prod(shape)
+        end += -(-_BYTES[kind] * num_elements // 16) * 4
+        places.append(_Place(slice(start, end), kind, num_elements, shape))
+    return tuple(places), end
 
 
 def _num_words(form: _Form) -> int:
-    """Of all parts but the last. Each begins at 16 bytes, as kernels like it."""
-    return sum(_padded(size, shape) for size, shape in _shapes(form))
+    """The words of all parts but the last."""
+    return _places(form)[1]
 
 
-def _padded(element_words: int, shape: tuple[int, ...]) -> int:
-    return -(-element_words * int(np.prod(shape)) // 4) * 4
+def _on_host(words: NDArray[np.int32], form: _Form) -> _Parts[NDArray[Any]]:
+    places, end = _places(form)
+    views = [words[p.words].view(p.kind)[: p.num_elements].reshape(p.shape) for p in places]
+    return _Parts._make((*views, words[end:]))
 
 
-def _cut(words: Any, form: _Form, long: Any) -> _Parts:
-    """Views of a buffer; `long` is the 64-bit integer of its kind."""
-    parts: list[Any] = []
-    for size, shape in _shapes(form):
-        part = words[: size * int(np.prod(shape))]
-        parts.append((part.view(long) if size == 2 else part).reshape(shape))
-        words = words[_padded(size, shape) :]
-    return _Parts._make([*parts, words])
+_DTYPES = {"int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
+
+
+def _on_device(words: Tensor, form: _Form) -> _Parts[Tensor]:
+    places, end = _places(form)
+    views = [
+        words[p.words].view(_DTYPES[p.kind])[: p.num_elements].reshape(p.shape) for p in places
+    ]
+    return _Parts._make((*views, words[end:]))
 
 
 @contextlib.contextmanager

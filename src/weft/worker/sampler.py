@@ -34,12 +34,12 @@ class Sampler:
     of any row."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, put: Put) -> None:
-        self._put = put
+        self.put = put
         self._counts_RV = torch.zeros((num_rows, vocab_size), dtype=torch.int32, device=device)
 
     def admit(self, counted: Iterable[Counted]) -> None:
         """Rows that begin with these tokens; before the step that first runs them."""
-        put = self._put
+        put = self.put
         for c in counted:
             count_tokens(self._counts_RV[c.row], put(c.prompt_ids), put(c.output_ids))
 
@@ -64,7 +64,7 @@ class Sampler:
     def _choose(
         self, logits_NV: Tensor, sampling: SamplingArrays | None, shaping: ShapingArrays | None
     ) -> Tensor:
-        batch, put = self._batch(sampling), self._put
+        batch, put = self._batch(sampling), self.put
         if shaping is None:
             return sample(logits_NV, batch)
         b, penalties, m = shaping.bias, shaping.penalties, shaping.mask
@@ -81,7 +81,7 @@ class Sampler:
         return ids_N
 
     def _penalties(self, arrays: PenaltyArrays, vocab_size: int) -> Penalties:
-        put = self._put
+        put = self.put
         return Penalties(
             put(arrays.sampled_P),
             self._counts_RV[put(arrays.row_P), :vocab_size],
@@ -93,7 +93,7 @@ class Sampler:
     def _batch(self, arrays: SamplingArrays | None) -> SamplingBatch | None:
         if arrays is None:
             return None
-        put = self._put
+        put = self.put
         return SamplingBatch(
             put(arrays.random_M),
             put(arrays.temperature_M),

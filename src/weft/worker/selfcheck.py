@@ -45,6 +45,7 @@ from weft.kernels.lora.extras import norms_of, vocabulary_of, with_extras
 from weft.kernels.lora.oracle import ImageStep
 from weft.kernels.pending import Pending
 from weft.models.decoder import Decoder, StepContext
+from weft.worker.step import StepTensors, hidden_states, logits
 
 TOKENS = 8
 """Of the probe."""
@@ -58,6 +59,24 @@ SHARE = 0.1
 """Of the time, that a paced check takes while steps run."""
 MAX_PAUSE_S = 0.05
 """Between two layers: what was compiled in the first of them counts no more than that."""
+
+
+BUSY_S = 0.25
+"""How long after the launch of a step a check keeps out of the way of the steps to come."""
+
+
+class Activity:
+    """When a step was launched last."""
+
+    def __init__(self) -> None:
+        self._launched_s = -math.inf
+
+    def note(self) -> None:
+        """A step is launched now."""
+        self._launched_s = time.monotonic()
+
+    def is_recent(self) -> bool:
+        return time.monotonic() - self._launched_s < BUSY_S
 
 
 class Tolerance(NamedTuple):
@@ -217,9 +236,10 @@ class SelfCheck:
         batch = make_batch(
             [TOKENS] * 2, [TOKENS] * 2, probe.blocks, self._kv[0].block_size, self._decoder.device
         )
-        step = StepContext(probe.positions_T, batch, lora, norms, vocabulary)
-        hidden_TI = self._decoder.forward(probe.ids_T, step, self._layers(paced))
-        return _known(self._decoder.logits(hidden_TI[probe.sampled_N], step).float())
+        context = StepContext(probe.positions_T, batch, lora, norms, vocabulary)
+        step = StepTensors(probe.ids_T, None, probe.sampled_N, context)
+        hidden_TI = hidden_states(self._decoder, step, self._layers(paced))
+        return _known(logits(self._decoder, step, hidden_TI).float())
 
 
 def num_blocks(block_size: int) -> int:

@@ -53,7 +53,7 @@ class GroupView(NamedTuple):
 class AdapterPool:
     """Device memory for adapters: one flat arena and the tables that find images in it.
 
-    The runner allocates it once; residency decides which extent belongs to which slot and calls
+    The worker allocates it once; residency decides which extent belongs to which slot and calls
     `write`, `move`, `install` and `clear`. `a_offset_SG` and `b_offset_SL` hold absolute element
     offsets into the arena (-1: absent), `rank_SL` the rank per slice (0: absent).
 

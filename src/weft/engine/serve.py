@@ -1,0 +1,79 @@
+"""Runs an engine on a thread or in a process of its own: takes commands from a queue, runs steps
+while there is work, and emits reports."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+from weft.core.config import EngineArgs
+from weft.core.errors import WeftError, to_wire
+from weft.core.messages import Command, Report, Started, StartFailed, Stop, Tokens, Wake
+from weft.engine.build import build_engine
+from weft.engine.engine import Engine
+
+SWITCH_S = 5e-4
+"""For which a thread keeps the interpreter while others want it: a tenth of Python's own choice."""
+WAIT_S = 0.02
+"""How long a step without work waits for a command while requests wait for something else."""
+
+
+def settle_process() -> None:
+    """For a process of the engine's own, when the engine is there.
+
+    What is there by then stays: left out of the garbage collector's rounds, which look at all of
+    it now and then, for a tenth of a second. And threads that load and register take turns with
+    the one that steps more often.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_S)
+
+
+def run_engine(
+    args: EngineArgs,
+    inbox: SimpleQueue[Command],
+    emit: Callable[[Report], None],
+    alone: bool = False,
+) -> None:
+    """Build an engine and serve until Stop; reports a start that failed. `alone`: in a process of
+    its own."""
+    try:
+        engine = build_engine(args, wake=lambda: inbox.put(Wake()))
+    except WeftError as error:
+        emit(StartFailed(to_wire(error)))
+        return
+    if alone:
+        settle_process()
+    emit(Started(engine.info))
+    serve(engine, inbox, emit)
+
+
+def serve(engine: Engine, inbox: SimpleQueue[Command], emit: Callable[[Report], None]) -> None:
+    """Run until Stop. Every request that was submitted gets its terminal event."""
+    while True:
+        for command in _commands(inbox, engine):
+            if isinstance(command, Stop):
+                emit(Tokens(engine.close()))
+                return
+            report = engine.apply(command)
+            if report is not None:
+                emit(report)
+        for report in engine.step():
+            emit(report)
+
+
+def _commands(inbox: SimpleQueue[Command], engine: Engine) -> list[Command]:
+    """All commands that are there; waits for one if there is nothing else to do."""
+    commands: list[Command] = []
+    try:
+        if engine.working:
+            commands.append(inbox.get_nowait())
+        else:
+            commands.append(inbox.get(timeout=WAIT_S if engine.scheduler.busy else None))
+        while True:
+            commands.append(inbox.get_nowait())
+    except Empty:
+        return commands

@@ -1,0 +1,105 @@
+"""Puts the worker of one device together."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from weft.core.config import EngineArgs
+from weft.core.stages import Stages
+from weft.kernels.lora import AdapterPool, make_backend
+from weft.kernels.ops import make_ops
+from weft.models.decoder import Decoder
+from weft.models.kv_cache import allocate_kv_cache
+from weft.worker.execute import StepExecutor
+from weft.worker.inputs import Array
+from weft.worker.loader import LoadedModel, load_model
+from weft.worker.memory import adapter_bytes, allocating, context_length, count_blocks
+from weft.worker.packing import Packer
+from weft.worker.protocol import WorkerFacts
+from weft.worker.sampler import Sampler
+from weft.worker.selfcheck import TOKENS, Activity, SelfCheck, num_blocks
+from weft.worker.worker import DeviceWorker
+
+MAX_RESIDENT = 4096
+"""Slots: adapters that may be on the device at a time. A slot costs some kilobytes of tables."""
+
+
+def build_worker(args: EngineArgs, stages: Stages) -> DeviceWorker:
+    """Load the model, allocate all memory and make the graphs of steps, which are still to be
+    captured. Raises ConfigError."""
+    if args.num_threads is not None:
+        torch.set_num_threads(args.num_threads)
+    model = load_model(args.model)
+    _end_stage(stages, "model", model.device)
+    pool = _make_pool(args, model)
+    num_rows = args.scheduler.max_num_seqs
+    most = model.config.vocab_size + args.lora.max_added_tokens
+    sampler = Sampler(num_rows, most, model.device, partial(_put, model.device))
+    num_blocks = count_blocks(args.cache, model.config, model.dtype, model.device)
+    capacity = num_blocks * args.cache.block_size
+    max_model_len = context_length(args.model.max_model_len, capacity, model.config)
+    with allocating("kv_cache_memory"):
+        kv = allocate_kv_cache(
+            model.config, num_blocks, args.cache.block_size, model.dtype, model.device
+        )
+    ops = make_ops("auto", model.device)
+    decoder = Decoder(model.config, model.weights, ops, max_model_len)
+    lora = make_backend(args.lora.lora_backend, pool)
+    executor = StepExecutor(decoder, kv, pool, lora, sampler, num_rows)
+    _end_stage(stages, "memory", model.device)
+    executor.make_graphs(
+        -(-max_model_len // args.cache.block_size), args.scheduler.max_num_batched_tokens
+    )
+    activity = Activity()
+    facts = WorkerFacts(
+        model.config.architecture,
+        str(model.dtype).removeprefix("torch."),
+        str(model.device),
+        model.config.vocab_size,
+        tuple(model.config.eos_token_ids),
+        model.weights.num_parameters,
+        max_model_len,
+        num_blocks,
+        pool.num_slots,
+        pool.arena.numel(),
+        pool.element_bytes,
+    )
+    self_check = _make_check(args, model, activity) if args.lora.self_check else None
+    return DeviceWorker(
+        facts, model, executor, pool, Packer(model, args.lora), self_check, activity
+    )
+
+
+def _make_pool(args: EngineArgs, model: LoadedModel) -> AdapterPool:
+    num_elements = adapter_bytes(args.lora.adapter_memory, model.device) // model.dtype.itemsize
+    with allocating("adapter_memory"):
+        return AdapterPool(model.table, num_elements, MAX_RESIDENT, model.dtype, model.device)
+
+
+def _make_check(args: EngineArgs, model: LoadedModel, activity: Activity) -> SelfCheck:
+    """A check over the same weights; all that steps write to is there once more."""
+    ops, size = make_ops("auto", model.device), args.cache.block_size
+    return SelfCheck(
+        Decoder(model.config, model.weights, ops, TOKENS),
+        model.table,
+        partial(make_backend, args.lora.lora_backend),
+        allocate_kv_cache(model.config, num_blocks(size), size, model.dtype, model.device),
+        activity.is_recent,
+        exact=model.config.moe is None and args.model.quantization != "fp8",
+    )
+
+
+def _end_stage(stages: Stages, name: str, device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    stages.end(name)
+
+
+def _put(device: torch.device, array: Array) -> Tensor:
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,184 @@
+"""Runs steps on the device: from a step's arrays to its tokens, by a graph or eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from weft.kernels.attention import AttentionBatch, KVCache
+from weft.kernels.lora import AdapterPool, LoraBackend, LoraStep
+from weft.kernels.lora.extras import (
+    has_extras,
+    norms_of,
+    vocabulary_of,
+    vocabulary_runs,
+    with_extras,
+)
+from weft.kernels.staging import Staging
+from weft.models.decoder import Decoder, StepContext
+from weft.worker.graphs import StepGraphs, token_sizes
+from weft.worker.inputs import PromptArrays, Segments, StepInputs
+from weft.worker.outcome import Logprobs, Sampled, logprobs_of
+from weft.worker.sampler import Put, Sampler
+from weft.worker.step import Carried, StepTensors, hidden_states, logits, lora_batch
+
+PROMPT_ROWS = 256
+"""Positions of prompts whose logits are computed at a time."""
+
+
+class StepExecutor:
+    """Owner of the tokens sampled last, which stay on the device, by row of the batch, and feed
+    the next step: it can be launched before they are known on the host."""
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: list[KVCache],
+        pool: AdapterPool,
+        lora: LoraBackend,
+        sampler: Sampler,
+        num_rows: int,
+    ) -> None:
+        self._decoder, self._kv = decoder, kv
+        self._pool, self._lora = pool, lora
+        self._sampler = sampler
+        self._put: Put = sampler.put
+        # One row more than there are, for what pads a step.
+        self._last_token_R = torch.zeros(num_rows + 1, dtype=torch.int64, device=decoder.device)
+        self._staging = Staging(0, decoder.device)
+        self.graphs: StepGraphs | None = None
+        """None: all steps run eagerly."""
+
+    def make_graphs(self, num_table_blocks: int, max_num_batched_tokens: int) -> None:
+        """Make the graphs of steps where there is a GPU; none is captured yet.
+
+        num_table_blocks: of the longest context.
+        """
+        if self._decoder.device.type != "cuda" or not self._decoder.is_capturable:
+            return
+        with_lora = self._lora.reserve(max_num_batched_tokens)
+        self.graphs = StepGraphs(
+            self._decoder,
+            self._kv,
+            self._lora if with_lora else None,
+            self._last_token_R,
+            num_table_blocks,
+            token_sizes(max_num_batched_tokens),
+        )
+
+    def compile(self) -> None:
+        """Compile what the graphs need, if there are to be any."""
+        if self.graphs is not None:
+            self.graphs.compile()
+
+    def capture(self) -> bool:
+        """Capture the graphs, if there are to be any. Whether there are."""
+        if self.graphs is None:
+            return False
+        self.graphs.capture()
+        torch.cuda.synchronize(self._decoder.device)
+        return True
+
+    def run(self, inputs: StepInputs) -> Sampled:
+        """Run a step; what it gives is on the device."""
+        self._sampler.admit(inputs.counted)
+        logits_NV = prompt = None
+        if self.graphs and inputs.prompt is None and not self._has_extras(inputs.segments):
+            logits_NV = self.graphs.run(inputs)
+        if logits_NV is None:
+            logits_NV, prompt = self._run_eagerly(inputs)
+        if logits_NV is None:
+            return Sampled(self._last_token_R[:0], None, prompt)
+        runs = vocabulary_runs(self._pool, inputs.sampled_segments, len(logits_NV))
+        ids_N = self._sampler.choose(logits_NV, inputs, runs)
+        self._last_token_R[self._put(inputs.sampled_rows_N)] = ids_N
+        logprobs = None
+        if inputs.num_logprobs_N is not None:
+            num = int(inputs.num_logprobs_N.max())
+            logprobs = logprobs_of(logits_NV, ids_N, num, runs)
+        return Sampled(ids_N, logprobs, prompt)
+
+    def close(self) -> None:
+        """Let go of the graphs, which hold on to the model's tensors."""
+        if self.graphs is not None:
+            self.graphs.close()
+
+    # -- without a graph -----------------------------------------------------------------------
+
+    def _run_eagerly(self, inputs: StepInputs) -> tuple[Tensor | None, Logprobs | None]:
+        """fp32 logits (N, V), None if no row is sampled; and the prompt's log-probabilities if
+        they are asked for."""
+        step = self._on_device(inputs)
+        hidden_TI = hidden_states(self._decoder, step, self._kv)
+        logits_NV = None
+        if len(inputs.sampled_tokens_N):
+            logits_NV = logits(self._decoder, step, hidden_TI).float()
+        prompt = None
+        if inputs.prompt is not None:
+            prompt = self._prompt_logprobs(hidden_TI, step, inputs.prompt)
+        return logits_NV, prompt
+
+    def _on_device(self, inputs: StepInputs) -> StepTensors:
+        """A step's arrays on the device, in one copy, and its adapters ready for use."""
+        carried_T = inputs.from_device_T
+        ids_T, row_T, carried, positions_T, place_T, slot_T, table_SB, lens_S, sampled_N, slot_N = (
+            self._staging.send_all(
+                (
+                    inputs.ids_T,
+                    inputs.row_T,
+                    np.zeros(0, np.bool_) if carried_T is None else carried_T,
+                    inputs.positions_T,
+                    inputs.slot_mapping_T,
+                    inputs.slot_T,
+                    inputs.block_table_SB,
+                    inputs.seq_lens_S,
+                    inputs.sampled_tokens_N,
+                    inputs.slot_N,
+                )
+            )
+        )
+        attention = AttentionBatch(
+            place_T, table_SB, lens_S, inputs.query_start, inputs.seq_lens_S.tolist()
+        )
+        lora = self._begin_lora(slot_T, inputs.segments, slot_N, inputs.sampled_segments)
+        return StepTensors(
+            ids_T,
+            None if carried_T is None else Carried(carried, row_T, self._last_token_R),
+            sampled_N,
+            StepContext(positions_T, attention, lora, norms_of(lora), vocabulary_of(lora)),
+        )
+
+    def _prompt_logprobs(
+        self, hidden_TI: Tensor, step: StepTensors, prompt: PromptArrays
+    ) -> Logprobs:
+        """The log-probabilities of the prompts' next tokens. They are computed slice by slice, as
+        the logits of a long prompt are large. The step's adapters are not used any more."""
+        put = self._put
+        num = max(num for _, _, num in prompt.entries)
+        slices: list[Logprobs] = []
+        for begin in range(0, len(prompt.token_L), PROMPT_ROWS):
+            end = min(begin + PROMPT_ROWS, len(prompt.token_L))
+            slot_L, segments = put(prompt.slot_L[begin:end]), prompt.segments(begin, end)
+            lora = self._begin_lora(slot_L, segments, slot_L, segments)
+            context = replace(step.context, lora=lora, vocabulary=vocabulary_of(lora))
+            part = replace(step, sampled_N=put(prompt.token_L[begin:end]), context=context)
+            logits_LV = logits(self._decoder, part, hidden_TI).float()
+            runs = vocabulary_runs(self._pool, segments, end - begin)
+            target_L = put(prompt.target_L[begin:end])
+            slices.append(logprobs_of(logits_LV, target_L, num, runs))
+        return tuple(torch.cat(parts) for parts in zip(*slices, strict=True))
+
+    def _begin_lora(
+        self, slot_T: Tensor, segments: Segments, slot_N: Tensor, sampled_segments: Segments
+    ) -> LoraStep | None:
+        if not segments:
+            return None
+        batch = lora_batch(slot_T, segments, slot_N, sampled_segments)
+        return with_extras(self._lora.begin(batch), self._pool, batch)
+
+    def _has_extras(self, segments: Iterable[tuple[int, int, int]]) -> bool:
+        return has_extras(self._pool, (slot for slot, _, _ in segments))

@@ -1,0 +1,102 @@
+"""How much memory adapters and the KV cache get, and how long a context may be."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+from collections.abc import Iterator
+
+import torch
+
+from weft.core.config import CacheArgs
+from weft.core.errors import ConfigError
+from weft.models.config import ModelConfig
+from weft.models.kv_cache import kv_bytes_per_block
+
+logger = logging.getLogger(__name__)
+
+ACTIVATION_BYTES = 2 << 30
+"""Kept free on a GPU for what a step allocates."""
+
+CPU_ADAPTER_BYTES = 2 << 30
+"""Adapter memory on a CPU when nobody says how much it should be."""
+
+
+def adapter_bytes(asked: int | float | None, device: torch.device) -> int:
+    """Bytes of adapter memory; see `LoraArgs.adapter_memory` for what may be asked for."""
+    if asked is None:
+        return CPU_ADAPTER_BYTES if device.type == "cpu" else free_bytes(device) // 8
+    return int(asked * total_bytes(device)) if asked < 1 else int(asked)
+
+
+def count_blocks(
+    args: CacheArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Blocks of the KV cache, when all else is allocated. Raises ConfigError if there is no
+    memory left for any."""
+    if args.num_blocks is not None:
+        return args.num_blocks
+    available = args.kv_cache_memory
+    if device.type == "cuda":
+        reserve = int(total_bytes(device) * (1 - args.gpu_memory_utilization)) + ACTIVATION_BYTES
+        available = free_bytes(device) - reserve
+    blocks = available // kv_bytes_per_block(config, args.block_size, dtype)
+    if blocks < 1:
+        raise ConfigError("no memory is left for the KV cache", "gpu_memory_utilization")
+    return blocks
+
+
+def check_context(asked: int | None, config: ModelConfig) -> None:
+    """Raises ConfigError for a context longer than the model's own."""
+    limit = config.max_position_embeddings
+    if asked is not None and asked > limit:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the model's own limit of {limit} tokens",
+            "max_model_len",
+        )
+
+
+def context_length(asked: int | None, capacity: int, config: ModelConfig) -> int:
+    """Tokens that a request may have, with room for `capacity` tokens in the KV cache. Raises
+    ConfigError if more are asked for than fit."""
+    limit = config.max_position_embeddings
+    if asked is None:
+        if capacity < limit:
+            logger.warning(
+                "requests are limited to the %d tokens of the KV cache; the model allows %d",
+                capacity,
+                limit,
+            )
+        return min(limit, capacity)
+    if asked > capacity:
+        raise ConfigError(
+            f"--max-model-len {asked} does not fit in a KV cache of {capacity} tokens",
+            "max_model_len",
+        )
+    return asked
+
+
+@contextlib.contextmanager
+def allocating(param: str) -> Iterator[None]:
+    """Turn an allocation that fails into a ConfigError that names the flag."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        flag = "--" + param.replace("_", "-")
+        raise ConfigError(f"not enough memory for {flag}: {error}", param) from error
+
+
+def total_bytes(device: torch.device) -> int:
+    """Memory of the device, or of the machine if the device is its CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of a GPU that nobody uses, after what this process does not need was given back."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return int(torch.cuda.mem_get_info(device)[0])

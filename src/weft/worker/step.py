@@ -1,0 +1,68 @@
+"""The forward pass of a step, from tensors on the device to logits.
+
+There is this one only: it runs eagerly, is captured in graphs, gives the log-probabilities of
+prompts, and is what the check of adapters goes through.
+
+Shapes: T token rows, N sampled rows, R rows of the batch, I hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.kernels.attention import KVCache
+from weft.kernels.lora import LoraBatch, Segment
+from weft.models.decoder import Decoder, StepContext
+from weft.worker.inputs import Segments
+
+
+class Carried(NamedTuple):
+    """Tokens that were sampled by the step before, and that only the device knows yet."""
+
+    carried_T: Tensor
+    """bool (T,), whether the token is the last one sampled for its row."""
+    row_T: Tensor
+    """int64 (T,)."""
+    last_token_R: Tensor
+    """int64 (R,)."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """What the forward pass of one step reads, beside weights and caches."""
+
+    ids_T: Tensor
+    """int64 (T,)."""
+    carried: Carried | None
+    """None: all of `ids_T` are as they are to be."""
+    sampled_N: Tensor | None
+    """int64 (N,), the rows whose logits are computed; None: all of them."""
+    context: StepContext
+
+
+def hidden_states(decoder: Decoder, step: StepTensors, kv: Iterable[KVCache]) -> Tensor:
+    """The states after the final norm, (T, I). Writes the rows' keys and values to `kv`."""
+    ids_T = step.ids_T
+    if step.carried is not None:
+        carried_T, row_T, last_token_R = step.carried
+        ids_T = torch.where(carried_T, last_token_R[row_T], ids_T)
+    return decoder.forward(ids_T, step.context, kv)
+
+
+def logits(decoder: Decoder, step: StepTensors, hidden_TI: Tensor) -> Tensor:
+    """The logits of the sampled rows of what `hidden_states` gave, (N, V)."""
+    hidden_NI = hidden_TI if step.sampled_N is None else hidden_TI[step.sampled_N]
+    return decoder.logits(hidden_NI, step.context)
+
+
+def lora_batch(
+    slot_T: Tensor, segments: Segments, slot_N: Tensor, sampled_segments: Segments
+) -> LoraBatch:
+    """A step's adapters as kernels take them, from the segments of its inputs."""
+    each, sampled = (tuple(map(Segment._make, s)) for s in (segments, sampled_segments))
+    return LoraBatch(slot_T, each, slot_N, sampled)
