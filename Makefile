@@ -56,10 +56,12 @@ format: $(VENV)/.installed-test
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 
-# Again only when pyproject.toml has changed.
-$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
+# Again only when what is installed has changed. The constraints are the versions that were tested,
+# so pip does not search.
+$(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Installing Weft and what "make $*" needs into $(VENV); the first time takes some minutes.'
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -e ".[$*]" \
+	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
+	    -c constraints.txt -e ".[$*]" \
 	  | while IFS= read -r line; do \
 	      case "$$line" in Collecting*|Building*|Installing*) printf '  %.76s\n' "$$line";; esac; \
 	    done

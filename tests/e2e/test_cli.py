@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import tomllib
 from dataclasses import fields
 from pathlib import Path
 
@@ -220,6 +221,15 @@ def test_demo() -> None:
 
 def test_demo_without_its_examples(tmp_path: Path) -> None:
     assert "--examples path/to/examples/tiny" in refusal("demo", "--examples", str(tmp_path))
+
+
+def test_a_wheel_brings_what_the_demo_serves() -> None:
+    project = tomllib.loads((tiny.ROOT.parents[1] / "pyproject.toml").read_text())
+    folders = project["tool"]["setuptools"]["data-files"]
+    expected = {"share/weft/tiny": ["examples/tiny/tasks.py"]}
+    for part in ("base", *(f"adapters/{name}" for name in tiny.ADAPTERS)):
+        expected[f"share/weft/tiny/{part}"] = [f"examples/tiny/{part}/*"]
+    assert folders == expected
 
 
 WITHOUT_OTEL = """

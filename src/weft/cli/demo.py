@@ -23,6 +23,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.metadata import files
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -170,8 +171,7 @@ def run_demo(folder: Path | None, port: int) -> bool:
 
 
 def _find_examples(folder: Path | None) -> Examples:
-    checkout = Path(__file__).resolve().parents[3] / "examples" / "tiny"
-    found = checkout if folder is None else folder.expanduser()
+    found = _own_examples() if folder is None else folder.expanduser()
     script = found / "tasks.py"
     if not script.is_file() or not (found / "base").is_dir():
         raise ConfigError(
@@ -185,6 +185,15 @@ def _find_examples(folder: Path | None) -> Examples:
     sys.modules[spec.name] = tasks  # dataclasses look their module up
     spec.loader.exec_module(tasks)
     return Examples(found, tasks)
+
+
+def _own_examples() -> Path:
+    """The folder of a checkout, or else the one that was installed with the wheel."""
+    checkout = Path(__file__).resolve().parents[3] / "examples" / "tiny"
+    if checkout.is_dir():
+        return checkout
+    installed = [file for file in files("weft") or () if file.match("share/weft/tiny/tasks.py")]
+    return Path(str(installed[0].locate())).resolve().parent if installed else checkout
 
 
 def _need_openai() -> None:
