@@ -21,12 +21,13 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 pytest.importorskip("triton")
 
-from weft.bench import bed, kernels, tune
+from weft.bench import bed, tune
 from weft.bench.engine import PRESETS
 from weft.bench.kernels import KernelPlan, measure_kernels
 from weft.cli.main import app
 from weft.core.errors import ConfigError
 from weft.kernels import triton_linear, tuned
+from weft.kernels.linear import DenseWeight
 from weft.kernels.lora.triton import TritonBackend
 from weft.kernels.tuned import Blocks, Cut, Key, Table
 
@@ -107,10 +108,10 @@ def test_a_time_is_that_of_one_launch() -> None:
 
 
 def test_a_wrong_kernel_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacking(x: torch.Tensor, weight: torch.Tensor, _bias: None) -> torch.Tensor:
-        return x[:, 1:] @ weight[:, 1:].t()
+    def lacking(weight: DenseWeight, x: torch.Tensor, _bias: None) -> torch.Tensor:
+        return x[:, 1:] @ weight.values_OI[:, 1:].t()
 
-    monkeypatch.setattr(kernels, "linear", lacking)
+    monkeypatch.setattr(DenseWeight, "apply", lacking)
     done = weft(
         *("bench", "kernels", "--model", "tiny", "--device", "cpu", "--batch", "1"),
         *("--pattern", "none", "--repeats", "1", "--no-plot"),

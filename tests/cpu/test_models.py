@@ -26,6 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from weft.core.errors import ConfigError
 from weft.kernels.attention import make_batch
+from weft.kernels.lora import LoraStep
 from weft.kernels.ops import Ops, TorchOps
 from weft.models.blueprint import target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model
@@ -252,7 +253,7 @@ def test_half_precision_stays_close(tmp_path: Path) -> None:
         assert (a - b).float().abs().max() < 0.06 * scale
 
 
-class RecordingLora:
+class RecordingLora(LoraStep):
     """A LoraStep that adds `group + 1` and records what it was called with."""
 
     def __init__(self) -> None:
@@ -261,8 +262,6 @@ class RecordingLora:
     def _add(self, kind: str, y: torch.Tensor, x: torch.Tensor, group: int) -> None:
         self.calls.append((kind, group, tuple(y.shape), tuple(x.shape)))
         y += 0.01 * (group + 1)
-
-    def start(self, x_TI: torch.Tensor, group: int) -> None: ...
 
     def linear(self, y_TO: torch.Tensor, x_TI: torch.Tensor, group: int) -> None:
         self._add("linear", y_TO, x_TI, group)

@@ -23,11 +23,11 @@ from tables import build_table
 import weft.kernels.triton_linear as kernels
 from weft.core.targets import layout_of
 from weft.kernels.attention import KVCache, make_batch
+from weft.kernels.linear import DenseWeight
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, triton_beside
-from weft.kernels.lora.base import FusedStep
-from weft.kernels.lora.triton import TritonBackend, Tuning
+from weft.kernels.lora.triton import TritonBackend, TritonStep, Tuning
 from weft.kernels.ops import TorchOps
-from weft.kernels.pending import Pending
+from weft.kernels.product import Pending, Product
 from weft.kernels.triton_ops import TritonOps
 from weft.kernels.tuned import Cut
 
@@ -62,7 +62,7 @@ def make_backend(dtype: torch.dtype) -> TritonBackend:
     return TritonBackend(pool, Tuning(part=32, row_floats=128))
 
 
-def begin(backend: TritonBackend, slots: Sequence[int]) -> FusedStep:
+def begin(backend: TritonBackend, slots: Sequence[int]) -> TritonStep:
     slots = list(slots)
     segments = tuple(
         Segment(s, slots.index(s), slots.index(s) + slots.count(s))
@@ -70,9 +70,7 @@ def begin(backend: TritonBackend, slots: Sequence[int]) -> FusedStep:
         if s >= 0
     )
     slot_T = torch.tensor(slots, dtype=torch.int32)
-    step = backend.begin(LoraBatch(slot_T, segments, slot_T, segments))
-    assert isinstance(step, FusedStep)
-    return step
+    return backend.begin(LoraBatch(slot_T, segments, slot_T, segments))
 
 
 def make_inputs(group: int, num_rows: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,9 +87,10 @@ def product(
 ) -> tuple[Tensor, Pending]:
     x, weight, bias = make_inputs(group, len(slots), backend.pool.arena.dtype)
     rows = rows or slice(None)
-    made = begin(backend, slots[rows]).product(x[rows], weight, bias, group)
+    made = begin(backend, slots[rows]).product(x[rows], DenseWeight(weight), bias, group)
     assert made is not None
     y, pending = made
+    assert pending is not None
     return y, Pending(pending.add_TO.clone(), pending.slot_T.clone())
 
 
@@ -201,13 +200,15 @@ def test_ops_add_what_is_pending(dtype: torch.dtype) -> None:
     triton, plain = TritonOps(CPU), TorchOps()
     x, delta, weight, more = random(3, 40), random(3, 40), random(40), pending(40)
     x_plain = x.clone()
-    want = plain.add_rms_norm(x_plain, more.added_to(delta), weight, 1e-6)
-    torch.testing.assert_close(triton.add_rms_norm(x, delta, weight, 1e-6, more), want, **close)
+    want = plain.add_rms_norm(x_plain, Product(more.added_to(delta)), weight, 1e-6)
+    torch.testing.assert_close(
+        triton.add_rms_norm(x, Product(delta, more), weight, 1e-6), want, **close
+    )
     assert torch.equal(x, x_plain)
     y, more = random(3, 80), pending(80)
-    want = plain.silu_and_mul(more.added_to(y))
-    torch.testing.assert_close(triton.silu_and_mul(y, more), want, **close)
-    assert torch.equal(plain.silu_and_mul(y, more), want)
+    want = plain.silu_and_mul(Product(more.added_to(y)))
+    torch.testing.assert_close(triton.silu_and_mul(Product(y, more)), want, **close)
+    assert torch.equal(plain.silu_and_mul(Product(y, more)), want)
 
     batch = make_batch([1, 1, 1], [1, 1, 1], [[0], [1], [2]], 4)
     caches = [KVCache(torch.zeros(3, 4, 2, 8).to(dtype), torch.zeros(3, 4, 2, 8).to(dtype))]
@@ -216,9 +217,9 @@ def test_ops_add_what_is_pending(dtype: torch.dtype) -> None:
     cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
     table = torch.stack((cos, sin), 1).to(dtype)
     rope = (table[:, :1], table[:, 1:])
-    qkv, more = random(3, 8, 8), pending(64)
-    got = triton.rope_and_write(qkv.clone(), rope, None, 1e-6, caches[0], batch, more)
-    want = plain.rope_and_write(qkv.clone(), rope, None, 1e-6, caches[1], batch, more)
+    qkv, more = random(3, 64), pending(64)
+    got = triton.rope_and_write(Product(qkv.clone(), more), rope, None, 1e-6, caches[0], batch)
+    want = plain.rope_and_write(Product(qkv.clone(), more), rope, None, 1e-6, caches[1], batch)
     torch.testing.assert_close(got, want, **close)
     torch.testing.assert_close(caches[0].k, caches[1].k, **close)
     assert torch.equal(caches[0].v, caches[1].v)

@@ -21,6 +21,7 @@ from weft.kernels.attention import AttentionBatch, KVCache, make_batch, referenc
 from weft.kernels.attention.paged import Rounds
 from weft.kernels.norm import reference_rms_norm
 from weft.kernels.ops import TorchOps
+from weft.kernels.product import Product
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
 
@@ -128,10 +129,10 @@ def test_norm_and_activation_match_their_oracles(
         ops.rms_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6), **tolerance
     )
     added = x + delta
-    got = ops.add_rms_norm(x, delta, weight, 1e-6)
+    got = ops.add_rms_norm(x, Product(delta), weight, 1e-6)
     assert torch.equal(x, added)
     torch.testing.assert_close(got, reference_rms_norm(added, weight, 1e-6), **tolerance)
-    torch.testing.assert_close(ops.silu_and_mul(x), reference_silu_and_mul(x), **tolerance)
+    torch.testing.assert_close(ops.silu_and_mul(Product(x)), reference_silu_and_mul(x), **tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -142,15 +143,15 @@ def test_rope_and_write_is_the_torch_one(
     batch = random_batch([(3, 5), (1, 9)], 4, 0)
     generator = torch.Generator().manual_seed(0)
     _, _, _, cache = random_inputs(batch, (4, 2), 4, 0, dtype)
-    qkv = torch.randn(4, 8, HEAD_DIM, generator=generator).to(dtype)
+    qkv = torch.randn(4, 8 * HEAD_DIM, generator=generator).to(dtype)
     norm = torch.randn(norm_shape, generator=generator).to(dtype) if norm_shape else None
     angle = torch.rand(4, HEAD_DIM // 2, generator=generator) * 6
     cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
     table = torch.stack((cos, sin), 1).to(dtype)
     rope = (table[:, :1], table[:, 1:])
     same = KVCache(cache.k.clone(), cache.v.clone())
-    expected = TorchOps().rope_and_write(qkv.clone(), rope, norm, 1e-6, same, batch)
-    got = ops.rope_and_write(qkv.clone(), rope, norm, 1e-6, cache, batch)
+    expected = TorchOps().rope_and_write(Product(qkv.clone()), rope, norm, 1e-6, same, batch)
+    got = ops.rope_and_write(Product(qkv.clone()), rope, norm, 1e-6, cache, batch)
     tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype], "equal_nan": True}
     torch.testing.assert_close(got, expected, **tolerance)
     torch.testing.assert_close(cache.k, same.k, **tolerance)
@@ -162,7 +163,7 @@ def test_rows_without_a_slot_are_not_written(ops: kernels.TritonOps) -> None:
     batch.slot_mapping_T.fill_(-1)
     cache = KVCache(torch.zeros(1, 4, 2, HEAD_DIM), torch.zeros(1, 4, 2, HEAD_DIM))
     table = torch.ones(1, 2, HEAD_DIM)
-    qkv = torch.ones(1, 8, HEAD_DIM)
+    qkv = Product(torch.ones(1, 8 * HEAD_DIM))
     ops.rope_and_write(qkv, (table[:, :1], table[:, 1:]), None, 1e-6, cache, batch)
     assert not cache.k.any() and not cache.v.any()
 

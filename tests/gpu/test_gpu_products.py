@@ -17,11 +17,11 @@ pytest.importorskip("triton")
 from tables import build_table
 
 from weft.core.targets import layout_of
-from weft.kernels import fp8, triton_fp8
+from weft.kernels.linear import DenseWeight
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment
-from weft.kernels.lora.base import FusedStep
 from weft.kernels.lora.triton import TritonBackend
-from weft.kernels.pending import Pending
+from weft.kernels.product import Pending
+from weft.kernels.quant import e4m3, fp8, triton_fp8
 
 TABLE = build_table(
     [
@@ -87,10 +87,10 @@ def _product(
     )
     slot_T = torch.tensor(there, dtype=torch.int32, device="cuda")
     step = backend.begin(LoraBatch(slot_T, segments, slot_T, segments))
-    assert isinstance(step, FusedStep)
-    made = step.product(x[rows], weight, None, group)
+    made = step.product(x[rows], DenseWeight(weight), None, group)
     assert made is not None
     y, pending = made
+    assert pending is not None
     return y, Pending(pending.add_TO.clone(), pending.slot_T.clone())
 
 
@@ -134,14 +134,15 @@ def test_products_on_a_gpu(dynamic: bool) -> None:
     torch.manual_seed(0)
     w = torch.randn(6144, 4096, device="cuda", dtype=torch.bfloat16) * 0.02
     b = torch.randn(6144, device="cuda", dtype=torch.bfloat16)
-    weight = fp8.quantize_weight(w, dynamic)
+    quantize = fp8.quantize_dynamic if dynamic else fp8.quantize_weight_only
+    weight = quantize(w)
     for rows in (1, 7, 64, 100):
         x = torch.randn(rows, 4096, device="cuda", dtype=torch.bfloat16)
         if dynamic:
             q, scale = triton_fp8.quantize_rows(x)
-            expected = fp8.quantize_rows(x)
+            expected = e4m3.quantize_rows(x)
             assert torch.equal(q.view(torch.uint8), expected[0].view(torch.uint8))
             assert torch.equal(scale, expected[1])
         exact = as_fp8(x.float()) if dynamic else x.float()
         wanted = exact @ weight.dequantized(torch.float32).t() + b.float()
-        torch.testing.assert_close(fp8.linear(x, weight, b).float(), wanted, rtol=2e-2, atol=4e-2)
+        torch.testing.assert_close(weight.apply(x, b).float(), wanted, rtol=2e-2, atol=4e-2)

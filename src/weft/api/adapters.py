@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any, TypeVar
 
 from weft.core.adapters import AdapterInfo, AdapterRef
-from weft.core.errors import EngineDead, WeftError
+from weft.core.errors import AdapterNotFound, AdapterPathRefused, EngineDead, WeftError
 from weft.core.protocols import EngineClient
 from weft.registry import (
     AdapterRegistry,
+    AdapterRoots,
     Retired,
-    Sources,
+    fetch_adapter,
+    is_hub_uri,
+    parse_hub_id,
 )
 from weft.text import AdapterTokenizers
 
@@ -35,12 +39,14 @@ class AdapterAdmin:
         self,
         engine: EngineClient,
         registry: AdapterRegistry,
-        sources: Sources,
+        roots: AdapterRoots,
+        allow_hub: bool = False,
         tokenizers: AdapterTokenizers | None = None,
     ) -> None:
         self._engine = engine
         self._registry = registry
-        self._sources = sources
+        self._roots = roots
+        self._allow_hub = allow_hub
         self._tokenizers = tokenizers or AdapterTokenizers(None)
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -49,7 +55,7 @@ class AdapterAdmin:
     ) -> AdapterRef:
         """Make an adapter servable under `name`; a failure changes nothing.
 
-        `path` is a name that `Sources` understands. With `replace`
+        `path` is a folder, or an id on the Hugging Face hub where that is allowed. With `replace`
         the name moves to the new version: running requests end on the old one. `pinned` keeps
         the content on the device, until a load of the same content says otherwise. Finishes also
         when the caller is cancelled.
@@ -73,9 +79,8 @@ class AdapterAdmin:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _load(self, name: str, path: str, replace: bool, pinned: bool) -> AdapterRef:
-        path = self._sources.plain(path)
         with self._registry.reserve(name, path):
-            folder = await asyncio.to_thread(self._sources.resolve, path)
+            folder = await asyncio.to_thread(self._find, path)
             own = await asyncio.to_thread(self._tokenizers.load, folder)
             info = await self._engine.register_adapter(str(folder), pinned)
             before = self._registry.current(name)
@@ -88,6 +93,18 @@ class AdapterAdmin:
             if ref == before:
                 await self._drop(ref)
             return ref
+
+    def _find(self, path: str) -> Path:
+        """The folder of an adapter; one from the hub is downloaded first. For a thread."""
+        hub_id = parse_hub_id(path)
+        if hub_id is None or (not is_hub_uri(path) and self._roots.hold(path)):
+            return self._roots.resolve(path)
+        if self._allow_hub:
+            return fetch_adapter(hub_id)
+        why = "adapters are fetched from the Hugging Face hub only with --allow-hub-adapters"
+        if is_hub_uri(path):
+            raise AdapterPathRefused(f"lora_path {path!r}: {why}", "lora_path")
+        raise AdapterNotFound(f"lora_path {path!r}: no such folder, and {why}", "lora_path")
 
     async def _undo(self, name: str, info: AdapterInfo, folder: str, pinned: bool) -> None:
         """Take a registration back, and what it said of the pin of content that has a name."""

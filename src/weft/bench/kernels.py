@@ -40,7 +40,7 @@ from weft.bench.workload import (
     rng_of,
 )
 from weft.kernels.attention import make_batch
-from weft.kernels.fp8 import linear
+from weft.kernels.linear import HAS_TRITON, DenseWeight
 from weft.kernels.lora import LoraStep
 from weft.models.layers import Linear, StepContext
 from weft.worker.loader import device_of
@@ -199,10 +199,13 @@ class _KernelWork:
     def kernels(self) -> tuple[Kernel, ...]:
         if not self._slots:
             return ("base",)
-        if not hasattr(self._steps[0], "shrink"):
+        if not HAS_TRITON:
             return ("linear",)
+        from weft.kernels.lora.triton import TritonStep
         from weft.kernels.triton_linear import FEW_ROWS
 
+        if not isinstance(self._steps[0], TritonStep):
+            return ("linear",)
         return ("linear", "shrink", "expand") if self._batch > FEW_ROWS else ("linear",)
 
     def time(self, kernel: Kernel, products: Sequence[Product], timer: Timer) -> Timing:
@@ -233,11 +236,11 @@ class _KernelWork:
     ) -> Callable[[], object]:
         outputs, inputs = product.shape
         x_TI, y_TO = self._x[inputs], self._y[outputs]
-        weight_OI, group = product.weights[layer], product.groups[layer].index
+        weight, group = DenseWeight(product.weights[layer]), product.groups[layer].index
         if kernel == "base":
-            return partial(linear, x_TI, weight_OI, None)
+            return partial(weight.apply, x_TI, None)
         if kernel == "linear":
-            return partial(Linear(weight_OI, None, group).pending, x_TI, _context(step))
+            return partial(Linear(weight, None, group), x_TI, _context(step))
         if kernel == "shrink":
             return partial(step.shrink, x_TI, group, step.rows)
         return partial(step.expand, y_TO, group, step.rows)
@@ -255,8 +258,8 @@ class _KernelWork:
             return deviation(y_TO, want_TO)
         got: Any = call(kernel)()
         if kernel == "linear":
-            y_TO, pending = got
-            got = y_TO.float() + (0.0 if pending is None else pending.add_TO)
+            added = 0.0 if got.pending is None else got.pending.add_TO
+            got = got.y_TO.float() + added
         return deviation(got, want_TO + self._bed.plain(x_TI, product))
 
     def _bytes(self, kernel: Kernel, product: Product) -> int:

@@ -104,7 +104,7 @@ def tune(
     table knows is cut by rule. However they are cut, adapters add the same bits to a product.
     """
     with ending_in_one_line():
-        from weft.kernels.fp8 import HAS_TRITON
+        from weft.kernels.linear import HAS_TRITON
 
         if not HAS_TRITON:
             raise ConfigError("weft tune needs Triton, which is there for Linux", "device")

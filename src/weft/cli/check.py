@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from weft.checkpoint.adapter import parse_config
-from weft.checkpoint.config import PeftConfig, layer_of
+from weft.checkpoint.config import CONFIG_FILE, PeftConfig, parse_config
 from weft.checkpoint.examine import Examined, examine
-from weft.checkpoint.kinds import find_kind
+from weft.checkpoint.kinds import KINDS
 from weft.checkpoint.read import (
     DTYPES,
     MAX_CONFIG_BYTES,
@@ -21,11 +20,10 @@ from weft.checkpoint.read import (
 from weft.checkpoint.refuse import show
 from weft.core.config import MAX_RANK
 from weft.core.errors import AdapterError, AdapterInvalid, ConfigError
-from weft.core.files import CONFIG_FILE
 from weft.core.targets import Target, TargetTable
 from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
-from weft.registry import Sources
+from weft.registry.hub import fetch_adapter, parse_hub_id
 
 _HELP = {
     "peft_type": "Train a LoRA, or merge this adapter into a base of its own.",
@@ -72,7 +70,7 @@ class Adapted:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckedFacts:
+class Facts:
     """What a served adapter is."""
 
     kind: str
@@ -105,17 +103,17 @@ class CheckedFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Report:
     """The verdict: either `facts` or `refusals`."""
 
     adapter: str
     base: str
     served: bool
-    facts: CheckedFacts | None
+    facts: Facts | None
     refusals: tuple[Refusal, ...]
 
 
-def check_adapter(adapter: str, base: str, max_rank: int, conversion_tolerance: float) -> Verdict:
+def check_adapter(adapter: str, base: str, max_rank: int, conversion_tolerance: float) -> Report:
     """Ask the code that the engine loads adapters with.
 
     Raises ConfigError when there is no such base or adapter, or the base is not served.
@@ -127,8 +125,8 @@ def check_adapter(adapter: str, base: str, max_rank: int, conversion_tolerance: 
         files = read_adapter(folder, table, max_rank)
         image = _image(files, table, config.dtype, max_rank, conversion_tolerance)
     except AdapterError as error:
-        return Verdict(adapter, base, False, None, tuple(_refusals(folder, error, max_rank)))
-    return Verdict(adapter, base, True, _facts(files, image, table, config.dtype, max_rank), ())
+        return Report(adapter, base, False, None, tuple(_refusals(folder, error, max_rank)))
+    return Report(adapter, base, True, _facts(files, image, table, config.dtype, max_rank), ())
 
 
 def _image(
@@ -158,7 +156,7 @@ This depends on the base's weights too, which were not read: the server looks at
 the adapter, and may refuse it then. Sizes are upper bounds."""
 
 
-def show_report(report: Verdict) -> str:
+def show_report(report: Report) -> str:
     """Lines for people."""
     verdict = "served" if report.served else "refused"
     head = f"{verdict}: {report.adapter} on {report.base}"
@@ -173,15 +171,21 @@ def show_report(report: Verdict) -> str:
     return "\n".join([head, "", *lines, *targets])
 
 
-def report_json(report: Verdict) -> str:
+def report_json(report: Report) -> str:
     return json.dumps(asdict(report))
 
 
 def _find(adapter: str) -> Path:
+    folder = Path(adapter).expanduser()
+    if folder.is_dir():
+        return folder
     try:
-        return Sources().resolve(adapter)
+        hub_id = parse_hub_id(adapter)
+        if hub_id is None:
+            raise ConfigError(f"there is no folder {adapter}", "adapter")
+        return fetch_adapter(hub_id)
     except AdapterError as error:
-        raise ConfigError(error.message, "adapter") from None
+        raise ConfigError(f"there is no folder {adapter}, and {error.message}", "adapter") from None
 
 
 # -- why not ---------------------------------------------------------------------------------------
@@ -242,12 +246,12 @@ def _show_refusal(refusal: Refusal) -> str:
 
 def _facts(
     files: AdapterFiles, image: Examined, table: TargetTable, dtype: str, max_rank: int
-) -> CheckedFacts:
+) -> Facts:
     config = parse_config(files.config, max_rank)
     trained_on = json.loads(files.config).get("base_model_name_or_path")
     stored = {tensor.dtype for tensor in parse_stored(files.weights).values()}
-    return CheckedFacts(
-        kind=find_kind(config.peft_type).title,
+    return Facts(
+        kind=KINDS[config.kind].says if config.kind in KINDS else "LoRA",
         conversion_error=image.conversion_error,
         provisional=image.provisional,
         rank=config.r,
@@ -271,12 +275,16 @@ def _adapted(config: PeftConfig, image: Examined, table: TargetTable) -> Iterato
         rank = image.layout.rank[target.slice]
         if rank:
             # A conversion includes the scale.
-            scale = config.scale_of(target.name, rank) if config.peft_type == "LORA" else 1.0
+            scale = config.scale_of(target.name, rank) if config.kind == "LORA" else 1.0
             key = target.suffix, rank, scale
             alike.setdefault(key, []).append(target)
     order = list(image.targets).index
     for (suffix, rank, scale), targets in sorted(alike.items(), key=lambda item: order(item[0][0])):
-        yield Adapted(suffix, _ranges(layer_of(target.name) for target in targets), rank, scale)
+        yield Adapted(suffix, _ranges(map(_layer, targets)), rank, scale)
+
+
+def _layer(target: Target) -> int | None:
+    return next((int(part) for part in target.name.split(".") if part.isdecimal()), None)
 
 
 def _ranges(layers: Iterable[int | None]) -> str:
@@ -292,7 +300,7 @@ def _ranges(layers: Iterable[int | None]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def _rows(facts: CheckedFacts, base: str) -> list[tuple[str, str]]:
+def _rows(facts: Facts, base: str) -> list[tuple[str, str]]:
     ranks = sorted({adapted.rank for adapted in facts.targets})
     scales = sorted({adapted.scale for adapted in facts.targets})
     updates = [
@@ -319,13 +327,13 @@ def _activated(invocation: tuple[int, ...]) -> list[tuple[str, str]]:
     return [("activated by", f"the token ids {', '.join(map(str, invocation))} in the prompt")]
 
 
-def _kind(facts: CheckedFacts) -> str:
+def _kind(facts: Facts) -> str:
     if facts.kind == "LoRA":
         return facts.kind
     return f"{facts.kind}, served with an error of {facts.conversion_error:.2g} at worst"
 
 
-def _on_device(facts: CheckedFacts) -> str:
+def _on_device(facts: Facts) -> str:
     size = f"{_size(facts.device_bytes)} as {facts.device_dtype}"
     if facts.device_dtype == "float32":
         return size

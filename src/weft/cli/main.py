@@ -371,3 +371,7 @@ def env(
 
 
 app.command()(tune)
+
+
+if __name__ == "__main__":
+    app()

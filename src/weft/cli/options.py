@@ -9,13 +9,14 @@ import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
 from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs
 from weft.core.errors import ConfigError
-from weft.registry import Sources
+from weft.kernels.quant import FORMATS
+from weft.registry import is_hub_uri, parse_hub_id
 
 MODEL, ADAPTERS, MEMORY, BATCH = "Base model", "Adapters", "Memory", "Batching"
 
@@ -23,8 +24,9 @@ HELP: dict[str, str] = {
     "dtype": "Precision of the weights. auto: the checkpoint's on a GPU, float32 on a CPU.",
     "max_model_len": "Longest prompt plus answer, in tokens. Default: what the model allows.",
     "load_format": "dummy: random weights instead of the checkpoint's, to measure speed.",
-    "quantization": "Hold the base's matrices in 8 bits. fp8: inputs are rounded to 8 bits too;"
-    " fp8-weight-only: they are not. Adapters stay in the model's precision.",
+    "quantization": "Hold the base's matrices in fewer bits. "
+    + "".join(f"{name}: {form.help}. " for name, form in FORMATS.items())
+    + "Adapters stay in the model's precision.",
     "device": "Where to run. auto: a CUDA GPU if there is one.",
     "revision": "Branch, tag or commit of a model from the Hugging Face hub.",
     "max_loras": "How many different adapters one batch may hold.",
@@ -100,6 +102,8 @@ def _parameter(part: type[Any], field: Field[Any], panel: str) -> inspect.Parame
             special = {"parser": parse_memory, "metavar": "BYTES|FRACTION"}
             hint = float | None  # of unions, typer takes only these
         default = default if default is None else show_bytes(default)
+    if field.name == "quantization":
+        hint = Literal[tuple(FORMATS)] | None
     if field.name == "tenant_weights":
         hint, default = dict, "{}"
         special = {"parser": parse_weights, "metavar": "JSON", "show_default": False}
@@ -169,7 +173,7 @@ class LoraModule:
     @property
     def folder(self) -> Path | None:
         """None for one from the hub."""
-        return None if "://" in self.path else Path(self.path)
+        return None if is_hub_uri(self.path) else Path(self.path)
 
 
 def parse_lora_modules(text: str) -> list[LoraModule]:
@@ -181,7 +185,14 @@ def parse_lora_modules(text: str) -> list[LoraModule]:
         pairs = [(name, path)]
     if not all(name and path for name, path in pairs):
         raise ConfigError(f"--lora-modules takes name=path, got {text!r}", "lora_modules")
-    return [LoraModule(name, Sources().absolute(path)) for name, path in pairs]
+    return [LoraModule(name, _place(path)) for name, path in pairs]
+
+
+def _place(path: str) -> str:
+    """What exists on this machine is a folder, even if it looks like a name on the hub."""
+    folder = Path(path).expanduser()
+    hub_id = None if folder.exists() else parse_hub_id(path)
+    return str(folder.absolute()) if hub_id is None else f"hf://{hub_id}"
 
 
 def _from_json(text: str) -> list[tuple[str, str]]:

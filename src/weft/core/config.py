@@ -15,9 +15,6 @@ MAX_RANK = 256
 MAX_ADDED_TOKENS = 256
 """Default of `LoraArgs.max_added_tokens`."""
 
-Quantization = Literal["fp8", "fp8-weight-only"]
-"""Of the base model's matrices: see `weft.kernels.fp8`."""
-
 
 def _at_least(name: str, value: int | float | None, low: int | float) -> None:
     if value is not None and value < low:
@@ -47,9 +44,9 @@ class ModelArgs:
     """None: what the model's configuration says."""
     load_format: Literal["auto", "dummy"] = "auto"
     """dummy: random weights straight on the device, for speed measurements."""
-    quantization: Quantization | None = None
-    """Hold the base's matrices in 8 bits, made while loading. fp8: inputs are quantized too, row by
-    row; fp8-weight-only: they are not. Adapters are computed in the model's dtype."""
+    quantization: str | None = None
+    """Hold the base's matrices in fewer bits, made while loading: a format of
+    `weft.kernels.quant`. Adapters are computed in the model's dtype."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     revision: str | None = None
 

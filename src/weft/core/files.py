@@ -1,12 +1,9 @@
-"""The files that an adapter's folder is made of. No other file of it is ever read or fetched."""
+"""What an adapter's folder is made of. No other file of it is ever read or fetched."""
 
 from __future__ import annotations
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-
-WEIGHT_FILES = (CONFIG_FILE, WEIGHTS_FILE)
-"""The two files that make a version: its digest is computed from them."""
+WEIGHT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+"""What a version is: its digest is theirs."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -15,6 +12,6 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""The files of a tokenizer that an adapter may have of its own, in place of the base's."""
+"""Which an adapter may have of its own, in place of the base's."""
 
 ADAPTER_FILES = (*WEIGHT_FILES, *TOKENIZER_FILES)

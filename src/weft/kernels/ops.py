@@ -16,7 +16,7 @@ from weft.core.errors import ConfigError
 from weft.kernels.activation import silu_and_mul
 from weft.kernels.attention import AttentionBatch, KVCache, torch_attend, write_kv
 from weft.kernels.norm import rms_norm
-from weft.kernels.pending import Pending, added
+from weft.kernels.product import Product
 from weft.kernels.rope import apply_rope
 
 
@@ -28,34 +28,31 @@ class Ops(Protocol):
     def add_rms_norm(
         self,
         x_TI: Tensor,
-        delta_TI: Tensor,
+        delta: Product,
         weight_I: Tensor,
         eps: float,
-        pending: Pending | None = None,
     ) -> Tensor:
-        """Add `delta` to `x` in place, and return the norm of the sum. What is pending here and
-        below is added to the product first."""
+        """Add `delta` to `x` in place, and return the norm of the sum."""
         ...
 
-    def silu_and_mul(self, gate_up_T2F: Tensor, pending: Pending | None = None) -> Tensor:
+    def silu_and_mul(self, gate_up: Product) -> Tensor:
         """See `weft.kernels.activation.silu_and_mul`."""
         ...
 
     def rope_and_write(
         self,
-        qkv_TND: Tensor,
+        qkv: Product,
         rope: tuple[Tensor, Tensor],
         norm_ND: Tensor | None,
         eps: float,
         cache: KVCache,
         batch: AttentionBatch,
-        pending: Pending | None = None,
     ) -> Tensor:
         """Norm (if there are weights for it) and rotate q and k, write k and v to the cache.
 
-        `qkv_TND` holds H query, K key and K value heads; it may be changed. `rope` is what
-        `weft.models.rope.RopeTable.at` gives, `norm_ND` (H + K, D), or row by row (T, H + K, D).
-        Returns q, (T, H, D).
+        A row of `qkv` holds H query, K key and K value heads of the cache's D; it may be changed.
+        `rope` is what `weft.models.rope.RopeTable.at` gives, `norm_ND` (H + K, D), or row by row
+        (T, H + K, D). Returns q, (T, H, D).
         """
         ...
 
@@ -81,29 +78,27 @@ class TorchOps:
     def add_rms_norm(
         self,
         x_TI: Tensor,
-        delta_TI: Tensor,
+        delta: Product,
         weight_I: Tensor,
         eps: float,
-        pending: Pending | None = None,
     ) -> Tensor:
-        x_TI += added(delta_TI, pending)
+        x_TI += delta.whole()
         return rms_norm(x_TI, weight_I, eps)
 
-    def silu_and_mul(self, gate_up_T2F: Tensor, pending: Pending | None = None) -> Tensor:
-        return silu_and_mul(added(gate_up_T2F, pending))
+    def silu_and_mul(self, gate_up: Product) -> Tensor:
+        return silu_and_mul(gate_up.whole())
 
     def rope_and_write(
         self,
-        qkv_TND: Tensor,
+        qkv: Product,
         rope: tuple[Tensor, Tensor],
         norm_ND: Tensor | None,
         eps: float,
         cache: KVCache,
         batch: AttentionBatch,
-        pending: Pending | None = None,
     ) -> Tensor:
-        qkv_TND = added(qkv_TND.flatten(1), pending).view_as(qkv_TND)
-        K = cache.k.shape[2]
+        K, D = cache.k.shape[2:]
+        qkv_TND = qkv.whole().view(-1, qkv.y_TO.shape[1] // D, D)
         H = qkv_TND.shape[1] - 2 * K
         qk_TND, v_TKD = qkv_TND.split_with_sizes((H + K, K), 1)
         if norm_ND is not None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.core.errors import ConfigError
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.attention.paged import PagedAttention
-from weft.kernels.pending import Pending
+from weft.kernels.product import Pending, Product
 from weft.kernels.triton_base import INTERPRETED, launch_options, starts_early
 
 
@@ -33,7 +33,7 @@ def _has_pending(slot_at, PENDING: tl.constexpr):
 
 @triton.jit
 def _with_pending(y, add_at, has, mask, PENDING: tl.constexpr):
-    """y and what adapters add to it; see `weft.kernels.pending`."""
+    """y and what adapters add to it; see `weft.kernels.product`."""
     if PENDING:
         add = tl.load(add_at, mask=mask, other=0.0)
         y = tl.where(has, (y.to(tl.float32) + add).to(y.dtype), y)
@@ -184,19 +184,19 @@ class TritonOps:
         self._options = launch_options(self._early)
 
     def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        return self._norm(x_TI, None, weight_I, eps, None)
+        return self._norm(x_TI, None, weight_I, eps)
 
     def add_rms_norm(
         self,
         x_TI: Tensor,
-        delta_TI: Tensor,
+        delta: Product,
         weight_I: Tensor,
         eps: float,
-        pending: Pending | None = None,
     ) -> Tensor:
-        return self._norm(x_TI, delta_TI, weight_I, eps, pending)
+        return self._norm(x_TI, delta, weight_I, eps)
 
-    def silu_and_mul(self, gate_up_T2F: Tensor, pending: Pending | None = None) -> Tensor:
+    def silu_and_mul(self, gate_up: Product) -> Tensor:
+        gate_up_T2F, pending = gate_up
         num_rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
         out_TF = gate_up_T2F.new_empty(num_rows, width)
         if num_rows:
@@ -216,16 +216,17 @@ class TritonOps:
 
     def rope_and_write(
         self,
-        qkv_TND: Tensor,
+        qkv: Product,
         rope: tuple[Tensor, Tensor],
         norm_ND: Tensor | None,
         eps: float,
         cache: KVCache,
         batch: AttentionBatch,
-        pending: Pending | None = None,
     ) -> Tensor:
-        T, N, D = qkv_TND.shape
-        K = cache.k.shape[2]
+        K, D = cache.k.shape[2:]
+        qkv_TO, pending = qkv
+        T, N = len(qkv_TO), qkv_TO.shape[1] // D
+        qkv_TND = qkv_TO.view(T, N, D)
         H = N - 2 * K
         cos_T1D, sin_T1D = rope
         assert cos_T1D.stride(0) == sin_T1D.stride(0)
@@ -269,24 +270,24 @@ class TritonOps:
     def _norm(
         self,
         x_TI: Tensor,
-        delta_TI: Tensor | None,
+        delta: Product | None,
         weight_I: Tensor,
         eps: float,
-        pending: Pending | None,
     ) -> Tensor:
+        delta_TI, pending = (x_TI, None) if delta is None else delta
         num_rows, width = x_TI.shape
         out_TI = torch.empty_like(x_TI)
         if num_rows:
             block = triton.next_power_of_2(width)
             _add_rms_norm[(num_rows,)](
                 x_TI,
-                x_TI if delta_TI is None else delta_TI,
+                delta_TI,
                 weight_I,
                 out_TI,
                 *_pending(pending, x_TI),
                 width,
                 eps,
-                ADD=delta_TI is not None,
+                ADD=delta is not None,
                 BLOCK=block,
                 PENDING=pending is not None,
                 PDL=self._early,

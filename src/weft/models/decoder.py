@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.kernels.attention import KVCache
 from weft.kernels.ops import Ops
-from weft.kernels.pending import Pending
+from weft.kernels.product import Product
 from weft.models.blueprint import EMBED, HEAD, LAST_NORM, experts_of, layer_norms
 from weft.models.config import ModelConfig
 from weft.models.layers import Embedding, Head, HeadNorm, Linear, RmsNorm, StepContext
@@ -55,10 +55,10 @@ class Decoder:
         rope = self._rope.at(step.positions_T)
         normed_TI = self._first_norm(x_TI, step)
         for layer, cache, norms in zip(self._layers, kv, self._norms, strict=True):
-            delta_TI, pending = layer.attend(normed_TI, rope, step, cache)
-            normed_TI = norms[0].add(x_TI, delta_TI, step, pending)
-            delta_TI, pending = layer.mlp(normed_TI, step)
-            normed_TI = norms[1].add(x_TI, delta_TI, step, pending)
+            delta = layer.attend(normed_TI, rope, step, cache)
+            normed_TI = norms[0].add(x_TI, delta, step)
+            delta = layer.mlp(normed_TI, step)
+            normed_TI = norms[1].add(x_TI, delta, step)
         return normed_TI
 
     @property
@@ -121,29 +121,22 @@ class _Layer:
     def __init__(self, parts: _Parts, index: int) -> None:
         config = parts.config
         self._qkv, self._o = parts.linear(f"{index}.qkv"), parts.linear(f"{index}.o")
-        self._mlp = parts.mlp(index)
+        self.mlp = parts.mlp(index)
         self._head_norm = parts.head_norm(index)
         self._ops = parts.ops
         self._eps = config.rms_norm_eps
-        self._num_heads = config.num_heads + 2 * config.num_kv_heads
-        self._head_dim = config.head_dim
         self._scale = config.head_dim**-0.5
         self._window = config.windows[index]
 
     def attend(
         self, x_TI: Tensor, rope: tuple[Tensor, Tensor], step: StepContext, cache: KVCache
-    ) -> tuple[Tensor, Pending | None]:
+    ) -> Product:
         ops, batch = self._ops, step.attention
-        qkv_TO, pending = self._qkv.pending(x_TI, step)
-        qkv_TND = qkv_TO.view(-1, self._num_heads, self._head_dim)
+        qkv = self._qkv(x_TI, step)
         norm = self._head_norm(len(x_TI), step) if self._head_norm else None
-        q_THD = ops.rope_and_write(qkv_TND, rope, norm, self._eps, cache, batch, pending)
+        q_THD = ops.rope_and_write(qkv, rope, norm, self._eps, cache, batch)
         out_THD = ops.attend(q_THD, cache, batch, scale=self._scale, window=self._window)
-        return self._o.pending(out_THD.flatten(1), step)
-
-    def mlp(self, x_TI: Tensor, step: StepContext) -> tuple[Tensor, Pending | None]:
-        y = self._mlp(x_TI, step)
-        return (y, None) if isinstance(y, Tensor) else y
+        return self._o(out_THD.flatten(1), step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,5 +145,5 @@ class DenseMlp:
     down: Linear
     ops: Ops
 
-    def __call__(self, x_TI: Tensor, step: StepContext) -> tuple[Tensor, Pending | None]:
-        return self.down.pending(self.ops.silu_and_mul(*self.gate_up.pending(x_TI, step)), step)
+    def __call__(self, x_TI: Tensor, step: StepContext) -> Product:
+        return self.down(self.ops.silu_and_mul(self.gate_up(x_TI, step)), step)

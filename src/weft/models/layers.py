@@ -8,16 +8,15 @@ value heads, D head dimension.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch
-from weft.kernels.fp8 import Fp8Weight, linear
-from weft.kernels.lora.base import FusedStep, LoraStep, NormStep, VocabularyStep
+from weft.kernels.linear import Weight
+from weft.kernels.lora.base import LoraStep, NormStep, VocabularyStep
 from weft.kernels.ops import Ops
-from weft.kernels.pending import Pending
+from weft.kernels.product import Product
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +50,11 @@ class RmsNorm:
     def add(
         self,
         x_TI: Tensor,
-        delta_TI: Tensor,
+        delta: Product,
         step: StepContext,
-        pending: Pending | None = None,
     ) -> Tensor:
-        """Add `delta`, and what is pending of it, to `x` in place; the norm of the sum."""
-        y_TI = self.ops.add_rms_norm(x_TI, delta_TI, self.weight_I, self.eps, pending)
+        """Add `delta` to `x` in place; the norm of the sum."""
+        y_TI = self.ops.add_rms_norm(x_TI, delta, self.weight_I, self.eps)
         return self._replace(y_TI, x_TI, step)
 
     def _replace(self, y_TI: Tensor, x_TI: Tensor, step: StepContext) -> Tensor:
@@ -97,25 +95,25 @@ class HeadNorm:
 class Linear:
     """`y = x W^T + b`, plus the adapters' part. Packed projections are one layer."""
 
-    weight_OI: Tensor | Fp8Weight
+    weight: Weight
     bias_O: Tensor | None
     group: int
-    """In the model's TargetTable."""
+    """Its number in the model's TargetTable."""
 
-    def pending(self, x_TI: Tensor, step: StepContext) -> tuple[Tensor, Pending | None]:
-        """As a call, but the adapters' part may be left to what reads the product next."""
-        if hasattr(step.lora, "product") and isinstance(self.weight_OI, Tensor):
-            fused = cast(FusedStep, step.lora)  # asking for the whole protocol takes 50 us
-            found = fused.product(x_TI, self.weight_OI, self.bias_O, self.group)
+    def __call__(self, x_TI: Tensor, step: StepContext) -> Product:
+        """The result, of which the adapters' part may be left to what reads the product next."""
+        if step.lora is not None:
+            found = step.lora.product(x_TI, self.weight, self.bias_O, self.group)
             if found is not None:
                 return found
-        return self(x_TI, step), None
+        return Product(self.whole(x_TI, step))
 
-    def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
+    def whole(self, x_TI: Tensor, step: StepContext) -> Tensor:
+        """The result with nothing left to add, (T, O)."""
         if step.lora is None:
-            return linear(x_TI, self.weight_OI, self.bias_O)
+            return self.weight.apply(x_TI, self.bias_O)
         step.lora.start(x_TI, self.group)
-        y_TO = linear(x_TI, self.weight_OI, self.bias_O)
+        y_TO = self.weight.apply(x_TI, self.bias_O)
         step.lora.linear(y_TO, x_TI, self.group)
         return y_TO
 

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from weft.core.config import Quantization
 from weft.core.errors import ConfigError
 from weft.core.targets import Group, TargetTable
-from weft.kernels.fp8 import quantize_weight
-from weft.models.blueprint import HEAD, target_table
+from weft.kernels.linear import DenseWeight
+from weft.kernels.quant import Format, format_named
+from weft.models.blueprint import EMBED, HEAD, target_table
 from weft.models.config import ModelConfig, MoeConfig
 from weft.models.weights import Weights
 
@@ -31,14 +31,16 @@ def load_weights(
     config: ModelConfig,
     dtype: torch.dtype,
     device: torch.device | str,
-    quantization: Quantization | None = None,
+    quantization: str | None = None,
 ) -> Weights:
     """Read the safetensors files of `folder`, tensor by tensor.
 
-    With `quantization` the layers' matrices are quantized once they are in `dtype`. Raises
+    With `quantization` the layers' matrices are put into that format of `weft.kernels.quant` once
+    they are in `dtype`. Raises
     ConfigError naming what is missing, has another shape or is quantized already.
     """
-    weights = _allocate(target_table(config), dtype, device, quantization)
+    form = None if quantization is None else format_named(quantization)
+    weights = _allocate(target_table(config), dtype, device, form)
     places = _places(weights, config.moe)
     whole = _whole(weights, config.moe)
     unread = set(places)
@@ -65,7 +67,7 @@ def load_weights(
             "tie_word_embeddings",
         )
     del places, whole
-    _quantize(weights, quantization)
+    _quantize(weights, form)
     return weights
 
 
@@ -74,11 +76,12 @@ def dummy_weights(
     dtype: torch.dtype,
     device: torch.device | str,
     seed: int = 0,
-    quantization: Quantization | None = None,
+    quantization: str | None = None,
 ) -> Weights:
     """Random weights made on the device: normal with deviation 0.02, norms 1."""
     generator = torch.Generator(device=device).manual_seed(seed)
-    weights = _allocate(target_table(config), dtype, device, quantization)
+    form = None if quantization is None else format_named(quantization)
+    weights = _allocate(target_table(config), dtype, device, form)
     for key in weights.matrices:
         if key != HEAD or not config.tie_word_embeddings:
             weights.dense(key).normal_(std=0.02, generator=generator)
@@ -86,7 +89,7 @@ def dummy_weights(
         bias.normal_(std=0.02, generator=generator)
     for norm in weights.norms.values():
         norm.fill_(1.0)
-    _quantize(weights, quantization)
+    _quantize(weights, form)
     return weights
 
 
@@ -97,34 +100,39 @@ def _allocate(
     table: TargetTable,
     dtype: torch.dtype,
     device: torch.device | str,
-    quantization: Quantization | None,
+    form: Format | None,
 ) -> Weights:
     """Empty weights. On a CPU, matrices are (out, in) views of (in, out) memory, which products
     with few rows read faster; the embedding is read by row, and experts lie one after another."""
-    on_cpu = torch.device(device).type == "cpu"
     weights = Weights(table, {}, {}, {})
     for key, (group, *_) in table.by_key.items():
-        shape = (group.out_features, group.in_features)
+        if group.kind == "experts" and form is not None:
+            raise ConfigError(
+                "--quantization is not served for mixtures of experts", "quantization"
+            )
         if group.kind == "head" and table.tied:
-            weights.matrices[key] = weights.embed
-        elif group.kind == "embedding":
-            weights.matrices[key] = torch.empty(shape[::-1], dtype=dtype, device=device)
-        elif group.kind == "experts":
-            if quantization is not None:
-                raise ConfigError(
-                    "--quantization is not served for mixtures of experts", "quantization"
-                )
-            stacked = (table.num_experts, *shape)
-            weights.matrices[key] = torch.empty(stacked, dtype=dtype, device=device)
-        elif on_cpu:
-            weights.matrices[key] = torch.empty(shape[::-1], dtype=dtype).t()
+            weights.matrices[key] = weights.matrices[EMBED]
         else:
-            weights.matrices[key] = torch.empty(shape, dtype=dtype, device=device)
+            matrix = _empty_matrix(group, table.num_experts, dtype, torch.device(device))
+            weights.matrices[key] = DenseWeight(matrix)
         if group.packed.bias:
-            weights.biases[key] = torch.empty(shape[0], dtype=dtype, device=device)
+            weights.biases[key] = torch.empty(group.out_features, dtype=dtype, device=device)
     for norm in table.norms:
         weights.norms[norm.name] = torch.empty(norm.size, dtype=dtype, device=device)
     return weights
+
+
+def _empty_matrix(
+    group: Group, num_experts: int, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    outputs, inputs = group.out_features, group.in_features
+    if group.kind == "experts":
+        return torch.empty((num_experts, outputs, inputs), dtype=dtype, device=device)
+    if group.kind == "embedding":
+        return torch.empty((inputs, outputs), dtype=dtype, device=device)
+    if device.type == "cpu":
+        return torch.empty((inputs, outputs), dtype=dtype).t()
+    return torch.empty((outputs, inputs), dtype=dtype, device=device)
 
 
 def _places(weights: Weights, moe: MoeConfig | None) -> dict[str, Tensor]:
@@ -183,14 +191,13 @@ def _whole(weights: Weights, moe: MoeConfig | None) -> dict[str, tuple[Tensor, l
     return found
 
 
-def _quantize(weights: Weights, quantization: Quantization | None) -> None:
+def _quantize(weights: Weights, form: Format | None) -> None:
     """Quantize the layers' matrices one by one, so that both kinds exist for one at a time."""
-    if quantization is None:
+    if form is None:
         return
     for key, (group, *_) in weights.table.by_key.items():
         if group.kind == "linear":
-            matrix = weights.dense(key)
-            weights.matrices[key] = quantize_weight(matrix, quantization == "fp8")
+            weights.matrices[key] = form.quantize(weights.dense(key))
 
 
 def _stored_tensors(folder: Path, device: torch.device | str) -> Iterator[tuple[str, Any]]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.kernels.lora.base import ExpertStep
 from weft.kernels.ops import Ops
+from weft.kernels.product import Product
 from weft.models.config import MoeConfig
 from weft.models.layers import Linear, StepContext
 
@@ -108,8 +109,8 @@ class SparseMlp:
     moe: MoeConfig
     ops: Ops
 
-    def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
-        weight_TK, expert_TK = choose_experts(self.router(x_TI, step), self.moe)
+    def __call__(self, x_TI: Tensor, step: StepContext) -> Product:
+        weight_TK, expert_TK = choose_experts(self.router.whole(x_TI, step), self.moe)
         routing = route(expert_TK, self.moe.num_experts)
         token_P = routing.order_P // self.moe.top_k
         x_PI, ends_E = x_TI[token_P], routing.ends_E
@@ -118,7 +119,7 @@ class SparseMlp:
             # Ahead of the product: what it makes is read by kernels that start early, before what
             # the one right ahead of them wrote can be seen.
             lora = step.lora.experts(token_P, routing.expert_P)
-        inner_PF = self.ops.silu_and_mul(self.gate_up(x_PI, ends_E, lora))
+        inner_PF = self.ops.silu_and_mul(Product(self.gate_up(x_PI, ends_E, lora)))
         y_PI = self.down(inner_PF, ends_E, lora)
         y_TKI = y_PI[routing.place_P].view(*weight_TK.shape, -1)
-        return (y_TKI * weight_TK[:, :, None]).sum(1).to(x_TI.dtype)
+        return Product((y_TKI * weight_TK[:, :, None]).sum(1).to(x_TI.dtype))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from weft.core.targets import Norm, Target, TargetTable
-from weft.kernels.fp8 import Fp8Weight
+from weft.kernels.linear import DenseWeight, Weight
 from weft.models.blueprint import EMBED, HEAD
 
 
@@ -18,7 +18,7 @@ class Weights:
     `weft.checkpoint.BaseWeights` of its adapters."""
 
     table: TargetTable
-    matrices: dict[str, Tensor | Fp8Weight]
+    matrices: dict[str, Weight]
     """By key, (out, in); the embedding's is (vocab, hidden), the experts' (experts, out, in). A
     tied head is the embedding's tensor."""
     biases: dict[str, Tensor]
@@ -29,8 +29,8 @@ class Weights:
     def dense(self, key: str) -> Tensor:
         """A matrix that is never quantized."""
         matrix = self.matrices[key]
-        assert isinstance(matrix, Tensor), key
-        return matrix
+        assert isinstance(matrix, DenseWeight), key
+        return matrix.values_OI
 
     @property
     def embed(self) -> Tensor:
@@ -50,15 +50,14 @@ class Weights:
     def num_parameters(self) -> int:
         """Parameters of the model; a tied head counts once."""
         own = [m for key, m in self.matrices.items() if key != HEAD or not self.table.tied]
-        return sum(t.numel() for t in (*own, *self.biases.values(), *self.norms.values()))
+        vectors = (*self.biases.values(), *self.norms.values())
+        return sum(m.shape.numel() for m in own) + sum(v.numel() for v in vectors)
 
     def weight(self, target: Target) -> Tensor:
         if target.kind == "embedding":
             return self.embed.t()
         matrix = self.matrices[self.table.groups[target.group].packed.key]
-        if isinstance(matrix, Fp8Weight):
-            matrix = matrix.dequantized(self.dtype)
-        return _rows(matrix, target)
+        return _rows(matrix.dequantized(self.dtype), target)
 
     def bias(self, target: Target) -> Tensor | None:
         bias = self.biases.get(self.table.groups[target.group].packed.key)

@@ -11,6 +11,7 @@ from weft.core.config import EngineArgs
 from weft.core.stages import Stages
 from weft.kernels.lora import AdapterPool, make_backend
 from weft.kernels.ops import make_ops
+from weft.kernels.quant import rounds_inputs
 from weft.models.decoder import Decoder
 from weft.models.kv_cache import allocate_kv_cache
 from weft.worker.execute import StepExecutor
@@ -88,7 +89,7 @@ def _make_check(args: EngineArgs, model: LoadedModel, activity: Activity) -> Sel
         partial(make_backend, args.lora.lora_backend),
         allocate_kv_cache(model.config, num_blocks(size), size, model.dtype, model.device),
         activity.is_recent,
-        exact=model.config.moe is None and args.model.quantization != "fp8",
+        exact=model.config.moe is None and not rounds_inputs(args.model.quantization),
     )
 
 

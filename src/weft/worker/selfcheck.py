@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -39,11 +39,12 @@ from weft.core.errors import AdapterQuarantined
 from weft.core.stats import CheckResult
 from weft.core.targets import Group, TargetTable
 from weft.kernels.attention import KVCache, make_batch
+from weft.kernels.linear import Weight
 from weft.kernels.lora import AdapterPool, LoraBackend, LoraBatch, LoraStep, Segment
-from weft.kernels.lora.base import ExpertStep, FusedStep, NormStep, VocabularyStep
+from weft.kernels.lora.base import ExpertStep, NormStep, VocabularyStep
 from weft.kernels.lora.extras import norms_of, vocabulary_of, with_extras
 from weft.kernels.lora.oracle import ImageStep
-from weft.kernels.pending import Pending
+from weft.kernels.product import Product
 from weft.models.decoder import Decoder, StepContext
 from weft.worker.step import StepTensors, hidden_states, logits
 
@@ -286,8 +287,8 @@ def _served(backend: LoraBackend, pool: AdapterPool, probe: _Probe) -> LoraStep:
     return with_extras(backend.begin(probe.lora), pool, probe.lora)
 
 
-class _Both:
-    """FusedStep and NormStep of an oracle, which compares with it what a serving step does."""
+class _Both(LoraStep):
+    """LoraStep and NormStep of an oracle, which compares with it what a serving step does."""
 
     def __init__(self, served: LoraStep, oracle: ImageStep, pool: AdapterPool) -> None:
         self._served, self._oracle = served, oracle
@@ -316,20 +317,17 @@ class _Both:
         self.compare(y_TO, x_TI, group, self._served.linear, self._oracle.linear)
 
     def product(
-        self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: int
-    ) -> tuple[Tensor, Pending] | None:
-        """See `FusedStep`."""
-        if not hasattr(self._served, "product"):
+        self, x_TI: Tensor, weight: Weight, bias_O: Tensor | None, group: int
+    ) -> Product | None:
+        served = self._served.product(x_TI, weight, bias_O, group)
+        if served is None:
             return None
-        fused = cast(FusedStep, self._served)  # asking for the whole protocol takes 50 us
-        found = fused.product(x_TI, weight_OI, bias_O, group)
-        if found is None:
-            return None
-        y_TO, pending = found
-        base = y_TO.clone()
-        self._oracle.linear(y_TO, x_TI, group)
-        self.note(_name(self._table.groups[group]), pending.added_to(base), y_TO, base)
-        return y_TO, replace(pending, slot_T=self._no_slot_T)
+        pending = served.pending
+        base = weight.apply(x_TI, bias_O) if pending is None else served.y_TO
+        want = base.clone()
+        self._oracle.linear(want, x_TI, group)
+        self.note(_name(self._table.groups[group]), served.whole(), want, base)
+        return Product(want, pending and replace(pending, slot_T=self._no_slot_T))
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
         self.compare(y_TO, ids_T, group, self._served.embedding, self._oracle.embedding)

@@ -17,14 +17,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from weft.core.targets import ImageLayout, TargetTable, aligned
 from weft.kernels.checksum import checksum
-from weft.kernels.pending import Pending
+from weft.kernels.linear import Weight
+from weft.kernels.product import Product
 
 SCRATCH_BYTES = 32 << 20
 """What an image whose old and new places overlap is moved through, piece by piece."""
@@ -257,37 +258,40 @@ class ExpertStep(Protocol):
 
 
 class LoraStep(Protocol):
-    """What a layer calls during one step; each method but `start` adds to `y` in place."""
+    """What a layer calls during one step. Those methods that take `y` add to it in place.
+
+    Steps inherit from it, so that those without fused kernels have `product` and `start`.
+    """
+
+    def product(
+        self, x_TI: Tensor, weight: Weight, bias_O: Tensor | None, group: int
+    ) -> Product | None:
+        """The whole of a linear layer by kernels that compute base and adapters together, which may
+        leave the adapters' part pending. None where there are none for such a step or layer: then
+        `start`, the base product and `linear` follow."""
+        return None
 
     def start(self, x_TI: Tensor, group: int) -> None:
-        """The input of a linear layer is there, and its base product is about to be launched:
-        what can run beside it may begin. `linear` of the same group follows."""
+        """Begin what can run beside the base product, which is about to be launched: the input of
+        the layer is there. `linear` of the same group follows."""
+        return
+
+    def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
+        """Add the adapters' part to the base product of the rows."""
         ...
 
-    def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None: ...
-
-    def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None: ...
+    def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
+        """Add the adapters' part to the embedding of the tokens `ids`."""
+        ...
 
     def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
-        """As `linear`, over the sampled rows."""
+        """Add the adapters' part to the logits of the sampled rows."""
         ...
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
         """The rows of a layer's experts: which of the step's rows each is of, and which expert it
         goes through, int64 (P,). Ordered by expert, then by slot. On a GPU, an operation that does
         not start early comes between this and `linear`, which reads at once what is made here."""
-        ...
-
-
-@runtime_checkable
-class FusedStep(LoraStep, Protocol):
-    """A LoraStep that can also leave its part of a linear layer to the operation that follows."""
-
-    def product(
-        self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: int
-    ) -> tuple[Tensor, Pending] | None:
-        """The base product, and what is to be added to it before it is used; it is there until the
-        next call. None: not for such a step or layer."""
         ...
 
 

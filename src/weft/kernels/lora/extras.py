@@ -71,7 +71,7 @@ def _vocab_size(pool: AdapterPool, slot: int) -> int:
     return placed[1].vocab_size if placed is not None else 0
 
 
-class ExtrasStep:
+class ExtrasStep(LoraStep):
     """LoraStep that does what another does, and the extras; NormStep of the norms among them."""
 
     def __init__(self, step: LoraStep, pool: AdapterPool, batch: LoraBatch) -> None:

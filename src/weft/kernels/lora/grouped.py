@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft.kernels.lora.base import AdapterPool, GroupView, LoraBatch, Segment
+from weft.kernels.lora.base import AdapterPool, GroupView, LoraBatch, LoraStep, Segment
 
 MAX_STACK_BYTES = 256 << 20
 MAX_STACKS = 16
@@ -83,7 +83,7 @@ class GroupedBackend:
         return elements * self._pool.element_bytes <= MAX_STACK_BYTES // MAX_STACKS
 
 
-class GroupedStep:
+class GroupedStep(LoraStep):
     """LoraStep of the torch backend."""
 
     def __init__(self, pool: AdapterPool, batch: LoraBatch, stacks: _StackSet | None) -> None:
@@ -91,9 +91,6 @@ class GroupedStep:
         self._batch = batch
         self._set = stacks
         self._masks: dict[tuple[tuple[tuple[int, int], ...], bool], Tensor] = {}
-
-    def start(self, x_TI: Tensor, group: int) -> None:
-        """Nothing runs beside the base product."""
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         self._apply(y_TO, x_TI, group, sampled=False)

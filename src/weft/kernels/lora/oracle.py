@@ -13,13 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.targets import Group, ImageLayout, TargetTable, aligned, vocabulary
-from weft.kernels.lora.base import ExpertStep
+from weft.kernels.lora.base import ExpertStep, LoraStep
 
 PAIRS = 16
 """Of a row and an expert, whose matrices are gathered at a time."""
 
 
-class ImageStep:
+class ImageStep(LoraStep):
     """LoraStep and NormStep of a batch in which one adapter has all rows from `first` on, and all
     sampled rows from `first_sampled` on; those before are the base's."""
 
@@ -35,9 +35,6 @@ class ImageStep:
         """`image`: 1-D, on the device of the rows."""
         self._table, self._layout, self._image = table, layout, image
         self._first, self._first_sampled, self._num_rows = first, first_sampled, num_rows
-
-    def start(self, x_TI: Tensor, group: int) -> None:
-        """Nothing runs beside the base product."""
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         self._project(y_TO[self._first :], x_TI[self._first :], group)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from weft.kernels.lora.base import AdapterPool, GroupView, LoraBatch
+from weft.kernels.lora.base import AdapterPool, GroupView, LoraBatch, LoraStep
 
 
 class ReferenceBackend:
@@ -20,14 +20,11 @@ class ReferenceBackend:
         return ReferenceStep(self._pool, batch)
 
 
-class ReferenceStep:
+class ReferenceStep(LoraStep):
     def __init__(self, pool: AdapterPool, batch: LoraBatch) -> None:
         self._pool = pool
         self._slot_T = batch.slot_T.tolist()
         self._slot_N = batch.slot_N.tolist()
-
-    def start(self, x_TI: Tensor, group: int) -> None:
-        """Nothing runs beside the base product."""
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         self._rows(y_TO, x_TI, group, self._slot_T)

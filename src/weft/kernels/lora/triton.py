@@ -38,12 +38,13 @@ from torch import Tensor
 from weft.core.config import MAX_RANK
 from weft.core.errors import ConfigError
 from weft.kernels import tuned
-from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch
+from weft.kernels.linear import DenseWeight, Weight
+from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, LoraStep
 from weft.kernels.lora.triton_beside import NUM_FLAGS, Adapters, launch_beside
 from weft.kernels.lora.triton_experts import tiles_of_experts
 from weft.kernels.lora.triton_rows import TileList, TileRows
 from weft.kernels.lora.triton_tiles import EXPERT, expand_tile, num_blocks_of, shrink_tile
-from weft.kernels.pending import Pending
+from weft.kernels.product import Pending, Product
 from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
 from weft.kernels.triton_linear import FEW_ROWS, cut_of, launch
 from weft.kernels.tuned import Blocks
@@ -247,7 +248,7 @@ class TritonBackend:
         return TritonStep(self, *self._tiles.fill(batch), self._work)
 
 
-class TritonStep:
+class TritonStep(LoraStep):
     """LoraStep of the Triton backend."""
 
     def __init__(
@@ -278,9 +279,12 @@ class TritonStep:
         return self._tokens
 
     def product(
-        self, x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, group: int
-    ) -> tuple[Tensor, Pending] | None:
-        """See `FusedStep`."""
+        self, x_TI: Tensor, weight: Weight, bias_O: Tensor | None, group: int
+    ) -> Product | None:
+        """For few rows: see `weft.kernels.lora.triton_beside`."""
+        if not isinstance(weight, DenseWeight):
+            return None
+        weight_OI = weight.values_OI
         backend, rows = self._backend, self._tokens
         pool, tuning = backend.pool, backend.tuning
         of = pool.table.groups[group]
@@ -298,9 +302,9 @@ class TritonStep:
             part=tuning.part,
             max_parts=tuning.max_parts,
         )
-        product = launch(x_TI, weight_OI, bias_O, cut, backend.flags)
-        launch_beside(product, x_TI, adapters)
-        return product.y_TO, Pending(delta_TO, rows.slots)
+        launched = launch(x_TI, weight_OI, bias_O, cut, backend.flags)
+        launch_beside(launched, x_TI, adapters)
+        return Product(launched.y_TO, Pending(delta_TO, rows.slots))
 
     def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
         self._apply(y_NV, x_NI, group, self._sampled)

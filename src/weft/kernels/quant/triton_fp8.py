@@ -1,4 +1,4 @@
-"""Products with fp8 weights on CUDA devices: see `weft.kernels.fp8`.
+"""Products with fp8 weights on CUDA devices: see `weft.kernels.quant.fp8`.
 
 Shapes: T token rows, K inputs, N outputs.
 """
@@ -11,12 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.fp8 import FP8, FP8_MAX
-
-INTERPRETED = triton.knobs.runtime.interpret
-"""Whether this process runs kernels in Triton's interpreter, whose products of 16-bit numbers are
-not right: they are taken in fp32 there."""
-
+from weft.kernels.quant.e4m3 import FP8, FP8_MAX
+from weft.kernels.triton_base import INTERPRETED
 
 FEW_ROWS = 64
 """Up to here a weight-only product is bound by the weight's bytes."""
@@ -45,7 +41,7 @@ def _quantize(x_ptr, q_ptr, scale_ptr, x_stride, K, MAX: tl.constexpr, BLOCK: tl
 
 
 def quantize_rows(x_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """As `weft.kernels.fp8.quantize_rows`, in one launch."""
+    """Quantize rows as `weft.kernels.quant.e4m3.quantize_rows` does, in one launch."""
     T, K = x_TK.shape
     q_TK = torch.empty((T, K), dtype=FP8, device=x_TK.device)
     scale_T = torch.empty(T, dtype=torch.float32, device=x_TK.device)

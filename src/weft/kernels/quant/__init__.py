@@ -1,0 +1,65 @@
+"""The formats in which the base's matrices can be held, by the names that `--quantization` takes.
+
+A new format is a file with its `Weight` and a row in FORMATS: the flag's choices and help, and what
+errors list, are read from there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from weft.core.errors import ConfigError
+
+if TYPE_CHECKING:  # the command line reads FORMATS, and does without torch
+    from torch import Tensor
+
+    from weft.kernels.linear import Weight
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """One way to hold a matrix."""
+
+    maker: str
+    """`module:function` of what makes a `Weight` of a matrix (O, I); imported when first used."""
+    rounds_inputs: bool
+    """Whether inputs are rounded too. Sums in another order may then round one otherwise, so that
+    results can't be compared closely."""
+    help: str
+
+    def quantize(self, matrix_OI: Tensor) -> Weight:
+        """The matrix in this format, on the device where it is."""
+        module, _, function = self.maker.partition(":")
+        weight: Weight = getattr(import_module(module), function)(matrix_OI)
+        return weight
+
+
+FORMATS: dict[str, Format] = {
+    "fp8": Format(
+        "weft.kernels.quant.fp8:quantize_dynamic",
+        rounds_inputs=True,
+        help="8-bit floating point, and inputs are rounded to 8 bits too",
+    ),
+    "fp8-weight-only": Format(
+        "weft.kernels.quant.fp8:quantize_weight_only",
+        rounds_inputs=False,
+        help="8-bit floating point, and inputs stay as they are",
+    ),
+}
+
+
+def rounds_inputs(name: str | None) -> bool:
+    """Whether products with matrices of that format, None for dense ones, round their inputs."""
+    return name is not None and format_named(name).rounds_inputs
+
+
+def format_named(name: str) -> Format:
+    """Raises ConfigError for a name that is not in FORMATS."""
+    if name not in FORMATS:
+        known = ", ".join(FORMATS)
+        raise ConfigError(
+            f"--quantization has no format {name!r}; there are: {known}", "quantization"
+        )
+    return FORMATS[name]
