@@ -13,11 +13,11 @@ from typing import TypeVar, cast
 
 import torch
 
-from weft.core.adapters import AdapterInfo, AdapterRef
+from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
 from weft.core.composition import WeightedAdapter
 from weft.core.config import engine_args
-from weft.core.errors import InvalidRequest, ModelNotFound, from_wire
-from weft.core.messages import Abort, Register, Reply, Report, Submit, Tokens
+from weft.core.errors import InvalidRequest, ModelNotFound, WeftError, from_wire
+from weft.core.messages import Abort, Hold, Reply, Report, Submit, Tokens
 from weft.core.requests import EngineRequest, FinishReason, TokenEvent, TokenLogprob
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineStats
@@ -138,13 +138,13 @@ class LLM:
         """Make the adapter in a folder usable under `name`. A tokenizer and a chat template in it
         are then used for its texts.
 
-        With `replace` it takes the place of other content under that name, as a new version. A
-        pinned one stays on the device; the newest load of some content says whether it is.
+        With `replace` it takes the place of other content under that name, as a new version.
+        Content stays on the device while any of its names is loaded with `pinned`.
         Raises AdapterError.
         """
         with self._registry.reserve(name, str(path)):
             own = self._tokenizers.load(Path(path))
-            info = self._register(str(path), pinned)
+            info = self._hold(AdapterSource(str(path)), name, pinned)
             ref = self._publish(name, info, str(path), replace, pinned)
             self._tokenizers.put(name, own)
             return ref
@@ -168,14 +168,14 @@ class LLM:
         Raises AdapterError.
         """
         with self._registry.reserve(name, _MEMORY):
-            info = self._engine.publish(config, tensors, pinned)
+            info = self._engine.hold_tensors(config, tensors, name, pinned)
             ref = self._publish(name, info, _MEMORY, True, pinned)
             self._tokenizers.put(name, None)
             return ref
 
     def unload_adapter(self, name: str) -> None:
         """Raises AdapterNotFound."""
-        self._engine.drop(self._registry.retire(name).ref.digest)
+        self._registry.retire(name).on_drained(self._release)
         self._tokenizers.put(name, None)
 
     def stats(self) -> EngineStats:
@@ -284,21 +284,21 @@ class LLM:
     def _publish(
         self, name: str, info: AdapterInfo, path: str, replace: bool, pinned: bool
     ) -> AdapterRef:
-        """Let `name` point to what was registered; the registration that is then too many goes."""
-        before = self._registry.current(name)
-        ref = before
+        """Let `name` point to content that the engine holds for it."""
         try:
-            ref = self._registry.publish(
-                name, info, path, replace, lambda old: self._engine.drop(old.digest), pinned
-            )
-        finally:
-            if ref == before:
-                self._engine.drop(info.digest)
-        return ref
+            return self._registry.publish(name, info, path, replace, self._release, pinned)
+        except WeftError:
+            self._release(AdapterRef(name, 0, info.digest))
+            raise
 
-    def _register(self, path: str, pinned: bool) -> AdapterInfo:
+    def _release(self, ref: AdapterRef) -> None:
+        """Let go of content, unless its name points to it again."""
+        if not self._registry.needs(ref):
+            self._engine.release(ref.digest, ref.name)
+
+    def _hold(self, source: AdapterSource, name: str, pinned: bool) -> AdapterInfo:
         call_id = next(self._ids)
-        self._engine.apply(Register(call_id, path, pinned))
+        self._engine.apply(Hold(call_id, source, name, pinned))
         for report in self._reports():
             if isinstance(report, Reply) and report.call_id == call_id:
                 if report.error is not None:

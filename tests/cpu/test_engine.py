@@ -21,7 +21,7 @@ import pytest
 from http_api import INFO
 from tiny import ADAPTERS, BASE, answer, ask
 
-from weft.core.adapters import AdapterRef
+from weft.core.adapters import AdapterRef, AdapterSource
 from weft.core.config import engine_args
 from weft.core.errors import (
     AdapterInvalid,
@@ -118,8 +118,8 @@ def text_of(events: list[TokenEvent]) -> str:
     return TOKENIZER.decode(ids, skip_special_tokens=True)
 
 
-async def register(client: Client, name: str) -> AdapterRef:
-    info = await client.register_adapter(str(ADAPTERS[name]))
+async def register(client: Client, name: str, holder: str = "") -> AdapterRef:
+    info = await client.hold(AdapterSource(str(ADAPTERS[name])), holder or name)
     assert info.path == str(ADAPTERS[name])
     return AdapterRef(name, 1, info.digest)
 
@@ -158,7 +158,7 @@ def test_many_requests_at_once(bench: Bench) -> None:
             name = each[i].name if each[i] else None
             assert text_of(events) == answer(name, words[i % 3])
             assert events[-1].finish_reason == "stop"
-        await asyncio.gather(*(bench.client.drop_adapter(ref) for ref in refs))
+        await asyncio.gather(*(bench.client.release(ref.digest, ref.name) for ref in refs))
 
     bench.run(go())
 
@@ -272,25 +272,28 @@ def test_register_errors_are_typed(bench: Bench, tmp_path: Path) -> None:
 
     async def go() -> None:
         with pytest.raises(AdapterNotFound) as missing:
-            await bench.client.register_adapter(str(tmp_path / "nothing"))
+            await bench.client.hold(AdapterSource(str(tmp_path / "nothing")), "x")
         assert missing.value.param == "lora_path"
         with pytest.raises(AdapterInvalid, match="use_dora") as invalid:
-            await bench.client.register_adapter(str(folder))
+            await bench.client.hold(AdapterSource(str(folder)), "x")
         assert invalid.value.param == "use_dora"
         assert (await bench.client.stats()).host_adapters == ()
 
     bench.run(go())
 
 
-def test_a_drop_undoes_one_registration(bench: Bench) -> None:
+def test_an_adapter_is_served_while_anybody_holds_it(bench: Bench) -> None:
+    """To repeat a hold or a release changes nothing."""
+
     async def go() -> None:
         client = bench.client
         ref = await register(client, "upper")
-        assert await register(client, "upper") == ref
-        for _ in range(2):
+        for holder in ("upper", "other"):
+            assert await register(client, "upper", holder) == ref
+        for holder in ("nobody", "other", "other", "upper"):
             assert text_of(await collect(client, request_of("hello", ref))) == "HELLO"
             assert (await client.stats()).resident_adapters == (ref.digest,)
-            await client.drop_adapter(ref)
+            await client.release(ref.digest, holder)
         (event,) = await collect(client, request_of("hello", ref))
         assert event.error is not None and event.error[0] == "adapter_unavailable"
         await idle(client)
@@ -300,14 +303,14 @@ def test_a_drop_undoes_one_registration(bench: Bench) -> None:
     bench.run(go())
 
 
-def test_a_drop_lets_running_requests_end(bench: Bench) -> None:
+def test_a_release_lets_running_requests_end(bench: Bench) -> None:
     async def go() -> None:
         client = bench.client
         ref = await register(client, "upper")
         request = request_of("hello", ref, replace(ENDLESS, max_tokens=60))
         async with aclosing(client.generate(request)) as stream:
             seen = [await anext(stream)]
-            await client.drop_adapter(ref)
+            await client.release(ref.digest, ref.name)
             (refused,) = await collect(client, request_of("hello", ref))
             assert refused.error is not None and refused.error[0] == "adapter_unavailable"
             seen += [event async for event in stream]
@@ -363,8 +366,8 @@ async def assert_dead(client: Client) -> None:
     assert not client.alive
     for call in (
         client.stats(),
-        client.register_adapter(str(ADAPTERS["upper"])),
-        client.drop_adapter(AdapterRef("x", 1, "ab" * 32)),
+        client.hold(AdapterSource(str(ADAPTERS["upper"])), "upper"),
+        client.release("ab" * 32, "x"),
         collect(client, request_of()),
     ):
         with pytest.raises(EngineDead):

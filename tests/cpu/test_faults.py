@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tiny import ADAPTERS, BASE, answer, ask
 
-from weft.core.adapters import AdapterInfo, AdapterRef
+from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
 from weft.core.config import engine_args
 from weft.core.errors import AdapterError, AdapterUnavailable, from_wire
 from weft.core.requests import EngineRequest, TokenEvent
@@ -80,7 +80,7 @@ def distinct_copies(root: Path) -> list[Path]:
 
 
 async def register(client: Client, folder: Path) -> AdapterRef:
-    return ref_of(folder, await client.register_adapter(str(folder)))
+    return ref_of(folder, await client.hold(AdapterSource(str(folder)), folder.name))
 
 
 def ref_of(folder: Path, info: AdapterInfo) -> AdapterRef:
@@ -111,7 +111,9 @@ def test_broken_adapters_beside_good_traffic(tmp_path: Path) -> None:
         served = [*good, None]
         many = [served[i % len(served)] for i in range(NUM_BROKEN)]
         mixed = [ref for pair in zip(broken, many, strict=True) for ref in pair]
-        unfit = [client.register_adapter(str(folder)) for folder in folders[: len(FAULTS)]]
+        unfit = [
+            client.hold(AdapterSource(str(folder)), "unfit") for folder in folders[: len(FAULTS)]
+        ]
         results, refusals = await asyncio.gather(
             asyncio.gather(*(ends(client, i, ref) for i, ref in enumerate(mixed))),
             asyncio.gather(*unfit, return_exceptions=True),
@@ -131,8 +133,9 @@ def test_broken_adapters_beside_good_traffic(tmp_path: Path) -> None:
         assert stats.adapter_loads == len(good), "what is broken took nothing from the others"
         assert stats.adapters.keys() == {ref.digest for ref in good}
         assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
-        for ref in (*broken, *good, good[0]):
-            await client.drop_adapter(ref)
+        for ref in (*broken, *good):
+            await client.release(ref.digest, ref.name)
+        await client.release(good[0].digest, "unfit")
         await ends(client, 0, None)
         stats = await client.stats()
         assert (stats.host_adapters, stats.adapter_bytes, stats.adapters) == ((), 0, {})
@@ -152,7 +155,7 @@ def test_what_was_registered_is_served_from_its_image(tmp_path: Path) -> None:
 
     async def go() -> None:
         client = await start_in_process(args)
-        infos = {n: await client.register_adapter(str(f)) for n, f in folders.items()}
+        infos = {n: await client.hold(AdapterSource(str(f)), n) for n, f in folders.items()}
         refs = {name: ref_of(folders[name], info) for name, info in infos.items()}
         while len(list(cache.glob("*.image"))) < len(refs):
             await asyncio.sleep(0.01)
@@ -165,7 +168,9 @@ def test_what_was_registered_is_served_from_its_image(tmp_path: Path) -> None:
         (caesar, _), (_, upper), (reverse, _) = ended
         assert caesar == answer("caesar", "hello") and reverse == answer("reverse", "hello")
         assert upper.error is not None and "changed on disk" in from_wire(upper.error).message
-        again = await client.register_adapter(str(folders["caesar"]), False, infos["caesar"])
+        await client.release(refs["caesar"].digest, "caesar")
+        source = AdapterSource(str(folders["caesar"]), refs["caesar"].digest)
+        again = await client.hold(source, "caesar")
         assert again == infos["caesar"], "as when the engine is started again"
         stats = await client.stats()
         assert stats.tiers["disk"].errors == 2 and stats.tiers["disk"].hits == 2

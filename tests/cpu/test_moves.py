@@ -20,10 +20,10 @@ from tiny import ADAPTERS, BASE
 
 from weft.checkpoint import load_image
 from weft.cli.options import parse_memory
-from weft.core.adapters import AdapterRef
+from weft.core.adapters import AdapterRef, AdapterSource
 from weft.core.config import LoraArgs, engine_args
 from weft.core.errors import ConfigError
-from weft.core.messages import Register, Reply, Tokens
+from weft.core.messages import Hold, Reply, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
 from weft.core.stages import Stages
@@ -192,7 +192,7 @@ class Traffic:
 
     def register(self, paths: Sequence[str]) -> list[AdapterRef]:
         for call_id, path in enumerate(paths):
-            self.engine.apply(Register(call_id, path))
+            self.engine.apply(Hold(call_id, AdapterSource(path), path))
         while len(self.infos) < len(paths):
             self.step()
         digests = [self.infos[i].digest for i in range(len(paths))]

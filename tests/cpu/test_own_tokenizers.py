@@ -20,7 +20,7 @@ from toy_tokenizers import byte_level, sentencepiece
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from weft import SamplingParams
-from weft.core.adapters import AdapterInfo
+from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.errors import ConfigError, InvalidRequest
 from weft.core.sampling import StructuredOutputs
 from weft.text import Tokenizer, load_tokenizer, own
@@ -46,12 +46,12 @@ def save(tokenizer: Tokenizer, folder: str) -> None:
 def make_world(folder: Path, tokenizer: Tokenizer | None = None) -> World:
     """Whose adapters have one token more than the base."""
     world = World(folder, tokenizer or byte_level())
-    register = world.engine.register_adapter
+    hold = world.engine.hold
 
-    async def register_larger(path: str, pinned: bool = False) -> AdapterInfo:
-        return replace(await register(path, pinned), vocab_size=TAG + 1)
+    async def hold_larger(source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
+        return replace(await hold(source, holder, pinned), vocab_size=TAG + 1)
 
-    world.engine.register_adapter = register_larger  # type: ignore[method-assign]
+    world.engine.hold = hold_larger  # type: ignore[method-assign]
     return world
 
 
@@ -198,7 +198,7 @@ def test_what_is_refused(
         error = answer.json()["error"]
         assert answer.status_code in (400, 403), answer.text
         assert error["param"] == param and says in error["message"]
-        assert not world.engine.registrations
+        assert not world.engine.holders
         assert "weft-tokenizer-" not in error["message"]
 
     run(world, scenario)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.checkpoint import AdapterImage
-from weft.core.adapters import AdapterInfo
+from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.errors import (
     AdapterConflict,
     AdapterInvalid,
@@ -30,6 +30,7 @@ from weft.core.errors import (
     AdapterUnavailable,
     WeftError,
 )
+from weft.core.messages import Hold
 from weft.core.stats import AdapterStats, CheckResult
 from weft.core.targets import ImageLayout
 from weft.engine import images as images_module
@@ -126,6 +127,14 @@ class FakeDisk:
         return replace(files, data=files.data.clone())
 
 
+class Answer(NamedTuple):
+    """How a registration has ended."""
+
+    call_id: int
+    info: AdapterInfo | None
+    error: WeftError | None
+
+
 class World:
     """A residency over fakes: 100 elements on the device, `host_bytes` on the host."""
 
@@ -156,13 +165,36 @@ class World:
         self.now = 0
         self.checked = True
         """After each call."""
-        self._ended: deque[Registered | LoadEnded] = deque()
+        self._ended: deque[Answer | LoadEnded] = deque()
 
-    def wait(self) -> Registered | LoadEnded:
+    def begin(
+        self, call_id: int, path: str, pinned: bool = False, before: AdapterInfo | None = None
+    ) -> None:
+        source = AdapterSource(path)
+        if before is not None:
+            source = AdapterSource(path, before.digest, before.checked)
+        self.residency.register(Hold(call_id, source, "test", pinned))
+
+    def _poll(self) -> Iterator[Answer | LoadEnded]:
+        for end in self.residency.poll():
+            yield self._answer(end) if isinstance(end, Registered) else end
+
+    def _answer(self, end: Registered) -> Answer:
+        """As the engine does: what was read is added."""
+        call, result = end.call, end.result
+        if isinstance(result, WeftError):
+            return Answer(call.call_id, None, result)
+        try:
+            info = self.residency.add(result, call.source.path, call.pinned, end.checked)
+        except WeftError as error:
+            return Answer(call.call_id, None, error)
+        return Answer(call.call_id, info, None)
+
+    def wait(self) -> Answer | LoadEnded:
         """The one thing that ends next; the wake-up comes with it."""
         while not self._ended:
             assert self.woken.acquire(timeout=PATIENCE_S), "nothing woke the engine"
-            self._ended += self.residency.poll()
+            self._ended += self._poll()
             self.check()
         return self._ended.popleft()
 
@@ -171,7 +203,7 @@ class World:
         deadline = time.monotonic() + PATIENCE_S
         while not done():
             assert time.monotonic() < deadline
-            self._ended += self.residency.poll()
+            self._ended += self._poll()
             time.sleep(0.001)
         self.check()
 
@@ -181,11 +213,12 @@ class World:
         content: AdapterImage | Exception,
         pinned: bool = False,
         before: AdapterInfo | None = None,
-    ) -> Registered:
+    ) -> Answer:
+        """`before`: what an engine before this one said of it."""
         self.disk.files[path] = content
-        self.residency.register(7, path, pinned, before)
+        self.begin(7, path, pinned, before)
         ended = self.wait()
-        assert isinstance(ended, Registered) and ended.call_id == 7
+        assert isinstance(ended, Answer) and ended.call_id == 7
         return ended
 
     def start(self, digest: str) -> Load | None:
@@ -284,7 +317,7 @@ def test_register_what_never_fits(world: World) -> None:
 def test_registrations_end_with_their_own_call_ids(world: World) -> None:
     world.disk.files = {"/a": image("a", 1), "/b": OSError("no"), "/c": image("c", 1)}
     for call_id, path in enumerate(world.disk.files):
-        world.residency.register(call_id, path)
+        world.begin(call_id, path)
     ended = {end.call_id: end for end in (world.wait() for _ in range(3))}
     assert [ended[i].info.digest if ended[i].info else None for i in range(3)] == ["a", None, "c"]
 
@@ -401,10 +434,10 @@ def test_register_again_while_a_forgotten_load_runs(no_host: World) -> None:
     load = no_host.start("a")
     assert load
     no_host.residency.forget("a")
-    no_host.residency.register(7, "/a")
+    no_host.begin(7, "/a")
     no_host.disk.gate.set()
     ended = [no_host.wait(), no_host.wait()]
-    if isinstance(ended[0], Registered):
+    if isinstance(ended[0], Answer):
         assert ended[1] == LoadEnded("a", None)
         assert no_host.pool.content(load.slot) == [4.0] * 60
     else:
@@ -520,13 +553,13 @@ def test_an_image_without_a_folder_stays_on_the_host(no_host: World) -> None:
 
 def test_register_expects_a_digest(world: World) -> None:
     world.disk.files["/a"] = image("a", 30)
-    world.residency.register(1, "/a", before=info("b"))
+    world.begin(1, "/a", before=info("b"))
     ended = world.wait()
-    assert isinstance(ended, Registered) and isinstance(ended.error, AdapterUnavailable)
+    assert isinstance(ended, Answer) and isinstance(ended.error, AdapterUnavailable)
     assert not world.slots.knows("a") and not world.slots.knows("b")
-    world.residency.register(1, "/a", before=info("a"))
+    world.begin(1, "/a", before=info("a"))
     ended = world.wait()
-    assert isinstance(ended, Registered) and ended.error is None
+    assert isinstance(ended, Answer) and ended.error is None
 
 
 def test_stats_by_adapter(world: World) -> None:
@@ -677,9 +710,9 @@ def test_a_registration_reads_the_folder(imaged: World) -> None:
     saved(imaged)
     refused = imaged.register("/a", AdapterNotFound("gone", "lora_path"))
     assert isinstance(refused.error, AdapterNotFound)
-    imaged.residency.register(8, "/a", before=info("a"))
+    imaged.begin(8, "/a", before=info("a"))
     again = imaged.wait()
-    assert isinstance(again, Registered) and again.info is not None and again.info.path == "/a"
+    assert isinstance(again, Answer) and again.info is not None and again.info.path == "/a"
     assert len(imaged.disk.reads) == 2
     imaged.load("a")
 
@@ -767,10 +800,10 @@ def test_many_registrations_hold_up_no_load(world: World) -> None:
     world.disk.gate.clear()
     for number in range(20):
         world.disk.files[f"/{number}"] = image(str(number), 1)
-        world.residency.register(number, f"/{number}")
+        world.begin(number, f"/{number}")
     world.load("a")
     world.disk.gate.set()
-    assert all(isinstance(world.wait(), Registered) for _ in range(20))
+    assert all(isinstance(world.wait(), Answer) for _ in range(20))
 
 
 def test_ten_thousand_loads_leave_nothing(tmp_path: Path) -> None:
@@ -947,14 +980,12 @@ def test_few_registrations_have_their_images_in_memory(world: World) -> None:
     names = [f"/{number}" for number in range(3 * MAX_REGISTERING + 1)]
     for call_id, name in enumerate(names):
         world.disk.files[name] = image(name, 1) if call_id else OSError("no")
-        world.residency.register(call_id, name)
+        world.begin(call_id, name)
     world.settle(lambda: len(world.disk.reads) > MAX_REGISTERING and checker.num_begun > 1)
     assert len(world.disk.reads) == MAX_REGISTERING + 1
     checker.gate.release(len(names))
     ended = [world.wait() for _ in names]
-    assert sorted(end.call_id for end in ended if isinstance(end, Registered)) == [
-        *range(len(names))
-    ]
+    assert sorted(end.call_id for end in ended if isinstance(end, Answer)) == [*range(len(names))]
     kinds = Counter(type(end.error) for end in ended)
     assert kinds[type(None)] == kinds[AdapterQuarantined] == MAX_REGISTERING
     assert kinds[AdapterUnavailable] == MAX_REGISTERING + 1
@@ -966,14 +997,14 @@ def test_one_content_that_is_registered_twice_at_once(world: World) -> None:
     checker = world.residency._checker = GatedChecker("passed", failed, failed, "passed")
     for call_id in range(2):
         world.disk.files[f"/{call_id}"] = image("a", 30)
-        world.residency.register(call_id, f"/{call_id}")
+        world.begin(call_id, f"/{call_id}")
     world.settle(lambda: checker.num_begun == 2)
     checker.gate.release()
     first = world.wait()
-    assert isinstance(first, Registered) and first.error is None
+    assert isinstance(first, Answer) and first.error is None
     checker.gate.release(3)
     second = world.wait()
-    assert isinstance(second, Registered) and second.error is failed
+    assert isinstance(second, Answer) and second.error is failed
     assert world.wait() == LoadEnded("a", failed)
     assert world.register("/a", image("a", 30)).error is failed
     assert world.wait() == LoadEnded("a", failed)

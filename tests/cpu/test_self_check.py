@@ -25,10 +25,11 @@ from transformers import LlamaConfig
 
 from weft import LLM, SamplingParams
 from weft.checkpoint import AdapterImage
+from weft.core.adapters import AdapterSource
 from weft.core.composition import WeightedAdapter
 from weft.core.config import engine_args
 from weft.core.errors import AdapterQuarantined
-from weft.core.messages import Register, Reply
+from weft.core.messages import Hold, Reply
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stages import Stages
 from weft.core.stats import CheckResult, EngineStats
@@ -476,7 +477,7 @@ def test_steps_go_on_beside_checks(llm: LLM) -> None:
     names = list(ADAPTERS)
     prompt = llm.tokenizer.encode("<|bos|><|user|>hello<|end|><|assistant|>")
     for number, name in enumerate(names):
-        llm._engine.apply(Register(number, str(ADAPTERS[name])))
+        llm._engine.apply(Hold(number, AdapterSource(str(ADAPTERS[name])), name))
     ended: dict[int, str] = {}
     rounds = 0
     while len(ended) < len(names) or rounds < 20:

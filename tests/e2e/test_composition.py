@@ -23,7 +23,6 @@ from tables import build_table
 from tiny import ADAPTERS, BASE, ask
 from transformers import AutoModelForCausalLM
 
-import weft.engine.compositions as compositions
 from weft import LLM, SamplingParams, WeightedAdapter
 from weft.api import ApiSettings, create_app
 from weft.checkpoint import AdapterImage, check_sum, sum_images, summand_of
@@ -41,7 +40,7 @@ from weft.core.errors import (
 from weft.core.messages import Submit
 from weft.core.requests import EngineRequest
 from weft.core.targets import Extras, ImageLayout, layout_of
-from weft.engine import build
+from weft.engine import adapters, build
 from weft.engine.build import build_engine
 from weft.engine.engine import Engine
 from weft.engine.host import Arena
@@ -268,7 +267,7 @@ class Server:
             for card in self.registry.adapter_cards():
                 retired = self.registry.retire(card.ref.name)
                 assert retired.drained, f"a lease of {card.ref.name} is left"
-                await self.engine.drop_adapter(retired.ref)
+                await self.engine.release(retired.ref.digest, retired.ref.name)
             stats = await self.engine.stats()
             assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
             await self.http.aclose()
@@ -494,7 +493,7 @@ def test_parts_that_are_not_on_the_host(
 def test_those_used_least_recently_are_forgotten(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(compositions, "MAX_KNOWN", 2)
+    monkeypatch.setattr(adapters, "MAX_SUMS", 2)
     llm = make_llm(adapters={name: ADAPTERS[name] for name in ("upper", "sort")})
     known = llm._engine._residency._known
     sums = [{"upper": scale, "sort": 1.0} for scale in (0.1, 0.2, 0.3)]
@@ -681,7 +680,7 @@ def test_on_the_wire() -> None:
 def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -> None:
     """Requests for sums come, end and are left while adapters come and go, with room for few, also
     with the host memory in one piece that a GPU's engine has."""
-    monkeypatch.setattr(compositions, "MAX_KNOWN", 3)
+    monkeypatch.setattr(adapters, "MAX_SUMS", 3)
     if arena:
         memory = Arena(torch.full((800_000,), 255, dtype=torch.uint8))
         monkeypatch.setattr(build, "_host_memory", lambda *_: (memory.num_bytes, memory))
@@ -711,7 +710,7 @@ def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -
     def publish(name: str) -> None:
         config = json.loads((ADAPTERS[name] / "adapter_config.json").read_text())
         tensors = load_file(ADAPTERS[name] / "adapter_model.safetensors")
-        refs[name] = AdapterRef(name, 1, engine.publish(config, tensors, False).digest)
+        refs[name] = AdapterRef(name, 1, engine.hold_tensors(config, tensors, name).digest)
 
     for number in range(110):
         names = ["upper", "caesar", "reverse", "stutter"]
@@ -719,7 +718,7 @@ def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -
         if what < 0.08 and len(refs) > 2:
             name = rng.choice(list(refs))
             if rng.random() < 0.2 or not any(name in names for names in open_ids.values()):
-                engine.drop(refs.pop(name).digest)
+                engine.release(refs.pop(name).digest, name)
         elif len(refs) < len(names) and what < 0.2:
             publish(rng.choice([name for name in names if name not in refs]))
         elif what < 0.6 and refs:
@@ -738,12 +737,12 @@ def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -
                 settle(getattr(report, "events", ()))
         engine.scheduler.check()
         engine._residency.check()
-        assert len(engine._compositions._parts) <= 3
+        engine._adapters.check()
     while open_ids:
         for report in engine.step():
             settle(getattr(report, "events", ()))
     for ref in refs.values():
-        engine.drop(ref.digest)
+        engine.release(ref.digest, ref.name)
     while engine.step() or engine.working or engine._residency._jobs:
         pass
     engine._residency.check()

@@ -9,15 +9,16 @@ import os
 import shutil
 import signal
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tiny import ADAPTERS, BASE, answer, ask
 
-from weft.core.adapters import AdapterInfo, AdapterRef
+from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
 from weft.core.config import engine_args
 from weft.core.errors import (
     AdapterConflict,
@@ -79,10 +80,10 @@ class Fake:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.adapters: Counter[str] = Counter()
-        self.pinned: set[str] = set()
-        self.told: list[AdapterInfo | None] = []
-        """What earlier engines had said of those registered."""
+        self.held: dict[str, dict[str, bool]] = {}
+        """By digest: the pin of each holder."""
+        self.checked: list[bool] = []
+        """Whether what was held was said to be checked."""
         self.closed = False
         self._dead = asyncio.Event()
 
@@ -119,25 +120,21 @@ class Fake:
         await self._wait(self.world.gate.wait())
         yield TokenEvent(request.request_id, [2], finish_reason="stop")
 
-    async def register_adapter(
-        self, path: str, pinned: bool = False, before: AdapterInfo | None = None
-    ) -> AdapterInfo:
+    async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
         await self._wait(self.world.gate.wait())
-        digest = self.world.disk.get(path)
+        digest = self.world.disk.get(source.path)
         if digest is None:
-            raise AdapterNotFound(f"{path} is gone", "lora_path")
-        if before is not None and before.digest != digest:
-            raise AdapterUnavailable(f"{path} changed", "lora_path")
-        self.told.append(before)
-        self.adapters[digest] += 1
-        (self.pinned.add if pinned else self.pinned.discard)(digest)
-        return AdapterInfo(digest, path, 4, 100, ("q_proj",), checked=True)
+            raise AdapterNotFound(f"{source.path} is gone", "lora_path")
+        if source.digest not in (None, digest):
+            raise AdapterUnavailable(f"{source.path} changed", "lora_path")
+        self.checked.append(source.checked)
+        self.held.setdefault(digest, {})[holder] = pinned
+        return AdapterInfo(digest, source.path, 4, 100, ("q_proj",), checked=True)
 
-    async def drop_adapter(self, ref: AdapterRef) -> None:
+    async def release(self, digest: str, holder: str) -> None:
         await self._wait(asyncio.sleep(0))
-        self.adapters[ref.digest] -= 1
-        assert self.adapters[ref.digest] >= 0, "dropped more often than registered"
-        self.adapters += Counter()
+        self.held.get(digest, {}).pop(holder, None)
+        self.held = {digest: holders for digest, holders in self.held.items() if holders}
 
     async def stats(self) -> EngineStats:
         return await self._wait(self.world.gate.wait()) and EngineStats()
@@ -157,7 +154,7 @@ class World:
         self.starts_s: list[float] = []
         self.given_up: list[str] = []
         self.gate = asyncio.Event()
-        """Closed, registrations and streams wait."""
+        """Closed, holds and streams wait."""
         self.gate.set()
         self.start_gate = asyncio.Event()
         self.start_gate.set()
@@ -196,6 +193,11 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[Test], None]:
 Test = Callable[[World, Supervisor], Coroutine[Any, Any, None]]
 
 
+async def hold(client: Supervisor, path: str, holder: str = "", pinned: bool = False) -> None:
+    """Hold what is in a folder, for the folder's name unless another holder is given."""
+    await client.hold(AdapterSource(path), holder or path[1:], pinned)
+
+
 def request_to(ref: AdapterRef | None = None) -> EngineRequest:
     return EngineRequest("r", [1], GREEDY, ref)
 
@@ -218,7 +220,7 @@ def test_what_is_open_when_the_engine_dies(fake: Callable[[Test], None]) -> None
         world.gate.clear()
         streams = [client.generate(request_to()) for _ in range(3)]
         assert [(await anext(s)).token_ids for s in streams] == [[1]] * 3
-        calls = [asyncio.ensure_future(c) for c in (client.stats(), client.register_adapter("/a"))]
+        calls = [asyncio.ensure_future(c) for c in (client.stats(), hold(client, "/a"))]
         await asyncio.sleep(0)
         world.start_gate.clear()
         world.engine.die()
@@ -231,36 +233,39 @@ def test_what_is_open_when_the_engine_dies(fake: Callable[[Test], None]) -> None
         await until(lambda: len(world.starts_s) == 2)
         assert world.engines[0].closed, "a new engine is started only when the old one is gone"
         assert isinstance(await outcome(client.generate(request_to())), EngineDead)
-        for late in (client.stats(), client.register_adapter("/a")):
+        for late in (client.stats(), hold(client, "/a")):
             with pytest.raises(EngineDead, match="started again"):
                 await late
         world.gate.set()
         world.start_gate.set()
         await until(lambda: client.alive)
-        assert client.restarts == 1 and not world.engine.adapters
+        assert client.restarts == 1 and not world.engine.held
         assert await outcome(client.generate(request_to())) is None
 
     fake(test)
 
 
-def test_adapters_are_registered_again(fake: Callable[[Test], None]) -> None:
-    """Counts, pins and drops hold across engines."""
+def test_holds_are_repeated(fake: Callable[[Test], None]) -> None:
+    """Holders, their pins and releases are the same across engines."""
 
     async def test(world: World, client: Supervisor) -> None:
         world.disk["/other"] = "A"
         for path, pinned in (("/a", False), ("/other", True), ("/b", False)):
-            await client.register_adapter(path, pinned)
-        assert world.engine.adapters == {"A": 2, "B": 1}
+            await hold(client, path, pinned=pinned)
+        expected = {"A": {"a": False, "other": True}, "B": {"b": False}}
+        assert world.engine.held == expected
         await restarted(world, client)
-        assert world.engine.adapters == {"A": 1, "B": 1} and world.engine.pinned == {"A"}
-        assert all(info is not None and info.checked for info in world.engine.told)
-        await client.drop_adapter(ref_of("A"))
-        assert world.engine.adapters == {"A": 1, "B": 1}
-        await client.drop_adapter(ref_of("A"))
-        assert world.engine.adapters == {"B": 1}
-        await client.drop_adapter(ref_of("A"))
+        assert world.engine.held == expected
+        assert world.engine.checked == [True] * 3
+        for _ in range(2):
+            await client.release("A", "a")
+            assert world.engine.held == {"A": {"other": True}, "B": {"b": False}}
+        await hold(client, "/a", "other")
         await restarted(world, client)
-        assert world.engine.adapters == {"B": 1}
+        assert world.engine.held == {"A": {"other": False}, "B": {"b": False}}
+        await client.release("A", "other")
+        await restarted(world, client)
+        assert world.engine.held == {"B": {"b": False}}
         assert await outcome(client.generate(request_to(ref_of("B")))) is None
 
     fake(test)
@@ -269,11 +274,11 @@ def test_adapters_are_registered_again(fake: Callable[[Test], None]) -> None:
 def test_another_folder_serves_where_one_is_gone(fake: Callable[[Test], None]) -> None:
     async def test(world: World, client: Supervisor) -> None:
         world.disk["/other"] = "A"
-        await client.register_adapter("/a")
-        await client.register_adapter("/other")
+        await hold(client, "/a")
+        await hold(client, "/other")
         del world.disk["/other"]
         await restarted(world, client)
-        assert world.engine.adapters == {"A": 1}
+        assert world.engine.held == {"A": {"a": False, "other": False}}
         assert await outcome(client.generate(request_to(ref_of("A")))) is None
 
     fake(test)
@@ -283,84 +288,83 @@ def test_another_folder_serves_where_one_is_gone(fake: Callable[[Test], None]) -
 def test_files_that_are_not_what_they_were(
     fake: Callable[[Test], None], caplog: pytest.LogCaptureFixture, now: str | None, why: str
 ) -> None:
-    """Requests say so; the others are served; registering it again heals it."""
+    """Requests say so; the others are served; to hold it again heals it for all its holders."""
 
     async def test(world: World, client: Supervisor) -> None:
-        await client.register_adapter("/a")
-        await client.register_adapter("/b")
+        await hold(client, "/a")
+        await hold(client, "/a", "x", pinned=True)
+        await hold(client, "/b")
         if now is None:
             del world.disk["/a"]
         else:
             world.disk["/a"] = now
         await restarted(world, client)
-        assert world.engine.adapters == {"B": 1}
+        assert world.engine.held == {"B": {"b": False}}
         error = await outcome(client.generate(request_to(ref_of("A"))))
         assert isinstance(error, AdapterUnavailable) and why in error.message
         assert await outcome(client.generate(request_to(ref_of("B")))) is None
         assert sum(why in record.message for record in caplog.records) == 1
         world.disk["/a"] = "A"
-        await client.register_adapter("/a")
+        await hold(client, "/a")
         assert await outcome(client.generate(request_to(ref_of("A")))) is None
-        for expected in ({"A": 1, "B": 1}, {"B": 1}):
-            await client.drop_adapter(ref_of("A"))
-            assert world.engine.adapters == expected
+        assert world.engine.held == {"A": {"a": False, "x": True}, "B": {"b": False}}
 
     fake(test)
 
 
-def test_dropping_what_could_not_be_registered_again(fake: Callable[[Test], None]) -> None:
+def test_releasing_what_could_not_be_held_again(fake: Callable[[Test], None]) -> None:
     async def test(world: World, client: Supervisor) -> None:
-        await client.register_adapter("/a")
+        await hold(client, "/a")
         del world.disk["/a"]
         await restarted(world, client)
-        await client.drop_adapter(ref_of("A"))
+        await client.release("A", "a")
         assert await outcome(client.generate(request_to(ref_of("A")))) is None, "it is forgotten"
         world.disk["/a"] = "A"
         await restarted(world, client)
-        assert not world.engine.adapters
+        assert not world.engine.held
 
     fake(test)
 
 
-@pytest.mark.parametrize("when", ["dying", "down", "registering"])
-def test_a_drop_while_there_is_no_engine(fake: Callable[[Test], None], when: str) -> None:
+@pytest.mark.parametrize("when", ["dying", "down", "holding"])
+def test_a_release_while_there_is_no_engine(fake: Callable[[Test], None], when: str) -> None:
     """It succeeds and holds, whenever it comes."""
 
     async def test(world: World, client: Supervisor) -> None:
-        await client.register_adapter("/a")
-        await client.register_adapter("/b")
-        (world.gate if when == "registering" else world.start_gate).clear()
+        await hold(client, "/a")
+        await hold(client, "/b")
+        (world.gate if when == "holding" else world.start_gate).clear()
         world.engine.die()
         if when == "down":
             await until(lambda: len(world.starts_s) == 2)
-        elif when == "registering":
+        elif when == "holding":
             await until(lambda: len(world.engines) == 2)
             await asyncio.sleep(0.01)
             assert not client.alive, "its adapters are not there yet"
             assert isinstance(await outcome(client.generate(request_to())), EngineDead)
-        await client.drop_adapter(ref_of("A"))
+        await client.release("A", "a")
         world.gate.set()
         world.start_gate.set()
         await until(lambda: client.alive)
-        assert world.engine.adapters == {"B": 1}
+        assert world.engine.held == {"B": {"b": False}}
 
     fake(test)
 
 
-def test_a_drop_just_before_adapters_are_registered(fake: Callable[[Test], None]) -> None:
+def test_a_release_just_before_holds_are_repeated(fake: Callable[[Test], None]) -> None:
     async def test(world: World, client: Supervisor) -> None:
-        await client.register_adapter("/a")
-        await client.register_adapter("/b")
-        drops: list[asyncio.Future[None]] = []
+        await hold(client, "/a")
+        await hold(client, "/b")
+        releases: list[asyncio.Future[None]] = []
 
         async def start(args: object) -> Fake:
-            drops.append(asyncio.ensure_future(client.drop_adapter(ref_of("A"))))
+            releases.append(asyncio.ensure_future(client.release("A", "a")))
             return await world.start(args)
 
         client._start = start
         await restarted(world, client)
-        await asyncio.gather(*drops)
-        assert len(world.engines) == 2 and world.engine.adapters == {"B": 1}
+        await asyncio.gather(*releases)
+        assert len(world.engines) == 2 and world.engine.held == {"B": {"b": False}}
 
     fake(test)
 
@@ -387,16 +391,16 @@ def test_starts_that_fail_are_repeated(
     fake(test)
 
 
-def test_an_engine_that_dies_while_adapters_are_registered(fake: Callable[[Test], None]) -> None:
+def test_an_engine_that_dies_while_holds_are_repeated(fake: Callable[[Test], None]) -> None:
     async def test(world: World, client: Supervisor) -> None:
-        await client.register_adapter("/a")
+        await hold(client, "/a")
         world.gate.clear()
         world.engine.die()
         await until(lambda: len(world.engines) == 2)
         world.engine.die()
         world.gate.set()
         await until(lambda: client.alive)
-        assert len(world.engines) == 3 and world.engine.adapters == {"A": 1}
+        assert len(world.engines) == 3 and world.engine.held == {"A": {"a": False}}
         assert client.restarts == 1
 
     fake(test)
@@ -430,7 +434,7 @@ def test_an_engine_that_lived_long_is_started_again_at_once(
 
 
 def test_an_engine_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while adapters are registered again. Not while it answers; and nobody asks with a limit
+    """Also while holds are repeated. Not while it answers; and nobody asks with a limit
     of 0."""
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
 
@@ -440,7 +444,7 @@ def test_an_engine_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) 
         trusting = await start_supervised(ARGS, calm.start, watchdog_s=0)
         await asyncio.sleep(0.15)
         assert client.restarts == 0 and client.alive
-        await client.register_adapter("/a")
+        await hold(client, "/a")
         calm.gate.clear()
         world.gate.clear()
         stream = client.generate(request_to())
@@ -450,7 +454,7 @@ def test_an_engine_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) 
         assert all(engine.closed for engine in world.engines[:-1])
         world.gate.set()
         await until(lambda: client.alive)
-        assert world.engine.adapters == {"A": 1} and client.restarts == 1
+        assert world.engine.held == {"A": {"a": False}} and client.restarts == 1
         assert await outcome(client.generate(request_to())) is None
         assert trusting.alive and not trusting.restarts
         await client.close()
@@ -460,15 +464,15 @@ def test_an_engine_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) 
     run(go())
 
 
-@pytest.mark.parametrize("when", ["up", "pausing", "starting", "registering"])
+@pytest.mark.parametrize("when", ["up", "pausing", "starting", "holding"])
 def test_close_in_every_phase(fake: Callable[[Test], None], when: str) -> None:
     async def test(world: World, client: Supervisor) -> None:
-        await client.register_adapter("/a")
+        await hold(client, "/a")
         if when == "pausing":
             world.failures = [ConfigError("no")] * 99
         elif when == "starting":
             world.start_gate.clear()
-        elif when == "registering":
+        elif when == "holding":
             world.gate.clear()
         if when != "up":
             world.engine.die()
@@ -477,7 +481,7 @@ def test_close_in_every_phase(fake: Callable[[Test], None], when: str) -> None:
         assert not client.alive
         error = await outcome(client.generate(request_to()))
         assert isinstance(error, EngineDead) and "stopped" in error.message
-        await client.drop_adapter(ref_of("A"))
+        await client.release("A", "a")
         starts = len(world.starts_s)
         await asyncio.sleep(0.05)
         assert len(world.starts_s) == starts
@@ -496,7 +500,7 @@ def test_the_first_start_fails_as_it_is() -> None:
     run(go())
 
 
-def test_a_registration_that_is_refused_is_not_remembered(
+def test_a_hold_that_is_refused_is_not_remembered(
     fake: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def refuse(*_: object) -> AdapterInfo:
@@ -504,13 +508,65 @@ def test_a_registration_that_is_refused_is_not_remembered(
 
     async def test(world: World, client: Supervisor) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(Fake, "register_adapter", refuse)
+            patch.setattr(Fake, "hold", refuse)
             with pytest.raises(AdapterConflict):
-                await client.register_adapter("/a", True)
+                await hold(client, "/a", pinned=True)
         await restarted(world, client)
-        assert not world.engine.adapters
+        assert not world.engine.held
 
     fake(test)
+
+
+Change = tuple[str, str, str, bool]
+"""What happens ("hold", "fail", "release" or "restart"), to which folder and holder; the pin."""
+CHANGES = st.tuples(
+    st.sampled_from(["hold", "hold", "fail", "release", "release", "restart"]),
+    st.sampled_from(["/a", "/other", "/b"]),
+    st.sampled_from(["x", "y", "z"]),
+    st.booleans(),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(changes=st.lists(CHANGES, max_size=25))
+def test_an_engine_holds_what_survived(changes: list[Change]) -> None:
+    """Whatever was held, released, refused and repeated in any order, and begun while an engine
+    was down: each engine has just the holds that a fresh one would get."""
+
+    async def go() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(supervisor, "FIRST_PAUSE_S", 0.0)
+            world = World()
+            world.disk["/other"] = "A"
+            client = await start_supervised(ARGS, world.start)
+            held: dict[str, dict[str, bool]] = {"A": {}, "B": {}}
+            for what, path, holder, pinned in changes:
+                digest = world.disk[path]
+                if what == "hold":
+                    await hold(client, path, holder, pinned)
+                    held[digest][holder] = pinned
+                elif what == "fail":
+                    with pytest.raises(AdapterNotFound):
+                        await hold(client, "/nowhere", holder, pinned)
+                elif what == "release":
+                    await client.release(digest, holder)
+                    held[digest].pop(holder, None)
+                else:
+                    world.start_gate.clear()
+                    world.engine.die()
+                    for lost in (digest, "A"):
+                        with pytest.raises(EngineDead):
+                            await hold(client, path, holder, pinned)
+                        await client.release(lost, holder)
+                        held[lost].pop(holder, None)
+                    world.start_gate.set()
+                    count = len(world.engines)
+                    await until(lambda n=count: len(world.engines) > n and client.alive)
+                expected = {digest: holders for digest, holders in held.items() if holders}
+                assert world.engine.held == expected
+            await client.close()
+
+    run(go())
 
 
 # -- over real processes -----------------------------------------------------------------------
@@ -537,7 +593,8 @@ def test_a_killed_engine_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFix
         client = await start_supervised(ARGS, watchdog_s=20.0)
         refs: dict[str, AdapterRef] = {}
         for name, folder in folders.items():
-            info = await client.register_adapter(str(folder), pinned=name == "upper")
+            source = AdapterSource(str(folder))
+            info = await client.hold(source, name, pinned=name == "upper")
             refs[name] = AdapterRef(name, 1, info.digest)
         each = [*refs.values(), None]
         streams = [
@@ -569,7 +626,7 @@ def test_a_killed_engine_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFix
         assert stats.pinned_adapters == (refs["upper"].digest,)
         assert set(stats.host_adapters) == {ref.digest for ref in good.values()}
         shutil.copytree(ADAPTERS["sort"], folders["sort"])
-        await client.register_adapter(str(folders["sort"]))
+        await client.hold(AdapterSource(str(folders["sort"])), "sort")
         assert await says(client, "world", refs["sort"]) == answer("sort", "world")
 
         client._watchdog_s = 1.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,10 @@ from typing import Any
 import httpx
 import huggingface_hub
 import pytest
-from http_api import COMPLETE, Web, World, run
+from http_api import COMPLETE, Web, World, digest_of, run
 from huggingface_hub.errors import RepositoryNotFoundError
 from toy_tokenizers import byte_level
 
-from weft.core.adapters import AdapterInfo
 from weft.core.errors import EngineDead
 from weft.core.files import ADAPTER_FILES
 
@@ -95,7 +93,7 @@ def test_dynamo_load_list_unload(world: World) -> None:
             "acme/a": {
                 "name": "acme/a",
                 "version": 1,
-                "digest": hashlib.sha256(b"A").hexdigest(),
+                "digest": digest_of("A"),
                 "path": path,
                 "rank": 4,
                 "targets": ["q_proj"],
@@ -187,22 +185,7 @@ def test_base_colon_adapter_names_the_adapter(world: World) -> None:
 # pins ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def pins(world: World) -> dict[str, bool]:
-    """What the newest registration of each content said."""
-    newest: dict[str, bool] = {}
-    register = world.engine.register_adapter
-
-    async def remember(path: str, pinned: bool = False) -> AdapterInfo:
-        info = await register(path, pinned)
-        newest[info.digest] = pinned
-        return info
-
-    world.engine.register_adapter = remember  # type: ignore[method-assign]
-    return newest
-
-
-def test_pins_reach_the_engine_in_every_dialect(world: World, pins: dict[str, bool]) -> None:
+def test_pins_reach_the_engine_in_every_dialect(world: World) -> None:
     async def scenario(web: Web) -> None:
         for n, (path, body) in enumerate(
             (
@@ -214,39 +197,42 @@ def test_pins_reach_the_engine_in_every_dialect(world: World, pins: dict[str, bo
             folder = world.adapter(f"a{n}", f"A{n}")
             answer = await web.post(path, {"lora_name": f"a{n}", "pinned": True, **body(folder)})
             assert answer.status_code == 200, answer.text
-        assert list(pins.values()) == [True] * 3
+        held = world.engine.holders
+        assert held == {digest_of(f"A{n}"): {f"a{n}": True} for n in range(3)}
         assert [a["pinned"] for a in (await listed(web)).values()] == [True] * 3
 
     run(world, scenario)
 
 
-def test_a_load_of_the_same_content_changes_its_pin(world: World, pins: dict[str, bool]) -> None:
+def test_content_is_pinned_while_any_of_its_names_pins_it(world: World) -> None:
+    """A name changes its own pin by another load, and nobody else's."""
+
     async def scenario(web: Web) -> None:
         path = world.adapter("a", "A")
         for pinned in (False, True, False):
             assert (await web.load("a", path, pinned=pinned)).status_code == 200
             assert (await listed(web))["a"]["pinned"] is pinned
-            assert list(pins.values()) == [pinned]
-            assert sum(world.engine.registrations.values()) == 1
+            assert world.engine.holders == {digest_of("A"): {"a": pinned}}
         await web.load("b", path, pinned=True)
         assert [a["pinned"] for a in (await listed(web)).values()] == [True, True]
+        await web.load("a", path)
+        assert [a["pinned"] for a in (await listed(web)).values()] == [True, True]
+        assert world.engine.holders == {digest_of("A"): {"a": False, "b": True}}
         world.registry.check()
+        await web.unload("b")
+        assert [a["pinned"] for a in (await listed(web)).values()] == [False]
 
     run(world, scenario)
 
 
-def test_a_refused_load_leaves_the_pin_alone(world: World, pins: dict[str, bool]) -> None:
+def test_a_refused_load_leaves_the_pin_alone(world: World) -> None:
     async def scenario(web: Web) -> None:
         path = world.adapter("a", "A")
         await web.load("a", path, pinned=True)
         await web.load("b", world.adapter("b", "B"))
         answer = await web.load("b", path)
         assert answer.status_code == 400 and "other content" in answer.text
-        assert pins == {
-            hashlib.sha256(b"A").hexdigest(): True,
-            hashlib.sha256(b"B").hexdigest(): False,
-        }
-        assert set(world.engine.registrations.values()) == {1}
+        assert world.engine.holders == {digest_of("A"): {"a": True}, digest_of("B"): {"b": False}}
 
     run(world, scenario)
 

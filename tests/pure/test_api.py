@@ -12,7 +12,19 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from http_api import CHAT, COMPLETE, EOS, HI, Web, World, run, served, until, wait_until
+from http_api import (
+    CHAT,
+    COMPLETE,
+    EOS,
+    HI,
+    Web,
+    World,
+    digest_of,
+    run,
+    served,
+    until,
+    wait_until,
+)
 from prometheus_client.parser import text_string_to_metric_families
 from toy_tokenizers import byte_level
 
@@ -605,7 +617,7 @@ def test_load_use_list_unload(world: World) -> None:
         answer = await web.unload("acme/bot")
         assert answer.status_code == 200
         assert answer.text == "Success: LoRA adapter 'acme/bot' removed successfully."
-        assert not world.engine.adapters and len(world.engine.dropped) == 1
+        assert not world.engine.adapters and len(world.engine.released) == 1
         answer = await web.post(COMPLETE, {"model": "acme/bot", "prompt": "x"})
         assert answer.status_code == 404
         assert (await web.unload("acme/bot")).status_code == 404
@@ -655,9 +667,9 @@ def test_a_repeat_of_the_same_content_is_fine(world: World) -> None:
         assert (await web.load("b", path)).status_code == 200
         assert (await web.unload("a")).status_code == 200
         assert (await web.complete(model="b"))["choices"][0]["text"] == "cbaA"
-        assert world.engine.dropped == []
+        assert world.engine.holders == {digest_of("A"): {"b": False}}
         assert (await web.unload("b")).status_code == 200
-        assert len(world.engine.dropped) == 1
+        assert world.engine.released == [(digest_of("A"), "a"), (digest_of("A"), "b")]
 
     run(world, scenario)
 
@@ -680,7 +692,7 @@ def test_in_place_load_leaves_running_requests_on_the_old_version(world: World) 
         assert (await later)["choices"][0]["text"] == "cbanew"
         assert (await running)["system_fingerprint"] != (await later)["system_fingerprint"]
         await until(lambda: len(engine.adapters) == 1)
-        assert [ref.version for ref in engine.dropped if ref.version] == [1]
+        assert engine.released == [(digest_of("new"), "a"), (digest_of("old"), "a")]
 
     run(world, scenario)
 
@@ -694,13 +706,13 @@ def test_unload_waits_for_running_streams(world: World) -> None:
         await until(lambda: engine.num_open == 1)
         unload = asyncio.create_task(web.unload("a"))
         await asyncio.sleep(0.05)
-        assert not unload.done() and not engine.dropped
+        assert not unload.done() and not engine.released
         answer = await web.post(COMPLETE, {"model": "a", "prompt": "x"})
         assert answer.status_code == 404
         engine.gate.set()
         chunks = await running
         assert "".join(c["choices"][0]["text"] for c in chunks[:-1]) == "cbaA"
-        assert (await unload).status_code == 200 and len(engine.dropped) == 1
+        assert (await unload).status_code == 200 and len(engine.released) == 1
 
     run(world, scenario)
 
@@ -734,11 +746,11 @@ def test_an_unload_during_a_load_of_the_same_content(world: World) -> None:
             reached.set()
             await go.wait()
 
-        engine.on_register = pause
+        engine.on_hold = pause
         load = asyncio.create_task(web.load("b", path))
         await reached.wait()
         assert (await web.unload("a")).status_code == 200
-        assert not engine.dropped
+        assert engine.holders == {digest_of("A"): {"b": False}}
         go.set()
         assert (await load).status_code == 200
         assert (await web.complete(model="b"))["choices"][0]["text"] == "cbaA"
@@ -925,5 +937,5 @@ def test_a_client_that_leaves_returns_its_lease(tmp_path: Path) -> None:
         with httpx.stream("POST", url + COMPLETE, json=ask) as answer:
             next(answer.iter_lines())
         answer = httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": "a"}, timeout=10)
-        assert answer.status_code == 200 and len(world.engine.dropped) == 1
+        assert answer.status_code == 200 and len(world.engine.released) == 1
     world.check()

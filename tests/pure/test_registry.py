@@ -139,17 +139,34 @@ def test_the_same_content_keeps_the_version(registry: AdapterRegistry):
     assert registry.models()[-1].root == "/q"
 
 
-def test_a_pin_belongs_to_the_content(registry: AdapterRegistry):
+def test_content_is_pinned_while_any_of_its_names_pins_it(registry: AdapterRegistry):
     registry.publish("a", info("d1"), "/p", pinned=True)
     registry.publish("c", info("d2"), "/p")
-    assert [registry.pinned(d) for d in ("d1", "d2", "d3")] == [True, False, None]
     registry.publish("b", info("d1"), "/p", pinned=False)
-    assert [card.pinned for card in registry.adapter_cards()] == [False] * 3
-    registry.publish("a", info("d1"), "/p", pinned=True)
     assert [card.pinned for card in registry.adapter_cards()] == [True, False, True]
+    registry.publish("a", info("d1"), "/p", pinned=False)
+    assert [card.pinned for card in registry.adapter_cards()] == [False] * 3
+    registry.publish("b", info("d1"), "/p", pinned=True)
     with pytest.raises(AdapterConflict):
         registry.publish("c", info("d1"), "/p", pinned=False)
-    assert registry.pinned("d1") is True
+    assert [card.pinned for card in registry.adapter_cards()] == [True, False, True]
+    registry.retire("b")
+    assert [card.pinned for card in registry.adapter_cards()] == [False] * 2
+
+
+def test_what_a_name_still_needs(registry: AdapterRegistry):
+    """Content that comes back under its name while its first version drains is needed on."""
+    first = registry.publish("a", info("d1"), "/p")
+    lease = registry.resolve("a")
+    second = registry.publish("a", info("d2"), "/p", replace=True)
+    assert registry.needs(first) and registry.needs(second)
+    third = registry.publish("a", info("d1"), "/p", replace=True)
+    assert not registry.needs(second)
+    lease.release()
+    assert registry.needs(first) and registry.needs(third)
+    assert not registry.needs(AdapterRef("b", 1, "d1"))
+    registry.retire("a")
+    assert not registry.needs(first)
 
 
 def test_other_content_needs_replace(registry: AdapterRegistry):
@@ -236,6 +253,7 @@ class RegistryMachine(RuleBasedStateMachine):
         self.retired: list[AdapterRef] = []
         self.drained: list[AdapterRef] = []
         self.highest: dict[str, int] = {}
+        self.pins: dict[str, bool] = {}
 
     def on_drained(self, ref: AdapterRef) -> None:
         assert ref in self.retired and ref not in self.drained
@@ -257,8 +275,8 @@ class RegistryMachine(RuleBasedStateMachine):
         else:
             assert ref.version > self.highest.get(name, 0)
             self.highest[name] = ref.version
-        assert self.registry.pinned(digest) is pinned
         self.live[name] = ref
+        self.pins[name] = pinned
 
     @rule(target=leases, name=NAMES)
     def resolve(self, name: str) -> Lease:
@@ -293,6 +311,12 @@ class RegistryMachine(RuleBasedStateMachine):
         assert set(self.drained) == {ref for ref in self.retired if ref not in held}
         assert {card.id for card in self.registry.models()} == {"base", *self.live}
         assert {name: self.registry.current(name) for name in self.live} == self.live
+        pinned = {ref.digest for name, ref in self.live.items() if self.pins[name]}
+        for card in self.registry.adapter_cards():
+            assert card.pinned is (card.ref.digest in pinned)
+        needed = {(ref.name, ref.digest) for ref in (*held, *self.live.values())}
+        for ref in (*self.live.values(), *self.retired):
+            assert self.registry.needs(ref) is ((ref.name, ref.digest) in needed)
 
 
 TestRegistryMachine = RegistryMachine.TestCase

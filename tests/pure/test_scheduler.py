@@ -79,6 +79,8 @@ class Harness:
         self.device = Device(RowState(rows, 40, BLOCK, VOCAB), BLOCK)
         self.flights: deque[tuple[StepPlan, StepResult]] = deque()
         self.loads: list[Load] = []
+        self.replaced: set[str] = set()
+        """Adapters that are forgotten after their last request."""
         self.compiling: list[str] = []
         self.events: dict[str, list[TokenEvent]] = {}
         self.requests: dict[str, EngineRequest] = {}
@@ -111,9 +113,14 @@ class Harness:
             self.flights.append((plan, self.device.run(plan)))
         while len(self.flights) > (0 if plan.empty else self.ahead):
             self._take(self.scheduler.commit(*self.flights.popleft()))
-        for digest in self.scheduler.take_dropped():
-            self.slots.remove(digest)
+        self.forget_replaced()
         return plan
+
+    def forget_replaced(self) -> None:
+        gone = {digest for digest in self.replaced if not self.scheduler.uses_adapter(digest)}
+        for digest in gone:
+            self.slots.remove(digest)
+        self.replaced -= gone
 
     def end_load(self, index: int, ok: bool) -> None:
         load = self.loads.pop(index)
@@ -288,8 +295,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         old = digest_of(adapter, self.versions[adapter])
         self.versions[adapter] += 1
         self.h.slots.add(digest_of(adapter, self.versions[adapter]), SIZES[adapter])
-        if self.h.scheduler.drop_adapter(old):
-            self.h.slots.remove(old)
+        self.h.replaced.add(old)
+        self.h.forget_replaced()
 
     @invariant()
     def consistent(self) -> None:
@@ -428,7 +435,7 @@ def test_an_adapter_that_is_nowhere_active_is_not_waited_for() -> None:
     h.verify("r")
     assert h.events["r"][-1].finish_reason == "length"
     assert not h.loads
-    assert h.scheduler.drop_adapter(digest_of(0))
+    assert not h.scheduler.uses_adapter(digest_of(0))
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

@@ -7,7 +7,6 @@ import hashlib
 import json
 import threading
 import time
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,7 +18,7 @@ from toy_tokenizers import byte_level
 
 from weft.api import ApiSettings, create_app
 from weft.cli.serve import http_config
-from weft.core.adapters import AdapterInfo, AdapterRef
+from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
 from weft.core.errors import AdapterInvalid, AdapterNotFound, EngineDead
 from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
 from weft.core.stats import EngineInfo, EngineStats
@@ -61,12 +60,13 @@ class EchoEngine:
         self.answers: list[list[int]] = []
         self.aborted: list[str] = []
         self.num_open = 0
-        self.dropped: list[AdapterRef] = []
-        self.registrations: Counter[str] = Counter()
+        self.holders: dict[str, dict[str, bool]] = {}
+        """By digest: who holds it, and whether it is pinned."""
+        self.released: list[tuple[str, str]] = []
         self.gate: asyncio.Event | None = None
         """Events from `gate_from` on wait for it."""
         self.gate_from = 1
-        self.on_register: Callable[[], Awaitable[None]] | None = None
+        self.on_hold: Callable[[], Awaitable[None]] | None = None
         self.fail_after: tuple[int, Exception] | None = None
         self.tokens_per_event = 1
         self.close_s = 0.0
@@ -139,27 +139,28 @@ class EchoEngine:
         top = [(token, -0.25), (0, -1.5), (1, -2.5)]
         return TokenLogprob(-0.25, 1, top[: params.logprobs])
 
-    async def register_adapter(self, path: str, pinned: bool = False) -> AdapterInfo:
+    async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
+        path = source.path
         file = Path(path) / "adapter_model.safetensors"
         if not file.exists():
             raise AdapterNotFound(f"{path} has no adapter_model.safetensors", "lora_path")
         content = file.read_text()
         if content == "bad":
             raise AdapterInvalid("use_dora is not served", "use_dora")
-        digest = hashlib.sha256(content.encode()).hexdigest()
-        self.registrations[digest] += 1
+        digest = digest_of(content)
+        self.holders.setdefault(digest, {})[holder] = pinned
         self.adapters[digest] = byte_level().encode(content, add_special_tokens=False)
-        if self.on_register is not None:
-            await self.on_register()
+        if self.on_hold is not None:
+            await self.on_hold()
         return AdapterInfo(digest, path, 4, 100, ("q_proj",))
 
-    async def drop_adapter(self, ref: AdapterRef) -> None:
-        assert ref not in self.in_use, "dropped while a request still uses it"
-        self.registrations[ref.digest] -= 1
-        assert self.registrations[ref.digest] >= 0, "dropped more often than registered"
-        if not self.registrations[ref.digest]:
-            self.dropped.append(ref)
-            del self.adapters[ref.digest]
+    async def release(self, digest: str, holder: str) -> None:
+        used = [ref for ref in self.in_use if ref is not None]
+        assert (digest, holder) not in [(ref.digest, ref.name) for ref in used], "still in use"
+        del self.holders[digest][holder]  # it is never released twice
+        self.released.append((digest, holder))
+        if not self.holders[digest]:
+            del self.holders[digest], self.adapters[digest]
 
     async def stats(self) -> EngineStats:
         if not self.alive:
@@ -177,6 +178,11 @@ class EchoEngine:
 
     async def close(self) -> None:
         self.alive = False
+
+
+def digest_of(content: str) -> str:
+    """What the engine calls an adapter of this content."""
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 class World:

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from weft.api import ApiSettings, create_app
-from weft.core.adapters import AdapterInfo, AdapterRef
+from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.requests import EngineRequest
 from weft.core.requests import TokenEvent as Event
 from weft.core.stats import EngineInfo, EngineStats
@@ -54,10 +54,10 @@ class ScriptedEngine:
         if self.hangs:
             await asyncio.Event().wait()
 
-    async def register_adapter(self, path: str) -> AdapterInfo:
-        return AdapterInfo(DIGEST, path, 4, 100, ("q_proj",))
+    async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
+        return AdapterInfo(DIGEST, source.path, 4, 100, ("q_proj",))
 
-    async def drop_adapter(self, ref: AdapterRef) -> None:
+    async def release(self, digest: str, holder: str) -> None:
         pass
 
     async def stats(self) -> EngineStats:

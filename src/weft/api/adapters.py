@@ -7,8 +7,9 @@ import logging
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
-from weft.core.adapters import AdapterInfo, AdapterRef
+from weft.core.adapters import AdapterRef, AdapterSource
 from weft.core.errors import AdapterNotFound, AdapterPathRefused, EngineDead, WeftError
 from weft.core.protocols import EngineClient
 from weft.registry import (
@@ -29,10 +30,8 @@ T = TypeVar("T")
 class AdapterAdmin:
     """Keeps the engine's adapters equal to the registry's.
 
-    A version is in the engine from before its name is published until after its last request:
-    the registration that a load makes is undone when the load publishes nothing new, or when the
-    version that it published has drained. The newest registration of some content says whether
-    the engine keeps it on the device.
+    A name holds the content of its version in the engine from before the version is published
+    until its last request has ended. Content stays on the device while any of its names pins it.
     """
 
     def __init__(
@@ -49,6 +48,9 @@ class AdapterAdmin:
         self._allow_hub = allow_hub
         self._tokenizers = tokenizers or AdapterTokenizers(None)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """For each name that changes: one hold or release at a time, so that none is undone by
+        an older one."""
 
     async def load(
         self, name: str, path: str, replace: bool = False, pinned: bool = False
@@ -57,22 +59,22 @@ class AdapterAdmin:
 
         `path` is a folder, or an id on the Hugging Face hub where that is allowed. With `replace`
         the name moves to the new version: running requests end on the old one. `pinned` keeps
-        the content on the device, until a load of the same content says otherwise. Finishes also
-        when the caller is cancelled.
+        the content on the device, until the same name is loaded without it, or unloaded. The load
+        goes on when the caller is cancelled.
         """
         return await asyncio.shield(self._spawn(self._load(name, path, replace, pinned)))
 
     async def unload(self, name: str) -> None:
-        """Forget the name at once; returns when its requests have ended and it is dropped.
+        """Forget the name at once; returns when its requests have ended and it is released.
 
-        The drop happens also when the caller is cancelled. Raises AdapterNotFound.
+        It is released also when the caller is cancelled. Raises AdapterNotFound.
         """
         retired = self._registry.retire(name)
         self._tokenizers.put(name, None)
-        await asyncio.shield(self._spawn(self._drop_when_drained(retired)))
+        await asyncio.shield(self._spawn(self._release_when_drained(retired)))
 
     async def close(self) -> None:
-        """Cancel drops that still wait for requests."""
+        """Cancel releases that still wait for requests."""
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
@@ -82,17 +84,17 @@ class AdapterAdmin:
         with self._registry.reserve(name, path):
             folder = await asyncio.to_thread(self._find, path)
             own = await asyncio.to_thread(self._tokenizers.load, folder)
-            info = await self._engine.register_adapter(str(folder), pinned)
-            before = self._registry.current(name)
-            try:
-                ref = self._registry.publish(name, info, path, replace, self._drop_soon, pinned)
-            except WeftError:
-                await self._undo(name, info, str(folder), pinned)
-                raise
-            self._tokenizers.put(name, own)
-            if ref == before:
-                await self._drop(ref)
-            return ref
+            async with self._turn(name):
+                info = await self._engine.hold(AdapterSource(str(folder)), name, pinned)
+                try:
+                    ref = self._registry.publish(
+                        name, info, path, replace, self._release_soon, pinned
+                    )
+                except WeftError:
+                    await self._release(AdapterRef(name, 0, info.digest))
+                    raise
+                self._tokenizers.put(name, own)
+                return ref
 
     def _find(self, path: str) -> Path:
         """The folder of an adapter; one from the hub is downloaded first. For a thread."""
@@ -106,28 +108,28 @@ class AdapterAdmin:
             raise AdapterPathRefused(f"lora_path {path!r}: {why}", "lora_path")
         raise AdapterNotFound(f"lora_path {path!r}: no such folder, and {why}", "lora_path")
 
-    async def _undo(self, name: str, info: AdapterInfo, folder: str, pinned: bool) -> None:
-        """Take a registration back, and what it said of the pin of content that has a name."""
-        ref = AdapterRef(name, 0, info.digest)
-        before = self._registry.pinned(info.digest)
-        if before is not None and before != pinned:
-            await self._engine.register_adapter(folder, before)
-            await self._drop(ref)
-        await self._drop(ref)
+    def _turn(self, name: str) -> asyncio.Lock:
+        return self._turns.setdefault(name, asyncio.Lock())
 
-    async def _drop_when_drained(self, retired: Retired) -> None:
+    async def _release_when_drained(self, retired: Retired) -> None:
         drained = asyncio.Event()
         retired.on_drained(lambda _: drained.set())
         await drained.wait()
-        await self._drop(retired.ref)
+        await self._release_in_turn(retired.ref)
 
-    def _drop_soon(self, ref: AdapterRef) -> None:
-        self._spawn(self._drop(ref))
+    def _release_soon(self, ref: AdapterRef) -> None:
+        self._spawn(self._release_in_turn(ref))
 
-    async def _drop(self, ref: AdapterRef) -> None:
-        """Undo one registration."""
+    async def _release_in_turn(self, ref: AdapterRef) -> None:
+        async with self._turn(ref.name):
+            await self._release(ref)
+
+    async def _release(self, ref: AdapterRef) -> None:
+        """Let go of content that its name does not need; it may need it again meanwhile."""
+        if self._registry.needs(ref):
+            return
         try:
-            await self._engine.drop_adapter(ref)
+            await self._engine.release(ref.digest, ref.name)
         except EngineDead:
             logger.warning("adapter %r went with the dead engine", ref.name)
 

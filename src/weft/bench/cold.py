@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Group
 from rich.table import Table
 
-from weft.bench.drive import Driver, Job, Timed, driving
+from weft.bench.drive import BENCH, Driver, Job, Timed, driving
 from weft.bench.engine import (
     AdapterShape,
     default_model,
@@ -29,10 +29,10 @@ from weft.bench.engine import (
 )
 from weft.bench.report import COLOURS, INK, Advance, Report, new_figure, new_table, progress
 from weft.bench.workload import random_prompts, rng_of
-from weft.core.adapters import AdapterRef
+from weft.core.adapters import AdapterRef, AdapterSource
 from weft.core.config import engine_args
 from weft.core.errors import ConfigError
-from weft.core.messages import Register
+from weft.core.messages import Hold
 from weft.engine.images import SUFFIX
 
 if TYPE_CHECKING:
@@ -238,7 +238,7 @@ class _ColdRuns:
         def on_step(now: float) -> None:
             nonlocal due_s
             if now >= due_s and (path := next(coming, None)) is not None:
-                self._driver.engine.apply(Register(-1, path))
+                self._driver.engine.apply(Hold(-1, AdapterSource(path), BENCH))
                 due_s += REGISTER_EVERY_S
 
         return on_step

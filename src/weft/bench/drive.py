@@ -14,15 +14,18 @@ from itertools import pairwise
 from queue import Empty, SimpleQueue
 
 from weft.checkpoint import AdapterImage
-from weft.core.adapters import AdapterRef
+from weft.core.adapters import AdapterRef, AdapterSource
 from weft.core.config import EngineArgs
 from weft.core.errors import from_wire
-from weft.core.messages import Register, Reply, Report, Tokens
+from weft.core.messages import Hold, Reply, Report, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
 from weft.engine.build import build_engine
 from weft.engine.engine import Engine
 from weft.engine.serve import WAIT_S, settle_process
+
+BENCH = "bench"
+"""Who holds the adapters of a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +105,13 @@ class Driver:
         return timed
 
     def publish(self, image: AdapterImage) -> AdapterRef:
-        info = self.engine.publish_image(image)
+        info = self.engine.hold_image(image, BENCH)
         return AdapterRef(info.digest, 1, info.digest)
 
     def register(self, path: str) -> AdapterRef:
         """Register the adapter in a folder. Raises AdapterError."""
         call_id = next(self._ids)
-        self.engine.apply(Register(call_id, path))
+        self.engine.apply(Hold(call_id, AdapterSource(path), BENCH))
         while True:
             for report in self._step(WAIT_S):
                 if isinstance(report, Reply) and report.call_id == call_id:

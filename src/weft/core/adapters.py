@@ -15,6 +15,19 @@ class AdapterRef:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSource:
+    """Where an engine finds an adapter, and what is known of it already."""
+
+    path: str
+    """A folder that the engine can read."""
+    digest: str | None = None
+    """The content that the folder must have. It may then come from the cache of images, without
+    reading the folder; None: whatever is there."""
+    checked: bool = False
+    """Whether an engine like this one has checked that content on its device."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterInfo:
     """What the engine reports of an adapter that it accepted."""
 

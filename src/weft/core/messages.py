@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.core.adapters import AdapterInfo
+from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
 
@@ -20,18 +20,20 @@ class Abort:
 
 
 @dataclass(frozen=True, slots=True)
-class Register:
+class Hold:
+    """Read an adapter, and keep its content for `holder` until a Release of the two."""
+
     call_id: int
-    path: str
+    source: AdapterSource
+    holder: str
     pinned: bool = False
-    before: AdapterInfo | None = None
-    """What an engine before this one said of it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Drop:
+class Release:
     call_id: int
     digest: str
+    holder: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ class Stop:
     """Abort all requests and end."""
 
 
-Command = Submit | Abort | Register | Drop | GetStats | Wake | Stop
+Command = Submit | Abort | Hold | Release | GetStats | Wake | Stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Protocol
 
-from weft.core.adapters import AdapterInfo, AdapterRef
+from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
 
@@ -27,20 +27,24 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def register_adapter(self, path: str, pinned: bool = False) -> AdapterInfo:
-        """Read, validate and pack the adapter in a local folder; it is then known by its digest.
+    async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
+        """Read, validate, pack and check an adapter; the engine serves it by its digest as long
+        as anybody holds it. `holder` is any name, such as the one that requests use.
 
-        A pinned one is brought to the device as soon as there is room at its place, and stays
-        there. The same content may be registered more than once; each success is to be undone by
-        one `drop_adapter`, and the last one says whether it is pinned. Raises AdapterInvalid
-        (with `param` naming the field or tensor), AdapterConflict (`pinned`: too much would be),
-        AdapterNotFound, EngineDead.
+        To repeat a hold changes nothing but its pin. Content that any of its holders pins is
+        brought to the device as soon as there is room, and stays there. A failure changes
+        nothing. Raises AdapterInvalid (`param` names the field or tensor), AdapterConflict
+        (`pinned`: too much would be), AdapterNotFound, AdapterUnavailable (the source has other
+        content than it must have), AdapterQuarantined, EngineDead.
         """
         ...
 
-    async def drop_adapter(self, ref: AdapterRef) -> None:
-        """Undo one registration of a version. The last one undone frees its memory, once no
-        request of it runs."""
+    async def release(self, digest: str, holder: str) -> None:
+        """This holder does not need that content any more; nothing happens if it never held it.
+
+        After the last holder the adapter takes no new requests, and its memory is free once its
+        running ones have ended.
+        """
         ...
 
     async def stats(self) -> EngineStats: ...

@@ -10,6 +10,7 @@ from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError
 from weft.core.stages import Stages
 from weft.core.stats import EngineInfo
+from weft.engine.adapters import Adapters
 from weft.engine.engine import Engine
 from weft.engine.host import Arena, HostTier, default_bytes, pinned_arena
 from weft.engine.images import ImageStore, default_folder, fingerprint
@@ -73,9 +74,11 @@ def build_engine(args: EngineArgs, wake: Callable[[], None] = lambda: None) -> E
         facts.vocab_size,
     )
     grammars = Grammars(lambda: _tokenizer(args), facts.vocab_size, facts.eos_token_ids, wake)
-    loop = Loop(scheduler, residency, rows, worker, grammars.poll, args.scheduler.overlap)
+    adapters = Adapters(residency, scheduler.uses_adapter)
+    overlap = args.scheduler.overlap
+    loop = Loop(scheduler, residency, rows, worker, grammars.poll, adapters.poll, overlap)
     info = _info(args, facts, stages)
-    return Engine(info, scheduler, cache, residency, loop, grammars, worker)
+    return Engine(info, scheduler, cache, residency, adapters, loop, grammars, worker)
 
 
 def _limits(args: EngineArgs, facts: WorkerFacts) -> SchedulerLimits:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Mapping
 
 import torch
 
 from weft.checkpoint import AdapterImage, files_of
 from weft.core.adapters import AdapterInfo
-from weft.core.errors import WeftError, to_wire
+from weft.core.errors import WeftError
 from weft.core.messages import (
     Abort,
     Command,
-    Drop,
     GetStats,
-    Register,
+    Hold,
+    Release,
     Reply,
     Report,
     Submit,
@@ -24,9 +23,9 @@ from weft.core.messages import (
 )
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
-from weft.engine.compositions import Compositions
+from weft.engine.adapters import Adapters
 from weft.engine.loop import Loop
-from weft.engine.residency import Registered, Residency
+from weft.engine.residency import Residency
 from weft.grammar.grammars import Grammars
 from weft.schedule.activation import find_invocation
 from weft.schedule.cache import Cache
@@ -43,6 +42,7 @@ class Engine:
         scheduler: Scheduler,
         cache: Cache,
         residency: Residency,
+        adapters: Adapters,
         loop: Loop,
         grammars: Grammars,
         worker: DeviceWorker,
@@ -51,11 +51,10 @@ class Engine:
         self.scheduler = scheduler
         self._cache = cache
         self._residency = residency
+        self._adapters = adapters
         self._loop = loop
         self._grammars = grammars
         self._worker = worker
-        self._compositions = Compositions(scheduler, residency)
-        self._registrations: Counter[str] = Counter()
         self._random = random.Random()
 
     @property
@@ -72,11 +71,10 @@ class Engine:
                 return _tokens(self.submit(request))
             case Abort(request_id):
                 return _tokens(self.abort(request_id))
-            case Register(call_id, path, pinned, before):
-                self._make_way(pinned)
-                self._residency.register(call_id, path, pinned, before)
-            case Drop(call_id, digest):
-                self.drop(digest)
+            case Hold():
+                self._adapters.hold(command)
+            case Release(call_id, digest, holder):
+                self.release(digest, holder)
                 return Reply(call_id)
             case GetStats(call_id):
                 return Reply(call_id, stats=self.stats())
@@ -85,9 +83,9 @@ class Engine:
         return None
 
     def submit(self, request: EngineRequest) -> TokenEvent | None:
-        if request.adapter is not None and request.parts:
+        if request.adapter is not None:
             try:
-                self._compositions.use(request.adapter.digest, request.parts)
+                self._adapters.admit(request.adapter, request.parts)
             except WeftError as error:
                 return self.scheduler.refuse(request.request_id, error)
         active_from = self._active_from(request)
@@ -117,48 +115,30 @@ class Engine:
         event = self.scheduler.abort(request_id)
         return self._loop.queue_times.stamp([event])[0] if event else None
 
-    def publish(
-        self, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor], pinned: bool
+    def hold_tensors(
+        self,
+        config: Mapping[str, object],
+        tensors: Mapping[str, torch.Tensor],
+        holder: str,
+        pinned: bool = False,
     ) -> AdapterInfo:
-        """Register an adapter from memory, at once; see `weft.checkpoint.files_of`.
+        """Hold an adapter from memory, at once; see `weft.checkpoint.files_of`.
 
         Raises AdapterInvalid, AdapterConflict, AdapterQuarantined.
         """
         image = self._worker.packer.pack_adapter(files_of(config, tensors))
-        return self.publish_image(image, pinned, self._residency.probe(image))
+        return self.hold_image(image, holder, pinned, self._residency.probe(image))
 
-    def publish_image(
-        self, image: AdapterImage, pinned: bool = False, checked: bool = False
+    def hold_image(
+        self, image: AdapterImage, holder: str, pinned: bool = False, checked: bool = False
     ) -> AdapterInfo:
-        """As `publish`, of what is packed already, and without a check; its digest must name that
+        """Hold an adapter that is packed already, without a check; its digest must name that
         content alone. Raises AdapterConflict."""
-        self._make_way(pinned)
-        info = self._residency.add(image, None, pinned, checked)
-        self.scheduler.keep_adapter(info.digest)
-        self._registrations[info.digest] += 1
-        return info
+        return self._adapters.hold_image(image, None, holder, pinned, checked)
 
-    def drop(self, digest: str) -> None:
-        """Undo one registration. The last one undone forgets the adapter, at once or after its
-        last request."""
-        self._registrations[digest] -= 1
-        if self._registrations[digest] <= 0:
-            del self._registrations[digest]
-            self._compositions.drop_those_of(digest)
-            if self.scheduler.drop_adapter(digest):
-                self._residency.forget(digest)
-
-    def _make_way(self, pinned: bool) -> None:
-        """Before an adapter is pinned, which leaves room for the largest one known: sums that
-        nobody uses are not to count."""
-        if pinned:
-            self._compositions.drop_all()
-
-    def _count(self, ended: Registered) -> Reply:
-        if ended.info is None:
-            return Reply(ended.call_id, error=to_wire(ended.error or WeftError("not registered")))
-        self._registrations[ended.info.digest] += 1
-        return Reply(ended.call_id, info=ended.info)
+    def release(self, digest: str, holder: str) -> None:
+        """See `EngineClient.release`."""
+        self._adapters.release(digest, holder)
 
     def stats(self) -> EngineStats:
         scheduler, slots = self.scheduler, self._residency.slots
@@ -194,8 +174,9 @@ class Engine:
     # -- steps ---------------------------------------------------------------------------------
 
     def step(self) -> list[Report]:
-        events, registered = self._loop.step()
-        reports: list[Report] = [self._count(r) for r in registered]
+        events = self._loop.step()
+        self._adapters.forget_drained()
+        reports: list[Report] = [*self._adapters.take_replies()]
         if events:
             reports.append(Tokens(events))
         return reports

@@ -202,6 +202,16 @@ class HostTier:
         while self._loose_bytes > self._max_bytes and self._evict():
             pass
 
+    def keep(self, digest: str, kept: bool) -> None:
+        """Say whether an image is kept; nothing happens if it is not here."""
+        held = self._held.get(digest)
+        if held is not None:
+            self._count(held, -1)
+            held.kept = kept
+            self._count(held, 1)
+        while self._loose_bytes > self._max_bytes and self._evict():
+            pass
+
     def forget(self, digest: str) -> None:
         """Drop an image for good."""
         self._remove(digest)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from weft.core.errors import WeftError
 from weft.core.requests import TokenEvent
-from weft.engine.residency import LoadEnded, Registered, Residency, Times
+from weft.engine.residency import LoadEnded, Residency, Times
 from weft.schedule.plan import Admitted, Matcher, StepPlan
 from weft.schedule.scheduler import Scheduler
 from weft.worker.inputs import RowState
@@ -20,6 +20,8 @@ from weft.worker.protocol import Flight, Worker
 
 PollGrammars = Callable[[], Sequence[tuple[str, Matcher | WeftError]]]
 """Grammars whose compilation has ended since the last call, by request."""
+PollAdapters = Callable[[], Sequence[LoadEnded]]
+"""Loads of adapters that have ended since the last call."""
 
 
 class QueueTimes:
@@ -69,6 +71,7 @@ class Loop:
         rows: RowState,
         worker: Worker,
         poll_grammars: PollGrammars,
+        poll_adapters: PollAdapters,
         overlap: bool,
     ) -> None:
         self._scheduler = scheduler
@@ -76,6 +79,7 @@ class Loop:
         self._rows = rows
         self._worker = worker
         self._poll_grammars = poll_grammars
+        self._poll_adapters = poll_adapters
         self._ahead = 1 if overlap else 0
         self._flights: deque[tuple[StepPlan, Flight]] = deque()
         self.queue_times = QueueTimes()
@@ -83,10 +87,9 @@ class Loop:
         self.idle = True
         """Whether the last step had nothing to run and nothing to wait for on the device."""
 
-    def step(self) -> tuple[list[TokenEvent], list[Registered]]:
-        """One step: token events, and the calls of `Residency.register` that ended."""
-        events, registered = self._apply(self._residency.poll())
-        events += self._apply_grammars()
+    def step(self) -> list[TokenEvent]:
+        """One step, and the tokens that came of this one or earlier ones."""
+        events = self._apply_loads() + self._apply_grammars()
         now = time.monotonic()
         plan = self._scheduler.plan(now)
         self._residency.start(plan.loads)
@@ -98,10 +101,8 @@ class Loop:
         while len(self._flights) > (0 if plan.empty else self._ahead):
             planned, flight = self._flights.popleft()
             events += self._scheduler.commit(planned, flight.result())
-        for digest in self._scheduler.take_dropped():
-            self._residency.forget(digest)
         self.idle = plan.empty and not self._flights and not events
-        return self.queue_times.stamp(events), registered
+        return self.queue_times.stamp(events)
 
     def _apply_grammars(self) -> list[TokenEvent]:
         events: list[TokenEvent] = []
@@ -113,16 +114,9 @@ class Loop:
                 self._scheduler.grammar_ready(request_id, grammar)
         return events
 
-    def _apply(
-        self, ended: list[Registered | LoadEnded]
-    ) -> tuple[list[TokenEvent], list[Registered]]:
+    def _apply_loads(self) -> list[TokenEvent]:
         events: list[TokenEvent] = []
-        registered: list[Registered] = []
-        for end in ended:
-            if isinstance(end, Registered):
-                registered.append(end)
-                if end.info is not None:
-                    self._scheduler.keep_adapter(end.info.digest)
-            elif end.error is not None:
+        for end in self._poll_adapters():
+            if end.error is not None:
                 events += self._scheduler.adapter_failed(end.digest, end.error)
-        return events, registered
+        return events

@@ -46,6 +46,7 @@ from weft.core.errors import (
     WeftError,
     to_wire,
 )
+from weft.core.messages import Hold
 from weft.core.stats import (
     CHECK_RESULTS,
     LOAD_BOUNDS_S,
@@ -125,11 +126,12 @@ MoveImages = Callable[[Sequence[Move]], Moved]
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A call of `register` has ended, with one of `info` and `error`."""
+    """A call of `register` has ended: with the image, which is not known yet, or an error."""
 
-    call_id: int
-    info: AdapterInfo | None
-    error: WeftError | None
+    call: Hold
+    result: AdapterImage | WeftError
+    checked: bool = False
+    """See `AdapterInfo.checked`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,10 +156,8 @@ class _Known:
     from_memory: bool = False
     """Whether a registration of it has no folder."""
     pinned: bool = False
-    invocation: tuple[int, ...] = ()
-    """Of an activated LoRA."""
-    vocab_size: int = 0
-    """With its added tokens; 0: the base's."""
+    info: AdapterInfo | None = None
+    """What is told of it; None: it is a sum."""
     checked: bool = False
     """See `AdapterInfo.checked`."""
     num_loads: int = 0
@@ -201,12 +201,8 @@ class _Job:
 class _Call(NamedTuple):
     """A registration whose image is there."""
 
-    call_id: int
-    path: str
-    pinned: bool
+    hold: Hold
     image: AdapterImage
-    checked: bool
-    """By an engine before this one."""
 
 
 class _Verdict(NamedTuple):
@@ -273,19 +269,9 @@ class Residency:
         self._to_register: deque[Callable[[], None]] = deque()
         self._num_registering = 0
 
-    def register(
-        self,
-        call_id: int,
-        path: str,
-        pinned: bool = False,
-        before: AdapterInfo | None = None,
-    ) -> None:
-        """Read, validate, pack and check; `poll` returns a Registered with this call id.
-
-        `before`: what another engine like this one said of it. It must have the same content,
-        which then may come from its image file, and was checked if it was checked there.
-        """
-        self._to_register.append(partial(self._register, call_id, path, pinned, before))
+    def register(self, call: Hold) -> None:
+        """Read, validate, pack and check; `poll` returns a Registered with this call."""
+        self._to_register.append(partial(self._register, call))
         self._begin_registrations()
 
     def add(
@@ -298,8 +284,7 @@ class Residency:
         self.slots.add(image.digest, image.layout.num_elements, pinned)
         known = _Known(image.num_bytes, summand_of(image))
         known = self._known.setdefault(image.digest, known)
-        known.pinned, known.invocation = pinned, image.invocation
-        known.vocab_size = image.layout.vocab_size
+        known.pinned = pinned
         known.checked |= checked
         if path is None:
             known.from_memory = True
@@ -307,7 +292,7 @@ class Residency:
             others = [other for other in known.paths if other != path]
             known.paths = (path, *others[: MAX_PATHS - 1])
         self._hold(image, known.kept)
-        return AdapterInfo(
+        known.info = AdapterInfo(
             image.digest,
             path or "",
             image.layout.max_rank,
@@ -317,8 +302,26 @@ class Residency:
             image.conversion_worst,
             image.invocation,
             image.layout.vocab_size,
-            known.checked,
         )
+        return self.info(image.digest)
+
+    def pin(self, digest: str, pinned: bool) -> None:
+        """Pin a known adapter, or unpin it. Raises AdapterConflict if too much would be pinned."""
+        known = self._known[digest]
+        if known.pinned != pinned:
+            self.slots.pin(digest, pinned)
+            known.pinned = pinned
+            self.host.keep(digest, known.kept)
+
+    def info(self, digest: str) -> AdapterInfo:
+        """What is known of an adapter that was added."""
+        known = self._known[digest]
+        assert known.info is not None, "a sum"
+        return replace(known.info, checked=known.checked)
+
+    def known(self) -> set[str]:
+        """All adapters that were added and not forgotten, and sums."""
+        return set(self._known)
 
     def probe(self, image: AdapterImage) -> bool:
         """Check what comes from memory, on this thread, unless it was checked before. Whether it
@@ -354,12 +357,12 @@ class Residency:
     def invocation(self, digest: str) -> tuple[int, ...]:
         """See `AdapterInfo.invocation_token_ids`; empty for what is not known either."""
         known = self._known.get(digest)
-        return known.invocation if known else ()
+        return known.info.invocation_token_ids if known and known.info else ()
 
     def vocab_size(self, digest: str) -> int:
         """See `AdapterInfo.vocab_size`; 0 for what is not known either."""
         known = self._known.get(digest)
-        return known.vocab_size if known else 0
+        return known.info.vocab_size if known and known.info else 0
 
     def ask(self, digest: str) -> None:
         """A request came for an adapter: for what is counted, nothing else."""
@@ -394,16 +397,16 @@ class Residency:
         self.host.forget(digest)
         self._known.pop(digest, None)
 
-    def poll(self) -> list[Registered | LoadEnded]:
-        """Apply what has finished since the last call."""
-        ended: list[Registered | LoadEnded] = []
+    def poll(self) -> Iterator[Registered | LoadEnded]:
+        """Apply what has finished, one after another: the next is applied when it is asked for,
+        so that what was registered can be added before."""
         while True:
             try:
                 end = self._done.get_nowait()()
             except Empty:
-                return ended
+                return
             if end is not None:
-                ended.append(end)
+                yield end
 
     def stats(self) -> dict[str, AdapterStats]:
         """By digest: what is registered and has been on the device."""
@@ -464,19 +467,19 @@ class Residency:
 
     # -- on loader threads: each ends by handing `poll` what is left to do --------------------
 
-    def _register(self, call_id: int, path: str, pinned: bool, before: AdapterInfo | None) -> None:
+    def _register(self, hold: Hold) -> None:
         stage_s: dict[str, float] = {}
         packed = None
         try:
-            digest = before.digest if before else None
+            digest = hold.source.digest
             image = self._from_file(digest, None, stage_s) if digest else None
             if image is None:
-                image = packed = self._from_folder(path, digest, stage_s)
+                image = packed = self._from_folder(hold.source.path, digest, stage_s)
         except Exception as error:
             failure = _typed(error)
-            self._finish(lambda: self._end_registration(call_id, failure))
+            self._finish(lambda: self._end_registration(Registered(hold, failure)))
             return
-        call = _Call(call_id, path, pinned, image, before is not None and before.checked)
+        call = _Call(hold, image)
         self._finish(lambda: self._packed(call, stage_s))
         self._save(packed)
 
@@ -485,7 +488,7 @@ class Residency:
             verdict = self._verdict(checker, call.image, paced=True)
         except Exception as error:
             failure = _typed(error)
-            self._finish(lambda: self._end_registration(call.call_id, failure))
+            self._finish(lambda: self._end_registration(Registered(call.hold, failure)))
         else:
             self._finish(lambda: self._registered(call, verdict))
 
@@ -618,16 +621,15 @@ class Residency:
             self._num_registering += 1
             self._registrars.submit(self._to_register.popleft())
 
-    def _end_registration(self, call_id: int, result: AdapterInfo | WeftError) -> Registered:
+    def _end_registration(self, registered: Registered) -> Registered:
         self._num_registering -= 1
         self._begin_registrations()
-        if isinstance(result, WeftError):
-            return Registered(call_id, None, result)
-        return Registered(call_id, result, None)
+        return registered
 
     def _packed(self, call: _Call, stage_s: dict[str, float]) -> Registered | None:
         self._count(stage_s)
-        if self._checker is None or call.checked or self._is_checked(call.image.digest):
+        checked = call.hold.source.checked or self._is_checked(call.image.digest)
+        if self._checker is None or checked:
             return self._registered(call, None)
         self._registrars.submit(self._check, self._checker, call)
         return None
@@ -637,13 +639,13 @@ class Residency:
         return known is not None and known.checked
 
     def _registered(self, call: _Call, verdict: _Verdict | None) -> Registered:
+        hold, image = call
         try:
-            self._judge(call.image, call.path, verdict)
-            checked = call.checked if verdict is None else verdict.result == "passed"
-            info = self.add(call.image, call.path, call.pinned, checked)
+            self._judge(image, hold.source.path, verdict)
         except WeftError as error:
-            return self._end_registration(call.call_id, error)
-        return self._end_registration(call.call_id, info)
+            return self._end_registration(Registered(hold, error))
+        checked = hold.source.checked if verdict is None else verdict.result == "passed"
+        return self._end_registration(Registered(hold, image, checked))
 
     def _judge(self, image: AdapterImage, path: str, verdict: _Verdict | None) -> None:
         """Count a check. Raises AdapterQuarantined if it failed; should the content be known, as

@@ -13,14 +13,14 @@ import itertools
 from collections.abc import AsyncIterator, Callable
 from typing import Protocol
 
-from weft.core.adapters import AdapterInfo, AdapterRef
+from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.errors import EngineDead, InvalidRequest, WeftError, from_wire
 from weft.core.messages import (
     Abort,
     Command,
-    Drop,
     GetStats,
-    Register,
+    Hold,
+    Release,
     Reply,
     Report,
     Started,
@@ -101,17 +101,13 @@ class Client:
             if not ended and self.alive:
                 self._send(Abort(request.request_id))
 
-    async def register_adapter(
-        self, path: str, pinned: bool = False, before: AdapterInfo | None = None
-    ) -> AdapterInfo:
-        """`before`: what an engine before this one said of it. AdapterUnavailable is then raised
-        for any other content, and what was checked there is not checked again."""
-        reply = await self._call(lambda call_id: Register(call_id, path, pinned, before))
+    async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
+        reply = await self._call(lambda call_id: Hold(call_id, source, holder, pinned))
         assert reply.info is not None
         return reply.info
 
-    async def drop_adapter(self, ref: AdapterRef) -> None:
-        await self._call(lambda call_id: Drop(call_id, ref.digest))
+    async def release(self, digest: str, holder: str) -> None:
+        await self._call(lambda call_id: Release(call_id, digest, holder))
 
     async def stats(self) -> EngineStats:
         reply = await self._call(GetStats)

@@ -1,10 +1,10 @@
-"""An EngineClient that starts its engine again when it dies, or hangs.
+"""An EngineClient that starts its engine again when it dies or hangs.
 
-    up ──(the engine ends)──> down ──(started, adapters registered again)──> up
+    up ──(the engine ends)──> down ──(started, and all holds repeated)──> up
                                └──(a start fails)──> down, and after a pause another start
 
-What was open when the engine died ends with EngineDead, and so does what comes while it is down.
-An engine answers between two steps. One that does not for long is given up, and ended.
+Requests that were open when the engine died end with EngineDead, and so do those that come while
+it is down. An engine answers between two steps; one that gives no answer for long is ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from weft.core.adapters import AdapterInfo, AdapterRef
+from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.config import EngineArgs
 from weft.core.errors import AdapterUnavailable, EngineDead, WeftError, to_wire
 from weft.core.protocols import EngineClient
@@ -35,10 +35,6 @@ WATCHDOG_S = 300.0
 
 class Mortal(EngineClient, Protocol):
     """An engine whose end can be waited for: `weft.fleet.client.Client`."""
-
-    async def register_adapter(
-        self, path: str, pinned: bool = False, before: AdapterInfo | None = None
-    ) -> AdapterInfo: ...
 
     async def ended(self) -> WeftError: ...
 
@@ -64,17 +60,15 @@ async def start_supervised(
 
 
 @dataclass(slots=True)
-class _Adapter:
-    """A version that is registered, whether or not the engine has it."""
+class _Wanted:
+    """Content that every engine is to hold."""
 
     info: AdapterInfo
-    """What engines said of it, last."""
-    registrations: list[tuple[str, bool]] = field(default_factory=list)
-    """Path and pin of each, oldest first."""
-    num_in_engine: int = 0
-    """Registrations that this engine knows of."""
-    error: WeftError | None = None
-    """Why this engine does not have it."""
+    """What the last engine said of it."""
+    holders: dict[str, tuple[str, bool]] = field(default_factory=dict)
+    """The path and the pin of each hold, the newest last."""
+    lost: WeftError | None = None
+    """Why it could not be read again for this engine."""
 
 
 class Supervisor:
@@ -88,7 +82,8 @@ class Supervisor:
         self._engine = engine
         self._down: str | None = None
         """Why nothing is served now."""
-        self._adapters: dict[str, _Adapter] = {}
+        self._wanted: dict[str, _Wanted] = {}
+        """By digest."""
         self._task = asyncio.create_task(self._supervise())
 
     @property
@@ -107,35 +102,35 @@ class Supervisor:
         if request.adapter is not None and not needed:
             needed = [request.adapter]
         for ref in needed:
-            adapter = self._adapters.get(ref.digest)
-            if adapter is not None and adapter.error is not None:
-                return _ending(request.request_id, adapter.error)
+            wanted = self._wanted.get(ref.digest)
+            if wanted is not None and wanted.lost is not None:
+                return _ending(request.request_id, wanted.lost)
         return self._engine.generate(request)
 
-    async def register_adapter(self, path: str, pinned: bool = False) -> AdapterInfo:
+    async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
+        """See `EngineClient.hold`. The engines to come hold it too."""
         engine = self._up()
-        info = await engine.register_adapter(path, pinned)
+        info = await engine.hold(source, holder, pinned)
         if engine is not self._engine or not engine.alive:
             raise EngineDead("the engine died while the adapter was loaded")
-        adapter = self._adapters.setdefault(info.digest, _Adapter(info))
-        adapter.info = info
-        adapter.registrations.append((path, pinned))
-        adapter.num_in_engine += 1
-        adapter.error = None
+        wanted = self._wanted.setdefault(info.digest, _Wanted(info))
+        wanted.info = info
+        wanted.holders.pop(holder, None)
+        wanted.holders[holder] = (source.path, pinned)
+        if wanted.lost is not None:
+            await self._hold_again(engine, info.digest)
         return info
 
-    async def drop_adapter(self, ref: AdapterRef) -> None:
-        """Also holds for the engines to come: it succeeds while this one is down, or dies."""
-        adapter = self._adapters.get(ref.digest)
-        if adapter is None:
-            return
-        del adapter.registrations[0]
-        if not adapter.registrations:
-            del self._adapters[ref.digest]
-        if adapter.num_in_engine > len(adapter.registrations):
-            adapter.num_in_engine -= 1
-            with contextlib.suppress(EngineDead):
-                await self._engine.drop_adapter(ref)
+    async def release(self, digest: str, holder: str) -> None:
+        """See `EngineClient.release`. It also succeeds while the engine is down, or dies: those to
+        come do not hold it."""
+        wanted = self._wanted.get(digest)
+        if wanted is not None:
+            wanted.holders.pop(holder, None)
+            if not wanted.holders:
+                del self._wanted[digest]
+        with contextlib.suppress(EngineDead):
+            await self._engine.release(digest, holder)
 
     async def stats(self) -> EngineStats:
         return await self._up().stats()
@@ -193,13 +188,11 @@ class Supervisor:
                 await asyncio.sleep(self._watchdog_s / 10)
 
     async def _start_again(self) -> bool:
-        """One attempt at a new engine with all adapters."""
+        """Try once to start a new engine that holds what the one before it held."""
         try:
             await self._engine.close()
-            for adapter in self._adapters.values():
-                adapter.num_in_engine, adapter.error = 0, None
             self._engine = engine = await self._start(self._args)
-            calls = [self._register_again(engine, each) for each in self._adapters.values()]
+            calls = [self._hold_again(engine, digest) for digest in self._wanted]
             with self._watched(engine):
                 await asyncio.gather(*calls)
         except Exception as error:  # of any kind: the next attempt may succeed
@@ -207,28 +200,50 @@ class Supervisor:
             return False
         return True
 
-    async def _register_again(self, engine: Mortal, adapter: _Adapter) -> None:
-        """Once, from the newest of its folders that still holds this content."""
-        if not adapter.registrations:  # dropped meanwhile
+    async def _hold_again(self, engine: Mortal, digest: str) -> None:
+        """Let an engine hold content for all who want it, from the newest of their folders that
+        still has it. Any number of repetitions does no harm."""
+        wanted = self._wanted.get(digest)
+        if wanted is None:  # it was released meanwhile
             return
-        reason, pinned = "", adapter.registrations[-1][1]
-        for path in dict.fromkeys(path for path, _ in reversed(adapter.registrations)):
+        wanted.lost, reason = None, ""
+        for path in dict.fromkeys(path for path, _ in reversed(wanted.holders.values())):
             try:
-                adapter.info = await engine.register_adapter(path, pinned, adapter.info)
+                await self._hold_from(engine, path, digest)
             except EngineDead:
                 raise
             except WeftError as error:
                 reason = reason or error.message
                 continue
-            adapter.num_in_engine = 1
-            if not adapter.registrations:
-                await engine.drop_adapter(AdapterRef("", 0, adapter.info.digest))
             return
-        adapter.error = AdapterUnavailable(
+        if digest not in self._wanted:
+            return
+        wanted.lost = AdapterUnavailable(
             f"the adapter could not be loaded again when the engine was restarted: {reason}",
             "model",
         )
-        logger.error("%s", adapter.error.message)
+        logger.error("%s", wanted.lost.message)
+
+    async def _hold_from(self, engine: Mortal, path: str, digest: str) -> None:
+        """Tell an engine of all holds of some content, and of what changes of them meanwhile."""
+        wanted = self._wanted.get(digest)
+        if wanted is None:
+            return
+        info, source = wanted.info, AdapterSource(path, digest, wanted.info.checked)
+        for holder in list(wanted.holders):
+            told: tuple[str, bool] | None = None
+            while told != (hold := self._hold_of(digest, holder)):
+                if hold is None:
+                    await engine.release(digest, holder)
+                else:
+                    info = await engine.hold(source, holder, hold[1])
+                told = hold
+        if digest in self._wanted:
+            self._wanted[digest].info = info
+
+    def _hold_of(self, digest: str, holder: str) -> tuple[str, bool] | None:
+        wanted = self._wanted.get(digest)
+        return wanted.holders.get(holder) if wanted else None
 
 
 async def _ending(request_id: str, error: WeftError) -> AsyncIterator[TokenEvent]:

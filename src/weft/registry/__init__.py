@@ -1,5 +1,6 @@
 """Which adapter versions exist and who uses them; where they may come from."""
 
+from weft.registry.holders import Holders
 from weft.registry.hub import HubId, fetch_adapter, is_hub_uri, parse_hub_id
 from weft.registry.paths import AdapterRoots
 from weft.registry.registry import (
@@ -15,6 +16,7 @@ __all__ = [
     "AdapterCard",
     "AdapterRegistry",
     "AdapterRoots",
+    "Holders",
     "HubId",
     "Lease",
     "ModelCard",

@@ -43,6 +43,7 @@ class AdapterCard:
     info: AdapterInfo
     path: str
     pinned: bool
+    """Whether its content stays on the device, as any name that points to it says so."""
 
 
 @dataclass(slots=True, eq=False)
@@ -198,8 +199,8 @@ class AdapterRegistry:
         on_drained: OnDrained | None = None,
         pinned: bool = False,
     ) -> AdapterRef:
-        """Let `name` point to the content that `info` tells of; `path` is shown as its root, and
-        `pinned` holds from now on for all names of that content.
+        """Let `name` point to the content that `info` tells of. `path` is shown as its root;
+        `pinned` says whether this name keeps the content on the device.
 
         The same content again keeps the version. Other content under a taken name needs
         `replace`: the old version is then retired, and `on_drained` called once it is drained.
@@ -208,8 +209,7 @@ class AdapterRegistry:
         self._check_name(name)
         old = self._live.get(name)
         if old is not None and old.ref.digest == info.digest:
-            old.info, old.path = info, path
-            self._pin(info.digest, pinned)
+            old.info, old.path, old.pinned = info, path, pinned
             return old.ref
         if old is not None and not replace:
             message = f"The lora adapter {name!r} has already been loaded with other content"
@@ -217,8 +217,7 @@ class AdapterRegistry:
         number = self._last_version.get(name, 0) + 1
         ref = AdapterRef(name, number, info.digest)
         self._last_version[name] = number
-        self._live[name] = _Version(ref, info, path)
-        self._pin(info.digest, pinned)
+        self._live[name] = _Version(ref, info, path, pinned)
         if old is not None:
             self._retire(old).on_drained(on_drained or _ignore)
         return ref
@@ -253,12 +252,18 @@ class AdapterRegistry:
 
     def adapter_cards(self) -> list[AdapterCard]:
         """The live versions in the order of their publication, with all that is known of them."""
-        return [AdapterCard(v.ref, v.info, v.path, v.pinned) for v in self._live.values()]
+        live = self._live.values()
+        pinned = {v.ref.digest for v in live if v.pinned}
+        return [AdapterCard(v.ref, v.info, v.path, v.ref.digest in pinned) for v in live]
 
-    def pinned(self, digest: str) -> bool | None:
-        """Whether this content is to stay on the device; None: no name points to it."""
-        found = (v.pinned for v in self._live.values() if v.ref.digest == digest)
-        return next(found, None)
+    def needs(self, ref: AdapterRef) -> bool:
+        """Whether a version of the same name and content is live, or still has leases: until then
+        the engine must hold that content for this name."""
+        live = self._live.get(ref.name)
+        if live is not None and live.ref.digest == ref.digest:
+            return True
+        same = (ref.name, ref.digest)
+        return any((v.ref.name, v.ref.digest) == same for v in self._draining)
 
     def check(self) -> None:
         """Raises AssertionError when an invariant is broken."""
@@ -267,7 +272,6 @@ class AdapterRegistry:
             assert not version.retired and not version.callbacks and version.leases >= 0
             assert version.ref.version == self._last_version[name], "an old version is live"
             assert version.ref.digest == version.info.digest
-            assert version.pinned == self.pinned(version.ref.digest), "one content, two pins"
         for version in self._draining:
             assert version.retired and version.leases > 0, "drained, but still held"
             live = self._live.get(version.ref.name)
@@ -285,11 +289,6 @@ class AdapterRegistry:
         if version is None:
             raise ModelNotFound(f"The model {model!r} does not exist", "model")
         return version
-
-    def _pin(self, digest: str, pinned: bool) -> None:
-        for version in self._live.values():
-            if version.ref.digest == digest:
-                version.pinned = pinned
 
     def _retire(self, version: _Version) -> Retired:
         version.retired = True

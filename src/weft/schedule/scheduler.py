@@ -71,7 +71,6 @@ class Scheduler:
         self._batch = Batch(limits.max_num_seqs, cache, self._turns, tenant_weights)
         self._planned: dict[int, list[Sequence]] = {}
         """The sequences of the steps in flight, one for each entry of the plan."""
-        self._dropping: set[str] = set()
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -118,7 +117,7 @@ class Scheduler:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         check_request(request, self._limits, vocab_size)
         ref = request.adapter
-        if ref and (not self._slots.knows(ref.digest) or ref.digest in self._dropping):
+        if ref and not self._slots.knows(ref.digest):
             raise AdapterUnavailable(f"adapter {ref.name!r} is not loaded", "model")
         if ref and (refusal := self._slots.refusal(ref.digest)):
             raise refusal
@@ -139,23 +138,9 @@ class Scheduler:
 
     # -- adapters ------------------------------------------------------------------------------
 
-    def drop_adapter(self, digest: str) -> bool:
-        """Stop taking requests for an adapter. True if it has none left; else `take_dropped`
-        reports it once the last one has ended."""
-        if self._turns.in_use(digest):
-            self._dropping.add(digest)
-            return False
-        return True
-
-    def keep_adapter(self, digest: str) -> None:
-        """Take a drop back that has not been carried out yet."""
-        self._dropping.discard(digest)
-
-    def take_dropped(self) -> list[str]:
-        """Adapters to be dropped whose last request has ended since the last call."""
-        gone = [d for d in self._dropping if not self._turns.in_use(d)]
-        self._dropping.difference_update(gone)
-        return gone
+    def uses_adapter(self, digest: str) -> bool:
+        """Whether any request here needs it: waiting, running, or in a step that has not ended."""
+        return self._turns.in_use(digest)
 
     def adapter_failed(self, digest: str, error: WeftError) -> list[TokenEvent]:
         """A load failed: end the requests that wait for it."""

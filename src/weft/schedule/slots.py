@@ -178,6 +178,14 @@ class AdapterSlots:
                 "raise --adapter-memory",
                 "adapter_memory",
             )
+        self._set_pin(digest, size, pinned)
+        self._known.setdefault(digest, _Known(size)).refusal = None
+
+    def pin(self, digest: str, pinned: bool) -> None:
+        """Pin an adapter that is known, or unpin it. Raises AdapterConflict as `add` does."""
+        self._set_pin(digest, self._known[digest].size, pinned)
+
+    def _set_pin(self, digest: str, size: int, pinned: bool) -> None:
         others = {other: n for other, n in self._pinned.items() if other != digest}
         left = self.capacity - sum(others.values())
         if pinned and digest not in self._pinned:
@@ -189,7 +197,6 @@ class AdapterSlots:
                 "pinned",
             )
         self._pinned = others | {digest: size} if pinned else others
-        self._known.setdefault(digest, _Known(size)).refusal = None
         if pinned and digest not in self._extents:
             self._wanted.add(digest)
         else:

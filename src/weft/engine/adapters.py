@@ -1,0 +1,159 @@
+"""The adapters of one engine: who holds them, the sums that requests make of them, their end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from weft.checkpoint import AdapterImage
+from weft.core.adapters import AdapterInfo, AdapterPart, AdapterRef
+from weft.core.errors import AdapterUnavailable, WeftError, to_wire
+from weft.core.messages import Hold, Reply
+from weft.engine.residency import LoadEnded, Registered, Residency
+from weft.registry import Holders
+
+MAX_SUMS = 256
+"""Sums that are known at a time, besides those that running requests use."""
+REQUESTS = "requests"
+"""Who holds a sum: it has no name of its own."""
+
+
+class Adapters:
+    """Holds adapters for their holders, and forgets what nobody holds once its last request has
+    ended. `check()` states the invariants.
+
+    A weighted sum is an adapter like others, made of some that are held. It is released when it
+    was used least recently of too many, and when one of its parts is.
+    """
+
+    def __init__(self, residency: Residency, in_use: Callable[[str], bool]) -> None:
+        """`in_use` tells whether any request in the engine uses this content."""
+        self._residency = residency
+        self._in_use = in_use
+        self._holders = Holders()
+        self._sums: dict[str, tuple[AdapterPart, ...]] = {}
+        """The parts of each sum that is held, those used last at the end."""
+        self._replies: list[Reply] = []
+
+    # -- holders -------------------------------------------------------------------------------
+
+    def hold(self, call: Hold) -> None:
+        """Begin to read what is to be held; `take_replies` has the answer once it is. Content
+        that is known to be here already need not be read."""
+        digest = call.source.digest
+        if digest is not None and self._serves(digest):
+            self._answer(call, partial(self._hold_known, call, digest))
+        else:
+            self._residency.register(call)
+
+    def hold_image(
+        self, image: AdapterImage, path: str | None, holder: str, pinned: bool, checked: bool
+    ) -> AdapterInfo:
+        """Hold what is packed already, at once. `path`: see `Residency.add`; `checked`: whether
+        the device was seen to compute it right.
+
+        Raises AdapterInvalid, AdapterConflict; who held what before then holds it still.
+        """
+        pin = self._pin(image.digest, holder, pinned)
+        info = self._residency.add(image, path, pin, checked)
+        self._holders.hold(image.digest, holder, pinned)
+        return info
+
+    def release(self, digest: str, holder: str) -> None:
+        """Let go of content; without holders it is forgotten, at once or after its last request."""
+        self._holders.release(digest, holder)
+        if self._holders.is_held(digest):
+            self._residency.pin(digest, self._holders.is_pinned(digest))
+        else:
+            self._release_sums(lambda parts: any(part.ref.digest == digest for part in parts))
+        self.forget_drained()
+
+    def _serves(self, digest: str) -> bool:
+        return self._holders.is_held(digest) and self._residency.slots.refusal(digest) is None
+
+    def _hold_known(self, call: Hold, digest: str) -> AdapterInfo:
+        self._residency.pin(digest, self._pin(digest, call.holder, call.pinned))
+        self._holders.hold(digest, call.holder, call.pinned)
+        return self._residency.info(digest)
+
+    def _pin(self, digest: str, holder: str, pinned: bool) -> bool:
+        """Whether content is to be pinned with this hold. Pinned adapters leave room for the
+        largest one known, among which sums that nobody uses are not to count."""
+        pin = self._holders.would_be_pinned(digest, holder, pinned)
+        if pin:
+            self._release_sums(lambda _: True)
+            self.forget_drained()
+        return pin
+
+    # -- requests ------------------------------------------------------------------------------
+
+    def admit(self, ref: AdapterRef, parts: tuple[AdapterPart, ...]) -> None:
+        """A request for an adapter, or the sum of `parts`, has come. Raises InvalidRequest (what
+        can't be summed), AdapterUnavailable (nobody holds it)."""
+        for each in [part.ref for part in parts] or [ref]:
+            if not self._holders.is_held(each.digest):
+                field = "adapters" if parts else "model"
+                raise AdapterUnavailable(f"adapter {each.name!r} is not loaded", field)
+        if not parts:
+            return
+        self._residency.compose(ref.digest, parts)
+        self._holders.hold(ref.digest, REQUESTS)
+        self._sums.pop(ref.digest, None)
+        self._sums[ref.digest] = parts
+        if len(self._sums) > MAX_SUMS:
+            self._release_sum(next(iter(self._sums)))
+            self.forget_drained()
+
+    def _release_sums(self, which: Callable[[tuple[AdapterPart, ...]], bool]) -> None:
+        for digest, parts in list(self._sums.items()):
+            if which(parts):
+                self._release_sum(digest)
+
+    def _release_sum(self, digest: str) -> None:
+        del self._sums[digest]
+        self._holders.release(digest, REQUESTS)
+
+    # -- between steps -------------------------------------------------------------------------
+
+    def poll(self) -> list[LoadEnded]:
+        """Apply what loader threads have finished; the loads among it."""
+        loads: list[LoadEnded] = []
+        for end in self._residency.poll():
+            if isinstance(end, LoadEnded):
+                loads.append(end)
+            else:
+                self._answer(end.call, partial(self._hold_read, end))
+        return loads
+
+    def _hold_read(self, read: Registered) -> AdapterInfo:
+        if isinstance(read.result, WeftError):
+            raise read.result
+        call = read.call
+        return self.hold_image(
+            read.result, call.source.path, call.holder, call.pinned, read.checked
+        )
+
+    def _answer(self, call: Hold, hold: Callable[[], AdapterInfo]) -> None:
+        try:
+            self._replies.append(Reply(call.call_id, info=hold()))
+        except WeftError as error:
+            self._replies.append(Reply(call.call_id, error=to_wire(error)))
+
+    def take_replies(self) -> list[Reply]:
+        """The answers to calls of `hold` that have ended since the last call."""
+        replies, self._replies = self._replies, []
+        return replies
+
+    def forget_drained(self) -> None:
+        """Free the memory of all content that nobody holds and no request uses any more."""
+        for digest in self._holders.take_drained(self._in_use):
+            self._residency.forget(digest)
+
+    def check(self) -> None:
+        """Raise AssertionError unless all invariants hold."""
+        self._holders.check()
+        assert all(self._holders.is_held(digest) for digest in self._sums)
+        assert len(self._sums) <= MAX_SUMS
+        for parts in self._sums.values():
+            assert all(self._holders.is_held(part.ref.digest) for part in parts)
+        assert self._residency.known() == self._holders.known(), "known, and held by nobody"
