@@ -483,7 +483,7 @@ def test_adapters_take_turns(ahead: int, n: int, k: int, short_of: str) -> None:
         h.step()
         h.scheduler.check()
         for seq in h.scheduler._batch.running:
-            last[seq.request.request_id] = step
+            last[seq.request_id] = step
         for name, admitted in last.items():
             if not (h.events[name] and h.events[name][-1].finish_reason):
                 assert step - admitted <= bound

@@ -179,37 +179,37 @@ class Scheduler:
         result.tokens         [a]    [b, c]   one list for each entry that samples
         """
         events: list[TokenEvent] = []
-        planned = self._planned.pop(plan.step, [])
+        planned, num_samples = self._planned.pop(plan.step, []), plan.num_samples
         for i, prompt_logprobs in result.prompt_logprobs.items():
             planned[i].take_prompt_logprobs(plan.starts[i], prompt_logprobs)
         k = 0
         for i, seq in enumerate(planned):
             seq.in_flight -= 1
-            if plan.num_samples[i]:
+            if num_samples[i]:
+                new = result.tokens[k]
+                logprobs = result.logprobs[k] if result.logprobs else None
+                k += 1
                 if not seq.done:
-                    new, rules, tokens = result.tokens[k], seq.rules, seq.tokens
-                    logprobs = result.logprobs[k] if result.logprobs else None
+                    tokens, rules = seq.tokens, seq.rules
                     if (
-                        rules.paced
-                        or len(tokens) + len(new) >= rules.limit
+                        len(tokens) + 1 >= rules.known_limit
+                        or new[0] in rules.endings
+                        or len(new) > 1
                         or seq.prompt_logprobs is not None
-                        or not rules.endings.isdisjoint(new)
                     ):
                         events += self._take(seq, new, logprobs)
                     else:
                         tokens += new
                         if len(tokens) > seq.holding.next_full:
                             self._cache.register(seq.holding, tokens, len(tokens) - 1)
-                        request_id = seq.request.request_id
                         events.append(
-                            TokenEvent(request_id, new, logprobs, None, None, seq.num_cached)
+                            TokenEvent(seq.request_id, new, logprobs, None, None, seq.num_cached)
                         )
-                k += 1
             elif not seq.done:
                 self._cache.register(seq.holding, seq.tokens, plan.starts[i] + plan.counts[i])
             if seq.row < 0 and seq.in_flight == 0:
                 self._turns.end_lease(seq.adapter)
-        self.totals.generated_tokens += sum(plan.num_samples)
+        self.totals.generated_tokens += sum(num_samples)
         return events
 
     def _take(
@@ -217,7 +217,7 @@ class Scheduler:
     ) -> list[TokenEvent]:
         """Take tokens of which one may end the request, or of which its matchers must be told, or
         that come with the log-probabilities of the prompt. What follows an end is dropped."""
-        request_id, rules, tokens = seq.request.request_id, seq.rules, seq.tokens
+        rules, tokens = seq.rules, seq.tokens
         error: WeftError | None = None
         ended = False
         count = 0
@@ -235,7 +235,7 @@ class Scheduler:
         if ended:
             events.append(self._end(seq, new, logprobs))
         elif new:
-            events.append(TokenEvent(request_id, new, logprobs, None, None, seq.num_cached))
+            events.append(TokenEvent(seq.request_id, new, logprobs, None, None, seq.num_cached))
         if events and seq.prompt_logprobs is not None:
             events[0] = events[0]._replace(prompt_logprobs=[None, *seq.prompt_logprobs])
             seq.prompt_logprobs = None
@@ -250,13 +250,14 @@ class Scheduler:
         """
         block_size = self._cache.block_size
         sequences, rows, starts = draft.sequences, draft.rows, draft.starts
+        budget = draft.num_left
         for seq in self._batch.running:  # preemption shortens it, from its end
             known = seq.known
             computed = seq.computed
             if known - computed > 1:
                 draft.chunks.append(seq)
             elif known < seq.rules.known_limit:
-                if len(rows) == draft.num_left:
+                if len(rows) == budget:
                     break
                 if known > len(seq.holding.blocks) * block_size and not self._batch.grow(
                     seq, draft
@@ -324,14 +325,13 @@ class Scheduler:
         error: WeftError | None = None,
     ) -> TokenEvent:
         """The one terminal event of a request; everything it holds is given back."""
-        request_id = seq.request.request_id
         seq.done = True
-        del self._by_id[request_id]
+        del self._by_id[seq.request_id]
         self.totals.finished[reason] += 1
         self._batch.remove(seq)
         self._turns.depart(seq.adapter)
         return TokenEvent(
-            request_id,
+            seq.request_id,
             token_ids or [],
             logprobs,
             reason,

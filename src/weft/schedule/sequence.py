@@ -122,6 +122,7 @@ class Sequence:
         "order",
         "prompt_logprobs",
         "request",
+        "request_id",
         "row",
         "rules",
         "seed",
@@ -138,6 +139,7 @@ class Sequence:
         limits: SchedulerLimits,
     ) -> None:
         self.request = request
+        self.request_id = request.request_id
         self.order = order
         self.seed = seed
         self.tokens = list(request.prompt_ids)
@@ -184,7 +186,7 @@ class Sequence:
         request, rules, adapter = self.request, self.rules, self.adapter
         asked = None if self.prompt_logprobs is None else request.params.prompt_logprobs
         return Admitted(
-            request.request_id,
+            self.request_id,
             self.row,
             adapter.slot,
             list(self.tokens),

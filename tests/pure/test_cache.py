@@ -1,0 +1,153 @@
+"""The cache alone: blocks, the prefix index and recurrent states, driven at random."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from weft.schedule.cache import NEVER, Cache, Holding
+
+BLOCK = 4
+NUM_BLOCKS = 12
+DIGESTS = [hashlib.sha256(name).hexdigest() for name in (b"a", b"b")]
+
+Content = tuple[tuple[int, str | None, int | None], ...]
+"""Each token of a prefix with the adapter that computed it, and where that became active."""
+
+
+@dataclass
+class Sequence:
+    """A sequence with what it holds; its tokens count as computed when `computed` says so."""
+
+    tokens: list[int]
+    digest: str | None
+    active_from: int
+    holding: Holding = field(init=False)
+    computed: int = 0
+
+    def __post_init__(self) -> None:
+        self.holding = Holding(self.digest, self.active_from)
+
+    def content(self, count: int) -> Content:
+        begin = NEVER if self.digest is None else self.active_from
+        return tuple(
+            (t, self.digest, begin) if i >= begin else (t, None, None)
+            for i, t in enumerate(self.tokens[:count])
+        )
+
+
+class CacheMachine(RuleBasedStateMachine):
+    num_states = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = Cache(NUM_BLOCKS, BLOCK, self.num_states)
+        self.sequences: list[Sequence] = []
+        self.written: dict[int, Content] = {}
+        """What each block was computed from."""
+
+    def _write(self, seq: Sequence, computed: int) -> None:
+        for i in range(seq.computed // BLOCK, -(-computed // BLOCK)):
+            self.written[seq.holding.blocks[i]] = seq.content(min(computed, (i + 1) * BLOCK))
+        seq.computed = computed
+        self.cache.register(seq.holding, seq.tokens, computed)
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=20),
+        digest=st.none() | st.sampled_from(DIGESTS),
+        active_from=st.integers(0, 19),
+        spare=st.integers(0, 2),
+    )
+    def begin(self, tokens: list[int], digest: str | None, active_from: int, spare: int) -> None:
+        seq = Sequence(tokens, digest, min(active_from, len(tokens) - 1))
+        hits = self.cache.match(seq.holding, tokens)
+        assert len(hits) * BLOCK < len(tokens)
+        for i, block in enumerate(hits):
+            assert self.written[block] == seq.content((i + 1) * BLOCK)
+        before = self.cache.num_free
+        fresh = -(-len(tokens) // BLOCK) - len(hits)
+        if self.cache.reserve(seq.holding, len(tokens), hits, spare):
+            assert seq.holding.blocks[: len(hits)] == hits
+            assert len(seq.holding.blocks) == -(-len(tokens) // BLOCK)
+            assert before - len(hits) - fresh <= self.cache.num_free
+            assert self.cache.num_free >= spare
+            seq.computed = len(hits) * BLOCK
+            self.sequences.append(seq)
+            self._write(seq, len(tokens))
+        else:
+            assert not seq.holding.blocks
+            assert seq.holding.state == -1
+            assert self.cache.num_free == before
+            assert before < fresh + len(hits) + spare or self._all_states_taken()
+
+    def _all_states_taken(self) -> bool:
+        return 0 < self.num_states == len(self.sequences)
+
+    @rule(index=st.integers(0, 99), new=st.lists(st.integers(0, 1), min_size=1, max_size=6))
+    @precondition(lambda self: self.sequences)
+    def go_on(self, index: int, new: list[int]) -> None:
+        """Several tokens at a time, as far as there is room."""
+        seq = self.sequences[index % len(self.sequences)]
+        seq.tokens += new
+        while len(seq.tokens) > len(seq.holding.blocks) * BLOCK:
+            free = self.cache.num_free
+            if self.cache.extend(seq.holding) is None:
+                assert not free
+                del seq.tokens[len(seq.holding.blocks) * BLOCK :]
+        self._write(seq, len(seq.tokens))
+
+    @rule(index=st.integers(0, 99))
+    @precondition(lambda self: self.sequences)
+    def end(self, index: int) -> None:
+        seq = self.sequences.pop(index % len(self.sequences))
+        self.cache.release(seq.holding)
+        assert (seq.holding.blocks, seq.holding.state) == ([], -1)
+
+    @invariant()
+    def consistent(self) -> None:
+        self.cache.check(seq.holding for seq in self.sequences)
+        states = [seq.holding.state for seq in self.sequences]
+        assert len(set(states)) == len(states) if self.num_states else set(states) <= {-1}
+
+
+class RecurrentMachine(CacheMachine):
+    """Each sequence has a state of its own, and nothing is found in the prefix index."""
+
+    num_states = 3
+
+    @invariant()
+    def nothing_is_shared(self) -> None:
+        for seq in self.sequences:
+            assert self.cache.match(Holding(), seq.tokens) == []
+
+
+_settings = settings(max_examples=60, stateful_step_count=40)
+TestAttention = CacheMachine.TestCase
+TestAttention.settings = _settings
+TestRecurrent = RecurrentMachine.TestCase
+TestRecurrent.settings = _settings
+
+
+@given(st.lists(st.integers(0, 3), min_size=9, max_size=30))
+def test_what_was_computed_is_found(tokens: list[int]) -> None:
+    cache = Cache(20, BLOCK)
+    first, second = Holding(), Holding()
+    assert cache.reserve(first, len(tokens))
+    cache.register(first, tokens, len(tokens))
+    cache.release(first)
+    hits = cache.match(second, tokens)
+    assert len(hits) == (len(tokens) - 1) // BLOCK
+    assert cache.reserve(second, len(tokens), hits)
+    assert second.next_full == (len(hits) + 1) * BLOCK
+
+
+def test_nothing_is_shared_where_that_is_off() -> None:
+    cache = Cache(8, BLOCK, share_prefixes=False)
+    holding = Holding()
+    assert cache.reserve(holding, 8)
+    cache.register(holding, [1] * 8, 8)
+    assert cache.match(Holding(), [1] * 8) == []
