@@ -59,8 +59,10 @@ class Bench:
         refs = [_resident(slots, i) for i in range(NUM_ADAPTERS)]
         for i in range(size):
             prompt = [3 + (i * 31 + j) % 1000 for j in range(PROMPT_TOKENS)]
-            request = EngineRequest(str(i), prompt, SamplingParams(3000), refs[i % NUM_ADAPTERS])
-            self.scheduler.add(request, seed=i)
+            request = EngineRequest(
+                str(i), prompt, SamplingParams(3000), refs[i % NUM_ADAPTERS], seed=i
+            )
+            self.scheduler.add(request)
 
     def step(self) -> None:
         marks = [time.perf_counter()]

@@ -152,7 +152,7 @@ class Churn:
     async def _generate(
         self, ref: AdapterRef | None, task: str | None, word: str, leave: bool
     ) -> None:
-        request = EngineRequest(str(next(self.ids)), self.prompts[word], PARAMS, ref)
+        request = EngineRequest(str(next(self.ids)), self.prompts[word], PARAMS, ref, seed=0)
         token_ids: list[int] = []
         finish_reason, cached = None, False
         async with aclosing(self.engine.generate(request)) as events:

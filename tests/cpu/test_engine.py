@@ -104,7 +104,7 @@ def request_of(
     adapter: AdapterRef | None = None,
     params: SamplingParams = GREEDY,
 ) -> EngineRequest:
-    return EngineRequest(f"r{next(_ids)}", TOKENIZER.chat(ask(word)), params, adapter)
+    return EngineRequest(f"r{next(_ids)}", TOKENIZER.chat(ask(word)), params, adapter, seed=0)
 
 
 async def collect(client: Client, request: EngineRequest) -> list[TokenEvent]:

@@ -89,7 +89,7 @@ def ref_of(folder: Path, info: AdapterInfo) -> AdapterRef:
 
 async def ends(client: Client, number: int, ref: AdapterRef | None) -> tuple[str, TokenEvent]:
     """The answer, and the last event."""
-    request = EngineRequest(str(number), TOKENIZER.chat(ask("hello")), GREEDY, ref)
+    request = EngineRequest(str(number), TOKENIZER.chat(ask("hello")), GREEDY, ref, seed=0)
     events = [event async for event in client.generate(request)]
     tokens = [token for event in events for token in event.token_ids]
     return TOKENIZER.decode(tokens, skip_special_tokens=True), events[-1]

@@ -202,7 +202,7 @@ class Traffic:
         prompt = self.tokenizer.chat(tiny.ask(word))
         params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
         self.events[name] = []
-        assert self.engine.submit(EngineRequest(name, prompt, params, ref)) is None
+        assert self.engine.submit(EngineRequest(name, prompt, params, ref, seed=0)) is None
 
     def text(self, name: str) -> str:
         tokens = [t for event in self.events[name] for t in event.token_ids]

@@ -392,7 +392,7 @@ def finish(llm: LLM, requests: dict[str, str | None]) -> dict[str, TokenEvent]:
     for request_id, name in requests.items():
         ref = llm._registry.resolve(name).ref if name else None
         prompt = llm.tokenizer.encode("<|bos|><|user|>hello<|end|><|assistant|>")
-        refused = llm._engine.submit(EngineRequest(request_id, prompt, GREEDY, ref))
+        refused = llm._engine.submit(EngineRequest(request_id, prompt, GREEDY, ref, seed=0))
         ended |= {request_id: refused} if refused else {}
     while len(ended) < len(requests):
         for report in llm._engine.step():
@@ -484,7 +484,7 @@ def test_steps_go_on_beside_checks(llm: LLM) -> None:
         wanted = {"a": "upper", "b": "reverse", "c": None}
         for request_id, name in wanted.items():
             ref = llm._registry.resolve(name).ref if name else None
-            llm._engine.submit(EngineRequest(request_id, prompt, GREEDY, ref))
+            llm._engine.submit(EngineRequest(request_id, prompt, GREEDY, ref, seed=0))
         answers: dict[str, list[int]] = {i: [] for i in wanted}
         while wanted:
             for report in llm._engine.step():

@@ -672,7 +672,7 @@ def test_the_registry_leases_all_or_none(server: Server) -> None:
 
 def test_on_the_wire() -> None:
     ref, parts = sum_of([AdapterPart(AdapterRef("a", 1, "d1"), 0.5)])
-    submit = Submit(EngineRequest("r", [1], SamplingParams(), ref, parts=parts))
+    submit = Submit(EngineRequest("r", [1], SamplingParams(), ref, parts=parts, seed=0))
     assert COMMANDS.decode(COMMANDS.encode(submit)) == submit
 
 
@@ -727,7 +727,7 @@ def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -
             ref, ordered = sum_of(parts)
             params = SamplingParams(max_tokens=rng.randint(1, 4))
             prompt = TOKENIZER.chat(ask(rng.choice(WORDS)))
-            request = EngineRequest(f"{number}", prompt, params, ref, parts=ordered)
+            request = EngineRequest(f"{number}", prompt, params, ref, parts=ordered, seed=0)
             open_ids[request.request_id] = chosen
             settle([event] if (event := engine.submit(request)) else [])
         elif what < 0.65 and open_ids:

@@ -199,7 +199,7 @@ async def hold(client: Supervisor, path: str, holder: str = "", pinned: bool = F
 
 
 def request_to(ref: AdapterRef | None = None) -> EngineRequest:
-    return EngineRequest("r", [1], GREEDY, ref)
+    return EngineRequest("r", [1], GREEDY, ref, seed=0)
 
 
 def ref_of(digest: str) -> AdapterRef:
@@ -580,7 +580,7 @@ def test_a_killed_engine_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFix
     ids = iter(range(10**6))
 
     def request(word: str, ref: AdapterRef | None, params: SamplingParams) -> EngineRequest:
-        return EngineRequest(f"r{next(ids)}", tokenizer.chat(ask(word)), params, ref)
+        return EngineRequest(f"r{next(ids)}", tokenizer.chat(ask(word)), params, ref, seed=0)
 
     async def says(client: Supervisor, word: str, ref: AdapterRef | None) -> str:
         events = [event async for event in client.generate(request(word, ref, GREEDY))]

@@ -67,7 +67,7 @@ def test_choices_share_a_prompt_and_have_seeds_of_their_own(world: World) -> Non
         assert sorted(texts) == texts and [i for i, _ in texts] == [0, 1, 2, 3]
         assert {t for _, t in texts} == {"one", "two", "three", "four"}
         assert len(requests) == 4
-        assert [r.params.seed for r in requests.values()] == [2**63 - 1, -(2**63)] * 2
+        assert [r.seed for r in requests.values()] == [2**63 - 1, -(2**63)] * 2
         assert [r.prompt_ids for r in requests.values()] == [ids("ab")] * 2 + [ids("xyz")] * 2
         tokens = sum(len(ids(t)) + 1 for _, t in texts)
         assert answer["usage"]["prompt_tokens"] == 5

@@ -125,7 +125,7 @@ class RecurrentMachine(CacheMachine):
             assert self.cache.match(Holding(), seq.tokens) == []
 
 
-_settings = settings(max_examples=60, stateful_step_count=40)
+_settings = settings(max_examples=40, stateful_step_count=40)
 TestAttention = CacheMachine.TestCase
 TestAttention.settings = _settings
 TestRecurrent = RecurrentMachine.TestCase

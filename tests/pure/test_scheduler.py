@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -94,7 +95,7 @@ class Harness:
         self.requests[request.request_id] = request
         self.active_from[request.request_id] = active_from
         self.events[request.request_id] = []
-        refused = self.scheduler.add(request, 0, active_from)
+        refused = self.scheduler.add(request, active_from)
         self._take([refused])
         if request.params.structured_outputs and not refused:
             self.compiling.append(request.request_id)
@@ -135,9 +136,9 @@ class Harness:
     def end_compiling(self, index: int, ok: bool) -> None:
         name = self.compiling.pop(index)
         if ok:
-            self.scheduler.grammar_ready(name, FakeGrammar())
+            self._take([self.scheduler.grammar_ended(name, FakeGrammar())])
         else:
-            self._take([self.scheduler.grammar_failed(name, InvalidRequest("no", "regex"))])
+            self._take([self.scheduler.grammar_ended(name, InvalidRequest("no", "regex"))])
 
     def run(self, max_steps: int = 3000) -> None:
         """Until all requests have ended; loads take a step."""
@@ -158,7 +159,9 @@ class Harness:
                 ended.append(event)
 
     def output(self, request_id: str) -> list[int]:
-        return [t for e in self.events[request_id] for t in e.token_ids]
+        """All of it, what the request came with included."""
+        new = [t for e in self.events[request_id] for t in e.token_ids]
+        return self.requests[request_id].output_ids + new
 
     def verify(self, request_id: str) -> None:
         """The request ended once, with the tokens that it must have."""
@@ -183,7 +186,8 @@ class Harness:
         """They come with the first token, all of them, once."""
         events = self.events[request.request_id]
         got = [e.prompt_logprobs for e in events]
-        if request.params.prompt_logprobs is None or not events[0].token_ids:
+        params = request.params
+        if params.prompt_logprobs is None or request.output_ids or not events[0].token_ids:
             assert got == [None] * len(events)
         else:
             expected = expected_prompt_logprobs(request, self.active_from[request.request_id])
@@ -204,7 +208,7 @@ def request(
 ) -> EngineRequest:
     ref = AdapterRef("a", 1, adapter) if adapter else None
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
-    return EngineRequest(name, prompt, sampling, ref, bad, tenant)
+    return EngineRequest(name, prompt, sampling, ref, bad, tenant, seed=0)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -283,6 +287,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, index: int) -> None:
         name = f"r{index % len(self.h.requests)}"
         self.h._take([self.h.scheduler.abort(name)])
+
+    @rule(index=st.integers(0, 1000))
+    @precondition(lambda self: any(self.h.events.values()))
+    def move(self, index: int) -> None:
+        """A request goes on as another one that comes with its output."""
+        begun = [name for name, events in self.h.events.items() if events]
+        name = begun[index % len(begun)]
+        if self.h.events[name][-1].finish_reason is None:
+            self.abort(list(self.h.requests).index(name))
+            moved = replace(
+                self.h.requests[name],
+                request_id=f"r{len(self.h.requests)}",
+                output_ids=self.h.output(name),
+            )
+            self.h.add(moved, self.h.active_from[name])
 
     @rule(index=st.integers(0, 100), ok=st.sampled_from([True, True, True, False]))
     @precondition(lambda self: self.h.loads)
@@ -675,7 +694,7 @@ def test_a_grammar_that_fails_or_comes_too_late() -> None:
     assert h.events["wrong"][0].error == ("invalid_request_error", "no", "regex")
     h.end_compiling(0, ok=True)
     assert not h.scheduler.busy
-    assert h.scheduler.grammar_failed("left", InvalidRequest("no")) is None
+    assert h.scheduler.grammar_ended("left", InvalidRequest("no")) is None
 
 
 def test_paced_requests_hold_up_nobody() -> None:
@@ -750,6 +769,56 @@ def test_choices_that_cannot_be(param: str, options: dict[str, Any]) -> None:
     assert event.error is not None
     assert (event.error[0], event.error[2]) == ("invalid_request_error", param)
     assert not h.scheduler.busy
+
+
+@pytest.mark.parametrize(
+    ("output_ids", "options"),
+    [
+        ([VOCAB], {}),
+        ([-1], {}),
+        ([1, 2], {"max_tokens": 2}),
+        ([1] * 39, {"max_tokens": 100}),
+        ([1, 0], {}),
+        ([1, 7, 2], {"stop_token_ids": (7,), "ignore_eos": True}),
+        ([0], {"ignore_eos": True, "structured_outputs": GRAMMAR}),
+    ],
+)
+def test_output_that_cannot_go_on(output_ids: list[int], options: dict[str, Any]) -> None:
+    """Output of another engine that is out of range, or has ended already, is refused."""
+    h = Harness()
+    h.add(replace(request("r", [1], **options), output_ids=output_ids))
+    (event,) = h.events["r"]
+    assert event.error is not None
+    assert (event.error[0], event.error[2]) == ("invalid_request_error", "output_ids")
+    assert not h.scheduler.busy
+
+
+def test_output_that_the_form_does_not_allow() -> None:
+    class Refusing(FakeGrammar):
+        def accept(self, token_id: int) -> None:
+            raise InvalidRequest("not that", "regex")
+
+    h = Harness()
+    asked = request("r", [1], 4, structured_outputs=GRAMMAR)
+    h.add(replace(asked, output_ids=[3, 4]))
+    event = h.scheduler.grammar_ended("r", Refusing())
+    assert event is not None
+    assert event.error == ("invalid_request_error", "output_ids: not that", "output_ids")
+
+
+def test_output_of_another_engine_counts_as_output() -> None:
+    """It is in the prefix cache like any tokens, but what is reported there is of the prompt."""
+    h = Harness(num_blocks=40)
+    asked = request("whole", [1, 2, 3], 20, ignore_eos=True)
+    h.add(asked)
+    h.run()
+    output = h.output("whole")
+    h.add(replace(asked, request_id="rest", output_ids=output[:15]))
+    h.run()
+    h.verify("rest")
+    assert h.output("rest") == output
+    assert h.events["rest"][-1].num_cached_tokens == 3
+    assert h.scheduler.totals.cached_tokens == 16
 
 
 def test_refusals_are_events() -> None:

@@ -88,9 +88,9 @@ def play(
     scheduler = SeveralAtOnce(limits, cache, AdapterSlots(1, 1))
     scheduler.widths = cycle(widths)
     for request in requests:
-        assert scheduler.add(request, 0) is None
+        assert scheduler.add(request) is None
     for name, count in refusals.items():
-        scheduler.grammar_ready(name, Refusing(count))
+        scheduler.grammar_ended(name, Refusing(count))
     prompts = {r.request_id: len(r.prompt_ids) for r in requests}
     yields = {name: random.Random(name).choices(range(VOCAB), k=LONGEST) for name in prompts}
     rows: dict[int, str] = {}
@@ -150,7 +150,7 @@ def asks(draw: st.DrawFn) -> tuple[list[EngineRequest], dict[str, int]]:
         )
         bad = draw(st.sampled_from([(), ((1, 2), (3, 4, 5))]))
         prompt = draw(st.lists(st.integers(1, 3), min_size=1, max_size=14))
-        requests.append(EngineRequest(name, prompt, params, bad_token_ids=bad))
+        requests.append(EngineRequest(name, prompt, params, bad_token_ids=bad, seed=0))
         if form:
             refusals[name] = draw(st.integers(0, LONGEST))
     return requests, refusals

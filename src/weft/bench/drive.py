@@ -124,7 +124,9 @@ class Driver:
         request_id = str(next(self._ids))
         timed.resident = job.adapter is None or job.adapter.digest in resident
         params = SamplingParams(max_tokens=job.num_tokens, temperature=0.0, ignore_eos=True)
-        refused = self.engine.submit(EngineRequest(request_id, job.prompt_ids, params, job.adapter))
+        refused = self.engine.submit(
+            EngineRequest(request_id, job.prompt_ids, params, job.adapter, seed=0)
+        )
         if refused is not None and refused.error is not None:
             raise from_wire(refused.error)
         return {request_id: timed}

@@ -157,7 +157,7 @@ class _Simulator:
             if ask.arrival_s > self._now:
                 return
             request_id = str(self._arrived)
-            refused = self._scheduler.add(_request(request_id, ask), seed=0)
+            refused = self._scheduler.add(_request(request_id, ask))
             assert refused is None, refused
             self._open.add(request_id)
             self._fairness.wait(ask.tenant)
@@ -290,7 +290,7 @@ def _request(request_id: str, ask: Ask) -> EngineRequest:
     params = SamplingParams(max_tokens=ask.output_tokens, ignore_eos=True)
     ref = AdapterRef(digest, 1, digest)
     prompt_ids = [0] * ask.prompt_tokens
-    return EngineRequest(request_id, prompt_ids, params, ref, tenant=f"tenant-{ask.tenant}")
+    return EngineRequest(request_id, prompt_ids, params, ref, tenant=f"tenant-{ask.tenant}", seed=0)
 
 
 def _limits() -> SchedulerLimits:

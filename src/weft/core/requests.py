@@ -5,7 +5,7 @@ Both are plain records of plain values, so that any codec can carry them between
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from weft.core.adapters import AdapterPart, AdapterRef
@@ -16,11 +16,19 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class EngineRequest:
-    """One sequence to continue. `adapter` None means the base model."""
+    """One sequence to continue. `adapter` None means the base model.
+
+    A request can move: with the tokens that one engine has made of it as `output_ids`, another
+    one goes on as the first would have done. The tokens of both together are those that one
+    engine alone would have made, up to rounding.
+    """
 
     request_id: str
     prompt_ids: list[int]
     params: SamplingParams
+    seed: int = field(kw_only=True)
+    """The noise of the sampled token at each position derives from it: `params.seed`, or one that
+    was drawn where the request was built."""
     adapter: AdapterRef | None = None
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not be produced: `params.bad_words`, tokenized."""
@@ -29,7 +37,10 @@ class EngineRequest:
     parts: tuple[AdapterPart, ...] = ()
     """What `adapter` is the weighted sum of; (): it is registered under its own digest."""
     eos_token_ids: tuple[int, ...] = ()
-    """Of the adapter's own tokenizer: they end the output as the model's EOS does."""
+    """EOS tokens of the adapter's own tokenizer: they end the output as the model's EOS does."""
+    output_ids: list[int] = field(default_factory=list)
+    """Output that the request has already. It counts as output everywhere and is not reported
+    again, nor are the log-probabilities of the prompt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 
 import torch
@@ -55,7 +54,6 @@ class Engine:
         self._loop = loop
         self._grammars = grammars
         self._worker = worker
-        self._random = random.Random()
 
     @property
     def working(self) -> bool:
@@ -89,10 +87,8 @@ class Engine:
             except WeftError as error:
                 return self.scheduler.refuse(request.request_id, error)
         active_from = self._active_from(request)
-        seed = request.params.seed
         refused = self.scheduler.add(
             request,
-            self._random.getrandbits(63) if seed is None else seed,
             active_from,
             self._residency.vocab_size(request.adapter.digest) if request.adapter else 0,
         )

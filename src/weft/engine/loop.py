@@ -107,11 +107,8 @@ class Loop:
     def _apply_grammars(self) -> list[TokenEvent]:
         events: list[TokenEvent] = []
         for request_id, grammar in self._poll_grammars():
-            if isinstance(grammar, WeftError):
-                event = self._scheduler.grammar_failed(request_id, grammar)
-                events += [event] if event else []
-            else:
-                self._scheduler.grammar_ready(request_id, grammar)
+            event = self._scheduler.grammar_ended(request_id, grammar)
+            events += [event] if event else []
         return events
 
     def _apply_loads(self) -> list[TokenEvent]:

@@ -148,12 +148,12 @@ class Batch:
         seq.bill.charge_output(len(seq.tokens), OUTPUT_WEIGHT)
 
     def _count_prompt(self, seq: Sequence) -> None:
-        """Count and charge the prompt of a request when it is admitted for the first time."""
+        """Count and charge the tokens with which a request came, when it is admitted first."""
         if seq.num_cached < 0:
-            seq.num_cached = seq.computed
-            self.totals.prompt_tokens += seq.num_prompt
-            self.totals.cached_tokens += seq.num_cached
-            seq.account.charge(seq.num_prompt - seq.num_cached)
+            seq.num_cached = min(seq.computed, seq.num_prompt)
+            self.totals.prompt_tokens += len(seq.tokens)
+            self.totals.cached_tokens += seq.computed
+            seq.account.charge(len(seq.tokens) - seq.computed)
 
     def _leave(self, seq: Sequence) -> None:
         """Give back a row. The adapter's lease ends with the last step in flight, as loads are

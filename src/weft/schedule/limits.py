@@ -26,6 +26,19 @@ class SchedulerLimits(NamedTuple):
         eos = self.eos_token_ids.union(request.eos_token_ids)
         return frozenset(i for i in eos if i < (vocab_size or self.vocab_size))
 
+    def endings_of(self, request: EngineRequest, vocab_size: int) -> frozenset[int]:
+        """The token ids that end the request's output."""
+        params = request.params
+        ends = params.structured_outputs is not None or not params.ignore_eos
+        eos = self.eos_of(request, vocab_size) if ends else frozenset[int]()
+        return eos.union(params.stop_token_ids)
+
+    def longest(self, request: EngineRequest) -> int:
+        """The number of tokens, prompt included, at which the request ends."""
+        if request.params.max_tokens is None:
+            return self.max_model_len
+        return min(self.max_model_len, len(request.prompt_ids) + request.params.max_tokens)
+
 
 def check_request(request: EngineRequest, limits: SchedulerLimits, vocab_size: int) -> None:
     """Raise InvalidRequest or ContextLengthExceeded for a request that can't be served, whatever
@@ -41,6 +54,22 @@ def check_request(request: EngineRequest, limits: SchedulerLimits, vocab_size: i
             "prompt",
         )
     _check_tokens(request, limits, vocab_size)
+    if request.output_ids:
+        _check_output(request, limits, vocab_size)
+
+
+def _check_output(request: EngineRequest, limits: SchedulerLimits, vocab_size: int) -> None:
+    """Raise InvalidRequest unless the output that a request comes with can go on."""
+    output = request.output_ids
+    if min(output) < 0 or max(output) >= vocab_size:
+        message = f"output_ids has a token id outside of [0, {vocab_size})"
+        raise InvalidRequest(message, "output_ids")
+    room = limits.longest(request) - len(request.prompt_ids)
+    if len(output) >= room:
+        message = f"output_ids has {len(output)} tokens, and the request ends at {room}"
+        raise InvalidRequest(message, "output_ids")
+    if not limits.endings_of(request, vocab_size).isdisjoint(output):
+        raise InvalidRequest("output_ids has a token that ends the request", "output_ids")
 
 
 def _check_tokens(request: EngineRequest, limits: SchedulerLimits, vocab_size: int) -> None:

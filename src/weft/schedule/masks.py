@@ -24,13 +24,16 @@ class BadSequences:
     two tokens or more: where it ends with all of one but its last token, that token is forbidden.
     """
 
-    def __init__(self, sequences: Sequence[tuple[int, ...]]) -> None:
+    def __init__(
+        self, sequences: Sequence[tuple[int, ...]], output_ids: Iterable[int] = ()
+    ) -> None:
+        """`output_ids`: the output so far."""
         self._by_last: dict[int, list[tuple[list[int], int]]] = {}
         """The last token of a beginning -> beginnings, with the token that must not follow."""
         for *beginning, end in sequences:
             self._by_last.setdefault(beginning[-1], []).append((beginning, end))
         longest = max(len(sequence) for sequence in sequences)
-        self._tail: deque[int] = deque(maxlen=longest - 1)
+        self._tail = deque(output_ids, maxlen=longest - 1)
 
     def accept(self, token_id: int) -> None:
         self._tail.append(token_id)

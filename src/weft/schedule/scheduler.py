@@ -77,7 +77,6 @@ class Scheduler:
     def add(
         self,
         request: EngineRequest,
-        seed: int,
         active_from: int | None = 0,
         vocab_size: int = 0,
     ) -> TokenEvent | None:
@@ -92,7 +91,7 @@ class Scheduler:
             return self.refuse(request.request_id, error)
         account = self._batch.waiting.open(request.tenant)
         use = AdapterUse(request, active_from, vocab_size)
-        seq = Sequence(request, self._orders, seed, account, use, self._limits)
+        seq = Sequence(request, self._orders, account, use, self._limits)
         self._orders += 1
         self._by_id[request.request_id] = seq
         self._batch.join(seq)
@@ -122,19 +121,19 @@ class Scheduler:
         if ref and (refusal := self._slots.refusal(ref.digest)):
             raise refusal
 
-    def grammar_ready(self, request_id: str, grammar: Matcher) -> None:
-        """The grammar of a waiting request is compiled; ignored if the request is gone."""
-        seq = self._by_id.get(request_id)
-        if seq is not None and seq.rules.compiling:
-            seq.rules.grammar = grammar
-            seq.rules.compiling = False
-
-    def grammar_failed(self, request_id: str, error: WeftError) -> TokenEvent | None:
-        """The grammar of a waiting request can't be compiled; None if the request is gone."""
+    def grammar_ended(self, request_id: str, grammar: Matcher | WeftError) -> TokenEvent | None:
+        """The grammar of a waiting request is compiled, or can't be, which ends the request.
+        Ignored if the request is gone."""
         seq = self._by_id.get(request_id)
         if seq is None or not seq.rules.compiling:
             return None
-        return self._finish(seq, "error", error=error)
+        try:
+            if isinstance(grammar, WeftError):
+                raise grammar
+            seq.rules.compiled(grammar, seq.request.output_ids)
+        except WeftError as error:
+            return self._finish(seq, "error", error=error)
+        return None
 
     # -- adapters ------------------------------------------------------------------------------
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from weft.core.errors import WeftError
+from collections.abc import Iterable
+
+from weft.core.errors import InvalidRequest, WeftError
 from weft.core.requests import EngineRequest, TokenLogprob
 from weft.schedule.cache import NEVER, Holding
 from weft.schedule.limits import SchedulerLimits
@@ -27,28 +29,34 @@ class OutputRules:
     )
 
     def __init__(self, request: EngineRequest, limits: SchedulerLimits, vocab_size: int) -> None:
-        params, num_prompt = request.params, len(request.prompt_ids)
-        self.limit = limits.max_model_len
+        params = request.params
+        self.limit = limits.longest(request)
         """Tokens, prompt included, at which the request ends."""
-        if params.max_tokens is not None:
-            self.limit = min(self.limit, num_prompt + params.max_tokens)
-        eos = limits.eos_of(request, vocab_size)
-        self.early_endings = eos.union(params.stop_token_ids)
+        self.early_endings = limits.eos_of(request, vocab_size).union(params.stop_token_ids)
         """Token ids that are not to be chosen before `min_tokens`."""
-        self.endings = frozenset(params.stop_token_ids)
+        self.endings = limits.endings_of(request, vocab_size)
         """Token ids that end the output."""
-        if not params.ignore_eos or params.structured_outputs:
-            self.endings |= eos
         self.bad_tokens = tuple(ids[0] for ids in request.bad_token_ids if len(ids) == 1)
         sequences = [ids for ids in request.bad_token_ids if len(ids) > 1]
-        self.bad_sequences = BadSequences(sequences) if sequences else None
+        self.bad_sequences = BadSequences(sequences, request.output_ids) if sequences else None
         self.grammar: Matcher | None = None
         self.compiling = params.structured_outputs is not None
         """Whether its grammar is still to come."""
         self.paced = bool(sequences) or self.compiling
         """Whether each token must be known before the next one is planned."""
-        self.known_limit = num_prompt + 1 if self.paced else self.limit
+        num_tokens = len(request.prompt_ids) + len(request.output_ids)
+        self.known_limit = num_tokens + 1 if self.paced else self.limit
         """What `Sequence.known` may reach before the next token is accepted."""
+
+    def compiled(self, grammar: Matcher, output_ids: Iterable[int]) -> None:
+        """The grammar is there; it is told the output that the request came with. Raises
+        InvalidRequest if it doesn't allow that."""
+        self.grammar, self.compiling = grammar, False
+        try:
+            for token in output_ids:
+                grammar.accept(token)
+        except WeftError as error:
+            raise InvalidRequest(f"output_ids: {error}", "output_ids") from None
 
     def accept(self, token: int) -> WeftError | None:
         """Tell the matchers of a paced request its newest token; an error ends the request."""
@@ -125,7 +133,6 @@ class Sequence:
         "request_id",
         "row",
         "rules",
-        "seed",
         "tokens",
     )
 
@@ -133,7 +140,6 @@ class Sequence:
         self,
         request: EngineRequest,
         order: int,
-        seed: int,
         account: Account,
         adapter: AdapterUse,
         limits: SchedulerLimits,
@@ -141,8 +147,7 @@ class Sequence:
         self.request = request
         self.request_id = request.request_id
         self.order = order
-        self.seed = seed
-        self.tokens = list(request.prompt_ids)
+        self.tokens = [*request.prompt_ids, *request.output_ids]
         self.known = len(self.tokens)
         """Tokens, those included that are sampled already and only the device knows yet."""
         self.computed = 0
@@ -157,7 +162,7 @@ class Sequence:
         self.rules = OutputRules(request, limits, adapter.vocab_size)
         self.prompt_logprobs: list[TokenLogprob] | None = None
         """Those that are there so far; None once they were handed out, or if nobody asked."""
-        if request.params.prompt_logprobs is not None:
+        if request.params.prompt_logprobs is not None and not request.output_ids:
             self.prompt_logprobs = []
         self.num_cached = -1
         """Prompt tokens that came from the prefix cache; -1 before the first admission."""
@@ -192,7 +197,7 @@ class Sequence:
             list(self.tokens),
             self.num_prompt,
             request.params,
-            self.seed,
+            request.seed,
             rules.early_endings,
             rules.bad_tokens,
             rules.bad_sequences,

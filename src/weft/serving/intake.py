@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -188,12 +189,13 @@ class Intake:
                 EngineRequest(
                     f"{request_id}-{len(made) + choice}",
                     prompt_ids,
-                    _reseeded(fitted, choice),
+                    fitted,
                     lease.ref,
                     bad,
                     tenant,
                     lease.parts,
                     language.eos_ids,
+                    seed=_seed(fitted, choice),
                 )
                 for choice in range(num_choices)
             ]
@@ -228,7 +230,8 @@ def num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
     return sum(len(message.get("content") or "") for message in messages)
 
 
-def _reseeded(params: SamplingParams, choice: int) -> SamplingParams:
-    if params.seed is None or not choice:
-        return params
-    return replace(params, seed=(params.seed + choice + 2**63) % 2**64 - 2**63)
+def _seed(params: SamplingParams, choice: int) -> int:
+    """The seed that was asked for plus the choice's number, or a new one."""
+    if params.seed is None:
+        return random.getrandbits(63)
+    return (params.seed + choice + 2**63) % 2**64 - 2**63
