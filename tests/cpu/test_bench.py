@@ -277,7 +277,7 @@ app(sys.argv[1:])
         [sys.executable, "-c", script, *args],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
         cwd=tmp_path,
     )

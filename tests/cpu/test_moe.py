@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from expert_adapters import EXPERT_ADAPTERS, EXPERTS, save_single, write_adapter
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tables import build_table
@@ -174,21 +175,6 @@ CONFIGS = {
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
 }
 FAMILIES = pytest.mark.parametrize("family", CONFIGS, scope="module")
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-ROUTER = ["mlp.gate.weight"]
-ADAPTERS: dict[str, dict[str, Any]] = {
-    "attention": {"r": 4, "target_modules": ["q_proj", "v_proj", "o_proj"]},
-    "router": {"r": 3, "target_modules": [], "target_parameters": ROUTER},
-    "gate-up": {"r": 2, "target_modules": [], "target_parameters": EXPERTS[:1]},
-    "down": {"r": 5, "target_modules": [], "target_parameters": EXPERTS[1:], "use_rslora": True},
-    "all": {
-        "r": 4,
-        "target_modules": "all-linear",
-        "target_parameters": EXPERTS + ROUTER,
-        "rank_pattern": {"experts.down_proj": 7, "mlp.gate.weight": 1, "q_proj": 2},
-        "alpha_pattern": {"1.mlp.experts.gate_up_proj": 11, "mlp.gate.weight": 5},
-    },
-}
 PROMPTS = [[3, 17, 41, 9, 60, 22, 5], list(range(8, 40)), [33]]
 FIRST = SamplingParams(max_tokens=16, temperature=0.0, logprobs=20, ignore_eos=True)
 
@@ -204,46 +190,6 @@ def save_adapter(base: Path, folder: Path, settings: dict[str, Any]) -> None:
             if "lora_" in name:
                 torch.nn.init.normal_(parameter, std=0.15)
         adapted.save_pretrained(folder)
-
-
-def save_single(base: Path, folder: Path, family: str) -> None:
-    """An adapter of each expert by itself, named as before experts were stacked."""
-    config = load_model_config(base)
-    moe = config.moe
-    assert moe is not None
-    mlp, gate, up, down = moe.names
-    generator = torch.Generator().manual_seed(5)
-    tensors: dict[str, Tensor] = {}
-    sparse = [i for i, has_experts in enumerate(moe.layers) if has_experts]
-
-    def add(module: str, in_size: int, out: int) -> None:
-        for part, shape in (("A", (3, in_size)), ("B", (out, 3))):
-            name = f"base_model.model.model.layers.{module}.lora_{part}.weight"
-            tensors[name] = 0.15 * torch.randn(shape, generator=generator)
-
-    for i in sparse:
-        add(f"{i}.self_attn.q_proj", 32, config.num_heads * config.head_dim)
-        add(f"{i}.{mlp}.gate", 32, moe.num_experts)
-        for expert in range(moe.num_experts):
-            name = f"{i}.{mlp}.experts.{expert}."
-            add(name + gate, 32, moe.intermediate_size)
-            add(name + up, 32, moe.intermediate_size)
-            add(name + down, moe.intermediate_size, 32)
-    write_adapter(
-        folder,
-        tensors,
-        r=3,
-        lora_alpha=9,
-        target_modules=["q_proj", "gate", gate, up, down],
-        layers_to_transform=sparse,
-    )
-
-
-def write_adapter(folder: Path, tensors: dict[str, Tensor], **fields: Any) -> None:
-    folder.mkdir(parents=True)
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", **fields}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    save_file(tensors, folder / "adapter_model.safetensors")
 
 
 @torch.no_grad()
@@ -278,10 +224,10 @@ def world(family: str, tmp_path_factory: pytest.TempPathFactory) -> World:
     root = tmp_path_factory.mktemp(family)
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(CONFIGS[family]).save_pretrained(root / "base")
-    for name, settings in ADAPTERS.items():
+    for name, settings in EXPERT_ADAPTERS.items():
         save_adapter(root / "base", root / name, settings)
     save_single(root / "base", root / "single", family)
-    adapters = {name: root / name for name in [*ADAPTERS, "single"]}
+    adapters = {name: root / name for name in [*EXPERT_ADAPTERS, "single"]}
     models: dict[str | None, Any] = {None: AutoModelForCausalLM.from_pretrained(root / "base")}
     return World(root / "base", adapters, models)
 

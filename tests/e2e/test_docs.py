@@ -36,7 +36,7 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^```(.*)\n((?:(?!```).*\n)*)^```\n(\n*)", re.MULTILINE)
 SERVE = "weft serve "
 SMALL = ("--num-threads", "1", "--kv-cache-memory", "64M", "--adapter-memory", "64M")
-START_S = 90
+START_S = 240
 NOT_RUN = {"quickstart.md": 1, "api.md": 1}
 """Blocks that need what a test lacks: an empty machine, a model that calls tools."""
 
@@ -145,7 +145,7 @@ def run_bash(code: str) -> str:
         ["bash", "-euo", "pipefail", "-c", code],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, code + done.stdout + done.stderr
@@ -213,7 +213,7 @@ def test_site_builds(tmp_path: Path) -> None:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 0, done.stderr

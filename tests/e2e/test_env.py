@@ -86,7 +86,7 @@ def complete(line: str) -> list[str]:
         env={**os.environ, **request, "COMP_CWORD": str(len(words) - 1)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
     )
     assert done.stderr == ""

@@ -19,7 +19,6 @@ from typing import Any
 import fidelity_page
 import httpx
 import pytest
-import test_moe
 import tiny
 import torch
 from adapter_kinds import (
@@ -36,9 +35,10 @@ from adapter_kinds import (
     make_base,
 )
 from engines import check_idle
+from expert_adapters import EXPERT_ADAPTERS, save_single
 from fidelity_page import REFUSED, SECTIONS, Refused
 from peft import LoraConfig, PeftModel, get_peft_model
-from serving import serving
+from serving import serving_here
 from transformers import PreTrainedModel
 
 from weft import LLM, SamplingParams
@@ -51,7 +51,7 @@ TOLERANCE = 1e-3
 """Of a log-probability."""
 EXPERTS = {
     f"experts: {name}": Kind({"lora_alpha": 8, **options}, MIXTURES)
-    for name, options in test_moe.ADAPTERS.items()
+    for name, options in EXPERT_ADAPTERS.items()
 }
 SINGLE, SUM = "experts: single", "a weighted sum"
 PARTS = {"gaussian": 1.25, "alpha_pattern": -0.5, "exclude_modules": 0.7}
@@ -109,7 +109,7 @@ class World:
                 self._load(name, folder, make_adapter(base, kind, folder, family), kind)
         if family in MIXTURES:
             folder = root / "single"
-            test_moe.save_single(root / "base", folder, family)
+            save_single(root / "base", folder, family)
             model = PeftModel.from_pretrained(copy.deepcopy(base), folder)
             self._load(SINGLE, folder, model.eval())
         adapters = [{"name": self.subjects[n].ask["model"], "scale": s} for n, s in PARTS.items()]
@@ -159,10 +159,10 @@ def world(
 ) -> Iterator[World]:
     folder = tmp_path_factory.mktemp("family")
     base = make_base(FAMILIES[request.param], folder / "base")
-    flags = ("--skip-tokenizer-init", "--dtype", "float32", "--block-size", str(BLOCK))
+    memory = {"kv_cache_memory": 64 << 20, "adapter_memory": 64 << 20}
     with (
-        serving(folder, *flags, adapters={}, model=folder / "base") as server,
-        httpx.Client(base_url=server.url, timeout=60) as client,
+        serving_here(folder, folder / "base", dtype="float32", block_size=BLOCK, **memory) as url,
+        httpx.Client(base_url=url, timeout=120) as client,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # peft's, of what is not there in some family
@@ -276,7 +276,7 @@ def test_on_the_residual_base(init: str, tmp_path: Path) -> None:
 
 
 def test_the_page_is_current() -> None:
-    """If not: python tests/fidelity_page.py > docs/fidelity.md"""
+    """If not: python tests/support/fidelity_page.py > docs/fidelity.md"""
     assert (ROOT / "docs" / "fidelity.md").read_text() == fidelity_page.page()
 
 
@@ -287,7 +287,8 @@ def test_what_the_page_calls_exact_is_compared() -> None:
     assert shown - elsewhere == compared
     for by in elsewhere:
         file, _, name = by.partition("::")
-        assert f"def {name}(" in (ROOT / "tests" / file).read_text(), by
+        [found] = (ROOT / "tests").glob(f"*/{file}")
+        assert f"def {name}(" in found.read_text(), by
 
 
 @pytest.fixture(scope="module")

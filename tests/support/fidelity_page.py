@@ -1,4 +1,4 @@
-"""docs/fidelity.md: `python tests/fidelity_page.py > docs/fidelity.md`.
+"""docs/fidelity.md: `python tests/support/fidelity_page.py > docs/fidelity.md`.
 
 `test_fidelity.py` checks that the file is current, that each row claimed to be exact is compared
 with `peft` by a test, and that each row claimed to be refused is refused by that name.

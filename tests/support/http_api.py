@@ -294,7 +294,7 @@ def served(world: World) -> Iterator[str]:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.005)

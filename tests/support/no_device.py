@@ -29,6 +29,6 @@ def run(folder: Path, code: str) -> str:
     (folder / "script.py").write_text(SETUP + code)
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "kernels")}
     command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -81,7 +81,7 @@ def serve(engine: ScriptedEngine, scenario: Scenario, traces: Any = None) -> Non
     async def run() -> None:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(120):
                 await scenario(client)
 
     asyncio.run(run())

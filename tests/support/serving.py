@@ -1,23 +1,33 @@
-"""A real `weft serve` process over the example model, for tests of what its users meet."""
+"""Servers as their users meet them: a `weft serve` process, or the same application and engine in
+threads of this process, which start in a fraction of the time."""
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
+import uvicorn
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from tiny import ADAPTERS, BASE
 
-START_S = 90.0
+from weft.api import ApiSettings, create_app
+from weft.cli.serve import http_config
+from weft.core.config import engine_args
+from weft.fleet.thread import start_in_process
+from weft.registry import AdapterRegistry, AdapterRoots
+
+START_S = 240.0
 """How long a server, or its engine again, may take to start on a busy machine."""
 
 
@@ -87,6 +97,39 @@ def serving(
             process.wait()
 
 
+@contextmanager
+def serving_here(root: Path, model: Path, **options: object) -> Iterator[str]:
+    """The URL of a server in this process. It has no tokenizer, and reads adapters below `root`."""
+    server: uvicorn.Server | None = None
+
+    async def serve() -> None:
+        nonlocal server
+        engine = await start_in_process(engine_args(str(model), num_threads=1, **options))
+        try:
+            registry = AdapterRegistry(["base"], str(model))
+            settings = ApiSettings(served_model_names=("base",))
+            app = create_app(engine, registry, None, AdapterRoots([root]), settings)
+            config = http_config(app, host="127.0.0.1", port=0, log_level="error", lifespan="on")
+            server = uvicorn.Server(config)
+            await server.serve()
+            registry.check()
+        finally:
+            await engine.close()
+
+    with ThreadPoolExecutor(1) as threads:
+        served = threads.submit(asyncio.run, serve())
+        try:
+            until(lambda: served.done() or (server is not None and server.started), "no start")
+            if served.done():
+                served.result()
+            assert server is not None
+            yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        finally:
+            if server is not None:
+                server.should_exit = True
+        served.result()
+
+
 def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline and process.poll() is None:
@@ -98,7 +141,7 @@ def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
     raise AssertionError(log.read_text())
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = 20.0) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = START_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
