@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +13,12 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 pytest.importorskip("triton")
 
-from graph_cases import MAX_ROWS, TOKEN_SIZES, Model, decode, mixed
+from graph_cases import MAX_LEN, MAX_ROWS, TOKEN_SIZES, Model, decode, mixed
 
 import weft.kernels.triton_ops as triton_ops
+from weft.kernels.lora import make_backend
+from weft.kernels.ops import TorchOps
+from weft.models.decoder import Decoder
 from weft.worker import graphs as graphs_module
 from weft.worker.graphs import batch_sizes, token_sizes
 from weft.worker.inputs import StepInputs
@@ -59,6 +64,31 @@ def test_steps_with_chunks_match_steps_without_a_graph(model: Model) -> None:
     """After a larger step, of which nothing may be left behind."""
     for name in ("full", "prompt", "part of a prompt", "adapters", "base", "one token of a prompt"):
         check(model, MIXED[name])
+
+
+FAMILIES = {
+    "phi3": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.75,
+        "pad_token_id": None,
+    },
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2", "rope_theta": 1e4},
+}
+
+
+@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+def test_families_with_blocks_of_their_own(changes: dict[str, object], tmp_path: Path) -> None:
+    """With fused kernels, in graphs and without, and with plain operations."""
+    model = Model(tmp_path, changes=changes)
+    plain = copy.copy(model)
+    plain.decoder = Decoder(model.decoder.config, model.weights, TorchOps(), MAX_LEN)
+    plain.lora = make_backend("torch", model.pool)
+    for inputs in (DECODES[1], MIXED["adapters"]):
+        check(model, inputs)
+        wanted = plain.run_freely(inputs)
+        torch.testing.assert_close(model.run_freely(inputs), wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("inputs", [DECODES[1], MIXED["adapters"]], ids=["decodes", "mixed"])

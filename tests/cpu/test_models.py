@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,8 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -75,6 +76,7 @@ YARN_FULL = rope(
     truncate=False,
 )
 
+NO_PAD: dict[str, Any] = {"pad_token_id": None}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -120,6 +122,35 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4),
     "mixtral-window": MixtralConfig(
         **SIZES, num_local_experts=3, num_experts_per_tok=3, sliding_window=7, head_dim=12
+    ),
+    "phi3": Phi3Config(**SIZES, **NO_PAD, sliding_window=7),
+    "phi3-partial-tied": Phi3Config(
+        **SIZES, **NO_PAD, **rope("default", partial_rotary_factor=0.75), tie_word_embeddings=True
+    ),
+    "phi3-longrope": Phi3Config(
+        **SIZES | {"max_position_embeddings": 256},
+        **NO_PAD,
+        **rope(
+            "longrope",
+            short_factor=[1.0, 1.5, 2.5],
+            long_factor=[2.0, 4.0, 8.0],
+            partial_rotary_factor=0.75,
+        ),
+        original_max_position_embeddings=64,
+    ),
+    "phi3-longrope-equal": Phi3Config(
+        **SIZES,
+        **NO_PAD,
+        **rope("longrope", short_factor=[1.0, 1.5, 2.5, 3.0], long_factor=[1.0, 1.5, 2.5, 3.0]),
+        original_max_position_embeddings=16,
+    ),
+    "olmo2": Olmo2Config(**SIZES, **NO_PAD),
+    "olmo2-tied-bias": Olmo2Config(
+        **SIZES | {"num_key_value_heads": 4},
+        **NO_PAD,
+        **YARN,
+        attention_bias=True,
+        tie_word_embeddings=True,
     ),
 }
 
@@ -213,7 +244,17 @@ def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
     assert_logits(run_chunked(decoder, prompts, decodes), expected)
 
 
-@pytest.mark.parametrize("settings", [LLAMA3, YARN, YARN_FULL, rope("linear", factor=3.0)])
+LONGROPE = rope(
+    "longrope",
+    short_factor=[1.0 + i / 8 for i in range(32)],
+    long_factor=[3.0] * 32,
+    original_max_position_embeddings=16,
+)
+
+
+@pytest.mark.parametrize(
+    "settings", [LLAMA3, YARN, YARN_FULL, rope("linear", factor=3.0), LONGROPE]
+)
 def test_rope_frequencies_agree_with_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
     hf = LlamaConfig(**SIZES, **settings, head_dim=64, architectures=["LlamaForCausalLM"])
     hf.save_pretrained(tmp_path)
@@ -239,6 +280,20 @@ def test_windows_and_flags_are_read_per_family(tmp_path: Path) -> None:
     assert (qwen2.attention_bias, qwen2.attention_out_bias, qwen2.qk_norm) == (True, False, None)
     assert (qwen3.attention_bias, qwen3.head_dim, qwen3.qk_norm) == (False, 16, "head")
     assert qwen2.eos_token_ids == (2,)
+
+
+def test_contexts_in_which_longrope_would_change_are_not_served(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def limit(name: str) -> int:
+        CONFIGS[name].architectures = ["Phi3ForCausalLM"]
+        CONFIGS[name].save_pretrained(tmp_path)
+        return load_model_config(tmp_path).max_position_embeddings
+
+    assert limit("phi3-longrope-equal") == 64
+    assert not caplog.records
+    assert limit("phi3-longrope") == 64, "and not 256"
+    assert "up to 64 tokens are served, not of 256" in caplog.text
 
 
 def test_half_precision_stays_close(tmp_path: Path) -> None:
@@ -273,7 +328,7 @@ class RecordingLora(LoraStep):
         self._add("head", y_NV, x_NI, group)
 
 
-@pytest.mark.parametrize("name", ["llama3-tied", "qwen3"])
+@pytest.mark.parametrize("name", ["llama3-tied", "qwen3", "phi3", "olmo2"])
 def test_the_seam_calls_every_group_of_the_table_once(name: str, tmp_path: Path) -> None:
     make_model(CONFIGS[name]).save_pretrained(tmp_path)
     config, weights, decoder = load(tmp_path)
@@ -290,20 +345,64 @@ def test_the_seam_calls_every_group_of_the_table_once(name: str, tmp_path: Path)
     assert torch.equal(weights.embed, before)
 
 
-def test_target_table_names_every_projection_of_the_model(tiny: ModelConfig) -> None:
-    model = make_model(CONFIGS["qwen3"])
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "olmo2"])
+def test_the_table_names_every_projection_and_norm_of_the_model(name: str, tmp_path: Path) -> None:
+    model = make_model(CONFIGS[name])
+    model.save_pretrained(tmp_path)
     modules = dict(model.named_modules())
-    config = replace(tiny, head_dim=16)
-    for target in target_table(config).targets:
+    table = target_table(load_model_config(tmp_path))
+    for target in table.targets:
         shape = modules[target.name].weight.shape
         if target.kind == "embedding":
             assert shape == (target.in_features, target.out_features)
         else:
             assert shape == (target.out_features, target.in_features)
-    assert [s.name for s in target_table(config).groups[3].slices] == [
-        "model.layers.0.mlp.gate_proj",
-        "model.layers.0.mlp.up_proj",
-    ]
+    assert {t.name for t in table.targets} == {
+        name
+        for name, module in modules.items()
+        if isinstance(module, torch.nn.Linear | torch.nn.Embedding)
+    }
+    norms = {n.name: (n.size,) for n in table.norms}
+    assert norms == {
+        n: m.weight.shape for n, m in modules.items() if type(m).__name__[-4:] == "Norm"
+    }
+
+
+@pytest.mark.parametrize("name", ["qwen3", "phi3", "olmo2", "qwen3-moe"])
+def test_what_each_of_two_devices_has_fits_together(name: str, tmp_path: Path) -> None:
+    """A share of each part of a column layer's output is what the row layer behind it takes."""
+    make_model(CONFIGS[name]).save_pretrained(tmp_path)
+    table = target_table(load_model_config(tmp_path))
+    axes = {key: group.packed.axis for key, (group, *_) in table.by_key.items()}
+    assert axes["embed"] == axes["head"] == "vocab"
+    for i in range(3):
+        (qkv,), (o,) = table.by_key[f"{i}.qkv"], table.by_key[f"{i}.o"]
+        assert (axes[f"{i}.qkv"], axes[f"{i}.o"]) == ("column", "row")
+        q, k, v = qkv.packed.parts
+        assert (q, k) == (o.in_features, v)
+        if "moe" in name:
+            assert axes[f"{i}.router"] is None
+            assert axes[f"{i}.experts_gate_up"] == axes[f"{i}.experts_down"] == "experts"
+            continue
+        (gate_up,), (down,) = table.by_key[f"{i}.gate_up"], table.by_key[f"{i}.down"]
+        assert (axes[f"{i}.gate_up"], axes[f"{i}.down"]) == ("column", "row")
+        assert gate_up.packed.parts == (down.in_features,) * 2
+
+
+@pytest.mark.parametrize("name", ["phi3", "olmo2"])
+def test_the_layers_can_be_quantized(name: str, tmp_path: Path) -> None:
+    model = make_model(CONFIGS[name])
+    model.save_pretrained(tmp_path)
+    config = load_model_config(tmp_path)
+    weights = load_weights(tmp_path, config, torch.float32, "cpu", "fp8-weight-only")
+    for target in weights.table.targets:
+        if target.kind == "linear":
+            wanted = model.get_submodule(target.name).weight
+            assert (weights.weight(target) - wanted).abs().max() < 0.07 * wanted.abs().max()
+    decoder = Decoder(config, weights, TorchOps(), 64)
+    prompts = make_prompts(config.vocab_size)[1:3]
+    for logits in run_chunked(decoder, prompts, [[len(p)] for p in prompts]):
+        assert logits.isfinite().all()
 
 
 @pytest.fixture
@@ -342,6 +441,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope_parameters"),
         ({"rope_parameters": DROP, "rope_scaling": {"type": "su"}}, "rope_parameters"),
         ({"partial_rotary_factor": 0.5}, "rope_parameters"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2.0}}, "model"),
+        ({**LONGROPE, "head_dim": 32}, "rope_parameters"),
+        (rope("yarn", original_max_position_embeddings=0), "rope_parameters"),
         ({"hidden_size": "many"}, "model"),
     ],
 )

@@ -95,6 +95,31 @@ PUBLISHED: dict[str, Raw] = {
         num_experts_per_tok=2,
     ),
 }
+LONGROPE = {
+    "type": "longrope",
+    "short_factor": [1.0, 1.5, 2],
+    "long_factor": [1.5, 2.5, 4.0],
+}
+PUBLISHED |= {
+    "Phi 3": published(
+        "Phi3ForCausalLM",
+        rope_theta=1e4,
+        rope_scaling=None,
+        sliding_window=33,
+        attention_bias=False,
+        original_max_position_embeddings=64,
+    ),
+    "Phi 4 mini": published(
+        "Phi3ForCausalLM",
+        rope_theta=1e4,
+        rope_scaling=LONGROPE,
+        sliding_window=512,
+        partial_rotary_factor=0.75,
+        original_max_position_embeddings=64,
+        tie_word_embeddings=True,
+    ),
+    "OLMo 2": published("Olmo2ForCausalLM", rope_theta=5e5, rope_scaling=None),
+}
 EVERY = pytest.mark.parametrize("raw", PUBLISHED.values(), ids=PUBLISHED.keys())
 
 

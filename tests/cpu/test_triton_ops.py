@@ -136,16 +136,17 @@ def test_norm_and_activation_match_their_oracles(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rotated", [HEAD_DIM, HEAD_DIM // 2])
 @pytest.mark.parametrize("norm_shape", [None, (6, HEAD_DIM), (4, 6, HEAD_DIM)])
 def test_rope_and_write_is_the_torch_one(
-    ops: kernels.TritonOps, dtype: torch.dtype, norm_shape: tuple[int, ...] | None
+    ops: kernels.TritonOps, dtype: torch.dtype, norm_shape: tuple[int, ...] | None, rotated: int
 ) -> None:
     batch = random_batch([(3, 5), (1, 9)], 4, 0)
     generator = torch.Generator().manual_seed(0)
     _, _, _, cache = random_inputs(batch, (4, 2), 4, 0, dtype)
     qkv = torch.randn(4, 8 * HEAD_DIM, generator=generator).to(dtype)
     norm = torch.randn(norm_shape, generator=generator).to(dtype) if norm_shape else None
-    angle = torch.rand(4, HEAD_DIM // 2, generator=generator) * 6
+    angle = torch.rand(4, rotated // 2, generator=generator) * 6
     cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
     table = torch.stack((cos, sin), 1).to(dtype)
     rope = (table[:, :1], table[:, 1:])

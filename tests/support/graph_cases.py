@@ -53,8 +53,8 @@ class Model:
         config = load_model_config(folder)
         self.device = torch.device(device)
         table = target_table(config)
-        weights = dummy_weights(config, dtype, self.device)
-        self.decoder = Decoder(config, weights, TritonOps(self.device), MAX_LEN)
+        self.weights = dummy_weights(config, dtype, self.device)
+        self.decoder = Decoder(config, self.weights, TritonOps(self.device), MAX_LEN)
         self.kv = allocate_kv_cache(config, 8 * MAX_ROWS + 1, BLOCK, dtype, self.device)
         generator = torch.Generator(self.device).manual_seed(0)
         layouts = [layout_of(table, (rank,) * len(table.targets)) for rank in (3, 8)]
@@ -63,6 +63,7 @@ class Model:
         pool.arena.normal_(0, 0.3, generator=generator)
         for slot, layout in enumerate(layouts):
             pool.install(slot, slot * size, layout)
+        self.pool = pool
         self.lora = TritonBackend(pool, Tuning(blocks=Blocks(columns=64, shrink_programs=2)))
         self.last_token_R = torch.arange(10, 11 + MAX_ROWS, device=self.device)
         """The last one is for padding."""

@@ -1,4 +1,7 @@
-"""Rotary position embedding. Shapes: T token rows, N heads, D head dimension."""
+"""Rotary position embedding.
+
+Shapes: T token rows, N heads, D head dimension, R rotated dimensions of a head, which come first.
+"""
 
 from __future__ import annotations
 
@@ -6,19 +9,26 @@ import torch
 from torch import Tensor
 
 
-def apply_rope(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + D/2) of every head: `x * cos + roll(x, D/2) * sin`.
+def apply_rope(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + R/2) of every head: `x * cos + roll(x, R/2) * sin` over its first R
+    dimensions. The others, if R is less than D, stay as they are.
 
-    `cos_T1D` repeats its first half; `sin_T1D` holds -sin in the first half and sin in the
+    `cos_T1R` repeats its first half; `sin_T1R` holds -sin in the first half and sin in the
     second, so that swapping the halves of x is all that a rotation needs. All of one dtype.
     """
-    swapped = x_TND.roll(x_TND.shape[-1] // 2, -1)
-    return torch.addcmul(x_TND * cos_T1D, swapped, sin_T1D)
+    R = cos_T1R.shape[-1]
+    x_TNR = x_TND[..., :R]
+    rotated_TNR = torch.addcmul(x_TNR * cos_T1R, x_TNR.roll(R // 2, -1), sin_T1R)
+    if x_TND.shape[-1] == R:
+        return rotated_TNR
+    return torch.cat((rotated_TNR, x_TND[..., R:]), -1)
 
 
-def reference_rope(x_TND: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
+def reference_rope(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     """The oracle of `apply_rope`: one 2 x 2 rotation per pair, in fp32."""
-    half = x_TND.shape[-1] // 2
-    a, b = x_TND[..., :half].float(), x_TND[..., half:].float()
-    cos, sin = cos_T1D[..., half:].float(), sin_T1D[..., half:].float()
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x_TND.dtype)
+    R = cos_T1R.shape[-1]
+    half = R // 2
+    a, b = x_TND[..., :half].float(), x_TND[..., half:R].float()
+    cos, sin = cos_T1R[..., half:].float(), sin_T1R[..., half:].float()
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x_TND.dtype)
+    return torch.cat((rotated, x_TND[..., R:]), -1)

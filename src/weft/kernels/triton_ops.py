@@ -122,6 +122,7 @@ def _rope_and_write(
     H,
     K,
     D: tl.constexpr,
+    R: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
     PENDING: tl.constexpr,
@@ -129,7 +130,7 @@ def _rope_and_write(
 ):
     """Head n of row t: q is rotated in place, k to the cache, v copied there. Programs (T, N).
 
-    qkv (T, H + 2K, D) with contiguous heads; cos and sin (T, D) as `apply_rope` has them, both of
+    qkv (T, H + 2K, D) with contiguous heads; cos and sin (T, R) as `apply_rope` has them, both of
     row stride `table_stride`; norm (H + K, D), for row t at `norm_stride` t; k and v
     (slots, K, D); slot int64 (T,).
     """
@@ -149,9 +150,10 @@ def _rope_and_write(
     slot = tl.load(slot_ptr + t)
     written = d < tl.where(slot < 0, 0, D)
     if n < H + K:
-        swapped_d = tl.where(d < D // 2, d + D // 2, d - D // 2)
-        swapped = tl.load(at + swapped_d, mask=ok, other=0.0)
-        swapped = _with_pending(swapped, add_at + swapped_d, has, ok, PENDING)
+        turns = d < R
+        swapped_d = tl.where(d < R // 2, d + R // 2, d - R // 2)
+        swapped = tl.load(at + swapped_d, mask=turns, other=0.0)
+        swapped = _with_pending(swapped, add_at + swapped_d, has, turns, PENDING)
         swapped = swapped.to(tl.float32)
         y = x.to(tl.float32)
         if NORM:
@@ -159,10 +161,10 @@ def _rope_and_write(
             norm_at = norm_ptr + t * norm_stride + n * D
             y = y * scale * tl.load(norm_at + d, mask=ok, other=0.0).to(tl.float32)
             swapped = (
-                swapped * scale * tl.load(norm_at + swapped_d, mask=ok, other=0.0).to(tl.float32)
+                swapped * scale * tl.load(norm_at + swapped_d, mask=turns, other=0.0).to(tl.float32)
             )
-        cos = tl.load(cos_ptr + t * table_stride + d, mask=ok, other=0.0).to(tl.float32)
-        sin = tl.load(sin_ptr + t * table_stride + d, mask=ok, other=0.0).to(tl.float32)
+        cos = tl.load(cos_ptr + t * table_stride + d, mask=turns, other=1.0).to(tl.float32)
+        sin = tl.load(sin_ptr + t * table_stride + d, mask=turns, other=0.0).to(tl.float32)
         y = (y * cos + swapped * sin).to(x.dtype)
         if n < H:
             tl.store(at + d, y, mask=ok)  # one warp: both halves have been read
@@ -228,25 +230,26 @@ class TritonOps:
         T, N = len(qkv_TO), qkv_TO.shape[1] // D
         qkv_TND = qkv_TO.view(T, N, D)
         H = N - 2 * K
-        cos_T1D, sin_T1D = rope
-        assert cos_T1D.stride(0) == sin_T1D.stride(0)
+        cos_T1R, sin_T1R = rope
+        assert cos_T1R.stride(0) == sin_T1R.stride(0)
         if T:
             _rope_and_write[T, N](
                 qkv_TND,
-                cos_T1D,
-                sin_T1D,
-                cos_T1D if norm_ND is None else norm_ND,
+                cos_T1R,
+                sin_T1R,
+                cos_T1R if norm_ND is None else norm_ND,
                 cache.k,
                 cache.v,
                 batch.slot_mapping_T,
                 *_pending(pending, qkv_TND),
                 qkv_TND.stride(0),
-                cos_T1D.stride(0),
+                cos_T1R.stride(0),
                 norm_ND.stride(0) if norm_ND is not None and norm_ND.dim() == 3 else 0,
                 eps,
                 H,
                 K,
                 D=D,
+                R=cos_T1R.shape[-1],
                 BLOCK=triton.next_power_of_2(D),
                 NORM=norm_ND is not None,
                 PENDING=pending is not None,

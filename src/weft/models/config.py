@@ -6,6 +6,7 @@ A family is a row of `FAMILIES`. Whatever Weft would compute wrongly is refused 
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any, Literal, cast, get_args
 from weft.core.errors import ConfigError
 from weft.models.stated import read_stated
 
-RopeType = Literal["default", "linear", "llama3", "yarn"]
+logger = logging.getLogger(__name__)
+
+RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 QkNorm = Literal["head", "width"]
 """head: each head on its own. width: all heads of a token at once."""
 
@@ -27,16 +30,26 @@ class RopeConfig:
     type: RopeType = "default"
     factor: float = 1.0
     original_max_position_embeddings: int = 0
-    """llama3 and yarn: the context length before stretching."""
+    """llama3, yarn and longrope: the context length before stretching."""
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     attention_factor: float | None = None
-    """yarn: what cos and sin are multiplied by; None: derived from `factor` and the mscales."""
+    """yarn and longrope: what cos and sin are multiplied by; None: derived from `factor`, and for
+    yarn from the mscales."""
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    short_factor: tuple[float, ...] = ()
+    """longrope: what the wavelength of each frequency is multiplied by in contexts of up to
+    `original_max_position_embeddings` tokens."""
+    partial_rotary_factor: float = 1.0
+    """The share of a head's dimensions that are rotated, which come first."""
+
+    def rotated(self, head_dim: int) -> int:
+        """How many dimensions of a head are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +121,19 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even, got {self.head_dim}", "head_dim")
+        rotated = self.rope.rotated(self.head_dim)
+        if rotated % 2 or not 0 < rotated <= self.head_dim:
+            raise ConfigError(
+                f"partial_rotary_factor {self.rope.partial_rotary_factor} of head_dim "
+                f"{self.head_dim} is no even number of dimensions",
+                "rope_parameters",
+            )
+        if self.rope.type == "longrope" and len(self.rope.short_factor) != rotated // 2:
+            raise ConfigError(
+                f"short_factor must hold {rotated // 2} numbers, one for each pair of rotated "
+                f"dimensions, got {len(self.rope.short_factor)}",
+                "rope_parameters",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +148,8 @@ class Family:
     qk_norm: QkNorm | None = None
     fused: bool = False
     post_norm: bool = False
+    partial_rotary: bool = False
+    """Whether rope may be for a part of each head's dimensions."""
     moe: Callable[[Any], MoeConfig | None] = lambda hf: None
 
 
@@ -217,6 +245,15 @@ FAMILIES: dict[str, Family] = {
         moe=_qwen3_moe,
     ),
     "MixtralForCausalLM": Family("mixtral", _one_window, moe=_mixtral),
+    "Phi3ForCausalLM": Family("phi3", _one_window, fused=True, partial_rotary=True),
+    "Olmo2ForCausalLM": Family(
+        "olmo2",
+        _no_windows,
+        attention_bias="attention_bias",
+        attention_out_bias="attention_bias",
+        qk_norm="width",
+        post_norm=True,
+    ),
 }
 
 
@@ -328,8 +365,8 @@ def _build(
         mlp_bias=_flag(hf, family.mlp_bias),
         qk_norm=family.qk_norm,
         windows=family.windows(hf),
-        rope=_rope(hf),
-        max_position_embeddings=hf.max_position_embeddings,
+        rope=_rope(hf, family.partial_rotary),
+        max_position_embeddings=_context(hf),
         eos_token_ids=eos_token_ids,
         dtype=_dtype(raw),
         moe=family.moe(hf),
@@ -349,7 +386,27 @@ def _dtype(raw: dict[str, Any]) -> str:
     return cast(str, dtype)
 
 
-def _rope(hf: Any) -> RopeConfig:
+def _context(hf: Any) -> int:
+    """How many tokens a context may have.
+
+    longrope takes other frequencies for all positions as soon as a context is longer than the
+    original one, which would make all of its cached keys wrong; such contexts are not served.
+    """
+    p, limit = hf.rope_parameters or {}, int(hf.max_position_embeddings)
+    if p.get("rope_type") != "longrope" or p["short_factor"] == p["long_factor"]:
+        return limit
+    original = int(p["original_max_position_embeddings"])
+    if original < limit:
+        logger.warning(
+            "rope type longrope: contexts of up to %d tokens are served, not of %d, as beyond "
+            "the former the frequencies of all positions change",
+            original,
+            limit,
+        )
+    return min(original, limit)
+
+
+def _rope(hf: Any, partial: bool) -> RopeConfig:
     """From `rope_parameters`, to which transformers also converts rope_theta and rope_scaling."""
     p = dict(hf.rope_parameters or {})
     kind = p.get("rope_type")
@@ -358,19 +415,34 @@ def _rope(hf: Any) -> RopeConfig:
             f"rope type {kind!r} is not served; these are: {', '.join(get_args(RopeType))}",
             "rope_parameters",
         )
-    if p.get("partial_rotary_factor", 1.0) != 1.0:
+    share = float(p.get("partial_rotary_factor", 1.0))
+    if share != 1.0 and not partial:
         raise ConfigError("partial_rotary_factor other than 1 is not served", "rope_parameters")
     missing = [k for k in _ROPE_REQUIRED[cast(RopeType, kind)] if p.get(k) is None]
     if missing:
         raise ConfigError(f"rope type {kind} needs {', '.join(missing)}", "rope_parameters")
+    original = p.get("original_max_position_embeddings")
+    if original is not None and original < 2:
+        raise ConfigError(
+            f"original_max_position_embeddings must be at least 2, got {original}",
+            "rope_parameters",
+        )
     read = {k: p[k] for k in _ROPE_READ[cast(RopeType, kind)] if p.get(k) is not None}
-    if kind == "yarn":
+    if kind in ("yarn", "longrope"):
         read.setdefault(
             "factor", hf.max_position_embeddings / p["original_max_position_embeddings"]
         )
+    if kind == "longrope":
+        read["short_factor"] = tuple(map(float, p["short_factor"]))
+    if kind == "yarn":
         # 0 stands for "the default" there.
         read = {k: v for k, v in read.items() if v or not k.startswith("beta_")}
-    return RopeConfig(theta=float(p["rope_theta"]), type=cast(RopeType, kind), **read)
+    return RopeConfig(
+        theta=float(p["rope_theta"]),
+        type=cast(RopeType, kind),
+        partial_rotary_factor=share,
+        **read,
+    )
 
 
 _ROPE_REQUIRED: dict[RopeType, tuple[str, ...]] = {
@@ -384,6 +456,7 @@ _ROPE_REQUIRED: dict[RopeType, tuple[str, ...]] = {
         "original_max_position_embeddings",
     ),
     "yarn": ("rope_theta", "original_max_position_embeddings"),
+    "longrope": ("rope_theta", "original_max_position_embeddings", "short_factor", "long_factor"),
 }
 _ROPE_READ: dict[RopeType, tuple[str, ...]] = {
     "default": (),
@@ -399,6 +472,7 @@ _ROPE_READ: dict[RopeType, tuple[str, ...]] = {
         "mscale_all_dim",
         "truncate",
     ),
+    "longrope": ("factor", "original_max_position_embeddings", "attention_factor"),
 }
 
 

@@ -6,7 +6,7 @@ heads, D head dimension.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +17,15 @@ from weft.kernels.ops import Ops
 from weft.kernels.product import Product
 from weft.models.blueprint import EMBED, HEAD, LAST_NORM, experts_of, layer_norms
 from weft.models.config import ModelConfig
-from weft.models.layers import Embedding, Head, HeadNorm, Linear, RmsNorm, StepContext
+from weft.models.layers import Embedding, Head, HeadNorm, Linear, RmsNorm, StepContext, WidthNorm
 from weft.models.moe import Experts, SparseMlp, is_capturable
 from weft.models.rope import RopeTable
 from weft.models.weights import Weights
 
 __all__ = ["Decoder", "StepContext"]
+
+Rope = tuple[Tensor, Tensor]
+"""cos and sin of the step's rows, as `RopeTable.at` gives them."""
 
 
 class Decoder:
@@ -40,11 +43,8 @@ class Decoder:
             for i in range(config.num_layers)
             for name in layer_norms(config)
         ]
-        first, *norms = (parts.norm(name) for name in (*names, LAST_NORM))
-        self._first_norm = first
-        """The norm ahead of the first layer."""
-        self._norms = list(zip(norms[::2], norms[1::2], strict=True))
-        """By layer: the norms behind its attention and behind its MLP."""
+        self._norms = [parts.norm(name) for name in (*names, LAST_NORM)]
+        """Two for each layer, of its attention and of its MLP, and the last one."""
         self._head = Head(weights.head, parts.group(HEAD))
         self._rope = RopeTable(config.rope, config.head_dim, max_model_len, self.dtype, self.device)
 
@@ -53,13 +53,9 @@ class Decoder:
         asked for each layer's when its turn comes."""
         x_TI = self._embed(ids_T, step)
         rope = self._rope.at(step.positions_T)
-        normed_TI = self._first_norm(x_TI, step)
-        for layer, cache, norms in zip(self._layers, kv, self._norms, strict=True):
-            delta = layer.attend(normed_TI, rope, step, cache)
-            normed_TI = norms[0].add(x_TI, delta, step)
-            delta = layer.mlp(normed_TI, step)
-            normed_TI = norms[1].add(x_TI, delta, step)
-        return normed_TI
+        layers = zip(self._layers, kv, strict=True)
+        blocks = _post_norm if self.config.post_norm else _pre_norm
+        return blocks(x_TI, layers, iter(self._norms), rope, step)
 
     @property
     def is_capturable(self) -> bool:
@@ -70,6 +66,30 @@ class Decoder:
         """(N, V), for the sampled rows of what `forward` returned; wider if there are larger
         vocabularies in the step."""
         return self._head(x_NI, step)
+
+
+def _pre_norm(
+    x_TI: Tensor, layers: _Layers, norms: Iterator[RmsNorm], rope: Rope, step: StepContext
+) -> Tensor:
+    """`x += attend(norm(x)); x += mlp(norm(x))` for each layer, and the norm of what comes out.
+    The addition and the norm that follows it are one operation."""
+    normed_TI = next(norms)(x_TI, step)
+    for layer, cache in layers:
+        delta = layer.attend(normed_TI, rope, step, cache)
+        normed_TI = next(norms).add(x_TI, delta, step)
+        delta = layer.mlp(normed_TI, step)
+        normed_TI = next(norms).add(x_TI, delta, step)
+    return normed_TI
+
+
+def _post_norm(
+    x_TI: Tensor, layers: _Layers, norms: Iterator[RmsNorm], rope: Rope, step: StepContext
+) -> Tensor:
+    """`x += norm(attend(x)); x += norm(mlp(x))` for each layer, and the norm of what comes out."""
+    for layer, cache in layers:
+        x_TI += next(norms)(layer.attend(x_TI, rope, step, cache).whole(), step)
+        x_TI += next(norms)(layer.mlp(x_TI, step).whole(), step)
+    return next(norms)(x_TI, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +126,13 @@ class _Parts:
         weight_ND = torch.cat((q_HD, k.weight_I.expand(config.num_kv_heads, -1)))
         return HeadNorm(weight_ND, config.num_heads, q.index, k.index)
 
+    def width_norm(self, layer: int) -> WidthNorm | None:
+        """The norms over the whole of q and k, if the model has them."""
+        if self.config.qk_norm != "width":
+            return None
+        of = f"model.layers.{layer}.self_attn."
+        return WidthNorm(self.norm(of + "q_norm"), self.norm(of + "k_norm"))
+
     def mlp(self, layer: int) -> DenseMlp | SparseMlp:
         moe = experts_of(self.config, layer)
         if moe is None:
@@ -116,27 +143,30 @@ class _Parts:
 
 
 class _Layer:
-    """Attention and MLP over normed rows; the residual stream is the decoder's."""
+    """Attention and MLP of one layer; norms and the residual stream are the decoder's."""
 
     def __init__(self, parts: _Parts, index: int) -> None:
         config = parts.config
         self._qkv, self._o = parts.linear(f"{index}.qkv"), parts.linear(f"{index}.o")
         self.mlp = parts.mlp(index)
-        self._head_norm = parts.head_norm(index)
+        self._head_norm, self._width_norm = parts.head_norm(index), parts.width_norm(index)
         self._ops = parts.ops
         self._eps = config.rms_norm_eps
         self._scale = config.head_dim**-0.5
         self._window = config.windows[index]
 
-    def attend(
-        self, x_TI: Tensor, rope: tuple[Tensor, Tensor], step: StepContext, cache: KVCache
-    ) -> Product:
+    def attend(self, x_TI: Tensor, rope: Rope, step: StepContext, cache: KVCache) -> Product:
         ops, batch = self._ops, step.attention
         qkv = self._qkv(x_TI, step)
+        if self._width_norm is not None:
+            qkv = self._width_norm(qkv, step)
         norm = self._head_norm(len(x_TI), step) if self._head_norm else None
         q_THD = ops.rope_and_write(qkv, rope, norm, self._eps, cache, batch)
         out_THD = ops.attend(q_THD, cache, batch, scale=self._scale, window=self._window)
         return self._o(out_THD.flatten(1), step)
+
+
+_Layers = Iterable[tuple[_Layer, KVCache]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,23 @@ class HeadNorm:
 
 
 @dataclass(frozen=True, slots=True)
+class WidthNorm:
+    """The norms over all heads' q at once, and over all heads' k, ahead of rope."""
+
+    q: RmsNorm
+    k: RmsNorm
+
+    def __call__(self, qkv: Product, step: StepContext) -> Product:
+        """Norm the columns of q and k, which come first, in place."""
+        qkv_TO = qkv.whole()
+        q_size, k_size = len(self.q.weight_I), len(self.k.weight_I)
+        q_TO, k_TO = qkv_TO[:, :q_size], qkv_TO[:, q_size : q_size + k_size]
+        q_TO.copy_(self.q(q_TO.contiguous(), step))
+        k_TO.copy_(self.k(k_TO.contiguous(), step))
+        return Product(qkv_TO)
+
+
+@dataclass(frozen=True, slots=True)
 class Linear:
     """`y = x W^T + b`, plus the adapters' part. Packed projections are one layer."""
 

@@ -1,4 +1,7 @@
-"""Tables of the rotary embedding. Shapes: M positions, T token rows, D head dimension."""
+"""Tables of the rotary embedding.
+
+Shapes: M positions, T token rows, R rotated dimensions of a head, F = R / 2 frequencies.
+"""
 
 from __future__ import annotations
 
@@ -24,25 +27,28 @@ class RopeTable:
         freq_F, scale = inverse_frequencies(rope, head_dim)
         angle_MF = torch.arange(max_len, device=device).float()[:, None] * freq_F.to(device)
         cos, sin = angle_MF.cos() * scale, angle_MF.sin() * scale
-        self._table_M2D = torch.stack(
+        self._table_M2R = torch.stack(
             (torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1
         ).to(dtype)
 
     def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin as `apply_rope` takes them, each (T, 1, D)."""
-        rows_T2D = self._table_M2D.index_select(0, positions_T)
-        return rows_T2D[:, :1], rows_T2D[:, 1:]
+        """cos and signed sin as `apply_rope` takes them, each (T, 1, R)."""
+        rows_T2R = self._table_M2R.index_select(0, positions_T)
+        return rows_T2R[:, :1], rows_T2R[:, 1:]
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:
-    """fp32 (D / 2,) angles per position, and the factor for cos and sin."""
-    freq = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim)
+    """fp32 (F,) angles per position, and the factor for cos and sin."""
+    size = rope.rotated(head_dim)
+    freq = 1.0 / rope.theta ** (torch.arange(0, size, 2).float() / size)
     if rope.type == "linear":
         return freq / rope.factor, 1.0
     if rope.type == "llama3":
         return _llama3(rope, freq), 1.0
     if rope.type == "yarn":
         return _yarn(rope, freq), _yarn_attention_factor(rope)
+    if rope.type == "longrope":
+        return freq / torch.tensor(rope.short_factor), _longrope_attention_factor(rope)
     return freq, 1.0
 
 
@@ -87,3 +93,11 @@ def _yarn_attention_factor(rope: RopeConfig) -> float:
 
 def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _longrope_attention_factor(rope: RopeConfig) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    if rope.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))

@@ -40,6 +40,12 @@ _NEEDED: dict[str, dict[str, tuple[type, ...]]] = {
         "mlp_only_layers": (list,),
     },
     "mixtral": {**_WINDOW, "num_local_experts": (int,), "num_experts_per_tok": (int,)},
+    "phi3": {
+        **_WINDOW,
+        "original_max_position_embeddings": (int,),
+        "partial_rotary_factor": (int, float),
+    },
+    "olmo2": {},
 }
 """By `model_type`: what must be there beside `_COMMON`, and the types that it may be of."""
 _COMMON: dict[str, tuple[type, ...]] = {
@@ -51,7 +57,8 @@ _COMMON: dict[str, tuple[type, ...]] = {
 _UNFORESEEN = frozenset(
     {"original_max_position_embeddings", "partial_rotary_factor", "per_layer_config"}
 )
-"""Fields that change how transformers reads others."""
+"""Fields that change how transformers reads others, where a family doesn't need them."""
+_FACTORS = ("short_factor", "long_factor")
 _LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
@@ -59,9 +66,11 @@ def read_stated(raw: Mapping[str, Any]) -> SimpleNamespace | None:
     """The fields of transformers' configuration of the same file, as far as they matter to one
     of the families; None when they can't be told from the file alone."""
     needed = _NEEDED.get(raw.get("model_type", ""))
-    if needed is None or not _UNFORESEEN.isdisjoint(raw):
+    if needed is None or not _UNFORESEEN.isdisjoint(raw.keys() - needed.keys()):
         return None
     fields = _OFF | _with_experts(raw)
+    if raw.get("model_type") == "phi3":
+        fields.setdefault("partial_rotary_factor", 1.0)
     if any(type(fields.get(name, ...)) not in types for name, types in (_COMMON | needed).items()):
         return None
     rope = _rope(fields)
@@ -116,9 +125,25 @@ def _rope(fields: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     rope = {"rope_theta": fields.get("rope_theta"), **stated}
     rope.setdefault("rope_type", rope.get("type", "default"))
-    if rope["rope_type"] in ("llama3", "yarn"):
+    if fields["model_type"] == "phi3" and not _phi3_rope(rope, fields):
+        return None
+    if rope["rope_type"] in ("llama3", "yarn", "longrope"):
         rope.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
-    numbers = (value for name, value in rope.items() if name not in ("rope_type", "type"))
+    numbers = [v for name, v in rope.items() if name not in ("rope_type", "type", *_FACTORS)]
+    for factors in (rope[name] for name in _FACTORS if name in rope):
+        if not isinstance(factors, list):
+            return None
+        numbers += factors
     if any(type(value) not in (int, float, bool) for value in numbers):
         return None
     return rope if isinstance(rope["rope_type"], str) else None
+
+
+def _phi3_rope(rope: dict[str, Any], fields: Mapping[str, Any]) -> bool:
+    """Fill in what Phi-3 states beside its rope. Whether that is as foreseen."""
+    rope.setdefault("partial_rotary_factor", fields["partial_rotary_factor"])
+    if rope["rope_type"] == "longrope":
+        rope["original_max_position_embeddings"] = fields["original_max_position_embeddings"]
+    rotated = fields["hidden_size"] // fields["num_attention_heads"] * rope["partial_rotary_factor"]
+    lengths = {len(rope[name]) for name in _FACTORS if isinstance(rope.get(name), list)}
+    return rope["rope_type"] in ("default", "longrope") and lengths <= {int(rotated) // 2}
