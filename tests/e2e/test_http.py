@@ -20,9 +20,8 @@ from toy_tokenizers import byte_level
 
 from weft.api import ApiSettings
 from weft.api.admission import Admission
-from weft.api.errors import QueueFull
 from weft.api.tenants import tenant_of
-from weft.core.errors import ConfigError, InvalidRequest
+from weft.core.errors import ConfigError, InvalidRequest, Overloaded
 from weft.metrics.logs import request_id_var
 from weft.text import OutputStream
 
@@ -149,10 +148,10 @@ def test_admission_counts() -> None:
     admission = Admission(3)
     with admission.enter(2):
         admission.check()
-        with pytest.raises(QueueFull), admission.enter(2):
+        with pytest.raises(Overloaded), admission.enter(2):
             raise AssertionError("entered")
         with pytest.raises(ZeroDivisionError), admission.enter(1):
-            with pytest.raises(QueueFull):
+            with pytest.raises(Overloaded):
                 admission.check()
             1 / 0  # noqa: B018
         assert admission.num_open == 2
@@ -167,7 +166,7 @@ def test_retry_after_follows_the_throughput(monkeypatch: pytest.MonkeyPatch) -> 
     admission = Admission(10)
 
     def hint() -> int:
-        with admission.enter(10), pytest.raises(QueueFull) as refused, admission.enter(4):
+        with admission.enter(10), pytest.raises(Overloaded) as refused, admission.enter(4):
             pass
         admission._ended_s.clear()
         return int(refused.value.headers["retry-after"])

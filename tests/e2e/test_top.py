@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from weft.cli import top
-from weft.cli.top import Scrape, Unreachable, View, measure, parse, plain_url, quantile, run_top
+from weft.cli.top import Scrape, View, measure, parse, plain_url, quantile, run_top
+from weft.core.errors import Unreachable
 
 
 def text(

@@ -8,8 +8,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from weft.api.errors import QueueFull
-from weft.core.errors import InvalidRequest
+from weft.core.errors import InvalidRequest, Overloaded
 
 _RECENT_S = 30.0
 _UNKNOWN_RETRY_S, _MAX_RETRY_S = 5, 30
@@ -30,13 +29,13 @@ class Admission:
         return self._num_open
 
     def check(self) -> None:
-        """Refuse early, before work is put into a request. Raises QueueFull."""
+        """Refuse early, before work is put into a request. Raises Overloaded."""
         if self._num_open >= self._max_open:
             raise self._full(1)
 
     @contextmanager
     def enter(self, count: int) -> Iterator[None]:
-        """Hold `count` places, all or none. Raises QueueFull, or InvalidRequest when there never
+        """Hold `count` places, all or none. Raises Overloaded, or InvalidRequest when there never
         are so many."""
         if count > self._max_open:
             raise InvalidRequest(
@@ -52,10 +51,10 @@ class Admission:
             self._num_open -= count
             self._ended_s.extend([time.monotonic()] * count)
 
-    def _full(self, count: int) -> QueueFull:
+    def _full(self, count: int) -> Overloaded:
         needed = self._num_open + count - self._max_open
         message = f"{self._num_open} requests are open, and the server takes {self._max_open}"
-        return QueueFull(f"{message}; try again later", self._retry_after_s(needed))
+        return Overloaded(f"{message}; try again later", retry_after_s=self._retry_after_s(needed))
 
     def _retry_after_s(self, needed: int) -> int:
         """When so many places should be free, if requests end as fast as they did of late."""

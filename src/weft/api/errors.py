@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
@@ -11,47 +11,16 @@ from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from weft.core.errors import InvalidRequest, Overloaded, WeftError
+from weft.core.errors import InvalidRequest, WeftError
 
 logger = logging.getLogger(__name__)
 
 _TYPE_OF_STATUS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
-class BodyTooLarge(InvalidRequest):
-    status = 413
-    kind = "request_too_large"
-
-
-class BodyTimeout(InvalidRequest):
-    """The connection is of no use afterwards: the rest of the body may still come."""
-
-    status = 408
-    kind = "body_timeout"
-    headers: ClassVar[dict[str, str]] = {"connection": "close"}
-
-
-class UnsupportedMediaType(InvalidRequest):
-    status = 415
-    kind = "unsupported_media_type"
-
-
-class Unauthorized(WeftError):
-    status = 401
-    kind = "invalid_api_key"
-    headers: ClassVar[dict[str, str]] = {"www-authenticate": "Bearer"}
-
-
-class QueueFull(Overloaded):
-    """`retry_after_s`: whole seconds after which it is worth trying again."""
-
-    def __init__(self, message: str, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.headers = {"retry-after": str(retry_after_s)}
-
-
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """Status and body. Of an unexpected error the body tells nothing: the log has it."""
+    """The status and the body of an answer. The body tells nothing of an unexpected error, which
+    the log has."""
     if isinstance(error, WeftError):
         plain = error.kind in ("invalid_request_error", "server_error")
         code = None if plain else error.kind
@@ -70,7 +39,7 @@ def _shape(status: int, message: str, param: str | None, code: str | None) -> di
 
 def error_response(error: BaseException) -> Response:
     status, body = error_body(error)
-    headers = dict(getattr(error, "headers", None) or {})
+    headers = dict(error.headers or {}) if isinstance(error, WeftError | HTTPException) else {}
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
@@ -89,8 +58,8 @@ def invalid(error: ValidationError) -> InvalidRequest:
 
 
 def field_path(loc: tuple[int | str, ...]) -> str | None:
-    """`("messages", 0, "content", "str")` as `messages[0].content`: names of union members are no
-    fields, and left out."""
+    """Write `("messages", 0, "content", "str")` as `messages[0].content`: names of union members
+    are no fields, and are left out."""
     path = ""
     for part in loc:
         if isinstance(part, int):

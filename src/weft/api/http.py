@@ -15,15 +15,14 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.api.errors import (
+from weft.api.errors import error_body, error_response, invalid
+from weft.core.errors import (
     BodyTimeout,
     BodyTooLarge,
+    InvalidRequest,
+    RequestTimeout,
     UnsupportedMediaType,
-    error_body,
-    error_response,
-    invalid,
 )
-from weft.core.errors import InvalidRequest, RequestTimeout
 
 logger = logging.getLogger(__name__)
 

@@ -76,7 +76,7 @@ class Service:
 
     def pin(self, model: str, adapters: Sequence[WeightedAdapter] | None = None) -> Pinned:
         """Pin what `model` names, or the weighted sum of `adapters` on the base that it then must
-        name. The caller releases it. Raises ModelNotFound, InvalidRequest, EngineDead, QueueFull.
+        name. The caller releases it. Raises ModelNotFound, InvalidRequest, EngineDead, Overloaded.
         """
         if not self.engine.alive:
             raise EngineDead("the engine is not running")
@@ -154,7 +154,7 @@ class Service:
         """The deltas of several requests as they come, each with the index of its request.
 
         `shown_ids` are special tokens that their texts show in any case. Closing the generator
-        aborts what still runs. Raises QueueFull.
+        aborts what still runs. Raises Overloaded.
         """
         with self.admission.enter(len(requests)):
             if len(requests) == 1:

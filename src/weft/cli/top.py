@@ -23,7 +23,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from weft.core.errors import WeftError
+from weft.core.errors import Unreachable
 
 WINDOW_S = 10.0
 """Rates and percentiles are of the last seconds, so many."""
@@ -35,10 +35,6 @@ HEAD_LINES = 16
 Labels = frozenset[tuple[str, str]]
 Buckets = dict[float, float]
 """Number of values up to each bound."""
-
-
-class Unreachable(WeftError):
-    """The server does not answer, or is not Weft."""
 
 
 # -- reading -------------------------------------------------------------------------------------

@@ -1,34 +1,44 @@
 """Every error that Weft raises on purpose.
 
     WeftError
-    ├── InvalidRequest          400  a request's field is wrong; `param` names it
-    │   └── ContextLengthExceeded
-    ├── ModelNotFound           404  no base model or adapter has that name
-    ├── AdapterError            400  an adapter can't be loaded, changed or dropped
-    │   ├── AdapterInvalid      400  its files are not served; `param` names the field or tensor
-    │   ├── AdapterConflict     400  the name is taken
-    │   ├── AdapterPathRefused  400  the path is not one that may be read
-    │   ├── AdapterNotFound     404  no such adapter or path
-    │   └── AdapterUnavailable  503  it was accepted once, but can't be made resident now
+    ├── InvalidRequest              400  a request's field is wrong; `param` names it
+    │   ├── ContextLengthExceeded   400  prompt and answer are longer than the context
+    │   ├── BodyTooLarge            413  the body has more bytes than the operator allows
+    │   ├── BodyTimeout             408  the body did not come in time
+    │   └── UnsupportedMediaType    415  the body is not said to be JSON
+    ├── Unauthorized                401  there is no API key, or a wrong one
+    ├── ModelNotFound               404  no base model or adapter has that name
+    ├── AdapterError                400  an adapter can't be loaded, changed or unloaded
+    │   ├── AdapterInvalid          400  its files are not served; `param` names the field or tensor
+    │   ├── AdapterConflict         400  the name is taken, or too much would be pinned
+    │   ├── AdapterPathRefused      400  the path is not one that may be read
+    │   ├── AdapterNotFound         404  there is no such adapter or path
+    │   └── AdapterUnavailable      503  it was accepted once, but can't be made resident now
     │       └── AdapterQuarantined  503  its check failed; loading it again lifts this
-    ├── Overloaded              429  the queue is full; try again later
-    ├── RequestTimeout          504  it took longer than the operator allows
-    ├── EngineDead              503  the engine process is gone
-    └── ConfigError             500  the server can't start like this; `param` names the flag
+    ├── Overloaded                  429  the queue is full; `retry_after_s` says when to try again
+    ├── RequestTimeout              504  it took longer than the operator allows
+    ├── EngineDead                  503  the engine process is gone
+    ├── Unreachable                 502  a server that was asked does not answer, or is not Weft
+    └── ConfigError                 500  the server can't start like this; `param` names the flag
 
-Errors cross the process boundary as `(kind, message, param)`: see `to_wire` and `from_wire`.
+Each has its HTTP status and a kind of its own. Errors cross the process boundary as
+`(kind, message, param)`: see `to_wire` and `from_wire`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import ClassVar
 
 
 class WeftError(Exception):
-    """Base of the tree. `status` is the HTTP status, `param` the offending field, if any."""
+    """The base of the tree. `param` is the offending field, if there is one."""
 
     status: ClassVar[int] = 500
     kind: ClassVar[str] = "server_error"
+    headers: Mapping[str, str] = MappingProxyType({})
+    """HTTP headers of the answer."""
 
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
@@ -43,6 +53,30 @@ class InvalidRequest(WeftError):
 
 class ContextLengthExceeded(InvalidRequest):
     kind = "context_length_exceeded"
+
+
+class BodyTooLarge(InvalidRequest):
+    status = 413
+    kind = "request_too_large"
+
+
+class BodyTimeout(InvalidRequest):
+    """The connection is of no use afterwards, as the rest of the body may still come."""
+
+    status = 408
+    kind = "body_timeout"
+    headers = MappingProxyType({"connection": "close"})
+
+
+class UnsupportedMediaType(InvalidRequest):
+    status = 415
+    kind = "unsupported_media_type"
+
+
+class Unauthorized(WeftError):
+    status = 401
+    kind = "invalid_api_key"
+    headers = MappingProxyType({"www-authenticate": "Bearer"})
 
 
 class ModelNotFound(WeftError):
@@ -85,6 +119,15 @@ class Overloaded(WeftError):
     status = 429
     kind = "overloaded"
 
+    def __init__(
+        self, message: str, param: str | None = None, retry_after_s: int | None = None
+    ) -> None:
+        """`retry_after_s`: whole seconds after which it is worth trying again, if that is known;
+        it does not cross the process boundary."""
+        super().__init__(message, param)
+        if retry_after_s is not None:
+            self.headers = {"retry-after": str(retry_after_s)}
+
 
 class RequestTimeout(WeftError):
     status = 504
@@ -94,6 +137,11 @@ class RequestTimeout(WeftError):
 class EngineDead(WeftError):
     status = 503
     kind = "engine_dead"
+
+
+class Unreachable(WeftError):
+    status = 502
+    kind = "unreachable"
 
 
 class ConfigError(WeftError):
