@@ -36,7 +36,7 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class LayerProduct:
     """One linear layer of each of the bed's layers."""
 
     name: str
@@ -79,13 +79,15 @@ class Bed:
         for slot in range(num_slots):
             self.pool.install(slot, slot * size, layout)
 
-    def _products(self, groups: Sequence[Group]) -> tuple[Product, ...]:
+    def _products(self, groups: Sequence[Group]) -> tuple[LayerProduct, ...]:
         made = []
         for suffix, name in PRODUCTS.items():
             of = tuple(g for g in groups if g.slices[0].suffix == suffix)
             weights = tuple(self.random(g.out_features, g.in_features) for g in of)
             if of:
-                made.append(Product(name, of, tuple(w.mul_(w.shape[1] ** -0.5) for w in weights)))
+                made.append(
+                    LayerProduct(name, of, tuple(w.mul_(w.shape[1] ** -0.5) for w in weights))
+                )
         return tuple(made)
 
     @property
@@ -122,7 +124,7 @@ class Bed:
             made.append(kernels.begin(self.batch([start + slot for slot in slots])))
         return made
 
-    def added(self, x_TI: Tensor, product: Product, slots: Sequence[int]) -> Tensor:
+    def added(self, x_TI: Tensor, product: LayerProduct, slots: Sequence[int]) -> Tensor:
         """What the oracle says that adapters add in the first layer: fp32 (T, O), zeros without
         slots."""
         y_TO = torch.zeros(len(x_TI), product.shape[0], device=self.device)
@@ -131,7 +133,7 @@ class Bed:
             step.linear(y_TO, x_TI, product.groups[0].index)
         return y_TO
 
-    def plain(self, x_TI: Tensor, product: Product) -> Tensor:
+    def plain(self, x_TI: Tensor, product: LayerProduct) -> Tensor:
         """The base's product in the first layer as fp32 (T, O)."""
         return x_TI.float() @ product.weights[0].float().t()
 

@@ -22,7 +22,7 @@ from rich.table import Table
 from weft.bench import peers
 from weft.bench.bed import (
     Bed,
-    Product,
+    LayerProduct,
     Timer,
     bandwidth,
     deviation,
@@ -166,7 +166,7 @@ def _slots(plan: KernelPlan, batch: int, pattern: Pattern) -> list[int]:
     return sorted(index for index in indices if index is not None)
 
 
-def _parts(products: Sequence[Product]) -> dict[str, Sequence[Product]]:
+def _parts(products: Sequence[LayerProduct]) -> dict[str, Sequence[LayerProduct]]:
     return {**{product.name: (product,) for product in products}, LAYER: products}
 
 
@@ -208,14 +208,14 @@ class _KernelWork:
             return ("linear",)
         return ("linear", "shrink", "expand") if self._batch > FEW_ROWS else ("linear",)
 
-    def time(self, kernel: Kernel, products: Sequence[Product], timer: Timer) -> Timing:
+    def time(self, kernel: Kernel, products: Sequence[LayerProduct], timer: Timer) -> Timing:
         errors = [self._deviation(kernel, product) for product in products]
         seconds = timer(self.body(kernel, products))
         launches = len(self._steps) * len(products[0].groups)
         num_bytes = sum(self._bytes(kernel, product) for product in products)
         return Timing(1e6 * seconds / launches, num_bytes, max(errors))
 
-    def body(self, kernel: Kernel, products: Sequence[Product]) -> Callable[[], None]:
+    def body(self, kernel: Kernel, products: Sequence[LayerProduct]) -> Callable[[], None]:
         """A function that runs the kernel on each product, in every layer with every set of
         adapters."""
         calls = [
@@ -232,7 +232,7 @@ class _KernelWork:
         return run
 
     def _call(
-        self, kernel: Kernel, product: Product, layer: int, step: Any
+        self, kernel: Kernel, product: LayerProduct, layer: int, step: Any
     ) -> Callable[[], object]:
         outputs, inputs = product.shape
         x_TI, y_TO = self._x[inputs], self._y[outputs]
@@ -245,7 +245,7 @@ class _KernelWork:
             return partial(step.shrink, x_TI, group, step.rows)
         return partial(step.expand, y_TO, group, step.rows)
 
-    def _deviation(self, kernel: Kernel, product: Product) -> float:
+    def _deviation(self, kernel: Kernel, product: LayerProduct) -> float:
         """The largest relative error in the first layer, with the first set of adapters."""
         outputs, inputs = product.shape
         x_TI, y_TO = self._x[inputs], self._y[outputs]
@@ -262,7 +262,7 @@ class _KernelWork:
             got = got.y_TO.float() + added
         return deviation(got, want_TO + self._bed.plain(x_TI, product))
 
-    def _bytes(self, kernel: Kernel, product: Product) -> int:
+    def _bytes(self, kernel: Kernel, product: LayerProduct) -> int:
         outputs, inputs = product.shape
         ranks = self._bed.rank * len(product.groups[0].slices)
         a, b = self.num_adapters * ranks * inputs, self.num_adapters * self._bed.rank * outputs

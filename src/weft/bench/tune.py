@@ -23,7 +23,7 @@ from rich.text import Text
 from torch import Tensor
 from triton.runtime.errors import OutOfResources
 
-from weft.bench.bed import Bed, Product, Timer, deviation, on_device, timer_of
+from weft.bench.bed import Bed, LayerProduct, Timer, deviation, on_device, timer_of
 from weft.bench.engine import default_model
 from weft.bench.report import FILE_WIDTH, new_table, progress
 from weft.bench.workload import adapters_in_batch
@@ -162,7 +162,7 @@ def _has_room(cut: Cut, key: tuned.Key) -> bool:
 class _Contest:
     """Times the cuts of one product against each other."""
 
-    def __init__(self, bed: Bed, product: Product, x_TI: Tensor, before: Cut) -> None:
+    def __init__(self, bed: Bed, product: LayerProduct, x_TI: Tensor, before: Cut) -> None:
         self.key, self.before = tuned.Key(len(x_TI), *product.shape), before
         self._bed, self._product, self._x_TI = bed, product, x_TI
         self._want_TO = bed.plain(self._x_TI, product)
@@ -276,7 +276,7 @@ def _share(seconds: Sequence[float], before: Sequence[float]) -> float:
 class _ManyRows:
     """Shrink and expand for one product, with several adapters."""
 
-    def __init__(self, bed: Bed, product: Product, rows: int) -> None:
+    def __init__(self, bed: Bed, product: LayerProduct, rows: int) -> None:
         self._bed, self._product = bed, product
         num_adapters = adapters_in_batch("uniform", rows)
         self._slots = sorted(row % num_adapters for row in range(rows))

@@ -15,11 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 PAGE = 4096
-"""Bytes. The last page is filled up with zeros."""
+"""How many bytes a page has. The last page is filled up with zeros."""
 
 
 def checksum(data: Tensor) -> Tensor:
-    """int64 (), on the device of `data`, which is 1-D, contiguous, and begins at a word."""
+    """The checksum, int64 (), on the device of `data`, which is 1-D, contiguous, and begins at a
+    word."""
     content = data.view(torch.uint8)
     whole = len(content) - len(content) % PAGE
     sums_P = _page_sums(content[:whole])

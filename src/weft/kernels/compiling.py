@@ -25,14 +25,14 @@ from triton import AsyncCompileMode
 
 @contextmanager
 def compiling_ahead() -> Iterator[None]:
-    """Calls of Triton kernels that this thread makes inside return at once: those compiled before
-    run, the others don't, and are compiled by the end. Raises what the compiler raises."""
+    """Let calls of Triton kernels that this thread makes inside return at once: kernels compiled
+    before run, the others don't, and are compiled by the end. Raises what the compiler raises."""
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool, _Ahead(pool):
         yield
 
 
 class _NotYet:
-    """In the place of a kernel that is being compiled: its launches do nothing."""
+    """What stands in for a kernel that is being compiled: its launches do nothing."""
 
     function = packed_metadata = None
 
@@ -42,16 +42,19 @@ class _NotYet:
 
 
 class _Ahead(AsyncCompileMode):  # type: ignore[misc]
-    """Triton's own mode waits for a kernel when it is launched."""
+    """A mode for compiling in which nothing waits for a kernel, as Triton's own mode does when it
+    is launched."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         super().__init__(pool)
         self._pool = pool
         self._kernels: dict[str, tuple[Future[Any], list[Callable[[Any], None]]]] = {}
-        """By content: what compiles it, and what makes it known to those that called it."""
+        """For each kernel, by its content, what compiles it, and what makes it known to its
+        callers."""
 
     def submit(self, key: str, compile_one: Callable[[], Any], keep: Any, *_: object) -> _NotYet:
-        """`keep` puts a kernel where the next call finds it; None there: it is compiled anew."""
+        """Compile a kernel. `keep` puts it where the next call finds it; if that is None, the call
+        compiles it anew."""
         if key not in self._kernels:
             self._kernels[key] = (self._pool.submit(compile_one), [])
         self._kernels[key][1].append(keep)

@@ -22,7 +22,7 @@ from weft.kernels.rope import apply_rope
 
 class Ops(Protocol):
     def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """See `weft.kernels.norm.rms_norm`."""
+        """Norm rows as `weft.kernels.norm.rms_norm` does."""
         ...
 
     def add_rms_norm(
@@ -36,7 +36,7 @@ class Ops(Protocol):
         ...
 
     def silu_and_mul(self, gate_up: Product) -> Tensor:
-        """See `weft.kernels.activation.silu_and_mul`."""
+        """Compute what `weft.kernels.activation.silu_and_mul` does."""
         ...
 
     def rope_and_write(
@@ -65,7 +65,7 @@ class Ops(Protocol):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """See `weft.kernels.attention.Attend`."""
+        """Attend as `weft.kernels.attention.Attend` states."""
         ...
 
 
@@ -120,7 +120,7 @@ class TorchOps:
 
 
 def make_ops(name: str, device: torch.device) -> Ops:
-    """The ops of that name; "auto" is triton on a CUDA device, else torch.
+    """Make the ops of that name; "auto" is triton on a CUDA device, else torch.
 
     Raises ConfigError when there are none of that name, or they can't run there.
     """

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 IN_PROMPT = 1 << 30
-"""In a row's counts: the token is in the prompt. Below it is how often it is in the output."""
+"""The bit of a row's counts that says that a token is in the prompt. The bits below it count how
+often it is in the output."""
 
 _MASK = 0xFFFFFFFF
 _SHARES = 2**40
@@ -24,7 +25,7 @@ _SHARES = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """What is added to single logits; no (row, token) is there twice."""
+    """Numbers that are added to single logits; no (row, token) is there twice."""
 
     row_B: Tensor
     """int64 (B,), among the N rows."""
@@ -36,7 +37,7 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Penalties:
-    """For rows that punish (or favour) tokens that are in prompt or output already."""
+    """The rows that punish (or favour) tokens that are in prompt or output already."""
 
     row_P: Tensor
     """int64 (P,), among the N rows."""
@@ -52,7 +53,7 @@ class Penalties:
 
 @dataclass(frozen=True, slots=True)
 class Mask:
-    """For rows that may choose some tokens only."""
+    """The rows that may choose some tokens only."""
 
     row_K: Tensor
     """int64 (K,), among the N rows."""
@@ -73,8 +74,8 @@ def count_tokens(counts_V: Tensor, prompt_L: Tensor, output_L: Tensor) -> None:
 def shape(
     logits_NV: Tensor, bias: Bias | None, penalties: Penalties | None, mask: Mask | None
 ) -> Tensor:
-    """Logits to choose from, float32 (N, V). `logits_NV` is not changed; it is returned if there is
-    nothing to do."""
+    """Give the logits to choose from, float32 (N, V). `logits_NV` is not changed; it is returned if
+    there is nothing to do."""
     if bias is None and penalties is None and mask is None:
         return logits_NV
     shaped_NV = logits_NV.clone()
@@ -89,7 +90,8 @@ def shape(
 
 
 def _penalised(logits_PV: Tensor, penalties: Penalties) -> Tensor:
-    """First repetition (tokens in prompt or output), then the other two (tokens in the output)."""
+    """Punish first repetition (tokens in prompt or output), then the other two (tokens in the
+    output)."""
     counts_PV = penalties.counts_PV
     factor_PV = torch.where(counts_PV > 0, penalties.repetition_P[:, None], 1.0)
     logits_PV = torch.where(logits_PV > 0, logits_PV / factor_PV, logits_PV * factor_PV)
@@ -99,7 +101,8 @@ def _penalised(logits_PV: Tensor, penalties: Penalties) -> Tensor:
 
 
 def _unpacked(words_KW: Tensor, vocab_size: int) -> Tensor:
-    """bool (K, V). Byte by byte, as words are stored with their lowest byte first."""
+    """The bits as bool (K, V). They are taken byte by byte, as words are stored with their lowest
+    byte first."""
     bits_8 = torch.arange(8, dtype=torch.uint8, device=words_KW.device)
     bytes_KB = words_KW.view(torch.uint8)
     return ((bytes_KB[:, :, None] >> bits_8) & 1).flatten(1)[:, :vocab_size].bool()
@@ -126,7 +129,7 @@ class SamplingBatch:
 
 
 def sample(logits_NV: Tensor, batch: SamplingBatch | None) -> Tensor:
-    """Token ids, int64 (N,): the most likely one, or for random rows a draw from
+    """Choose token ids, int64 (N,): the most likely one, or for random rows a draw from
 
         softmax(logits / temperature), restricted to tokens at least min_p times as likely as
         the most likely one, then to the top_k most likely ones, and then to the fewest most
@@ -171,7 +174,7 @@ def _mix(h: Tensor) -> Tensor:
 
 
 def _filter(logits_MV: Tensor, top_k_M: Tensor | None, top_p_M: Tensor | None) -> Tensor:
-    """Minus infinity for what top_k, and after it top_p, leave out; ties are kept."""
+    """Set what top_k, and after it top_p, leave out to minus infinity; ties are kept."""
     if top_k_M is None and top_p_M is None:
         return logits_MV
     sorted_MV = logits_MV.sort(-1, descending=True).values

@@ -1,4 +1,5 @@
-"""The way of a step's small host arrays to a fixed place on the device: one copy, no waiting."""
+"""Brings a step's small host arrays to a fixed place on the device, in one copy and without
+waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 DEPTH = 2
-"""Host buffers: as many as steps can be in flight."""
+"""How many host buffers there are: as many as steps can be in flight."""
 
 
 class Staging:
@@ -45,12 +46,13 @@ class Staging:
             self._allocate(num_words)
 
     def begin(self, num_words: int) -> NDArray[np.int32]:
-        """Waits only for a buffer whose copy of DEPTH sends ago is not done yet."""
+        """Give the host's side of so many words. Waits only for a buffer whose copy of DEPTH sends
+        ago is not done yet."""
         words: NDArray[np.int32] = self._next_host()[:num_words].numpy()
         return words
 
     def send(self, num_words: int) -> Tensor:
-        """Returns the device's side, int32 (num_words,)."""
+        """Copy so many words; returns the device's side, int32 (num_words,)."""
         words = self.device_words[:num_words]
         words.copy_(self._host[self._turn][:num_words], non_blocking=True)
         if self._device.type == "cuda":
@@ -60,7 +62,8 @@ class Staging:
         return words
 
     def send_all(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-        """Arrays of any types and shapes, in one copy; room for them is made."""
+        """Copy arrays of any types and shapes at once; room for them is made. Returns the device's
+        sides."""
         tensors = [torch.from_numpy(array) for array in arrays]
         # Each begins at 16 bytes, or kernels would be compiled anew for what they can't assume.
         ends = [0, *accumulate(-(-t.nbytes // 16) * 4 for t in tensors)]
@@ -83,5 +86,5 @@ class Staging:
 
 
 def _part(words: Tensor, start: int, end: int, like: Tensor) -> Tensor:
-    """Words from `start` to `end` as a tensor of the type and shape of `like`."""
+    """View the words from `start` to `end` as a tensor of the type and shape of `like`."""
     return words[start:end].view(like.dtype)[: like.numel()].view(like.shape)

@@ -116,15 +116,17 @@ def _product(
 
 
 TURNS = 64
-"""Many more than launches that can be under way at once, as each is there with all its programs."""
+"""How many flags there are. They are many more than launches that can be under way at once, as
+each is there with all its programs."""
 
 _launches = itertools.count()
 
 
 @cache
 def _meeting_place(device: torch.device, stream: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where the parts of products meet, counters, and flags that nobody waits for. Launches of one
-    stream share them; those of two streams may run at once. Graphs are for the default stream, 0.
+    """Memory where the parts of products meet, counters, and flags that nobody waits for. Launches
+    of one stream share them; those of two streams may run at once. Graphs are for the default
+    stream, 0.
     """
     parts = torch.empty(MEETING_FLOATS, dtype=torch.float32, device=device)
     counters = torch.zeros(MEETING_TILES + TURNS, dtype=torch.int32, device=device)
@@ -141,7 +143,7 @@ def _has_room(device: torch.device) -> bool:
 
 
 def cut_of(x_TK: Tensor, weight_OK: Tensor) -> Cut | None:
-    """None: another kernel is better, or this one can't."""
+    """How to cut a product; None where another kernel is better, or this one can't."""
     (T, K), O = x_TK.shape, len(weight_OK)  # noqa: E741
     if not 0 < T <= FEW_ROWS or O % 64 or K % 128 or not _has_room(x_TK.device):
         return None

@@ -1,5 +1,5 @@
 """The layers that adapters can change: linear, embedding, head and norms. Nothing else knows of
-them.
+adapters.
 
 Shapes: T token rows, N sampled rows, I inputs, O outputs, V vocabulary, H query heads, K key and
 value heads, D head dimension.
@@ -24,24 +24,24 @@ class StepContext:
     """What the layers need to know of one step beside their input."""
 
     positions_T: Tensor
-    """int64 (T,), of each token within its sequence."""
+    """The position of each token within its sequence, int64 (T,)."""
     attention: AttentionBatch
     lora: LoraStep | None
-    """None: no row of this step belongs to an adapter."""
+    """The step's adapters; None: no row of this step belongs to one."""
     norms: NormStep | None = None
-    """None: all rows have the base's norms."""
+    """The norms of the step's adapters; None: all rows have the base's."""
     vocabulary: VocabularyStep | None = None
-    """None: all rows have the base's vocabulary."""
+    """The vocabularies of the step's adapters; None: all rows have the base's."""
 
 
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
-    """RMS norm of rows, with the adapters' weights for theirs."""
+    """The RMS norm of rows, in which an adapter may have weights of its own for its rows."""
 
     weight_I: Tensor
     eps: float
     index: int
-    """In the model's TargetTable."""
+    """Its number in the model's TargetTable."""
     ops: Ops
 
     def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
@@ -53,7 +53,7 @@ class RmsNorm:
         delta: Product,
         step: StepContext,
     ) -> Tensor:
-        """Add `delta` to `x` in place; the norm of the sum."""
+        """Add `delta` to `x` in place, and return the norm of the sum."""
         y_TI = self.ops.add_rms_norm(x_TI, delta, self.weight_I, self.eps)
         return self._replace(y_TI, x_TI, step)
 
@@ -71,13 +71,13 @@ class HeadNorm:
     weight_ND: Tensor
     """(H + K, D), repeated for the heads."""
     num_heads: int
-    """H"""
+    """How many query heads there are: H."""
     q_index: int
     k_index: int
-    """In the model's TargetTable."""
+    """Numbers of the two norms in the model's TargetTable."""
 
     def __call__(self, num_rows: int, step: StepContext) -> Tensor:
-        """For all rows, (H + K, D); or row by row, (T, H + K, D)."""
+        """The weights for all rows, (H + K, D); or row by row, (T, H + K, D)."""
         if step.norms is None:
             return self.weight_ND
         q_own, k_own = step.norms.of(self.q_index), step.norms.of(self.k_index)
@@ -118,7 +118,7 @@ class Linear:
     """Its number in the model's TargetTable."""
 
     def __call__(self, x_TI: Tensor, step: StepContext) -> Product:
-        """The result, of which the adapters' part may be left to what reads the product next."""
+        """The product with its adapters' part, which may be left to what reads the product next."""
         if step.lora is not None:
             found = step.lora.product(x_TI, self.weight, self.bias_O, self.group)
             if found is not None:
@@ -126,7 +126,7 @@ class Linear:
         return Product(self.whole(x_TI, step))
 
     def whole(self, x_TI: Tensor, step: StepContext) -> Tensor:
-        """The result with nothing left to add, (T, O)."""
+        """The product with its adapters' part added, (T, O)."""
         if step.lora is None:
             return self.weight.apply(x_TI, self.bias_O)
         step.lora.start(x_TI, self.group)

@@ -24,20 +24,20 @@ from weft.models.layers import Linear, StepContext
 
 
 class Routing(NamedTuple):
-    """The pairs of a step."""
+    """The pairs of a step, in the order in which experts compute them."""
 
     order_P: Tensor
-    """int64: the pair at a place, as token * K + rank."""
+    """The pair at each place, int64, as token * K + rank."""
     place_P: Tensor
-    """int64: the place of a pair; the inverse of `order_P`."""
+    """The place of each pair, int64; the inverse of `order_P`."""
     expert_P: Tensor
-    """int64, by place; rising."""
+    """The expert at each place, int64, rising."""
     ends_E: Tensor
-    """int32: the first place beyond an expert's."""
+    """The first place beyond each expert's, int32."""
 
 
 def choose_experts(logits_TE: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor]:
-    """The weights of each token's experts, (T, K), and their numbers, int64 (T, K).
+    """Choose the experts of each token: their weights, (T, K), and their numbers, int64 (T, K).
 
     Weights are probabilities over all experts, computed in float32; see `MoeConfig` for what
     becomes of them.
@@ -51,7 +51,7 @@ def choose_experts(logits_TE: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor]:
 
 
 def route(expert_TK: Tensor, num_experts: int) -> Routing:
-    """Order the pairs by expert. Nothing has to be known on the host."""
+    """Order the pairs by expert, which takes nothing that the host would have to know."""
     expert_P, order_P = expert_TK.flatten().sort(stable=True)
     place_P = torch.empty_like(order_P)
     place_P[order_P] = torch.arange(len(order_P), device=order_P.device)

@@ -32,8 +32,8 @@ class KVCache:
 
 
 class RowWork(NamedTuple):
-    """Which rows of a step go to which kernel, where decodes and chunks of prompts have their own.
-    Entries in excess do nothing."""
+    """Which rows of a step go to which kernel, where decodes and chunks of prompts have kernels of
+    their own. Entries in excess do nothing."""
 
     num_decodes: int
     pairs: Tensor | None
@@ -56,11 +56,11 @@ class AttentionBatch:
     seq_lens_S: Tensor
     """int32 (S,), context length including this step's tokens."""
     query_start: list[int]
-    """S + 1, first row of each sequence (host)."""
+    """The first row of each sequence, and the end: S + 1 numbers on the host."""
     seq_lens: list[int]
-    """S (host copy of `seq_lens_S`)."""
+    """A copy of `seq_lens_S` on the host."""
     work: RowWork | None = None
-    """At fixed places, of a step that is captured; then the host's lists are not read."""
+    """The work of a step that is captured, at fixed places; then the host's lists are not read."""
     prepared: dict[Hashable, object] = field(default_factory=dict, repr=False, compare=False)
     """What a backend derives from the batch once per step, for all layers."""
 
@@ -72,8 +72,8 @@ def make_batch(
     block_size: int,
     device: torch.device | str = "cpu",
 ) -> AttentionBatch:
-    """A batch from host values, one entry per sequence: rows of this step, context length
-    including them, and the blocks that hold it. Simple rather than fast."""
+    """Make a batch from host values, one entry per sequence: rows of this step, context length
+    including them, and the blocks that hold it. It is simple rather than fast."""
     query_start = list(accumulate(query_lens, initial=0))
     slots: list[int] = []
     for q, n, blocks in zip(query_lens, seq_lens, block_tables, strict=True):
@@ -90,19 +90,19 @@ def make_batch(
 
 
 PREFILL_ROWS = 64
-"""Rows of a tile of a chunk, at least: G = H / K query heads of each of its tokens."""
+"""The fewest rows of a tile of a chunk, which has G = H / K query heads of each of its tokens."""
 
 
 def tile_rows(num_groups: int) -> int:
-    """Rows of a tile, with G heads of each token."""
+    """How many rows a tile has, with G heads of each token."""
     return max(PREFILL_ROWS, 1 << (num_groups - 1).bit_length())
 
 
 def row_work(
     query_start: list[int], seq_lens: Sequence[int] | Ints, num_groups: int, num_padding: int = 0
 ) -> tuple[Ints, Ints]:
-    """Pairs of the sequences that have one row, and tiles of the others, as `RowWork` has them.
-    Rows of padding behind the last one are a chunk with no context, which gives zeros."""
+    """Find the pairs of the sequences that have one row, and tiles of the others, as `RowWork` has
+    them. Rows of padding behind the last one are a chunk with no context, which gives zeros."""
     starts = np.array(query_start, dtype=np.int32)
     counts = np.diff(starts)
     decodes = np.flatnonzero(counts == 1)
@@ -135,9 +135,9 @@ class Attend(Protocol):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        """(T, H, D), in q's dtype. Row t, at position p of its sequence, attends to the positions
-        in (p - window, p], or to all up to p when `window` is None. Query head h reads key head
-        h // (H / K)."""
+        """Returns (T, H, D), in q's dtype. Row t, at position p of its sequence, attends to the
+        positions in (p - window, p], or to all up to p when `window` is None. Query head h reads
+        key head h // (H / K)."""
         ...
 
 

@@ -26,34 +26,35 @@ from weft.kernels.attention.online_softmax import accumulate
 from weft.kernels.triton_base import launch_options, processors, starts_early
 
 MAX_PARTS = 16
-"""Of a decode's context."""
+"""The most parts that a decode's context is cut into."""
 
 ENOUGH_PROGRAMS = 2
-"""For each processor: a decode that has more is not cut into parts."""
+"""How many programs keep a processor busy: a decode that has more is not cut into parts."""
 
 
 class Rounds(NamedTuple):
-    """Of a program's loop over a context."""
+    """How a program loops over a context."""
 
     tokens: int
     warps: int
     stages: int
-    """Rounds that overlap, if there is room for their keys and values."""
+    """How many rounds overlap, if there is room for their keys and values."""
 
     def stages_within(self, shared_bytes: int, num_rows: int, row_bytes: int) -> int:
-        """Those that fit into shared memory beside the rows of queries; two at least."""
+        """How many stages fit into shared memory beside the rows of queries; two at least."""
         room = shared_bytes - num_rows * row_bytes - 4096
         return max(2, min(self.stages, room // (2 * self.tokens * row_bytes)))
 
 
 FEW_DECODES = Rounds(64, 4, 3)
-"""Of decodes in ENOUGH_PROGRAMS or fewer, which have a processor's memory almost for themselves."""
+"""Rounds of decodes in ENOUGH_PROGRAMS or fewer, each of which has a processor's memory almost for
+itself."""
 
 MANY_DECODES = Rounds(32, 4, 4)
-"""Of decodes in more programs, of which a processor runs four."""
+"""Rounds of decodes in more programs, of which a processor runs four."""
 
 CHUNKS = Rounds(64, 4, 3)
-"""Of chunks of prompts."""
+"""Rounds of chunks of prompts."""
 
 LOG2E = math.log2(math.e)
 

@@ -111,12 +111,13 @@ def _make_plan(
 
 
 SPLIT_ROWS = 2048
-"""Rows of padding that must be saved before decodes are computed as two buckets."""
+"""How many rows of padding must be saved before decodes are computed as two buckets."""
 
 
 def _group(queries: list[int], contexts: list[int]) -> list[list[int]]:
-    """Sequences to pad together. Decodes: one group, or two when contexts differ much. Prefill:
-    groups that differ less than twofold in query rows and in context (small ones don't count)."""
+    """Choose the sequences to pad together. Decodes: one group, or two when contexts differ much.
+    Prefill: groups that differ less than twofold in query rows and in context (small ones don't
+    count)."""
     decodes: list[int] = []
     prefills: dict[tuple[int, int], list[int]] = {}
     for s, (q, n) in enumerate(zip(queries, contexts, strict=True)):
@@ -149,7 +150,7 @@ def _make_bucket(
     dtype: torch.dtype,
     seqs: list[int] | None,
 ) -> _Bucket:
-    """`seqs` None: all sequences of the step, each with one query row."""
+    """Make the bucket of some sequences; `seqs` None: all of the step, each with one query row."""
     device = batch.block_table_SB.device
     table_PB, lens_P1 = batch.block_table_SB, batch.seq_lens_S[:, None].long()
     if seqs is None:

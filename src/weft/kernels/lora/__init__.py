@@ -33,13 +33,13 @@ _BUILT_IN = {
 
 
 def backend_names() -> list[str]:
-    """Names that `make_backend` takes, built-in ones first."""
+    """The names that `make_backend` takes, built-in ones first."""
     return [*_BUILT_IN, *(e.name for e in entry_points(group=ENTRY_POINT_GROUP))]
 
 
 def make_backend(name: str, pool: AdapterPool) -> LoraBackend:
-    """The backend of that name over `pool`; "auto" is triton on a GPU where Triton is installed,
-    else torch. Raises ConfigError when unknown."""
+    """Make the backend of that name over `pool`; "auto" is triton on a GPU where Triton is
+    installed, else torch. Raises ConfigError when unknown."""
     if name == "auto":
         name = "triton" if pool.arena.is_cuda and find_spec("triton") else "torch"
     if name in _BUILT_IN:

@@ -28,7 +28,8 @@ from weft.kernels.linear import Weight
 from weft.kernels.product import Product
 
 SCRATCH_BYTES = 32 << 20
-"""What an image whose old and new places overlap is moved through, piece by piece."""
+"""The size of the memory through which an image is moved, piece by piece, when its old and new
+places overlap."""
 
 Relocation = tuple[int, int, int, int]
 """(slot, source, dest, size): an image's place in the arena, its new one, and its elements."""
@@ -82,7 +83,7 @@ class AdapterPool:
         self.generation = [0] * num_slots
         """Counts installs per slot, so that what is derived from a slot can be told stale."""
         self._offsets = (self.a_offset_SG, self.b_offset_SL)
-        """Tables that a move shifts."""
+        """The tables that a move shifts."""
         self._scratch = self.arena.new_empty(
             min(num_elements, SCRATCH_BYTES // self.arena.element_size())
         )
@@ -90,7 +91,7 @@ class AdapterPool:
         if device.type == "cuda":
             self._copies = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._lock = threading.Lock()
-        """Over what a slot holds: on a CPU, a slot may be cleared while its move is under way."""
+        """Guards what a slot holds: on a CPU, a slot may be cleared while its move is under way."""
         self._placed: list[tuple[int, ImageLayout] | None] = [None] * num_slots
         self._views: list[dict[tuple[int, int], GroupView | None]]
         self._views = [{} for _ in range(num_slots)]
@@ -154,7 +155,8 @@ class AdapterPool:
         self.generation[slot] += 1
 
     def _set(self, row: Tensor, values: Sequence[int]) -> None:
-        """From page-locked memory, as a copy from elsewhere would wait for steps in flight."""
+        """Set a row of a table from page-locked memory, as a copy from elsewhere would wait for
+        steps in flight."""
         host = torch.tensor(values, dtype=row.dtype, pin_memory=row.is_cuda)
         row.copy_(host, non_blocking=True)
 
@@ -164,7 +166,8 @@ class AdapterPool:
             row.add_((row >= 0).to(row.dtype), alpha=by)
 
     def _copy_within(self, source: int, dest: int, size: int) -> None:
-        """As memmove. Pieces go from the end that is overwritten last."""
+        """Copy within the arena as memmove does. Pieces go from the end that is overwritten
+        last."""
         if abs(source - dest) >= size:
             self.arena[dest : dest + size].copy_(self.arena[source : source + size])
             return
@@ -181,7 +184,7 @@ class AdapterPool:
         return self._placed[slot]
 
     def num_elements(self, slot: int) -> int:
-        """Of the image in `slot`; 0 when it is empty."""
+        """How many elements the image in `slot` has; 0 when it is empty."""
         placed = self._placed[slot]
         return placed[1].num_elements if placed else 0
 
@@ -250,15 +253,16 @@ class LoraBatch:
 
 
 class ExpertStep(Protocol):
-    """What the experts of a layer call."""
+    """The part of a step that the experts of a layer call."""
 
     def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
-        """As `LoraStep.linear`, for a group of experts."""
+        """Add the adapters' part to the product of a group of experts."""
         ...
 
 
 class LoraStep(Protocol):
-    """What a layer calls during one step. Those methods that take `y` add to it in place.
+    """The adapters of one step, as layers call them. Those methods that take `y` add to it in
+    place.
 
     Steps inherit from it, so that those without fused kernels have `product` and `start`.
     """
@@ -296,23 +300,23 @@ class LoraStep(Protocol):
 
 
 class NormStep(Protocol):
-    """Norms of one step's adapters in place of the base's."""
+    """The norms of one step's adapters, in place of the base's."""
 
     def of(self, index: int) -> list[tuple[int, int, Tensor]]:
-        """(first row, end, weight) of the rows that have their own, for a norm of the table."""
+        """For a norm of the table, (first row, end, weight) of the rows that have their own."""
         ...
 
 
 class VocabularyStep(Protocol):
-    """Vocabularies of one step's adapters that are larger than the base's, V."""
+    """The vocabularies of one step's adapters that are larger than the base's, V."""
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor) -> None:
         """Write the rows of added tokens, over what others made of them."""
         ...
 
     def logits(self, y_NV: Tensor, x_NI: Tensor) -> Tensor:
-        """Those of the largest vocabulary; minus infinity for tokens that are not in a row's own.
-        Over the sampled rows."""
+        """Give the logits of the largest vocabulary for the sampled rows: minus infinity for tokens
+        that are not in a row's own."""
         ...
 
 
@@ -320,7 +324,7 @@ class LoraBackend(Protocol):
     """Computes the deltas of all adapters in a batch. Made once over a pool."""
 
     def reserve(self, num_rows: int) -> bool:
-        """Make room for steps of that many rows. Whether steps can then be captured in CUDA
+        """Make room for steps of that many rows. Returns whether steps can then be captured in CUDA
         graphs, to be replayed after a `begin` of as many rows."""
         ...
 

@@ -1,5 +1,6 @@
 """What adapters hold beside A and B, for every backend: scaled and shifted outputs, norms, rows of
-the embedding and the head. Segment by segment, and only in steps that have such an adapter.
+the embedding and the head. It is applied segment by segment, and only in steps that have such an
+adapter.
 
 Shapes: as in `weft.kernels.lora.base`; n rows in place of the base's.
 """
@@ -30,18 +31,19 @@ def has_extras(pool: AdapterPool, slots: Iterable[int]) -> bool:
 
 
 def with_extras(step: LoraStep, pool: AdapterPool, batch: LoraBatch) -> LoraStep:
-    """The step of a backend, and what the batch's adapters hold beside A and B."""
+    """A step that does what a backend's does, and applies what the batch's adapters hold beside A
+    and B."""
     slots = [segment.slot for segment in (*batch.segments, *batch.sampled_segments)]
     return ExtrasStep(step, pool, batch) if has_extras(pool, slots) else step
 
 
 def norms_of(step: LoraStep | None) -> NormStep | None:
-    """None if no adapter of the step has a norm."""
+    """The norms of a step's adapters; None if none of them has one."""
     return step if isinstance(step, ExtrasStep) and step.has_norms else None
 
 
 def vocabulary_of(step: LoraStep | None) -> VocabularyStep | None:
-    """None if no adapter of the step has added tokens."""
+    """The vocabularies of a step's adapters; None if none of them has added tokens."""
     return step.vocabulary if isinstance(step, ExtrasStep) else None
 
 
@@ -66,7 +68,7 @@ def vocabulary_runs(
 
 
 def _vocab_size(pool: AdapterPool, slot: int) -> int:
-    """0: the base's."""
+    """The size of the vocabulary of a slot's adapter; 0 if it is the base's."""
     placed = pool.placed(slot)
     return placed[1].vocab_size if placed is not None else 0
 
@@ -119,7 +121,7 @@ class ExtrasStep(LoraStep):
         self._scale_and_shift(y_NV, group, self._sampled)
 
     def of(self, index: int) -> list[tuple[int, int, Tensor]]:
-        """See `NormStep`."""
+        """The norms, as `NormStep` states."""
         size = self._pool.table.norms[index].size
         weights = ((own, own.norm(index, size)) for own in self._segments)
         return [(own.start, own.stop, weight) for own, weight in weights if weight is not None]
@@ -145,7 +147,7 @@ class ExtrasStep(LoraStep):
 
 
 class _AddedTokens:
-    """The VocabularyStep of a step: of the segments that have added tokens."""
+    """The VocabularyStep of the segments that have added tokens."""
 
     def __init__(self, pool: AdapterPool, segments: list[_Own], sampled: list[_Own]) -> None:
         self._vocab, self._hidden = vocabulary(pool.table, "embedding")
@@ -180,7 +182,7 @@ class _Own:
         self._image = pool.arena[at : at + layout.num_elements]
 
     def vector(self, offsets: tuple[int, ...], index: int, size: int) -> Tensor | None:
-        """fp32 (size,)"""
+        """A vector of the image, fp32 (size,); None if it has none there."""
         if not offsets or offsets[index] < 0:
             return None
         return self._bits(offsets[index], size, torch.float32)
@@ -194,8 +196,8 @@ class _Own:
     def rows(
         self, at: tuple[int, ...], hidden: int, vocab: int
     ) -> tuple[Tensor | None, Tensor] | None:
-        """Those of the base's tokens: int32 ids (n,), None for all of the vocabulary; and rows
-        (n, hidden)."""
+        """The rows that replace those of the base's tokens: int32 ids (n,), None for all of the
+        vocabulary; and rows (n, hidden)."""
         if not at or not (count := at[2] - self._num_added(vocab)):
             return None
         start, ids, _ = at
@@ -226,7 +228,7 @@ def _own(pool: AdapterPool, segments: tuple[Segment, ...]) -> list[_Own]:
 
 
 def _looked_up(ids_n: Tensor | None, rows_nO: Tensor, ids_T: Tensor, y_TO: Tensor) -> Tensor:
-    """The rows of tokens, those of `y_TO` where there are none."""
+    """Look tokens up among an adapter's own rows; those of `y_TO` stay where there are none."""
     if ids_n is None:
         return rows_nO[ids_T]
     at_T = torch.searchsorted(ids_n, ids_T.to(ids_n.dtype)).clamp_(max=len(ids_n) - 1)

@@ -26,7 +26,7 @@ from weft.kernels.lora.base import AdapterPool, GroupView, LoraBatch, LoraStep, 
 MAX_STACK_BYTES = 256 << 20
 MAX_STACKS = 16
 FEW_ROWS = 8
-"""Mean rows a segment below which stacking is considered."""
+"""How many rows a segment has on average, at most, for stacking to be considered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class _Stack:
     b_RO: Tensor
     owner_R: Tensor
     key: tuple[tuple[int, int], ...]
-    """(slot, columns) in order: equal keys have equal owners."""
+    """The (slot, columns) in order: equal keys have equal owners."""
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class GroupedBackend:
         return GroupedStep(self._pool, batch, self._stack_set(batch))
 
     def _stack_set(self, batch: LoraBatch) -> _StackSet | None:
-        """The set to use stacks of; None when products per segment are better."""
+        """The set whose stacks to use; None when products per segment are better."""
         segments = batch.segments
         rows = sum(s.stop - s.start for s in segments)
         if len(segments) < 2 or rows > FEW_ROWS * len(segments):

@@ -16,7 +16,7 @@ from weft.core.targets import Group, ImageLayout, TargetTable, aligned, vocabula
 from weft.kernels.lora.base import ExpertStep, LoraStep
 
 PAIRS = 16
-"""Of a row and an expert, whose matrices are gathered at a time."""
+"""How many pairs of a row and an expert have their matrices gathered at a time."""
 
 
 class ImageStep(LoraStep):
@@ -32,7 +32,7 @@ class ImageStep(LoraStep):
         first_sampled: int,
         num_rows: int,
     ) -> None:
-        """`image`: 1-D, on the device of the rows."""
+        """Take an image, 1-D, which is on the device of the rows."""
         self._table, self._layout, self._image = table, layout, image
         self._first, self._first_sampled, self._num_rows = first, first_sampled, num_rows
 
@@ -62,14 +62,14 @@ class ImageStep(LoraStep):
         self._project(y_nV, x_nI, group)
 
     def added_embedding(self, y_TO: Tensor, ids_T: Tensor) -> None:
-        """As `VocabularyStep.embedding`."""
+        """Write the rows of added tokens, as `VocabularyStep.embedding` states."""
         y_nO, ids_n = y_TO[self._first :], ids_T[self._first :]
         rows_mO = self._added(self._layout.embedding_rows, y_nO.shape[1])
         at_n = ids_n - (self._layout.vocab_size - len(rows_mO))
         y_nO[at_n >= 0] = rows_mO[at_n[at_n >= 0]]
 
     def added_logits(self, y_NV: Tensor, x_NI: Tensor) -> Tensor:
-        """As `VocabularyStep.logits`."""
+        """Give the logits with those of added tokens, as `VocabularyStep.logits` states."""
         rows_mI = self._added(self._layout.head_rows, x_NI.shape[1])
         y_NW = F.pad(y_NV, (0, len(rows_mI)), value=-torch.inf)
         x_nI = x_NI[self._first_sampled :]
@@ -81,7 +81,7 @@ class ImageStep(LoraStep):
         return _ImageExperts(self, (token_P >= self._first).nonzero()[:, 0], expert_P)
 
     def of(self, index: int) -> list[tuple[int, int, Tensor]]:
-        """See `NormStep`."""
+        """The norms, as `NormStep` states."""
         offsets = self._layout.norm_offset
         if not offsets or offsets[index] < 0:
             return []
@@ -129,7 +129,7 @@ class ImageStep(LoraStep):
         return self._image[start : start + words].view(dtype)
 
     def _rows(self, at: tuple[int, ...], hidden: int) -> tuple[Tensor, Tensor] | None:
-        """Token ids (m,), and their rows (m, hidden), of the base's tokens."""
+        """The base's tokens that have rows of their own: ids (m,) and rows (m, hidden)."""
         if not at:
             return None
         vocab, _ = vocabulary(self._table, "embedding")
@@ -144,13 +144,13 @@ class ImageStep(LoraStep):
         return own_m, self._matrix(start, num, hidden)
 
     def _added(self, at: tuple[int, ...], hidden: int) -> Tensor:
-        """Rows of added tokens (m, hidden), which are the last."""
+        """The rows of added tokens (m, hidden), which are the last ones."""
         start, _, num = at
         vocab, _ = vocabulary(self._table, "embedding")
         return self._matrix(start, num, hidden)[num - (self._layout.vocab_size - vocab) :]
 
     def add_experts(self, y_pO: Tensor, x_pI: Tensor, expert_p: Tensor, group: int) -> None:
-        """As `linear`, for rows of which each goes through the expert of that number."""
+        """Add the adapter's part to rows, of which each goes through the expert of that number."""
         g = self._table.groups[group]
         rank = self._rank(g)
         if not rank:
@@ -169,7 +169,7 @@ class ImageStep(LoraStep):
                 row += r
 
     def _of_experts(self, start: int, rows: int, columns: int) -> Tensor:
-        """(E, rows, columns)"""
+        """The matrices of all experts, (E, rows, columns)."""
         num, size = self._table.num_experts, aligned(rows * columns)
         matrices = self._image[start : start + num * size].view(num, size)
         return matrices[:, : rows * columns].view(num, rows, columns)

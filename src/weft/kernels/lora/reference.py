@@ -1,4 +1,4 @@
-"""The oracle: row by row, in fp32, as the definition says."""
+"""The oracle of all backends: row by row, in fp32, as the definition says."""
 
 from __future__ import annotations
 

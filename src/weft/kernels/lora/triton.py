@@ -40,7 +40,7 @@ from weft.core.errors import ConfigError
 from weft.kernels import tuned
 from weft.kernels.linear import DenseWeight, Weight
 from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, LoraStep
-from weft.kernels.lora.triton_beside import NUM_FLAGS, Adapters, launch_beside
+from weft.kernels.lora.triton_beside import NUM_FLAGS, AdapterLaunch, launch_beside
 from weft.kernels.lora.triton_experts import tiles_of_experts
 from weft.kernels.lora.triton_rows import TileList, TileRows
 from weft.kernels.lora.triton_tiles import EXPERT, expand_tile, num_blocks_of, shrink_tile
@@ -50,12 +50,13 @@ from weft.kernels.triton_linear import FEW_ROWS, cut_of, launch
 from weft.kernels.tuned import Blocks
 
 SHARES = 48
-"""That the shrink of a tile is cut into, for programs to share."""
+"""How many shares the shrink of a tile is cut into, for programs to divide."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """Of one device. `part` and `max_parts` decide how K is cut, hence the last bits."""
+    """How adapters are computed on one device. `part` and `max_parts` decide how K is cut, hence
+    the last bits."""
 
     part: int = 256
     """Elements of K in one step of the shrink; parts are multiples of it."""
@@ -224,7 +225,7 @@ class TritonBackend:
         self._tiles = TileList(device)
         self._work = torch.empty((0, self.row_floats), dtype=torch.float32, device=device)
         self.flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
-        """Where products and what runs beside them tell each other how far they are."""
+        """Flags by which products and what runs beside them tell each other how far they are."""
         linear = [g.out_features for g in pool.table.groups if g.kind == "linear"]
         self.delta = torch.empty(
             FEW_ROWS * max(linear, default=0), dtype=torch.float32, device=device
@@ -233,7 +234,8 @@ class TritonBackend:
         self.reserve(FEW_ROWS)
 
     def reserve(self, num_rows: int) -> bool:
-        """What was captured before is void if this makes more room than there was."""
+        """Make room for steps of that many rows. What was captured before is void if there was
+        less."""
         if num_rows > len(self._work):
             self._work = self._work.new_empty((num_rows, self.row_floats))
         self._tiles.reserve(num_rows)
@@ -275,13 +277,13 @@ class TritonStep(LoraStep):
 
     @property
     def rows(self) -> TileRows:
-        """Of the step, as `shrink` and `expand` take them."""
+        """The step's rows, as `shrink` and `expand` take them."""
         return self._tokens
 
     def product(
         self, x_TI: Tensor, weight: Weight, bias_O: Tensor | None, group: int
     ) -> Product | None:
-        """For few rows: see `weft.kernels.lora.triton_beside`."""
+        """Compute a layer of few rows: see `weft.kernels.lora.triton_beside`."""
         if not isinstance(weight, DenseWeight):
             return None
         weight_OI = weight.values_OI
@@ -294,7 +296,7 @@ class TritonStep(LoraStep):
         num_rows = len(x_TI)
         delta_TO = backend.delta[: num_rows * of.out_features].view(num_rows, of.out_features)
         tables = (pool.a_offset_SG, pool.b_offset_SL, pool.rank_SL)
-        adapters = Adapters(
+        adapters = AdapterLaunch(
             (delta_TO, self._work, backend.flags, pool.arena, rows.tiles, *tables),
             (group, of.slices[0].slice, pool.a_offset_SG.shape[1], pool.rank_SL.shape[1]),
             widths=tuple(s.out_features for s in of.slices),
@@ -322,7 +324,7 @@ class TritonStep(LoraStep):
         self.expand(y, group, rows)
 
     def shrink(self, x_TK: Tensor, group: int, rows: TileRows) -> None:
-        """v of all rows, into the workspace: see `_shrink`."""
+        """Write v of all rows to the workspace: see `_shrink`."""
         if not len(rows.tiles):
             return
         assert x_TK.stride(1) == 1
@@ -355,7 +357,7 @@ class TritonStep(LoraStep):
         )
 
     def expand(self, y_TO: Tensor, group: int, rows: TileRows, ids_T: Tensor | None = None) -> None:
-        """Adds to y what v, or with `ids_T` the rows of an embedding's A, give."""
+        """Add to y what v, or with `ids_T` the rows of an embedding's A, give."""
         if not len(rows.tiles):
             return
         assert y_TO.stride(1) == 1
@@ -393,7 +395,7 @@ class TritonStep(LoraStep):
         )
 
     def _grid(self, programs: int, most: int) -> tuple[int]:
-        """So many for each processor, where there is work for them."""
+        """The grid of so many programs for each processor, where there is work for them."""
         return (min(programs * processors(self._backend.pool.arena.device), most),)
 
 

@@ -168,37 +168,37 @@ def _adapters(
 
 
 @dataclass(frozen=True, slots=True)
-class Adapters:
+class AdapterLaunch:
     """The adapters' part of a launch."""
 
     tensors: tuple[Tensor, ...]
-    """delta, workspace, flags, arena, tiles, a_offset, b_offset, rank."""
+    """The tensors: delta, workspace, flags, arena, tiles, a_offset, b_offset, rank."""
     numbers: tuple[int, ...]
-    """group, first slice, number of groups, of targets."""
+    """The numbers: group, first slice, number of groups, number of targets."""
     widths: tuple[int, ...]
-    """Of the slices."""
+    """The widths of the slices."""
     row_floats: int
     part: int
     max_parts: int
 
 
 PER_TILE = 16
-"""Programs for each tile of rows, at most."""
+"""The most programs for a tile of rows."""
 
 MOST_PROGRAMS = 1024
-"""For adapters beside a product."""
+"""The most programs for adapters beside a product."""
 
 NUM_FLAGS = TURNS + 1 + 2 * MOST_PROGRAMS
-"""See `_adapters`."""
+"""How many flags and counters there are: see `_adapters`."""
 
 
 def programs_beside(device: torch.device) -> int:
-    """For adapters beside a product: as many as a device holds at once. The interpreter runs one
-    program after the other, so that none may wait for a later one."""
+    """How many programs adapters beside a product have: as many as a device holds at once. The
+    interpreter runs one program after the other, so that none may wait for a later one."""
     return 1 if INTERPRETED else min(4 * processors(device), MOST_PROGRAMS)
 
 
-def launch_beside(product: Launched, x_TK: Tensor, adapters: Adapters) -> None:
+def launch_beside(product: Launched, x_TK: Tensor, adapters: AdapterLaunch) -> None:
     """Write delta to where `adapters` says, beside a product of the same x that was launched just
     before with the same flags."""
     early = starts_early(x_TK.device)

@@ -1,4 +1,4 @@
-"""The tiles of a mixture's experts: of one expert and one adapter each.
+"""Finds the tiles of a mixture's experts, each of which belongs to one expert and one adapter.
 
 All of it happens on the device and with shapes that follow from the number of rows only, so that it
 can be part of a CUDA graph.
@@ -63,8 +63,9 @@ def _lay_out_tiles(
 
 
 def tiles_of_experts(slot_T: Tensor, token_P: Tensor, expert_P: Tensor) -> Tensor:
-    """int32 (P, 4); see `triton_tiles`. `slot_T`: int32, in which the rows of a slot lie together.
-    Pairs are in order of expert, and those of one expert as their tokens are."""
+    """Lay out the tiles, int32 (P, 4), as `triton_tiles` has them. `slot_T` is int32, and the rows
+    of a slot lie together in it. Pairs are in order of expert, and those of one expert as their
+    tokens are."""
     num_pairs = len(token_P)
     pairs = (token_P, expert_P, slot_T)
     starts_P, rows_P = expert_P.new_empty((2, num_pairs), dtype=torch.int32)

@@ -21,9 +21,9 @@ class TileRows(NamedTuple):
     """The tiles of a step's rows, or of its sampled rows."""
 
     tiles: Tensor
-    """int32 (., 4), as many as there are rows."""
+    """The tiles, int32 (., 4), as many as there are rows."""
     slots: Tensor | None = None
-    """int32, of each row, -1 for base rows; of the step's rows only."""
+    """The slot of each row, int32, -1 for base rows; None for sampled rows."""
 
 
 class TileList:
@@ -34,7 +34,7 @@ class TileList:
         self._staging = Staging(0, device)
 
     def reserve(self, num_tiles: int) -> None:
-        """Make room for so many of rows and as many of sampled rows."""
+        """Make room for so many tiles of rows, and as many of sampled rows."""
         self._staging.reserve(9 * num_tiles)
 
     def fill(self, batch: LoraBatch) -> tuple[TileRows, TileRows]:

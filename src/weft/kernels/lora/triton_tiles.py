@@ -22,10 +22,11 @@ from weft.core.targets import ALIGN
 from weft.kernels.triton_base import dot, wait_for
 
 EXPERT = 1 << 16
-"""A tile's first word is its slot, and this times its expert, where a group has experts."""
+"""What an expert's number is multiplied by: a tile's first word is its slot, plus this times its
+expert where a group has experts."""
 
 TILE_ROWS = 16
-"""At most. From 64 on, Hopper would use another matrix instruction."""
+"""The most rows of a tile. From 64 on, Hopper would use another matrix instruction."""
 
 _ALIGN = tl.constexpr(ALIGN)
 _ROWS = tl.constexpr(TILE_ROWS)

@@ -30,7 +30,7 @@ class Format:
     help: str
 
     def quantize(self, matrix_OI: Tensor) -> Weight:
-        """The matrix in this format, on the device where it is."""
+        """Put a matrix (O, I) into this format, on the device where it is."""
         module, _, function = self.maker.partition(":")
         weight: Weight = getattr(import_module(module), function)(matrix_OI)
         return weight
@@ -56,7 +56,7 @@ def rounds_inputs(name: str | None) -> bool:
 
 
 def format_named(name: str) -> Format:
-    """Raises ConfigError for a name that is not in FORMATS."""
+    """The format of that name. Raises ConfigError for one that is not in FORMATS."""
     if name not in FORMATS:
         known = ", ".join(FORMATS)
         raise ConfigError(

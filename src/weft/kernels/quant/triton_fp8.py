@@ -15,10 +15,10 @@ from weft.kernels.quant.e4m3 import FP8, FP8_MAX
 from weft.kernels.triton_base import INTERPRETED
 
 FEW_ROWS = 64
-"""Up to here a weight-only product is bound by the weight's bytes."""
+"""Up to so many rows, a weight-only product is bound by the weight's bytes."""
 
 COLUMNS = 32
-"""Of a program of the weight-only product."""
+"""How many columns a program of the weight-only product computes."""
 
 
 @triton.jit

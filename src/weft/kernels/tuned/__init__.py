@@ -29,7 +29,7 @@ from weft.core.errors import ConfigError
 
 VERSION = 1
 ROWS = (16, 32, 64)
-"""Products are cut for up to so many rows each."""
+"""The numbers of rows that products are cut for: each serves products of up to so many rows."""
 SHIPPED = Path(__file__).parent
 MOST = 4096
 """No number of a cut is larger."""
@@ -92,15 +92,15 @@ _BLOCKS = tuple(f.name for f in fields(Blocks))
 
 @dataclass(frozen=True)
 class Table:
-    """What is known of one device."""
+    """How kernels are cut on one device."""
 
     device: str
-    """As it calls itself."""
+    """The device's own name."""
     linear: Mapping[Key, Mapping[str, int]] = field(default_factory=dict)
     lora: Mapping[str, int] = field(default_factory=dict)
 
     def over(self, other: Table) -> Table:
-        """Its own entries, and those that only `other` has."""
+        """A table with its own entries, and those that only `other` has."""
         linear = {**other.linear, **self.linear}
         return Table(self.device, linear, {**other.lora, **self.lora})
 
@@ -149,14 +149,14 @@ def device_name(device: torch.device) -> str:
 
 
 def paths(device: torch.device) -> list[Path]:
-    """Of the device's tables that there are; later ones go first."""
+    """The device's tables that exist; entries of later ones take precedence."""
     name = _file_name(device)
     own = user_table(device)
     return [path for path in (SHIPPED / name, own) if path and path.is_file()]
 
 
 def user_table(device: torch.device) -> Path | None:
-    """Where the user's own table is, or would be. None: there is no home."""
+    """Where the user's own table is, or would be; None where there is no home folder."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -169,7 +169,7 @@ def _file_name(device: torch.device) -> str:
 
 
 def write_table(path: Path, table: Table) -> None:
-    """One entry a line. Raises ConfigError when the file can't be written."""
+    """Write a table, one entry a line. Raises ConfigError when the file can't be written."""
     rows = [{**key._asdict(), **numbers} for key, numbers in sorted(table.linear.items())]
     lines = ",\n".join(f"    {json.dumps(row)}" for row in rows)
     text = (
@@ -184,7 +184,7 @@ def write_table(path: Path, table: Table) -> None:
 
 
 def read_table(path: Path) -> Table:
-    """Raises ConfigError that names the file and the field."""
+    """Read a table. Raises ConfigError that names the file and the field."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -237,7 +237,7 @@ def _object(
     complete: bool = True,
     exact: bool = True,
 ) -> dict[str, Any]:
-    """A copy. `complete`: with all of `names`; `exact`: with no others."""
+    """A copy of a JSON object. `complete`: it must have all of `names`; `exact`: and no others."""
     if not isinstance(found, dict):
         raise _refused(path, at, "there is to be a JSON object")
     lacking = [name for name in names if complete and name not in found]
