@@ -19,11 +19,10 @@ from peft.tuners.lokr.layer import factorization
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save
 
-from weft.checkpoint.config import parse_config
-from weft.checkpoint.convert import Conversion, Limits, _sides, convert_parts
-from weft.checkpoint.pack import computed
+from weft.checkpoint.adapter import sort_adapter
+from weft.checkpoint.kinds.lokr import sides
 from weft.checkpoint.parts import AdapterParts
-from weft.checkpoint.read import parse_stored
+from weft.checkpoint.read import AdapterFiles
 from weft.core.errors import AdapterInvalid
 from weft.core.targets import TargetTable
 
@@ -39,18 +38,11 @@ def convert(
     tensors: Tensors | None = None,
     max_rank: int = 64,
     tolerance: float = 1e-3,
-) -> tuple[AdapterParts, Conversion]:
+) -> AdapterParts:
     folder = config if isinstance(config, Path) else None
     text = (folder / CONFIG).read_bytes() if folder else json.dumps(config).encode()
     tensors = load_file(folder / WEIGHTS) if folder and tensors is None else tensors
-    parsed = parse_config(text, max_rank)
-    limits = Limits(max_rank, tolerance)
-    parts, conversion = convert_parts(parse_stored(save(tensors)), table, parsed, limits)
-    for each in parts.targets:
-        for field in ("a", "b", "gain"):
-            if named := getattr(each, field):
-                setattr(each, field, computed(named))
-    return parts, conversion
+    return sort_adapter(AdapterFiles(text, save(tensors)), table, max_rank, tolerance)[1]
 
 
 def deltas(parts: AdapterParts) -> Tensors:
@@ -73,13 +65,13 @@ def pefts(model: PeftModel) -> Tensors:
 @pytest.mark.parametrize("config", KINDS.values(), ids=KINDS.keys())
 def test_deltas_are_pefts(tmp_path: Path, table: TargetTable, config: Kind) -> None:
     expected = pefts(make_adapter(tmp_path, config))
-    parts, conversion = convert(tmp_path, table)
+    parts = convert(tmp_path, table)
     actual = deltas(parts)
     assert actual.keys() == expected.keys()
     assert list(actual) == [t.name for t in table.targets if t.name in actual]
     for name, delta in actual.items():
         torch.testing.assert_close(delta, expected[name], rtol=1e-4, atol=1e-6)
-    assert conversion.error < 1e-6
+    assert parts.worst[0] < 1e-6
 
 
 def test_adalora_with_ranks_that_training_left(tmp_path: Path, table: TargetTable) -> None:
@@ -93,7 +85,7 @@ def test_adalora_with_ranks_that_training_left(tmp_path: Path, table: TargetTabl
         for name, mask in masks.items()
     }
     expected = pefts(make_adapter(tmp_path, lambda: config))
-    actual = deltas(convert(tmp_path, table)[0])
+    actual = deltas(convert(tmp_path, table))
     assert {name.rpartition(".")[2] for name in actual} == {"q_proj"}
     for name, delta in actual.items():
         torch.testing.assert_close(delta, expected[name], rtol=1e-4, atol=1e-6)
@@ -105,7 +97,7 @@ def test_vera_is_drawn_as_torch_draws(table: TargetTable) -> None:
         config = {"peft_type": "VERA", "r": 3, "target_modules": ["q_proj"]}
         config |= {"save_projection": False, "projection_prng_key": seed}
         ones = {f"{Q0}.vera_lambda_b": torch.ones(48), f"{Q0}.vera_lambda_d": torch.ones(3)}
-        (parts,) = convert(config | {"layers_to_transform": [0]}, table, ones)[0].targets
+        (parts,) = convert(config | {"layers_to_transform": [0]}, table, ones).targets
         generator = torch.Generator().manual_seed(seed)
         for named, size in ((parts.a, 40), (parts.b, 3)):
             assert named is not None
@@ -119,7 +111,7 @@ def test_ia3_scales_outputs(tmp_path: Path, table: TargetTable) -> None:
     kind = make(IA3Config, target_modules=["k_proj", "up_proj", "down_proj", "lm_head"], **options)
     make_adapter(tmp_path, kind)
     tensors = load_file(tmp_path / WEIGHTS)
-    found = {p.target.name: p for p in convert(tmp_path, table)[0].targets}
+    found = {p.target.name: p for p in convert(tmp_path, table).targets}
     assert len(found) == 5 and all(p.rank == 0 for p in found.values())
     mlp = "base_model.model.model.layers.1.mlp."
     both = tensors[mlp + "up_proj.ia3_l"].view(-1) * tensors[mlp + "down_proj.ia3_l"].view(-1)
@@ -138,7 +130,7 @@ def test_half_precision_files(tmp_path: Path, table: TargetTable, dtype: torch.d
     narrow = {name: t.to(dtype) for name, t in load_file(tmp_path / WEIGHTS).items()}
     wide = {name: t.float() for name, t in narrow.items()}
     actual, expected = (
-        deltas(convert(json.loads((tmp_path / CONFIG).read_text()), table, tensors)[0])
+        deltas(convert(json.loads((tmp_path / CONFIG).read_text()), table, tensors))
         for tensors in (narrow, wide)
     )
     assert all(torch.equal(actual[name], expected[name]) for name in expected)
@@ -152,7 +144,7 @@ def test_the_error_is_that_of_the_best_approximation(
     tmp_path: Path, table: TargetTable, kind: str
 ) -> None:
     expected = pefts(make_adapter(tmp_path, KINDS[kind]))
-    parts, conversion = convert(tmp_path, table, max_rank=6, tolerance=1.0)
+    parts = convert(tmp_path, table, max_rank=6, tolerance=1.0)
     errors, best = {}, {}
     for name, delta in deltas(parts).items():
         errors[name] = float((delta - expected[name]).norm() / expected[name].norm())
@@ -160,14 +152,14 @@ def test_the_error_is_that_of_the_best_approximation(
         best[name] = float(s[6:].norm() / s.norm())
     assert errors == pytest.approx(best, abs=1e-5) and max(best.values()) > 0.1
     worst = max(best, key=best.__getitem__)
-    assert conversion == Conversion(pytest.approx(best[worst], abs=1e-6), worst)
+    assert parts.worst == (pytest.approx(best[worst], abs=1e-6), worst)
     assert all(part.rank == 6 for part in parts.targets)
 
 
 def test_an_error_above_the_tolerance_is_refused(tmp_path: Path, table: TargetTable) -> None:
     make_adapter(tmp_path, KINDS["loha"])
-    _, conversion = convert(tmp_path, table, max_rank=10, tolerance=1.0)
-    convert(tmp_path, table, max_rank=10, tolerance=conversion.error)
+    error, _ = convert(tmp_path, table, max_rank=10, tolerance=1.0).worst
+    convert(tmp_path, table, max_rank=10, tolerance=error)
     with pytest.raises(AdapterInvalid) as caught:
         convert(tmp_path, table, max_rank=10)
     assert caught.value.param is not None and ".hada_w1_a" in caught.value.param
@@ -181,15 +173,15 @@ def test_a_matrix_of_small_rank_is_exact_at_any_limit(tmp_path: Path, table: Tar
     for name, tensor in tensors.items():
         tensors[name] = tensor[:, :1] @ tensor[:1]  # of rank 1
     config = json.loads((tmp_path / CONFIG).read_text())
-    parts, conversion = convert(config, table, tensors, max_rank=2)
+    parts = convert(config, table, tensors, max_rank=2)
     assert [part.rank for part in parts.targets] == [1] * len(parts.targets)
-    assert conversion.error == 0.0
+    assert parts.worst == (0.0, "")
 
 
 def test_dimensions_are_split_as_peft_does() -> None:
     for features in (1, 2, 7, 12, 36, 64, 97, 640, 1000, 4096, 11008, 14336):
         for factor in (-5, -1, 0, 1, 2, 3, 5, 6, 7, 8, 16, 30, 100, 5000):
-            assert _sides(features, factor) == factorization(features, factor)
+            assert sides(features, factor) == factorization(features, factor)
 
 
 # refusals -------------------------------------------------------------------------------------

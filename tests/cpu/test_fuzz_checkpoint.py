@@ -24,7 +24,8 @@ from safetensors.torch import load_file, save
 
 from weft.checkpoint import AdapterFiles, pack_image
 from weft.checkpoint.examine import Examined, examine
-from weft.checkpoint.kinds import KINDS as OTHER_KINDS
+from weft.checkpoint.kinds import find_kind, kind_names
+from weft.checkpoint.kinds.base import COMMON_READ
 from weft.core.errors import AdapterError
 from weft.core.targets import TargetTable
 
@@ -160,7 +161,8 @@ def nested(depth: int) -> Any:
 
 SCALARS = st.none() | st.booleans() | NUMBERS | TEXTS | st.builds(nested, st.sampled_from([3, 200]))
 VALUES = SCALARS | st.lists(SCALARS, max_size=3) | st.dictionaries(TEXTS, SCALARS, max_size=2)
-FIELDS = st.sampled_from(sorted({name for kind in OTHER_KINDS.values() for name in kind.read}))
+READ = COMMON_READ.union(*(find_kind(name).read for name in kind_names()))
+FIELDS = st.sampled_from(sorted(READ))
 
 
 def test_the_adapters_are_good(saved: Adapters) -> None:

@@ -15,9 +15,8 @@ from safetensors.torch import save_file
 
 from weft.bench.report import progress
 from weft.checkpoint import AdapterImage
-from weft.checkpoint.config import CONFIG_FILE
-from weft.checkpoint.read import WEIGHTS_FILE
 from weft.core.errors import ConfigError
+from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
 from weft.core.stats import EngineInfo
 from weft.core.targets import ALIGN, Target, TargetTable, layout_of
 from weft.llm import LLM

@@ -10,7 +10,8 @@ from typing import Protocol
 
 import torch
 
-from weft.checkpoint.parts import Named, Rows, TargetParts
+from weft.checkpoint.parts import Rows, TargetParts, Values
+from weft.checkpoint.read import Stored
 from weft.checkpoint.refuse import refuse
 from weft.core.targets import Norm, Target
 
@@ -57,9 +58,8 @@ def affine(parts: TargetParts, base: BaseWeights | None, replaced: Replaced | No
 
     Without a base the values are placeholders. Raises AdapterInvalid.
     """
-    for named in (parts.lora_bias, parts.bias, parts.magnitude, parts.gain):
-        if named is not None:
-            check_finite(named)
+    for vector in parts.vectors:
+        check_finite(vector.name, vector.tensor)
     target = parts.target
     if base is None:
         ones, zeros = torch.ones(target.out_features), torch.zeros(target.out_features)
@@ -82,11 +82,11 @@ def affine(parts: TargetParts, base: BaseWeights | None, replaced: Replaced | No
 
 
 def replaced_norm(
-    norm: Norm, named: Named, dtype: torch.dtype, base: BaseWeights | None
+    norm: Norm, stored: Stored, dtype: torch.dtype, base: BaseWeights | None
 ) -> torch.Tensor | None:
     """The weight in the serving dtype; None if it is the base's. Raises AdapterInvalid."""
-    weight = named.tensor.to(dtype)
-    check_finite(named, weight)
+    weight = stored.tensor.to(dtype)
+    check_finite(stored.name, stored.tensor, weight)
     if base is not None and torch.equal(weight, base.norm(norm).cpu()):
         return None
     return weight
@@ -99,12 +99,12 @@ def replaced_rows(
     some, order = None, torch.argsort(torch.tensor(rows.ids, dtype=torch.int64))
     if rows.some is not None:
         some = rows.some.tensor[order].to(dtype)
-        check_finite(rows.some, some)
+        check_finite(rows.some.name, rows.some.tensor, some)
     ids = torch.tensor(rows.ids, dtype=torch.int64)[order]
     found = some
     if rows.whole is not None:
         found = rows.whole.tensor.to(dtype)
-        check_finite(rows.whole, found)
+        check_finite(rows.whole.name, rows.whole.tensor, found)
         if some is not None:
             found = found.clone().index_copy_(0, ids, some)
         ids = torch.arange(len(found))
@@ -119,13 +119,14 @@ def replaced_rows(
     return Replaced(ids.to(torch.int32), found) if len(ids) else None
 
 
-def check_finite(named: Named, packed: torch.Tensor | None = None) -> None:
-    """Of a tensor, and of what it became in the serving dtype. Raises AdapterInvalid."""
-    if not is_finite(named.tensor):
-        refuse(named.name, "holds NaN or infinite values")
+def check_finite(name: str, tensor: torch.Tensor, packed: torch.Tensor | None = None) -> None:
+    """Raises AdapterInvalid, naming the tensor, unless its values are finite, and remain so in the
+    serving dtype, as which they are in `packed`."""
+    if not is_finite(tensor):
+        refuse(name, "holds NaN or infinite values")
     if packed is not None and not is_finite(packed):
         dtype = str(packed.dtype).removeprefix("torch.")
-        refuse(named.name, f"holds values too large for {dtype}")
+        refuse(name, f"holds values too large for {dtype}")
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
@@ -147,20 +148,20 @@ def with_pair(replaced: Replaced, parts: TargetParts, vocab: int, affine: Affine
     rows = replaced.rows[first:].float()
     is_head = parts.target.kind == "head"
     if parts.a is not None and parts.b is not None:
-        check_finite(parts.a)
-        check_finite(parts.b)
+        check_finite(parts.a.name, parts.a.tensor)
+        check_finite(parts.b.name, parts.b.tensor)
         a, b = parts.a.tensor.float(), parts.b.tensor.float()
         pair = b[vocab:] @ a if is_head else a[:, vocab:].t() @ b.t()
         rows = rows + parts.scaling * pair
     if is_head and shift is not None:
-        named = parts.lora_bias or Named("lora_bias", shift)
-        refuse(named.name, "a bias of added tokens in the head is not served")
+        name = parts.lora_bias.name if parts.lora_bias is not None else "lora_bias"
+        refuse(name, "a bias of added tokens in the head is not served")
     if scale is not None:
         rows = rows * (scale[vocab:, None] if is_head else scale)
     if shift is not None:
         rows = rows + shift
     final = rows.to(replaced.rows.dtype)
-    check_finite(Named(parts.target.name, final))
+    check_finite(parts.target.name, final)
     return Replaced(replaced.ids, torch.cat((replaced.rows[:first], final)))
 
 
@@ -188,10 +189,10 @@ def _weight(target: Target, base: BaseWeights, replaced: Replaced | None) -> tor
     return by_token.t() if target.kind == "embedding" else by_token
 
 
-def _dora_scale(parts: TargetParts, magnitude: Named, weight: torch.Tensor) -> torch.Tensor:
+def _dora_scale(parts: TargetParts, magnitude: Values, weight: torch.Tensor) -> torch.Tensor:
     """The magnitudes over the lengths of the rows of W + scaling B A."""
     assert parts.a is not None and parts.b is not None
-    a, b = (named.tensor.to(weight.device, torch.float32) for named in (parts.a, parts.b))
+    a, b = (each.tensor.to(weight.device, torch.float32) for each in (parts.a, parts.b))
     lengths = _row_lengths(weight, a, b * parts.scaling)
     scale = magnitude.tensor.float() / lengths.cpu()
     if not is_finite(scale):

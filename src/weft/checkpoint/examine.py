@@ -8,35 +8,23 @@ something, follows from the largest magnitude of each tensor, as rounding keeps 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
-from weft.checkpoint.config import PeftConfig, parse_config
-from weft.checkpoint.convert import CONVERSION_TOLERANCE, EXACT, Conversion, Limits, convert_parts
+from weft.checkpoint.adapter import CONVERSION_TOLERANCE, sort_adapter
 from weft.checkpoint.parts import (
     AdapterParts,
-    Named,
+    Deferred,
     Rows,
+    Values,
     check_activated,
     nothing_in,
     same_rows,
-    sort_parts,
 )
-from weft.checkpoint.read import (
-    WEIGHTS_FILE,
-    AdapterFiles,
-    Stored,
-    item_bytes,
-    parse_stored,
-)
+from weft.checkpoint.read import AdapterFiles, Stored, item_bytes
 from weft.checkpoint.refuse import refuse
+from weft.core.files import WEIGHTS_FILE
 from weft.core.targets import Extras, ImageLayout, TargetTable, layout_of, vocabulary
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from weft.checkpoint.convert import Deferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +34,10 @@ class Examined:
     digest: str
     layout: ImageLayout
     targets: tuple[str, ...]
-    """As in `AdapterImage`."""
+    """This and what follows: as in `AdapterImage`."""
     num_bytes: int
     provisional: bool = False
-    """Likewise."""
     conversion_error: float = 0.0
-    """Likewise."""
 
 
 def examine(
@@ -66,19 +52,12 @@ def examine(
     None: not told here, as the adapter is a LoRA for a base with experts, or has added tokens,
     whose rows have to be computed. Raises AdapterInvalid.
     """
-    config = parse_config(files.config, max_rank)
-    stored = parse_stored(files.weights)
-    if config.kind == "LORA" and any(group.kind == "experts" for group in table.groups):
-        return None
-    parts, conversion = _parts(stored, table, config, Limits(max_rank, conversion_tolerance))
+    config, parts = sort_adapter(files, table, max_rank, conversion_tolerance)
     vocab, _ = vocabulary(table, "embedding")
-    if parts.vocab_size > vocab:
+    if parts.vocab_size > vocab or any(each.target.kind == "experts" for each in parts.targets):
         return None
     extras = _check_beside(parts, dtype, parts.vocab_size or vocab)
-    ranks = [0] * len(table.targets)
-    for each in parts.targets:
-        ranks[each.target.slice] = each.rank
-    layout = layout_of(table, tuple(ranks))
+    layout = layout_of(table, parts.ranks(table))
     if extras != Extras():
         layout = layout_of(table, layout.rank, extras, item_bytes(dtype))
     if not (_check_values(parts, dtype) or layout.vocab_size or parts.needs_base):
@@ -87,32 +66,23 @@ def examine(
         check_activated(config.invocation, parts, layout, table, parts.needs_base)
     num_bytes = layout.num_elements * item_bytes(dtype)
     provisional = parts.needs_base or bool(config.residual_init)
-    return Examined(files.digest, layout, parts.names, num_bytes, provisional, conversion.error)
-
-
-def _parts(
-    stored: dict[str, Stored], table: TargetTable, config: PeftConfig, limits: Limits
-) -> tuple[AdapterParts, Conversion]:
-    if config.kind != "LORA":
-        return convert_parts(stored, table, config, limits)
-    # Sorting asks tensors for their shapes, and some of them whether they are equal.
-    return sort_parts(cast("dict[str, Tensor]", stored), table, config), EXACT
+    error, _ = parts.worst
+    return Examined(files.digest, layout, parts.names, num_bytes, provisional, error)
 
 
 def _check_beside(parts: AdapterParts, dtype: str, vocab: int) -> Extras:
     """Upper bounds of what an image holds beside A and B. Raises AdapterInvalid."""
     shared = same_rows(parts.embedding, parts.head)
     for rows in (parts.embedding,) if shared else (parts.embedding, parts.head):
-        for named in (rows.some, rows.whole) if rows is not None else ():
-            if named is not None:
-                _packed(named, 1.0, dtype)
-    affine = [each for each in parts.targets if each.is_affine]
+        for stored in (rows.some, rows.whole) if rows is not None else ():
+            if stored is not None:
+                _packed(stored, 1.0, dtype)
+    affine = [each for each in parts.targets if each.vectors]
     for each in affine:
-        for named in (each.lora_bias, each.bias, each.magnitude, each.gain):
-            if named is not None:
-                _packed(named, 1.0, "float32")
-    for _, named in parts.norms:
-        _packed(named, 1.0, dtype)
+        for vector in each.vectors:
+            _packed(vector, 1.0, "float32")
+    for _, weight in parts.norms:
+        _packed(weight, 1.0, dtype)
     return Extras(
         scaled=frozenset(each.target.slice for each in affine if each.magnitude or each.gain),
         shifted=frozenset(each.target.slice for each in affine),
@@ -141,15 +111,16 @@ def _check_values(parts: AdapterParts, dtype: str) -> bool:
     return changes
 
 
-def _packed(named: Named, scale: float, dtype: str) -> float:
-    """The largest magnitude that a tensor has in an image."""
-    largest = cast("Stored | Deferred", named.tensor).largest()
+def _packed(values: Values, scale: float, dtype: str) -> float:
+    """The largest magnitude that a tensor has in an image. Raises AdapterInvalid."""
+    assert isinstance(values, Stored | Deferred)
+    largest = values.largest()
     if not np.isfinite(largest):
-        refuse(named.name, "holds NaN or infinite values")
+        refuse(values.name, "holds NaN or infinite values")
     with np.errstate(over="ignore", under="ignore"):
         packed = _rounded(largest * np.float32(abs(scale)), dtype)
     if not np.isfinite(packed):
-        refuse(named.name, f"holds values too large for {dtype}")
+        refuse(values.name, f"holds values too large for {dtype}")
     return packed
 
 

@@ -17,17 +17,18 @@ MLP `block_sparse_moe`, and gate, up and down `w1`, `w3` and `w2`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING
 
 from weft.checkpoint.config import PeftConfig
+from weft.checkpoint.parts import PREFIX, TargetParts, check_shape
+from weft.checkpoint.read import Stored
 from weft.checkpoint.refuse import refuse
 from weft.core.targets import Target, TargetTable
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 _NAME = re.compile(
@@ -50,29 +51,42 @@ _PARAMETERS = ("gate_up_proj", "down_proj")
 """What PEFT puts into these, as far as it is adapted: the last one always into the last."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Stacked:
+    """The A or B of all experts, (E, r, in) or (E, out, r), as one tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    stack: Callable[[], Tensor]
+
+    @property
+    def tensor(self) -> Tensor:
+        return self.stack()
+
+
 @dataclass(slots=True)
 class Gathered:
-    """The tensors of an adapter, each A and B under the name of its target; those of experts are
-    (E, r, in) and (E, out, r)."""
+    """The tensors of an adapter, of which those for experts are in order."""
 
-    tensors: dict[str, Tensor] = field(default_factory=dict)
+    tensors: dict[str, Stored] = field(default_factory=dict)
+    """What is not for experts; a router's under the name of its target."""
+    experts: dict[str, TargetParts] = field(default_factory=dict)
+    """A and B by target."""
     modules: dict[str, list[str]] = field(default_factory=dict)
     """By target: what config and file call it, where that is not its name."""
-    scaling: dict[str, float] = field(default_factory=dict)
-    """Of experts, by target."""
 
     def modules_of(self, target: str) -> list[str]:
         return self.modules.get(target, [target])
 
-    def put(self, target: str, part: str, tensor: Tensor, source: str) -> None:
-        name = f"base_model.model.{target}.{part}.weight"
-        if name in self.tensors:
-            refuse(source, f"the file holds {part} of {target} in another form too")
-        self.tensors[name] = tensor
+    def put(self, target: Target, a: _Stacked, b: _Stacked, scaling: float) -> None:
+        if target.name in self.experts:
+            refuse(a.name, f"the file holds lora_A of {target.name} in another form too")
+        self.experts[target.name] = TargetParts(target, a, b, scaling)
 
 
-class _Module:
-    """The A and B that a file holds for one module."""
+class _ExpertModule:
+    """The A and B that a file holds for one module: a router, one expert's projection, or one
+    projection of all experts."""
 
     def __init__(self, match: re.Match[str]) -> None:
         self.name: str = match["module"]
@@ -81,27 +95,24 @@ class _Module:
         self.wrapper: str | None = match["whole"]
         self.expert = int(match["expert"]) if match["expert"] else -1
         self.projection: str = match["projection"]
-        self.matrices: dict[str, Tensor] = {}
+        self.matrices: dict[str, Stored] = {}
 
-    def tensor_name(self, part: str) -> str:
-        return f"base_model.model.{self.name}.{part}.weight"
+    @property
+    def first(self) -> str:
+        """The name of a tensor of it."""
+        return next(iter(self.matrices.values())).name
 
-    def matrix(self, part: str, shape: tuple[int, int]) -> Tensor:
+    def matrix(self, part: str, *shape: int) -> Stored:
         """Raises AdapterInvalid when it is missing or of another shape."""
         found = self.matrices.get(part)
         if found is None:
-            (other,) = self.matrices
-            refuse(self.tensor_name(other), f"its counterpart, the {part[-1]} matrix, is missing")
-        if tuple(found.shape) != shape:
-            refuse(
-                self.tensor_name(part),
-                f"has the shape {tuple(found.shape)}; the base model and the ranks in the config"
-                f" make it {shape}",
-            )
-        return found
+            refuse(self.first, f"its counterpart, the {part[-1]} matrix, is missing")
+        return check_shape(found, shape, "the base model and the ranks in the config make")
 
 
-def gather_experts(tensors: dict[str, Tensor], table: TargetTable, config: PeftConfig) -> Gathered:
+def gather_experts(
+    tensors: Mapping[str, Stored], table: TargetTable, config: PeftConfig
+) -> Gathered:
     """Bring what is for experts and routers to one form; the rest is passed on as it is.
 
     Raises AdapterInvalid, naming the tensor or the field.
@@ -110,11 +121,11 @@ def gather_experts(tensors: dict[str, Tensor], table: TargetTable, config: PeftC
     if not any(group.kind == "experts" for group in table.groups):
         gathered.tensors |= tensors
         return gathered
-    modules: dict[str, _Module] = {}
+    modules: dict[str, _ExpertModule] = {}
     for name, tensor in tensors.items():
         match = _NAME.fullmatch(name)
         if match is not None:
-            module = modules.setdefault(match["module"], _Module(match))
+            module = modules.setdefault(match["module"], _ExpertModule(match))
             module.matrices[match["part"]] = tensor
         elif ".experts." in name:
             refuse(name, "of experts, only lora_A and lora_B matrices are served")
@@ -126,22 +137,25 @@ def gather_experts(tensors: dict[str, Tensor], table: TargetTable, config: PeftC
     return gathered
 
 
-def _put_routers(gathered: Gathered, modules: Iterable[_Module]) -> None:
+def _put_routers(gathered: Gathered, modules: Iterable[_ExpertModule]) -> None:
     for module in modules:
         if module.wrapper is None and module.expert < 0:
             target = f"{module.layer}.mlp.gate"
             gathered.modules[target] = [module.name]
             for part, tensor in module.matrices.items():
-                gathered.put(target, part, tensor, module.tensor_name(part))
+                name = f"{PREFIX}{target}.{part}.weight"
+                if name in gathered.tensors:
+                    refuse(tensor.name, f"the file holds {part} of {target} in another form too")
+                gathered.tensors[name] = tensor
 
 
 # -- all experts in one tensor ---------------------------------------------------------------------
 
 
 def _put_parameters(
-    gathered: Gathered, modules: Iterable[_Module], table: TargetTable, config: PeftConfig
+    gathered: Gathered, modules: Iterable[_ExpertModule], table: TargetTable, config: PeftConfig
 ) -> None:
-    by_mlp: dict[str, dict[str, _Module]] = {}
+    by_mlp: dict[str, dict[str, _ExpertModule]] = {}
     for module in modules:
         if module.wrapper is not None:
             by_mlp.setdefault(module.mlp, {})[module.wrapper] = module
@@ -151,9 +165,8 @@ def _put_parameters(
         parameters = dict(zip(reversed(_WRAPPERS), reversed(wanted), strict=False))
         for wrapper, module in wrappers.items():
             if wrapper not in parameters:
-                part = next(iter(module.matrices))
                 refuse(
-                    module.tensor_name(part),
+                    module.first,
                     "PEFT would ignore it, as target_parameters names"
                     f" {' and '.join(wanted) or 'no parameter'} there",
                 )
@@ -164,25 +177,30 @@ def _put_parameters(
 
 
 def _put_parameter(
-    gathered: Gathered, module: _Module, parameter: str, table: TargetTable, config: PeftConfig
+    gathered: Gathered,
+    module: _ExpertModule,
+    parameter: str,
+    table: TargetTable,
+    config: PeftConfig,
 ) -> None:
     target = _target(module, parameter.rpartition(".")[2], table)
-    num_experts, rank = table.num_experts, config.rank_of(parameter)
-    a = module.matrix("lora_A", (num_experts * rank, target.in_features))
-    b = module.matrix("lora_B", (target.out_features, rank * num_experts))
-    a = a.reshape(num_experts, rank, target.in_features)
-    b = b.reshape(target.out_features, rank, num_experts).permute(2, 0, 1)
+    num, rank = table.num_experts, config.rank_of(parameter)
+    a_shape, b_shape = (num, rank, target.in_features), (num, target.out_features, rank)
+    a = module.matrix("lora_A", num * rank, target.in_features)
+    b = module.matrix("lora_B", target.out_features, rank * num)
     gathered.modules[target.name] = [parameter]
-    gathered.scaling[target.name] = config.scale_of(parameter, rank)
-    gathered.put(target.name, "lora_A", a, module.tensor_name("lora_A"))
-    gathered.put(target.name, "lora_B", b, module.tensor_name("lora_B"))
+    gathered.put(
+        target,
+        _Stacked(a.name, a_shape, lambda: a.tensor.reshape(a_shape)),
+        _Stacked(b.name, b_shape, lambda: b.tensor.reshape(-1, rank, num).permute(2, 0, 1)),
+        config.scale_of(parameter, rank),
+    )
 
 
-def _target(module: _Module, projection: str, table: TargetTable) -> Target:
+def _target(module: _ExpertModule, projection: str, table: TargetTable) -> Target:
     target = table.by_name.get(f"{module.layer}.mlp.experts.{projection}")
     if target is None:
-        part = next(iter(module.matrices))
-        refuse(module.tensor_name(part), "the base model has no such projection of experts there")
+        refuse(module.first, "the base model has no such projection of experts there")
     return target
 
 
@@ -190,19 +208,18 @@ def _target(module: _Module, projection: str, table: TargetTable) -> Target:
 
 
 def _put_single(
-    gathered: Gathered, modules: Iterable[_Module], table: TargetTable, config: PeftConfig
+    gathered: Gathered, modules: Iterable[_ExpertModule], table: TargetTable, config: PeftConfig
 ) -> None:
-    by_target: dict[str, dict[int, _Module]] = {}
+    by_target: dict[str, dict[int, _ExpertModule]] = {}
     for module in modules:
         if module.expert < 0:
             continue
         target = _target(module, _PROJECTIONS.get(module.projection, module.projection), table)
         same = by_target.setdefault(target.name, {})
-        name = module.tensor_name(next(iter(module.matrices)))
         if module.expert >= table.num_experts:
-            refuse(name, f"the base model has {table.num_experts} experts in a layer")
+            refuse(module.first, f"the base model has {table.num_experts} experts in a layer")
         if module.projection not in _PROJECTIONS or module.expert in same:
-            refuse(name, "is no name of an expert's matrix, or a second one")
+            refuse(module.first, "is no name of an expert's matrix, or a second one")
         same[module.expert] = module
     for name, same in by_target.items():
         _put_stacked(gathered, table.by_name[name], same, table.num_experts, config)
@@ -211,40 +228,56 @@ def _put_single(
 def _put_stacked(
     gathered: Gathered,
     target: Target,
-    modules: dict[int, _Module],
+    modules: dict[int, _ExpertModule],
     num_experts: int,
     config: PeftConfig,
 ) -> None:
-    """Experts that are not adapted, or with a lower rank, are filled up with zeros."""
-    import torch
-
-    pairs: dict[int, tuple[Tensor, Tensor]] = {}
+    """Stack what single experts have. Experts that are not adapted, or with a lower rank, are
+    filled up with zeros."""
+    a_parts: dict[int, Stored] = {}
+    b_parts: dict[int, tuple[Stored, float]] = {}
     for expert, module in modules.items():
         r = config.rank_of(module.name)
-        a_part = module.matrix("lora_A", (r, target.in_features))
-        pairs[expert] = a_part, module.matrix("lora_B", (target.out_features, r))
-    first = next(iter(modules.values()))
-    ranks = [len(a_part) for a_part, _ in pairs.values()]
+        a_parts[expert] = module.matrix("lora_A", r, target.in_features)
+        b = module.matrix("lora_B", target.out_features, r)
+        b_parts[expert] = b, config.scale_of(module.name, r)
+    first = next(iter(modules))
+    ranks = [a.shape[0] for a in a_parts.values()]
     rank = max(ranks)
     if num_experts * rank > _MAX_FILLED * sum(ranks):
         refuse(
-            first.tensor_name("lora_A"),
+            a_parts[first].name,
             f"{len(ranks)} of {num_experts} experts are adapted, with ranks up to {rank}: as all"
             f" take the room of the highest, more than {_MAX_FILLED} times what the file holds;"
             " train more of the experts, or with ranks that are alike",
         )
-    dtype = reduce(torch.promote_types, _dtypes(modules.values()))
-    a = torch.zeros(num_experts, rank, target.in_features, dtype=dtype)
-    b = torch.zeros(num_experts, target.out_features, rank)
-    for expert, (a_part, b_part) in pairs.items():
-        r = len(a_part)
-        a[expert, :r] = a_part
-        b[expert, :, :r] = b_part.float() * config.scale_of(modules[expert].name, r)
+    a_shape = num_experts, rank, target.in_features
+    b_shape = num_experts, target.out_features, rank
     gathered.modules[target.name] = [module.name for module in modules.values()]
-    gathered.scaling[target.name] = 1.0
-    gathered.put(target.name, "lora_A", a, first.tensor_name("lora_A"))
-    gathered.put(target.name, "lora_B", b, first.tensor_name("lora_B"))
+    gathered.put(
+        target,
+        _Stacked(a_parts[first].name, a_shape, lambda: _stack_a(a_parts, a_shape)),
+        _Stacked(b_parts[first][0].name, b_shape, lambda: _stack_b(b_parts, b_shape)),
+        1.0,
+    )
 
 
-def _dtypes(modules: Iterable[_Module]) -> set[torch.dtype]:
-    return {tensor.dtype for module in modules for tensor in module.matrices.values()}
+def _stack_a(parts: Mapping[int, Stored], shape: tuple[int, ...]) -> Tensor:
+    import torch
+
+    tensors = {expert: part.tensor for expert, part in parts.items()}
+    dtype = reduce(torch.promote_types, (tensor.dtype for tensor in tensors.values()))
+    stacked = torch.zeros(shape, dtype=dtype)
+    for expert, tensor in tensors.items():
+        stacked[expert, : len(tensor)] = tensor
+    return stacked
+
+
+def _stack_b(parts: Mapping[int, tuple[Stored, float]], shape: tuple[int, ...]) -> Tensor:
+    """The matrices of B, each with its scale: float32."""
+    import torch
+
+    stacked = torch.zeros(shape)
+    for expert, (part, scale) in parts.items():
+        stacked[expert, :, : part.shape[1]] = part.tensor.float() * scale
+    return stacked

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
+from weft.checkpoint.adapter import CONVERSION_TOLERANCE, sort_adapter
 from weft.checkpoint.base import (
     BaseWeights,
     Replaced,
@@ -21,34 +22,21 @@ from weft.checkpoint.base import (
     replaced_rows,
     with_pair,
 )
-from weft.checkpoint.config import parse_config
-from weft.checkpoint.convert import (
-    CONVERSION_TOLERANCE,
-    Deferred,
-    Limits,
-    convert_parts,
-)
 from weft.checkpoint.memory import allocate
 from weft.checkpoint.parts import (
     AdapterParts,
-    Named,
     Rows,
     TargetParts,
+    Values,
     check_activated,
     nothing_in,
     same_rows,
-    sort_parts,
 )
-from weft.checkpoint.read import (
-    WEIGHTS_FILE,
-    AdapterFiles,
-    parse_stored,
-    parse_tensors,
-    read_adapter,
-)
+from weft.checkpoint.read import AdapterFiles, read_adapter
 from weft.checkpoint.refuse import refuse
 from weft.checkpoint.residual import check_residual
 from weft.core.config import MAX_ADDED_TOKENS
+from weft.core.files import WEIGHTS_FILE
 from weft.core.targets import (
     Extras,
     ImageLayout,
@@ -156,23 +144,20 @@ def pack_image(
     `base`, the verdict is for a base of these shapes, and the image may be provisional. Raises
     AdapterInvalid.
     """
-    config = parse_config(files.config, max_rank)
-    if config.kind == "LORA":
-        parts = sort_parts(parse_tensors(files.weights), table, config, max_added_tokens)
-        if config.residual_init and base is not None:
-            check_residual(config.residual_init, parts, base)
-        image = pack_parts(files.digest, parts, table, dtype, base)
-        provisional = image.provisional or (bool(config.residual_init) and base is None)
-        if config.invocation:
-            check_activated(config.invocation, parts, image.layout, table, image.provisional)
-        return replace(image, provisional=provisional, invocation=config.invocation)
-    limits = Limits(max_rank, conversion_tolerance)
-    parts, conversion = convert_parts(parse_stored(files.weights), table, config, limits)
-    for each in parts.targets:
-        if each.gain is not None:
-            each.gain = computed(each.gain)
+    config, parts = sort_adapter(files, table, max_rank, conversion_tolerance, max_added_tokens)
+    if config.residual_init and base is not None:
+        check_residual(config.residual_init, parts, base)
     image = pack_parts(files.digest, parts, table, dtype, base)
-    return replace(image, conversion_error=conversion.error, conversion_worst=conversion.worst)
+    if config.invocation:
+        check_activated(config.invocation, parts, image.layout, table, image.provisional)
+    error, worst = parts.worst
+    return replace(
+        image,
+        provisional=image.provisional or (bool(config.residual_init) and base is None),
+        conversion_error=error,
+        conversion_worst=worst,
+        invocation=config.invocation,
+    )
 
 
 def pack_parts(
@@ -183,11 +168,8 @@ def pack_parts(
     base: BaseWeights | None,
 ) -> AdapterImage:
     """The image of an adapter that was sorted. Raises AdapterInvalid."""
-    ranks = [0] * len(table.targets)
-    for each in parts.targets:
-        ranks[each.target.slice] = each.rank
     beside = _beside(parts, table, dtype, base)
-    plain = layout_of(table, tuple(ranks))
+    plain = layout_of(table, parts.ranks(table))
     extras = beside.extras()
     layout = plain if extras == Extras() else layout_of(table, plain.rank, extras, dtype.itemsize)
     data = allocate(layout.num_elements, dtype).zero_()
@@ -215,33 +197,23 @@ def _fill_pairs(
         if parts.a is None or parts.b is None:
             continue
         target = table.targets[parts.target.slice]
+        stacked_a, stacked_b = _by_expert(parts.a), _by_expert(parts.b)
         for expert in range(table.copies(target.kind)):
             a, b = pair_views(data, target, table, layout, expert)
-            a_source, b_source = _of_expert(parts, expert)
+            own_a, own_b = stacked_a[expert], stacked_b[expert]
             if target.kind == "embedding":
-                fill(a.t(), a_source.tensor.t(), 1.0)
+                fill(a.t(), own_a.t(), 1.0)
             else:
-                fill(a, a_source.tensor, 1.0)
-            fill(b, b_source.tensor, parts.scaling)
+                fill(a, own_a, 1.0)
+            fill(b, own_b, parts.scaling)
             changes = changes or bool(a.any() and b.any())
     return changes
 
 
-def _of_expert(parts: TargetParts, expert: int) -> tuple[Named, Named]:
-    """A (r, in) and B (out, r), which only experts have several of."""
-    assert parts.a is not None and parts.b is not None
-    if parts.target.kind != "experts":
-        return computed(parts.a), computed(parts.b)
-    (a_name, a), (b_name, b) = parts.a, parts.b
-    return Named(a_name, a[expert]), Named(b_name, b[expert])
-
-
-def computed(named: Named) -> Named:
-    """With its values, where a conversion has put off to compute them."""
-    value: object = named.tensor
-    if not isinstance(value, Deferred):
-        return named
-    return Named(named.name, torch.from_numpy(value.values()))
+def _by_expert(values: Values) -> torch.Tensor:
+    """A (E, r, in) or B (E, out, r), where E is 1 of what is no expert's."""
+    tensor = values.tensor
+    return tensor if tensor.dim() == 3 else tensor[None]
 
 
 def fill(dest: torch.Tensor, source: torch.Tensor, scale: float) -> None:
@@ -275,17 +247,19 @@ def pair_views(
 def _check_finite(
     data: torch.Tensor, targets: list[TargetParts], table: TargetTable, layout: ImageLayout
 ) -> None:
-    """Of A and B, both as they are in the file and in the serving dtype."""
+    """Raises AdapterInvalid, naming the tensor, if an A or B is not finite in the image, whether it
+    is not in the file or is too large for the serving dtype."""
     if not len(data) or is_finite(data):
         return
     for parts in targets:
         if parts.a is None or parts.b is None:
             continue
-        for expert in range(table.copies(parts.target.kind)):
-            target = table.targets[parts.target.slice]
-            views = pair_views(data, target, table, layout, expert)
-            for named, packed in zip(_of_expert(parts, expert), views, strict=True):
-                check_finite(named, packed)
+        target = table.targets[parts.target.slice]
+        stacked_a, stacked_b = _by_expert(parts.a), _by_expert(parts.b)
+        for expert in range(table.copies(target.kind)):
+            a, b = pair_views(data, target, table, layout, expert)
+            check_finite(parts.a.name, stacked_a[expert], a)
+            check_finite(parts.b.name, stacked_b[expert], b)
 
 
 # -- what comes beside them ------------------------------------------------------------------------
@@ -302,7 +276,7 @@ def _beside(
     for each in parts.targets:
         target = table.targets[each.target.slice]
         whole = {"embedding": beside.embedding, "head": beside.head}.get(target.kind)
-        scale, shift = affine(each, base, whole) if each.is_affine else (None, None)
+        scale, shift = affine(each, base, whole) if each.vectors else (None, None)
         vocab, _ = vocabulary(table, "embedding")
         if parts.vocab_size > vocab and whole is not None:
             final = with_pair(whole, each, vocab, (scale, shift))
@@ -314,8 +288,8 @@ def _beside(
             beside.scale[target.slice] = _of_length(scale, target.out_features, 1.0)
         if shift is not None:
             beside.shift[target.slice] = _of_length(shift, target.out_features, 0.0)
-    for norm, named in parts.norms:
-        weight = replaced_norm(norm, named, dtype, base)
+    for norm, stored in parts.norms:
+        weight = replaced_norm(norm, stored, dtype, base)
         if weight is not None:
             beside.norms[norm.index] = weight
     return beside

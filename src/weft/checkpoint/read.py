@@ -19,15 +19,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from weft.checkpoint.config import CONFIG_FILE
 from weft.checkpoint.refuse import refuse, show, shown_name
 from weft.core.errors import AdapterNotFound, AdapterUnavailable
+from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
 from weft.core.targets import TargetTable
 
 if TYPE_CHECKING:
     import torch
 
-WEIGHTS_FILE = "adapter_model.safetensors"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
 MAX_DIMENSIONS = 8
@@ -89,18 +88,29 @@ def read_files(folder: Path, max_weight_bytes: int) -> AdapterFiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stored:
-    """A tensor as it lies in the file. Of torch's methods it has those that `parts` asks for."""
+    """A tensor as it lies in the file."""
 
+    name: str
     dtype: str
     """torch's name of it."""
     shape: tuple[int, ...]
     data: Bytes
 
-    def dim(self) -> int:
-        return len(self.shape)
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor on the CPU, in the file's dtype: a view of the file where that is aligned."""
+        import torch
+
+        dtype = getattr(torch, self.dtype)
+        if not len(self.data):
+            return torch.empty(self.shape, dtype=dtype)
+        flat = torch.from_numpy(self.data)
+        if flat.data_ptr() % dtype.itemsize:
+            flat = flat.clone()
+        return flat.view(dtype).reshape(self.shape)
 
     def values(self) -> npt.NDArray[np.float32]:
-        """In its shape; a view of the file's where that is float32."""
+        """The values in the tensor's shape; a view of the file where that is float32."""
         return self._values(0, None).reshape(self.shape)
 
     def largest(self) -> np.float32:
@@ -117,38 +127,33 @@ class Stored:
             return np.float32(np.uint16(largest).view(np.float16))
         return np.uint32(largest if wide else largest << 16).view(np.float32)
 
-    def t(self) -> Stored:
+    def transposed(self) -> Stored:
+        """The transposed matrix, in float32."""
         turned = np.ascontiguousarray(self.values().T)
-        return Stored("float32", turned.shape, turned.reshape(-1).view(np.uint8))
+        return Stored(self.name, "float32", turned.shape, turned.reshape(-1).view(np.uint8))
 
-    def __eq__(self, other: object) -> Any:
-        """Of another of this shape: all in one."""
-        assert isinstance(other, Stored)
+    def equals(self, other: Stored | None) -> bool:
+        """Whether the other has the same shape and values, NaN being equal to nothing."""
+        if other is None or self.shape != other.shape:
+            return False
         starts = range(0, math.prod(self.shape), _CHUNK)
         chunks = ((i, i + _CHUNK) for i in starts)
-        return np.bool_(all(np.array_equal(self._values(*c), other._values(*c)) for c in chunks))
+        return all(np.array_equal(self._values(*c), other._values(*c)) for c in chunks)
 
     def _values(self, start: int, end: int | None) -> npt.NDArray[np.float32]:
-        """Some of them, in the file's order."""
+        """Some of the values, in the file's order."""
         if self.dtype == "bfloat16":
             return (self.data.view(np.uint16)[start:end].astype(np.uint32) << 16).view(np.float32)
         return self.data.view(np.dtype(self.dtype))[start:end].astype(np.float32, copy=False)
 
-    __hash__ = None  # type: ignore[assignment]
 
-
-def parse_tensors(weights: bytes | memoryview) -> dict[str, torch.Tensor]:
-    """The tensors of a safetensors file by name, CPU, in the file's dtypes.
+def parse_stored(weights: bytes | memoryview) -> dict[str, Stored]:
+    """The tensors of a safetensors file by name.
 
     They are views of `weights`, or of one copy where those can't be written to: other threads run
     while a large copy is made, which is not so while libraries make many small ones.
     Raises AdapterInvalid for a malformed file or a dtype other than float32, float16, bfloat16.
     """
-    return {name: _tensor(stored) for name, stored in parse_stored(weights).items()}
-
-
-def parse_stored(weights: bytes | memoryview) -> dict[str, Stored]:
-    """`parse_tensors` without torch."""
     header = _parse_header(weights)
     data = np.frombuffer(weights, np.uint8, offset=8 + int.from_bytes(weights[:8], "little"))
     if not data.flags.writeable:
@@ -161,7 +166,7 @@ def parse_stored(weights: bytes | memoryview) -> dict[str, Stored]:
             where = "overlap others, leave a hole or exceed the file"
             refuse(WEIGHTS_FILE, f"malformed: the data of {shown_name(name)} {where}")
         end = stop
-        found[name] = Stored(dtype, shape, data[begin:stop])
+        found[name] = Stored(name, dtype, shape, data[begin:stop])
     if end != len(data):
         refuse(WEIGHTS_FILE, "malformed: it is longer than its tensors")
     return found
@@ -284,15 +289,3 @@ def _sizes(value: object) -> tuple[int, ...] | None:
     if not all(type(size) is int and 0 <= size < 1 << 48 for size in value):
         return None
     return tuple(value)
-
-
-def _tensor(stored: Stored) -> torch.Tensor:
-    import torch
-
-    dtype = getattr(torch, stored.dtype)
-    if not len(stored.data):
-        return torch.empty(stored.shape, dtype=dtype)
-    flat = torch.from_numpy(stored.data)
-    if flat.data_ptr() % dtype.itemsize:
-        flat = flat.clone()
-    return flat.view(dtype).reshape(stored.shape)

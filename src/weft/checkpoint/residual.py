@@ -34,9 +34,9 @@ def check_residual(init: str, parts: AdapterParts, base: BaseWeights) -> None:
     step = -(-len(adapted) // _SAMPLED) or 1
     found = expected = 0.0
     for each in adapted[::step]:
-        for named in (each.a, each.b):
-            if named is not None:
-                check_finite(named)
+        for matrix in (each.a, each.b):
+            if matrix is not None:
+                check_finite(matrix.name, matrix.tensor)
         held, others = _held(init, each, base.weight(each.target))
         found, expected = found + held, expected + others
     experts = any(each.target.kind == "experts" for each in parts.targets)
@@ -54,7 +54,7 @@ def _held(init: str, parts: TargetParts, weight: torch.Tensor) -> tuple[float, f
     """Squared norms in the span of B: of what a residual would not hold, and of the least that
     another base would."""
     assert parts.a is not None and parts.b is not None
-    a, b = (named.tensor.to(weight.device, torch.float32) for named in (parts.a, parts.b))
+    a, b = (each.tensor.to(weight.device, torch.float32) for each in (parts.a, parts.b))
     span = torch.linalg.qr(b)[0]
     inside, square = torch.zeros_like(a[: span.shape[1]]), 0.0
     rows = max(1, _CHUNK // weight.shape[1])

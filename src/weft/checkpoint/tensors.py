@@ -8,9 +8,9 @@ from collections.abc import Mapping
 import torch
 from safetensors.torch import save
 
-from weft.checkpoint.config import CONFIG_FILE
 from weft.checkpoint.read import DTYPES, AdapterFiles
 from weft.checkpoint.refuse import refuse, show
+from weft.core.files import CONFIG_FILE
 
 
 def files_of(config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) -> AdapterFiles:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from weft.checkpoint.config import CONFIG_FILE, PeftConfig, parse_config
+from weft.checkpoint.adapter import parse_config
+from weft.checkpoint.config import PeftConfig, layer_of
 from weft.checkpoint.examine import Examined, examine
-from weft.checkpoint.kinds import KINDS
+from weft.checkpoint.kinds import find_kind
 from weft.checkpoint.read import (
     DTYPES,
     MAX_CONFIG_BYTES,
@@ -20,6 +21,7 @@ from weft.checkpoint.read import (
 from weft.checkpoint.refuse import show
 from weft.core.config import MAX_RANK
 from weft.core.errors import AdapterError, AdapterInvalid, ConfigError
+from weft.core.files import CONFIG_FILE
 from weft.core.targets import Target, TargetTable
 from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
@@ -70,7 +72,7 @@ class Adapted:
 
 
 @dataclass(frozen=True, slots=True)
-class Facts:
+class CheckedFacts:
     """What a served adapter is."""
 
     kind: str
@@ -103,17 +105,17 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class Verdict:
     """The verdict: either `facts` or `refusals`."""
 
     adapter: str
     base: str
     served: bool
-    facts: Facts | None
+    facts: CheckedFacts | None
     refusals: tuple[Refusal, ...]
 
 
-def check_adapter(adapter: str, base: str, max_rank: int, conversion_tolerance: float) -> Report:
+def check_adapter(adapter: str, base: str, max_rank: int, conversion_tolerance: float) -> Verdict:
     """Ask the code that the engine loads adapters with.
 
     Raises ConfigError when there is no such base or adapter, or the base is not served.
@@ -125,8 +127,8 @@ def check_adapter(adapter: str, base: str, max_rank: int, conversion_tolerance: 
         files = read_adapter(folder, table, max_rank)
         image = _image(files, table, config.dtype, max_rank, conversion_tolerance)
     except AdapterError as error:
-        return Report(adapter, base, False, None, tuple(_refusals(folder, error, max_rank)))
-    return Report(adapter, base, True, _facts(files, image, table, config.dtype, max_rank), ())
+        return Verdict(adapter, base, False, None, tuple(_refusals(folder, error, max_rank)))
+    return Verdict(adapter, base, True, _facts(files, image, table, config.dtype, max_rank), ())
 
 
 def _image(
@@ -156,7 +158,7 @@ This depends on the base's weights too, which were not read: the server looks at
 the adapter, and may refuse it then. Sizes are upper bounds."""
 
 
-def show_report(report: Report) -> str:
+def show_report(report: Verdict) -> str:
     """Lines for people."""
     verdict = "served" if report.served else "refused"
     head = f"{verdict}: {report.adapter} on {report.base}"
@@ -171,7 +173,7 @@ def show_report(report: Report) -> str:
     return "\n".join([head, "", *lines, *targets])
 
 
-def report_json(report: Report) -> str:
+def report_json(report: Verdict) -> str:
     return json.dumps(asdict(report))
 
 
@@ -246,12 +248,12 @@ def _show_refusal(refusal: Refusal) -> str:
 
 def _facts(
     files: AdapterFiles, image: Examined, table: TargetTable, dtype: str, max_rank: int
-) -> Facts:
+) -> CheckedFacts:
     config = parse_config(files.config, max_rank)
     trained_on = json.loads(files.config).get("base_model_name_or_path")
     stored = {tensor.dtype for tensor in parse_stored(files.weights).values()}
-    return Facts(
-        kind=KINDS[config.kind].says if config.kind in KINDS else "LoRA",
+    return CheckedFacts(
+        kind=find_kind(config.peft_type).title,
         conversion_error=image.conversion_error,
         provisional=image.provisional,
         rank=config.r,
@@ -275,16 +277,12 @@ def _adapted(config: PeftConfig, image: Examined, table: TargetTable) -> Iterato
         rank = image.layout.rank[target.slice]
         if rank:
             # A conversion includes the scale.
-            scale = config.scale_of(target.name, rank) if config.kind == "LORA" else 1.0
+            scale = config.scale_of(target.name, rank) if config.peft_type == "LORA" else 1.0
             key = target.suffix, rank, scale
             alike.setdefault(key, []).append(target)
     order = list(image.targets).index
     for (suffix, rank, scale), targets in sorted(alike.items(), key=lambda item: order(item[0][0])):
-        yield Adapted(suffix, _ranges(map(_layer, targets)), rank, scale)
-
-
-def _layer(target: Target) -> int | None:
-    return next((int(part) for part in target.name.split(".") if part.isdecimal()), None)
+        yield Adapted(suffix, _ranges(layer_of(target.name) for target in targets), rank, scale)
 
 
 def _ranges(layers: Iterable[int | None]) -> str:
@@ -300,7 +298,7 @@ def _ranges(layers: Iterable[int | None]) -> str:
     return ", ".join("-".join(map(str, run)) for run in runs)
 
 
-def _rows(facts: Facts, base: str) -> list[tuple[str, str]]:
+def _rows(facts: CheckedFacts, base: str) -> list[tuple[str, str]]:
     ranks = sorted({adapted.rank for adapted in facts.targets})
     scales = sorted({adapted.scale for adapted in facts.targets})
     updates = [
@@ -327,13 +325,13 @@ def _activated(invocation: tuple[int, ...]) -> list[tuple[str, str]]:
     return [("activated by", f"the token ids {', '.join(map(str, invocation))} in the prompt")]
 
 
-def _kind(facts: Facts) -> str:
+def _kind(facts: CheckedFacts) -> str:
     if facts.kind == "LoRA":
         return facts.kind
     return f"{facts.kind}, served with an error of {facts.conversion_error:.2g} at worst"
 
 
-def _on_device(facts: Facts) -> str:
+def _on_device(facts: CheckedFacts) -> str:
     size = f"{_size(facts.device_bytes)} as {facts.device_dtype}"
     if facts.device_dtype == "float32":
         return size

@@ -1,9 +1,12 @@
-"""What an adapter's folder is made of. No other file of it is ever read or fetched."""
+"""The files that an adapter's folder is made of. No other file of it is ever read or fetched."""
 
 from __future__ import annotations
 
-WEIGHT_FILES = ("adapter_config.json", "adapter_model.safetensors")
-"""What a version is: its digest is theirs."""
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+
+WEIGHT_FILES = (CONFIG_FILE, WEIGHTS_FILE)
+"""The two files that make a version: its digest is computed from them."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -12,6 +15,6 @@ TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-"""Which an adapter may have of its own, in place of the base's."""
+"""The files of a tokenizer that an adapter may have of its own, in place of the base's."""
 
 ADAPTER_FILES = (*WEIGHT_FILES, *TOKENIZER_FILES)

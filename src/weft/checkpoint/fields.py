@@ -1,0 +1,159 @@
+"""Values of adapter_config.json: each function checks one field and refuses it by its name.
+
+All of them raise AdapterInvalid, whose `param` is the field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+from weft.checkpoint.pattern import Pattern, PatternError, Work, compile_pattern
+from weft.checkpoint.refuse import refuse, show, shown_name
+from weft.core.files import CONFIG_FILE
+
+MAX_ENTRIES = 2048
+"""The largest number of entries in any list or object of the config."""
+
+Fields = Mapping[str, object]
+Modules = tuple[str, ...] | Pattern | None
+"""Names or endings of names; one expression; None: no statement (absent, or "all-linear")."""
+T = TypeVar("T")
+
+
+def load_object(text: bytes) -> dict[str, object]:
+    """The fields of a config."""
+    try:
+        fields = json.loads(text)
+    except RecursionError:
+        refuse(CONFIG_FILE, "nested too deeply")
+    except ValueError as error:
+        refuse(CONFIG_FILE, f"not JSON ({shown_name(str(error))})")
+    if not isinstance(fields, dict):
+        refuse(CONFIG_FILE, "does not hold an object")
+    return fields
+
+
+def is_off(value: object) -> bool:
+    """Whether a field with this value asks for nothing."""
+    return value is None or value is False or (value in ("", [], {}))
+
+
+def flag(fields: Fields, param: str, default: bool = False) -> bool:
+    value = fields.get(param, default)
+    if is_off(value):
+        return False
+    if not isinstance(value, bool):
+        refuse(param, f"must be true or false, got {show(value)}")
+    return value
+
+
+def integer(fields: Fields, param: str, default: int) -> int:
+    value = fields.get(param, default)
+    if not isinstance(value, int) or isinstance(value, bool):
+        refuse(param, f"must be an integer, got {show(value)}")
+    return value
+
+
+def number(value: object, param: str) -> float:
+    """A finite number."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        refuse(param, f"must be a number, got {show(value)}")
+    try:
+        found = float(value)
+    except OverflowError:
+        found = math.inf
+    if not math.isfinite(found):
+        refuse(param, "must be a finite number")
+    return found
+
+
+def rank(value: object, param: str, max_rank: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        refuse(param, f"a rank must be an integer, got {show(value)}")
+    if not 1 <= value <= max_rank:
+        refuse(param, f"a rank must be in [1, {max_rank}] (--max-lora-rank), got {show(value)}")
+    return value
+
+
+def names(fields: Fields, param: str) -> tuple[str, ...]:
+    value = fields.get(param)
+    if is_off(value):
+        return ()
+    if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
+        refuse(param, f"must be a list of names, got {show(value)}")
+    return tuple(_bounded(value, param))
+
+
+def token_ids(value: object, param: str) -> tuple[int, ...]:
+    if not isinstance(value, list) or any(type(i) is not int or i < 0 for i in value):
+        refuse(param, f"must be token ids, got {show(value)}")
+    return tuple(value)
+
+
+def by_pattern(
+    fields: Fields, param: str, convert: Callable[[object, str], T]
+) -> tuple[tuple[Pattern, T], ...]:
+    """The values of an object whose keys are expressions for modules' names, in its order."""
+    value = fields.get(param)
+    if value is None:
+        return ()
+    if not isinstance(value, dict):
+        refuse(param, f"must be an object, got {show(value)}")
+    work = Work(param)
+    return tuple(
+        (pattern(key, work), convert(item, param))
+        for key, item in _bounded(value, param, "keys").items()
+    )
+
+
+def pattern(source: str, work: Work) -> Pattern:
+    try:
+        return compile_pattern(source, work)
+    except PatternError as error:
+        refuse(work.field, shown_name(str(error)))
+
+
+def modules(fields: Fields, param: str) -> Modules:
+    value = fields.get(param)
+    if isinstance(value, str):
+        return None if value in ("", "all-linear") else _checkable(value, param)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+        refuse(param, f"must be a string or a list of strings, got {show(value)}")
+    return tuple(_bounded(value, param))
+
+
+def layers(fields: Fields) -> frozenset[int] | None:
+    """The layers that are adapted; None: all."""
+    named = fields.get("layers_pattern")
+    for name in named if isinstance(named, list) else [named]:
+        if name not in (None, "", "layers", "model.layers"):
+            refuse("layers_pattern", f"the layers are `model.layers` here, got {show(name)}")
+    value = fields.get("layers_to_transform")
+    indices = value if isinstance(value, list) else [value]
+    if value is None or not indices:
+        return None
+    if any(not isinstance(index, int) or isinstance(index, bool) for index in indices):
+        refuse("layers_to_transform", f"must be layer indices, got {show(value)}")
+    return frozenset(indices)
+
+
+Entries = TypeVar("Entries", list[str], dict[str, object])
+
+
+def _bounded(entries: Entries, param: str, called: str = "entries") -> Entries:
+    if len(entries) > MAX_ENTRIES:
+        refuse(param, f"more than {MAX_ENTRIES} {called}")
+    return entries
+
+
+def _checkable(source: str, param: str) -> Pattern | None:
+    """None for an expression beyond `Pattern`: the tensors say what is adapted anyway."""
+    try:
+        return compile_pattern(source, Work(param))
+    except PatternError:
+        return None
