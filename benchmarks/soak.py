@@ -253,7 +253,7 @@ def serving(root: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     for folder in (root, TINY / "adapters"):
         flags += ["--lora-root", str(folder)]
     modules = [f"{name}={TINY / 'adapters' / name}" for name in TASKS]
-    command = [sys.executable, "-m", "weft.cli.main", "serve", str(TINY / "base"), *flags]
+    command = [sys.executable, "-m", "weft", "serve", str(TINY / "base"), *flags]
     log = root / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen(

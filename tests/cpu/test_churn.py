@@ -35,7 +35,7 @@ from weft.engine.engine import Engine
 from weft.engine.serve import serve
 from weft.fleet import thread
 from weft.fleet.client import Client
-from weft.registry import AdapterRegistry, AdapterRoots
+from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.text import load_tokenizer
 
 NUM_REQUESTS = 10_000
@@ -224,7 +224,7 @@ def test_no_token_comes_from_a_wrong_version(engines: list[Engine], tmp_path: Pa
     async def run() -> Churn:
         client = await thread.start_in_process(engine_args(str(BASE), num_threads=1, **ROOM))
         registry = AdapterRegistry(["base"], str(BASE))
-        admin = AdapterAdmin(client, registry, AdapterRoots([BASE.parent, tmp_path]))
+        admin = AdapterAdmin(client, registry, Sources(AdapterRoots([BASE.parent, tmp_path])))
         churn = Churn(client, registry, admin, tmp_path, random.Random(0))
         try:
             await churn.run()

@@ -35,7 +35,7 @@ SMALL = ("--num-threads", "1", "--kv-cache-memory", "16M", "--adapter-memory", "
 
 def weft(*args: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "weft.cli.main", *args],
+        [sys.executable, "-m", "weft", *args],
         capture_output=True,
         text=True,
         timeout=280,

@@ -88,7 +88,7 @@ def server() -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         server = Server(probe.getsockname()[1])
     args = [*shlex.split(line)[1:], "--port", str(server.port), *SMALL]
-    command = [sys.executable, "-m", "weft.cli.main", *args]
+    command = [sys.executable, "-m", "weft", *args]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
         deadline_s = time.monotonic() + START_S

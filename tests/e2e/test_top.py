@@ -249,7 +249,7 @@ def server() -> Iterator[Server]:
 
 
 def weft_top(*args: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "weft.cli.main", "top", *args]
+    command = [sys.executable, "-m", "weft", "top", *args]
     return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
 
 

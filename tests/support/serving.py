@@ -77,7 +77,7 @@ def serving(
     """`adapters`: folders by name, or names of examples."""
     folders = adapters if isinstance(adapters, Mapping) else ADAPTERS
     modules = [f"{name}={folders[name]}" for name in adapters]
-    command = [sys.executable, "-m", "weft.cli.main", "serve", str(model)]
+    command = [sys.executable, "-m", "weft", "serve", str(model)]
     command += ["--port", "0", "--served-model-name", "base", "--lora-root", str(root)]
     command += ["--num-threads", "1", "--kv-cache-memory", "64M", "--adapter-memory", "64M"]
     command += [*flags, *(["--lora-modules", *modules] if modules else [])]

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from weft.core.adapters import AdapterRef, AdapterSource
-from weft.core.errors import AdapterNotFound, AdapterPathRefused, EngineDead, WeftError
+from weft.core.errors import EngineDead, WeftError
 from weft.core.protocols import EngineClient
 from weft.registry import (
     AdapterRegistry,
-    AdapterRoots,
     Retired,
-    fetch_adapter,
-    is_hub_uri,
-    parse_hub_id,
+    Sources,
 )
 from weft.text import AdapterTokenizers
 
@@ -38,14 +34,12 @@ class AdapterAdmin:
         self,
         engine: EngineClient,
         registry: AdapterRegistry,
-        roots: AdapterRoots,
-        allow_hub: bool = False,
+        sources: Sources,
         tokenizers: AdapterTokenizers | None = None,
     ) -> None:
         self._engine = engine
         self._registry = registry
-        self._roots = roots
-        self._allow_hub = allow_hub
+        self._sources = sources
         self._tokenizers = tokenizers or AdapterTokenizers(None)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
@@ -57,7 +51,7 @@ class AdapterAdmin:
     ) -> AdapterRef:
         """Make an adapter servable under `name`; a failure changes nothing.
 
-        `path` is a folder, or an id on the Hugging Face hub where that is allowed. With `replace`
+        `path` is a name that `Sources` understands. With `replace`
         the name moves to the new version: running requests end on the old one. `pinned` keeps
         the content on the device, until the same name is loaded without it, or unloaded. The load
         goes on when the caller is cancelled.
@@ -81,8 +75,9 @@ class AdapterAdmin:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _load(self, name: str, path: str, replace: bool, pinned: bool) -> AdapterRef:
+        path = self._sources.plain(path)
         with self._registry.reserve(name, path):
-            folder = await asyncio.to_thread(self._find, path)
+            folder = await asyncio.to_thread(self._sources.resolve, path)
             own = await asyncio.to_thread(self._tokenizers.load, folder)
             async with self._turn(name):
                 info = await self._engine.hold(AdapterSource(str(folder)), name, pinned)
@@ -95,18 +90,6 @@ class AdapterAdmin:
                     raise
                 self._tokenizers.put(name, own)
                 return ref
-
-    def _find(self, path: str) -> Path:
-        """The folder of an adapter; one from the hub is downloaded first. For a thread."""
-        hub_id = parse_hub_id(path)
-        if hub_id is None or (not is_hub_uri(path) and self._roots.hold(path)):
-            return self._roots.resolve(path)
-        if self._allow_hub:
-            return fetch_adapter(hub_id)
-        why = "adapters are fetched from the Hugging Face hub only with --allow-hub-adapters"
-        if is_hub_uri(path):
-            raise AdapterPathRefused(f"lora_path {path!r}: {why}", "lora_path")
-        raise AdapterNotFound(f"lora_path {path!r}: no such folder, and {why}", "lora_path")
 
     def _turn(self, name: str) -> asyncio.Lock:
         return self._turns.setdefault(name, asyncio.Lock())

@@ -26,7 +26,7 @@ from weft.api.settings import ApiSettings
 from weft.api.tenants import parse_key
 from weft.core.protocols import EngineClient
 from weft.metrics import Metrics
-from weft.registry import AdapterRegistry, AdapterRoots
+from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.text import AdapterTokenizers, Tokenizer
 
 
@@ -44,7 +44,7 @@ def create_app(
         tokenizer = AdapterTokenizers(tokenizer)
     metrics = Metrics(settings.served_model_names[0])
     service = Service(engine, registry, tokenizer, settings, metrics, traces)
-    admin = AdapterAdmin(engine, registry, roots, settings.allow_hub_adapters, tokenizer)
+    admin = AdapterAdmin(engine, registry, Sources(roots, settings.allow_hub_adapters), tokenizer)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:

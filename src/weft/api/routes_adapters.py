@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any, Literal
-from urllib.parse import unquote, urlsplit
 
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
@@ -45,28 +44,19 @@ class UnloadBody(_Body):
     pass
 
 
-class Source(BaseModel):
+class UriSource(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
     uri: str = Field(min_length=1)
     """`file:///folder` or `hf://org/name[@revision]`."""
 
-    def to_path(self) -> str:
-        """The `lora_path` that means the same. Raises AdapterPathRefused."""
-        if self.uri.startswith("hf://"):
-            return self.uri
-        try:
-            parts = urlsplit(self.uri)
-        except ValueError:
-            parts = urlsplit("")
-        if parts.scheme == "file" and parts.netloc in ("", "localhost") and parts.path:
-            return unquote(parts.path)
-        what = f"{parts.scheme}:// is" if parts.scheme else "a URI without a scheme is"
-        raise AdapterPathRefused(f"{what} not served, only file:// and hf://", "source.uri")
-
 
 class SourceBody(_Body):
-    source: Source
+    source: UriSource
     pinned: bool = False
+
+    def check(self) -> None:
+        if "://" not in self.source.uri:
+            raise AdapterPathRefused("a URI without a scheme is not served", "source.uri")
 
 
 class UpdateAnswer(BaseModel):
@@ -196,8 +186,9 @@ def _dynamo_routes(service: Service, admin: AdapterAdmin) -> APIRouter:
     @router.post("/v1/loras", response_model=AdapterDone, openapi_extra=body_of(SourceBody))
     async def add_adapter(request: Request) -> Response:
         body = await read_body(request, SourceBody, service.settings.max_body_bytes)
+        body.check()
         try:
-            await admin.load(body.lora_name, body.source.to_path(), pinned=body.pinned)
+            await admin.load(body.lora_name, body.source.uri, pinned=body.pinned)
         except WeftError as error:
             if error.param == "lora_path":
                 error.param = "source.uri"

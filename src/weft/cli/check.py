@@ -25,7 +25,7 @@ from weft.core.files import CONFIG_FILE
 from weft.core.targets import Target, TargetTable
 from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
-from weft.registry.hub import fetch_adapter, parse_hub_id
+from weft.registry import Sources
 
 _HELP = {
     "peft_type": "Train a LoRA, or merge this adapter into a base of its own.",
@@ -178,16 +178,10 @@ def report_json(report: Verdict) -> str:
 
 
 def _find(adapter: str) -> Path:
-    folder = Path(adapter).expanduser()
-    if folder.is_dir():
-        return folder
     try:
-        hub_id = parse_hub_id(adapter)
-        if hub_id is None:
-            raise ConfigError(f"there is no folder {adapter}", "adapter")
-        return fetch_adapter(hub_id)
+        return Sources().resolve(adapter)
     except AdapterError as error:
-        raise ConfigError(f"there is no folder {adapter}, and {error.message}", "adapter") from None
+        raise ConfigError(error.message, "adapter") from None
 
 
 # -- why not ---------------------------------------------------------------------------------------

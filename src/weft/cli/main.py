@@ -371,7 +371,3 @@ def env(
 
 
 app.command()(tune)
-
-
-if __name__ == "__main__":
-    app()

@@ -16,7 +16,7 @@ import typer
 from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs
 from weft.core.errors import ConfigError
 from weft.kernels.quant import FORMATS
-from weft.registry import is_hub_uri, parse_hub_id
+from weft.registry import Sources
 
 MODEL, ADAPTERS, MEMORY, BATCH = "Base model", "Adapters", "Memory", "Batching"
 
@@ -173,7 +173,7 @@ class LoraModule:
     @property
     def folder(self) -> Path | None:
         """None for one from the hub."""
-        return None if is_hub_uri(self.path) else Path(self.path)
+        return None if "://" in self.path else Path(self.path)
 
 
 def parse_lora_modules(text: str) -> list[LoraModule]:
@@ -185,14 +185,7 @@ def parse_lora_modules(text: str) -> list[LoraModule]:
         pairs = [(name, path)]
     if not all(name and path for name, path in pairs):
         raise ConfigError(f"--lora-modules takes name=path, got {text!r}", "lora_modules")
-    return [LoraModule(name, _place(path)) for name, path in pairs]
-
-
-def _place(path: str) -> str:
-    """What exists on this machine is a folder, even if it looks like a name on the hub."""
-    folder = Path(path).expanduser()
-    hub_id = None if folder.exists() else parse_hub_id(path)
-    return str(folder.absolute()) if hub_id is None else f"hf://{hub_id}"
+    return [LoraModule(name, Sources().absolute(path)) for name, path in pairs]
 
 
 def _from_json(text: str) -> list[tuple[str, str]]:

@@ -31,7 +31,7 @@ from weft.core.stats import EngineInfo
 from weft.fleet.supervisor import WATCHDOG_S, Supervisor, start_supervised
 from weft.metrics.logs import configure_logging
 from weft.models.config import resolve_model
-from weft.registry import AdapterRegistry, AdapterRoots
+from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.text import AdapterTokenizers, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -219,9 +219,8 @@ async def _load_adapters(
     registry: AdapterRegistry,
     tokenizers: AdapterTokenizers,
 ) -> None:
-    """Load the operator's own adapters, whose links may lead anywhere."""
-    roots = AdapterRoots([Path("/")])
-    admin = AdapterAdmin(engine, registry, roots, allow_hub=True, tokenizers=tokenizers)
+    """Load the operator's own adapters, which may lie anywhere."""
+    admin = AdapterAdmin(engine, registry, Sources(), tokenizers)
     with console.status("Loading adapters") as status:
         for number, module in enumerate(modules, 1):
             status.update(f"Loading adapters {number}/{len(modules)}")

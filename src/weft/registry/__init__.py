@@ -1,7 +1,6 @@
 """Which adapter versions exist and who uses them; where they may come from."""
 
 from weft.registry.holders import Holders
-from weft.registry.hub import HubId, fetch_adapter, is_hub_uri, parse_hub_id
 from weft.registry.paths import AdapterRoots
 from weft.registry.registry import (
     AdapterCard,
@@ -11,18 +10,17 @@ from weft.registry.registry import (
     Retired,
     check_adapter_name,
 )
+from weft.registry.sources import AnyFolder, Sources
 
 __all__ = [
     "AdapterCard",
     "AdapterRegistry",
     "AdapterRoots",
+    "AnyFolder",
     "Holders",
-    "HubId",
     "Lease",
     "ModelCard",
     "Retired",
+    "Sources",
     "check_adapter_name",
-    "fetch_adapter",
-    "is_hub_uri",
-    "parse_hub_id",
 ]

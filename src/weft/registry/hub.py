@@ -3,64 +3,41 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 
 from weft.core.errors import AdapterError, AdapterNotFound
 from weft.core.files import ADAPTER_FILES
 
-_SCHEME = "hf://"
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
+"""`org/name`, or `org/name@revision`: a branch, a tag or a commit."""
 
 
-@dataclass(frozen=True, slots=True)
-class HubId:
-    """`org/name`, or `org/name@revision`: a branch, tag or commit."""
-
-    name: str
-    revision: str | None = None
-
-    def __str__(self) -> str:
-        return self.name if self.revision is None else f"{self.name}@{self.revision}"
+def is_hub_id(text: str) -> bool:
+    """Whether this could name a repository of the hub."""
+    return ".." not in text and _ID.fullmatch(text) is not None
 
 
-def parse_hub_id(path: str) -> HubId | None:
-    """The id in `hf://org/name` or `org/name`; None for what can only be a path.
+def fetch_adapter(hub_id: str) -> Path:
+    """The local folder of an adapter, which is downloaded unless the hub's cache has it.
 
-    Raises AdapterNotFound for `hf://` with anything else.
-    """
-    found = _ID.fullmatch(path.removeprefix(_SCHEME))
-    if found is not None and ".." not in path:
-        return HubId(found[1], found[2])
-    if path.startswith(_SCHEME):
-        raise AdapterNotFound(f"{path!r} is not of the form hf://org/name[@revision]", "lora_path")
-    return None
-
-
-def is_hub_uri(path: str) -> bool:
-    return path.startswith(_SCHEME)
-
-
-def fetch_adapter(hub_id: HubId) -> Path:
-    """The local folder of an adapter, downloaded unless the hub's cache has it. Slow: on a thread.
-
-    Raises AdapterNotFound when the hub does not have it, AdapterError when it can't be fetched.
+    This is slow, and work for a thread. Raises AdapterNotFound if the hub does not have it,
+    AdapterError if it can't be fetched.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError
 
+    found = _ID.fullmatch(hub_id)
+    assert found is not None, hub_id
     try:
-        folder = snapshot_download(
-            hub_id.name, revision=hub_id.revision, allow_patterns=list(ADAPTER_FILES)
-        )
+        folder = snapshot_download(found[1], revision=found[2], allow_patterns=list(ADAPTER_FILES))
     except Exception as error:  # of many kinds, from several libraries
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
         if status in (401, 403, 404):
             raise AdapterNotFound(
-                f"the Hugging Face hub has no {str(hub_id)!r}, or it is not public", "lora_path"
+                f"the Hugging Face hub has no {hub_id!r}, or it is not public", "lora_path"
             ) from error
         raise AdapterError(
-            f"{str(hub_id)!r} can't be fetched from the Hugging Face hub: {_first_line(error)}",
+            f"{hub_id!r} can't be fetched from the Hugging Face hub: {_first_line(error)}",
             "lora_path",
         ) from error
     return Path(folder)
