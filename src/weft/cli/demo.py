@@ -211,7 +211,7 @@ def _server(examples: Examples, port: int, console: Console) -> Iterator[str]:
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", "weft.cli.main", "serve", *_serve_args(examples, port)],
+            [sys.executable, "-m", "weft", "serve", *_serve_args(examples, port)],
             stdout=log,
             stderr=subprocess.STDOUT,
         )
@@ -505,7 +505,7 @@ def _weft() -> str:
     beside = Path(sys.executable).parent / "weft"
     on_path = shutil.which("weft")
     if not beside.exists():
-        return f"{_short(Path(sys.executable))} -m weft.cli.main"
+        return f"{_short(Path(sys.executable))} -m weft"
     return "weft" if on_path and Path(on_path).samefile(beside) else _short(beside)
 
 
