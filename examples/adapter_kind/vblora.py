@@ -15,6 +15,7 @@ makes it known to Weft with an entry point:
 from __future__ import annotations
 
 import numpy as np
+
 from weft.checkpoint.fields import integer
 from weft.checkpoint.kinds.base import (
     LAYERS,
@@ -25,7 +26,6 @@ from weft.checkpoint.kinds.base import (
     PeftAdapter,
     check_stated,
 )
-
 from weft.checkpoint.parts import AdapterParts, Array, TargetParts
 from weft.checkpoint.refuse import refuse
 
