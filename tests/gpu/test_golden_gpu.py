@@ -29,7 +29,7 @@ def test_tokens(
     assert (stats.preemptions > 0) == (stats.adapter_evictions > 0) == bool(options)
 
 
-def test_logits_in_16_bits(self, make_llm: MakeLLM, workload: list[tuple[Case, Expected]]) -> None:
+def test_logits_in_16_bits(make_llm: MakeLLM, workload: list[tuple[Case, Expected]]) -> None:
     """As far from fp32 as torch's operations over the same 16 bits are, within a factor that
     chance explains: both round in hundreds of places, not always to the same side."""
     off = {
