@@ -33,7 +33,7 @@ from weft.cli.serve import http_config, new_event_loop
 from weft.core.messages import Command, Started, Submit, Tokens
 from weft.core.requests import TokenEvent
 from weft.core.stats import EngineInfo
-from weft.fleet.client import Client
+from weft.fleet.client import LinkClient
 from weft.fleet.process import REPORTS
 from weft.registry import AdapterRegistry, AdapterRoots
 from weft.text import load_tokenizer
@@ -128,7 +128,7 @@ async def server(step_s: float) -> AsyncIterator[int]:
 class MadeUpEngine:
     """The link to an engine that has the same to say, over and over."""
 
-    def __init__(self, client: Client, step_s: float, says: list[int]) -> None:
+    def __init__(self, client: LinkClient, step_s: float, says: list[int]) -> None:
         self._client = client
         self._step_s = step_s
         self._says = itertools.cycle(says)
@@ -182,7 +182,7 @@ def serve(up: Connection, step_s: float) -> None:
 
 async def run_server(up: Connection, step_s: float) -> None:
     tokenizer = load_tokenizer(str(TINY))
-    client = Client()
+    client = LinkClient()
     engine = MadeUpEngine(client, step_s, tokenizer.encode("planetary ", add_special_tokens=False))
     await client.start(engine)
     registry = AdapterRegistry(["tiny"], str(TINY))

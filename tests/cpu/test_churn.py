@@ -34,7 +34,7 @@ from weft.engine.build import build_engine
 from weft.engine.engine import Engine
 from weft.engine.serve import serve
 from weft.fleet import thread
-from weft.fleet.client import Client
+from weft.fleet.client import LinkClient
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.text import load_tokenizer
 
@@ -93,7 +93,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 class Churn:
     """The driver: clients that ask, and an operator who changes adapters."""
 
-    engine: Client
+    engine: LinkClient
     registry: AdapterRegistry
     admin: AdapterAdmin
     root: Path

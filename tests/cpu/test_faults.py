@@ -16,7 +16,7 @@ from weft.core.config import engine_args
 from weft.core.errors import AdapterError, AdapterUnavailable, from_wire
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
-from weft.fleet.client import Client
+from weft.fleet.client import LinkClient
 from weft.fleet.thread import start_in_process
 from weft.text import load_tokenizer
 
@@ -79,7 +79,7 @@ def distinct_copies(root: Path) -> list[Path]:
     return folders
 
 
-async def register(client: Client, folder: Path) -> AdapterRef:
+async def register(client: LinkClient, folder: Path) -> AdapterRef:
     return ref_of(folder, await client.hold(AdapterSource(str(folder)), folder.name))
 
 
@@ -87,7 +87,7 @@ def ref_of(folder: Path, info: AdapterInfo) -> AdapterRef:
     return AdapterRef(folder.name, 1, info.digest)
 
 
-async def ends(client: Client, number: int, ref: AdapterRef | None) -> tuple[str, TokenEvent]:
+async def ends(client: LinkClient, number: int, ref: AdapterRef | None) -> tuple[str, TokenEvent]:
     """The answer, and the last event."""
     request = EngineRequest(str(number), TOKENIZER.chat(ask("hello")), GREEDY, ref, seed=0)
     events = [event async for event in client.generate(request)]

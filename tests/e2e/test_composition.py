@@ -44,7 +44,7 @@ from weft.engine import adapters, build
 from weft.engine.build import build_engine
 from weft.engine.engine import Engine
 from weft.engine.host import Arena
-from weft.fleet.client import Client
+from weft.fleet.client import LinkClient
 from weft.fleet.process import COMMANDS
 from weft.fleet.supervisor import Supervisor, start_supervised
 from weft.fleet.thread import start_in_process
@@ -214,14 +214,14 @@ class Server:
         self._runner = asyncio.Runner()
         self.folder = folder
         self.engines: list[Engine] = []
-        self.clients: list[Client] = []
+        self.clients: list[LinkClient] = []
         self.registry = AdapterRegistry(["base", "alias"], str(BASE))
         options = {"num_threads": 1, "num_blocks": 512, **options}
         self.args = engine_args(str(BASE), **options)
         self.engine: Supervisor = self.run(self._start())
 
     async def _start(self) -> Supervisor:
-        async def start(args: Any) -> Client:
+        async def start(args: Any) -> LinkClient:
             with pytest.MonkeyPatch.context() as patch:
                 init = Engine.__init__
 

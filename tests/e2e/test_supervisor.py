@@ -84,6 +84,7 @@ class Fake:
         """By digest: the pin of each holder."""
         self.checked: list[bool] = []
         """Whether what was held was said to be checked."""
+        self.asked = 0
         self.closed = False
         self._dead = asyncio.Event()
 
@@ -137,6 +138,7 @@ class Fake:
         self.held = {digest: holders for digest, holders in self.held.items() if holders}
 
     async def stats(self) -> EngineStats:
+        self.asked += 1
         return await self._wait(self.world.gate.wait()) and EngineStats()
 
     async def close(self) -> None:
@@ -406,10 +408,13 @@ def test_an_engine_that_dies_while_holds_are_repeated(fake: Callable[[Test], Non
     fake(test)
 
 
-def test_only_a_good_engine_is_started_again_at_once(fake: Callable[[Test], None]) -> None:
+def test_only_a_good_engine_is_started_again_at_once(
+    fake: Callable[[Test], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One that dies young is followed by a pause."""
 
     async def test(world: World, client: Supervisor) -> None:
+        monkeypatch.setattr(supervisor, "MAX_PAUSE_S", 1000.0)  # however slow this machine is
         await restarted(world, client)
         died_s = time.monotonic()
         await restarted(world, client)
@@ -434,15 +439,14 @@ def test_an_engine_that_lived_long_is_started_again_at_once(
 
 
 def test_an_engine_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also while holds are repeated. Not while it answers; and nobody asks with a limit
-    of 0."""
+    """Also while holds are repeated, but not while it answers. Nobody asks with a limit of 0."""
     monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
 
     async def go() -> None:
         world, calm = World(), World()
-        client = await start_supervised(ARGS, world.start, watchdog_s=0.1)
+        client = await start_supervised(ARGS, world.start, watchdog_s=0.5)
         trusting = await start_supervised(ARGS, calm.start, watchdog_s=0)
-        await asyncio.sleep(0.15)
+        await until(lambda: world.engine.asked >= 3)
         assert client.restarts == 0 and client.alive
         await hold(client, "/a")
         calm.gate.clear()
@@ -456,10 +460,10 @@ def test_an_engine_that_hangs_is_started_again(monkeypatch: pytest.MonkeyPatch) 
         await until(lambda: client.alive)
         assert world.engine.held == {"A": {"a": False}} and client.restarts == 1
         assert await outcome(client.generate(request_to())) is None
-        assert trusting.alive and not trusting.restarts
+        assert trusting.alive and not trusting.restarts and not calm.engine.asked
         await client.close()
         await trusting.close()
-        assert set(world.given_up) == {"no answer from the engine in 0.1 s"}
+        assert set(world.given_up) == {"no answer from the engine in 0.5 s"}
 
     run(go())
 
@@ -590,7 +594,7 @@ def test_a_killed_engine_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFix
 
     async def go() -> None:
         folders = {name: shutil.copytree(ADAPTERS[name], tmp_path / name) for name in ADAPTERS}
-        client = await start_supervised(ARGS, watchdog_s=20.0)
+        client = await start_supervised(ARGS, watchdog_s=40.0)
         refs: dict[str, AdapterRef] = {}
         for name, folder in folders.items():
             source = AdapterSource(str(folder))
@@ -606,7 +610,7 @@ def test_a_killed_engine_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFix
         shutil.rmtree(folders["sort"])
 
         end(client, signal.SIGKILL)
-        async with asyncio.timeout(5.0):
+        async with asyncio.timeout(PATIENCE_S):
             errors = await asyncio.gather(*readers)
         assert all(isinstance(error, EngineDead) for error in errors)
         assert not client.alive

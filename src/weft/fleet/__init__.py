@@ -1,1 +1,1 @@
-"""Clients of engines, and what keeps an engine running."""
+"""Clients of an engine in a thread or a process, and the supervisor that starts it again."""

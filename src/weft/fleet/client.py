@@ -1,7 +1,7 @@
-"""EngineClient: which request waits for what, over a link to an engine.
+"""An EngineClient over a link to an engine.
 
-The link carries commands down and reports up: `weft.fleet.thread` has the engine in a thread of
-this process, `weft.fleet.process` in a process of its own. All of `Client` runs on one event
+The link carries commands down and reports up. `weft.fleet.thread` runs the engine in a thread of
+this process, `weft.fleet.process` in a process of its own. All of `LinkClient` runs on one event
 loop.
 """
 
@@ -37,17 +37,20 @@ CLOSE_S = 10.0
 
 
 class Link(Protocol):
-    """A way to an engine."""
+    """What carries commands to an engine and its reports back."""
 
-    def send(self, command: Command) -> None: ...
+    def send(self, command: Command) -> None:
+        """Send a command, without waiting for anything."""
+        ...
 
     async def join(self, timeout_s: float) -> None:
         """Wait for the engine's end; end it by force after the time-out where that is possible."""
         ...
 
 
-class Client:
-    """EngineClient over a link. Made by `start_in_process` or `start_process`."""
+class LinkClient:
+    """The streams and calls that wait for one engine. `start_in_process` and `start_process` make
+    clients."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -60,9 +63,9 @@ class Client:
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count()
 
-    async def start(self, link: Link) -> Client:
-        """This client, once the engine is ready. Raises what it failed with; nothing is left of
-        a start that fails or is cancelled."""
+    async def start(self, link: Link) -> LinkClient:
+        """Wait until the engine is ready, and return this client. Raises what the start failed
+        with; nothing is left of one that fails or is cancelled."""
         self._link = link
         try:
             self._info = await self._started
@@ -115,7 +118,7 @@ class Client:
         return reply.stats
 
     async def ended(self) -> WeftError:
-        """Wait until the engine is gone; why it is."""
+        """Wait until the engine is gone, and say why it is."""
         await self._ended.wait()
         assert self._dead is not None
         return self._dead
@@ -183,7 +186,7 @@ class Client:
 
 
 class _Stream:
-    """What came of one request and was not taken yet."""
+    """The events of one request that its reader has not taken yet."""
 
     __slots__ = ("_items", "_loop", "_waiter")
 
@@ -198,7 +201,7 @@ class _Stream:
             self._waiter.set_result(None)
 
     async def take(self) -> list[TokenEvent | WeftError]:
-        """All that is there, once there is something."""
+        """Wait until there is something, and take all that is there."""
         if not self._items:
             self._waiter = self._loop.create_future()
             await self._waiter
@@ -207,7 +210,7 @@ class _Stream:
 
 
 def _joined(items: list[TokenEvent | WeftError]) -> list[TokenEvent | WeftError]:
-    """With one event for all tokens: where an engine is ahead of those who read, they catch up."""
+    """Join all token events into one, so that a reader who is behind the engine catches up."""
     events = [item for item in items if isinstance(item, TokenEvent) and item.error is None]
     if len(events) < 2:
         return items

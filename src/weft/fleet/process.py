@@ -23,8 +23,8 @@ import zmq.asyncio
 
 from weft.core.config import EngineArgs
 from weft.core.errors import EngineDead
-from weft.core.messages import Command, Report, Stop
-from weft.fleet.client import Client
+from weft.core.messages import Command, Report, Started, Stop
+from weft.fleet.client import LinkClient
 from weft.metrics.logs import LogArgs, configure_logging, configured_logging
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ FLUSH_MS = 1000
 
 
 class Codec(Generic[T]):
-    """msgpack for a union of records: a pair of the record's class name and its fields."""
+    """Encodes records of a union in msgpack, each as a pair: its class's name and its fields."""
 
     def __init__(self, kinds: tuple[type[T], ...]) -> None:
         self._encode = msgspec.msgpack.Encoder().encode
@@ -56,16 +56,16 @@ COMMANDS = cast(Codec[Command], Codec(get_args(Command)))
 REPORTS = cast(Codec[Report], Codec(get_args(Report)))
 
 
-async def start_process(args: EngineArgs) -> Client:
-    """A client of an engine in a new process."""
-    client = Client()
+async def start_process(args: EngineArgs) -> LinkClient:
+    """Start an engine in a process of its own, and return its client."""
+    client = LinkClient()
     return await client.start(ProcessLink(args, client))
 
 
 class ProcessLink:
-    """The API's end: starts the process, watches it, carries messages."""
+    """The API's end of the link: it starts the process, watches it and carries messages."""
 
-    def __init__(self, args: EngineArgs, client: Client) -> None:
+    def __init__(self, args: EngineArgs, client: LinkClient) -> None:
         self._client = client
         self._folder = Path(tempfile.mkdtemp(prefix="weft-"))
         self._context = zmq.asyncio.Context()
@@ -91,7 +91,8 @@ class ProcessLink:
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        """Never waits. Without an engine at the other end nothing is sent; `died` tells of that."""
+        """Send a command, without waiting. It is lost if there is no engine at the other end, of
+        which `LinkClient.died` tells."""
         with contextlib.suppress(zmq.Again):
             self._down.send(COMMANDS.encode(command), zmq.DONTWAIT)
 
@@ -108,7 +109,7 @@ class ProcessLink:
             self._client.dispatch(REPORTS.decode(await self._up.recv()))
 
     def _ended(self) -> None:
-        """The process is gone; what it still sent is delivered first."""
+        """Report that the process is gone, after what it still sent has been delivered."""
         self._loop.remove_reader(self._process.sentinel)
         self._loop.call_later(0.1, self._report_death)
 
@@ -134,23 +135,30 @@ def _socket(context: Any, kind: int) -> Any:
 
 
 def _main(args: EngineArgs, down: str, up: str, logs: LogArgs | None) -> None:
-    """The engine process. It ends by Stop, by an error, or when its parent is gone."""
-    from weft.engine.serve import run_engine  # here, as the API process need not wait for torch
-
+    """Run the engine process. It ends by Stop, by an error, or when its parent is gone."""
     if logs is not None:
         configure_logging(logs.level, logs.json)
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to both; the parent decides
         signal.signal(number, signal.SIG_IGN)
     _end_with_parent()
+    started = threading.Event()
+    inbox: SimpleQueue[Command] = SimpleQueue()
     context: Context = zmq.Context()
+    threading.Thread(target=_pull, args=(context, down, inbox, started), daemon=True).start()
+    from weft.engine.serve import run_engine  # here, as the API process need not wait for torch
+
     reports = _socket(context, zmq.PUSH)
     reports.linger = FLUSH_MS
     reports.connect(up)
-    inbox: SimpleQueue[Command] = SimpleQueue()
-    threading.Thread(target=_pull, args=(context, down, inbox), daemon=True).start()
+
+    def emit(report: Report) -> None:
+        if isinstance(report, Started):
+            started.set()
+        reports.send(REPORTS.encode(report))
+
     code = 0
     try:
-        run_engine(args, inbox, lambda report: reports.send(REPORTS.encode(report)), alone=True)
+        run_engine(args, inbox, emit, alone=True)
     except Exception:
         logger.exception("the engine failed")
         code = 1
@@ -159,13 +167,18 @@ def _main(args: EngineArgs, down: str, up: str, logs: LogArgs | None) -> None:
     os._exit(code)
 
 
-def _pull(context: Context, down: str, inbox: SimpleQueue[Command]) -> None:
-    """Commands to the inbox, up to Stop."""
+def _pull(
+    context: Context, down: str, inbox: SimpleQueue[Command], started: threading.Event
+) -> None:
+    """Bring commands to the inbox, up to Stop. A Stop that comes before the engine has started
+    ends the process at once, as a start may take minutes."""
     commands = _socket(context, zmq.PULL)
     commands.bind(down)
     with contextlib.suppress(zmq.ContextTerminated):
         while True:
             command = COMMANDS.decode(commands.recv())
+            if isinstance(command, Stop) and not started.is_set():
+                os._exit(0)
             inbox.put(command)
             if isinstance(command, Stop):
                 break

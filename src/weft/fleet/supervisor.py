@@ -33,15 +33,15 @@ WATCHDOG_S = 300.0
 """How long a step may take, at most."""
 
 
-class Mortal(EngineClient, Protocol):
-    """An engine whose end can be waited for: `weft.fleet.client.Client`."""
+class MortalClient(EngineClient, Protocol):
+    """An engine whose end can be waited for: `weft.fleet.client.LinkClient`."""
 
     async def ended(self) -> WeftError: ...
 
     def died(self, error: WeftError) -> None: ...
 
 
-Start = Callable[[EngineArgs], Awaitable[Mortal]]
+Start = Callable[[EngineArgs], Awaitable[MortalClient]]
 
 
 async def start_supervised(
@@ -74,7 +74,9 @@ class _Wanted:
 class Supervisor:
     """EngineClient over one engine after another. Made by `start_supervised`."""
 
-    def __init__(self, args: EngineArgs, start: Start, engine: Mortal, watchdog_s: float) -> None:
+    def __init__(
+        self, args: EngineArgs, start: Start, engine: MortalClient, watchdog_s: float
+    ) -> None:
         self.restarts = 0
         self._watchdog_s = watchdog_s
         self._args = args
@@ -143,7 +145,7 @@ class Supervisor:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _up(self) -> Mortal:
+    def _up(self) -> MortalClient:
         if self._down is not None:
             raise EngineDead(self._down)
         return self._engine
@@ -169,7 +171,7 @@ class Supervisor:
             logger.warning("the engine is up again after %.1f s", clock() - died_s)
 
     @contextlib.contextmanager
-    def _watched(self, engine: Mortal) -> Iterator[None]:
+    def _watched(self, engine: MortalClient) -> Iterator[None]:
         """Meanwhile the engine is given up when it hangs."""
         watch = asyncio.create_task(self._watch(engine))
         try:
@@ -177,7 +179,7 @@ class Supervisor:
         finally:
             watch.cancel()
 
-    async def _watch(self, engine: Mortal) -> None:
+    async def _watch(self, engine: MortalClient) -> None:
         with contextlib.suppress(EngineDead):
             while self._watchdog_s:
                 try:
@@ -200,7 +202,7 @@ class Supervisor:
             return False
         return True
 
-    async def _hold_again(self, engine: Mortal, digest: str) -> None:
+    async def _hold_again(self, engine: MortalClient, digest: str) -> None:
         """Let an engine hold content for all who want it, from the newest of their folders that
         still has it. Any number of repetitions does no harm."""
         wanted = self._wanted.get(digest)
@@ -224,7 +226,7 @@ class Supervisor:
         )
         logger.error("%s", wanted.lost.message)
 
-    async def _hold_from(self, engine: Mortal, path: str, digest: str) -> None:
+    async def _hold_from(self, engine: MortalClient, path: str, digest: str) -> None:
         """Tell an engine of all holds of some content, and of what changes of them meanwhile."""
         wanted = self._wanted.get(digest)
         if wanted is None:

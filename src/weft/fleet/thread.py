@@ -12,19 +12,19 @@ from weft.core.config import EngineArgs
 from weft.core.errors import EngineDead, to_wire
 from weft.core.messages import Command, Report
 from weft.engine.serve import run_engine
-from weft.fleet.client import Client
+from weft.fleet.client import LinkClient
 
 
-async def start_in_process(args: EngineArgs) -> Client:
-    """A client of an engine in a thread of this process."""
-    client = Client()
+async def start_in_process(args: EngineArgs) -> LinkClient:
+    """Start an engine in a thread of this process, and return its client."""
+    client = LinkClient()
     return await client.start(ThreadLink(args, client))
 
 
 class ThreadLink:
-    """The engine in a daemon thread."""
+    """The link to an engine in a daemon thread, which can't be ended by force."""
 
-    def __init__(self, args: EngineArgs, client: Client) -> None:
+    def __init__(self, args: EngineArgs, client: LinkClient) -> None:
         self._args = args
         self._client = client
         self._loop = asyncio.get_running_loop()
