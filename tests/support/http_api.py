@@ -268,7 +268,7 @@ def run(world: World, scenario: Callable[[Web], Awaitable[None]]) -> None:
     async def main() -> None:
         web = Web(world)
         async with web.http:
-            await asyncio.wait_for(scenario(web), 20)
+            await asyncio.wait_for(scenario(web), 120)
 
     asyncio.run(main())
 

@@ -17,6 +17,7 @@ from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, Schedul
 from weft.core.errors import ConfigError
 from weft.kernels.quant import FORMATS
 from weft.registry import Sources
+from weft.schedule.policy import POLICIES
 
 MODEL, ADAPTERS, MEMORY, BATCH = "Base model", "Adapters", "Memory", "Batching"
 
@@ -104,6 +105,8 @@ def _parameter(part: type[Any], field: Field[Any], panel: str) -> inspect.Parame
         default = default if default is None else show_bytes(default)
     if field.name == "quantization":
         hint = Literal[tuple(FORMATS)] | None
+    if field.name == "eviction_policy":
+        hint = Literal[tuple(POLICIES)]
     if field.name == "tenant_weights":
         hint, default = dict, "{}"
         special = {"parser": parse_weights, "metavar": "JSON", "show_default": False}

@@ -76,9 +76,9 @@ class LoraArgs:
     adapter_memory: int | float | None = None
     """Device memory for adapters: bytes, or as a fraction (below 1) of all that the device has, of
     the machine's on a CPU. None: an eighth of the free memory, 2 GiB on a CPU."""
-    eviction_policy: Literal["cost", "lru", "fifo"] = "cost"
-    """Which adapters leave the device and the host cache first: those that save the fewest seconds
-    of loading for their size, those used least recently, or those that came first."""
+    eviction_policy: str = "cost"
+    """Which adapters leave the device and the host cache first: a name in the table of
+    `weft.schedule.policy`."""
     max_adapter_wait: float = 2.0
     """Seconds that an adapter's requests wait for room for it before running requests of another
     adapter are put back. Half of that before, the other adapter takes no new requests."""

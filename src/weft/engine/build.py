@@ -20,7 +20,7 @@ from weft.grammar.grammars import Grammars
 from weft.models.config import resolve_model
 from weft.schedule.cache import Cache
 from weft.schedule.limits import SchedulerLimits
-from weft.schedule.policy import POLICIES
+from weft.schedule.policy import find_policy
 from weft.schedule.scheduler import Scheduler
 from weft.schedule.slots import AdapterSlots
 from weft.text import Tokenizer, load_tokenizer
@@ -49,7 +49,7 @@ def build_engine(args: EngineArgs, wake: Callable[[], None] = lambda: None) -> E
     stages.end("compile")
     if worker.capture():
         stages.end("capture")
-    policy = POLICIES[args.lora.eviction_policy]
+    policy = find_policy(args.lora.eviction_policy)
     cache = Cache(
         facts.num_blocks,
         args.cache.block_size,

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from weft.core.errors import ConfigError
+
 LOAD_S = 1e-3
 """What any load costs besides its own seconds: being planned, started and noticed."""
 
@@ -69,4 +71,14 @@ def fifo(facts: Facts) -> Worth:
 
 
 POLICIES: dict[str, Policy] = {"cost": cost, "lru": lru, "fifo": fifo}
-"""By the name in `LoraArgs.eviction_policy`."""
+"""By the name in `LoraArgs.eviction_policy`; the flag's choices are these."""
+
+
+def find_policy(name: str) -> Policy:
+    """Raises ConfigError when there is none of that name."""
+    if name not in POLICIES:
+        known = ", ".join(POLICIES)
+        raise ConfigError(
+            f"no eviction policy named {name!r}; there are: {known}", "eviction_policy"
+        )
+    return POLICIES[name]
