@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
@@ -54,6 +57,14 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "mistral": MistralConfig(**SIZES, sliding_window=24),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
+    "phi3": Phi3Config(
+        **SIZES,
+        pad_token_id=None,
+        sliding_window=24,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.75},
+        tie_word_embeddings=False,
+    ),
+    "olmo2": Olmo2Config(**SIZES, pad_token_id=None, tie_word_embeddings=False),
     # The first layer is dense.
     "qwen3-moe": Qwen3MoeConfig(
         **SIZES,
@@ -70,8 +81,8 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 BIASED = ("qwen2",)
-UNTIED = ("llama", "mistral", "qwen2", "qwen3-moe", "mixtral")
-SERVED = ("llama-tied", "mistral", "qwen2", "qwen3-tied", "qwen3-moe", "mixtral")
+UNTIED = ("llama", "mistral", "qwen2", "phi3", "olmo2", "qwen3-moe", "mixtral")
+SERVED = ("llama-tied", "mistral", "qwen2", "qwen3-tied", "phi3", "olmo2", "qwen3-moe", "mixtral")
 """One of each architecture."""
 MIXTURES = ("qwen3-moe", "mixtral")
 
@@ -95,8 +106,11 @@ class Kind:
     """What must be in a prompt."""
 
     def options_on(self, family: str) -> dict[str, Any]:
-        """Mixtral has no MLP but its experts, and peft has no DoRA of experts."""
+        """Mixtral has no MLP but its experts, peft has no DoRA of experts, and Phi-3 has one
+        projection for q, k and v, and one for gate and up."""
         options = dict(self.options)
+        if family == "phi3":
+            options = {name: fused(value) for name, value in options.items()}
         targets = options["target_modules"]
         no_mlp = family == "mixtral" or (family in MIXTURES and options.get("use_dora"))
         if no_mlp and isinstance(targets, list) and targets:
@@ -104,6 +118,18 @@ class Kind:
         if family == "mixtral" and "feedforward_modules" in options:
             options["feedforward_modules"] = []
         return options
+
+
+def fused(value: Any) -> Any:
+    """An option with the names of Phi-3's projections in place of others'."""
+    if isinstance(value, list):
+        return list(dict.fromkeys(map(fused, value)))
+    if isinstance(value, dict):
+        return {fused(name): entry for name, entry in value.items()}
+    if not isinstance(value, str):
+        return value
+    value = value.replace("(q|gate|up)_proj", "(qkv|gate_up)_proj")
+    return re.sub(r"\b[qkv]_proj", "qkv_proj", re.sub(r"\b(gate|up)_proj", "gate_up_proj", value))
 
 
 def lora(targets: list[str] | str = ATTENTION, **options: Any) -> dict[str, Any]:

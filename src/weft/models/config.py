@@ -6,50 +6,17 @@ A family is a row of `FAMILIES`. Whatever Weft would compute wrongly is refused 
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast
 
 from weft.core.errors import ConfigError
+from weft.models.rope_config import RopeConfig, context_limit, read_rope
 from weft.models.stated import read_stated
 
-logger = logging.getLogger(__name__)
-
-RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
 QkNorm = Literal["head", "width"]
 """head: each head on its own. width: all heads of a token at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Rotary embedding: base frequency and how it is stretched for longer contexts."""
-
-    theta: float
-    type: RopeType = "default"
-    factor: float = 1.0
-    original_max_position_embeddings: int = 0
-    """llama3, yarn and longrope: the context length before stretching."""
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    attention_factor: float | None = None
-    """yarn and longrope: what cos and sin are multiplied by; None: derived from `factor`, and for
-    yarn from the mscales."""
-    beta_fast: float = 32.0
-    beta_slow: float = 1.0
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool = True
-    short_factor: tuple[float, ...] = ()
-    """longrope: what the wavelength of each frequency is multiplied by in contexts of up to
-    `original_max_position_embeddings` tokens."""
-    partial_rotary_factor: float = 1.0
-    """The share of a head's dimensions that are rotated, which come first."""
-
-    def rotated(self, head_dim: int) -> int:
-        """How many dimensions of a head are rotated."""
-        return int(head_dim * self.partial_rotary_factor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,19 +88,7 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even, got {self.head_dim}", "head_dim")
-        rotated = self.rope.rotated(self.head_dim)
-        if rotated % 2 or not 0 < rotated <= self.head_dim:
-            raise ConfigError(
-                f"partial_rotary_factor {self.rope.partial_rotary_factor} of head_dim "
-                f"{self.head_dim} is no even number of dimensions",
-                "rope_parameters",
-            )
-        if self.rope.type == "longrope" and len(self.rope.short_factor) != rotated // 2:
-            raise ConfigError(
-                f"short_factor must hold {rotated // 2} numbers, one for each pair of rotated "
-                f"dimensions, got {len(self.rope.short_factor)}",
-                "rope_parameters",
-            )
+        self.rope.check(self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,8 +320,8 @@ def _build(
         mlp_bias=_flag(hf, family.mlp_bias),
         qk_norm=family.qk_norm,
         windows=family.windows(hf),
-        rope=_rope(hf, family.partial_rotary),
-        max_position_embeddings=_context(hf),
+        rope=read_rope(hf, family.partial_rotary),
+        max_position_embeddings=context_limit(hf),
         eos_token_ids=eos_token_ids,
         dtype=_dtype(raw),
         moe=family.moe(hf),
@@ -384,96 +339,6 @@ def _dtype(raw: dict[str, Any]) -> str:
     if dtype not in ("float32", "float16", "bfloat16"):
         raise ConfigError(f"dtype {dtype!r} is not served", "dtype")
     return cast(str, dtype)
-
-
-def _context(hf: Any) -> int:
-    """How many tokens a context may have.
-
-    longrope takes other frequencies for all positions as soon as a context is longer than the
-    original one, which would make all of its cached keys wrong; such contexts are not served.
-    """
-    p, limit = hf.rope_parameters or {}, int(hf.max_position_embeddings)
-    if p.get("rope_type") != "longrope" or p["short_factor"] == p["long_factor"]:
-        return limit
-    original = int(p["original_max_position_embeddings"])
-    if original < limit:
-        logger.warning(
-            "rope type longrope: contexts of up to %d tokens are served, not of %d, as beyond "
-            "the former the frequencies of all positions change",
-            original,
-            limit,
-        )
-    return min(original, limit)
-
-
-def _rope(hf: Any, partial: bool) -> RopeConfig:
-    """From `rope_parameters`, to which transformers also converts rope_theta and rope_scaling."""
-    p = dict(hf.rope_parameters or {})
-    kind = p.get("rope_type")
-    if kind not in get_args(RopeType):
-        raise ConfigError(
-            f"rope type {kind!r} is not served; these are: {', '.join(get_args(RopeType))}",
-            "rope_parameters",
-        )
-    share = float(p.get("partial_rotary_factor", 1.0))
-    if share != 1.0 and not partial:
-        raise ConfigError("partial_rotary_factor other than 1 is not served", "rope_parameters")
-    missing = [k for k in _ROPE_REQUIRED[cast(RopeType, kind)] if p.get(k) is None]
-    if missing:
-        raise ConfigError(f"rope type {kind} needs {', '.join(missing)}", "rope_parameters")
-    original = p.get("original_max_position_embeddings")
-    if original is not None and original < 2:
-        raise ConfigError(
-            f"original_max_position_embeddings must be at least 2, got {original}",
-            "rope_parameters",
-        )
-    read = {k: p[k] for k in _ROPE_READ[cast(RopeType, kind)] if p.get(k) is not None}
-    if kind in ("yarn", "longrope"):
-        read.setdefault(
-            "factor", hf.max_position_embeddings / p["original_max_position_embeddings"]
-        )
-    if kind == "longrope":
-        read["short_factor"] = tuple(map(float, p["short_factor"]))
-    if kind == "yarn":
-        # 0 stands for "the default" there.
-        read = {k: v for k, v in read.items() if v or not k.startswith("beta_")}
-    return RopeConfig(
-        theta=float(p["rope_theta"]),
-        type=cast(RopeType, kind),
-        partial_rotary_factor=share,
-        **read,
-    )
-
-
-_ROPE_REQUIRED: dict[RopeType, tuple[str, ...]] = {
-    "default": ("rope_theta",),
-    "linear": ("rope_theta", "factor"),
-    "llama3": (
-        "rope_theta",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-    "yarn": ("rope_theta", "original_max_position_embeddings"),
-    "longrope": ("rope_theta", "original_max_position_embeddings", "short_factor", "long_factor"),
-}
-_ROPE_READ: dict[RopeType, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": _ROPE_REQUIRED["llama3"][1:],
-    "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
-    ),
-    "longrope": ("factor", "original_max_position_embeddings", "attention_factor"),
-}
 
 
 def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:

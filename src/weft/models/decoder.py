@@ -35,7 +35,7 @@ class Decoder:
         self.config = config
         self.dtype, self.device = weights.dtype, weights.embed.device
         self.num_logits = len(weights.head)
-        parts = _Parts(config, weights, ops)
+        parts = _Builder(config, weights, ops)
         self._embed = Embedding(weights.embed, parts.group(EMBED))
         self._layers = [_Layer(parts, i) for i in range(config.num_layers)]
         names = [
@@ -93,7 +93,7 @@ def _post_norm(
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _Builder:
     """Makes layers from the weights and their places in the model's table."""
 
     config: ModelConfig
@@ -145,7 +145,7 @@ class _Parts:
 class _Layer:
     """Attention and MLP of one layer; norms and the residual stream are the decoder's."""
 
-    def __init__(self, parts: _Parts, index: int) -> None:
+    def __init__(self, parts: _Builder, index: int) -> None:
         config = parts.config
         self._qkv, self._o = parts.linear(f"{index}.qkv"), parts.linear(f"{index}.o")
         self.mlp = parts.mlp(index)

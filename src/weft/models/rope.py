@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor
 
-from weft.models.config import RopeConfig
+from weft.models.rope_config import RopeConfig
 
 
 class RopeTable:

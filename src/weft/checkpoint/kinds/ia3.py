@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from weft.checkpoint.config import PeftConfig
 from weft.checkpoint.fields import pattern
 from weft.checkpoint.kinds.base import (
@@ -44,10 +46,14 @@ def _scaled(config: PeftConfig, module: LinearModule, table: TargetTable) -> tup
             "feedforward_modules",
             f"{target.name}: the input of this projection can't be scaled, only that of down_proj",
         )
-    # down_proj's input is silu(gate) * up: to scale it is to scale up_proj's output.
+    # down_proj's input is silu(gate) * up: to scale it is to scale up_proj's output, or the second
+    # half of the output of both in one.
     scale = module.get("ia3_l", 1, target.in_features).values().reshape(-1)
-    up = target.name.removesuffix("down_proj") + "up_proj"
-    return find_target(module.first, up, table), scale
+    mlp = target.name.removesuffix("down_proj")
+    if mlp + "up_proj" not in table.by_name and mlp + "gate_up_proj" in table.by_name:
+        gate_up = np.concatenate((np.ones_like(scale), scale))
+        return table.by_name[mlp + "gate_up_proj"], gate_up
+    return find_target(module.first, mlp + "up_proj", table), scale
 
 
 def _feeds_forward(config: PeftConfig, module: str) -> bool | None:
