@@ -31,7 +31,8 @@ from weft.core.targets import TargetTable, layout_of
 from weft.engine.build import build_engine
 from weft.engine.engine import Engine
 from weft.kernels.lora import AdapterPool, base, make_backend
-from weft.schedule.slots import AdapterSlots, Move
+from weft.schedule.extents import Move
+from weft.schedule.slots import AdapterSlots
 from weft.text import load_tokenizer
 from weft.worker.build import build_worker
 from weft.worker.worker import DeviceWorker

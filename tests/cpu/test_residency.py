@@ -38,8 +38,9 @@ from weft.engine.host import Arena, Extent, HostTier
 from weft.engine.images import ImageStore
 from weft.engine.residency import MAX_REGISTERING, LoadEnded, Registered, Residency
 from weft.kernels.checksum import checksum
+from weft.schedule.extents import Move
 from weft.schedule.policy import Policy, fifo, lru
-from weft.schedule.slots import AdapterSlots, Load, Move
+from weft.schedule.slots import AdapterSlots, Load
 
 PATIENCE_S = 10.0
 

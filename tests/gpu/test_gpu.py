@@ -19,7 +19,7 @@ from weft.core.targets import layout_of
 from weft.kernels.attention import KVCache, reference_attend, write_kv
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, make_backend
 from weft.kernels.ops import make_ops
-from weft.schedule.slots import Move
+from weft.schedule.extents import Move
 
 TIGHT = {
     "num_blocks": 20,

@@ -16,7 +16,7 @@ from tables import build_table
 
 from weft.core.errors import AdapterConflict, AdapterInvalid
 from weft.core.targets import layout_of
-from weft.schedule.policy import POLICIES, Facts, Policy, cost, fifo, lru
+from weft.schedule.policy import POLICIES, Candidate, Policy, cost, fifo, lru
 from weft.schedule.slots import AdapterSlots, Load
 
 CAPACITY = 24
@@ -547,7 +547,7 @@ def test_what_was_popular_once_makes_way() -> None:
     ],
 )
 def test_what_counts(dear: dict[str, float], cheap: dict[str, float]) -> None:
-    facts = Facts(size=20, came=1, used=2, uses=3, reload_s=0.2)
+    facts = Candidate(size=20, came=1, used=2, uses=3, reload_s=0.2)
     assert cost(facts._replace(**cheap)) < cost(facts._replace(**dear))  # type: ignore[arg-type]
 
 
@@ -555,7 +555,7 @@ def test_times_decide_for_lru_and_fifo() -> None:
     key: Policy
     for key, first in ((lru, "b"), (fifo, "a")):
         times = {"a": (1, 9), "b": (2, 3), "c": (4, 4)}
-        assert min(times, key=lambda digest: key(Facts(1, *times[digest]))) == first
+        assert min(times, key=lambda digest: key(Candidate(1, *times[digest]))) == first
 
 
 @pytest.mark.parametrize("name", ["lru", "fifo"])

@@ -18,7 +18,7 @@ from weft.core.sampling import SamplingParams
 from weft.schedule.cache import Cache
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import StepPlan, StepResult
-from weft.schedule.policy import POLICIES
+from weft.schedule.policy import find_policy
 from weft.schedule.scheduler import Scheduler
 from weft.schedule.slots import AdapterSlots, Load
 
@@ -115,7 +115,7 @@ class _Simulator:
         self._model = model
         self._bytes = sizes_of(trace, model)
         capacity = memory.device_bytes // ELEMENT_BYTES
-        self._slots = AdapterSlots(capacity, MAX_RESIDENT, POLICIES[policy])
+        self._slots = AdapterSlots(capacity, MAX_RESIDENT, find_policy(policy))
         for digest, size in self._bytes.items():
             self._slots.add(digest, size // ELEMENT_BYTES)
         self._scheduler = Scheduler(

@@ -42,8 +42,10 @@ HELP: dict[str, str] = {
     " another kind (LoHa, LoKr) is accepted as the LoRA nearest to it.",
     "adapter_memory": "Device memory for adapters: bytes, such as 500MB or 12GiB, or a fraction of"
     " the device's memory, such as 0.1. Default: an eighth of a GPU's free memory, 2G on a CPU.",
-    "eviction_policy": "Which adapters make way first: those that save the least loading for their"
-    " size (cost), used least recently (lru), or come first (fifo).",
+    "eviction_policy": "Which adapters make way. "
+    + " ".join(
+        f"{name}: {inspect.getdoc(policy)}".split("\n")[0] for name, policy in POLICIES.items()
+    ),
     "max_adapter_wait": "Seconds that requests may wait for room for their adapter before running"
     " requests of other adapters make room.",
     "self_check": "Compare what the device makes of an adapter with plain computation of it when it"

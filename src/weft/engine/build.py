@@ -39,6 +39,7 @@ def build_engine(args: EngineArgs, wake: Callable[[], None] = lambda: None) -> E
             f"least --max-num-seqs {args.scheduler.max_num_seqs}",
             "max_num_batched_tokens",
         )
+    policy = find_policy(args.lora.eviction_policy)
     stages = Stages()
     worker = build_worker(args, stages)
     facts = worker.facts
@@ -49,7 +50,6 @@ def build_engine(args: EngineArgs, wake: Callable[[], None] = lambda: None) -> E
     stages.end("compile")
     if worker.capture():
         stages.end("capture")
-    policy = find_policy(args.lora.eviction_policy)
     cache = Cache(
         facts.num_blocks,
         args.cache.block_size,

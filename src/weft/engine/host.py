@@ -13,7 +13,7 @@ import torch
 
 from weft.checkpoint import AdapterImage
 from weft.core.stats import TierStats
-from weft.schedule.policy import Facts, Policy, Worth, lru
+from weft.schedule.policy import Candidate, Policy, Worth, lru
 
 ALIGN = 4096
 """Of extents, in bytes."""
@@ -105,7 +105,7 @@ class Held:
     came: int
     used: int
     floor: float
-    """See `Facts.floor`."""
+    """See `Candidate.floor`."""
     reload_s: float
     extent: Extent | None
     """Of the arena; None: its data have memory of their own."""
@@ -263,7 +263,7 @@ class HostTier:
         image = held.image
         uses = self._uses.get(image.digest, 0)
         return self._policy(
-            Facts(
+            Candidate(
                 image.num_bytes,
                 held.came,
                 held.used,

@@ -60,7 +60,8 @@ from weft.core.targets import ImageLayout
 from weft.engine.host import Extent, Held, HostTier
 from weft.engine.images import ImageStore
 from weft.kernels.checksum import checksum
-from weft.schedule.slots import AdapterSlots, Load, Move, Moved
+from weft.schedule.extents import Move
+from weft.schedule.slots import AdapterSlots, Load, Moved
 
 logger = logging.getLogger(__name__)
 

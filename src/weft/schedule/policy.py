@@ -1,7 +1,7 @@
 """Which of the adapters that may go goes first, on the device and on the host.
 
-A policy is a pure function of the facts about one adapter; the one with the lowest worth is
-evicted first. The owner of a tier keeps the facts, pinned adapters are never asked about.
+A policy is a pure function of what is known about one adapter; the one with the lowest worth is
+evicted first. The owner of a tier keeps what is known. Pinned adapters are never candidates.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ LOAD_S = 1e-3
 """What any load costs besides its own seconds: being planned, started and noticed."""
 
 
-class Facts(NamedTuple):
-    """One adapter in one tier. Times are whatever the tier counts in, sizes too."""
+class Candidate(NamedTuple):
+    """An adapter that may go from its tier. Times and sizes are in whatever the tier counts in."""
 
     size: int
     came: float
@@ -40,11 +40,11 @@ class Worth(NamedTuple):
     value: float
 
 
-Policy = Callable[[Facts], Worth]
+Policy = Callable[[Candidate], Worth]
 
 
-def cost(facts: Facts) -> Worth:
-    """Lowest first: seconds of loading saved for each element held.
+def cost(candidate: Candidate) -> Worth:
+    """Those go first that save the fewest seconds of loading for their size.
 
     This is GDSF (Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency
     Caching Policy", HPL-98-69, 1998): value = L + frequency * cost / size. L, the floor, is the
@@ -56,18 +56,20 @@ def cost(facts: Facts) -> Worth:
     tried, changing popularity included. And while there is one that no request in the engine
     wants, it goes before those that will certainly be needed.
     """
-    per_use = (facts.reload_s + LOAD_S) / facts.size
-    return Worth(facts.demand > 0, facts.floor + (facts.uses + facts.demand) * per_use)
+    per_use = (candidate.reload_s + LOAD_S) / candidate.size
+    return Worth(
+        candidate.demand > 0, candidate.floor + (candidate.uses + candidate.demand) * per_use
+    )
 
 
-def lru(facts: Facts) -> Worth:
-    """Least recently used first."""
-    return Worth(False, facts.used)
+def lru(candidate: Candidate) -> Worth:
+    """Those go first that were used least recently."""
+    return Worth(False, candidate.used)
 
 
-def fifo(facts: Facts) -> Worth:
-    """First come, first to go."""
-    return Worth(False, facts.came)
+def fifo(candidate: Candidate) -> Worth:
+    """Those go first that came first."""
+    return Worth(False, candidate.came)
 
 
 POLICIES: dict[str, Policy] = {"cost": cost, "lru": lru, "fifo": fifo}

@@ -23,29 +23,16 @@ Time is a number that never decreases, and the same within one plan of the sched
 
 from __future__ import annotations
 
-import math
-from bisect import insort
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from weft.core.errors import AdapterConflict, AdapterInvalid, WeftError
-from weft.schedule.policy import Facts, Policy, Worth, cost
+from weft.schedule.extents import ArenaExtent, ArenaLine, Move
+from weft.schedule.policy import Candidate, Policy, Worth, cost
 
 NO_DEMAND: Mapping[str, int] = MappingProxyType({})
-
-
-class Move(NamedTuple):
-    """Order to copy `size` elements of the arena, those of an image, to another place there.
-
-    The two places may overlap.
-    """
-
-    slot: int
-    source: int
-    dest: int
-    size: int
 
 
 class Moved(Protocol):
@@ -74,7 +61,7 @@ class Load:
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownAdapter:
     """An adapter that was added."""
 
     size: int
@@ -83,51 +70,28 @@ class _Known:
     refusal: WeftError | None = None
 
 
-@dataclass(slots=True, eq=False)
-class _Extent:
-    digest: str
-    slot: int
-    start: int
-    size: int
-    came: float
-    last_use: float
-    floor: float
-    loading: bool = True
-    leases: int = 0
-    served_since: float = math.inf
-    """Its first lease since it came."""
+class _Claim:
+    """The claim to the next room that one starving adapter may have, as long as it asks for it."""
 
-    @property
-    def stop(self) -> int:
-        return self.start + self.size
+    def __init__(self) -> None:
+        self.digest: str | None = None
+        self._asked_at = 0.0
+        """When it asked last."""
+        self._times = (0.0, 0.0)
+        """The two last times at which any adapter asked."""
 
+    def stake(self, digest: str, now: float) -> None:
+        self.digest, self._asked_at = digest, now
 
-class _Stretch(NamedTuple):
-    """What lies between two barriers, [start, stop): extents that may move, and free elements."""
-
-    start: int
-    stop: int
-    extents: list[_Extent]
-
-    @property
-    def free(self) -> int:
-        return self.stop - self.start - sum(e.size for e in self.extents)
-
-    def gaps(self) -> list[int]:
-        """Free elements before each extent, and behind the last."""
-        edges = [self.start, *(e.stop for e in self.extents)]
-        starts = [*(e.start for e in self.extents), self.stop]
-        return [start - edge for edge, start in zip(edges, starts, strict=True)]
-
-
-class _Window(NamedTuple):
-    """Consecutive gaps of a stretch that hold an adapter, once what is between them has moved.
-    The least is the best: fewest elements moved, then least room left over."""
-
-    moved: int
-    free: int
-    start: int
-    extents: list[_Extent]
+    def holds_back(self, digest: str, now: float, known: Collection[str]) -> bool:
+        """Whether another adapter has the claim, when this one asks for room."""
+        if now > self._times[1]:
+            self._times = (self._times[1], now)
+        if self.digest == digest:
+            self._asked_at = now
+        elif self._asked_at < self._times[0] or self.digest not in known:
+            self.digest = None
+        return self.digest not in (None, digest)
 
 
 class AdapterSlots:
@@ -138,28 +102,21 @@ class AdapterSlots:
     """
 
     def __init__(self, capacity: int, num_slots: int, policy: Policy = cost) -> None:
-        self.capacity = capacity
+        self._line = ArenaLine(capacity)
         self._num_slots = num_slots
         self._policy = policy
         self.num_evictions = 0
         self.num_loads = 0
-        self.num_moved = 0
-        """Elements moved so far."""
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _KnownAdapter] = {}
         self._pinned: dict[str, int] = {}
         """Their sizes."""
         self._wanted: set[str] = set()
-        self._extents: dict[str, _Extent] = {}
+        self._extents: dict[str, ArenaExtent] = {}
         """A digest that is not known any more is here until its load ends."""
-        self._line: list[_Extent] = []
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._floor = 0.0
-        """Of `Facts`."""
-        self._claim: str | None = None
-        self._claimed_at = 0.0
-        """When it was asked for last."""
-        self._times = (0.0, 0.0)
-        """The two last times at which loads were asked for."""
+        """Of `Candidate`."""
+        self._claim = _Claim()
         self._refused = (-1.0, 0)
         """When a load found no room, and its size: the same time and state have none for more."""
 
@@ -179,7 +136,7 @@ class AdapterSlots:
                 "adapter_memory",
             )
         self._set_pin(digest, size, pinned)
-        self._known.setdefault(digest, _Known(size)).refusal = None
+        self._known.setdefault(digest, _KnownAdapter(size)).refusal = None
 
     def pin(self, digest: str, pinned: bool) -> None:
         """Pin an adapter that is known, or unpin it. Raises AdapterConflict as `add` does."""
@@ -290,9 +247,11 @@ class AdapterSlots:
         demand: requests in the engine, by digest.
         """
         size = self._known[digest].size
-        if self._is_claimed(digest, now) or (now == self._refused[0] and size >= self._refused[1]):
+        if self._claim.holds_back(digest, now, self._known) or (
+            now == self._refused[0] and size >= self._refused[1]
+        ):
             return None
-        order = self._idle(now, demand, evenly=digest == self._claim)
+        order = self._idle(now, demand, evenly=digest == self._claim.digest)
         evicted = self._choose(size, [extent for _, extent in order])
         if evicted is None:
             self._refused = (now, size)
@@ -302,13 +261,13 @@ class AdapterSlots:
             self._forget(extent)
             self.num_evictions += 1
             self._floor = max(self._floor, worth[extent.digest].value)
-        start, moves = self._open(size)
-        extent = _Extent(digest, self._free_slots.pop(), start, size, now, now, self._floor)
+        start, moves = self._line.open(size)
+        extent = ArenaExtent(digest, self._free_slots.pop(), start, size, now, now, self._floor)
         self._extents[digest] = extent
-        insort(self._line, extent, key=lambda e: e.start)
+        self._line.insert(extent)
         self._wanted.discard(digest)
-        if digest == self._claim:
-            self._claim = None
+        if digest == self._claim.digest:
+            self._claim.digest = None
         slots, digests = tuple(e.slot for e in evicted), tuple(e.digest for e in evicted)
         return Load(digest, extent.slot, start, slots, digests, moves, size)
 
@@ -337,9 +296,9 @@ class AdapterSlots:
         first. Empty when no choice of them makes room yet, when none is needed, and while
         another one that starves has its claim.
         """
-        if digest in self._extents or self._is_claimed(digest, now):
+        if digest in self._extents or self._claim.holds_back(digest, now, self._known):
             return []
-        self._claim, self._claimed_at = digest, now
+        self._claim.stake(digest, now)
         self._changed()
         idle = [e for e in self._line if self._may_go(e)]
         leased = [e for e in self._line if e.leases and e.digest not in self._pinned]
@@ -349,6 +308,16 @@ class AdapterSlots:
         return [e.digest for e in chosen or () if e.leases]
 
     # -- views ---------------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """Elements of the arena."""
+        return self._line.capacity
+
+    @property
+    def num_moved(self) -> int:
+        """Elements moved so far."""
+        return self._line.num_moved
 
     @property
     def resident(self) -> tuple[str, ...]:
@@ -369,20 +338,17 @@ class AdapterSlots:
 
     @property
     def used_elements(self) -> int:
-        return sum(e.size for e in self._line)
+        return self._line.used
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold."""
         assert {id(e) for e in self._line} == {id(e) for e in self._extents.values()}
-        stop = 0
+        self._line.check()
         for e in self._line:
-            assert e.start >= stop, "extents overlap"
             assert e.leases >= 0
             assert not (e.loading and e.leases), "leased while loading"
             assert e.loading or e.digest in self._known, "what was removed stayed"
             assert e.digest not in self._known or e.size == self._known[e.digest].size
-            stop = e.stop
-        assert stop <= self.capacity
         slots = [e.slot for e in self._line]
         assert sorted([*slots, *self._free_slots]) == list(range(self._num_slots))
         assert self._pinned.keys() <= self._known.keys()
@@ -394,84 +360,32 @@ class AdapterSlots:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _is_claimed(self, digest: str, now: float) -> bool:
-        """Whether a load has to stand back behind one that starves, and still asks for room."""
-        if now > self._times[1]:
-            self._times = (self._times[1], now)
-        if self._claim == digest:
-            self._claimed_at = now
-        elif self._claimed_at < self._times[0] or self._claim not in self._known:
-            self._claim = None
-        return self._claim not in (None, digest)
-
-    def _may_go(self, extent: _Extent) -> bool:
+    def _may_go(self, extent: ArenaExtent) -> bool:
         return not (extent.loading or extent.leases or extent.digest in self._pinned)
 
     def _idle(
         self, now: float, demand: Mapping[str, int], evenly: bool
-    ) -> list[tuple[Worth, _Extent]]:
+    ) -> list[tuple[Worth, ArenaExtent]]:
         """What may be evicted, the least worth first; `evenly`: touched or not."""
-        found: list[tuple[Worth, _Extent]] = []
+        found: list[tuple[Worth, ArenaExtent]] = []
         for e in self._line:
             if self._may_go(e) and (evenly or e.last_use < now):
                 known, wanted = self._known[e.digest], demand.get(e.digest, 0)
-                facts = Facts(
+                facts = Candidate(
                     e.size, e.came, e.last_use, known.uses, known.reload_s, wanted, e.floor
                 )
                 found.append((self._policy(facts), e))
         return sorted(found, key=lambda each: each[0])
 
-    def _choose(self, size: int, order: Sequence[_Extent]) -> list[_Extent] | None:
-        """The first extents of `order` that must go so that `size` elements are free in one
-        stretch, and a slot is. None if all of them are not enough."""
-        best: tuple[int, list[_Extent]] | None = None
-        for stretch in self._stretches():
-            free = stretch.free
-            gone: list[tuple[int, _Extent]] = []
-            for i, extent in enumerate(order):
-                if free >= size:
-                    break
-                if stretch.start <= extent.start < stretch.stop:
-                    gone.append((i, extent))
-                    free += extent.size
-            if free < size:
-                continue
-            dearest = gone[-1][0] if gone else -1
-            for entry in reversed(gone[:-1]):  # a larger one that had to go may suffice
-                if free - entry[1].size >= size:
-                    gone.remove(entry)
-                    free -= entry[1].size
-            if best is None or dearest < best[0]:
-                best = dearest, [extent for _, extent in gone]
-        if best is None or self._free_slots or best[1]:
-            return best[1] if best else None
+    def _choose(self, size: int, order: Sequence[ArenaExtent]) -> list[ArenaExtent] | None:
+        """The first extents of `order` that must go so that there is room, and a free slot; None
+        if all of them are not enough."""
+        chosen = self._line.choose(size, order)
+        if chosen is None or chosen or self._free_slots:
+            return chosen
         return list(order[:1]) or None
 
-    def _stretches(self) -> Iterator[_Stretch]:
-        start, extents = 0, list[_Extent]()
-        for e in self._line:
-            if e.loading:
-                yield _Stretch(start, e.start, extents)
-                start, extents = e.stop, []
-            else:
-                extents.append(e)
-        yield _Stretch(start, self.capacity, extents)
-
-    def _open(self, size: int) -> tuple[int, tuple[Move, ...]]:
-        """A gap of at least `size` elements, for which there is room: its start, and the moves
-        that make it. What moves goes to the left, so that in order no move overwrites another's
-        source."""
-        window = min(w for stretch in self._stretches() for w in _windows(stretch, size))
-        start = window.start
-        moves: list[Move] = []
-        for e in window.extents:
-            moves.append(Move(e.slot, e.start, start, e.size))
-            e.start = start
-            start = e.stop
-        self.num_moved += window.moved
-        return start, tuple(moves)
-
-    def _forget(self, extent: _Extent) -> None:
+    def _forget(self, extent: ArenaExtent) -> None:
         del self._extents[extent.digest]
         self._line.remove(extent)
         self._free_slots.append(extent.slot)
@@ -480,20 +394,3 @@ class AdapterSlots:
     def _changed(self) -> None:
         """There may be room where there was none."""
         self._refused = (-1.0, 0)
-
-
-def _windows(stretch: _Stretch, size: int) -> Iterator[_Window]:
-    """For each gap in which one can end, the shortest window of `size` free elements."""
-    gaps, extents = stretch.gaps(), stretch.extents
-    first = moved = free = 0
-    for last, gap in enumerate(gaps):
-        free += gap
-        while free - gaps[first] >= size and first < last:
-            free -= gaps[first]
-            moved -= extents[first].size
-            first += 1
-        if free >= size:
-            start = extents[first - 1].stop if first else stretch.start
-            yield _Window(moved, free, start, extents[first:last])
-        if last < len(extents):
-            moved += extents[last].size

@@ -13,8 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from weft.schedule.extents import Move
 from weft.schedule.plan import StepResult
-from weft.schedule.slots import Move, Moved
+from weft.schedule.slots import Moved
 from weft.worker.inputs import StepInputs
 
 

@@ -8,8 +8,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from weft.kernels.lora import AdapterPool
+from weft.schedule.extents import Move
 from weft.schedule.plan import StepResult
-from weft.schedule.slots import Move, Moved
+from weft.schedule.slots import Moved
 from weft.worker.execute import StepExecutor
 from weft.worker.inputs import StepInputs
 from weft.worker.loader import LoadedModel

@@ -12,14 +12,14 @@ from tiny import ADAPTERS, answer, ask
 from weft import SamplingParams
 from weft.cli.options import engine_parameters
 from weft.core.errors import ConfigError
-from weft.schedule.policy import POLICIES, Facts, Worth
+from weft.schedule.policy import POLICIES, Candidate, Worth
 
-asked: list[Facts] = []
+asked: list[Candidate] = []
 
 
-def largest_first(facts: Facts) -> Worth:
-    asked.append(facts)
-    return Worth(facts.demand > 0, -facts.size)
+def largest_first(candidate: Candidate) -> Worth:
+    asked.append(candidate)
+    return Worth(candidate.demand > 0, -candidate.size)
 
 
 def test_a_policy_is_a_row(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,182 @@
+"""The device arena as a line of extents: where there is room for one more, and who moves for it.
+
+    |  a  |   b   |......free......|  c (loading)  |  d  |..free..|
+    └───────── a stretch ──────────┘               └ a stretch ───┘
+
+Extents may be moved, as moves are ordered with steps, but for those that are loading, as loads are
+not: these are barriers, and what lies between two of them is a *stretch*.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+class Move(NamedTuple):
+    """Order to copy `size` elements of the arena, those of an image, to another place there.
+
+    The two places may overlap.
+    """
+
+    slot: int
+    source: int
+    dest: int
+    size: int
+
+
+@dataclass(slots=True, eq=False)
+class ArenaExtent:
+    """Where an adapter is on the device, and who uses it there."""
+
+    digest: str
+    slot: int
+    start: int
+    size: int
+    came: float
+    last_use: float
+    floor: float
+    loading: bool = True
+    leases: int = 0
+    served_since: float = math.inf
+    """Its first lease since it came."""
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.size
+
+
+class _Stretch(NamedTuple):
+    """What lies between two barriers, [start, stop): extents that may move, and free elements."""
+
+    start: int
+    stop: int
+    extents: list[ArenaExtent]
+
+    @property
+    def free(self) -> int:
+        return self.stop - self.start - sum(e.size for e in self.extents)
+
+    def gaps(self) -> list[int]:
+        """Free elements before each extent, and behind the last."""
+        edges = [self.start, *(e.stop for e in self.extents)]
+        starts = [*(e.start for e in self.extents), self.stop]
+        return [start - edge for edge, start in zip(edges, starts, strict=True)]
+
+
+class _Window(NamedTuple):
+    """Consecutive gaps of a stretch that hold an adapter, once what is between them has moved.
+    The least is the best: fewest elements moved, then least room left over."""
+
+    moved: int
+    free: int
+    start: int
+    extents: list[ArenaExtent]
+
+
+class ArenaLine:
+    """Owner of the order of the extents in an arena of `capacity` elements."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._extents: list[ArenaExtent] = []
+        """Those first that begin first."""
+        self.num_moved = 0
+        """Elements moved so far."""
+
+    def __iter__(self) -> Iterator[ArenaExtent]:
+        return iter(self._extents)
+
+    @property
+    def used(self) -> int:
+        """Elements in extents."""
+        return sum(e.size for e in self._extents)
+
+    def insert(self, extent: ArenaExtent) -> None:
+        insort(self._extents, extent, key=lambda e: e.start)
+
+    def remove(self, extent: ArenaExtent) -> None:
+        self._extents.remove(extent)
+
+    def choose(self, size: int, order: Sequence[ArenaExtent]) -> list[ArenaExtent] | None:
+        """The first extents of `order` that must go so that `size` elements are free in one
+        stretch. None if all of them are not enough.
+
+            order       c  a  e  b          those of least worth first
+            stretches   |  a  | b |....|  (d loads)  |  c  |..|  e  |
+
+        A stretch gives up its extents in that order until there is room: maybe `a` in the first
+        one, and `c`, `e` in the second. The stretch is chosen whose dearest is cheapest: `a`.
+        """
+        best: tuple[int, list[ArenaExtent]] | None = None
+        for stretch in self._stretches():
+            free = stretch.free
+            gone: list[tuple[int, ArenaExtent]] = []
+            for i, extent in enumerate(order):
+                if free >= size:
+                    break
+                if stretch.start <= extent.start < stretch.stop:
+                    gone.append((i, extent))
+                    free += extent.size
+            if free < size:
+                continue
+            dearest = gone[-1][0] if gone else -1
+            for entry in reversed(gone[:-1]):  # a larger one that had to go may suffice
+                if free - entry[1].size >= size:
+                    gone.remove(entry)
+                    free -= entry[1].size
+            if best is None or dearest < best[0]:
+                best = dearest, [extent for _, extent in gone]
+        return best[1] if best else None
+
+    def open(self, size: int) -> tuple[int, tuple[Move, ...]]:
+        """A gap of at least `size` elements, for which there is room: its start, and the moves
+        that make it. What moves goes to the left, so that in order no move overwrites another's
+        source."""
+        window = min(w for stretch in self._stretches() for w in _windows(stretch, size))
+        start = window.start
+        moves: list[Move] = []
+        for e in window.extents:
+            moves.append(Move(e.slot, e.start, start, e.size))
+            e.start = start
+            start = e.stop
+        self.num_moved += window.moved
+        return start, tuple(moves)
+
+    def _stretches(self) -> Iterator[_Stretch]:
+        start, extents = 0, list[ArenaExtent]()
+        for e in self._extents:
+            if e.loading:
+                yield _Stretch(start, e.start, extents)
+                start, extents = e.stop, []
+            else:
+                extents.append(e)
+        yield _Stretch(start, self.capacity, extents)
+
+    def check(self) -> None:
+        """Raise AssertionError unless all invariants hold."""
+        stop = 0
+        for e in self._extents:
+            assert e.start >= stop, "extents overlap"
+            stop = e.stop
+        assert stop <= self.capacity
+
+
+def _windows(stretch: _Stretch, size: int) -> Iterator[_Window]:
+    """For each gap in which one can end, the shortest window of `size` free elements."""
+    gaps, extents = stretch.gaps(), stretch.extents
+    first = moved = free = 0
+    for last, gap in enumerate(gaps):
+        free += gap
+        while free - gaps[first] >= size and first < last:
+            free -= gaps[first]
+            moved -= extents[first].size
+            first += 1
+        if free >= size:
+            start = extents[first - 1].stop if first else stretch.start
+            yield _Window(moved, free, start, extents[first:last])
+        if last < len(extents):
+            moved += extents[last].size
