@@ -22,7 +22,7 @@ class Admission:
         self._max_open = max_open
         self._num_open = 0
         self._ended_s: deque[float] = deque(maxlen=64)
-        """When the last requests ended, which tells the throughput."""
+        """The times at which the last requests ended, which tell the throughput."""
 
     @property
     def num_open(self) -> int:
@@ -57,7 +57,7 @@ class Admission:
         return Overloaded(f"{message}; try again later", retry_after_s=self._retry_after_s(needed))
 
     def _retry_after_s(self, needed: int) -> int:
-        """When so many places should be free, if requests end as fast as they did of late."""
+        """In how many seconds so many places should be free, if requests end as fast as of late."""
         now_s = time.monotonic()
         recent = [ended_s for ended_s in self._ended_s if ended_s > now_s - _RECENT_S]
         if not recent:

@@ -30,10 +30,10 @@ def refuse_extra(
     prefix: str = "",
     hints: Mapping[str, str] | None = None,
 ) -> None:
-    """Raise InvalidRequest, naming the field, for one that is unknown or not served.
+    """Raise InvalidRequest, naming the field, for a field that is unknown or not served.
 
-    `not_served` has for known fields the values that ask for nothing; null is always one of them.
-    `hints` says what to use instead.
+    `not_served` maps known fields to the values that ask for nothing; null always does. `hints`
+    says what to use instead.
     """
     for name, value in (extra or {}).items():
         if name not in not_served:

@@ -50,7 +50,7 @@ class Turn:
         }
 
     async def prepare(self) -> None:
-        """Raises InvalidRequest, ContextLengthExceeded."""
+        """Encode and make `requests`. Raises InvalidRequest, ContextLengthExceeded."""
         body = self._body
         self.num_choices = num_choices(self._service, body)
         self._tools = self._callable_tools()
@@ -69,7 +69,7 @@ class Turn:
         )
 
     async def collect(self) -> list[Output]:
-        """The whole outputs."""
+        """The whole outputs, in the order of the choices."""
         return await self._service.collect(self.requests, self._language, self._shown_ids())
 
     def run(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
@@ -78,14 +78,14 @@ class Turn:
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """Of the model that answers."""
+        """The tokenizer of the model that answers."""
         return self._language.tokenizer
 
     def reader(self) -> Reader:
         return Reader(self._parser(), one_call=self._body.parallel_tool_calls is False)
 
     def num_reasoning_tokens(self, output: Output) -> int:
-        """Those up to the end of the reasoning, if it ended."""
+        """How many tokens come up to the end of the reasoning; 0 if it does not end."""
         end = self._dialect.end_of_reasoning
         return output.token_ids.index(end) + 1 if end in output.token_ids else 0
 
@@ -94,7 +94,7 @@ class Turn:
         return ChatParser(tool_format, self._dialect.reasoning, self._in_reasoning)
 
     def _shown_ids(self) -> list[int]:
-        """The special tokens that are marks: what they mark could not be told without."""
+        """The special tokens that mark reasoning or calls. Texts must show them to be read."""
         tokenizer = self.tokenizer
         if tokenizer is None:
             return []
@@ -150,7 +150,7 @@ class Turn:
         return truncated(self._service, body, ids, max_tokens)
 
     def _thinking_first(self, params: SamplingParams, prompt_ids: list[int]) -> SamplingParams:
-        """The parameters, whose form binds after the reasoning if there is any to come."""
+        """The parameters, whose form binds only after the reasoning if there is any to come."""
         tokenizer, end = self.tokenizer, self._dialect.end_of_reasoning
         if not self._dialect.reasoning or tokenizer is None:
             return params

@@ -1,4 +1,4 @@
-"""How the base model writes what is not plain text in its answers."""
+"""How a model writes what is not plain text in its answers."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from weft.text.tools import detect_tool_format
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
+    """The marks that a model uses for calls of tools and for reasoning."""
+
     tool_format: str | None = None
-    """A key of TOOL_FORMATS; None: it calls no tools."""
+    """A key of TOOL_FORMATS, or None for a model that calls no tools."""
     reasoning: bool = False
-    """Whether it marks its reasoning."""
+    """Whether the model marks its reasoning."""
     end_of_reasoning: int | None = None
     """The token after which the answer begins; None if the mark is no single token."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer | None, settings: ApiSettings) -> Dialect:
-        """What the operator says, or else what the chat template shows."""
+        """The dialect that the operator gives, or else the one that the chat template shows."""
         if tokenizer is None:
             return cls()
         template = tokenizer.chat_template or ""

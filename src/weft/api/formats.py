@@ -17,7 +17,7 @@ class JsonSchema(ClosedBody):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
-    """Accepted: the schema always binds."""
+    """This is accepted and changes nothing: the schema always binds."""
 
 
 class ResponseFormat(ClosedBody):

@@ -31,7 +31,7 @@ _SAMPLING_FIELDS = (
     "stop",
     "stop_token_ids",
 )
-"""Those that bodies and SamplingParams have alike; null leaves the default."""
+"""The fields that bodies and SamplingParams share; null leaves the default."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class AnswerHead:
     created: int
     model: str
     fingerprint: str | None
-    """Names the adapter version that answers, so that a client can tell it changed."""
+    """It names the adapter version that answers, so that clients can tell when it changes."""
 
     @classmethod
     def new(cls, prefix: str, model: str, pinned: Pinned) -> AnswerHead:
@@ -64,7 +64,8 @@ class AnswerHead:
 def usage(
     requests: Sequence[EngineRequest], outputs: Sequence[Output], num_choices: int
 ) -> dict[str, Any]:
-    """Of requests that hold `num_choices` in turn for each prompt: a prompt counts once."""
+    """The tokens used by requests that hold `num_choices` in turn for each prompt. A prompt counts
+    once."""
     num_prompt = sum(len(r.prompt_ids) for r in requests[::num_choices])
     num_cached = sum(o.num_cached_tokens for o in outputs[::num_choices])
     num_completion = sum(len(o.token_ids) for o in outputs)
@@ -82,7 +83,7 @@ def sampling(
     logprobs: int | None,
     form: StructuredOutputs | None,
 ) -> SamplingParams:
-    """Sampling parameters of a request's fields. Raises InvalidRequest naming the field."""
+    """The sampling parameters that a body asks for. Raises InvalidRequest naming the field."""
     given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
     return SamplingParams(
         max_tokens=max_tokens,
@@ -105,7 +106,8 @@ def _token_id(key: str) -> int:
 
 @contextmanager
 def naming(fields: Mapping[str, str]) -> Iterator[None]:
-    """Errors inside name each field as the client knows it: `fields` has other names of some."""
+    """Inside this context, errors name each field as the client knows it. `fields` maps our names
+    to the client's where these differ."""
     try:
         yield
     except InvalidRequest as error:
@@ -118,7 +120,7 @@ def naming(fields: Mapping[str, str]) -> Iterator[None]:
 
 
 def num_choices(service: Service, body: GenerationBody) -> int:
-    """Choices for each prompt. Raises InvalidRequest."""
+    """How many choices each prompt gets. Raises InvalidRequest."""
     count = 1 if body.n is None else body.n
     limit = service.settings.max_choices
     if not 1 <= count <= limit:

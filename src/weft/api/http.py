@@ -81,8 +81,8 @@ def json_response(
 
 
 async def unless_client_leaves(left: Coroutine[Any, Any, None], work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled, and has ended, when ClientDisconnect is raised, as
-    `left` has ended first."""
+    """The result of `work`, unless `left` ends first: `work` is then cancelled, and
+    ClientDisconnect is raised when it has ended."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(left)
     try:
@@ -105,9 +105,8 @@ async def _disconnected(receive: Receive) -> None:
 async def answer(
     request: Request, work: Coroutine[Any, Any, dict[str, Any]], release: Callable[[], None]
 ) -> Response:
-    """The JSON answer that `work` gives, unless the client leaves first; then `release()`.
-
-    Raises RequestTimeout.
+    """The JSON answer that `work` gives, unless the client leaves first. Calls `release` at the
+    end. Raises RequestTimeout.
     """
     try:
         async with _in_time(request.scope):
@@ -156,7 +155,7 @@ class EventStream(Response):
         self._typed = typed
         self._started = False
         self._sending_since_s: float | None = None
-        """None: the client has taken all that there was for it."""
+        """When sending began; None while the client has taken all that there was for it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:

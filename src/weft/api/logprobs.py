@@ -50,7 +50,8 @@ def prompt_logprobs(
     num_top: int,
     as_ids: bool,
 ) -> list[dict[int, dict[str, Any]] | None]:
-    """As vLLM has them: at each position the alternatives and the prompt's own token, by id."""
+    """The log-probabilities of a prompt as vLLM shows them: at each position the alternatives and
+    the prompt's own token, by id."""
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         shown = token_text(tokenizer, token_id, as_ids)
@@ -94,14 +95,14 @@ class CompletionLogprobs:
         return token_text(self._tokenizer, token_id, self._as_ids)
 
     def _top(self, token_id: int, lp: TokenLogprob | None) -> dict[str, float] | None:
-        """The alternatives, and always the chosen token."""
+        """The alternatives by their texts; the chosen token is always among them."""
         if lp is None:
             return None
         best = {self._shown(t): value for t, value in lp.top[: self._num_top]}
         return best | {self._shown(token_id): lp.logprob}
 
     def _advance(self, token_id: int) -> int:
-        """The character at which this token begins; counts its own."""
+        """The character at which this token begins. Its own characters are counted for the next."""
         start = self._num_chars
         if self._tokenizer is not None and token_id not in self._hidden:
             self._num_chars += len(self._decoder.decode(self._tokenizer.token_bytes(token_id)))

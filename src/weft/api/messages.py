@@ -46,10 +46,10 @@ class ToolCall(ClosedBody):
     type: Literal["function"] = "function"
     function: CalledFunction
     index: int | None = None
-    """Left over from a stream."""
+    """Clients leave this over from a stream; it is ignored."""
 
     def to_template(self, where: str) -> dict[str, Any]:
-        """As chat templates expect it: the arguments are an object."""
+        """The call as chat templates expect it: the arguments are an object."""
         arguments = self.function.parsed(f"{where}function.arguments")
         function = {"name": self.function.name, "arguments": arguments}
         return {"id": self.id, "type": "function", "function": function}
@@ -113,7 +113,7 @@ class Function(ClosedBody):
     name: str = Field(pattern=FUNCTION_NAME)
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    """A JSON schema; None: no parameters."""
+    """A JSON schema, or None for a function without parameters."""
     strict: bool | None = None
 
 
@@ -122,7 +122,7 @@ class Tool(ClosedBody):
     function: Function
 
     def to_template(self) -> dict[str, Any]:
-        """As chat templates expect it: parameters are always there."""
+        """The tool as chat templates expect it: parameters are always there."""
         function = self.function.model_dump(exclude_none=True, exclude={"strict"})
         function.setdefault("parameters", {"type": "object", "properties": {}})
         return {"type": "function", "function": function}

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
 OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
-"""Answered without a key: probes and scrapers have none."""
+"""These routes answer without a key, as probes and scrapers have none."""
 
 _MAX_ID_LENGTH = 128
 

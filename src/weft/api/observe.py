@@ -1,4 +1,4 @@
-"""Each request to the engine, watched: its times and tokens for metrics, log and trace."""
+"""Watches each request to the engine: its times and tokens go to metrics, log and traces."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class Observer:
     """Tells metrics, the log and, if there are any, traces of every request."""
 
     def __init__(self, metrics: Metrics, model_name: str, traces: TraceSink | None = None) -> None:
-        """`model_name`: what the base model is called."""
+        """`model_name` is what the base model is called."""
         self._metrics = metrics
         self._model_name = model_name
         self._traces = traces
 
     @contextmanager
     def watch(self, request: EngineRequest) -> Iterator[Watch]:
-        """Around the request's life: however it ends, that is told once."""
+        """A context around the life of a request. However it ends, that is told once."""
         watch = Watch(request, self._metrics)
         error: str | None = None
         try:
@@ -69,7 +69,7 @@ class Observer:
 
 
 class Watch:
-    """One request under way. Without a finish reason it was left: an abort."""
+    """One request under way. If it ends without a finish reason, it was aborted."""
 
     def __init__(self, request: EngineRequest, metrics: Metrics) -> None:
         self._request = request

@@ -32,8 +32,8 @@ TEXT: dict[int | str, dict[str, Any]] = {
         "content": {"text/plain": {"schema": {"type": "string"}}},
     }
 }
-"""For routes that answer with plain text. Their response class is `Response`, without a media type,
-as errors would get it too."""
+"""The `responses` of routes that answer with plain text. Their response class is `Response`,
+without a media type, which errors would get too."""
 
 
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def body_of(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _inlined(node: Any, models: dict[str, Any]) -> Any:
-    """References to models replaced by what they refer to."""
+    """The schema with references to models replaced by what they refer to."""
     if isinstance(node, list):
         return [_inlined(item, models) for item in node]
     if not isinstance(node, dict):

@@ -55,7 +55,7 @@ Parts = TextOr[list[TextPart]]
 
 
 class _Item(ClosedBody):
-    """Items of earlier answers come back with what these had."""
+    """Clients send items of earlier answers back with all the fields that these had."""
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -186,7 +186,8 @@ class ResponsesBody(OpenBody):
         return ResponseFormat(type=form.type, json_schema=schema)
 
     def _messages(self) -> list[Message]:
-        """Calls of one turn, and the thoughts before it, are parts of one message in a chat."""
+        """The messages of the chat. There, the calls of one turn and the thoughts before them are
+        parts of one message."""
         messages: list[Message] = []
         if self.instructions:
             messages.append(Message(role="system", content=self.instructions))

@@ -18,7 +18,7 @@ from weft.registry import AdapterCard
 
 
 class _Body(BaseModel):
-    """Controllers send more fields than are known here; they are ignored."""
+    """A body that ignores unknown fields, as controllers send more than are known here."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     lora_name: str = Field(min_length=1)
@@ -26,11 +26,11 @@ class _Body(BaseModel):
 
 class LoadBody(_Body):
     lora_path: str = Field(min_length=1)
-    """A folder, or an id on the Hugging Face hub: `org/name[@revision]`."""
+    """A folder, or the Hugging Face hub: `org/name[@revision]`, with or without `hf://`."""
     load_inplace: bool = False
     """Whether other content under this name is replaced."""
     pinned: bool = False
-    """Whether it stays on the device, also when nobody uses it."""
+    """Whether the adapter stays on the device while nobody uses it."""
     is_3d_lora_weight: bool = False
 
     def check(self) -> None:
@@ -60,7 +60,7 @@ class SourceBody(_Body):
 
 
 class UpdateAnswer(BaseModel):
-    """What SGLang answers, in good times and bad."""
+    """What SGLang answers, whether or not it succeeded."""
 
     success: bool
     error_message: str | None
@@ -81,15 +81,15 @@ class ShownAdapter(BaseModel):
     targets: list[str]
     """Projections that it changes."""
     conversion_error: float
-    """How far the LoRA served for an adapter of another kind is off, in its worst projection, as a
-    relative Frobenius norm; 0: not at all."""
+    """How far the LoRA that is served for an adapter of another kind is off in its worst
+    projection, as a relative Frobenius norm. It is 0 for a LoRA."""
     invocation_token_ids: list[int]
-    """Of an activated LoRA: from their last place in the prompt on it is active. Empty: it is
-    active everywhere."""
+    """An activated LoRA is active from the last place of these tokens in the prompt on. If the
+    list is empty, the adapter is active everywhere."""
     bytes: int
     pinned: bool
     tier: Literal["device", "host", "disk"] | None
-    """Where it is now; null when the engine does not answer."""
+    """Where the adapter is now, or null when the engine does not answer."""
     quarantined: bool
     """Whether it failed its check when it was loaded again, so that its requests are refused."""
 

@@ -167,7 +167,7 @@ class _Chat:
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Under both names that clients look for."""
+    """Reasoning under both names that clients look for."""
     return {"reasoning_content": text, "reasoning": text}
 
 

@@ -18,7 +18,7 @@ def model_routes(service: Service) -> APIRouter:
     created = int(time.time())
 
     async def quarantined() -> set[str]:
-        """Names."""
+        """The names of adapters whose requests are refused."""
         cards = service.registry.adapter_cards()
         stats = await service.stats() if cards else None
         digests = stats.quarantined_adapters if stats else ()

@@ -1,4 +1,4 @@
-"""For operators: `/health`, `/metrics`, `/version`."""
+"""Routes for operators: `/health`, `/metrics`, `/version`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def ops_routes(service: Service) -> APIRouter:
 
     @router.get("/health", response_class=Response)
     async def health() -> Response:
-        """200 while the engine runs, 503 while it does not, or starts again."""
+        """Answers 200 while the engine runs, 503 while it does not or starts again."""
         if not service.engine.alive:
             raise EngineDead("the engine is not running")
         return Response(status_code=200)
 
     @router.get("/metrics", response_class=Response, responses=TEXT)
     async def metrics() -> Response:
-        """For Prometheus."""
+        """Metrics for Prometheus."""
         adapters = service.registry.adapters()
         text = service.metrics.render(service.engine.info, await service.stats(), adapters)
         return Response(text, media_type=CONTENT_TYPE)

@@ -26,7 +26,7 @@ class TokenizeBody(ClosedBody):
     prompt: str | None = None
     messages: list[Message] | None = Field(None, min_length=1)
     add_special_tokens: bool | None = None
-    """Of a text, where it is the default; a chat template has its own."""
+    """This is for a text, where true is the default. A chat template writes its own."""
     return_token_strs: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None

@@ -41,7 +41,7 @@ class AdapterRoots:
         return any(os.path.lexists(root / path) for root in self._roots)
 
     def _real(self, path: Path) -> Path | None:
-        """`path` with links followed; None when that is not below a root."""
+        """The path with links followed, or None if that is not below a root."""
         try:
             real = path.resolve()
         except (OSError, RuntimeError, ValueError):

@@ -9,7 +9,8 @@ from weft.text.tokenizer import Tokenizer
 
 
 def bad_token_ids(tokenizer: Tokenizer | None, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
-    """For `EngineRequest.bad_token_ids`: each word as it begins a text, and as it follows a space.
+    """The tokens of each word as it begins a text and as it follows a space, for
+    `EngineRequest.bad_token_ids`.
 
     Other ways to tokenize a word are not forbidden. Raises InvalidRequest if there is no
     tokenizer, or no token in a word.
@@ -32,7 +33,7 @@ def bad_token_ids(tokenizer: Tokenizer | None, words: Iterable[str]) -> tuple[tu
 
 
 def _shortest(sequences: Iterable[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Those that end in no other: whatever ends in a forbidden sequence is forbidden by it."""
+    """The sequences that end in no other one: a longer one is forbidden by the shorter."""
     kept: list[tuple[int, ...]] = []
     for backwards in sorted(sequence[::-1] for sequence in sequences):
         if not kept or backwards[: len(kept[-1])] != kept[-1]:

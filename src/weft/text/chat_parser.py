@@ -18,7 +18,7 @@ _NAME_CHARS = re.compile(r"[\w.\-\[\]]{0,256}")
 
 @dataclass(slots=True)
 class ToolCallDelta:
-    """What comes of one call: the first of an index has `id` and `name`."""
+    """A piece of one call. The first piece of each index has `id` and `name`."""
 
     index: int
     id: str | None
@@ -63,20 +63,20 @@ class ChatParser:
         self._step = self._begin if self._reasoning else self._answer
         self._text = ""
         self._at_start = True
-        """Nothing but reasoning has come."""
+        """Whether nothing but reasoning has come so far."""
         self._mark = ""
-        """What came before the call that is read now: content, if it is none."""
+        """What came before the call that is being read: content, if that is no call after all."""
         self._raw = ""
-        """What was read of the call since."""
+        """What was read of that call."""
         self._in_list = False
-        self._call: _Call | _NamedCall | None = None
+        self._call: _JsonCall | _NamedCall | None = None
         self._is_blank = True
-        """No content since the last call."""
+        """Whether no content has come since the last call."""
         self.num_tool_calls = 0
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Tokens that must show in the text, should they be special."""
+        """The marks that must show in the text, also where they are special tokens."""
         thinking = (think.BEGIN, think.END) if self._reasoning else ()
         return thinking + (self._format.marks if self._format else ())
 
@@ -85,7 +85,7 @@ class ChatParser:
         return self._run(final=False)
 
     def flush(self) -> Piece:
-        """What was held back: the end of the output has come."""
+        """What was held back, when the end of the output has come."""
         return self._run(final=True)
 
     def _run(self, final: bool) -> Piece:
@@ -178,7 +178,7 @@ class ChatParser:
             self._mark += self._take(1)
             return True
         if char == "{":
-            self._call = _Call()
+            self._call = _JsonCall()
         elif self._format.lists and not self._in_list:
             self._call = _NamedCall()
         else:
@@ -187,7 +187,7 @@ class ChatParser:
         return True
 
     def _no_call(self, piece: Piece) -> bool:
-        """What was read of a call is content, or may hold the beginning of another call."""
+        """What was read is no call: it is content, or may hold the beginning of another call."""
         if self._call is None or not self._call.known:
             piece.content += self._mark
             self._is_blank = False
@@ -216,7 +216,7 @@ class ChatParser:
         return (stopped or final) and self._no_call(piece)
 
     def _give(
-        self, piece: Piece, call: _Call | _NamedCall, was_known: bool, num_given: int
+        self, piece: Piece, call: _JsonCall | _NamedCall, was_known: bool, num_given: int
     ) -> None:
         if not was_known:
             self.num_tool_calls += 1
@@ -257,7 +257,7 @@ class ChatParser:
         self._at_start = self._at_start and not num_chars
 
 
-class _Call:
+class _JsonCall:
     """A call as one JSON object, character by character."""
 
     def __init__(self) -> None:
@@ -270,7 +270,7 @@ class _Call:
 
     @property
     def known(self) -> bool:
-        """Whether it is a call: nothing takes that back."""
+        """Whether this is a call for certain."""
         return bool(self.name and self.arguments)
 
     def feed(self, char: str) -> bool:

@@ -10,7 +10,7 @@ _UNKNOWN = "\ufffd"
 _CONTEXT_TOKENS = 6
 _MAX_PENDING = 32
 _MAX_READ = 8
-"""Tokens of the first window, after which it begins anew: more take longer to decode."""
+"""How many tokens a window holds before a new one begins: more take longer to decode."""
 
 
 class Detokenizer:
@@ -58,7 +58,7 @@ class Detokenizer:
         return self._advance(after)
 
     def flush(self) -> str:
-        """What still waits: the end of the output has come."""
+        """The text that still waits, when the end of the output has come."""
         if len(self._window) == self._read:
             return ""
         return self._advance(self._tokenizer.decode(self._window))

@@ -110,7 +110,7 @@ class JsonObject:
         return valid
 
     def _in_token(self, char: str) -> bool:
-        """Inside a number or a literal, which end with the character after them."""
+        """One character inside a number or a literal, which end with the character after them."""
         if char in _SPACE or char in ",]}":
             complete = self._token in _LITERALS or _NUMBER.fullmatch(self._token)
             self._token = ""

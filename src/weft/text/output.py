@@ -24,7 +24,7 @@ class OutputDelta:
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """With the first one, if they were asked for."""
+    """These come with the first delta, if they were asked for."""
     abort: bool = False
     """A stop string ended the output here: the engine does not know, so its request must be
     aborted (its iterator closed)."""
@@ -53,10 +53,10 @@ class OutputStream:
         self._include_stop = params.include_stop_str_in_output
         self._stops = StopStrings(params.stop, self._include_stop)
         self._num_early = params.min_tokens
-        """Tokens to come in which no stop string ends."""
+        """How many of the next tokens can't end a stop string."""
 
     def feed(self, event: TokenEvent) -> OutputDelta:
-        """Raises the request's own error when the engine reports one."""
+        """What this event adds. Raises the request's own error when the engine reports one."""
         if event.error is not None:
             raise from_wire(event.error)
         text, num_used = self._text(event.token_ids, self._num_written(event))

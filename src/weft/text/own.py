@@ -19,16 +19,16 @@ from weft.core.files import TOKENIZER_FILES
 from weft.text.tokenizer import Tokenizer
 
 MAX_BYTES = {"tokenizer.json": 64 << 20, "chat_template.jinja": 1 << 20}
-"""Of one file; MAX_OTHER_BYTES of any other."""
+"""How large these files may be; any other may have MAX_OTHER_BYTES."""
 MAX_OTHER_BYTES = 8 << 20
 MAX_KEPT = 32
-"""Tokenizers kept for adapters to come that bring the same files, beside those in use."""
+"""How many tokenizers are kept, beside those in use, for adapters that bring the same files."""
 
 NO_FORMS = (
     "structured_outputs are made of the base model's tokens, and the tokenizer of this adapter has"
     " others"
 )
-"""To requests of an adapter whose tokenizer does not extend the base's."""
+"""The answer to requests of an adapter whose tokenizer does not extend the base's."""
 
 _TOKENIZER, _CONFIG, _, _ADDED, _TEMPLATE = TOKENIZER_FILES
 _GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
@@ -40,9 +40,9 @@ class OwnTokenizer:
     """What an adapter's texts are read and written with, in place of the base's."""
 
     tokenizer: Tokenizer
-    """With the base's chat template if it brings none."""
+    """It has the base's chat template if the adapter brings none."""
     eos_ids: tuple[int, ...]
-    """They end its outputs, as the model's do."""
+    """These tokens end its outputs, as the model's own do."""
     extends_base: bool
     """Whether all tokens of the base are in it, under the same ids."""
 
@@ -52,15 +52,15 @@ class AdapterTokenizers:
     one."""
 
     def __init__(self, base: Tokenizer | None) -> None:
-        """`base` None: texts are not served, so that nothing is ever loaded."""
+        """If `base` is None, texts are not served and nothing is ever loaded."""
         self.base = base
         self._by_name: dict[str, OwnTokenizer] = {}
         self._kept: OrderedDict[str, OwnTokenizer | None] = OrderedDict()
-        """By a digest of the files."""
+        """What was loaded, by a digest of the files."""
         self._lock = threading.Lock()
 
     def load(self, folder: Path) -> OwnTokenizer | None:
-        """What the folder of an adapter holds; None: the base's. Slow.
+        """The tokenizer in the folder of an adapter, or None if it has the base's. This is slow.
 
         Raises AdapterInvalid and AdapterNotFound, naming the file, for files that are too large,
         can't be read, are malformed, or ask for remote code.
@@ -77,14 +77,14 @@ class AdapterTokenizers:
             return self._kept[digest]
 
     def put(self, name: str, own: OwnTokenizer | None) -> None:
-        """Requests of this adapter have it from now on."""
+        """Requests of this adapter use `own` from now on; None stands for the base's."""
         if own is None:
             self._by_name.pop(name, None)
         else:
             self._by_name[name] = own
 
     def get(self, name: str) -> OwnTokenizer | None:
-        """None: the base's."""
+        """The tokenizer of this adapter, or None if it has the base's."""
         return self._by_name.get(name)
 
 
@@ -154,8 +154,8 @@ def _load(files: Mapping[str, bytes], base: Tokenizer) -> OwnTokenizer | None:
 
 
 def _tokenizer(files: Mapping[str, bytes], base: Tokenizer) -> Tokenizer:
-    """Loaded from copies of the files alone, beside which there is nothing to be led to. What is
-    not among them is the base's."""
+    """The tokenizer that these files describe; what is missing is the base's. It is loaded from
+    copies in a folder of their own, so that nothing else can be read by way of them."""
     config = _object(files, _CONFIG)
     if config.get("auto_map"):
         _refuse(_CONFIG, "auto_map asks for remote code, which is never run")

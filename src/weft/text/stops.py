@@ -39,7 +39,7 @@ class StopStrings:
         return text[:num_ready]
 
     def flush(self) -> str:
-        """The text that was held back: the end of the output has come."""
+        """The text that was held back, when the end of the output has come."""
         held, self._held = self._held, ""
         return held
 
@@ -65,7 +65,7 @@ class StopStrings:
 
 
 def _borders(stop: str) -> list[int]:
-    """Of each prefix: the length of its longest proper prefix that is also its suffix."""
+    """For each prefix, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(stop)
     state = 0
     for i in range(1, len(stop)):

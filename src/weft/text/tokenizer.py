@@ -59,7 +59,7 @@ class Tokenizer:
     """
 
     def __init__(self, hf: Any, template: str | None = None) -> None:
-        """`template`: in place of its own chat template."""
+        """`template` takes the place of the tokenizer's own chat template."""
         self._hf = hf
         self._template = template
         self._fast: Any | None = getattr(hf, "backend_tokenizer", None)
@@ -69,7 +69,8 @@ class Tokenizer:
 
     @classmethod
     def from_folder(cls, folder: Path) -> Tokenizer:
-        """From the files of a folder alone, without remote code. Raises any kind of error."""
+        """A tokenizer from the files of a folder alone, without remote code. Raises any kind of
+        error."""
         from transformers import AutoTokenizer
 
         return cls(
@@ -89,7 +90,8 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal if texts and tokens are made of each other alike, the chat template aside."""
+        """Tokenizers that turn texts into tokens and back alike have the same one, whatever their
+        chat templates."""
         rust = self._fast.to_str() if self._fast is not None else repr(self._hf.get_vocab())
         said = repr((rust, self._hf.special_tokens_map, self.eos_ids))
         return hashlib.sha256(said.encode(errors="replace")).hexdigest()
@@ -126,7 +128,7 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """Its text, or None; of several templates the one that serves tools, or the default."""
+        """The text of the chat template, or None. The one for tools comes before the default."""
         template = self._template or self._hf.chat_template
         if isinstance(template, dict):
             template = template.get("tool_use") or template.get("default")
@@ -257,7 +259,8 @@ def _with_parsed_call(call: Any) -> Any:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Of byte-level BPE: printable bytes are themselves, the others follow from U+0100 on."""
+    """How byte-level BPE writes bytes: printable ones are themselves, the others follow from U+0100
+    on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + n): b for n, b in enumerate(others)}

@@ -19,19 +19,19 @@ class ToolFormat:
     end: str = ""
     """The mark after a call."""
     separator: str = ""
-    """Between calls that share the mark before them."""
+    """What stands between calls that share the mark before them."""
     bare: bool = False
-    """An output may begin with a call, without a mark."""
+    """Whether an output may begin with a call that has no mark."""
     arguments: str = "arguments"
     """The key that the family's own templates use; both this and the other are read."""
     lists: bool = False
-    """Calls may also be a JSON list, or a name before its arguments."""
+    """Whether calls may also be a JSON list, or a name before its arguments."""
     inner: tuple[str, ...] = ()
     """Marks inside of calls."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """All marks: where they are special tokens, they must not be left out of the text."""
+        """All marks. Where they are special tokens, the text must not leave them out."""
         return tuple(mark for mark in (self.begin, self.end, *self.inner) if mark)
 
 
@@ -53,7 +53,7 @@ TOOL_FORMATS = {
 
 
 def detect_tool_format(chat_template: str) -> str | None:
-    """The format that a model's own chat template writes; None if it has none of those known."""
+    """The format that a model's own chat template writes, or None if it writes none of ours."""
     if "[TOOL_CALLS]" in chat_template:
         return "mistral"
     if "<tool_call>" in chat_template:
