@@ -4,28 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import TypeVar, cast
 
 import torch
 
-from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
+from weft.core.adapters import AdapterRef
 from weft.core.composition import WeightedAdapter
 from weft.core.config import engine_args
-from weft.core.errors import InvalidRequest, ModelNotFound, WeftError, from_wire
-from weft.core.messages import Abort, Hold, Reply, Report, Submit, Tokens
-from weft.core.requests import EngineRequest, FinishReason, TokenEvent, TokenLogprob
+from weft.core.errors import InvalidRequest, ModelNotFound
+from weft.core.requests import EngineRequest, FinishReason, TokenLogprob
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineStats
-from weft.engine.build import build_engine
-from weft.engine.serve import WAIT_S
-from weft.registry import AdapterRegistry
-from weft.serving import Intake, Language, Pinned
-from weft.text import AdapterTokenizers, OutputStream, Tokenizer, load_tokenizer
+from weft.fleet.direct import DirectClient
+from weft.registry import AdapterRegistry, Sources
+from weft.serving import DirectExecutor, Intake, Language, Pinned, Publisher
+from weft.text import AdapterTokenizers, OutputDelta, OutputStream, Tokenizer, load_tokenizer
 
 Prompt = str | list[int]
 Conversation = Sequence[Mapping[str, str]]
@@ -78,12 +75,15 @@ class LLM:
         self._tokenizer = (
             None if skip_tokenizer_init else load_tokenizer(args.model.model, args.model.revision)
         )
-        self._tokenizers = AdapterTokenizers(self._tokenizer)
-        self._wakeups: SimpleQueue[None] = SimpleQueue()
-        self._engine = build_engine(args, wake=lambda: self._wakeups.put(None))
-        self.info = self._engine.info
+        tokenizers = AdapterTokenizers(self._tokenizer)
+        self._client = DirectClient(args)
+        self.info = self._client.info
         self._registry = AdapterRegistry([args.model.model], args.model.model)
-        self._intake = Intake(self.info, self._registry, self._tokenizers)
+        self._intake = Intake(self.info, self._registry, tokenizers)
+        self._executor = DirectExecutor()
+        self._publisher = Publisher(
+            self._client, self._registry, tokenizers, Sources(), self._executor
+        )
         self._ids = itertools.count()
         try:
             for name, path in (adapters or {}).items():
@@ -135,19 +135,14 @@ class LLM:
     def load_adapter(
         self, name: str, path: str | Path, *, replace: bool = False, pinned: bool = False
     ) -> AdapterRef:
-        """Make the adapter in a folder usable under `name`. A tokenizer and a chat template in it
-        are then used for its texts.
+        """Make an adapter usable under `name`. A tokenizer and a chat template that it brings are
+        then used for its texts. `path` is a folder, or `hf://org/name[@revision]` on the hub.
 
         With `replace` it takes the place of other content under that name, as a new version.
         Content stays on the device while any of its names is loaded with `pinned`.
         Raises AdapterError.
         """
-        with self._registry.reserve(name, str(path)):
-            own = self._tokenizers.load(Path(path))
-            info = self._hold(AdapterSource(str(path)), name, pinned)
-            ref = self._publish(name, info, str(path), replace, pinned)
-            self._tokenizers.put(name, own)
-            return ref
+        return self._executor.run(self._publisher.load(name, str(path), replace, pinned))
 
     def publish_adapter(
         self,
@@ -167,22 +162,26 @@ class LLM:
         wherever it comes from. Its image stays on the host until it is unloaded or replaced.
         Raises AdapterError.
         """
-        with self._registry.reserve(name, _MEMORY):
-            info = self._engine.hold_tensors(config, tensors, name, pinned)
-            ref = self._publish(name, info, _MEMORY, True, pinned)
-            self._tokenizers.put(name, None)
-            return ref
+        publishing = self._publisher.publish(
+            name,
+            _MEMORY,
+            lambda: self._client.hold_tensors(config, tensors, name, pinned),
+            replace=True,
+            pinned=pinned,
+        )
+        return self._executor.run(publishing)
 
     def unload_adapter(self, name: str) -> None:
-        """Raises AdapterNotFound."""
-        self._registry.retire(name).on_drained(self._release)
-        self._tokenizers.put(name, None)
+        """Forget an adapter, and free its memory. Raises AdapterNotFound."""
+        self._executor.run(self._publisher.unload(name))
 
     def stats(self) -> EngineStats:
-        return self._engine.stats()
+        """What the engine holds and has done."""
+        return self._executor.run(self._client.stats())
 
     def close(self) -> None:
-        self._engine.close()
+        """Stop the engine. A second call does nothing."""
+        self._executor.run(self._client.close())
 
     def __enter__(self) -> LLM:
         return self
@@ -245,81 +244,38 @@ class LLM:
         self, jobs: list[_Prompting], on_finished: Callable[[RequestOutput], None]
     ) -> list[RequestOutput]:
         open_jobs = {job.request.request_id: job for job in jobs}
-        first: list[Report | None] = [self._engine.apply(Submit(job.request)) for job in jobs]
-        reports = itertools.chain((r for r in first if r is not None), self._reports())
-        try:
-            while open_jobs:
-                report = next(reports)
-                for event in report.events if isinstance(report, Tokens) else ():
-                    self._take(event, open_jobs, on_finished)
-        finally:
-            for request_id in open_jobs:
-                self._engine.apply(Abort(request_id))
+        with contextlib.closing(self._client.run([job.request for job in jobs])) as events:
+            for event in events:
+                job = open_jobs.get(event.request_id)
+                if job is None:
+                    continue
+                delta = job.stream.feed(event)
+                job.add(delta)
+                if delta.abort:
+                    self._client.abort(event.request_id)
+                if delta.finish_reason is not None:
+                    del open_jobs[event.request_id]
+                    on_finished(job.output)
         return [job.output for job in jobs]
-
-    def _take(
-        self,
-        event: TokenEvent,
-        open_jobs: dict[str, _Prompting],
-        on_finished: Callable[[RequestOutput], None],
-    ) -> None:
-        job = open_jobs.get(event.request_id)
-        if job is None:
-            return
-        delta = job.stream.feed(event)
-        output = job.output
-        output.prompt_logprobs = output.prompt_logprobs or event.prompt_logprobs
-        output.text += delta.text
-        output.token_ids += delta.token_ids
-        output.num_cached_tokens = delta.num_cached_tokens
-        if delta.logprobs is not None:
-            output.logprobs = (output.logprobs or []) + delta.logprobs
-        if delta.abort:
-            self._engine.apply(Abort(event.request_id))
-        if delta.finish_reason is not None:
-            output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
-            del open_jobs[event.request_id]
-            on_finished(output)
-
-    def _publish(
-        self, name: str, info: AdapterInfo, path: str, replace: bool, pinned: bool
-    ) -> AdapterRef:
-        """Let `name` point to content that the engine holds for it."""
-        try:
-            return self._registry.publish(name, info, path, replace, self._release, pinned)
-        except WeftError:
-            self._release(AdapterRef(name, 0, info.digest))
-            raise
-
-    def _release(self, ref: AdapterRef) -> None:
-        """Let go of content, unless its name points to it again."""
-        if not self._registry.needs(ref):
-            self._engine.release(ref.digest, ref.name)
-
-    def _hold(self, source: AdapterSource, name: str, pinned: bool) -> AdapterInfo:
-        call_id = next(self._ids)
-        self._engine.apply(Hold(call_id, source, name, pinned))
-        for report in self._reports():
-            if isinstance(report, Reply) and report.call_id == call_id:
-                if report.error is not None:
-                    raise from_wire(report.error)
-                assert report.info is not None
-                return report.info
-        raise AssertionError("unreachable: reports never end")
-
-    def _reports(self) -> Iterator[Report]:
-        while True:
-            yield from self._engine.step()
-            if not self._engine.working:
-                with contextlib.suppress(Empty):
-                    self._wakeups.get(timeout=WAIT_S)
 
 
 @dataclass(slots=True)
 class _Prompting:
+    """One prompt on its way to its output."""
+
     request: EngineRequest
     output: RequestOutput
     stream: OutputStream
+
+    def add(self, delta: OutputDelta) -> None:
+        output = self.output
+        output.prompt_logprobs = output.prompt_logprobs or delta.prompt_logprobs
+        output.text += delta.text
+        output.token_ids += delta.token_ids
+        output.num_cached_tokens = delta.num_cached_tokens
+        output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
+        if delta.logprobs is not None:
+            output.logprobs = (output.logprobs or []) + delta.logprobs
 
 
 def _choices(adapter: AdapterChoice | Sequence[AdapterChoice], count: int) -> list[AdapterChoice]:

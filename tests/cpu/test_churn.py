@@ -22,7 +22,6 @@ import pytest
 import tiny
 from tiny import ADAPTERS, BASE
 
-from weft.api.adapters import AdapterAdmin
 from weft.core.adapters import AdapterRef
 from weft.core.config import engine_args
 from weft.core.errors import ModelNotFound
@@ -36,7 +35,8 @@ from weft.engine.serve import serve
 from weft.fleet import thread
 from weft.fleet.client import LinkClient
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
-from weft.text import load_tokenizer
+from weft.serving import LoopExecutor, Publisher
+from weft.text import AdapterTokenizers, load_tokenizer
 
 NUM_REQUESTS = 10_000
 NUM_TENANTS = 24
@@ -95,7 +95,7 @@ class Churn:
 
     engine: LinkClient
     registry: AdapterRegistry
-    admin: AdapterAdmin
+    publisher: Publisher
     root: Path
     random: random.Random
     task_of: dict[str, str] = field(default_factory=dict)
@@ -117,12 +117,12 @@ class Churn:
 
     async def run(self) -> None:
         for name in ADAPTERS:
-            ref = await self.admin.load(name, str(ADAPTERS[name]))
+            ref = await self.publisher.load(name, str(ADAPTERS[name]))
             self.task_of[ref.digest] = name
             self.serves[name] = {name}
         for i in range(NUM_TENANTS):
             task = list(ADAPTERS)[i % len(ADAPTERS)]
-            await self.admin.load(f"tenant-{i}", str(ADAPTERS[task]))
+            await self.publisher.load(f"tenant-{i}", str(ADAPTERS[task]))
             self.serves[f"tenant-{i}"] = {task}
         requests = iter(range(NUM_REQUESTS))
         await asyncio.gather(*(self._client(requests) for _ in range(NUM_OPEN)))
@@ -200,7 +200,7 @@ class Churn:
         self.changes.append(asyncio.create_task(change))
 
     async def _load(self, name: str, task: str) -> None:
-        ref = await self.admin.load(name, self._path(name, task), replace=True)
+        ref = await self.publisher.load(name, self._path(name, task), replace=True)
         self.serves[name] = {task}
         self.changing.remove(name)
         self._expect(self.task_of[ref.digest] == task, f"{name} was loaded with another {task}")
@@ -209,7 +209,7 @@ class Churn:
     async def _unload(self, name: str) -> None:
         self.serves[name] = {None}  # from now on, whatever still runs
         self.changing.remove(name)
-        await self.admin.unload(name)
+        await self.publisher.unload(name)
         self.counts["unloads"] += 1
 
     def _path(self, name: str, task: str) -> str:
@@ -224,18 +224,19 @@ def test_no_token_comes_from_a_wrong_version(engines: list[Engine], tmp_path: Pa
     async def run() -> Churn:
         client = await thread.start_in_process(engine_args(str(BASE), num_threads=1, **ROOM))
         registry = AdapterRegistry(["base"], str(BASE))
-        admin = AdapterAdmin(client, registry, Sources(AdapterRoots([BASE.parent, tmp_path])))
-        churn = Churn(client, registry, admin, tmp_path, random.Random(0))
+        sources, executor = Sources(AdapterRoots([BASE.parent, tmp_path])), LoopExecutor()
+        publisher = Publisher(client, registry, AdapterTokenizers(None), sources, executor)
+        churn = Churn(client, registry, publisher, tmp_path, random.Random(0))
         try:
             await churn.run()
             stats = await client.stats()
             assert stats.adapter_evictions > NUM_REQUESTS / 100
             assert stats.adapter_loads > stats.adapter_evictions
             assert stats.preemptions and stats.cached_tokens
-            await _unload_all(registry, admin)
+            await _unload_all(registry, publisher)
             _check_empty(await client.stats())
         finally:
-            await admin.close()
+            await executor.close()
             await client.close()
         return churn
 
@@ -249,9 +250,9 @@ def test_no_token_comes_from_a_wrong_version(engines: list[Engine], tmp_path: Pa
     engines[0].scheduler.check()
 
 
-async def _unload_all(registry: AdapterRegistry, admin: AdapterAdmin) -> None:
+async def _unload_all(registry: AdapterRegistry, publisher: Publisher) -> None:
     registry.check()
-    await asyncio.gather(*(admin.unload(ref.name) for ref in registry.adapters()))
+    await asyncio.gather(*(publisher.unload(ref.name) for ref in registry.adapters()))
     registry.check()
     assert not registry.adapters()
 

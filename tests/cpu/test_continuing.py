@@ -70,12 +70,12 @@ def engines(make_module_llm: MakeLLM, tmp_path_factory: pytest.TempPathFactory) 
 def run(llm: LLM, requests: list[EngineRequest]) -> dict[str, list[TokenEvent]]:
     events: dict[str, list[TokenEvent]] = {request.request_id: [] for request in requests}
     for request in requests:
-        assert llm._engine.submit(request) is None
+        assert llm._client.engine.submit(request) is None
     while not all(found and found[-1].finish_reason for found in events.values()):
-        for report in llm._engine.step():
+        for report in llm._client.engine.step():
             for event in getattr(report, "events", ()):
                 events[event.request_id].append(event)
-    llm._engine.scheduler.check()
+    llm._client.engine.scheduler.check()
     return events
 
 

@@ -366,7 +366,7 @@ def spoil_kernels(monkeypatch: Patch) -> None:
 
 def spoil_copies(llm: LLM, monkeypatch: Patch, count: int) -> list[int]:
     """So many of the next copies to adapter memory go wrong; where each began."""
-    pool = llm._engine._worker.pool
+    pool = llm._client.engine._worker.pool
     write, starts = pool.write, list[int]()
 
     def wrong(start: int, data: Tensor) -> int:
@@ -392,14 +392,14 @@ def finish(llm: LLM, requests: dict[str, str | None]) -> dict[str, TokenEvent]:
     for request_id, name in requests.items():
         ref = llm._registry.resolve(name).ref if name else None
         prompt = llm.tokenizer.encode("<|bos|><|user|>hello<|end|><|assistant|>")
-        refused = llm._engine.submit(EngineRequest(request_id, prompt, GREEDY, ref, seed=0))
+        refused = llm._client.engine.submit(EngineRequest(request_id, prompt, GREEDY, ref, seed=0))
         ended |= {request_id: refused} if refused else {}
     while len(ended) < len(requests):
-        for report in llm._engine.step():
+        for report in llm._client.engine.step():
             events = getattr(report, "events", ())
             ended |= {e.request_id: e for e in events if e.finish_reason is not None}
-    llm._engine._residency.check()
-    llm._engine.scheduler.check()
+    llm._client.engine._residency.check()
+    llm._client.engine.scheduler.check()
     return ended
 
 
@@ -477,17 +477,17 @@ def test_steps_go_on_beside_checks(llm: LLM) -> None:
     names = list(ADAPTERS)
     prompt = llm.tokenizer.encode("<|bos|><|user|>hello<|end|><|assistant|>")
     for number, name in enumerate(names):
-        llm._engine.apply(Hold(number, AdapterSource(str(ADAPTERS[name])), name))
+        llm._client.engine.apply(Hold(number, AdapterSource(str(ADAPTERS[name])), name))
     ended: dict[int, str] = {}
     rounds = 0
     while len(ended) < len(names) or rounds < 20:
         wanted = {"a": "upper", "b": "reverse", "c": None}
         for request_id, name in wanted.items():
             ref = llm._registry.resolve(name).ref if name else None
-            llm._engine.submit(EngineRequest(request_id, prompt, GREEDY, ref, seed=0))
+            llm._client.engine.submit(EngineRequest(request_id, prompt, GREEDY, ref, seed=0))
         answers: dict[str, list[int]] = {i: [] for i in wanted}
         while wanted:
-            for report in llm._engine.step():
+            for report in llm._client.engine.step():
                 if isinstance(report, Reply):
                     assert report.info is not None, report.error
                     ended[report.call_id] = report.info.digest

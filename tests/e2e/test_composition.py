@@ -126,7 +126,7 @@ def llm() -> Iterator[LLM]:
     with LLM(BASE, LOADED, num_threads=1, num_blocks=512, block_size=4) as made:
         yield made
         check_idle(made)
-        made._engine._residency.check()
+        made._client.engine._residency.check()
         made._registry.check()
 
 
@@ -462,7 +462,7 @@ def test_after_a_restart(tmp_path: Path) -> None:
 def answers(llm: LLM, sum_: Sum, word: str = "planet") -> list[int]:
     params = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
     (output,) = llm.chat(ask(word), params, weighted(sum_))
-    llm._engine._residency.check()
+    llm._client.engine._residency.check()
     return output.token_ids
 
 
@@ -495,7 +495,7 @@ def test_those_used_least_recently_are_forgotten(
 ) -> None:
     monkeypatch.setattr(adapters, "MAX_SUMS", 2)
     llm = make_llm(adapters={name: ADAPTERS[name] for name in ("upper", "sort")})
-    known = llm._engine._residency._known
+    known = llm._client.engine._residency._known
     sums = [{"upper": scale, "sort": 1.0} for scale in (0.1, 0.2, 0.3)]
     first = [answers(llm, sum_) for sum_ in sums]
     assert len(known) == 4 and len(llm.stats().resident_adapters) == 2

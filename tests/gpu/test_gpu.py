@@ -155,7 +155,7 @@ def test_graphs_change_no_token(make_llm: Callable[..., LLM]) -> None:
         return [o.token_ids for o in outputs]
 
     with_graphs = run()
-    executor = llm._engine._worker._executor
+    executor = llm._client.engine._worker._executor
     assert executor.graphs is not None
     executor.graphs = None
     assert run() == with_graphs

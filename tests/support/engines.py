@@ -59,7 +59,7 @@ def _make_llms() -> Iterator[MakeLLM]:
 
 def check_idle(llm: LLM) -> None:
     """Let steps in flight end; then nothing may be left behind."""
-    engine = llm._engine
+    engine = llm._client.engine
     while engine.step() or engine.working:
         pass
     engine.scheduler.check()

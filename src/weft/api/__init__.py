@@ -1,7 +1,6 @@
 """The OpenAI-compatible HTTP side. Talks to an EngineClient, never to the engine itself."""
 
-from weft.api.adapters import AdapterAdmin
 from weft.api.app import create_app
 from weft.api.settings import ApiSettings
 
-__all__ = ["AdapterAdmin", "ApiSettings", "create_app"]
+__all__ = ["ApiSettings", "create_app"]

@@ -9,7 +9,6 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from weft.api.adapters import AdapterAdmin
 from weft.api.errors import add_error_handlers
 from weft.api.middleware import REQUEST_ID, Observe, RequestIds, RequireKey
 from weft.api.observe import TraceHeaders, TraceSink
@@ -27,6 +26,7 @@ from weft.api.tenants import parse_key
 from weft.core.protocols import EngineClient
 from weft.metrics import Metrics
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
+from weft.serving import LoopExecutor, Publisher
 from weft.text import AdapterTokenizers, Tokenizer
 
 
@@ -44,12 +44,13 @@ def create_app(
         tokenizer = AdapterTokenizers(tokenizer)
     metrics = Metrics(settings.served_model_names[0])
     service = Service(engine, registry, tokenizer, settings, metrics, traces)
-    admin = AdapterAdmin(engine, registry, Sources(roots, settings.allow_hub_adapters), tokenizer)
+    sources, executor = Sources(roots, settings.allow_hub_adapters), LoopExecutor()
+    publisher = Publisher(engine, registry, tokenizer, sources, executor)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await admin.close()
+        await executor.close()
 
     # No /docs: its page would load scripts from elsewhere.
     app = FastAPI(
@@ -66,7 +67,7 @@ def create_app(
     app.include_router(response_routes(service))
     app.include_router(tokenize_routes(service))
     app.include_router(model_routes(service))
-    app.include_router(adapter_routes(service, admin))
+    app.include_router(adapter_routes(service, publisher))
     app.include_router(ops_routes(service))
     add_error_handlers(app)
     _add_middleware(app, metrics, settings)

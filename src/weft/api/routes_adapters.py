@@ -8,13 +8,13 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
-from weft.api.adapters import AdapterAdmin
 from weft.api.http import json_response, read_body
 from weft.api.openapi import TEXT, body_of
 from weft.api.service import Service
 from weft.core.errors import AdapterPathRefused, InvalidRequest, WeftError
 from weft.core.stats import EngineStats
 from weft.registry import AdapterCard
+from weft.serving import Publisher
 
 
 class _Body(BaseModel):
@@ -108,32 +108,32 @@ class AdapterDone(BaseModel):
     lora_name: str
 
 
-def adapter_routes(service: Service, admin: AdapterAdmin) -> APIRouter:
+def adapter_routes(service: Service, publisher: Publisher) -> APIRouter:
     router = APIRouter()
-    router.include_router(_vllm_routes(admin, service.settings.max_body_bytes))
-    router.include_router(_sglang_routes(service, admin))
-    router.include_router(_dynamo_routes(service, admin))
+    router.include_router(_vllm_routes(publisher, service.settings.max_body_bytes))
+    router.include_router(_sglang_routes(service, publisher))
+    router.include_router(_dynamo_routes(service, publisher))
     return router
 
 
-def _vllm_routes(admin: AdapterAdmin, max_body_bytes: int) -> APIRouter:
+def _vllm_routes(publisher: Publisher, max_body_bytes: int) -> APIRouter:
     router = APIRouter(default_response_class=Response, responses=TEXT)
 
     @router.post("/v1/load_lora_adapter", openapi_extra=body_of(LoadBody))
     async def load_lora_adapter(request: Request) -> Response:
-        name = await _load(admin, request, max_body_bytes)
+        name = await _load(publisher, request, max_body_bytes)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter", openapi_extra=body_of(UnloadBody))
     async def unload_lora_adapter(request: Request) -> Response:
         """Answers when the adapter's running requests have ended."""
-        name = await _unload(admin, request, max_body_bytes)
+        name = await _unload(publisher, request, max_body_bytes)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     return router
 
 
-def _sglang_routes(service: Service, admin: AdapterAdmin) -> APIRouter:
+def _sglang_routes(service: Service, publisher: Publisher) -> APIRouter:
     described: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": UpdateAnswer, "description": "It can't be loaded or unloaded."},
         "5XX": {"model": UpdateAnswer, "description": "The engine does not answer."},
@@ -152,7 +152,7 @@ def _sglang_routes(service: Service, admin: AdapterAdmin) -> APIRouter:
     @router.post("/load_lora_adapter", response_model=UpdateAnswer, openapi_extra=body_of(LoadBody))
     async def load_lora_adapter(request: Request) -> Response:
         try:
-            await _load(admin, request, max_body_bytes)
+            await _load(publisher, request, max_body_bytes)
         except WeftError as error:
             return answer(error)
         return answer()
@@ -163,7 +163,7 @@ def _sglang_routes(service: Service, admin: AdapterAdmin) -> APIRouter:
     async def unload_lora_adapter(request: Request) -> Response:
         """Answers when the adapter's running requests have ended."""
         try:
-            await _unload(admin, request, max_body_bytes)
+            await _unload(publisher, request, max_body_bytes)
         except WeftError as error:
             return answer(error)
         return answer()
@@ -171,7 +171,7 @@ def _sglang_routes(service: Service, admin: AdapterAdmin) -> APIRouter:
     return router
 
 
-def _dynamo_routes(service: Service, admin: AdapterAdmin) -> APIRouter:
+def _dynamo_routes(service: Service, publisher: Publisher) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/loras", response_model=AdapterList)
@@ -188,7 +188,7 @@ def _dynamo_routes(service: Service, admin: AdapterAdmin) -> APIRouter:
         body = await read_body(request, SourceBody, service.settings.max_body_bytes)
         body.check()
         try:
-            await admin.load(body.lora_name, body.source.uri, pinned=body.pinned)
+            await publisher.load(body.lora_name, body.source.uri, pinned=body.pinned)
         except WeftError as error:
             if error.param == "lora_path":
                 error.param = "source.uri"
@@ -198,22 +198,22 @@ def _dynamo_routes(service: Service, admin: AdapterAdmin) -> APIRouter:
     @router.delete("/v1/loras/{name:path}", response_model=AdapterDone)
     async def remove_adapter(name: str) -> Response:
         """Answers when the adapter's running requests have ended."""
-        await admin.unload(name)
+        await publisher.unload(name)
         return _done("unloaded", name)
 
     return router
 
 
-async def _load(admin: AdapterAdmin, request: Request, max_body_bytes: int) -> str:
+async def _load(publisher: Publisher, request: Request, max_body_bytes: int) -> str:
     body = await read_body(request, LoadBody, max_body_bytes)
     body.check()
-    await admin.load(body.lora_name, body.lora_path, body.load_inplace, body.pinned)
+    await publisher.load(body.lora_name, body.lora_path, body.load_inplace, body.pinned)
     return body.lora_name
 
 
-async def _unload(admin: AdapterAdmin, request: Request, max_body_bytes: int) -> str:
+async def _unload(publisher: Publisher, request: Request, max_body_bytes: int) -> str:
     body = await read_body(request, UnloadBody, max_body_bytes)
-    await admin.unload(body.lora_name)
+    await publisher.unload(body.lora_name)
     return body.lora_name
 
 

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
-from weft.api import AdapterAdmin, ApiSettings, create_app
+from weft.api import ApiSettings, create_app
 from weft.api.http import READER_TIMEOUT_S
 from weft.cli.options import LoraModule, show_bytes
 from weft.core.config import EngineArgs
@@ -32,6 +32,7 @@ from weft.fleet.supervisor import WATCHDOG_S, Supervisor, start_supervised
 from weft.metrics.logs import configure_logging
 from weft.models.config import resolve_model
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
+from weft.serving import LoopExecutor, Publisher
 from weft.text import AdapterTokenizers, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -220,12 +221,12 @@ async def _load_adapters(
     tokenizers: AdapterTokenizers,
 ) -> None:
     """Load the operator's own adapters, which may lie anywhere."""
-    admin = AdapterAdmin(engine, registry, Sources(), tokenizers)
+    publisher = Publisher(engine, registry, tokenizers, Sources(), LoopExecutor())
     with console.status("Loading adapters") as status:
         for number, module in enumerate(modules, 1):
             status.update(f"Loading adapters {number}/{len(modules)}")
             try:
-                await admin.load(module.name, module.path)
+                await publisher.load(module.name, module.path)
             except WeftError as error:
                 raise _refused(module, error.message) from error
 

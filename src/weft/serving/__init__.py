@@ -3,7 +3,16 @@
 The HTTP application and the Python API both use this one path.
 """
 
+from weft.serving.executor import DirectExecutor, LoopExecutor
 from weft.serving.intake import Intake, Pinned
 from weft.serving.language import Language
+from weft.serving.publisher import Publisher
 
-__all__ = ["Intake", "Language", "Pinned"]
+__all__ = [
+    "DirectExecutor",
+    "Intake",
+    "Language",
+    "LoopExecutor",
+    "Pinned",
+    "Publisher",
+]

@@ -1,0 +1,132 @@
+"""The engine in the thread of its caller, who steps it by waiting for it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+
+import torch
+
+from weft.core.adapters import AdapterInfo, AdapterSource
+from weft.core.config import EngineArgs
+from weft.core.errors import from_wire
+from weft.core.messages import Abort, Hold, Reply, Report, Submit, Tokens
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.stats import EngineInfo, EngineStats
+from weft.engine.build import build_engine
+from weft.engine.serve import WAIT_S
+
+
+class _Inbox:
+    """What came for the requests of one `run` and was not taken yet."""
+
+    __slots__ = ("events", "num_open")
+
+    def __init__(self) -> None:
+        self.events: deque[TokenEvent] = deque()
+        self.num_open = 0
+
+
+class DirectClient:
+    """EngineClient over an engine in this thread.
+
+    Its coroutines never wait for an event loop: they step the engine until it has the answer. What
+    else comes meanwhile is kept for those who asked for it.
+    """
+
+    def __init__(self, args: EngineArgs) -> None:
+        """Raises ConfigError if the engine can't start like this."""
+        self._wakeups: SimpleQueue[None] = SimpleQueue()
+        self.engine = build_engine(args, wake=lambda: self._wakeups.put(None))
+        self.alive = True
+        self._call_ids = itertools.count()
+        self._replies: dict[int, Reply] = {}
+        self._inboxes: dict[str, _Inbox] = {}
+        """By request that is open."""
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engine.info
+
+    def run(self, requests: Sequence[EngineRequest]) -> Generator[TokenEvent, None, None]:
+        """The events of several requests as they come, up to the last one of each. Closing the
+        iterator aborts what still runs."""
+        inbox = _Inbox()
+        try:
+            for request in requests:
+                self._inboxes[request.request_id] = inbox
+                inbox.num_open += 1
+                self._take(self.engine.apply(Submit(request)))
+            while inbox.events or inbox.num_open:
+                if inbox.events:
+                    yield inbox.events.popleft()
+                else:
+                    self._step()
+        finally:
+            for request in requests:
+                if self._inboxes.get(request.request_id) is inbox:
+                    self.abort(request.request_id)
+
+    def abort(self, request_id: str) -> None:
+        """End a request without a further event, if it is open."""
+        inbox = self._inboxes.pop(request_id, None)
+        if inbox is not None:
+            inbox.num_open -= 1
+            self.engine.apply(Abort(request_id))
+
+    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+        for event in self.run([request]):
+            yield event
+
+    async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
+        call_id = next(self._call_ids)
+        self._take(self.engine.apply(Hold(call_id, source, holder, pinned)))
+        while (reply := self._replies.pop(call_id, None)) is None:
+            self._step()
+        if reply.error is not None:
+            raise from_wire(reply.error)
+        assert reply.info is not None
+        return reply.info
+
+    async def hold_tensors(
+        self,
+        config: Mapping[str, object],
+        tensors: Mapping[str, torch.Tensor],
+        holder: str,
+        pinned: bool = False,
+    ) -> AdapterInfo:
+        """As `hold`, of an adapter in memory, which is copied."""
+        return self.engine.hold_tensors(config, tensors, holder, pinned)
+
+    async def release(self, digest: str, holder: str) -> None:
+        self.engine.release(digest, holder)
+
+    async def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    async def close(self) -> None:
+        self.alive = False
+        self._take(Tokens(self.engine.close()))
+
+    def _step(self) -> None:
+        reports = self.engine.step()
+        for report in reports:
+            self._take(report)
+        if not reports and not self.engine.working:
+            with suppress(Empty):
+                self._wakeups.get(timeout=WAIT_S)
+
+    def _take(self, report: Report | None) -> None:
+        if isinstance(report, Reply):
+            self._replies[report.call_id] = report
+        for event in report.events if isinstance(report, Tokens) else ():
+            inbox = self._inboxes.get(event.request_id)
+            if inbox is None:
+                continue
+            inbox.events.append(event)
+            if event.finish_reason is not None:
+                del self._inboxes[event.request_id]
+                inbox.num_open -= 1
