@@ -15,7 +15,8 @@ import pytest
 from rich.console import Console
 
 from weft.cli import top
-from weft.cli.top import Scrape, View, measure, parse, plain_url, quantile, run_top
+from weft.cli.scrapes import Scrape, TierLoad, View, measure, parse, plain_url, quantile
+from weft.cli.top import run_top
 from weft.core.errors import Unreachable
 
 
@@ -120,8 +121,8 @@ def test_adapters_the_busiest_first() -> None:
 def test_tiers() -> None:
     view = measure(scrape(120), scrape(110))
     assert view.tiers == (
-        top.TierRow("device", 1.5 * 2**30, 2**31, 0.75, 1.0),
-        top.TierRow("host", 0.0, 2**29, None, 0.0),
+        TierLoad("device", 1.5 * 2**30, 2**31, 0.75, 1.0),
+        TierLoad("host", 0.0, 2**29, None, 0.0),
     )
     assert {name: each.p50_s for name, each in view.stages.items()} == {"read": 0.005, "copy": 1e-3}
     assert view.wait.p50_s == 0.01

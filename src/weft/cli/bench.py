@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -26,6 +27,7 @@ from weft.cli.bench_options import (
     reporting,
 )
 from weft.cli.ending import ending_in_one_line
+from weft.cli.options import with_flags
 
 bench = typer.Typer(
     help="Measure an engine or a running server, or simulate adapter memory.",
@@ -39,7 +41,9 @@ def decode(
     model: Model = None,
     batch: Annotated[
         str,
-        typer.Option(metavar="N,...", help="Requests in the batch.", rich_help_panel=WORKLOAD),
+        typer.Option(
+            metavar="N,...", help="How many requests the batch holds.", rich_help_panel=WORKLOAD
+        ),
     ] = "1,8,32,64",
     pattern: Annotated[
         str,
@@ -54,7 +58,10 @@ def decode(
     rank: Rank = 16,
     targets: Targets = None,
     repeats: Annotated[
-        int, typer.Option(help="Results are medians of so many.", min=1, rich_help_panel=WORKLOAD)
+        int,
+        typer.Option(
+            help="Each result is the median of so many runs.", min=1, rich_help_panel=WORKLOAD
+        ),
     ] = 3,
     seed: Seed = 0,
     plot: Plot = Path("weft-bench-decode.png"),
@@ -86,7 +93,10 @@ def decode(
 def throughput(
     model: Model = None,
     num_requests: Annotated[
-        int, typer.Option(help="Submitted all at once.", min=1, rich_help_panel=WORKLOAD)
+        int,
+        typer.Option(
+            help="How many requests are submitted, all at once.", min=1, rich_help_panel=WORKLOAD
+        ),
     ] = 512,
     pattern: Annotated[
         str,
@@ -99,7 +109,11 @@ def throughput(
     ] = "none,identical,uniform,skewed",
     adapters: Annotated[
         int,
-        typer.Option(help="For uniform and skewed.", min=1, rich_help_panel=WORKLOAD),
+        typer.Option(
+            help="How many adapters the patterns uniform and skewed have.",
+            min=1,
+            rich_help_panel=WORKLOAD,
+        ),
     ] = 64,
     input_len: InputLen = "lognormal:5.2,0.8,16,1024",
     output_len: OutputLen = "lognormal:4.9,0.7,8,512",
@@ -142,7 +156,8 @@ def throughput(
 def profile(
     model: Model = None,
     batch: Annotated[
-        int, typer.Option(help="Requests in the batch.", min=1, rich_help_panel=WORKLOAD)
+        int,
+        typer.Option(help="How many requests the batch holds.", min=1, rich_help_panel=WORKLOAD),
     ] = 64,
     pattern: Annotated[
         str,
@@ -202,36 +217,41 @@ def startup(
         done(run_startup(model, AdapterShape(rank, names(targets)), options))
 
 
-@bench.command()
-def serve(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Such as http://127.0.0.1:8000.")],
+@dataclass(frozen=True, kw_only=True)
+class LoadFlags:
+    """The flags of `weft bench serve`."""
+
+    url: Annotated[
+        str,
+        typer.Argument(metavar="URL", help="The server's address, such as http://127.0.0.1:8000."),
+    ]
     models: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Whom to ask. Default: all adapters that the server lists.",
+            help="The models that are asked. Default: all adapters that the server lists.",
             rich_help_panel=WORKLOAD,
         ),
-    ] = None,
+    ] = None
     include_base: Annotated[
         bool,
-        typer.Option("--include-base", help="Ask the base too.", rich_help_panel=WORKLOAD),
-    ] = False,
+        typer.Option("--include-base", help="Ask the base model too.", rich_help_panel=WORKLOAD),
+    ] = False
     endpoint: Annotated[
         Literal["completions", "chat"],
         typer.Option(
             help="completions: prompts are token ids. chat: words.", rich_help_panel=WORKLOAD
         ),
-    ] = "completions",
+    ] = "completions"
     choice: Annotated[
         str,
         typer.Option(
             metavar="CHOICE",
-            help="Who is asked next: zipf:EXPONENT, the first much more often; uniform, at"
-            " random; or round-robin.",
+            help="How the model of each request is chosen: zipf:EXPONENT, the first ones much more"
+            " often; uniform, at random; or round-robin.",
             rich_help_panel=WORKLOAD,
         ),
-    ] = "zipf:1.0",
+    ] = "zipf:1.0"
     arrival: Annotated[
         str,
         typer.Option(
@@ -240,12 +260,13 @@ def serve(
             " once; all at once; or closed:CONCURRENCY, each user after the last answer.",
             rich_help_panel=WORKLOAD,
         ),
-    ] = "poisson:8",
+    ] = "poisson:8"
     num_requests: Annotated[
-        int, typer.Option(min=1, help="All in all.", rich_help_panel=WORKLOAD)
-    ] = 256,
-    input_len: InputLen = "128",
-    output_len: OutputLen = "64",
+        int,
+        typer.Option(min=1, help="How many requests are sent in all.", rich_help_panel=WORKLOAD),
+    ] = 256
+    input_len: InputLen = "128"
+    output_len: OutputLen = "64"
     ignore_eos: Annotated[
         bool,
         typer.Option(
@@ -253,30 +274,38 @@ def serve(
             help="Ask for answers of exactly that length; not all servers know the field.",
             rich_help_panel=WORKLOAD,
         ),
-    ] = True,
-    seed: Seed = 0,
+    ] = True
+    seed: Seed = 0
     timeout: Annotated[
         float,
         typer.Option(
             metavar="SECONDS",
-            help="End the whole run then; what is still open has failed.",
+            help="How long the whole run may take; requests that are still open then have failed.",
             min=0.001,
             rich_help_panel=WORKLOAD,
         ),
-    ] = 600.0,
+    ] = 600.0
     api_key: Annotated[
         str | None,
-        typer.Option(metavar="KEY", help="Sent as the bearer token.", envvar="WEFT_API_KEY"),
-    ] = None,
-    plot: Plot = Path("weft-bench-serve.png"),
-    no_plot: NoPlot = False,
-    record: Record = None,
+        typer.Option(
+            metavar="KEY", help="The key that is sent as the bearer token.", envvar="WEFT_API_KEY"
+        ),
+    ] = None
+    plot: Plot = Path("weft-bench-serve.png")
+    no_plot: NoPlot = False
+    record: Record = None
+
+
+@bench.command()
+@with_flags
+def serve(
+    flags: LoadFlags,
 ) -> None:
     """Latency and throughput of any OpenAI-compatible server, under a load of many adapters.
 
     Exit status 1 if any request failed.
     """
-    with reporting(None if no_plot else plot, record) as done:
+    with reporting(None if flags.no_plot else flags.plot, flags.record) as done:
         from weft.bench.report import need
         from weft.bench.workload import Arrival, Choice, Lengths
 
@@ -284,18 +313,18 @@ def serve(
         from weft.bench.serve import LoadPlan, run_serve
 
         plan = LoadPlan(
-            endpoint=endpoint,
-            models=names(models) or (),
-            choice=Choice.parse(choice),
-            arrival=Arrival.parse(arrival),
-            num_requests=num_requests,
-            input_len=Lengths.parse(input_len, "input_len"),
-            output_len=Lengths.parse(output_len, "output_len"),
-            ignore_eos=ignore_eos,
-            seed=seed,
-            timeout_s=timeout,
+            endpoint=flags.endpoint,
+            models=names(flags.models) or (),
+            choice=Choice.parse(flags.choice),
+            arrival=Arrival.parse(flags.arrival),
+            num_requests=flags.num_requests,
+            input_len=Lengths.parse(flags.input_len, "input_len"),
+            output_len=Lengths.parse(flags.output_len, "output_len"),
+            ignore_eos=flags.ignore_eos,
+            seed=flags.seed,
+            timeout_s=flags.timeout,
         )
-        done(run_serve(url, api_key, plan, include_base))
+        done(run_serve(flags.url, flags.api_key, plan, flags.include_base))
 
 
 bench.command()(kernels)
@@ -308,11 +337,11 @@ bench.command()(simulate)
 @bench.command("plot")
 def plot_history(
     history: Annotated[
-        Path, typer.Option(metavar="FILE.jsonl", help="What --record has kept.")
+        Path, typer.Option(metavar="FILE.jsonl", help="The file that --record has written.")
     ] = Path("benchmarks/history.jsonl"),
-    to: Annotated[Path, typer.Option(metavar="FOLDER", help="Where the plots go.")] = Path(
-        "docs/images"
-    ),
+    to: Annotated[
+        Path, typer.Option(metavar="FOLDER", help="The folder that the plots are written to.")
+    ] = Path("docs/images"),
 ) -> None:
     """Draw what the newest runs in a history show, beside other servers' figures."""
     with ending_in_one_line():

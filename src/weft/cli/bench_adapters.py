@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -23,12 +24,14 @@ from weft.cli.bench_options import (
     names,
     reporting,
 )
-from weft.cli.options import parse_bytes
+from weft.cli.options import parse_bytes, with_flags
 
 
-@engine_options("enable_prefix_caching", "adapter_cache_dir")
-def churn(
-    model: Model = None,
+@dataclass(frozen=True, kw_only=True)
+class ChurnFlags:
+    """The flags of `weft bench churn` beside those of the engine."""
+
+    model: Model = None
     populations: Annotated[
         str,
         typer.Option(
@@ -36,24 +39,25 @@ def churn(
             help="How many adapters the requests of each run choose among.",
             rich_help_panel=WORKLOAD,
         ),
-    ] = "16,32,64,128,256",
+    ] = "16,32,64,128,256"
     resident: Annotated[
         int,
         typer.Option(
-            help="For how many of them the device gets memory, unless --adapter-memory is given.",
+            help="How many adapters the device gets memory for, unless --adapter-memory is given.",
             min=1,
             rich_help_panel=WORKLOAD,
         ),
-    ] = 16,
+    ] = 16
     choice: Annotated[
         str,
         typer.Option(
             "--choice",
             metavar="CHOICE",
-            help="Who is asked next: uniform, or zipf:EXPONENT, the first much more often.",
+            help="How the adapter of each request is chosen: uniform, or zipf:EXPONENT, the first"
+            " ones much more often.",
             rich_help_panel=WORKLOAD,
         ),
-    ] = "uniform",
+    ] = "uniform"
     load: Annotated[
         float | None,
         typer.Option(
@@ -64,14 +68,14 @@ def churn(
             max=2.0,
             rich_help_panel=WORKLOAD,
         ),
-    ] = None,
+    ] = None
     num_requests: Annotated[
-        int, typer.Option(help="Of each run.", min=1, rich_help_panel=WORKLOAD)
-    ] = 512,
-    ranks: Ranks = "16",
-    targets: Targets = None,
-    input_len: InputLen = "lognormal:5.2,0.8,16,1024",
-    output_len: OutputLen = "lognormal:4.9,0.7,8,512",
+        int, typer.Option(help="How many requests each run sends.", min=1, rich_help_panel=WORKLOAD)
+    ] = 512
+    ranks: Ranks = "16"
+    targets: Targets = None
+    input_len: InputLen = "lognormal:5.2,0.8,16,1024"
+    output_len: OutputLen = "lognormal:4.9,0.7,8,512"
     on_disk: Annotated[
         bool,
         typer.Option(
@@ -81,7 +85,7 @@ def churn(
             " stay in host memory.",
             rich_help_panel=WORKLOAD,
         ),
-    ] = False,
+    ] = False
     verify: Annotated[
         bool,
         typer.Option(
@@ -90,36 +94,42 @@ def churn(
             " in float32 they are the same.",
             rich_help_panel=WORKLOAD,
         ),
-    ] = False,
-    seed: Seed = 0,
-    plot: Plot = Path("weft-bench-churn.png"),
-    no_plot: NoPlot = False,
-    record: Record = None,
+    ] = False
+    seed: Seed = 0
+    plot: Plot = Path("weft-bench-churn.png")
+    no_plot: NoPlot = False
+    record: Record = None
+
+
+@engine_options("enable_prefix_caching", "adapter_cache_dir")
+@with_flags
+def churn(
+    flags: ChurnFlags,
     **options: object,
 ) -> None:
     """Throughput and latency while more adapters are in demand than the device holds.
 
     Adapters are random. Exit status 1 if --verify finds other tokens.
     """
-    with reporting(None if no_plot else plot, record) as done:
+    with reporting(None if flags.no_plot else flags.plot, flags.record) as done:
         from weft.bench.churn import ChurnPlan, run_churn
         from weft.bench.workload import Choice, Lengths, parse_counts
 
         plan = ChurnPlan(
-            populations=parse_counts(populations, "populations"),
-            resident=resident,
-            ranks=parse_counts(ranks, "ranks"),
-            targets=names(targets),
-            choice=Choice.parse(choice),
-            num_requests=num_requests,
-            input_len=Lengths.parse(input_len, "input_len"),
-            output_len=Lengths.parse(output_len, "output_len"),
-            load=load,
-            on_disk=on_disk,
-            verify=verify,
-            seed=seed,
+            populations=parse_counts(flags.populations, "populations"),
+            resident=flags.resident,
+            ranks=parse_counts(flags.ranks, "ranks"),
+            targets=names(flags.targets),
+            choice=Choice.parse(flags.choice),
+            num_requests=flags.num_requests,
+            input_len=Lengths.parse(flags.input_len, "input_len"),
+            output_len=Lengths.parse(flags.output_len, "output_len"),
+            load=flags.load,
+            on_disk=flags.on_disk,
+            verify=flags.verify,
+            seed=flags.seed,
         )
-        done(run_churn(model, plan, options))
+        done(run_churn(flags.model, plan, options))
 
 
 @engine_options(
@@ -129,7 +139,9 @@ def cold(
     model: Model = None,
     rank: Rank = 16,
     targets: Targets = None,
-    repeats: Annotated[int, typer.Option(help="First tokens are medians of so many.", min=1)] = 9,
+    repeats: Annotated[
+        int, typer.Option(help="The time to a first token is the median of so many.", min=1)
+    ] = 9,
     seed: Seed = 0,
     plot: Plot = Path("weft-bench-cold.png"),
     no_plot: NoPlot = False,
@@ -153,14 +165,21 @@ def cold(
 def alora(
     model: Model = None,
     conversation: Annotated[
-        int, typer.Option(help="Tokens of the conversation.", min=1, rich_help_panel=WORKLOAD)
+        int,
+        typer.Option(help="How many tokens the conversation has.", min=1, rich_help_panel=WORKLOAD),
     ] = 4000,
     adapters: Annotated[
-        int, typer.Option(help="How many judge it.", min=1, rich_help_panel=WORKLOAD)
+        int,
+        typer.Option(
+            help="How many adapters judge the conversation.", min=1, rich_help_panel=WORKLOAD
+        ),
     ] = 8,
     rank: Rank = 16,
     targets: Targets = None,
-    repeats: Annotated[int, typer.Option(help="Conversations; results are medians.", min=1)] = 5,
+    repeats: Annotated[
+        int,
+        typer.Option(help="How many conversations there are; each result is their median.", min=1),
+    ] = 5,
     seed: Seed = 0,
     plot: Plot = Path("weft-bench-alora.png"),
     no_plot: NoPlot = False,
@@ -180,7 +199,10 @@ def alora(
         done(run_alora(model, plan, AdapterShape(rank, names(targets)), options))
 
 
-def simulate(
+@dataclass(frozen=True, kw_only=True)
+class SimulateFlags:
+    """The flags of `weft bench simulate`."""
+
     trace: Annotated[
         str,
         typer.Option(
@@ -190,49 +212,66 @@ def simulate(
             " all requests at once.",
             rich_help_panel=WORKLOAD,
         ),
-    ] = "zipf:1.0,uniform,bursts,flood",
+    ] = "zipf:1.0,uniform,bursts,flood"
     adapters: Annotated[
         str,
-        typer.Option(metavar="N,...", help="How many there are.", rich_help_panel=WORKLOAD),
-    ] = "64,256,1024,10000",
-    ranks: Ranks = "16",
+        typer.Option(
+            metavar="N,...", help="How many adapters there are.", rich_help_panel=WORKLOAD
+        ),
+    ] = "64,256,1024,10000"
+    ranks: Ranks = "16"
     policy: Annotated[
         str | None,
         typer.Option(
             metavar="NAME,...",
-            help="Who makes way on the device. Default: all policies.",
+            help="The policies that choose which adapter leaves the device. Default: all of them.",
             rich_help_panel=WORKLOAD,
         ),
-    ] = None,
+    ] = None
     adapter_memory: Annotated[
         int,
         typer.Option(
-            parser=parse_bytes, metavar="BYTES", help="On the device.", rich_help_panel=WORKLOAD
+            parser=parse_bytes,
+            metavar="BYTES",
+            help="Memory for adapters on the device.",
+            rich_help_panel=WORKLOAD,
         ),
-    ] = "5G",  # type: ignore[assignment]
+    ] = "5G"  # type: ignore[assignment]
     adapter_host_memory: Annotated[
         int,
         typer.Option(
-            parser=parse_bytes, metavar="BYTES", help="On the host.", rich_help_panel=WORKLOAD
+            parser=parse_bytes,
+            metavar="BYTES",
+            help="Memory for adapters on the host.",
+            rich_help_panel=WORKLOAD,
         ),
-    ] = "32G",  # type: ignore[assignment]
+    ] = "32G"  # type: ignore[assignment]
     num_requests: Annotated[
-        int, typer.Option(help="Of each replay.", min=1, rich_help_panel=WORKLOAD)
-    ] = 1000,
+        int,
+        typer.Option(help="How many requests each replay has.", min=1, rich_help_panel=WORKLOAD),
+    ] = 1000
     rate: Annotated[
-        float, typer.Option(help="Requests a second.", min=0.001, rich_help_panel=WORKLOAD)
-    ] = 80.0,
-    seed: Seed = 0,
-    plot: Plot = Path("weft-bench-simulate.png"),
-    no_plot: NoPlot = False,
-    record: Record = None,
+        float,
+        typer.Option(
+            help="How many requests arrive per second.", min=0.001, rich_help_panel=WORKLOAD
+        ),
+    ] = 80.0
+    seed: Seed = 0
+    plot: Plot = Path("weft-bench-simulate.png")
+    no_plot: NoPlot = False
+    record: Record = None
+
+
+@with_flags
+def simulate(
+    flags: SimulateFlags,
 ) -> None:
     """Replay traces with the engine's own scheduler and policies, and a model of the device.
 
     Takes seconds, no device and no model; the same options give the same figures. The optimum is
     the hit rate of a cache that knows the future (Belady's MIN; for mixed ranks a greedy variant).
     """
-    with reporting(None if no_plot else plot, record) as done:
+    with reporting(None if flags.no_plot else flags.plot, flags.record) as done:
         from weft.bench.simulate import SimulationPlan, run_simulate
         from weft.bench.simulator import Memory
         from weft.bench.traces import TraceKind
@@ -241,13 +280,13 @@ def simulate(
 
         known = tuple(POLICIES)
         plan = SimulationPlan(
-            traces=tuple(TraceKind.parse(name) for name in trace.split(",")),
-            adapters=parse_counts(adapters, "adapters"),
-            ranks=parse_counts(ranks, "ranks"),
-            policies=known if policy is None else parse_names(policy, known, "policy"),
-            memory=Memory(adapter_memory, adapter_host_memory),
-            num_requests=num_requests,
-            rate=rate,
-            seed=seed,
+            traces=tuple(TraceKind.parse(name) for name in flags.trace.split(",")),
+            adapters=parse_counts(flags.adapters, "adapters"),
+            ranks=parse_counts(flags.ranks, "ranks"),
+            policies=known if flags.policy is None else parse_names(flags.policy, known, "policy"),
+            memory=Memory(flags.adapter_memory, flags.adapter_host_memory),
+            num_requests=flags.num_requests,
+            rate=flags.rate,
+            seed=flags.seed,
         )
         done(run_simulate(plan))

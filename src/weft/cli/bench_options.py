@@ -23,8 +23,9 @@ Model = Annotated[
     typer.Option(
         "--model",
         metavar="BASE",
-        help="A folder, a name on the hub, or a known shape: tiny, llama-3.2-1b, llama-3-8b,"
-        " qwen3-8b, qwen3-30b-a3b, mixtral-8x7b. Default: llama-3-8b on a GPU, tiny on a CPU.",
+        help="The base model: a folder, a name on the hub, or a known shape: tiny, llama-3.2-1b,"
+        " llama-3-8b, qwen3-8b, qwen3-30b-a3b, mixtral-8x7b. Default: llama-3-8b on a"
+        " GPU, tiny on a CPU.",
         rich_help_panel=MODEL,
     ),
 ]
@@ -46,15 +47,23 @@ Seed = Annotated[
     typer.Option(help="The same seed gives the same requests.", min=0, rich_help_panel=WORKLOAD),
 ]
 INPUT_LEN = (
-    "Tokens of prompts: N, uniform:LOW,HIGH or lognormal:MU,SIGMA,LOW,HIGH (of the natural"
-    " logarithm, clipped)."
+    "How many tokens prompts have: N, uniform:LOW,HIGH or lognormal:MU,SIGMA,LOW,HIGH (of the"
+    " natural logarithm, clipped)."
 )
 InputLen = Annotated[str, typer.Option(metavar="LENGTHS", help=INPUT_LEN, rich_help_panel=WORKLOAD)]
 OutputLen = Annotated[
-    str, typer.Option(metavar="LENGTHS", help="Tokens of answers.", rich_help_panel=WORKLOAD)
+    str,
+    typer.Option(
+        metavar="LENGTHS",
+        help="How many tokens answers have, as for --input-len.",
+        rich_help_panel=WORKLOAD,
+    ),
 ]
 Plot = Annotated[
-    Path, typer.Option(metavar="FILE.png", help="Where the plot goes.", rich_help_panel=OUTPUT)
+    Path,
+    typer.Option(
+        metavar="FILE.png", help="The file that the plot is written to.", rich_help_panel=OUTPUT
+    ),
 ]
 NoPlot = Annotated[bool, typer.Option("--no-plot", help="Write no plot.", rich_help_panel=OUTPUT)]
 Record = Annotated[

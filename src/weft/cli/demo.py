@@ -10,9 +10,6 @@ import asyncio
 import contextlib
 import importlib.util
 import json
-import os
-import shlex
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,14 +19,11 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from importlib.metadata import files
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.console import Console, Group
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -37,16 +31,25 @@ from rich.progress import (
     TaskID,
     TextColumn,
 )
-from rich.table import Table
-from rich.text import Text
 
+from weft.cli.demo_results import (
+    BASE,
+    Answer,
+    DemoOutcome,
+    Examples,
+    Question,
+    Round,
+    Swap,
+    figures,
+    print_next_steps,
+    report,
+    table,
+)
 from weft.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from openai import AsyncOpenAI
 
-BASE = "base"
-"""The base model's served name."""
 WORDS_EACH = 8
 """Requests for each adapter and for the base."""
 REPEATS = 3
@@ -56,97 +59,6 @@ PROMPT = "<|bos|><|user|>{}<|end|><|assistant|>"
 MAX_TOKENS = 32
 START_S, STOP_S, REQUEST_S = 120.0, 35.0, 60.0
 SEED = 2026
-SHOWN_LENGTH = 6
-"""Letters of the words in the table, about."""
-
-
-@dataclass(frozen=True, slots=True)
-class Examples:
-    """The folder examples/tiny."""
-
-    folder: Path
-    tasks: ModuleType
-
-    @property
-    def base(self) -> Path:
-        return self.folder / "base"
-
-    @property
-    def adapters(self) -> list[str]:
-        return list(self.tasks.TASKS)
-
-    def adapter(self, name: str) -> Path:
-        return self.folder / "adapters" / name
-
-    def expected(self, model: str, word: str) -> str:
-        task = self.tasks.TASKS.get(model)
-        return str(task.answer(word) if task else self.tasks.base_answer(word))
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One request: a word for a model."""
-
-    model: str
-    word: str
-    expected: str
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    question: Question
-    text: str
-    num_tokens: int
-
-    @property
-    def right(self) -> bool:
-        return self.text == self.question.expected
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """The same questions, asked in one way."""
-
-    answers: list[Answer]
-    seconds: float
-
-    @property
-    def tokens_per_s(self) -> float:
-        return sum(a.num_tokens for a in self.answers) / self.seconds
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """What came of loading and unloading an adapter while serving."""
-
-    name: str
-    load_s: float
-    status_after: int
-    """Of a request for it once it was unloaded; 404 is right."""
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """All that the demo found."""
-
-    chat: Round
-    mixed: Round
-    single: Round
-    swap: Swap
-    num_models: int
-    """The adapters and the base."""
-
-    @property
-    def answers(self) -> list[Answer]:
-        return [*self.chat.answers, *self.mixed.answers, *self.single.answers]
-
-    @property
-    def num_right(self) -> int:
-        return sum(a.right for a in self.answers)
-
-    @property
-    def ok(self) -> bool:
-        return self.num_right == len(self.answers) and self.swap.status_after == 404
 
 
 def run_demo(folder: Path | None, port: int) -> bool:
@@ -160,10 +72,10 @@ def run_demo(folder: Path | None, port: int) -> bool:
     )
     with _server(examples, port, console) as url:
         outcome = asyncio.run(_ask(examples, url, models, console))
-    console.print(_table(examples, outcome))
-    console.print(_figures(outcome))
-    _print_next_steps(console, examples)
-    print(json.dumps(_report(outcome)), flush=True)
+    console.print(table(examples, outcome))
+    console.print(figures(outcome))
+    print_next_steps(console, examples)
+    print(json.dumps(report(outcome)), flush=True)
     return outcome.ok
 
 
@@ -284,7 +196,9 @@ def _exit(number: int, frame: object) -> None:
 # -- the requests ----------------------------------------------------------------------------------
 
 
-async def _ask(examples: Examples, url: str, models: Sequence[str], console: Console) -> Outcome:
+async def _ask(
+    examples: Examples, url: str, models: Sequence[str], console: Console
+) -> DemoOutcome:
     from openai import AsyncOpenAI, OpenAIError
 
     late = examples.adapters[-1]
@@ -303,7 +217,7 @@ async def _ask(examples: Examples, url: str, models: Sequence[str], console: Con
             raise ConfigError(f"a request failed: {error}") from error
         await _post(url, "unload_lora_adapter", {"lora_name": late})
         status = await _status_of(client, late)
-    return Outcome(*rounds, Swap(late, load_s, status), len(models))
+    return DemoOutcome(*rounds, Swap(late, load_s, status), len(models))
 
 
 async def _rounds(
@@ -412,118 +326,3 @@ async def _status_of(client: AsyncOpenAI, model: str) -> int:
     except APIStatusError as error:
         return error.status_code
     return 200
-
-
-# -- what is shown ---------------------------------------------------------------------------------
-
-
-def _table(examples: Examples, outcome: Outcome) -> Table:
-    """One line a model: a short answer, or a wrong one, and how many were right."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    for title, style in (("adapter", "bold"), ("rank", ""), ("targets", "dim"), ("prompt", "")):
-        table.add_column(title, style=style)
-    table.add_column("output", style="cyan", overflow="fold")
-    table.add_column("right", no_wrap=True, justify="right")
-    for model in (BASE, *examples.adapters):
-        answers = [a for a in outcome.answers if a.question.model == model]
-        num_right = sum(a.right for a in answers)
-        shown = min(answers, key=lambda a: (a.right, abs(len(a.question.word) - SHOWN_LENGTH)))
-        output = shown.text if shown.right else f"{shown.text}, not {shown.question.expected}"
-        colour = "green" if num_right == len(answers) else "red"
-        rank, targets = ("", "none") if model == BASE else _shape(examples.adapter(model))
-        name = f"{model}*" if model == outcome.swap.name else model
-        score = Text(f"{num_right}/{len(answers)}", colour)
-        table.add_row(name, rank, targets, shown.question.word, Text(output), score)
-    return table
-
-
-_SETS = {
-    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
-    "MLP": ("gate_proj", "up_proj", "down_proj"),
-}
-_SHORT = {"embed_tokens": "embed", "lm_head": "head"}
-
-
-def _shape(adapter: Path) -> tuple[str, str]:
-    """Rank and targets, from the adapter's own configuration."""
-    config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
-    ranks = sorted({config["r"], *config["rank_pattern"].values()})
-    rank = str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]}-{ranks[-1]}"
-    targets = ", ".join(_words_for(set(config["target_modules"])))
-    return rank, targets + (", rsLoRA" if config["use_rslora"] else "")
-
-
-def _words_for(targets: set[str]) -> Iterator[str]:
-    """Short names of adapted projections, in the model's order."""
-    order = ["embed_tokens", *_SETS["attention"], *_SETS["MLP"], "lm_head"]
-    if targets == set(order[1:-1]):
-        yield "all linear"
-        return
-    for name, members in _SETS.items():
-        if targets.issuperset(members):
-            yield name
-            targets = targets.difference(members)
-    for target in sorted(targets, key=order.index):
-        yield _SHORT.get(target, target.removesuffix("_proj"))
-
-
-def _figures(outcome: Outcome) -> Group:
-    table = Table.grid(padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
-    num_prompts = len(outcome.mixed.answers)
-    for name, result in (
-        (f"{num_prompts} prompts to {outcome.num_models} models, in one batch", outcome.mixed),
-        ("the same prompts, one model after the other", outcome.single),
-    ):
-        table.add_row(name, f"[bold]{result.tokens_per_s:,.0f}[/] tokens/s")
-    swap = outcome.swap
-    gone = "404" if swap.status_after == 404 else f"[red]{swap.status_after} instead of 404[/]"
-    note = f"* loaded while the server ran, and unloaded at the end: asked again, it is a {gone}"
-    return Group(Text.from_markup(note, style="dim"), "", table, "")
-
-
-def _print_next_steps(console: Console, examples: Examples) -> None:
-    folder = _short(examples.folder)
-    names = examples.adapters[:2]
-    lines = (
-        f"{_weft()} serve {folder}/base --lora-modules \\",
-        *(f"    {name}={folder}/adapters/{name} \\" for name in names),
-        f"    --lora-root {folder}/adapters",
-        "",
-        "curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' -d '",
-        f'    {{"model": "{names[0]}", "messages": [{{"role": "user", "content": "planet"}}]}}\'',
-    )
-    console.print("[bold]Serve it yourself[/], and ask from a second terminal:\n")
-    for line in lines:
-        console.print(Text(f"  {line}" if line else "", "cyan"), soft_wrap=True)
-    console.print()
-
-
-def _weft() -> str:
-    """How this user calls `weft`."""
-    beside = Path(sys.executable).parent / "weft"
-    on_path = shutil.which("weft")
-    if not beside.exists():
-        return f"{_short(Path(sys.executable))} -m weft"
-    return "weft" if on_path and Path(on_path).samefile(beside) else _short(beside)
-
-
-def _short(path: Path) -> str:
-    """Relative to the current folder if that is shorter."""
-    path = Path(os.path.abspath(path))  # noqa: PTH100 (a venv's python is a link to be kept)
-    cwd = Path.cwd()
-    return shlex.quote(str(path.relative_to(cwd) if path.is_relative_to(cwd) else path))
-
-
-def _report(outcome: Outcome) -> dict[str, Any]:
-    return {
-        "ok": outcome.ok,
-        "adapters": outcome.num_models - 1,
-        "answers": len(outcome.answers),
-        "right": outcome.num_right,
-        "mixed_tokens_per_s": round(outcome.mixed.tokens_per_s, 1),
-        "one_at_a_time_tokens_per_s": round(outcome.single.tokens_per_s, 1),
-        "load_ms": round(outcome.swap.load_s * 1000, 1),
-        "status_after_unload": outcome.swap.status_after,
-    }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from weft.cli.options import (
     parse_lora_modules,
     spread_lora_modules,
     with_engine_options,
+    with_flags,
 )
 from weft.core.config import MAX_RANK, LoraArgs, engine_args
 from weft.core.errors import WeftError
@@ -62,28 +64,26 @@ class _ServeCommand(TyperCommand):
         return super().parse_args(ctx, spread_lora_modules(args))
 
 
-@app.command(cls=_ServeCommand)
-@with_engine_options
-def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="BASE", help="The base model: a Hugging Face folder, or a name on the hub."
-        ),
-    ],
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags:
+    """The flags of `weft serve` beside those of the engine."""
+
     host: Annotated[
-        str, typer.Option(help="Address to listen on; 0.0.0.0 for all.", rich_help_panel=HTTP)
-    ] = "127.0.0.1",
+        str,
+        typer.Option(
+            help="The address to listen on; 0.0.0.0 stands for all.", rich_help_panel=HTTP
+        ),
+    ] = "127.0.0.1"
     port: Annotated[
         int,
         typer.Option(
             metavar="PORT",
-            help="Port; 0 for any free one.",
+            help="The port to listen on; 0 takes any free one.",
             min=0,
             max=65535,
             rich_help_panel=HTTP,
         ),
-    ] = 8000,
+    ] = 8000
     served_model_name: Annotated[
         list[str] | None,
         typer.Option(
@@ -91,7 +91,7 @@ def serve(
             help="What requests call the base model. Repeatable. Default: BASE as given.",
             rich_help_panel=HTTP,
         ),
-    ] = None,
+    ] = None
     api_key: Annotated[
         list[str] | None,
         typer.Option(
@@ -101,7 +101,7 @@ def serve(
             " WEFT_API_KEY=KEY,KEY in the environment, as others can see a command line.",
             rich_help_panel=HTTP,
         ),
-    ] = None,
+    ] = None
     allowed_origins: Annotated[
         list[str] | None,
         typer.Option(
@@ -110,32 +110,32 @@ def serve(
             " Repeatable. Default: none.",
             rich_help_panel=HTTP,
         ),
-    ] = None,
+    ] = None
     max_queue: Annotated[
         int | None,
         typer.Option(
             metavar="N",
-            help="Requests that may wait beyond --max-num-seqs; further ones get status 429."
+            help="How many requests may wait beyond --max-num-seqs; further ones get status 429."
             " Default: four times --max-num-seqs.",
             min=0,
             rich_help_panel=HTTP,
         ),
-    ] = None,
+    ] = None
     request_timeout: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="Longest that one answer may take; then it is aborted. Default: no limit.",
+            help="How long one answer may take before it is aborted. Default: no limit.",
             rich_help_panel=HTTP,
         ),
-    ] = None,
+    ] = None
     tool_call_parser: Annotated[
         Literal["auto", "none", "hermes", "llama3_json", "mistral"],
         typer.Option(
             help="How the model writes calls of tools. auto: as its chat template shows.",
             rich_help_panel=HTTP,
         ),
-    ] = "auto",
+    ] = "auto"
     reasoning_parser: Annotated[
         Literal["auto", "none", "think"],
         typer.Option(
@@ -143,36 +143,36 @@ def serve(
             " from its answer. auto: if its chat template shows it.",
             rich_help_panel=HTTP,
         ),
-    ] = "auto",
+    ] = "auto"
     shutdown_timeout: Annotated[
         int,
         typer.Option(
             metavar="SECONDS",
-            help="Time that open requests get to finish at shut-down.",
+            help="How long open requests may take to finish when the server shuts down.",
             min=0,
             rich_help_panel=HTTP,
         ),
-    ] = 20,
+    ] = 20
     watchdog_timeout: Annotated[
         float,
         typer.Option(
             metavar="SECONDS",
-            help="Longest that a step of the engine may take; one that takes longer hangs: it is"
-            " ended, and started again. 0: no limit.",
+            help="How long a step of the engine may take. An engine that takes longer is taken to"
+            " hang: it is ended and started again. 0: no limit.",
             min=0,
             rich_help_panel=HTTP,
         ),
-    ] = 300,
+    ] = 300
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
         typer.Option(help="debug also logs each request.", rich_help_panel=HTTP),
-    ] = "info",
+    ] = "info"
     log_format: Annotated[
         Literal["text", "json"],
         typer.Option(
             help="json: one object a line on stderr, also for each request.", rich_help_panel=HTTP
         ),
-    ] = "text",
+    ] = "text"
     otlp_endpoint: Annotated[
         str | None,
         typer.Option(
@@ -181,7 +181,7 @@ def serve(
             " [bold]pip install weft\\[otel][/].",
             rich_help_panel=HTTP,
         ),
-    ] = None,
+    ] = None
     skip_tokenizer_init: Annotated[
         bool,
         typer.Option(
@@ -189,7 +189,7 @@ def serve(
             help="Load no tokenizer: prompts and answers are token ids.",
             rich_help_panel=MODEL,
         ),
-    ] = False,
+    ] = False
     lora_modules: Annotated[
         list[str] | None,
         typer.Option(
@@ -198,16 +198,16 @@ def serve(
             " picks one by NAME as its model.",
             rich_help_panel=ADAPTERS,
         ),
-    ] = None,
+    ] = None
     lora_root: Annotated[
         list[Path] | None,
         typer.Option(
             metavar="FOLDER",
-            help="Folder below which adapters may be loaded while serving. Repeatable."
+            help="A folder below which adapters may be loaded while serving. Repeatable."
             " Default: only the folders of --lora-modules.",
             rich_help_panel=ADAPTERS,
         ),
-    ] = None,
+    ] = None
     allow_hub_adapters: Annotated[
         bool,
         typer.Option(
@@ -215,8 +215,21 @@ def serve(
             help="Let clients load adapters from the Hugging Face hub, as org/name.",
             rich_help_panel=ADAPTERS,
         ),
-    ] = False,
-    enable_lora: Annotated[bool, typer.Option("--enable-lora", hidden=True)] = False,
+    ] = False
+    enable_lora: Annotated[bool, typer.Option("--enable-lora", hidden=True)] = False
+
+
+@app.command(cls=_ServeCommand)
+@with_engine_options
+@with_flags
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="BASE", help="The base model: a Hugging Face folder, or a name on the hub."
+        ),
+    ],
+    flags: ServeFlags,
     **options: object,
 ) -> None:
     """Serve a base model and its adapters over an OpenAI-compatible HTTP API.
@@ -228,32 +241,35 @@ def serve(
 
     try:
         engine = engine_args(model, **options)
+        tools, reasoning = flags.tool_call_parser, flags.reasoning_parser
         args = ServeArgs(
             engine=engine,
             api=ApiSettings(
-                served_model_names=tuple(served_model_name or [model]),
-                max_open=max_open(engine, max_queue),
-                request_timeout_s=request_timeout,
-                api_keys=tuple(api_key or keys_from_environment()),
-                allowed_origins=tuple(allowed_origins or []),
-                allow_hub_adapters=allow_hub_adapters,
-                tool_call_parser=None if tool_call_parser == "none" else tool_call_parser,
-                reasoning_parser=None if reasoning_parser == "none" else reasoning_parser,
+                served_model_names=tuple(flags.served_model_name or [model]),
+                max_open=max_open(engine, flags.max_queue),
+                request_timeout_s=flags.request_timeout,
+                api_keys=tuple(flags.api_key or keys_from_environment()),
+                allowed_origins=tuple(flags.allowed_origins or []),
+                allow_hub_adapters=flags.allow_hub_adapters,
+                tool_call_parser=None if tools == "none" else tools,
+                reasoning_parser=None if reasoning == "none" else reasoning,
             ),
-            host=host,
-            port=port,
-            lora_modules=tuple(m for text in lora_modules or [] for m in parse_lora_modules(text)),
-            lora_roots=tuple(lora_root or []),
-            skip_tokenizer_init=skip_tokenizer_init,
-            shutdown_timeout_s=shutdown_timeout,
-            log_level=log_level,
-            log_format=log_format,
-            otlp_endpoint=otlp_endpoint,
-            watchdog_timeout_s=watchdog_timeout,
+            host=flags.host,
+            port=flags.port,
+            lora_modules=tuple(
+                m for text in flags.lora_modules or [] for m in parse_lora_modules(text)
+            ),
+            lora_roots=tuple(flags.lora_root or []),
+            skip_tokenizer_init=flags.skip_tokenizer_init,
+            shutdown_timeout_s=flags.shutdown_timeout,
+            log_level=flags.log_level,
+            log_format=flags.log_format,
+            otlp_endpoint=flags.otlp_endpoint,
+            watchdog_timeout_s=flags.watchdog_timeout,
         )
         run(args)
     except WeftError as error:
-        if log_level == "debug":
+        if flags.log_level == "debug":
             raise
         fail(error.message)
     except KeyboardInterrupt:
@@ -264,7 +280,7 @@ def serve(
 def demo(
     port: Annotated[
         int,
-        typer.Option(help="Port of the demo's server; 0 for any free one.", min=0, max=65535),
+        typer.Option(help="The port of the demo's server; 0 takes any free one.", min=0, max=65535),
     ] = 0,
     examples: Annotated[
         Path | None,
@@ -288,10 +304,13 @@ def demo(
 @app.command()
 def top(
     url: Annotated[
-        str, typer.Argument(metavar="URL", help="Where the server is.")
+        str, typer.Argument(metavar="URL", help="The server's address.")
     ] = "http://127.0.0.1:8000",
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", help="How often to look.", min=0.1)
+        float,
+        typer.Option(
+            metavar="SECONDS", help="How long to wait between two readings of the metrics.", min=0.1
+        ),
     ] = 1.0,
     once: Annotated[
         bool,
@@ -326,7 +345,7 @@ def check(
         int,
         typer.Option(
             metavar="N",
-            help="Largest rank that the server accepts.",
+            help="The largest rank that the server accepts.",
             min=1,
             max=MAX_RANK,
         ),
@@ -335,7 +354,7 @@ def check(
         float,
         typer.Option(
             metavar="NUMBER",
-            help="Largest error with which the server accepts an adapter of another kind.",
+            help="The largest error with which the server accepts an adapter of another kind.",
             min=0.0,
         ),
     ] = LoraArgs().conversion_tolerance,

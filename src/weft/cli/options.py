@@ -8,6 +8,7 @@ import os
 import re
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields
+from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
@@ -22,24 +23,26 @@ from weft.schedule.policy import POLICIES
 MODEL, ADAPTERS, MEMORY, BATCH = "Base model", "Adapters", "Memory", "Batching"
 
 HELP: dict[str, str] = {
-    "dtype": "Precision of the weights. auto: the checkpoint's on a GPU, float32 on a CPU.",
-    "max_model_len": "Longest prompt plus answer, in tokens. Default: what the model allows.",
-    "load_format": "dummy: random weights instead of the checkpoint's, to measure speed.",
+    "dtype": "The precision of the weights. auto: the checkpoint's on a GPU, float32 on a CPU.",
+    "max_model_len": "How many tokens a prompt and its answer may have together. Default: what"
+    " the model allows.",
+    "load_format": "dummy takes random weights instead of the checkpoint's, to measure speed.",
     "quantization": "Hold the base's matrices in fewer bits. "
     + "".join(f"{name}: {form.help}. " for name, form in FORMATS.items())
     + "Adapters stay in the model's precision.",
-    "device": "Where to run. auto: a CUDA GPU if there is one.",
-    "revision": "Branch, tag or commit of a model from the Hugging Face hub.",
+    "device": "The device to run on. auto: a CUDA GPU if there is one.",
+    "revision": "The branch, tag or commit of a model from the Hugging Face hub.",
     "max_loras": "How many different adapters one batch may hold.",
     "adapter_host_memory": "Host memory for adapters, such as 4G; others are read from disk when"
     " used. Default: 4G, but at most an eighth of the memory.",
     "adapter_cache_dir": "Folder for images of adapters, which are read faster than their own"
     " folders; none: no images. Default: weft/adapters in the user's cache folder.",
-    "adapter_cache_bytes": "Room for images there; those used least recently are removed.",
-    "max_lora_rank": "Largest rank that is accepted.",
-    "max_added_tokens": "Tokens that an adapter's vocabulary may have beyond the base model's.",
-    "conversion_tolerance": "Largest error, as a relative Frobenius norm, with which an adapter of"
-    " another kind (LoHa, LoKr) is accepted as the LoRA nearest to it.",
+    "adapter_cache_bytes": "How much room images may take there; those used least recently are"
+    " removed.",
+    "max_lora_rank": "The largest rank that is accepted.",
+    "max_added_tokens": "How many tokens an adapter may have beyond the base model's vocabulary.",
+    "conversion_tolerance": "The largest error, as a relative Frobenius norm, with which an adapter"
+    " of another kind (LoHa, LoKr) is accepted as the LoRA nearest to it.",
     "adapter_memory": "Device memory for adapters: bytes, such as 500MB or 12GiB, or a fraction of"
     " the device's memory, such as 0.1. Default: an eighth of a GPU's free memory, 2G on a CPU.",
     "eviction_policy": "Which adapters make way. "
@@ -51,14 +54,15 @@ HELP: dict[str, str] = {
     "self_check": "Compare what the device makes of an adapter with plain computation of it when it"
     " is loaded; one that differs is refused.",
     "lora_backend": "Kernels that apply the adapters. auto: the best for the device.",
-    "block_size": "Tokens in one block of the KV cache.",
-    "num_blocks": "Size of the KV cache in blocks, instead of --kv-cache-memory and"
+    "block_size": "How many tokens one block of the KV cache holds.",
+    "num_blocks": "The size of the KV cache in blocks, instead of --kv-cache-memory and"
     " --gpu-memory-utilization.",
     "kv_cache_memory": "Memory for the KV cache on a CPU, such as 512M or 2G.",
-    "gpu_memory_utilization": "Share of a GPU's memory to use, 0 to 1.",
+    "gpu_memory_utilization": "The share of a GPU's memory to use, from 0 to 1.",
     "enable_prefix_caching": "Reuse what was computed for prompts that begin alike.",
-    "max_num_seqs": "Most requests that run at the same time; others wait.",
-    "max_num_batched_tokens": "Most tokens in one step; longer prompts are read in chunks.",
+    "max_num_seqs": "How many requests may run at the same time; others wait.",
+    "max_num_batched_tokens": "How many tokens one step may compute; longer prompts are read in"
+    " chunks.",
     "overlap": "Plan the next step while one runs (asynchronous scheduling).",
     "tenant_weights": "Shares of tenants where several wait, as JSON such as"
     " '{\"acme\": 2}'; those not named have 1. See --api-key for who is a tenant.",
@@ -80,6 +84,34 @@ def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command
+
+
+def with_flags(command: Callable[..., None]) -> Callable[..., None]:
+    """Let `command` have a flag for every field of the dataclass that its parameter `flags` is;
+    the fields are annotated as parameters of commands are."""
+    own = inspect.signature(command, eval_str=True)
+    flags = own.parameters["flags"].annotation
+    hints = get_type_hints(flags, include_extras=True)
+    made = [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(flags)
+    ]
+
+    @wraps(command)
+    def run(**given: object) -> None:
+        command(flags=flags(**{each.name: given.pop(each.name) for each in made}), **given)
+
+    parameters: list[inspect.Parameter] = []
+    for parameter in own.parameters.values():
+        parameters += made if parameter.name == "flags" else [parameter]
+    run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
+    run.__annotations__ = {p.name: p.annotation for p in parameters}
+    return run
 
 
 def engine_parameters() -> list[inspect.Parameter]:
