@@ -79,6 +79,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
             reports = step()
             if next(count) % STEPS_PER_CHECK == 0:
                 engine.scheduler.check()
+                engine._adapters.check()
             return reports
 
         monkeypatch.setattr(engine, "step", checked_step)
@@ -248,6 +249,7 @@ def test_no_token_comes_from_a_wrong_version(engines: list[Engine], tmp_path: Pa
     assert counts["unknown"] < NUM_REQUESTS / 10
     assert min(counts[what] for what in (*ended, "cached", "outlived", "loads", "unloads")) > 50
     engines[0].scheduler.check()
+    engines[0]._adapters.check()
 
 
 async def _unload_all(registry: AdapterRegistry, publisher: Publisher) -> None:

@@ -63,6 +63,7 @@ def check_idle(llm: LLM) -> None:
     while engine.step() or engine.working:
         pass
     engine.scheduler.check()
+    engine._adapters.check()
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
     assert stats.running_adapters == ()

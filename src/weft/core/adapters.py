@@ -38,15 +38,15 @@ class AdapterInfo:
     targets: tuple[str, ...]
     """Names of the adapted projections without the layer, e.g. ("q_proj", "v_proj")."""
     conversion_error: float = 0.0
-    """Of an adapter of another kind than LoRA, in its worst target: how far the LoRA that is served
-    for it is off, as a relative Frobenius norm; 0: not at all."""
+    """How far the LoRA that is served for an adapter of another kind is off, as the relative
+    Frobenius norm in its worst target; 0 if it is exact."""
     conversion_worst: str = ""
-    """That target."""
+    """The target with that error."""
     invocation_token_ids: tuple[int, ...] = ()
-    """Of an activated LoRA: from their last occurrence in the prompt on it is active, and nowhere
-    without one. Empty: it is active everywhere."""
+    """The tokens that activate it: it is active from where they occur last in the prompt, and
+    nowhere without them. Empty if it is active everywhere."""
     vocab_size: int = 0
-    """Its vocabulary, if it is another than the base's, 0."""
+    """The size of its vocabulary if that is another than the base's, else 0."""
     checked: bool = False
     """Whether the device was seen to compute it as its files say."""
 

@@ -1,4 +1,4 @@
-"""What goes between an engine and its client: commands down, reports up. Plain records."""
+"""The records that an engine and its client exchange: commands go down, reports come up."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class GetStats:
 
 @dataclass(frozen=True, slots=True)
 class Wake:
-    """Something besides commands needs the engine's attention."""
+    """Tell the engine that something besides commands needs its attention."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +71,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer to the command with that call id."""
+    """The answer to the command with that call id: what it asked for, or an error."""
 
     call_id: int
     info: AdapterInfo | None = None

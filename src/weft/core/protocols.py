@@ -14,13 +14,17 @@ class EngineClient(Protocol):
     """One engine, wherever it runs. All methods are called from one event loop."""
 
     @property
-    def info(self) -> EngineInfo: ...
+    def info(self) -> EngineInfo:
+        """What the engine said of itself when it started."""
+        ...
 
     @property
-    def alive(self) -> bool: ...
+    def alive(self) -> bool:
+        """Whether requests can be served now."""
+        ...
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
-        """The request's events; the last one, and only that, has `finish_reason` set.
+        """Run a request and yield its events; only the last one has `finish_reason` set.
 
         Closing the iterator early aborts the request. Engine-side failures of the request come
         as an event with finish_reason "error"; EngineDead is raised when the engine is gone.
@@ -47,7 +51,9 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def stats(self) -> EngineStats: ...
+    async def stats(self) -> EngineStats:
+        """Ask for the engine's figures. Raises EngineDead."""
+        ...
 
     async def close(self) -> None:
         """Stop the engine. Open requests end with finish_reason "abort"."""

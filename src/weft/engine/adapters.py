@@ -1,4 +1,4 @@
-"""The adapters of one engine: who holds them, the sums that requests make of them, their end."""
+"""The adapters of one engine: who holds them, which sums requests make of them, when they go."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weft.registry import Holders
 MAX_SUMS = 256
 """Sums that are known at a time, besides those that running requests use."""
 REQUESTS = "requests"
-"""Who holds a sum: it has no name of its own."""
+"""The holder of all sums: a sum has no name of its own."""
 
 
 class Adapters:
@@ -116,7 +116,7 @@ class Adapters:
     # -- between steps -------------------------------------------------------------------------
 
     def poll(self) -> list[LoadEnded]:
-        """Apply what loader threads have finished; the loads among it."""
+        """Apply what loader threads have finished, and return the loads among it."""
         loads: list[LoadEnded] = []
         for end in self._residency.poll():
             if isinstance(end, LoadEnded):

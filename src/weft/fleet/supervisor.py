@@ -26,11 +26,11 @@ from weft.core.stats import EngineInfo, EngineStats
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 1.0
-"""Between the first and the second start after a death; doubled each time."""
+"""The pause between the first and the second start after a death; it doubles each time."""
 MAX_PAUSE_S = 30.0
 """The longest pause. An engine that lives longer than this is taken for a good one."""
 WATCHDOG_S = 300.0
-"""How long a step may take, at most."""
+"""How long an engine may give no answer, and so how long a step may take."""
 
 
 class MortalClient(EngineClient, Protocol):
@@ -47,8 +47,8 @@ Start = Callable[[EngineArgs], Awaitable[MortalClient]]
 async def start_supervised(
     args: EngineArgs, start: Start | None = None, watchdog_s: float = WATCHDOG_S
 ) -> Supervisor:
-    """A supervised engine, in a process of its own unless `start` makes another one. 0 as
-    `watchdog_s`: it is not asked whether it hangs.
+    """Start an engine, in a process of its own unless `start` makes another one, and supervise it.
+    With 0 as `watchdog_s` nobody looks whether it hangs.
 
     Raises what the first start fails with; later ones are logged and tried again.
     """
@@ -72,7 +72,7 @@ class _Wanted:
 
 
 class Supervisor:
-    """EngineClient over one engine after another. Made by `start_supervised`."""
+    """An EngineClient over one engine after another; `start_supervised` makes it."""
 
     def __init__(
         self, args: EngineArgs, start: Start, engine: MortalClient, watchdog_s: float
@@ -85,7 +85,7 @@ class Supervisor:
         self._down: str | None = None
         """Why nothing is served now."""
         self._wanted: dict[str, _Wanted] = {}
-        """By digest."""
+        """What engines are to hold, by digest."""
         self._task = asyncio.create_task(self._supervise())
 
     @property
@@ -94,7 +94,7 @@ class Supervisor:
 
     @property
     def alive(self) -> bool:
-        """Whether an engine is up, with all adapters that it can have."""
+        """Whether an engine is up, and holds all that it can of what it is to hold."""
         return self._down is None and self._engine.alive
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
@@ -124,8 +124,8 @@ class Supervisor:
         return info
 
     async def release(self, digest: str, holder: str) -> None:
-        """See `EngineClient.release`. It also succeeds while the engine is down, or dies: those to
-        come do not hold it."""
+        """See `EngineClient.release`. It also succeeds while the engine is down, or dies: the
+        engines to come do not hold it either."""
         wanted = self._wanted.get(digest)
         if wanted is not None:
             wanted.holders.pop(holder, None)
@@ -172,7 +172,7 @@ class Supervisor:
 
     @contextlib.contextmanager
     def _watched(self, engine: MortalClient) -> Iterator[None]:
-        """Meanwhile the engine is given up when it hangs."""
+        """Give the engine up if it hangs within this context."""
         watch = asyncio.create_task(self._watch(engine))
         try:
             yield
@@ -227,7 +227,7 @@ class Supervisor:
         logger.error("%s", wanted.lost.message)
 
     async def _hold_from(self, engine: MortalClient, path: str, digest: str) -> None:
-        """Tell an engine of all holds of some content, and of what changes of them meanwhile."""
+        """Tell an engine of all holds of some content, and of those that change meanwhile."""
         wanted = self._wanted.get(digest)
         if wanted is None:
             return
@@ -249,7 +249,7 @@ class Supervisor:
 
 
 async def _ending(request_id: str, error: WeftError) -> AsyncIterator[TokenEvent]:
-    """What a request gets that no engine sees."""
+    """End a request that no engine sees with this error."""
     if isinstance(error, EngineDead):
         raise error
     yield TokenEvent(request_id, [], finish_reason="error", error=to_wire(error))

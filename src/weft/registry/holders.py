@@ -44,7 +44,7 @@ class Holders:
         return pinned or any(other for name, other in pins.items() if name != holder)
 
     def take_drained(self, in_use: Callable[[str], bool]) -> list[str]:
-        """Content that nobody holds, and that is not in use any more: to be forgotten now."""
+        """Take the content that nobody holds and no request uses any more, to forget it now."""
         if not self._draining:
             return []
         drained = sorted(digest for digest in self._draining if not in_use(digest))

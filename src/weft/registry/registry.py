@@ -30,20 +30,20 @@ class ModelCard:
 
     id: str
     root: str
-    """Where it came from: the adapter's path, the base model's folder or hub id."""
+    """Where the model came from: an adapter's path, the base model's folder or its hub id."""
     parent: str | None
     """The base model's name; None for the base itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterCard:
-    """A live version, and where it came from."""
+    """A live version of an adapter, and where it came from."""
 
     ref: AdapterRef
     info: AdapterInfo
     path: str
     pinned: bool
-    """Whether its content stays on the device, as any name that points to it says so."""
+    """Whether its content stays on the device, because some name that points to it pins it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -60,8 +60,8 @@ class _Version:
 
 
 class Lease:
-    """The right to use one version (`ref`; None: the base model) until `release`, or several:
-    `ref` then stands for the weighted sum of `parts`."""
+    """The right to use the version `ref` until `release`. `ref` is None for the base model, and
+    stands for the weighted sum of `parts` if there are any."""
 
     __slots__ = ("_release", "parts", "ref")
 
@@ -76,7 +76,7 @@ class Lease:
         self._release = release
 
     def release(self) -> None:
-        """Give it back. A second call does nothing."""
+        """Give the right back. A second call does nothing."""
         release, self._release = self._release, None
         if release is not None:
             release()
@@ -107,7 +107,7 @@ class Retired:
 
     @property
     def drained(self) -> bool:
-        """Whether the last lease is released."""
+        """Whether all leases have been released."""
         return self._version.leases == 0
 
     def on_drained(self, callback: OnDrained) -> None:
@@ -122,7 +122,8 @@ class AdapterRegistry:
     """The names of one base model and its adapters. `check()` states the invariants."""
 
     def __init__(self, base_names: Sequence[str], base_root: str) -> None:
-        """`base_names`: what requests call the base model, its own name first."""
+        """`base_names` are what requests call the base model, its own name first; `base_root` is
+        its folder or its hub id."""
         if not base_names:
             raise ValueError("a base model needs a name")
         self._base_names = tuple(dict.fromkeys(base_names))
@@ -164,7 +165,7 @@ class AdapterRegistry:
         return Lease(ref, release, ordered)
 
     def card(self, model: str) -> ModelCard:
-        """What `model` names, as `resolve` understands it. Raises ModelNotFound."""
+        """Describe what `model` names, as `resolve` understands it. Raises ModelNotFound."""
         version = self._find(model)
         if version is None:
             return ModelCard(model, self._base_root, None)
@@ -240,14 +241,14 @@ class AdapterRegistry:
         return version.info if version else None
 
     def models(self) -> list[ModelCard]:
-        """Base names first, then adapters in the order of their publication."""
+        """List the base's names first, then adapters in the order of their publication."""
         base = [ModelCard(name, self._base_root, None) for name in self._base_names]
         parent = self._base_names[0]
         live = self._live.items()
         return base + [ModelCard(name, version.path, parent) for name, version in live]
 
     def adapters(self) -> dict[AdapterRef, AdapterInfo]:
-        """The live versions."""
+        """What the engine said of each live version."""
         return {version.ref: version.info for version in self._live.values()}
 
     def adapter_cards(self) -> list[AdapterCard]:
@@ -279,7 +280,8 @@ class AdapterRegistry:
         assert all(self._loading.values()), "a reservation without a load"
 
     def _find(self, model: str) -> _Version | None:
-        """None: the base model. An exact name comes before `base:adapter`."""
+        """Find the version that `model` names, or None if it is the base model. An exact name
+        comes before `base:adapter`."""
         if model in self._base_names:
             return None
         version = self._live.get(model)
@@ -328,4 +330,4 @@ def check_adapter_name(name: str) -> None:
 
 
 def _ignore(ref: AdapterRef) -> None:
-    """For a replaced version that nobody waits for."""
+    """Do nothing about a replaced version: nobody waits for it to drain."""
