@@ -55,7 +55,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of one product, (128, 128)."""
     monkeypatch.setitem(PRESETS, "small", PRESETS["tiny"] | {"num_hidden_layers": 1})
-    monkeypatch.setattr(bed, "PRODUCTS", {"o_proj": "o"})
+    monkeypatch.setattr(bed, "PRODUCTS", ("o",))
 
 
 # -- weft bench kernels ----------------------------------------------------------------------------

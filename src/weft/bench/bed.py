@@ -26,8 +26,8 @@ from weft.kernels.lora.reference import ReferenceBackend
 from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
 
-PRODUCTS = {"q_proj": "qkv", "o_proj": "o", "gate_proj": "gate_up", "down_proj": "down"}
-"""The products of a layer, named by their first projection."""
+PRODUCTS = ("qkv", "o", "gate_up", "down")
+"""The products of a layer, as the model's table names them."""
 NUM_LAYERS = {"cuda": 8, "cpu": 2}
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 
@@ -69,7 +69,7 @@ class Bed:
         num_layers = min(config.num_layers, NUM_LAYERS[device.type])
         table = target_table(replace(config, num_layers=num_layers))
         self.products = self._products(
-            [g for g in table.groups if g.kind == "linear" and g.slices[0].suffix in PRODUCTS]
+            [g for g in table.groups if g.kind == "linear" and _product(g) in PRODUCTS]
         )
         adapted = {s.slice for p in self.products for g in p.groups for s in g.slices}
         layout = layout_of(table, tuple(rank * (s.slice in adapted) for s in table.targets))
@@ -81,8 +81,8 @@ class Bed:
 
     def _products(self, groups: Sequence[Group]) -> tuple[LayerProduct, ...]:
         made = []
-        for suffix, name in PRODUCTS.items():
-            of = tuple(g for g in groups if g.slices[0].suffix == suffix)
+        for name in PRODUCTS:
+            of = tuple(g for g in groups if _product(g) == name)
             weights = tuple(self.random(g.out_features, g.in_features) for g in of)
             if of:
                 made.append(
@@ -198,3 +198,8 @@ def bandwidth(device: torch.device, timer: Timer) -> float:
     dest = torch.empty_like(source)
     copied = 2 * source.nbytes / timer(lambda: dest.copy_(source))
     return max(copied, source.nbytes / timer(lambda: source.sum()))
+
+
+def _product(group: Group) -> str:
+    """`qkv` for a group whose weight is "3.qkv"."""
+    return group.packed.key.rpartition(".")[2]

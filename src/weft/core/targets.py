@@ -239,7 +239,7 @@ class Extras:
     shared_rows: bool = False
     """The head's rows are the embedding's."""
     vocab_size: int = 0
-    """See `ImageLayout.vocab_size`."""
+    """The number of tokens if it differs from the base's, else 0."""
 
 
 def layout_of(

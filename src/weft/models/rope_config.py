@@ -11,6 +11,7 @@ from weft.core.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 RopeType = Literal["default", "linear", "llama3", "yarn", "longrope"]
+_ORIGINAL, _MSCALES = "original_max_position_embeddings", ("mscale", "mscale_all_dim")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,22 +95,19 @@ def read_rope(hf: Any, partial: bool) -> RopeConfig:
     share = float(p.get("partial_rotary_factor", 1.0))
     if share != 1.0 and not partial:
         raise ConfigError("partial_rotary_factor other than 1 is not served", "rope_parameters")
-    missing = [k for k in _ROPE_REQUIRED[cast(RopeType, kind)] if p.get(k) is None]
+    needed, optional = _FIELDS[cast(RopeType, kind)]
+    missing = [k for k in ("rope_theta", *needed) if p.get(k) is None]
     if missing:
         raise ConfigError(f"rope type {kind} needs {', '.join(missing)}", "rope_parameters")
-    original = p.get("original_max_position_embeddings")
+    original = p.get(_ORIGINAL)
     if original is not None and original < 2:
-        raise ConfigError(
-            f"original_max_position_embeddings must be at least 2, got {original}",
-            "rope_parameters",
-        )
-    read = {k: p[k] for k in _ROPE_READ[cast(RopeType, kind)] if p.get(k) is not None}
+        raise ConfigError(f"{_ORIGINAL} must be at least 2, got {original}", "rope_parameters")
+    read = {k: p[k] for k in (*needed, *optional) if p.get(k) is not None}
     if kind in ("yarn", "longrope"):
-        read.setdefault(
-            "factor", hf.max_position_embeddings / p["original_max_position_embeddings"]
-        )
+        read.setdefault("factor", hf.max_position_embeddings / p[_ORIGINAL])
     if kind == "longrope":
-        read["short_factor"] = tuple(map(float, p["short_factor"]))
+        read["short_factor"] = tuple(map(float, read["short_factor"]))
+        del read["long_factor"]  # contexts that it is for are not served
     if kind == "yarn":
         # 0 stands for "the default" there.
         read = {k: v for k, v in read.items() if v or not k.startswith("beta_")}
@@ -121,32 +119,14 @@ def read_rope(hf: Any, partial: bool) -> RopeConfig:
     )
 
 
-_ROPE_REQUIRED: dict[RopeType, tuple[str, ...]] = {
-    "default": ("rope_theta",),
-    "linear": ("rope_theta", "factor"),
-    "llama3": (
-        "rope_theta",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-    "yarn": ("rope_theta", "original_max_position_embeddings"),
-    "longrope": ("rope_theta", "original_max_position_embeddings", "short_factor", "long_factor"),
-}
-_ROPE_READ: dict[RopeType, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": _ROPE_REQUIRED["llama3"][1:],
+_FIELDS: dict[RopeType, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL), ()),
     "yarn": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "beta_fast",
-        "beta_slow",
-        "mscale",
-        "mscale_all_dim",
-        "truncate",
+        (_ORIGINAL,),
+        ("factor", "attention_factor", "beta_fast", "beta_slow", *_MSCALES, "truncate"),
     ),
-    "longrope": ("factor", "original_max_position_embeddings", "attention_factor"),
+    "longrope": ((_ORIGINAL, "short_factor", "long_factor"), ("factor", "attention_factor")),
 }
+"""What must be there beside rope_theta, and what is read if it is there."""
