@@ -20,8 +20,8 @@ from tables import build_table
 
 from weft.checkpoint import AdapterImage
 from weft.core.targets import ImageLayout
-from weft.engine import images
-from weft.engine.images import ImageStore, fingerprint
+from weft.worker import images
+from weft.worker.images import ImageStore, fingerprint
 
 SIZE = 5000
 """Elements, more than a page."""

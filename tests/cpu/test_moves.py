@@ -149,11 +149,11 @@ def test_moves_wait_for_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None
     try:
         slow = Slow()
         monkeypatch.setattr(worker, "_run_cpu", slow)
-        assert worker.move(()).wait() is None
+        assert worker._moved.wait() is None
         worker.pool.arena[10:15] = torch.arange(5.0)
         worker.step(None)  # type: ignore[arg-type]
-        moved = worker.move([Move(0, 10, 8, 5)])
-        later = worker.move(())
+        worker.move([Move(0, 10, 8, 5)])
+        later = worker._moved
         ended = threading.Event()
         waiting = threading.Thread(target=lambda: (later.wait(), ended.set()))
         waiting.start()
@@ -161,7 +161,6 @@ def test_moves_wait_for_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None
         slow.gate.set()
         waiting.join(10)
         assert ended.is_set()
-        moved.wait()
         assert worker.pool.arena[8:13].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     finally:
         worker.close()

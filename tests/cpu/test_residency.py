@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,14 +34,20 @@ from weft.core.errors import (
 from weft.core.messages import Hold
 from weft.core.stats import AdapterStats, CheckResult
 from weft.core.targets import ImageLayout
-from weft.engine import images as images_module
-from weft.engine.host import Arena, Extent, HostTier
-from weft.engine.images import ImageStore
-from weft.engine.residency import MAX_REGISTERING, LoadEnded, Registered, Residency
+from weft.engine.host import HostTier
+from weft.engine.inbox import LoadEnded, Registered
+from weft.engine.registration import MAX_REGISTERING
+from weft.engine.residency import Residency
 from weft.kernels.checksum import checksum
 from weft.schedule.extents import Move
+from weft.schedule.host_extents import Extent, Extents
 from weft.schedule.policy import Policy, fifo, lru
 from weft.schedule.slots import AdapterSlots, Load
+from weft.worker import images as images_module
+from weft.worker.adapters import AdapterLoader
+from weft.worker.host import HostMemory
+from weft.worker.images import ImageStore
+from weft.worker.protocol import LoadOrder, LoadResult
 
 PATIENCE_S = 10.0
 
@@ -136,6 +143,34 @@ class Answer(NamedTuple):
     error: WeftError | None
 
 
+@dataclass
+class Facts:
+    """What residency needs to know of a worker."""
+
+    element_bytes: int
+    has_checks: bool = False
+
+
+class FakeWorker:
+    """The real threads and files of a worker over a fake pool, where moves are done at once."""
+
+    def __init__(self, pool: FakePool, adapters: AdapterLoader) -> None:
+        self.pool = pool
+        self.adapters = adapters
+        self.facts = Facts(pool.element_bytes)
+        self.move = pool.move
+        self.install = lambda slot, start, image: pool.install(slot, start, image.layout)
+        self.pack, self.probe, self.stage = adapters.pack, adapters.probe, adapters.stage
+        self.disk_stats = adapters.disk_stats
+
+    def load(self, order: LoadOrder) -> Future[LoadResult]:
+        return self.adapters.load(order, self.pool)
+
+    def clear(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.pool.clear(slot)
+
+
 class World:
     """A residency over fakes: 100 elements on the device, `host_bytes` on the host."""
 
@@ -151,18 +186,20 @@ class World:
         self.woken = threading.Semaphore(0)
         self.clock_s = 0.0
         self.slots = AdapterSlots(100, num_slots)
-        memory = Arena(torch.full((host_bytes,), 255, dtype=torch.uint8)) if arena else None
+        memory = torch.full((host_bytes,), 255, dtype=torch.uint8) if arena else None
         self.images = folder and ImageStore(folder, "base", torch.float32, 1 << 30)
+        adapters: Any = (self.pool, self.disk, self.images, HostMemory(host_bytes, memory))
+        self.adapters = AdapterLoader(*adapters, None, clock=lambda: self.clock_s)
+        self.worker = FakeWorker(self.pool, self.adapters)
+        worker: Any = self.worker
         self.residency = Residency(
             self.slots,
-            self.pool,
-            self.disk,
-            HostTier(host_bytes, memory),
-            self.images,
-            self.pool.move,
+            HostTier(host_bytes, Extents(host_bytes) if arena else None),
+            worker,
             self.woken.release,
             clock=lambda: self.clock_s,
         )
+        self.catalog = self.residency.catalog
         self.now = 0
         self.checked = True
         """After each call."""
@@ -186,10 +223,20 @@ class World:
         if isinstance(result, WeftError):
             return Answer(call.call_id, None, result)
         try:
-            info = self.residency.add(result, call.source.path, call.pinned, end.checked)
+            info = self.catalog.add(result, call.source.path, call.pinned, end.checked)
         except WeftError as error:
             return Answer(call.call_id, None, error)
         return Answer(call.call_id, info, None)
+
+    def check_by(self, checker: Any) -> Any:
+        """From now on what is registered is checked."""
+        self.adapters.self_check = checker
+        self.worker.facts.has_checks = True
+        return checker
+
+    def close(self) -> None:
+        self.residency.close()
+        self.adapters.close()
 
     def wait(self) -> Answer | LoadEnded:
         """The one thing that ends next; the wake-up comes with it."""
@@ -273,7 +320,7 @@ def _world(**options: Any) -> Iterator[World]:
     made = World(**options)
     yield made
     made.disk.gate.set()
-    made.residency.close()
+    made.close()
     made.residency.poll()
     made.check()
 
@@ -402,11 +449,11 @@ def test_eviction_clears_the_slot(world: World) -> None:
 def test_forget(world: World) -> None:
     world.register("/a", image("a", 30))
     world.load("a")
-    world.residency.forget("a")
+    world.catalog.forget("a")
     world.check()
     assert world.pool.placed == {} and world.residency.host.digests() == ()
     assert not world.slots.knows("a") and world.slots.used_elements == 0
-    world.residency.forget("a")
+    world.catalog.forget("a")
     assert world.register("/a", image("a", 30)).error is None
     world.load("a")
 
@@ -417,7 +464,7 @@ def test_forget_while_loading(no_host: World) -> None:
     no_host.register("/b", image("b", 60))
     no_host.disk.gate.clear()
     assert no_host.start("a")
-    no_host.residency.forget("a")
+    no_host.catalog.forget("a")
     no_host.check()
     assert no_host.start("b") is None, "the loader still writes there"
     no_host.disk.gate.set()
@@ -434,7 +481,7 @@ def test_register_again_while_a_forgotten_load_runs(no_host: World) -> None:
     no_host.disk.gate.clear()
     load = no_host.start("a")
     assert load
-    no_host.residency.forget("a")
+    no_host.catalog.forget("a")
     no_host.begin(7, "/a")
     no_host.disk.gate.set()
     ended = [no_host.wait(), no_host.wait()]
@@ -455,7 +502,7 @@ def test_close_waits_for_a_load_in_progress(world: World) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while len(world.disk.reads) < 2 and time.monotonic() < deadline:
         time.sleep(0.001)
-    closing = threading.Thread(target=world.residency.close)
+    closing = threading.Thread(target=world.close)
     closing.start()
     time.sleep(0.02)
     assert closing.is_alive()
@@ -471,7 +518,7 @@ def test_what_a_load_left_behind_by_its_adapter_leaves(no_host: World) -> None:
     no_host.register("/b", image("b", 60))
     no_host.disk.gate.clear()
     assert no_host.start("a")
-    no_host.residency.forget("a")
+    no_host.catalog.forget("a")
     no_host.disk.gate.set()
     no_host.wait()
     assert no_host.residency.host.digests() == ()
@@ -491,7 +538,7 @@ def test_a_pinned_adapter_is_wanted_and_kept(no_host: World) -> None:
         world.load(name)
     assert "a" in world.slots.resident and world.pool.content(load.slot) == [2.5] * 30
     assert world.residency.host.digests() == ("a",)
-    world.residency.forget("a")
+    world.catalog.forget("a")
     assert world.slots.pinned == () and world.residency.host.digests() == ()
 
 
@@ -536,7 +583,7 @@ def test_a_pin_that_cannot_be_loaded_is_not_tried_for_ever(
 def test_an_image_without_a_folder_stays_on_the_host(no_host: World) -> None:
     """Also when the same content is registered from a folder besides, and that one goes away."""
     world = no_host
-    info = world.residency.add(image("a", 60, 2.5), None, pinned=False)
+    info = world.catalog.add(image("a", 60, 2.5), None, pinned=False)
     assert info == AdapterInfo("a", "", 4, 240, ("q_proj",))
     world.register("/a", image("a", 60, 2.5))
     world.disk.files["/a"] = AdapterNotFound("gone")
@@ -548,7 +595,7 @@ def test_an_image_without_a_folder_stays_on_the_host(no_host: World) -> None:
         world.load("b")
     assert [path for path, _ in world.disk.reads[reads:]] == ["/b"] * 4, "only /b was read"
     assert world.residency.host.digests() == ("a",)
-    world.residency.forget("a")
+    world.catalog.forget("a")
     assert world.residency.host.digests() == ()
 
 
@@ -574,7 +621,7 @@ def test_stats_by_adapter(world: World) -> None:
     stages = {"copy": 0.0}
     b = AdapterStats(1, 1, 0.25, stages)
     assert world.residency.stats() == {"a": AdapterStats(2, 1, 2.0, stages), "b": b}
-    world.residency.forget("a")
+    world.catalog.forget("a")
     assert world.residency.stats() == {"b": b}
 
 
@@ -613,7 +660,7 @@ def test_the_policy_says_what_leaves_the_host(policy: Policy, left: tuple[str, .
 
 
 def test_what_is_read_is_not_evicted_and_its_memory_not_reused() -> None:
-    host = HostTier(0, Arena(torch.zeros(2 * 4096, dtype=torch.uint8)))
+    host = HostTier(0, Extents(2 * 4096))
     for digest in "ab":
         extent = host.reserve(100)
         assert extent is not None
@@ -634,41 +681,41 @@ def test_what_is_read_is_not_evicted_and_its_memory_not_reused() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 5 * 4096)), max_size=60))
-def test_an_arena_loses_no_memory(steps: list[tuple[int, int]]) -> None:
-    arena = Arena(torch.zeros(12 * 4096, dtype=torch.uint8))
+def test_extents_lose_no_memory(steps: list[tuple[int, int]]) -> None:
+    extents = Extents(12 * 4096)
     taken: dict[int, Extent] = {}
     for name, size in steps:
         if name in taken:
-            arena.give(taken.pop(name))
-        elif (extent := arena.take(size)) is not None:
+            extents.give(taken.pop(name))
+        elif (extent := extents.take(size)) is not None:
             assert extent.size >= size and extent.start % 4096 == 0
             taken[name] = extent
         spans = sorted(taken.values())
         assert all(a.start + a.size <= b.start for a, b in pairwise(spans))
-        assert arena.num_free == 12 * 4096 - sum(e.size for e in spans)
+        assert extents.num_free == 12 * 4096 - sum(e.size for e in spans)
     for extent in taken.values():
-        arena.give(extent)
-    assert arena.take(12 * 4096) == Extent(0, 12 * 4096)
+        extents.give(extent)
+    assert extents.take(12 * 4096) == Extent(0, 12 * 4096)
 
 
 def test_registered_images_move_into_the_arena(pinned: World) -> None:
     host = pinned.residency.host
-    assert host.arena is not None
+    assert host.extents is not None
     for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
         pinned.register(f"/{name}", image(name, 30, value))
-    pinned.settle(lambda: host.stats().num_adapters == 2 and not host._reserved)
-    assert set(host.digests()) == {"b", "c"} and host.arena.num_free == 0
+        pinned.settle(lambda: not host._reserved)
+    assert set(host.digests()) == {"b", "c"} and host.extents.num_free == 0
     assert all(held.extent for held in host._held.values())
     for name, value in (("a", 1.0), ("b", 2.0), ("c", 3.0)):
         load = pinned.load(name)
         assert pinned.pool.content(load.slot) == [value] * 30
-    assert host.stats().misses >= 1 and host.arena.num_free == 0
+    assert host.stats().misses >= 1 and host.extents.num_free == 0
 
 
 def test_an_arena_that_is_full_of_kept_images(pinned: World) -> None:
     """One more that is kept has memory of its own; others are served without being held."""
     for name in "abc":
-        pinned.residency.add(image(name, 10, 2.0), None, pinned=False)
+        pinned.catalog.add(image(name, 10, 2.0), None, pinned=False)
     pinned.settle(lambda: not pinned.residency.host._reserved)
     pinned.register("/d", image("d", 10, 4.0))
     for name, value in (("c", 2.0), ("d", 4.0), ("d", 4.0)):
@@ -825,7 +872,7 @@ def test_ten_thousand_loads_leave_nothing(tmp_path: Path) -> None:
             for name in chosen:
                 world.residency.ask(name)
                 if world.slots.is_resident(name):
-                    world.residency.forget(name)
+                    world.catalog.forget(name)
                     world.register(f"/{name}", image(name, 20 + len(name)))
             for _ in [load for load in map(world.start, chosen) if load is not None]:
                 world.wait()
@@ -843,19 +890,19 @@ def test_ten_thousand_loads_leave_nothing(tmp_path: Path) -> None:
     device = world.residency.tiers()["device"]
     assert device.hits + device.misses >= 9_999
     for name in names:
-        world.residency.forget(name)
+        world.catalog.forget(name)
     host = world.residency.host
     world.settle(lambda: not host._reserved)
-    assert host.arena is not None and host.arena.num_free == host.arena.num_bytes
+    assert host.extents is not None and host.extents.num_free == host.extents.num_bytes
     assert world.slots.used_elements == 0 and host.stats().num_bytes == 0
-    assert not (world.residency._known or world.residency._jobs)
+    assert not (world.catalog.known or world.residency._loading)
     assert not list(made)
 
 
 def test_a_torn_copy_is_made_again(world: World) -> None:
     """Also of what is nowhere else. Twice in a row it is a failure, after which it may load."""
     world.register("/a", image("a", 30, 2.5))
-    world.residency.add(image("b", 30, 3.5), None, pinned=False)
+    world.catalog.add(image("b", 30, 3.5), None, pinned=False)
     for name, value in (("a", 2.5), ("b", 3.5)):
         world.pool.torn = 1
         load = world.load(name)
@@ -895,14 +942,14 @@ def test_what_changed_while_it_was_staged_is_found(
     pinned: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On its way to page-locked memory."""
-    staged = Residency._staged
+    staged = AdapterLoader._staged
 
-    def wrong(self: Residency, given: AdapterImage, extent: Extent | None) -> AdapterImage:
+    def wrong(self: AdapterLoader, given: AdapterImage, extent: Extent | None) -> AdapterImage:
         found = staged(self, given, extent)
         found.data[0] = 9.0
         return found
 
-    monkeypatch.setattr(Residency, "_staged", wrong)
+    monkeypatch.setattr(AdapterLoader, "_staged", wrong)
     pinned.register("/a", image("a", 30, 2.5))
     pinned.settle(lambda: not pinned.residency.host._reserved)
     assert pinned.start("a")
@@ -927,17 +974,17 @@ class FakeChecker:
 
 def test_what_is_registered_is_checked(world: World) -> None:
     """Until it has passed. What fails leaves nothing."""
-    checker = world.residency._checker = FakeChecker()
+    checker = world.check_by(FakeChecker())
     assert world.register("/a", image("a", 30)).error is None
     checker.result = failed = AdapterQuarantined("wrong", "lora_path")
     for _ in range(2):
         assert world.register("/b", image("b", 30)).error is failed
     assert world.register("/also", image("a", 30)).error is None, "it has passed"
     assert not world.slots.knows("b") and world.residency.host.digests() == ("a",)
-    assert world.residency.check_results() == {"passed": 1, "failed": 2, "skipped": 0}
-    world.residency.forget("a")
+    assert world.residency.registrations.results() == {"passed": 1, "failed": 2, "skipped": 0}
+    world.catalog.forget("a")
     assert world.register("/a", image("a", 30)).error is failed
-    assert sum(world.residency.check_times().counts) == 4
+    assert sum(world.residency.registrations.check_times().counts) == 4
 
 
 @pytest.mark.parametrize(("checked", "num_checks"), [(True, 0), (False, 1)])
@@ -945,14 +992,14 @@ def test_what_an_engine_before_checked_is_not_checked_again(
     world: World, checked: bool, num_checks: int
 ) -> None:
     """Only what it skipped, or if other content is in the folder."""
-    checker = world.residency._checker = FakeChecker()
+    checker = world.check_by(FakeChecker())
     first = world.register("/a", image("a", 30)).info
     assert first is not None and first.checked
-    world.residency.forget("a")
+    world.catalog.forget("a")
     checker.result = "skipped"
     again = world.register("/a", image("a", 30), before=replace(first, checked=checked))
     assert again.info is not None and again.info.checked == checked
-    assert sum(world.residency.check_results().values()) == 1 + num_checks
+    assert sum(world.residency.registrations.results().values()) == 1 + num_checks
     other = world.register("/a", image("b", 30), before=first)
     assert isinstance(other.error, AdapterUnavailable)
 
@@ -977,7 +1024,7 @@ class GatedChecker(FakeChecker):
 def test_few_registrations_have_their_images_in_memory(world: World) -> None:
     """However many are asked for at once. Those that fail make room for others too."""
     ends: list[CheckResult | Exception] = ["passed", AdapterQuarantined("no"), RuntimeError("no")]
-    checker = world.residency._checker = GatedChecker(*ends * MAX_REGISTERING)
+    checker = world.check_by(GatedChecker(*ends * MAX_REGISTERING))
     names = [f"/{number}" for number in range(3 * MAX_REGISTERING + 1)]
     for call_id, name in enumerate(names):
         world.disk.files[name] = image(name, 1) if call_id else OSError("no")
@@ -995,7 +1042,7 @@ def test_few_registrations_have_their_images_in_memory(world: World) -> None:
 def test_one_content_that_is_registered_twice_at_once(world: World) -> None:
     """Both are checked. If the second one fails, nothing is served until it passes."""
     failed = AdapterQuarantined("wrong", "lora_path")
-    checker = world.residency._checker = GatedChecker("passed", failed, failed, "passed")
+    checker = world.check_by(GatedChecker("passed", failed, failed, "passed"))
     for call_id in range(2):
         world.disk.files[f"/{call_id}"] = image("a", 30)
         world.begin(call_id, f"/{call_id}")
@@ -1016,7 +1063,7 @@ def test_one_content_that_is_registered_twice_at_once(world: World) -> None:
 
 def test_a_skipped_check_is_made_up_for(world: World) -> None:
     """When it is registered again; if it fails then, nothing is served until it passes."""
-    checker = world.residency._checker = FakeChecker()
+    checker = world.check_by(FakeChecker())
     checker.result = "skipped"
     assert world.register("/a", image("a", 30)).error is None
     checker.result = failed = AdapterQuarantined("wrong", "lora_path")
@@ -1026,7 +1073,7 @@ def test_a_skipped_check_is_made_up_for(world: World) -> None:
     checker.result = "passed"
     assert world.register("/a", image("a", 30)).error is None
     assert world.slots.refused == ()
-    assert world.residency.check_results() == {"passed": 1, "failed": 1, "skipped": 1}
+    assert world.residency.registrations.results() == {"passed": 1, "failed": 1, "skipped": 1}
 
 
 # -- what is counted ---------------------------------------------------------------------------

@@ -77,9 +77,9 @@ def triton_worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DeviceWo
     }
     LlamaConfig(**sizes, architectures=["LlamaForCausalLM"]).save_pretrained(folder)
     for made in make_worker(folder, load_format="dummy"):
-        assert made.self_check is not None
+        assert made.adapters.self_check is not None
         tuning = Tuning(blocks=Blocks(shrink_programs=1))
-        made.self_check._make_backend = partial(TritonBackend, tuning=tuning)
+        made.adapters.self_check._make_backend = partial(TritonBackend, tuning=tuning)
         yield made
 
 
@@ -125,9 +125,9 @@ def check(
     worker: DeviceWorker, adapter: AdapterImage, spoil: Callable[[], object] = int
 ) -> CheckResult:
     """Check an adapter, after something was spoiled."""
-    assert worker.self_check is not None
+    assert worker.adapters.self_check is not None
     spoil()
-    return worker.self_check.check(adapter, paced=False)
+    return worker.adapters.self_check.check(adapter, paced=False)
 
 
 def same_ranks(table: TargetTable, rank: int) -> tuple[int, ...]:
@@ -504,7 +504,7 @@ def test_steps_go_on_beside_checks(llm: LLM) -> None:
 def test_a_paced_check_stands_back(fp32_worker: DeviceWorker, monkeypatch: Patch) -> None:
     """While steps run, after each layer, for nine times what it took."""
     adapter = random_image(fp32_worker, same_ranks(fp32_worker.model.table, 8))
-    check = fp32_worker.self_check
+    check = fp32_worker.adapters.self_check
     assert check is not None
     now, pauses, busy = 0.0, list[float](), True
 

@@ -40,10 +40,9 @@ from weft.core.errors import (
 from weft.core.messages import Submit
 from weft.core.requests import EngineRequest
 from weft.core.targets import Extras, ImageLayout, layout_of
-from weft.engine import adapters, build
+from weft.engine import adapters
 from weft.engine.build import build_engine
 from weft.engine.engine import Engine
-from weft.engine.host import Arena
 from weft.fleet.client import LinkClient
 from weft.fleet.process import COMMANDS
 from weft.fleet.supervisor import Supervisor, start_supervised
@@ -51,6 +50,8 @@ from weft.fleet.thread import start_in_process
 from weft.llm import AdapterChoice, RequestOutput
 from weft.registry import AdapterRegistry, AdapterRoots
 from weft.text import load_tokenizer
+from weft.worker import build as worker_build
+from weft.worker.host import HostMemory
 
 TOLERANCE = 1e-3
 """Of a log-probability."""
@@ -260,7 +261,7 @@ class Server:
     @property
     def known(self) -> int:
         """Adapters and sums of which the engine knows."""
-        return len(self.engines[-1]._residency._known)
+        return len(self.engines[-1]._residency.catalog.known)
 
     def close(self) -> None:
         async def end() -> None:
@@ -279,7 +280,7 @@ class Server:
         last = self.engines[-1]
         last.scheduler.check()
         last._residency.check()
-        assert not last._residency._known, "sums outlive their parts"
+        assert not last._residency.catalog.known, "sums outlive their parts"
 
 
 @contextmanager
@@ -495,7 +496,7 @@ def test_those_used_least_recently_are_forgotten(
 ) -> None:
     monkeypatch.setattr(adapters, "MAX_SUMS", 2)
     llm = make_llm(adapters={name: ADAPTERS[name] for name in ("upper", "sort")})
-    known = llm._client.engine._residency._known
+    known = llm._client.engine._residency.catalog.known
     sums = [{"upper": scale, "sort": 1.0} for scale in (0.1, 0.2, 0.3)]
     first = [answers(llm, sum_) for sum_ in sums]
     assert len(known) == 4 and len(llm.stats().resident_adapters) == 2
@@ -682,8 +683,8 @@ def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -
     with the host memory in one piece that a GPU's engine has."""
     monkeypatch.setattr(adapters, "MAX_SUMS", 3)
     if arena:
-        memory = Arena(torch.full((800_000,), 255, dtype=torch.uint8))
-        monkeypatch.setattr(build, "_host_memory", lambda *_: (memory.num_bytes, memory))
+        memory = HostMemory(800_000, torch.full((800_000,), 255, dtype=torch.uint8))
+        monkeypatch.setattr(worker_build, "host_memory", lambda *_: memory)
     args = engine_args(
         str(BASE),
         num_threads=1,
@@ -743,10 +744,10 @@ def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -
             settle(getattr(report, "events", ()))
     for ref in refs.values():
         engine.release(ref.digest, ref.name)
-    while engine.step() or engine.working or engine._residency._jobs:
+    while engine.step() or engine.working or engine._residency._loading:
         pass
     engine._residency.check()
-    assert not engine._residency._known and not engine._residency.slots.used_elements
+    assert not engine._residency.catalog.known and not engine._residency.slots.used_elements
     assert not engine._residency.host._readers
     engine.close()
     errors = [error for error in ended if error is not None]

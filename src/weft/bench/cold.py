@@ -33,7 +33,7 @@ from weft.core.adapters import AdapterRef, AdapterSource
 from weft.core.config import engine_args
 from weft.core.errors import ConfigError
 from weft.core.messages import Hold
-from weft.engine.images import SUFFIX
+from weft.worker.images import SUFFIX
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

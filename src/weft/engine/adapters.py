@@ -9,7 +9,8 @@ from weft.checkpoint import AdapterImage
 from weft.core.adapters import AdapterInfo, AdapterPart, AdapterRef
 from weft.core.errors import AdapterUnavailable, WeftError, to_wire
 from weft.core.messages import Hold, Reply
-from weft.engine.residency import LoadEnded, Registered, Residency
+from weft.engine.inbox import LoadEnded, Registered
+from weft.engine.residency import Residency
 from weft.registry import Holders
 
 MAX_SUMS = 256
@@ -29,6 +30,7 @@ class Adapters:
     def __init__(self, residency: Residency, in_use: Callable[[str], bool]) -> None:
         """`in_use` tells whether any request in the engine uses this content."""
         self._residency = residency
+        self._catalog = residency.catalog
         self._in_use = in_use
         self._holders = Holders()
         self._sums: dict[str, tuple[AdapterPart, ...]] = {}
@@ -49,13 +51,13 @@ class Adapters:
     def hold_image(
         self, image: AdapterImage, path: str | None, holder: str, pinned: bool, checked: bool
     ) -> AdapterInfo:
-        """Hold what is packed already, at once. `path`: see `Residency.add`; `checked`: whether
+        """Hold what is packed already, at once. `path`: see `Catalog.add`; `checked`: whether
         the device was seen to compute it right.
 
         Raises AdapterInvalid, AdapterConflict; who held what before then holds it still.
         """
         pin = self._pin(image.digest, holder, pinned)
-        info = self._residency.add(image, path, pin, checked)
+        info = self._catalog.add(image, path, pin, checked)
         self._holders.hold(image.digest, holder, pinned)
         return info
 
@@ -63,18 +65,18 @@ class Adapters:
         """Let go of content; without holders it is forgotten, at once or after its last request."""
         self._holders.release(digest, holder)
         if self._holders.is_held(digest):
-            self._residency.pin(digest, self._holders.is_pinned(digest))
+            self._catalog.pin(digest, self._holders.is_pinned(digest))
         else:
             self._release_sums(lambda parts: any(part.ref.digest == digest for part in parts))
         self.forget_drained()
 
     def _serves(self, digest: str) -> bool:
-        return self._holders.is_held(digest) and self._residency.slots.refusal(digest) is None
+        return self._holders.is_held(digest) and self._catalog.slots.refusal(digest) is None
 
     def _hold_known(self, call: Hold, digest: str) -> AdapterInfo:
-        self._residency.pin(digest, self._pin(digest, call.holder, call.pinned))
+        self._catalog.pin(digest, self._pin(digest, call.holder, call.pinned))
         self._holders.hold(digest, call.holder, call.pinned)
-        return self._residency.info(digest)
+        return self._catalog.info(digest)
 
     def _pin(self, digest: str, holder: str, pinned: bool) -> bool:
         """Whether content is to be pinned with this hold. Pinned adapters leave room for the
@@ -96,7 +98,7 @@ class Adapters:
                 raise AdapterUnavailable(f"adapter {each.name!r} is not loaded", field)
         if not parts:
             return
-        self._residency.compose(ref.digest, parts)
+        self._catalog.compose(ref.digest, parts)
         self._holders.hold(ref.digest, REQUESTS)
         self._sums.pop(ref.digest, None)
         self._sums[ref.digest] = parts
@@ -147,7 +149,7 @@ class Adapters:
     def forget_drained(self) -> None:
         """Free the memory of all content that nobody holds and no request uses any more."""
         for digest in self._holders.take_drained(self._in_use):
-            self._residency.forget(digest)
+            self._catalog.forget(digest)
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold."""
@@ -156,4 +158,4 @@ class Adapters:
         assert len(self._sums) <= MAX_SUMS
         for parts in self._sums.values():
             assert all(self._holders.is_held(part.ref.digest) for part in parts)
-        assert self._residency.known() == self._holders.known(), "known, and held by nobody"
+        assert self._catalog.known.keys() == self._holders.known(), "known, and held by nobody"

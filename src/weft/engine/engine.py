@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from weft.checkpoint import AdapterImage, files_of
+from weft.checkpoint import AdapterImage
 from weft.core.adapters import AdapterInfo
 from weft.core.errors import WeftError
 from weft.core.messages import (
@@ -29,7 +29,7 @@ from weft.grammar.grammars import Grammars
 from weft.schedule.activation import find_invocation
 from weft.schedule.cache import Cache
 from weft.schedule.scheduler import Scheduler
-from weft.worker.worker import DeviceWorker
+from weft.worker.protocol import Worker
 
 
 class Engine:
@@ -44,7 +44,7 @@ class Engine:
         adapters: Adapters,
         loop: Loop,
         grammars: Grammars,
-        worker: DeviceWorker,
+        worker: Worker,
     ) -> None:
         self.info = info
         self.scheduler = scheduler
@@ -90,7 +90,7 @@ class Engine:
         refused = self.scheduler.add(
             request,
             active_from,
-            self._residency.vocab_size(request.adapter.digest) if request.adapter else 0,
+            self._residency.catalog.vocab_size(request.adapter.digest) if request.adapter else 0,
         )
         if refused is None:
             if request.adapter is not None and active_from is not None:
@@ -104,7 +104,7 @@ class Engine:
         """Position of the prompt from which on its adapter is active; None: nowhere."""
         if request.adapter is None:
             return None
-        invocation = self._residency.invocation(request.adapter.digest)
+        invocation = self._residency.catalog.invocation(request.adapter.digest)
         return find_invocation(request.prompt_ids, invocation) if invocation else 0
 
     def abort(self, request_id: str) -> TokenEvent | None:
@@ -122,8 +122,8 @@ class Engine:
 
         Raises AdapterInvalid, AdapterConflict, AdapterQuarantined.
         """
-        image = self._worker.packer.pack_adapter(files_of(config, tensors))
-        return self.hold_image(image, holder, pinned, self._residency.probe(image))
+        image = self._worker.pack_now(config, tensors)
+        return self.hold_image(image, holder, pinned, self._residency.registrations.probe(image))
 
     def hold_image(
         self, image: AdapterImage, holder: str, pinned: bool = False, checked: bool = False
@@ -153,8 +153,8 @@ class Engine:
             tiers=self._residency.tiers(),
             load_s=self._residency.load_times(),
             adapter_wait_s=self._loop.queue_times.adapter_waits.spread,
-            self_checks=self._residency.check_results(),
-            self_check_s=self._residency.check_times(),
+            self_checks=self._residency.registrations.results(),
+            self_check_s=self._residency.registrations.check_times(),
             quarantined_adapters=slots.refused,
             adapter_copy_faults=self._residency.copy_faults,
             steps=self._loop.steps,

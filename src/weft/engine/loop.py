@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 
 from weft.core.errors import WeftError
 from weft.core.requests import TokenEvent
-from weft.engine.residency import LoadEnded, Residency, Times
+from weft.engine.inbox import LoadEnded
+from weft.engine.residency import Residency
+from weft.engine.times import Times
 from weft.schedule.plan import Admitted, Matcher, StepPlan
 from weft.schedule.scheduler import Scheduler
 from weft.worker.inputs import RowState

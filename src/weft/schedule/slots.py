@@ -26,21 +26,12 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Protocol
 
 from weft.core.errors import AdapterConflict, AdapterInvalid, WeftError
 from weft.schedule.extents import ArenaExtent, ArenaLine, Move
 from weft.schedule.policy import Candidate, Policy, Worth, cost
 
 NO_DEMAND: Mapping[str, int] = MappingProxyType({})
-
-
-class Moved(Protocol):
-    """Moves that were ordered, and all those before them."""
-
-    def wait(self) -> None:
-        """Until they are done; any thread. What they have freed may then be written."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

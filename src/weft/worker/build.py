@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -12,9 +14,13 @@ from weft.core.stages import Stages
 from weft.kernels.lora import AdapterPool, make_backend
 from weft.kernels.ops import make_ops
 from weft.kernels.quant import rounds_inputs
+from weft.models.config import resolve_model
 from weft.models.decoder import Decoder
 from weft.models.kv_cache import allocate_kv_cache
+from weft.worker.adapters import AdapterLoader
 from weft.worker.execute import StepExecutor
+from weft.worker.host import host_memory
+from weft.worker.images import ImageStore, default_folder, fingerprint
 from weft.worker.inputs import Array
 from weft.worker.loader import LoadedModel, load_model
 from weft.worker.memory import adapter_bytes, allocating, context_length, count_blocks
@@ -29,8 +35,7 @@ MAX_RESIDENT = 4096
 
 
 def build_worker(args: EngineArgs, stages: Stages) -> DeviceWorker:
-    """Load the model, allocate all memory and make the graphs of steps, which are still to be
-    captured. Raises ConfigError."""
+    """Load the model, allocate all memory and capture steps. Raises ConfigError."""
     if args.num_threads is not None:
         torch.set_num_threads(args.num_threads)
     model = load_model(args.model)
@@ -55,23 +60,36 @@ def build_worker(args: EngineArgs, stages: Stages) -> DeviceWorker:
         -(-max_model_len // args.cache.block_size), args.scheduler.max_num_batched_tokens
     )
     activity = Activity()
-    facts = WorkerFacts(
-        model.config.architecture,
-        str(model.dtype).removeprefix("torch."),
-        str(model.device),
-        model.config.vocab_size,
-        tuple(model.config.eos_token_ids),
-        model.weights.num_parameters,
-        max_model_len,
-        num_blocks,
-        pool.num_slots,
-        pool.arena.numel(),
-        pool.element_bytes,
-    )
     self_check = _make_check(args, model, activity) if args.lora.self_check else None
-    return DeviceWorker(
-        facts, model, executor, pool, Packer(model, args.lora), self_check, activity
+    with ThreadPoolExecutor(1, thread_name_prefix="weft-start") as beside:
+        # It takes a second or two of the driver's time.
+        pinning = beside.submit(host_memory, args.lora.adapter_host_memory, model.device)
+        with torch.inference_mode():
+            executor.compile()
+    stages.end("compile")
+    with torch.inference_mode():
+        if executor.capture():
+            stages.end("capture")
+    host = pinning.result()
+    facts = WorkerFacts(
+        architecture=model.config.architecture,
+        dtype=str(model.dtype).removeprefix("torch."),
+        device=str(model.device),
+        vocab_size=model.config.vocab_size,
+        eos_token_ids=tuple(model.config.eos_token_ids),
+        num_parameters=model.weights.num_parameters,
+        max_model_len=max_model_len,
+        num_blocks=num_blocks,
+        num_slots=pool.num_slots,
+        adapter_elements=pool.arena.numel(),
+        element_bytes=pool.element_bytes,
+        host_bytes=host.num_bytes,
+        host_in_one_piece=host.memory is not None,
+        has_checks=self_check is not None,
     )
+    packer = Packer(model, args.lora)
+    adapters = AdapterLoader(pool, packer, _image_store(args, model), host, self_check)
+    return DeviceWorker(facts, model, executor, adapters, activity)
 
 
 def _make_pool(args: EngineArgs, model: LoadedModel) -> AdapterPool:
@@ -91,6 +109,23 @@ def _make_check(args: EngineArgs, model: LoadedModel, activity: Activity) -> Sel
         activity.is_recent,
         exact=model.config.moe is None and not rounds_inputs(args.model.quantization),
     )
+
+
+def _image_store(args: EngineArgs, model: LoadedModel) -> ImageStore | None:
+    lora, base = args.lora, args.model
+    if lora.adapter_cache_dir == "none":
+        return None
+    weights = None
+    if base.load_format != "dummy":
+        weights = resolve_model(base.model, base.revision)
+    # What was accepted under other limits is packed anew.
+    limits = (
+        f"{lora.max_lora_rank} {lora.max_added_tokens} {lora.conversion_tolerance}"
+        f" {base.quantization}"
+    )
+    key = fingerprint(model.table, weights, base.model, limits)
+    folder = Path(lora.adapter_cache_dir) if lora.adapter_cache_dir else default_folder()
+    return ImageStore(folder.absolute(), key, model.dtype, lora.adapter_cache_bytes)
 
 
 def _end_stage(stages: Stages, name: str, device: torch.device) -> None:

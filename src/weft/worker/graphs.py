@@ -65,7 +65,7 @@ class _Form(NamedTuple):
 Buffer = TypeVar("Buffer", NDArray[Any], Tensor)
 
 
-class _Parts(NamedTuple, Generic[Buffer]):
+class _StepParts(NamedTuple, Generic[Buffer]):
     """What a step reads, as views of one buffer of 32-bit words: arrays on the host, tensors on
     the device. Each part begins at a multiple of 16 bytes, as kernels like it.
 
@@ -224,7 +224,7 @@ class StepGraphs:
         query_start: list[int],
         lengths: NDArray[np.int32],
         form: _Form,
-        parts: _Parts[NDArray[Any]],
+        parts: _StepParts[NDArray[Any]],
     ) -> bool:
         """Which rows go to which kernel. Whether there is room."""
         if not form.num_tiles:
@@ -239,7 +239,7 @@ class StepGraphs:
         parts.tiles[len(tiles) :] = 0
         return True
 
-    def _pad(self, parts: _Parts[NDArray[Any]], num_tokens: int, num_seqs: int) -> None:
+    def _pad(self, parts: _StepParts[NDArray[Any]], num_tokens: int, num_seqs: int) -> None:
         """Fill in tokens and sequences beyond a step's own, that read no cache and write none."""
         parts.ids_T[num_tokens:] = 0
         parts.row_T[num_tokens:] = len(self._last_token_R) - 1
@@ -302,7 +302,7 @@ class _Place(NamedTuple):
 
 @cache
 def _places(form: _Form) -> tuple[tuple[_Place, ...], int]:
-    """Where all parts but the last lie, in the order of `_Parts`, and the words that they take."""
+    """Where all parts but the last lie, in the order of `_StepParts`, and the words they take."""
     tokens, mixed = (form.num_tokens,), form.num_seqs if form.num_tiles else 0
     wanted: list[tuple[_Kind, tuple[int, ...]]] = [
         ("int64", tokens),
@@ -329,21 +329,21 @@ def _num_words(form: _Form) -> int:
     return _places(form)[1]
 
 
-def _on_host(words: NDArray[np.int32], form: _Form) -> _Parts[NDArray[Any]]:
+def _on_host(words: NDArray[np.int32], form: _Form) -> _StepParts[NDArray[Any]]:
     places, end = _places(form)
     views = [words[p.words].view(p.kind)[: p.num_elements].reshape(p.shape) for p in places]
-    return _Parts._make((*views, words[end:]))
+    return _StepParts._make((*views, words[end:]))
 
 
 _DTYPES = {"int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
 
 
-def _on_device(words: Tensor, form: _Form) -> _Parts[Tensor]:
+def _on_device(words: Tensor, form: _Form) -> _StepParts[Tensor]:
     places, end = _places(form)
     views = [
         words[p.words].view(_DTYPES[p.kind])[: p.num_elements].reshape(p.shape) for p in places
     ]
-    return _Parts._make((*views, words[end:]))
+    return _StepParts._make((*views, words[end:]))
 
 
 @contextlib.contextmanager

@@ -3,20 +3,32 @@
     flight = worker.step(inputs)    returns at once
     result = flight.result()        waits for the tokens
 
-The engine knows workers by this protocol alone. Verbs take plain records and give small results,
-so that what stands behind the protocol may as well hand each verb on to several devices.
+The engine knows workers by this protocol alone. Verbs take records and give small results, so that
+what stands behind the protocol may as well hand each verb on to several devices: a load has ended
+when it has on all of them. Images pass through the engine as handles: it reads what they say of
+themselves, never their data.
+
+    registration    pack ──> probe ──> (stage)           folder, or image file ──> host
+    load            clear, move, load ──> install        host, or disk ──> device
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+from weft.checkpoint import AdapterImage, Summand
+from weft.core.errors import AdapterQuarantined, WeftError
+from weft.core.stats import CheckResult, TierStats
 from weft.schedule.extents import Move
+from weft.schedule.host_extents import Extent
 from weft.schedule.plan import StepResult
-from weft.schedule.slots import Moved
 from weft.worker.inputs import StepInputs
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +50,65 @@ class WorkerFacts:
     """The size of adapter memory."""
     element_bytes: int
     """The size of one element of adapter memory."""
+    host_bytes: int
+    """Memory for images on the host."""
+    host_in_one_piece: bool
+    """Whether images on the host lie in extents of one piece of memory."""
+    has_checks: bool
+    """Whether adapters are probed before they are registered."""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where an adapter is to be had from: the image on the host, or else its image file, or else
+    its folders."""
+
+    digest: str
+    image: AdapterImage | None
+    paths: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """Order to bring an adapter, or the sum of some, to adapter memory."""
+
+    origin: Origin
+    parts: tuple[tuple[Origin, float], ...]
+    """What is to be summed, and with which weights; empty for an adapter."""
+    start: int
+    """Its first element in adapter memory."""
+    extent: Extent | None
+    """Where the image goes on the host, unless it is there already."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackedAdapter:
+    """An image that was packed, or read from its file."""
+
+    image: AdapterImage
+    stage_s: dict[str, float]
+    """Seconds by stage, of `LOAD_STAGES`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """How a load ended."""
+
+    image: AdapterImage | WeftError
+    anew: bool
+    """Whether the image is another one than that which was on the host."""
+    stage_s: dict[str, float]
+    """Seconds by stage, of `LOAD_STAGES`."""
+    num_faults: int
+    """Copies to the device that went wrong."""
+
+
+class Verdict(NamedTuple):
+    """What a probe has found, and how long it took."""
+
+    result: CheckResult
+    seconds: float
+    error: AdapterQuarantined | None
 
 
 class Flight(Protocol):
@@ -49,7 +120,8 @@ class Flight(Protocol):
 
 
 class Worker(Protocol):
-    """See `weft.worker.worker.DeviceWorker`. The verbs are for one thread."""
+    """See `weft.worker.worker.DeviceWorker`. The verbs are for one thread, and none waits for the
+    device but `pack_now` and `probe` of what is not paced."""
 
     @property
     def facts(self) -> WorkerFacts: ...
@@ -58,12 +130,49 @@ class Worker(Protocol):
         """Launch a step."""
         ...
 
-    def move(self, moves: Sequence[Move]) -> Moved:
+    def move(self, moves: Sequence[Move]) -> None:
         """Move images within adapter memory, after the steps launched so far, which find the
-        images at their old places, and before later steps. The result stands for all moves that
-        were ordered until now, so that no load overtakes another load's moves."""
+        images at their old places, and before later steps and the copies of later loads."""
+        ...
+
+    def clear(self, slots: Sequence[int]) -> None:
+        """Let no step find an adapter in these slots any more."""
+        ...
+
+    def load(self, order: LoadOrder) -> Future[LoadResult]:
+        """Bring an image to adapter memory, where nothing reads until it was installed."""
+        ...
+
+    def install(self, slot: int, start: int, image: AdapterImage) -> None:
+        """Let later steps find the image, which was loaded, in a slot."""
+        ...
+
+    def pack(self, path: str, digest: str | None) -> Future[PackedAdapter | WeftError]:
+        """Read and validate an adapter's folder and pack it. What has a digest must have that
+        content, and may come from its image file."""
+        ...
+
+    def pack_now(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> AdapterImage:
+        """Pack an adapter that is in memory. Raises AdapterInvalid."""
+        ...
+
+    def probe(self, image: AdapterImage, *, paced: bool) -> Future[Verdict | WeftError]:
+        """Find out whether the device computes an adapter as it should. Paced, it goes on beside
+        steps without disturbing them; otherwise it has ended when this returns."""
+        ...
+
+    def stage(self, image: AdapterImage, extent: Extent) -> Future[AdapterImage]:
+        """Copy an image to its place in the host's memory."""
+        ...
+
+    def check_sum(self, parts: Sequence[tuple[str, Summand]]) -> int:
+        """Elements that the sum of adapters, by name, takes. Raises InvalidRequest."""
+        ...
+
+    def disk_stats(self) -> TierStats | None:
+        """Figures of the image files; None if there are none."""
         ...
 
     def close(self) -> None:
-        """Wait for what is under way and let go of threads and memory."""
+        """Wait for what is under way, drop what waits, and let go of threads and memory."""
         ...

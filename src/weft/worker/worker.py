@@ -2,74 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from weft.kernels.lora import AdapterPool
+from weft.checkpoint import AdapterImage, Summand, files_of
+from weft.core.errors import WeftError
+from weft.core.stats import TierStats
 from weft.schedule.extents import Move
+from weft.schedule.host_extents import Extent
 from weft.schedule.plan import StepResult
-from weft.schedule.slots import Moved
+from weft.worker.adapters import AdapterLoader, Moved
 from weft.worker.execute import StepExecutor
 from weft.worker.inputs import StepInputs
 from weft.worker.loader import LoadedModel
 from weft.worker.outcome import step_result, to_host
-from weft.worker.packing import Packer
-from weft.worker.protocol import Flight, WorkerFacts
-from weft.worker.selfcheck import Activity, SelfCheck
+from weft.worker.protocol import (
+    Flight,
+    LoadOrder,
+    LoadResult,
+    PackedAdapter,
+    Verdict,
+    Worker,
+    WorkerFacts,
+)
+from weft.worker.selfcheck import Activity
 
 
-class DeviceWorker:
-    """Steps and moves share a queue: a CUDA stream, or a thread that stands in for one."""
+class DeviceWorker(Worker):
+    """Steps and moves share a queue: a CUDA stream, or a thread that stands in for one. Loads wait
+    for moves; all else that is slow has threads of its own."""
 
     def __init__(
         self,
         facts: WorkerFacts,
         model: LoadedModel,
         executor: StepExecutor,
-        pool: AdapterPool,
-        packer: Packer,
-        self_check: SelfCheck | None,
+        adapters: AdapterLoader,
         activity: Activity,
     ) -> None:
-        """self_check None: adapters are not checked."""
-        self.facts = facts
         self.model = model
-        self.pool = pool
-        self.packer = packer
-        self.self_check = self_check
+        self.adapters = adapters
+        self.pool = adapters.pool
+        self._facts = facts
         self._executor = executor
         self._activity = activity
+        self._on_gpu = model.device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-forward")
         self._moved: Moved = _Nothing()
 
-    def compile(self) -> None:
-        """Compile what steps need, if they are to be captured. The device has little to do."""
-        with torch.inference_mode():
-            self._executor.compile()
-
-    def capture(self) -> bool:
-        """Capture steps, after `compile`, and tell whether there are any to capture. No other
-        thread may use the device meanwhile."""
-        with torch.inference_mode():
-            return self._executor.capture()
+    @property
+    def facts(self) -> WorkerFacts:
+        return self._facts
 
     def step(self, inputs: StepInputs) -> Flight:
         self._activity.note()
-        if self.model.device.type == "cuda":
+        if self._on_gpu:
             return self._launch_cuda(inputs)
         return self._thread.submit(self._run_cpu, inputs)
 
-    def move(self, moves: Sequence[Move]) -> Moved:
-        if moves and self.model.device.type == "cuda":
+    def move(self, moves: Sequence[Move]) -> None:
+        if self._on_gpu:
             self.pool.move(moves)
             self._moved = _CudaMoved()
-        elif moves:
+        else:
             self._moved = _CpuMoved(self._thread.submit(self.pool.move, moves))
-        return self._moved
+
+    def clear(self, slots: Sequence[int]) -> None:
+        for slot in slots:
+            self.pool.clear(slot)
+
+    def load(self, order: LoadOrder) -> Future[LoadResult]:
+        return self.adapters.load(order, self._moved)
+
+    def install(self, slot: int, start: int, image: AdapterImage) -> None:
+        self.pool.install(slot, start, image.layout)
+
+    def pack(self, path: str, digest: str | None) -> Future[PackedAdapter | WeftError]:
+        return self.adapters.pack(path, digest)
+
+    def pack_now(
+        self, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]
+    ) -> AdapterImage:
+        return self.adapters.packer.pack_adapter(files_of(config, tensors))
+
+    def probe(self, image: AdapterImage, *, paced: bool) -> Future[Verdict | WeftError]:
+        return self.adapters.probe(image, paced=paced)
+
+    def stage(self, image: AdapterImage, extent: Extent) -> Future[AdapterImage]:
+        return self.adapters.stage(image, extent)
+
+    def check_sum(self, parts: Sequence[tuple[str, Summand]]) -> int:
+        return self.adapters.packer.check_sum(parts)
+
+    def disk_stats(self) -> TierStats | None:
+        return self.adapters.disk_stats()
 
     def close(self) -> None:
+        self.adapters.close()
         self._thread.shutdown()
         self._executor.close()
 

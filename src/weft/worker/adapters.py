@@ -1,0 +1,267 @@
+"""Brings adapters from disk to the host and to the device. Slow work runs on its threads.
+
+    a load            host ─────────────────────────────> device
+                      image file ──> host ──────────────> device
+                      folder ──> packed ──> host ───────> device ──> image file
+                      parts, each from one of these ──> summed ──> host ──> device
+    a registration    folder ──> packed ──> image file
+
+Whenever an image has come to the device, its checksum must be the one with which it was packed, or
+it is brought once more, from further below.
+
+An image file holds the very content that was registered: an adapter whose folder has changed
+since, or is gone, goes on being served from it. What is registered is read from its folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from weft.checkpoint import AdapterImage
+from weft.core.errors import (
+    AdapterQuarantined,
+    AdapterUnavailable,
+    InvalidRequest,
+    WeftError,
+    to_wire,
+)
+from weft.core.stats import TierStats
+from weft.kernels.checksum import checksum
+from weft.kernels.lora import AdapterPool
+from weft.schedule.host_extents import Extent
+from weft.worker.host import HostMemory
+from weft.worker.images import ImageStore
+from weft.worker.packing import Packer
+from weft.worker.protocol import LoadOrder, LoadResult, Origin, PackedAdapter, Verdict
+from weft.worker.selfcheck import SelfCheck
+
+logger = logging.getLogger(__name__)
+
+NUM_LOADERS = 2
+NUM_REGISTRARS = 2
+"""Threads of registrations: many of them, which are slow, hold up no load that requests wait
+for."""
+_TORN = "its image did not come to adapter memory as it was packed"
+
+
+class Moved(Protocol):
+    """Moves that were ordered, and all those before them."""
+
+    def wait(self) -> None:
+        """Wait until they are done; any thread. What they have freed may then be written."""
+        ...
+
+
+@dataclass(slots=True)
+class _Work:
+    """What a thread notes while it brings an adapter."""
+
+    stage_s: dict[str, float] = field(default_factory=dict)
+    packed: list[AdapterImage] = field(default_factory=list)
+    """What came from folders."""
+    num_faults: int = 0
+
+
+class AdapterLoader:
+    """Reads, packs, sums, probes and copies images. Each call but `probe` returns at once, and its
+    work ends on a thread."""
+
+    def __init__(
+        self,
+        pool: AdapterPool,
+        packer: Packer,
+        images: ImageStore | None,
+        host: HostMemory,
+        self_check: SelfCheck | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """images None: no files of images are kept. self_check None: there is no `probe`."""
+        self.pool = pool
+        self.packer = packer
+        self.self_check = self_check
+        self._images = images
+        self._host = host
+        self._clock = clock
+        self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="weft-loader")
+        self._registrars = ThreadPoolExecutor(NUM_REGISTRARS, thread_name_prefix="weft-registrar")
+
+    def pack(self, path: str, digest: str | None) -> Future[PackedAdapter | WeftError]:
+        ended: Future[PackedAdapter | WeftError] = Future()
+        self._registrars.submit(self._pack, path, digest, ended)
+        return ended
+
+    def probe(self, image: AdapterImage, *, paced: bool) -> Future[Verdict | WeftError]:
+        if paced:
+            return self._registrars.submit(self._probe, image, paced)
+        ended: Future[Verdict | WeftError] = Future()
+        ended.set_result(self._probe(image, paced))
+        return ended
+
+    def stage(self, image: AdapterImage, extent: Extent) -> Future[AdapterImage]:
+        return self._registrars.submit(self._staged, image, extent)
+
+    def load(self, order: LoadOrder, moved: Moved) -> Future[LoadResult]:
+        """See `Worker.load`; `moved`: what its copy has to wait for."""
+        ended: Future[LoadResult] = Future()
+        self._loaders.submit(self._load, order, moved, ended)
+        return ended
+
+    def disk_stats(self) -> TierStats | None:
+        return self._images.stats() if self._images is not None else None
+
+    def close(self) -> None:
+        """End the threads, behind what they are at."""
+        self._registrars.shutdown(cancel_futures=True)
+        self._loaders.shutdown(cancel_futures=True)
+        self._host.close()
+
+    # -- on its threads: images are saved when those who wait have been told --------------------
+
+    def _pack(
+        self, path: str, digest: str | None, ended: Future[PackedAdapter | WeftError]
+    ) -> None:
+        work = _Work()
+        try:
+            image = self._from_file(digest, None, work) if digest else None
+            if image is None:
+                image = self._from_folder(path, digest, work)
+                work.packed.append(image)
+            ended.set_result(PackedAdapter(image, work.stage_s))
+        except Exception as error:
+            ended.set_result(_typed(error))
+        self._save(work.packed)
+
+    def _probe(self, image: AdapterImage, paced: bool) -> Verdict | WeftError:
+        assert self.self_check is not None, "there are no checks"
+        begin = self._clock()
+        try:
+            result = self.self_check.check(image, paced=paced)
+        except AdapterQuarantined as error:
+            return Verdict("failed", self._clock() - begin, error)
+        except Exception as error:
+            return _typed(error)
+        return Verdict(result, self._clock() - begin, None)
+
+    def _load(self, order: LoadOrder, moved: Moved, ended: Future[LoadResult]) -> None:
+        work = _Work()
+        found: AdapterImage | WeftError
+        try:
+            found = self._bring_to_device(order, moved, work)
+        except Exception as error:
+            found = _unavailable(_typed(error))
+        held = order.origin.image
+        anew = held is None or (isinstance(found, AdapterImage) and found.data is not held.data)
+        ended.set_result(LoadResult(found, anew, work.stage_s, work.num_faults))
+        self._save(work.packed)
+
+    def _bring_to_device(self, order: LoadOrder, moved: Moved, work: _Work) -> AdapterImage:
+        image = self._obtain(order, order.origin, work)
+        moved.wait()
+        if self._copy(order.start, image, work):
+            return image
+        origin = order.origin
+        logger.warning("adapter %s: %s; it is loaded once more", origin.digest[:16], _TORN)
+        if origin.paths or order.parts:  # what the host has of it may have changed there
+            image = self._obtain(order, replace(origin, image=None), work)
+        if not self._copy(order.start, image, work):
+            raise AdapterUnavailable(f"the adapter can't be loaded: {_TORN}", "model")
+        return image
+
+    def _copy(self, start: int, image: AdapterImage, work: _Work) -> bool:
+        """Copy to the device. Whether the image is there as it was packed."""
+        with self._timed("copy", work):
+            right = self.pool.write(start, image.data) == image.checksum
+        work.num_faults += not right
+        return right
+
+    def _obtain(self, order: LoadOrder, origin: Origin, work: _Work) -> AdapterImage:
+        if not order.parts:
+            return _summed_up(self._bring(origin, order.extent, work))
+        images = [(self._bring(part, None, work), scale) for part, scale in order.parts]
+        with self._timed("pack", work):
+            into = self._host.view(order.extent)
+            image = self.packer.sum_adapters(origin.digest, images, into)
+        return _summed_up(image)
+
+    def _bring(self, origin: Origin, extent: Extent | None, work: _Work) -> AdapterImage:
+        """An adapter from the nearest place that has it, in `extent` unless it is on the host."""
+        if origin.image is not None:
+            return origin.image
+        image = self._from_file(origin.digest, extent, work)
+        if image is None:
+            image = self._from_folders(origin, work)
+            work.packed.append(image)
+            image = self._staged(image, extent)
+        return image
+
+    def _from_file(self, digest: str, extent: Extent | None, work: _Work) -> AdapterImage | None:
+        if self._images is None:
+            return None
+        with self._timed("read", work):
+            return self._images.load(digest, self._host.view(extent))
+
+    def _from_folder(self, path: str, digest: str | None, work: _Work) -> AdapterImage:
+        with self._timed("read", work):
+            files = self.packer.read_adapter(path, digest)
+        with self._timed("pack", work):
+            return _summed_up(self.packer.pack_adapter(files))
+
+    def _from_folders(self, origin: Origin, work: _Work) -> AdapterImage:
+        """An adapter from the first folder that still holds this content; the last one's error if
+        none does."""
+        if not origin.paths:
+            raise AdapterUnavailable("an adapter of the sum was unloaded", "adapters")
+        for path in origin.paths[:-1]:
+            with contextlib.suppress(Exception):
+                return self._from_folder(path, origin.digest, work)
+        return self._from_folder(origin.paths[-1], origin.digest, work)
+
+    def _staged(self, image: AdapterImage, extent: Extent | None) -> AdapterImage:
+        """A copy of the image in the host's memory, if it has a place there."""
+        view = self._host.view(extent)
+        if view is None:
+            return image
+        data = view[: image.num_bytes].view(image.data.dtype)
+        # NumPy, as torch would wake a pool of threads, which takes the cores from a step.
+        np.copyto(data.view(view.dtype).numpy(), image.data.view(view.dtype).numpy())
+        return replace(image, data=data)
+
+    def _save(self, packed: list[AdapterImage]) -> None:
+        if self._images is not None:
+            for image in packed:
+                self._images.save(image)
+
+    @contextlib.contextmanager
+    def _timed(self, stage: str, work: _Work) -> Iterator[None]:
+        begin = self._clock()
+        yield
+        work.stage_s[stage] = work.stage_s.get(stage, 0.0) + self._clock() - begin
+
+
+def _summed_up(image: AdapterImage) -> AdapterImage:
+    """The image with its checksum."""
+    if image.checksum is not None:
+        return image
+    return replace(image, checksum=int(checksum(image.data)))
+
+
+def _typed(error: Exception) -> WeftError:
+    if isinstance(error, WeftError):
+        return error
+    return AdapterUnavailable(to_wire(error)[1], "lora_path")
+
+
+def _unavailable(error: WeftError) -> WeftError:
+    """An adapter was accepted once: whatever is wrong with it now is no fault of the request. That
+    a sum can't be made is."""
+    if isinstance(error, AdapterUnavailable | InvalidRequest):
+        return error
+    return AdapterUnavailable(f"the adapter can't be loaded again: {error.message}", error.param)
