@@ -130,7 +130,8 @@ def check_finite(name: str, tensor: torch.Tensor, packed: torch.Tensor | None = 
 
 
 def is_finite(tensor: torch.Tensor) -> bool:
-    """In one pass and without a temporary: NaN and infinity both show in the extremes."""
+    """Whether all values are finite, told in one pass and without a temporary: NaN and infinity
+    both show in the extremes."""
     low, high = torch.aminmax(tensor)
     return bool(torch.isfinite(low) and torch.isfinite(high))
 

@@ -58,7 +58,7 @@ class AdapterImage:
     """One adapter version, packed for the kernels."""
 
     digest: str
-    """Of its two files, see `weft.checkpoint.read.AdapterFiles.digest`."""
+    """The digest of its two files, see `weft.checkpoint.read.AdapterFiles.digest`."""
     layout: ImageLayout
     data: torch.Tensor
     """(layout.num_elements,), the serving dtype, CPU; the gaps between parts are zero."""
@@ -68,12 +68,13 @@ class AdapterImage:
     """Packed without the base's weights, on which some of it depends: to be looked at, with sizes
     that are upper bounds, but not to be served."""
     conversion_error: float = 0.0
-    """Of an adapter of another kind than LoRA: see `Conversion`."""
+    """The largest error of a target, see `TargetParts.error`; 0 for a LoRA."""
     conversion_worst: str = ""
+    """The name of the target that has this error."""
     invocation: tuple[int, ...] = ()
-    """Of an activated LoRA: the token ids that it is active from."""
+    """The token ids that an activated LoRA is active from; (): it always is."""
     checksum: int | None = None
-    """Of `data` as they were packed, by `weft.kernels.checksum`; None: not computed yet."""
+    """What `weft.kernels.checksum` made of `data` when they were packed; None: not computed yet."""
 
     @property
     def num_bytes(self) -> int:
@@ -140,7 +141,7 @@ def pack_image(
 ) -> AdapterImage:
     """The image of an adapter from the content of its files.
 
-    `conversion_tolerance`: the largest error, see `Conversion`, of what is no LoRA. Without
+    `conversion_tolerance`: the largest error, see `TargetParts.error`, of what is no LoRA. Without
     `base`, the verdict is for a base of these shapes, and the image may be provisional. Raises
     AdapterInvalid.
     """

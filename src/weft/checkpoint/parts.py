@@ -93,7 +93,7 @@ class TargetParts:
     lora_bias: Values | None = None
     """Added to B A x, before it is scaled."""
     bias: Values | None = None
-    """In place of the base's."""
+    """What takes the place of the base's bias."""
     magnitude: Values | None = None
     """DoRA's: the rows of W + scaling * B A are scaled to these lengths."""
     gain: Values | None = None

@@ -44,7 +44,7 @@ class Pattern:
     work: Work
 
     def fullmatch(self, name: str) -> bool:
-        """As `re.fullmatch`."""
+        """Whether the expression matches the whole name, as `re.fullmatch` does."""
         return self._matches(self.whole, name)
 
     def matches_module(self, name: str) -> bool:

@@ -21,7 +21,7 @@ _SAMPLED = 12
 _CHUNK = 1 << 24
 """Elements of a weight looked at in one go: bounds what is allocated."""
 _LARGEST_SHARE = 0.5
-"""Of what the residual may hold in the span of B, 1 being what other bases do at least. Training
+"""How much the residual may hold in the span of B, 1 being what other bases do at least. Training
 turns B by an angle t, which lets in sin(t)^2. CorDA's kpm begins with directions of so little
 weight that training turns them beyond that: such an adapter is refused anywhere."""
 

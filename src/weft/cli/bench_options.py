@@ -77,7 +77,7 @@ Record = Annotated[
 
 
 def engine_options(*fixed: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """As `with_engine_options`, without the flags that the benchmark sets itself; weights are
+    """Do as `with_engine_options`, without the flags that the benchmark sets itself; weights are
     random unless asked for."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:

@@ -85,20 +85,20 @@ class CheckedFacts:
     rank: int
     """`r`, which counts for targets that `rank_pattern` does not name."""
     invocation_token_ids: tuple[int, ...]
-    """Of an activated LoRA."""
+    """The token ids from which an activated LoRA is active."""
     alpha: float
-    """`lora_alpha`, likewise beside `alpha_pattern`."""
+    """`lora_alpha`, which counts for targets that `alpha_pattern` does not name."""
     rslora: bool
     changes: tuple[str, ...]
     """The modules that it changes in any way, without the layer."""
     targets: tuple[Adapted, ...]
-    """Those with a low-rank update."""
+    """The projections that have a low-rank update."""
     dtypes: tuple[str, ...]
-    """Of the file's tensors."""
+    """The precisions of the file's tensors."""
     file_bytes: int
     digest: str
     device_bytes: int
-    """In `device_dtype`."""
+    """The size of its image in `device_dtype`."""
     device_dtype: str
     trained_on: str | None
     """The config's base_model_name_or_path, which nothing enforces."""

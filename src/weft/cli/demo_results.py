@@ -86,7 +86,7 @@ class Swap:
     name: str
     load_s: float
     status_after: int
-    """Of a request for it once it was unloaded; 404 is right."""
+    """The HTTP status of a request for it once it was unloaded; 404 is right."""
 
 
 @dataclass(frozen=True, slots=True)

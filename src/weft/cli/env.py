@@ -79,7 +79,7 @@ def show_json(sections: Mapping[str, Section]) -> str:
 
 
 def shown_variables(environment: Mapping[str, str]) -> Section:
-    """Those that change what Weft and its libraries do, without secrets."""
+    """The variables that change what Weft and its libraries do, without secrets."""
     return {
         name: HIDDEN if _SECRET.search(name) else _USER_OF_URL.sub(f"{HIDDEN}@", value)
         for name, value in sorted(environment.items())
@@ -95,7 +95,7 @@ def _version(package: str) -> str | None:
 
 
 def _commit(folder: Path) -> str | None:
-    """Of the checkout that Weft runs from; "+" when files that git knows have changed."""
+    """The commit that Weft runs from; "+" when files that git knows have changed."""
     commit = _output("git", "-C", str(folder), "rev-parse", "--short=12", "HEAD")
     # An installed copy below somebody else's checkout is not that checkout.
     known = _output("git", "-C", str(folder), "ls-files", "--error-unmatch", "__init__.py")

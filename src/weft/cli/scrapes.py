@@ -42,7 +42,7 @@ class Scrape:
         return sums
 
     def buckets(self, name: str, **only: str) -> Buckets:
-        """Of a histogram: all its series with these labels together."""
+        """The buckets of a histogram, all its series with these labels taken together."""
         found: Buckets = {}
         for labels, value in self.series.get(f"{name}_bucket", {}).items():
             values = dict(labels)
@@ -108,7 +108,7 @@ class Latency:
     p50_s: float | None = None
     p95_s: float | None = None
     recent: bool = True
-    """Of the last seconds, not since the server's start."""
+    """Whether this is about the last seconds, not all since the server's start."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class TierLoad:
     num_bytes: float
     max_bytes: float
     hit_share: float | None
-    """Of what was looked for there, 0 to 1; None: nothing was."""
+    """The share of what was looked for there that was found, 0 to 1; None: nothing was."""
     evictions_per_s: float
 
 
@@ -152,7 +152,7 @@ class View:
     output_tokens_per_s: float = 0.0
     prompt_tokens_per_s: float = 0.0
     cached_share: float | None = None
-    """Of the prompt tokens, 0 to 1."""
+    """The share of prompt tokens that the prefix cache had, 0 to 1."""
     kv_usage: float = 0.0
     preemptions_per_s: float = 0.0
     first_token: Latency = field(default_factory=Latency)
@@ -165,9 +165,9 @@ class View:
     evictions_per_s: float = 0.0
     tiers: tuple[TierLoad, ...] = ()
     stages: Mapping[str, Latency] = field(default_factory=dict)
-    """Of loads: read, pack, copy."""
+    """How long each stage of a load takes: read, pack, copy."""
     wait: Latency = field(default_factory=Latency)
-    """Of requests, for their adapter's residency."""
+    """How long requests wait until their adapter is resident."""
     adapters: tuple[AdapterRow, ...] = ()
     """The busiest first."""
 

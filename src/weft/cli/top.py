@@ -163,7 +163,7 @@ def _rate(per_s: float) -> str:
 
 
 def _size(num_bytes: float) -> str:
-    """In the units of the flags: 1.5G."""
+    """The size in the units of the flags: 1.5G."""
     power = 0
     while num_bytes >= 1000 and power < 4:
         num_bytes, power = num_bytes / 1024, power + 1

@@ -13,7 +13,7 @@ from weft.core.errors import InvalidRequest
 
 MAX_PARTS = 8
 MAX_SCALE = 100.0
-"""Of either sign."""
+"""The largest magnitude of a scale."""
 
 
 @dataclass(frozen=True, slots=True)
