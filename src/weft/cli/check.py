@@ -105,7 +105,7 @@ class CheckedFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class AdapterVerdict:
     """The verdict: either `facts` or `refusals`."""
 
     adapter: str
@@ -115,7 +115,9 @@ class Verdict:
     refusals: tuple[Refusal, ...]
 
 
-def check_adapter(adapter: str, base: str, max_rank: int, conversion_tolerance: float) -> Verdict:
+def check_adapter(
+    adapter: str, base: str, max_rank: int, conversion_tolerance: float
+) -> AdapterVerdict:
     """Ask the code that the engine loads adapters with.
 
     Raises ConfigError when there is no such base or adapter, or the base is not served.
@@ -127,8 +129,10 @@ def check_adapter(adapter: str, base: str, max_rank: int, conversion_tolerance: 
         files = read_adapter(folder, table, max_rank)
         image = _image(files, table, config.dtype, max_rank, conversion_tolerance)
     except AdapterError as error:
-        return Verdict(adapter, base, False, None, tuple(_refusals(folder, error, max_rank)))
-    return Verdict(adapter, base, True, _facts(files, image, table, config.dtype, max_rank), ())
+        return AdapterVerdict(adapter, base, False, None, tuple(_refusals(folder, error, max_rank)))
+    return AdapterVerdict(
+        adapter, base, True, _facts(files, image, table, config.dtype, max_rank), ()
+    )
 
 
 def _image(
@@ -158,7 +162,7 @@ This depends on the base's weights too, which were not read: the server looks at
 the adapter, and may refuse it then. Sizes are upper bounds."""
 
 
-def show_report(report: Verdict) -> str:
+def show_report(report: AdapterVerdict) -> str:
     """Lines for people."""
     verdict = "served" if report.served else "refused"
     head = f"{verdict}: {report.adapter} on {report.base}"
@@ -173,7 +177,7 @@ def show_report(report: Verdict) -> str:
     return "\n".join([head, "", *lines, *targets])
 
 
-def report_json(report: Verdict) -> str:
+def report_json(report: AdapterVerdict) -> str:
     return json.dumps(asdict(report))
 
 
