@@ -19,7 +19,6 @@ from tables import build_table
 from tiny import ADAPTERS, BASE
 
 from weft.checkpoint import load_image
-from weft.cli.options import parse_memory
 from weft.core.adapters import AdapterRef, AdapterSource
 from weft.core.config import LoraArgs, engine_args
 from weft.core.errors import ConfigError
@@ -33,6 +32,7 @@ from weft.engine.engine import Engine
 from weft.kernels.lora import AdapterPool, base, make_backend
 from weft.schedule.extents import Move
 from weft.schedule.slots import AdapterSlots
+from weft.terminal.options import parse_memory
 from weft.text import load_tokenizer
 from weft.worker.build import build_worker
 from weft.worker.worker import DeviceWorker

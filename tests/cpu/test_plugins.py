@@ -15,10 +15,10 @@ from tiny import ADAPTERS, BASE, ask
 from torch import Tensor
 
 from weft import SamplingParams
-from weft.cli.options import engine_parameters
 from weft.core.errors import ConfigError
 from weft.kernels.lora import AdapterPool, LoraBatch, LoraStep, Segment, backend_names
 from weft.kernels.quant import FORMATS, Format
+from weft.terminal.options import engine_parameters
 from weft.text import load_tokenizer
 
 NAMES = [None, *list(ADAPTERS)[:3]]

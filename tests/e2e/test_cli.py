@@ -17,7 +17,9 @@ import typer
 from typer.testing import CliRunner
 
 from weft.cli.main import app
-from weft.cli.options import (
+from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs, engine_args
+from weft.core.errors import ConfigError
+from weft.terminal.options import (
     engine_parameters,
     keys_from_environment,
     parse_bytes,
@@ -26,8 +28,6 @@ from weft.cli.options import (
     show_bytes,
     spread_lora_modules,
 )
-from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs, engine_args
-from weft.core.errors import ConfigError
 
 BASE = str(tiny.BASE)
 SMALL = ("--num-threads", "1", "--kv-cache-memory", "16M", "--adapter-memory", "16M")

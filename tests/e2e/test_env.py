@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 import weft
-from weft.cli import env
 from weft.cli.main import app
+from weft.terminal import environment as env
 
 
 def test_what_it_says_of_this_machine() -> None:

@@ -10,10 +10,12 @@ import typer
 from typer.core import TyperCommand
 
 from weft import __version__
-from weft.cli.bench import bench
-from weft.cli.bench_kernels import tune
-from weft.cli.ending import fail
-from weft.cli.options import (
+from weft.bench.cli.commands import bench
+from weft.bench.cli.kernels import tune
+from weft.core.config import MAX_RANK, LoraArgs, engine_args
+from weft.core.errors import WeftError
+from weft.terminal.ending import fail
+from weft.terminal.options import (
     ADAPTERS,
     MODEL,
     keys_from_environment,
@@ -22,8 +24,6 @@ from weft.cli.options import (
     with_engine_options,
     with_flags,
 )
-from weft.core.config import MAX_RANK, LoraArgs, engine_args
-from weft.core.errors import WeftError
 
 HTTP = "HTTP server"
 
@@ -384,7 +384,7 @@ def env(
     ] = False,
 ) -> None:
     """Print versions, machine and settings, to paste into a bug report. Secrets are hidden."""
-    from weft.cli.env import collect, show_json, show_text
+    from weft.terminal.environment import collect, show_json, show_text
 
     typer.echo(show_json(collect()) if as_json else show_text(collect()))
 

@@ -22,7 +22,6 @@ from rich.table import Table
 
 from weft.api import ApiSettings, create_app
 from weft.api.http import READER_TIMEOUT_S
-from weft.cli.options import LoraModule, show_bytes
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError
 from weft.core.protocols import EngineClient
@@ -33,6 +32,7 @@ from weft.metrics.logs import configure_logging
 from weft.models.config import resolve_model
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.serving import LoopExecutor, Publisher
+from weft.terminal.options import LoraModule, show_bytes
 from weft.text import AdapterTokenizers, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:

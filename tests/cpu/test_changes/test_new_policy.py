@@ -10,9 +10,9 @@ from engines import MakeLLM
 from tiny import ADAPTERS, answer, ask
 
 from weft import SamplingParams
-from weft.cli.options import engine_parameters
 from weft.core.errors import ConfigError
 from weft.schedule.policy import POLICIES, Candidate, Worth
+from weft.terminal.options import engine_parameters
 
 asked: list[Candidate] = []
 

@@ -1,4 +1,4 @@
-"""`weft env`: what a bug report should say of the machine and the software on it."""
+"""What a bug report should say of the machine and the software on it: `weft env`."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from weft.cli.bench_options import (
+from weft.bench.cli.options import (
     OUTPUT,
     WORKLOAD,
     Model,
@@ -18,9 +18,9 @@ from weft.cli.bench_options import (
     Seed,
     reporting,
 )
-from weft.cli.ending import ending_in_one_line
-from weft.cli.options import ADAPTERS, HELP, MODEL
 from weft.core.errors import ConfigError
+from weft.terminal.ending import ending_in_one_line
+from weft.terminal.options import ADAPTERS, HELP, MODEL
 
 Device = Annotated[
     Literal["auto", "cpu", "cuda"],

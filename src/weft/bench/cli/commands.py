@@ -8,9 +8,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from weft.cli.bench_adapters import alora, churn, cold, simulate
-from weft.cli.bench_kernels import kernels
-from weft.cli.bench_options import (
+from weft.bench.cli.adapters import alora, churn, cold, simulate
+from weft.bench.cli.kernels import kernels
+from weft.bench.cli.options import (
     OUTPUT,
     WORKLOAD,
     InputLen,
@@ -26,8 +26,8 @@ from weft.cli.bench_options import (
     names,
     reporting,
 )
-from weft.cli.ending import ending_in_one_line
-from weft.cli.options import with_flags
+from weft.terminal.ending import ending_in_one_line
+from weft.terminal.options import with_flags
 
 bench = typer.Typer(
     help="Measure an engine or a running server, or simulate adapter memory.",

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from weft.cli.bench_options import (
+from weft.bench.cli.options import (
     WORKLOAD,
     InputLen,
     Model,
@@ -24,7 +24,7 @@ from weft.cli.bench_options import (
     names,
     reporting,
 )
-from weft.cli.options import parse_bytes, with_flags
+from weft.terminal.options import parse_bytes, with_flags
 
 
 @dataclass(frozen=True, kw_only=True)

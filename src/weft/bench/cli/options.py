@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.cli.ending import ending_in_one_line
-from weft.cli.options import MODEL, with_engine_options
+from weft.terminal.ending import ending_in_one_line
+from weft.terminal.options import MODEL, with_engine_options
 
 if TYPE_CHECKING:
     from weft.bench.report import Report
@@ -101,7 +101,7 @@ def reporting(plot: Path | None, record: Path | None) -> Iterator[Callable[[Repo
     the command with exit status 1 if it is not ok."""
     with ending_in_one_line():
         from weft.bench.report import check_plot, check_record, show
-        from weft.cli.env import collect
+        from weft.terminal.environment import collect
 
         def done(report: Report) -> None:
             sections = collect()

@@ -1,0 +1,1 @@
+"""The commands `weft bench ...` and `weft tune`."""

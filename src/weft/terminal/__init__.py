@@ -1,0 +1,1 @@
+"""What all commands have in common: flags, how they end, and what they say of the machine."""
