@@ -17,7 +17,7 @@ from graph_cases import MAX_LEN, MAX_ROWS, TOKEN_SIZES, Model, decode, mixed
 
 import weft.kernels.triton_ops as triton_ops
 from weft.kernels.lora import make_backend
-from weft.kernels.ops import TorchOps
+from weft.kernels.ops import Ops
 from weft.models.decoder import Decoder
 from weft.worker import graphs as graphs_module
 from weft.worker.graphs import batch_sizes, token_sizes
@@ -83,7 +83,7 @@ def test_families_with_blocks_of_their_own(changes: dict[str, object], tmp_path:
     """With fused kernels, in graphs and without, and with plain operations."""
     model = Model(tmp_path, changes=changes)
     plain = copy.copy(model)
-    plain.decoder = Decoder(model.decoder.config, model.weights, TorchOps(), MAX_LEN)
+    plain.decoder = Decoder(model.decoder.config, model.weights, Ops(), MAX_LEN)
     plain.lora = make_backend("torch", model.pool)
     for inputs in (DECODES[1], MIXED["adapters"]):
         check(model, inputs)

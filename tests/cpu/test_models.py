@@ -28,7 +28,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from weft.core.errors import ConfigError
 from weft.kernels.attention import make_batch
 from weft.kernels.lora import LoraStep
-from weft.kernels.ops import Ops, TorchOps
+from weft.kernels.ops import Ops
 from weft.models.blueprint import target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model
 from weft.models.decoder import Decoder, StepContext
@@ -172,7 +172,7 @@ def load(
 ) -> tuple[ModelConfig, Weights, Decoder]:
     config = load_model_config(folder)
     weights = load_weights(folder, config, dtype, "cpu")
-    return config, weights, Decoder(config, weights, ops or TorchOps(), 64)
+    return config, weights, Decoder(config, weights, ops or Ops(), 64)
 
 
 def make_prompts(vocab_size: int) -> list[list[int]]:
@@ -399,7 +399,7 @@ def test_the_layers_can_be_quantized(name: str, tmp_path: Path) -> None:
         if target.kind == "linear":
             wanted = model.get_submodule(target.name).weight
             assert (weights.weight(target) - wanted).abs().max() < 0.07 * wanted.abs().max()
-    decoder = Decoder(config, weights, TorchOps(), 64)
+    decoder = Decoder(config, weights, Ops(), 64)
     prompts = make_prompts(config.vocab_size)[1:3]
     for logits in run_chunked(decoder, prompts, [[len(p)] for p in prompts]):
         assert logits.isfinite().all()
@@ -578,7 +578,7 @@ def test_dummy_weights_are_reproducible_and_run(tiny: ModelConfig) -> None:
     assert torch.equal(a.dense("1.qkv"), b.dense("1.qkv"))
     assert not torch.equal(a.embed, dummy_weights(tiny, torch.float32, "cpu").embed)
     assert a.num_parameters == make_model(CONFIGS["llama"]).num_parameters()
-    decoder = Decoder(tiny, a, TorchOps(), 64)
+    decoder = Decoder(tiny, a, Ops(), 64)
     (logits,) = run_chunked(decoder, [[1, 2, 3]], [[2, 1]])
     assert logits.shape == (3, tiny.vocab_size)
     assert logits.isfinite().all()

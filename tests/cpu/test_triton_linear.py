@@ -26,7 +26,7 @@ from weft.kernels.attention import KVCache, make_batch
 from weft.kernels.linear import DenseWeight
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, triton_beside
 from weft.kernels.lora.triton import TritonBackend, TritonStep, Tuning
-from weft.kernels.ops import TorchOps
+from weft.kernels.ops import Ops
 from weft.kernels.product import Pending, Product
 from weft.kernels.triton_ops import TritonOps
 from weft.kernels.tuned import Cut
@@ -197,12 +197,12 @@ def test_ops_add_what_is_pending(dtype: torch.dtype) -> None:
         return Pending(add, torch.tensor([2, -1, 0], dtype=torch.int32))
 
     close = {"atol": 4 * 2.0**-11, "rtol": 4 * 2.0**-11, "equal_nan": True}
-    triton, plain = TritonOps(CPU), TorchOps()
+    triton, plain = TritonOps(CPU), Ops()
     x, delta, weight, more = random(3, 40), random(3, 40), random(40), pending(40)
     x_plain = x.clone()
-    want = plain.add_rms_norm(x_plain, Product(more.added_to(delta)), weight, 1e-6)
+    want = plain.rms_norm(x_plain, weight, 1e-6, Product(more.added_to(delta)))
     torch.testing.assert_close(
-        triton.add_rms_norm(x, Product(delta, more), weight, 1e-6), want, **close
+        triton.rms_norm(x, weight, 1e-6, Product(delta, more)), want, **close
     )
     assert torch.equal(x, x_plain)
     y, more = random(3, 80), pending(80)

@@ -16,11 +16,9 @@ pytest.importorskip("triton")
 
 import weft.kernels.triton_ops as kernels
 from weft.core.errors import ConfigError
-from weft.kernels.activation import reference_silu_and_mul
 from weft.kernels.attention import AttentionBatch, KVCache, make_batch, reference_attend, write_kv
 from weft.kernels.attention.paged import Rounds
-from weft.kernels.norm import reference_rms_norm
-from weft.kernels.ops import TorchOps
+from weft.kernels.ops import Ops, reference_rms_norm, reference_silu_and_mul
 from weft.kernels.product import Product
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
@@ -37,7 +35,7 @@ def ops(request: pytest.FixtureRequest) -> kernels.TritonOps:
 def with_parts(num_processors: int) -> kernels.TritonOps:
     """Ops as on a device of so many processors: the more, the more parts a decode has."""
     ops = kernels.TritonOps(torch.device("cpu"))
-    ops.attention._programs = num_processors
+    ops.attend._programs = num_processors
     return ops
 
 
@@ -129,7 +127,7 @@ def test_norm_and_activation_match_their_oracles(
         ops.rms_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6), **tolerance
     )
     added = x + delta
-    got = ops.add_rms_norm(x, Product(delta), weight, 1e-6)
+    got = ops.rms_norm(x, weight, 1e-6, Product(delta))
     assert torch.equal(x, added)
     torch.testing.assert_close(got, reference_rms_norm(added, weight, 1e-6), **tolerance)
     torch.testing.assert_close(ops.silu_and_mul(Product(x)), reference_silu_and_mul(x), **tolerance)
@@ -151,7 +149,7 @@ def test_rope_and_write_is_the_torch_one(
     table = torch.stack((cos, sin), 1).to(dtype)
     rope = (table[:, :1], table[:, 1:])
     same = KVCache(cache.k.clone(), cache.v.clone())
-    expected = TorchOps().rope_and_write(Product(qkv.clone()), rope, norm, 1e-6, same, batch)
+    expected = Ops().rope_and_write(Product(qkv.clone()), rope, norm, 1e-6, same, batch)
     got = ops.rope_and_write(Product(qkv.clone()), rope, norm, 1e-6, cache, batch)
     tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype], "equal_nan": True}
     torch.testing.assert_close(got, expected, **tolerance)

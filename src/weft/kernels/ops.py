@@ -1,43 +1,93 @@
-"""What a decoder layer does between its matrix products, as one interface with two homes: plain
-torch here, for any device, and fused Triton kernels in `weft.kernels.triton_ops`.
+"""What a decoder layer does between its matrix products: in plain torch here, for any device, and
+as fused Triton kernels in `weft.kernels.triton_ops`.
 
 Shapes: T token rows, I hidden size, F intermediate width, H query heads, K key and value heads,
-D head dimension.
+D head dimension, R rotated dimensions of a head, which come first, N any number of heads.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from importlib import import_module
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.errors import ConfigError
-from weft.kernels.activation import silu_and_mul
-from weft.kernels.attention import AttentionBatch, KVCache, torch_attend, write_kv
-from weft.kernels.norm import rms_norm
+from weft.kernels.attention import Attend, AttentionBatch, KVCache, torch_attend, write_kv
 from weft.kernels.product import Product
-from weft.kernels.rope import apply_rope
 
 
-class Ops(Protocol):
-    def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        """Norm rows as `weft.kernels.norm.rms_norm` does."""
-        ...
+def rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in fp32.
 
-    def add_rms_norm(
-        self,
-        x_TI: Tensor,
-        delta: Product,
-        weight_I: Tensor,
-        eps: float,
+    x (..., D) and weight (D,) in the serving dtype; the result has x's dtype.
+    """
+    return F.rms_norm(x_D, (x_D.shape[-1],), weight_D, eps)
+
+
+def reference_rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
+    """The oracle of `rms_norm`."""
+    x = x_D.float()
+    y = (x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).to(x_D.dtype)
+    return y if weight_D is None else y * weight_D
+
+
+def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
+    """`silu(gate) * up` for gate and up packed along the last dimension: (T, 2 F) -> (T, F)."""
+    gate, up = gate_up_TF.chunk(2, -1)
+    return F.silu(gate).mul_(up)
+
+
+def reference_silu_and_mul(gate_up_TF: Tensor) -> Tensor:
+    """The oracle of `silu_and_mul`, in fp32."""
+    gate, up = gate_up_TF.float().chunk(2, -1)
+    return (gate / (1 + (-gate).exp()) * up).to(gate_up_TF.dtype)
+
+
+def apply_rope(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    """Rotate the pairs (i, i + R/2) of every head: `x * cos + roll(x, R/2) * sin` over its first R
+    dimensions. The others, if R is less than D, stay as they are.
+
+    `cos_T1R` repeats its first half; `sin_T1R` holds -sin in the first half and sin in the
+    second, so that swapping the halves of x is all that a rotation needs. All of one dtype.
+    """
+    R = cos_T1R.shape[-1]
+    x_TNR = x_TND[..., :R]
+    rotated_TNR = torch.addcmul(x_TNR * cos_T1R, x_TNR.roll(R // 2, -1), sin_T1R)
+    if x_TND.shape[-1] == R:
+        return rotated_TNR
+    return torch.cat((rotated_TNR, x_TND[..., R:]), -1)
+
+
+def reference_rope(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+    """The oracle of `apply_rope`: one 2 x 2 rotation per pair, in fp32."""
+    R = cos_T1R.shape[-1]
+    half = R // 2
+    a, b = x_TND[..., :half].float(), x_TND[..., half:R].float()
+    cos, sin = cos_T1R[..., half:].float(), sin_T1R[..., half:].float()
+    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x_TND.dtype)
+    return torch.cat((rotated, x_TND[..., R:]), -1)
+
+
+class Ops:
+    """The operations of a layer, here of plain torch. Others override them."""
+
+    def __init__(self, attend: Attend = torch_attend) -> None:
+        self.attend = attend
+
+    def rms_norm(
+        self, x_TI: Tensor, weight_I: Tensor, eps: float, delta: Product | None = None
     ) -> Tensor:
-        """Add `delta` to `x` in place, and return the norm of the sum."""
-        ...
+        """Norm rows as the function `rms_norm` does; with `delta`, after adding that to x in
+        place."""
+        if delta is not None:
+            x_TI += delta.whole()
+        return rms_norm(x_TI, weight_I, eps)
 
     def silu_and_mul(self, gate_up: Product) -> Tensor:
-        """Compute what `weft.kernels.activation.silu_and_mul` does."""
-        ...
+        """Compute what the function `silu_and_mul` does."""
+        return silu_and_mul(gate_up.whole())
 
     def rope_and_write(
         self,
@@ -54,49 +104,6 @@ class Ops(Protocol):
         `rope` is what `weft.models.rope.RopeTable.at` gives, `norm_ND` (H + K, D), or row by row
         (T, H + K, D). Returns q, (T, H, D).
         """
-        ...
-
-    def attend(
-        self,
-        q_THD: Tensor,
-        cache: KVCache,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        """Attend as `weft.kernels.attention.Attend` states."""
-        ...
-
-
-class TorchOps:
-    """Ops of plain torch operations."""
-
-    def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        return rms_norm(x_TI, weight_I, eps)
-
-    def add_rms_norm(
-        self,
-        x_TI: Tensor,
-        delta: Product,
-        weight_I: Tensor,
-        eps: float,
-    ) -> Tensor:
-        x_TI += delta.whole()
-        return rms_norm(x_TI, weight_I, eps)
-
-    def silu_and_mul(self, gate_up: Product) -> Tensor:
-        return silu_and_mul(gate_up.whole())
-
-    def rope_and_write(
-        self,
-        qkv: Product,
-        rope: tuple[Tensor, Tensor],
-        norm_ND: Tensor | None,
-        eps: float,
-        cache: KVCache,
-        batch: AttentionBatch,
-    ) -> Tensor:
         K, D = cache.k.shape[2:]
         qkv_TND = qkv.whole().view(-1, qkv.y_TO.shape[1] // D, D)
         H = qkv_TND.shape[1] - 2 * K
@@ -107,17 +114,6 @@ class TorchOps:
         write_kv(k_TKD, v_TKD, cache, batch)
         return q_THD
 
-    def attend(
-        self,
-        q_THD: Tensor,
-        cache: KVCache,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        return torch_attend(q_THD, cache, batch, scale=scale, window=window)
-
 
 def make_ops(name: str, device: torch.device) -> Ops:
     """Make the ops of that name; "auto" is triton on a CUDA device, else torch.
@@ -127,9 +123,8 @@ def make_ops(name: str, device: torch.device) -> Ops:
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
     if name == "torch":
-        return TorchOps()
+        return Ops()
     if name == "triton":
-        from weft.kernels.triton_ops import TritonOps
-
-        return TritonOps(device)
+        made: Ops = import_module("weft.kernels.triton_ops").TritonOps(device)
+        return made
     raise ConfigError(f"there are no ops named {name!r}; there are: torch, triton", "ops")

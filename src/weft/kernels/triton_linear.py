@@ -21,13 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels import tuned
-from weft.kernels.triton_base import (
-    INTERPRETED,
-    dot,
-    launch_options,
-    processors,
-    starts_early,
-)
+from weft.kernels.triton_base import INTERPRETED, dot, launch_options, processors, starts_early
 from weft.kernels.tuned import MEETING_FLOATS, MEETING_TILES, Cut
 
 FEW_ROWS = 64

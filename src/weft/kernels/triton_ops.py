@@ -17,6 +17,7 @@ from torch import Tensor
 from weft.core.errors import ConfigError
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.attention.paged import PagedAttention
+from weft.kernels.ops import Ops
 from weft.kernels.product import Pending, Product
 from weft.kernels.triton_base import INTERPRETED, launch_options, starts_early
 
@@ -174,28 +175,41 @@ def _rope_and_write(
         tl.store(v_ptr + (slot * K + n - H - K) * D + d, x, mask=written)
 
 
-class TritonOps:
+class TritonOps(Ops):
     """Ops for CUDA devices (and, in Triton's interpreter, for the CPU)."""
 
     def __init__(self, device: torch.device) -> None:
         if device.type == "cpu" and not INTERPRETED:
             raise ConfigError("the triton ops need a GPU", "ops")
-        self.attention = PagedAttention(device)
+        super().__init__(PagedAttention(device))
         self._early = starts_early(device)
         """Whether a kernel starts before the one ahead has ended, and waits for what it writes."""
         self._options = launch_options(self._early)
 
-    def rms_norm(self, x_TI: Tensor, weight_I: Tensor, eps: float) -> Tensor:
-        return self._norm(x_TI, None, weight_I, eps)
-
-    def add_rms_norm(
-        self,
-        x_TI: Tensor,
-        delta: Product,
-        weight_I: Tensor,
-        eps: float,
+    def rms_norm(
+        self, x_TI: Tensor, weight_I: Tensor, eps: float, delta: Product | None = None
     ) -> Tensor:
-        return self._norm(x_TI, delta, weight_I, eps)
+        delta_TI, pending = (x_TI, None) if delta is None else delta
+        num_rows, width = x_TI.shape
+        out_TI = torch.empty_like(x_TI)
+        if num_rows:
+            block = triton.next_power_of_2(width)
+            _add_rms_norm[(num_rows,)](
+                x_TI,
+                delta_TI,
+                weight_I,
+                out_TI,
+                *_pending(pending, x_TI),
+                width,
+                eps,
+                ADD=delta is not None,
+                BLOCK=block,
+                PENDING=pending is not None,
+                PDL=self._early,
+                num_warps=min(max(block // 512, 1), 16),
+                **self._options,
+            )
+        return out_TI
 
     def silu_and_mul(self, gate_up: Product) -> Tensor:
         gate_up_T2F, pending = gate_up
@@ -258,46 +272,6 @@ class TritonOps:
                 **self._options,
             )
         return qkv_TND[:, :H]
-
-    def attend(
-        self,
-        q_THD: Tensor,
-        cache: KVCache,
-        batch: AttentionBatch,
-        *,
-        scale: float,
-        window: int | None,
-    ) -> Tensor:
-        return self.attention(q_THD, cache, batch, scale=scale, window=window)
-
-    def _norm(
-        self,
-        x_TI: Tensor,
-        delta: Product | None,
-        weight_I: Tensor,
-        eps: float,
-    ) -> Tensor:
-        delta_TI, pending = (x_TI, None) if delta is None else delta
-        num_rows, width = x_TI.shape
-        out_TI = torch.empty_like(x_TI)
-        if num_rows:
-            block = triton.next_power_of_2(width)
-            _add_rms_norm[(num_rows,)](
-                x_TI,
-                delta_TI,
-                weight_I,
-                out_TI,
-                *_pending(pending, x_TI),
-                width,
-                eps,
-                ADD=delta is not None,
-                BLOCK=block,
-                PENDING=pending is not None,
-                PDL=self._early,
-                num_warps=min(max(block // 512, 1), 16),
-                **self._options,
-            )
-        return out_TI
 
 
 def _pending(pending: Pending | None, none: Tensor) -> tuple[Tensor, Tensor]:

@@ -76,9 +76,9 @@ def _pre_norm(
     normed_TI = next(norms)(x_TI, step)
     for layer, cache in layers:
         delta = layer.attend(normed_TI, rope, step, cache)
-        normed_TI = next(norms).add(x_TI, delta, step)
+        normed_TI = next(norms)(x_TI, step, delta)
         delta = layer.mlp(normed_TI, step)
-        normed_TI = next(norms).add(x_TI, delta, step)
+        normed_TI = next(norms)(x_TI, step, delta)
     return normed_TI
 
 

@@ -44,20 +44,9 @@ class RmsNorm:
     """Its number in the model's TargetTable."""
     ops: Ops
 
-    def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
-        return self._replace(self.ops.rms_norm(x_TI, self.weight_I, self.eps), x_TI, step)
-
-    def add(
-        self,
-        x_TI: Tensor,
-        delta: Product,
-        step: StepContext,
-    ) -> Tensor:
-        """Add `delta` to `x` in place, and return the norm of the sum."""
-        y_TI = self.ops.add_rms_norm(x_TI, delta, self.weight_I, self.eps)
-        return self._replace(y_TI, x_TI, step)
-
-    def _replace(self, y_TI: Tensor, x_TI: Tensor, step: StepContext) -> Tensor:
+    def __call__(self, x_TI: Tensor, step: StepContext, delta: Product | None = None) -> Tensor:
+        """The norm of `x`, or of its sum with `delta`, which is added to it in place."""
+        y_TI = self.ops.rms_norm(x_TI, self.weight_I, self.eps, delta)
         if step.norms is not None:
             for start, stop, weight_I in step.norms.of(self.index):
                 y_TI[start:stop] = self.ops.rms_norm(x_TI[start:stop], weight_I, self.eps)

@@ -97,10 +97,7 @@ _HEAD_NAME = "lm_head.weight"
 
 
 def _allocate(
-    table: TargetTable,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    form: Format | None,
+    table: TargetTable, dtype: torch.dtype, device: torch.device | str, form: Format | None
 ) -> Weights:
     """Empty weights. On a CPU, matrices are (out, in) views of (in, out) memory, which products
     with few rows read faster; the embedding is read by row, and experts lie one after another."""

@@ -112,10 +112,7 @@ def read_rope(hf: Any, partial: bool) -> RopeConfig:
         # 0 stands for "the default" there.
         read = {k: v for k, v in read.items() if v or not k.startswith("beta_")}
     return RopeConfig(
-        theta=float(p["rope_theta"]),
-        type=cast(RopeType, kind),
-        partial_rotary_factor=share,
-        **read,
+        theta=float(p["rope_theta"]), type=cast(RopeType, kind), partial_rotary_factor=share, **read
     )
 
 

@@ -148,12 +148,7 @@ def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, batch: AttentionBatch
 
 
 def reference_attend(
-    q_THD: Tensor,
-    cache: KVCache,
-    batch: AttentionBatch,
-    *,
-    scale: float,
-    window: int | None,
+    q_THD: Tensor, cache: KVCache, batch: AttentionBatch, *, scale: float, window: int | None
 ) -> Tensor:
     """The oracle of every `Attend`: one sequence at a time, dense, in fp32."""
     out_THD = torch.empty_like(q_THD)

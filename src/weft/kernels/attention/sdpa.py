@@ -18,12 +18,7 @@ from weft.kernels.attention.batch import AttentionBatch, KVCache
 
 
 def torch_attend(
-    q_THD: Tensor,
-    cache: KVCache,
-    batch: AttentionBatch,
-    *,
-    scale: float,
-    window: int | None,
+    q_THD: Tensor, cache: KVCache, batch: AttentionBatch, *, scale: float, window: int | None
 ) -> Tensor:
     """An `Attend` of plain torch operations: gather, pad, scaled_dot_product_attention.
 

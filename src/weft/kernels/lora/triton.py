@@ -216,8 +216,7 @@ class TritonBackend:
         assert pool.num_slots <= EXPERT
         self.pool = pool
         self.tuning = tuning or Tuning(
-            blocks=tuned.blocks_for(device),
-            dependent_launch=starts_early(device),
+            blocks=tuned.blocks_for(device), dependent_launch=starts_early(device)
         )
         most = max(len(g.slices) for g in pool.table.groups)
         self.row_floats = max(self.tuning.row_floats, MAX_RANK * most)

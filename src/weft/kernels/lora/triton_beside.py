@@ -26,13 +26,7 @@ from torch import Tensor
 from triton.compiler import CompiledKernel
 
 from weft.kernels.lora.triton_tiles import expand_tile, num_blocks_of, shrink_tile
-from weft.kernels.triton_base import (
-    INTERPRETED,
-    launch_options,
-    processors,
-    starts_early,
-    wait_for,
-)
+from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early, wait_for
 from weft.kernels.triton_linear import TURNS, Launched
 
 
