@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
+from contextlib import aclosing
 from pathlib import Path
 
 import pytest
@@ -14,12 +16,14 @@ from weft import LLM, SamplingParams
 from weft.core.errors import (
     AdapterConflict,
     AdapterNotFound,
+    AdapterPathRefused,
     AdapterUnavailable,
     ConfigError,
     ContextLengthExceeded,
     InvalidRequest,
     ModelNotFound,
 )
+from weft.core.requests import EngineRequest
 from weft.llm import RequestOutput
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
@@ -298,6 +302,56 @@ def test_a_load_that_fails(make_llm: MakeLLM, tmp_path: Path) -> None:
     assert texts(llm.chat(ask("hello"), GREEDY, "a")) == ["HELLO"]
     with pytest.raises(AdapterNotFound):
         make_llm(adapters={"a": tmp_path})
+
+
+def test_an_adapter_from_the_hub(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def download(name: str, **_: object) -> str:
+        asked.append(name)
+        return str(ADAPTERS["upper"])
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    llm = make_llm(adapters={"a": "hf://acme/upper"})
+    assert texts(llm.chat(ask("hello"), GREEDY, "a")) == ["HELLO"] and asked == ["acme/upper"]
+    for path, error in (("hf://acme", AdapterNotFound), ("s3://acme/upper", AdapterPathRefused)):
+        with pytest.raises(error) as caught:
+            llm.load_adapter("b", path)
+        assert caught.value.param == "lora_path"
+
+
+def test_in_a_notebook(make_llm: MakeLLM) -> None:
+    """All of it works where an event loop is running already."""
+
+    async def cell() -> None:
+        llm = make_llm(adapters={"a": ADAPTERS["upper"]})
+        assert texts(llm.chat([ask("hello")] * 2, GREEDY, ["a", None])) == ["HELLO", "hello?"]
+        llm.load_adapter("a", ADAPTERS["reverse"], replace=True)
+        assert texts(llm.chat(ask("hello"), GREEDY, "a")) == ["olleh"]
+        llm.unload_adapter("a")
+        assert_forgotten(llm)
+
+    asyncio.run(cell())
+
+
+def test_its_client_serves_several_requests_at_a_time(llm: LLM) -> None:
+    """As any EngineClient does: each stream has its own tokens, and a closed one ends."""
+    client, params = llm._client, SamplingParams(max_tokens=24, temperature=0.0)
+
+    def request(name: str) -> EngineRequest:
+        return EngineRequest(f"own-{name}", prompt_of(llm, name), params, seed=0)
+
+    async def tokens(name: str) -> list[int]:
+        return [t async for event in client.generate(request(name)) for t in event.token_ids]
+
+    async def together() -> list[list[int]]:
+        async with aclosing(client.generate(request("spring"))) as left:
+            await anext(left)
+            return await asyncio.gather(tokens("hello"), tokens("world"))
+
+    found = [llm.tokenizer.decode(ids, True) for ids in asyncio.run(together())]
+    assert found == ["hello?", "world?"]
+    assert llm.stats().num_running == 0
 
 
 def test_an_adapter_that_changed_on_disk(make_llm: MakeLLM, tmp_path: Path) -> None:
