@@ -133,12 +133,12 @@ class Catalog:
         self.known.pop(digest, None)
 
     def invocation(self, digest: str) -> tuple[int, ...]:
-        """See `AdapterInfo.invocation_token_ids`; empty for what is not known either."""
+        """An adapter's `AdapterInfo.invocation_token_ids`; empty for what is not known, too."""
         known = self.known.get(digest)
         return known.info.invocation_token_ids if known and known.info else ()
 
     def vocab_size(self, digest: str) -> int:
-        """See `AdapterInfo.vocab_size`; 0 for what is not known either."""
+        """An adapter's `AdapterInfo.vocab_size`; 0 for what is not known, too."""
         known = self.known.get(digest)
         return known.info.vocab_size if known and known.info else 0
 

@@ -35,7 +35,7 @@ class QueueTimes:
         self._waited: dict[str, tuple[float, float]] = {}
         """`queue_s` and `adapter_wait_s` of requests that have begun and have had no event."""
         self.adapter_waits = Times()
-        """Of all requests that were passed over for their adapters."""
+        """How long those requests waited that were passed over for their adapters."""
 
     def receive(self, request_id: str) -> None:
         self._received[request_id] = time.monotonic()

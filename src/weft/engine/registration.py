@@ -17,7 +17,7 @@ from weft.core.stats import CHECK_RESULTS, Spread
 from weft.engine.catalog import Catalog
 from weft.engine.inbox import Inbox, Registered
 from weft.engine.times import StageTimes, Times
-from weft.worker.protocol import PackedAdapter, Verdict, Worker
+from weft.worker.protocol import PackedAdapter, ProbeResult, Worker
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,9 @@ class Registrations:
         self._inbox.expect(probed, partial(self._probed, call, image))
         return None
 
-    def _probed(self, call: Hold, image: AdapterImage, verdict: Verdict | WeftError) -> Registered:
+    def _probed(
+        self, call: Hold, image: AdapterImage, verdict: ProbeResult | WeftError
+    ) -> Registered:
         if isinstance(verdict, WeftError):
             return self._end(Registered(call, verdict))
         try:
@@ -104,7 +106,7 @@ class Registrations:
             return self._end(Registered(call, error))
         return self._end(Registered(call, image, verdict.result == "passed"))
 
-    def _judge(self, digest: str, path: str, verdict: Verdict) -> None:
+    def _judge(self, digest: str, path: str, verdict: ProbeResult) -> None:
         """Count what a probe has found. Raises AdapterQuarantined if it failed; should the content
         be known, as an earlier probe was skipped or went on beside this one, nothing is served of
         it any more."""

@@ -15,13 +15,13 @@ from weft.engine.build import build_engine
 from weft.engine.engine import Engine
 
 SWITCH_S = 5e-4
-"""For which a thread keeps the interpreter while others want it: a tenth of Python's own choice."""
+"""How long a thread keeps the interpreter while others want it: a tenth of Python's own choice."""
 WAIT_S = 0.02
 """How long a step without work waits for a command while requests wait for something else."""
 
 
 def settle_process() -> None:
-    """For a process of the engine's own, when the engine is there.
+    """Prepare a process of the engine's own for serving, when the engine is there.
 
     What is there by then stays: left out of the garbage collector's rounds, which look at all of
     it now and then, for a tenth of a second. And threads that load and register take turns with

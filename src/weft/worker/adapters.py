@@ -40,7 +40,7 @@ from weft.schedule.host_extents import Extent
 from weft.worker.host import HostMemory
 from weft.worker.images import ImageStore
 from weft.worker.packing import Packer
-from weft.worker.protocol import LoadOrder, LoadResult, Origin, PackedAdapter, Verdict
+from weft.worker.protocol import LoadOrder, LoadResult, Origin, PackedAdapter, ProbeResult
 from weft.worker.selfcheck import SelfCheck
 
 logger = logging.getLogger(__name__)
@@ -98,10 +98,10 @@ class AdapterLoader:
         self._registrars.submit(self._pack, path, digest, ended)
         return ended
 
-    def probe(self, image: AdapterImage, *, paced: bool) -> Future[Verdict | WeftError]:
+    def probe(self, image: AdapterImage, *, paced: bool) -> Future[ProbeResult | WeftError]:
         if paced:
             return self._registrars.submit(self._probe, image, paced)
-        ended: Future[Verdict | WeftError] = Future()
+        ended: Future[ProbeResult | WeftError] = Future()
         ended.set_result(self._probe(image, paced))
         return ended
 
@@ -139,16 +139,16 @@ class AdapterLoader:
             ended.set_result(_typed(error))
         self._save(work.packed)
 
-    def _probe(self, image: AdapterImage, paced: bool) -> Verdict | WeftError:
+    def _probe(self, image: AdapterImage, paced: bool) -> ProbeResult | WeftError:
         assert self.self_check is not None, "there are no checks"
         begin = self._clock()
         try:
             result = self.self_check.check(image, paced=paced)
         except AdapterQuarantined as error:
-            return Verdict("failed", self._clock() - begin, error)
+            return ProbeResult("failed", self._clock() - begin, error)
         except Exception as error:
             return _typed(error)
-        return Verdict(result, self._clock() - begin, None)
+        return ProbeResult(result, self._clock() - begin, None)
 
     def _load(self, order: LoadOrder, moved: Moved, ended: Future[LoadResult]) -> None:
         work = _Work()

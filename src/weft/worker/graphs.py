@@ -59,7 +59,7 @@ class _Form(NamedTuple):
     num_tokens: int
     num_seqs: int
     num_tiles: int
-    """Of chunks; 0: decodes only, each of which samples."""
+    """Tiles of chunks; 0: there are decodes only, each of which samples."""
 
 
 Buffer = TypeVar("Buffer", NDArray[Any], Tensor)

@@ -48,7 +48,7 @@ CHUNK = 1 << 20
 MAX_HEADER_BYTES = 64 << 20
 SUFFIX, PART = ".image", ".part"
 STALE_S = 3600.0
-"""After which a file that is not finished was left by a process that died."""
+"""A file that is not finished after so long was left by a process that died."""
 
 _PREFIX = len(MAGIC) + 4 + 8
 
@@ -56,7 +56,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def default_folder() -> Path:
-    """In the user's own cache folder. Raises ConfigError when there is no such folder."""
+    """The folder for images in the user's cache folder. Raises ConfigError when there is none."""
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
@@ -67,8 +67,8 @@ def default_folder() -> Path:
 
 
 def fingerprint(table: TargetTable, weights: Path | None, *more: str) -> str:
-    """Of a base model: its projections and, as some adapters are packed from the base's weights,
-    the files of those by name, size and time. `more`: what else tells bases apart."""
+    """What tells a base model from others: its projections and, as some adapters are packed from
+    the base's weights, the files of those by name, size and time. `more`: what else does."""
     files: list[tuple[str, int, int]] = []
     if weights is not None:
         for path in sorted(weights.glob("*.safetensors")):
@@ -181,7 +181,7 @@ class ImageStore:
         return self._folder / f"{digest}-{self._key[:16]}{SUFFIX}"
 
     def _write(self, file: io.FileIO, image: AdapterImage) -> int:
-        """Its size in bytes."""
+        """Write an image; the size of the file in bytes."""
         said = asdict(replace(image, data=torch.empty(0)))
         del said["data"]
         header = json.dumps({"key": self._key, **said}).encode()

@@ -18,7 +18,7 @@ from weft.models.kv_cache import kv_bytes_per_block
 logger = logging.getLogger(__name__)
 
 ACTIVATION_BYTES = 2 << 30
-"""Kept free on a GPU for what a step allocates."""
+"""Memory that is kept free on a GPU for what a step allocates."""
 
 CPU_ADAPTER_BYTES = 2 << 30
 """Adapter memory on a CPU when nobody says how much it should be."""

@@ -103,7 +103,7 @@ class LoadResult:
     """Copies to the device that went wrong."""
 
 
-class Verdict(NamedTuple):
+class ProbeResult(NamedTuple):
     """What a probe has found, and how long it took."""
 
     result: CheckResult
@@ -156,7 +156,7 @@ class Worker(Protocol):
         """Pack an adapter that is in memory. Raises AdapterInvalid."""
         ...
 
-    def probe(self, image: AdapterImage, *, paced: bool) -> Future[Verdict | WeftError]:
+    def probe(self, image: AdapterImage, *, paced: bool) -> Future[ProbeResult | WeftError]:
         """Find out whether the device computes an adapter as it should. Paced, it goes on beside
         steps without disturbing them; otherwise it has ended when this returns."""
         ...

@@ -49,17 +49,17 @@ from weft.models.decoder import Decoder, StepContext
 from weft.worker.step import StepTensors, hidden_states, logits
 
 TOKENS = 8
-"""Of the probe."""
+"""The length of the probe."""
 SAMPLED = 2
-"""Its last ones, whose logits are computed."""
+"""How many of its last tokens have their logits computed."""
 OWN_TOKENS = 4
-"""Of the probe, at most, that are taken from those for which an adapter has rows of its own."""
+"""The most tokens of the probe that are such as an adapter has rows of its own for."""
 SLOT = 0
-"""Of the one adapter."""
+"""The slot of the one adapter that is checked."""
 SHARE = 0.1
-"""Of the time, that a paced check takes while steps run."""
+"""The share of the time that a paced check takes while steps run."""
 MAX_PAUSE_S = 0.05
-"""Between two layers: what was compiled in the first of them counts no more than that."""
+"""The longest pause between two layers, as the first of them may have compiled kernels."""
 
 
 BUSY_S = 0.25
@@ -105,17 +105,18 @@ def _norms(got: Tensor, want: Tensor, base: Tensor) -> Tensor:
 
 
 def layer_tolerance(dtype: torch.dtype) -> Tolerance:
-    """Of one layer's output. It is rounded once or twice, each time by a quarter of eps on
-    average (eps: the distance of numbers at 1): eps is several times that. The factor between A
-    and B may be rounded too, so that the effect is off by as much. In fp32 what counts is the
-    order of the sums over some thousand products, which costs several digits more than eps."""
+    """How far one layer's output may be off. It is rounded once or twice, each time by a quarter
+    of eps on average (eps: the distance of numbers at 1): eps is several times that. The factor
+    between A and B may be rounded too, so that the effect is off by as much. In fp32 what
+    counts is the order of the sums over some thousand products, which costs several digits more
+    than eps."""
     eps = torch.finfo(dtype).eps
     return Tolerance(max(1e-3, 2 * eps), max(4e-6, eps))
 
 
 def logits_tolerance(dtype: torch.dtype) -> Tolerance:
-    """Of the logits: the roundings of all layers have added up, about as the root of their number,
-    and layers may amplify them."""
+    """How far the logits may be off: the roundings of all layers have added up, about as the root
+    of their number, and layers may amplify them."""
     eps = torch.finfo(dtype).eps
     return Tolerance(max(1e-2, 8 * eps), max(1e-3, 8 * eps))
 
@@ -150,8 +151,8 @@ class SelfCheck:
         self._ids = [source.randrange(table.groups[0].in_features) for _ in range(TOKENS)]
 
     def check(self, image: AdapterImage, *, paced: bool) -> CheckResult:
-        """On any thread. `paced`: in a tenth of its time, while steps run. Raises
-        AdapterQuarantined for a mismatch."""
+        """Check an image; on any thread. A paced check takes a tenth of the time while steps run.
+        Raises AdapterQuarantined for a mismatch."""
         with self._lock, torch.inference_mode(), self._aside():
             try:
                 return self._check(image, paced)
@@ -163,7 +164,7 @@ class SelfCheck:
                 raise _quarantine(f"{type(error).__name__}: {error}") from error
 
     def _aside(self) -> contextlib.AbstractContextManager[object]:
-        """On a stream of its own."""
+        """A stream that the steps are not on."""
         return torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
 
     # -- the check -----------------------------------------------------------------------------
@@ -214,7 +215,7 @@ class SelfCheck:
             began = time.thread_time()
 
     def _tokens(self, image: AdapterImage) -> list[int]:
-        """Those of the probe, the first of them such as the adapter has rows for."""
+        """The tokens of the probe, the first of them such as the adapter has own rows for."""
         own: list[int] = []
         for at in (image.layout.embedding_rows, image.layout.head_rows):
             if at and at[1] >= 0:
@@ -244,7 +245,7 @@ class SelfCheck:
 
 
 def num_blocks(block_size: int) -> int:
-    """Of the cache that a check needs."""
+    """How many blocks of KV cache a check needs."""
     return 2 * _blocks_of_probe(block_size)
 
 
@@ -283,7 +284,7 @@ class _Probe:
 
 
 def _served(backend: LoraBackend, pool: AdapterPool, probe: _Probe) -> LoraStep:
-    """As steps begin."""
+    """The step that the probe's rows would have if requests had sent them."""
     return with_extras(backend.begin(probe.lora), pool, probe.lora)
 
 
@@ -398,7 +399,7 @@ class _BothVocabulary:
 
 
 def _known(logits: Tensor) -> Tensor:
-    """With 0 for the tokens that a row does not have."""
+    """The logits with 0 for the tokens that a row does not have."""
     return logits.masked_fill(logits == -torch.inf, 0)
 
 

@@ -23,7 +23,7 @@ from weft.worker.protocol import (
     LoadOrder,
     LoadResult,
     PackedAdapter,
-    Verdict,
+    ProbeResult,
     Worker,
     WorkerFacts,
 )
@@ -87,7 +87,7 @@ class DeviceWorker(Worker):
     ) -> AdapterImage:
         return self.adapters.packer.pack_adapter(files_of(config, tensors))
 
-    def probe(self, image: AdapterImage, *, paced: bool) -> Future[Verdict | WeftError]:
+    def probe(self, image: AdapterImage, *, paced: bool) -> Future[ProbeResult | WeftError]:
         return self.adapters.probe(image, paced=paced)
 
     def stage(self, image: AdapterImage, extent: Extent) -> Future[AdapterImage]:
