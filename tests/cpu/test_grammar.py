@@ -23,7 +23,7 @@ from transformers import AutoTokenizer
 from weft.core.errors import InvalidRequest, Overloaded, WeftError
 from weft.core.sampling import StructuredOutputs
 from weft.grammar import grammars as grammar
-from weft.grammar.grammars import Grammars, Matcher
+from weft.grammar.grammars import GrammarMatcher, Grammars
 from weft.text import Tokenizer, load_tokenizer
 from weft.text.chat_parser import ChatParser
 from weft.text.tools import TOOL_FORMATS, tools_schema
@@ -44,7 +44,7 @@ class Bench:
             lambda: tokenizer, self.vocab_size, [self.eos, 10**9], self._woken.set
         )
 
-    def compile(self, spec: StructuredOutputs) -> Matcher:
+    def compile(self, spec: StructuredOutputs) -> GrammarMatcher:
         self.grammars.start("r", spec)
         [(request_id, outcome)] = self.wait()
         assert request_id == "r"
@@ -52,21 +52,23 @@ class Bench:
             raise outcome
         return outcome
 
-    def wait(self, num_outcomes: int = 1) -> list[tuple[str, Matcher | WeftError]]:
-        outcomes: list[tuple[str, Matcher | WeftError]] = []
+    def wait(self, num_outcomes: int = 1) -> list[tuple[str, GrammarMatcher | WeftError]]:
+        outcomes: list[tuple[str, GrammarMatcher | WeftError]] = []
         while len(outcomes) < num_outcomes:
             assert self._woken.wait(30)
             self._woken.clear()
             outcomes += self.grammars.poll()
         return outcomes
 
-    def allowed(self, matcher: Matcher) -> list[int]:
+    def allowed(self, matcher: GrammarMatcher) -> list[int]:
         words = np.full(-(-self.vocab_size // 32), -1, dtype=np.int32)
         matcher.fill(words)
         bits = np.unpackbits(words.view(np.uint8), bitorder="little")
         return [int(i) for i in np.flatnonzero(bits)]
 
-    def write(self, matcher: Matcher, rng: random.Random, num_tokens: int = 400) -> list[int]:
+    def write(
+        self, matcher: GrammarMatcher, rng: random.Random, num_tokens: int = 400
+    ) -> list[int]:
         """The tokens of a random walk up to EOS, or `num_tokens` of one that doesn't end."""
         ids: list[int] = []
         while len(ids) < num_tokens:
@@ -386,7 +388,7 @@ def test_a_compilation_that_does_not_end_harms_nobody(
     release = threading.Event()
     compile_ = grammar.Compiler.matcher
 
-    def slow(self: grammar.Compiler, spec: StructuredOutputs) -> Matcher:
+    def slow(self: grammar.Compiler, spec: StructuredOutputs) -> GrammarMatcher:
         if spec.regex == "slow":
             release.wait()
         return compile_(self, spec)
@@ -400,7 +402,7 @@ def test_a_compilation_that_does_not_end_harms_nobody(
             made.grammars.start(f"stuck {n}", stuck)
         made.grammars.start("good", good)
         outcomes = dict(made.wait(4))
-        assert isinstance(outcomes.pop("good"), Matcher)
+        assert isinstance(outcomes.pop("good"), GrammarMatcher)
         assert all("takes longer" in str(error) for error in outcomes.values())
         for n in range(10):
             made.grammars.start(f"more {n}", stuck)

@@ -33,7 +33,7 @@ class EngineRequest:
     bad_token_ids: tuple[tuple[int, ...], ...] = ()
     """Token sequences that must not be produced: `params.bad_words`, tokenized."""
     tenant: str = ""
-    """Who asks. Tenants whose requests wait are served alike."""
+    """Who asks. Tenants whose requests wait are served by their weights."""
     parts: tuple[AdapterPart, ...] = ()
     """What `adapter` is the weighted sum of; (): it is registered under its own digest."""
     eos_token_ids: tuple[int, ...] = ()

@@ -55,7 +55,7 @@ _CHARACTER = (
 )
 
 
-class Matcher:
+class GrammarMatcher:
     """State of one request's output, for the engine's thread alone."""
 
     def __init__(self, matcher: Any, begin_after: int | None, vocabulary: Vocabulary) -> None:
@@ -167,7 +167,7 @@ class Compiler:
             info, max_threads=2, cache_limit_bytes=_CACHE_BYTES
         )
 
-    def matcher(self, spec: StructuredOutputs) -> Matcher:
+    def matcher(self, spec: StructuredOutputs) -> GrammarMatcher:
         """Raises InvalidRequest, saying in one line what is wrong with the form."""
         begin_after = spec.begin_after_token
         if begin_after is not None and not self._can_begin_after(begin_after):
@@ -182,7 +182,7 @@ class Compiler:
         if not self._allows_anything(compiled):
             raise refusal("no output has this form")
         state = self._xgrammar.GrammarMatcher(compiled)
-        return Matcher(state, begin_after, self._vocabulary)
+        return GrammarMatcher(state, begin_after, self._vocabulary)
 
     def _can_begin_after(self, token_id: int) -> bool:
         return 0 <= token_id < self._vocabulary.size and bool(self._vocabulary.spelled[token_id])
@@ -302,7 +302,7 @@ class Grammars:
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._begun: SimpleQueue[_Job | None] = SimpleQueue()
         """Jobs in the order of their deadlines."""
-        self._ready: SimpleQueue[tuple[str, Matcher | WeftError]] = SimpleQueue()
+        self._ready: SimpleQueue[tuple[str, GrammarMatcher | WeftError]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
         """Of what follows, and of the end of each job."""
@@ -319,7 +319,7 @@ class Grammars:
         if not self._num_working:
             self._turn_away()
 
-    def poll(self) -> list[tuple[str, Matcher | WeftError]]:
+    def poll(self) -> list[tuple[str, GrammarMatcher | WeftError]]:
         """The outcomes since the last call, by request id: a matcher, or why there is none."""
         return [self._ready.get() for _ in range(self._ready.qsize())]
 
@@ -352,7 +352,7 @@ class Grammars:
                     return
             self._report(job, outcome)
 
-    def _outcome(self, job: _Job) -> Matcher | WeftError:
+    def _outcome(self, job: _Job) -> GrammarMatcher | WeftError:
         try:
             with self._compiler_lock:
                 if self._compiler is None:
@@ -394,6 +394,6 @@ class Grammars:
             while (job := self._jobs.get_nowait()) is not None:
                 self._report(job, Overloaded("too many structured outputs are being compiled"))
 
-    def _report(self, job: _Job, outcome: Matcher | WeftError) -> None:
+    def _report(self, job: _Job, outcome: GrammarMatcher | WeftError) -> None:
         self._ready.put((job.request_id, outcome))
         self._wake()

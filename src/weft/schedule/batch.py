@@ -57,7 +57,7 @@ class Batch:
         self._free_rows = list(range(num_rows - 1, -1, -1))
         self.waiting: FairQueue[Sequence] = FairQueue(tenant_weights)
         self.running: list[Sequence] = []
-        """Those with a row, in the order of their arrival."""
+        """Requests with a row, in the order of their arrival."""
         self._parked: list[Sequence] = []
         """Waiting requests with blocks, in the order of their arrival."""
         self.totals = Totals()

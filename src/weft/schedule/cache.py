@@ -180,7 +180,7 @@ class Cache:
         holding.blocks, holding.state, holding.next_full = [], -1, NEVER
 
     def _allocate(self) -> int:
-        """A free block for new content, which loses what it held."""
+        """Take a free block for new content; it loses what it held."""
         block, _ = self._free.popitem(last=False)
         key = self._key_of[block]
         if key is not None:

@@ -42,7 +42,7 @@ class ArenaExtent:
     loading: bool = True
     leases: int = 0
     served_since: float = math.inf
-    """Its first lease since it came."""
+    """When its first lease since it came began."""
 
     @property
     def stop(self) -> int:
@@ -83,7 +83,7 @@ class ArenaLine:
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
         self._extents: list[ArenaExtent] = []
-        """Those first that begin first."""
+        """In the order of their places."""
         self.num_moved = 0
         """Elements moved so far."""
 

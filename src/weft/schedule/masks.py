@@ -29,7 +29,8 @@ class BadSequences:
     ) -> None:
         """`output_ids`: the output so far."""
         self._by_last: dict[int, list[tuple[list[int], int]]] = {}
-        """The last token of a beginning -> beginnings, with the token that must not follow."""
+        """Maps the last token of a beginning to such beginnings and the token that must not
+        follow."""
         for *beginning, end in sequences:
             self._by_last.setdefault(beginning[-1], []).append((beginning, end))
         longest = max(len(sequence) for sequence in sequences)
@@ -81,7 +82,7 @@ class TokenMask:
         return FOREVER if always else self._early_until
 
     def fill(self, words: Words, position: int) -> None:
-        """What may be chosen for a position. The matchers know all tokens before it."""
+        """Set the bits of what may be chosen there. The matchers know all tokens before."""
         early = position < self._early_until
         if self._grammar is None:
             left = self._all_early if early else self._all_fixed
@@ -96,6 +97,15 @@ class TokenMask:
         words = self._all.copy()
         matcher.fill(words)
         return words
+
+
+def mask_of(a: Admitted, vocab_size: int) -> TokenMask | None:
+    """The mask of a request that takes a row; None if it may always choose any token."""
+    early = a.params.min_tokens and a.endings
+    fixed = a.params.allowed_token_ids or a.bad_tokens
+    if early or fixed or a.bad_sequences or a.grammar:
+        return TokenMask(a, vocab_size)
+    return None
 
 
 def _narrowed(words: Words, layers: Iterable[Words]) -> Words:

@@ -57,7 +57,7 @@ class Admitted:
     active_from: int = 0
     """Position from which on the adapter is active."""
     vocab_size: int = 0
-    """Of its adapter; 0: the base's."""
+    """The vocabulary of its adapter; 0: it is the base's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +94,6 @@ class StepResult:
     tokens: list[list[int]]
     """`num_samples` tokens each."""
     logprobs: list[list[TokenLogprob] | None] | None = None
-    """One for each token; None for entries without, or if nobody asked."""
+    """One for each token; None for entries whose request did not ask, or if none did."""
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    """By entry of the plan: those of the prompt's tokens after each computed one."""
+    """By entry of the plan: what each computed token of a prompt says of the one after it."""

@@ -20,11 +20,11 @@ class Candidate(NamedTuple):
 
     size: int
     came: float
-    """When it came to the tier."""
+    """When the adapter came to the tier."""
     used: float
-    """When it was used last."""
+    """When the adapter was used last."""
     uses: int = 0
-    """Since it is known, those before it was evicted included."""
+    """How often it was used since it is known, evicted in between or not."""
     reload_s: float = 0.0
     """Seconds that bringing it back takes; 0: not known."""
     demand: int = 0
@@ -73,11 +73,12 @@ def fifo(candidate: Candidate) -> Worth:
 
 
 POLICIES: dict[str, Policy] = {"cost": cost, "lru": lru, "fifo": fifo}
-"""By the name in `LoraArgs.eviction_policy`; the flag's choices are these."""
+"""The choices of `LoraArgs.eviction_policy`, by name. The first line of a policy's docstring is
+what the flag's help says of it."""
 
 
 def find_policy(name: str) -> Policy:
-    """Raises ConfigError when there is none of that name."""
+    """The policy of this name. Raises ConfigError if there is none."""
     if name not in POLICIES:
         known = ", ".join(POLICIES)
         raise ConfigError(

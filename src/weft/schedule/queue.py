@@ -49,16 +49,16 @@ class Account:
 
 
 class Waiter(Protocol):
-    """A request. Its fields don't change while it waits."""
+    """A request that may wait. Its fields don't change while it does."""
 
     @property
     def order(self) -> int:
-        """Its place by arrival; no two have the same."""
+        """The request's place by arrival; no two requests have the same."""
         ...
 
     @property
     def digest(self) -> str | None:
-        """Of its adapter; None: the base."""
+        """The digest of the request's adapter; None if it is for the base."""
         ...
 
     @property
@@ -82,7 +82,7 @@ class _Lane(Generic[T]):
         """The order that its entry in the heap has; entries with another one are void."""
 
     def __lt__(self, other: _Lane[T]) -> bool:
-        """For the heap, where only a lane that was emptied can equal another: any order will do."""
+        """The heap asks only where an emptied lane equals another: any order will do."""
         return False
 
 
@@ -90,7 +90,7 @@ class FairQueue(Generic[T]):
     """Requests that wait. `check()` states the invariants."""
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
-        """`weights`: of tenants that are to get more than others, or less; the others have 1."""
+        """`weights`: how much more than 1, or less, some tenants are to get; the others have 1."""
         self._weights = dict(weights or {})
         self._accounts: dict[str, Account] = {}
         self._num_idle = 0
@@ -105,7 +105,7 @@ class FairQueue(Generic[T]):
 
     @property
     def num_tenants(self) -> int:
-        """Those that have an account."""
+        """How many tenants have an account."""
         return len(self._accounts)
 
     @property
@@ -113,7 +113,7 @@ class FairQueue(Generic[T]):
         return tuple(self._accounts.values())
 
     def open(self, tenant: str) -> Account:
-        """One more request of a tenant; to be closed when it ends."""
+        """Count one more request of a tenant, until `close` when the request ends."""
         account = self._accounts.get(tenant)
         if account is None:
             account = self._accounts[tenant] = Account(tenant, self._weights.get(tenant, 1.0))
@@ -123,7 +123,7 @@ class FairQueue(Generic[T]):
         return account
 
     def close(self, account: Account) -> None:
-        """One request fewer, which does not wait any more."""
+        """Count one request fewer, which does not wait any more."""
         account.num_open -= 1
         if not account.num_open:
             self._num_idle += 1
@@ -171,11 +171,11 @@ class FairQueue(Generic[T]):
         self._take(lane, bisect_left(lane.orders, item.order))
 
     def walk(self) -> Walk[T]:
-        """Pass over the requests in their order."""
+        """A pass over the requests in their order."""
         return Walk(self)
 
     def of_adapter(self, digest: str) -> list[T]:
-        """The requests that wait for it."""
+        """The requests that wait for this adapter."""
         lanes = [lane for lane in self._lanes.values() if lane.digest == digest]
         return [item for lane in lanes for item in lane.items.values()]
 
@@ -188,7 +188,7 @@ class FairQueue(Generic[T]):
         return self._size
 
     def __iter__(self) -> Iterator[T]:
-        """All of them, in no order."""
+        """The waiting requests, in no order."""
         for lane in self._lanes.values():
             yield from lane.items.values()
 
@@ -257,7 +257,7 @@ class FairQueue(Generic[T]):
 
 
 class Walk(Generic[T]):
-    """One pass over a queue, each time on to the request whose turn it is by then.
+    """A pass over a queue, which each time goes on to the request whose turn it is by then.
 
     A request is passed over unless it is taken; all of them are back in their places afterwards:
 

@@ -142,7 +142,7 @@ class Scheduler:
         return self._turns.in_use(digest)
 
     def adapter_failed(self, digest: str, error: WeftError) -> list[TokenEvent]:
-        """A load failed: end the requests that wait for it."""
+        """End the requests that wait for an adapter whose load failed."""
         self._turns.settle(digest)
         return [
             self._finish(seq, "error", error=error)
@@ -243,7 +243,7 @@ class Scheduler:
         return events
 
     def _plan_decodes(self, draft: Draft) -> None:
-        """One token of each running request that lacks just one; the others are put in `chunks`.
+        """Plan a token of each running request that lacks just one; the others go to `chunks`.
 
         This is the loop that runs for every request in every step, so it is written flat.
         """
@@ -307,7 +307,7 @@ class Scheduler:
     def _end(
         self, seq: Sequence, new: list[int], logprobs: list[TokenLogprob] | None
     ) -> TokenEvent:
-        """The last of the new tokens is the request's last."""
+        """End a request with the last of these tokens."""
         last = new[-1]
         if last not in seq.rules.endings:
             return self._finish(seq, "length", new, logprobs)

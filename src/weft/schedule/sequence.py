@@ -89,7 +89,7 @@ class AdapterUse:
         self.began_at = 0
         """How many tokens the request had when its lease began."""
         self.waited_before = 0.0
-        """For how long the adapter's requests had been passed over when this one came."""
+        """How long the adapter's requests had been passed over when this one came."""
 
 
 class Bill:
@@ -100,7 +100,7 @@ class Bill:
     def __init__(self, account: Account, num_tokens: int) -> None:
         self.account = account
         self.charged = num_tokens
-        """Tokens that are paid for, or are on the bill that the admission writes."""
+        """How many of its tokens are charged, or will be with its first admission."""
 
     def charge_output(self, num_tokens: int, weight: float) -> None:
         """Charge the output since the last call; what is computed again is free. `num_tokens`:
@@ -149,7 +149,7 @@ class Sequence:
         self.order = order
         self.tokens = [*request.prompt_ids, *request.output_ids]
         self.known = len(self.tokens)
-        """Tokens, those included that are sampled already and only the device knows yet."""
+        """How many tokens there are, with those that are sampled and only the device knows yet."""
         self.computed = 0
         self.in_flight = 0
         """Entries of planned steps that are not committed."""
@@ -161,7 +161,7 @@ class Sequence:
         self.holding = Holding(adapter.digest, adapter.active_from)
         self.rules = OutputRules(request, limits, adapter.vocab_size)
         self.prompt_logprobs: list[TokenLogprob] | None = None
-        """Those that are there so far; None once they were handed out, or if nobody asked."""
+        """What is there so far; None once it was handed out, or if nobody asked."""
         if request.params.prompt_logprobs is not None and not request.output_ids:
             self.prompt_logprobs = []
         self.num_cached = -1

@@ -46,7 +46,7 @@ class Load:
     evicted: tuple[str, ...]
     """The digests that were in those slots."""
     moves: tuple[Move, ...]
-    """To be carried out before, in this order."""
+    """They are carried out before the copy, in this order."""
     size: int
     """Elements of its extent."""
 
@@ -100,16 +100,18 @@ class AdapterSlots:
         self.num_loads = 0
         self._known: dict[str, _KnownAdapter] = {}
         self._pinned: dict[str, int] = {}
-        """Their sizes."""
+        """The sizes of pinned adapters, by digest."""
         self._wanted: set[str] = set()
         self._extents: dict[str, ArenaExtent] = {}
-        """A digest that is not known any more is here until its load ends."""
+        """The adapters on the device, by digest. One that is not known any more is here until its
+        load ends."""
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._floor = 0.0
-        """Of `Candidate`."""
+        """See `Candidate.floor`."""
         self._claim = _Claim()
         self._refused = (-1.0, 0)
-        """When a load found no room, and its size: the same time and state have none for more."""
+        """When a load found no room last, and its size. While nothing changes, a load of that size
+        or more need not be tried again."""
 
     # -- what is known -------------------------------------------------------------------------
 
@@ -167,7 +169,7 @@ class AdapterSlots:
         return digest in self._known
 
     def refuse(self, digest: str, reason: WeftError) -> None:
-        """From now on requests of this adapter, if it is known, are not served; `add` lifts it."""
+        """Serve no more requests of this adapter, if it is known, until `add` lifts that."""
         if digest in self._known:
             self._known[digest].refusal = reason
 
@@ -357,7 +359,7 @@ class AdapterSlots:
     def _idle(
         self, now: float, demand: Mapping[str, int], evenly: bool
     ) -> list[tuple[Worth, ArenaExtent]]:
-        """What may be evicted, the least worth first; `evenly`: touched or not."""
+        """What may be evicted, the least worth first. `evenly`: whether it was touched or not."""
         found: list[tuple[Worth, ArenaExtent]] = []
         for e in self._line:
             if self._may_go(e) and (evenly or e.last_use < now):

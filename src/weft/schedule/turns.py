@@ -36,7 +36,7 @@ class _Wait:
 
     def __init__(self) -> None:
         self.since: float | None = None
-        """When they began to be passed over, this time."""
+        """When they began to be passed over this time; None while they are not."""
         self.earlier_s = 0.0
 
     def seconds(self, now: float) -> float:
@@ -80,14 +80,14 @@ class Turns:
     # -- requests ------------------------------------------------------------------------------
 
     def arrive(self, use: AdapterUse) -> None:
-        """A request comes to the engine."""
+        """Count a request that comes to the engine."""
         if use.digest is not None:
             self._demand[use.digest] += 1
             if wait := self._waits.get(use.digest):
                 use.waited_before = wait.seconds(self._now)
 
     def depart(self, use: AdapterUse) -> None:
-        """A request leaves the engine. Steps in flight may still need its lease."""
+        """Count a request that leaves the engine. Steps in flight may still need its lease."""
         digest = use.digest
         if digest is not None:
             self._demand[digest] -= 1
@@ -102,7 +102,8 @@ class Turns:
         return digest in self._demand or digest in self._leases
 
     def lease(self, use: AdapterUse, num_tokens: int) -> float:
-        """A request with `num_tokens` is admitted; how long it was passed over for its adapter."""
+        """Lease the adapter of a request that is admitted with so many tokens. Returns for how long
+        it was passed over because of its adapter."""
         digest = use.digest
         if digest is None:
             return 0.0
@@ -119,7 +120,7 @@ class Turns:
         return wait.earlier_s - use.waited_before
 
     def end_lease(self, use: AdapterUse) -> None:
-        """A request left its row, and none of its steps is in flight any more."""
+        """Give back the lease, if there is one: no step in flight needs it any more."""
         if use.slot >= 0 and use.digest is not None:
             self._slots.release(use.digest, self._now)
             self._leases[use.digest] -= 1
@@ -141,7 +142,7 @@ class Turns:
     # -- admission, within one step ------------------------------------------------------------
 
     def begin(self, now: float, running: list[Sequence]) -> list[Sequence]:
-        """A step begins; the running requests that have to make way for a starving adapter.
+        """Begin a step. Returns the running requests that have to make way for a starving adapter.
 
         A request that has got no token since it was admitted goes on until it has: or it might
         never end.
@@ -164,7 +165,7 @@ class Turns:
         ]
 
     def look_again(self) -> None:
-        """There are rows for requests: `ready` finds out anew which adapters lack room."""
+        """Forget which adapters lack room: there are rows for requests, so `ready` finds out."""
         self._short = {}
 
     def ready(self, seq: Sequence) -> bool:
@@ -194,7 +195,7 @@ class Turns:
             self._claim(digest)
 
     def end(self) -> list[Load]:
-        """The step is planned; the loads to start with it."""
+        """End the planning of a step. Returns the loads to start with it."""
         for digest in self._slots.wanted:
             self._start_load(digest)
         return self._loads

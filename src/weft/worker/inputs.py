@@ -11,12 +11,12 @@ the tokens of one adapter are consecutive.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.schedule.masks import FOREVER, TokenMask
+from weft.schedule.masks import FOREVER, TokenMask, mask_of
 from weft.schedule.plan import Admitted, StepPlan, Words
 
 Ints = NDArray[np.int64]
@@ -53,7 +53,7 @@ def part_of(arrays: Rows, begin: int, end: int) -> Rows | None:
 @dataclass(frozen=True, slots=True)
 class BiasArrays:
     sampled_B: Ints
-    """Index among the N sampled ones."""
+    """The index of the row among the N sampled ones."""
     token_B: Ints
     value_B: NDArray[np.float32]
 
@@ -83,7 +83,7 @@ class ShapingArrays:
     mask: MaskArrays | None
 
     def part(self, begin: int, end: int) -> ShapingArrays | None:
-        """Of sampled rows [begin, end) alone."""
+        """The part of the sampled rows [begin, end)."""
         bias = self.bias and part_of(self.bias, begin, end)
         penalties = self.penalties and part_of(self.penalties, begin, end)
         mask = self.mask and part_of(self.mask, begin, end)
@@ -104,7 +104,7 @@ class PromptArrays:
     """Positions of prompts whose logits are asked for, in the order of the T tokens (L of T)."""
 
     token_L: Ints
-    """Index among the T tokens."""
+    """The index of the position among the T tokens."""
     target_L: Ints
     """The prompt's next token."""
     slot_L: NDArray[np.int32]
@@ -112,7 +112,7 @@ class PromptArrays:
     """(entry of the plan, its positions, alternatives asked for), in order."""
 
     def segments(self, begin: int, end: int) -> Segments:
-        """As `StepInputs.segments`, of the positions [begin, end)."""
+        """The segments of the positions [begin, end), as `StepInputs.segments` has them."""
         firsts = np.arange(end - begin)
         return _segments(self.slot_L[begin:end], firsts, firsts + 1)
 
@@ -123,7 +123,7 @@ class StepInputs:
 
     ids_T: Ints
     from_device_T: NDArray[np.bool_] | None
-    """Tokens to take from the last sample of their row; None if none are."""
+    """Which tokens to take from the last sample of their row; None if none."""
     row_T: Ints
     positions_T: Ints
     slot_mapping_T: Ints
@@ -135,11 +135,11 @@ class StepInputs:
     sampled_rows_N: Ints
     """Row of the batch of each sampled token."""
     sampled_tokens_N: Ints
-    """Index among the T tokens of each sampled position."""
+    """The index among the T tokens of each sampled position."""
     slot_N: NDArray[np.int32]
     sampled_segments: Segments
     plan_order_N: Ints
-    """Puts the sampled tokens into the plan's order."""
+    """Puts the sampled tokens into the plan's order, those of one entry one after the other."""
     sampling: SamplingArrays | None
     shaping: ShapingArrays | None
     counted: list[Counted]
@@ -148,29 +148,47 @@ class StepInputs:
     """Alternatives asked for, -1 for none at all; None if nobody asked."""
 
 
-class RowState:
-    """What is kept of running requests between steps, indexed by their row."""
+class _SamplingRows:
+    """How the rows choose tokens at random."""
 
-    def __init__(self, num_rows: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
-        self._block_size = block_size
-        self._vocab_size = vocab_size
-        blocks = -(-max_model_len // block_size)
-        self._tokens = np.empty((num_rows, max_model_len), dtype=np.int32)
-        self._known = np.zeros(num_rows, dtype=np.int64)
-        """Tokens in `_tokens`; what comes after them only the device knows."""
-        self._blocks = np.zeros((num_rows, blocks), dtype=np.int32)
-        self._slot = np.full(num_rows, -1, dtype=np.int32)
-        self._active_from = np.zeros(num_rows, dtype=np.int64)
-        """Position from which on the row's slot counts."""
-        self._vocab_sizes = np.full(num_rows, vocab_size, dtype=np.int64)
+    def __init__(self, num_rows: int, vocab_size: int) -> None:
+        self._vocab_size = np.full(num_rows, vocab_size, dtype=np.int64)
         self._temperature = np.zeros(num_rows, dtype=np.float32)
         self._top_k = np.zeros(num_rows, dtype=np.int64)
         self._top_p = np.ones(num_rows, dtype=np.float32)
         self._min_p = np.zeros(num_rows, dtype=np.float32)
         self._seed = np.zeros(num_rows, dtype=np.int64)
-        self._logprobs = np.full(num_rows, -1, dtype=np.int64)
-        self._num_prompt = np.zeros(num_rows, dtype=np.int64)
-        self._prompt_logprobs = np.full(num_rows, -1, dtype=np.int64)
+
+    def admit(self, a: Admitted, vocab_size: int) -> None:
+        row, params = a.row, a.params
+        self._vocab_size[row] = vocab_size
+        self._temperature[row] = params.temperature
+        self._top_k[row] = params.top_k if 0 < params.top_k < vocab_size else 0
+        self._top_p[row] = params.top_p
+        self._min_p[row] = params.min_p
+        self._seed[row] = a.seed
+
+    def arrays(self, rows: Ints, positions: Ints) -> SamplingArrays | None:
+        random = np.flatnonzero(self._temperature[rows] > 0)
+        if not len(random):
+            return None
+        rows = rows[random]
+        top_k, top_p, min_p = self._top_k[rows], self._top_p[rows], self._min_p[rows]
+        return SamplingArrays(
+            random,
+            self._temperature[rows],
+            np.where(top_k > 0, top_k, self._vocab_size[rows]) if top_k.any() else None,
+            top_p if (top_p < 1).any() else None,
+            min_p if min_p.any() else None,
+            self._seed[rows],
+            positions[random],
+        )
+
+
+class _ShapingRows:
+    """What changes the logits of the rows."""
+
+    def __init__(self, num_rows: int) -> None:
         self._shaped_until = np.zeros(num_rows, dtype=np.int64)
         """Position from which on the row's logits are left as they are."""
         self._masked_until = np.zeros(num_rows, dtype=np.int64)
@@ -179,44 +197,12 @@ class RowState:
         self._masks: dict[int, TokenMask] = {}
         self._biases: dict[int, tuple[Ints, NDArray[np.float32]]] = {}
 
-    def build(self, plan: StepPlan) -> StepInputs:
-        """The inputs of a plan that is not empty; plans are built in their order."""
-        counted = [c for c in map(self._admit, plan.admitted) if c is not None]
-        if plan.new_blocks:
-            row, index, block = np.array(plan.new_blocks, dtype=np.int64).T
-            self._blocks[row, index] = block
-        rows = np.array(plan.rows, dtype=np.int64)
-        slot_S = self._slot[rows]
-        all_sample = all(plan.num_samples)
-        if not all_sample:  # what samples is at the end of a sequence, where its adapter is active
-            slot_S[np.array(plan.starts) < self._active_from[rows]] = -1
-        order = np.argsort(slot_S, kind="stable")
-        return self._assemble(plan, rows[order], slot_S[order], order, all_sample, counted)
-
-    def _admit(self, a: Admitted) -> Counted | None:
-        row, params = a.row, a.params
-        self._tokens[row, : len(a.token_ids)] = a.token_ids
-        self._known[row] = len(a.token_ids)
-        self._slot[row] = a.slot
-        self._active_from[row] = a.active_from
-        vocab_size = a.vocab_size or self._vocab_size
-        self._vocab_sizes[row] = vocab_size
-        self._temperature[row] = params.temperature
-        self._top_k[row] = params.top_k if 0 < params.top_k < vocab_size else 0
-        self._top_p[row] = params.top_p
-        self._min_p[row] = params.min_p
-        self._seed[row] = a.seed
-        self._logprobs[row] = -1 if params.logprobs is None else params.logprobs
-        self._num_prompt[row] = a.num_prompt
-        self._prompt_logprobs[row] = a.num_prompt_logprobs
-        return self._admit_shaping(a)
-
-    def _admit_shaping(self, a: Admitted) -> Counted | None:
-        """What changes the row's logits; the tokens to count if it has penalties."""
+    def admit(self, a: Admitted, vocab_size: int) -> Counted | None:
+        """The tokens to count if the row has penalties."""
         row, params = a.row, a.params
         self._masks.pop(row, None)
         self._biases.pop(row, None)
-        mask = TokenMask(a, int(self._vocab_sizes[row])) if _is_masked(a) else None
+        mask = mask_of(a, vocab_size)
         if mask is not None:
             self._masks[row] = mask
         if params.logit_bias:
@@ -236,94 +222,7 @@ class RowState:
         ids = np.array(a.token_ids, dtype=np.int64)
         return Counted(row, ids[: a.num_prompt], ids[a.num_prompt :])
 
-    def _assemble(
-        self,
-        plan: StepPlan,
-        rows: Ints,
-        slot_S: NDArray[np.int32],
-        order: Ints,
-        all_sample: bool,
-        counted: list[Counted],
-    ) -> StepInputs:
-        starts = np.array(plan.starts, dtype=np.int64)[order]
-        # Which sequences sample, and which sequence each token belongs to. When each sequence has
-        # one token and samples, both are the identity, and slices of everything cost nothing.
-        sampled: Ints | slice = slice(None)
-        seq_T: Ints | slice = slice(None)
-        prompt = None
-        if plan.num_tokens == len(rows) and all_sample:
-            seq_lens, positions_T = starts + 1, starts
-            ends = np.arange(1, len(rows) + 1)
-            firsts = ends - 1
-        else:
-            counts = np.array(plan.counts, dtype=np.int64)[order]
-            sampled = np.flatnonzero(np.array(plan.num_samples)[order])
-            seq_T = np.repeat(np.arange(len(rows)), counts)
-            seq_lens = starts + counts
-            ends = np.cumsum(counts)
-            firsts = ends - counts
-            positions_T = np.arange(len(seq_T)) - (firsts - starts)[seq_T]
-            prompt = self._prompt(rows, slot_S, starts, counts, firsts, order)
-        row_T = rows[seq_T]
-        from_device_T = positions_T >= self._known[row_T]
-        block_T = self._blocks[row_T, positions_T // self._block_size].astype(np.int64)
-        most_blocks = -(-int(seq_lens.max()) // self._block_size)
-        sampled_ends = ends[sampled]
-        segments = _segments(slot_S, firsts, ends)
-        return StepInputs(
-            ids_T=self._ids(row_T, positions_T, from_device_T),
-            from_device_T=from_device_T if from_device_T.any() else None,
-            row_T=row_T,
-            positions_T=positions_T,
-            slot_mapping_T=block_T * self._block_size + positions_T % self._block_size,
-            block_table_SB=self._blocks[rows, :most_blocks],
-            seq_lens_S=seq_lens.astype(np.int32),
-            query_start=[0, *ends.tolist()],
-            slot_T=slot_S[seq_T],
-            segments=segments,
-            sampled_rows_N=rows[sampled],
-            sampled_tokens_N=sampled_ends - 1,
-            slot_N=slot_S[sampled],
-            sampled_segments=(
-                segments
-                if isinstance(sampled, slice)
-                else _segments(
-                    slot_S[sampled], np.arange(len(sampled)), np.arange(1, len(sampled) + 1)
-                )
-            ),
-            plan_order_N=np.argsort(order[sampled]),
-            sampling=self._sampling(rows[sampled], seq_lens[sampled]),
-            shaping=self._shaping(rows[sampled], seq_lens[sampled]),
-            counted=counted,
-            prompt=prompt,
-            num_logprobs_N=self._num_logprobs(rows[sampled]),
-        )
-
-    def _ids(self, row_T: Ints, positions_T: Ints, from_device_T: NDArray[np.bool_]) -> Ints:
-        """Token ids; 0 for those that only the device knows."""
-        if from_device_T.all():
-            return np.zeros(len(row_T), dtype=np.int64)
-        ids_T = self._tokens[row_T, positions_T].astype(np.int64)
-        ids_T[from_device_T] = 0
-        return ids_T
-
-    def _sampling(self, rows: Ints, positions: Ints) -> SamplingArrays | None:
-        random = np.flatnonzero(self._temperature[rows] > 0)
-        if not len(random):
-            return None
-        rows = rows[random]
-        top_k, top_p, min_p = self._top_k[rows], self._top_p[rows], self._min_p[rows]
-        return SamplingArrays(
-            random,
-            self._temperature[rows],
-            np.where(top_k > 0, top_k, self._vocab_sizes[rows]) if top_k.any() else None,
-            top_p if (top_p < 1).any() else None,
-            min_p if min_p.any() else None,
-            self._seed[rows],
-            positions[random],
-        )
-
-    def _shaping(self, rows: Ints, positions: Ints) -> ShapingArrays | None:
+    def arrays(self, rows: Ints, positions: Ints) -> ShapingArrays | None:
         if not (positions < self._shaped_until[rows]).any():
             return None
         return ShapingArrays(
@@ -359,17 +258,161 @@ class RowState:
             mask.fill(words_W[: mask.num_words], int(positions[n]))
         return MaskArrays(sampled, words_KW)
 
-    def _prompt(
+
+class _Layout(NamedTuple):
+    """Where the S sequences and the N samples of a step are among its T tokens.
+
+    sequences     0            1    2              firsts 0 4 5   ends 4 5 7
+    tokens        p  p  p  p   d    p  p
+    samples                x   x                   the prompt of 2 ends in a later step
+    """
+
+    starts: Ints
+    counts: Ints
+    firsts: Ints
+    ends: Ints
+    seq_lens: Ints
+    positions_T: Ints
+    seq_T: Ints | slice
+    """The sequence of each token."""
+    seq_N: Ints | slice
+    """The sequence of each sample."""
+    token_N: Ints
+    """The token after which each sample comes."""
+    position_N: Ints
+    """The position that each sampled token will have."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether each sequence has one token and one sample, so that all three are alike."""
+        return isinstance(self.seq_T, slice)
+
+
+def _layout(plan: StepPlan, order: Ints, all_sample: bool) -> _Layout:
+    """The layout of a plan whose entries are put in this order."""
+    starts = np.array(plan.starts, dtype=np.int64)[order]
+    if plan.num_tokens == len(order) and all_sample:
+        firsts = np.arange(len(order))
+        lens, every = starts + 1, slice(None)  # slices of everything cost nothing
+        counts = ends = firsts + 1
+        return _Layout(starts, counts, firsts, ends, lens, starts, every, every, firsts, lens)
+    counts = np.array(plan.counts, dtype=np.int64)[order]
+    num_samples = np.array(plan.num_samples, dtype=np.int64)[order]
+    seq_T = np.repeat(np.arange(len(order)), counts)
+    seq_N = np.repeat(np.arange(len(order)), num_samples)
+    seq_lens, ends = starts + counts, np.cumsum(counts)
+    firsts = ends - counts
+    positions_T = np.arange(len(seq_T)) - (firsts - starts)[seq_T]
+    # The last sample of a sequence comes after its last token, the one before after that before.
+    from_last_N = np.cumsum(num_samples)[seq_N] - 1 - np.arange(len(seq_N))
+    token_N, position_N = ends[seq_N] - 1 - from_last_N, seq_lens[seq_N] - from_last_N
+    return _Layout(
+        starts, counts, firsts, ends, seq_lens, positions_T, seq_T, seq_N, token_N, position_N
+    )
+
+
+class RowState:
+    """What is kept of running requests between steps, indexed by their row."""
+
+    def __init__(self, num_rows: int, max_model_len: int, block_size: int, vocab_size: int) -> None:
+        self._block_size = block_size
+        self._vocab_size = vocab_size
+        blocks = -(-max_model_len // block_size)
+        self._tokens = np.empty((num_rows, max_model_len), dtype=np.int32)
+        self._known = np.zeros(num_rows, dtype=np.int64)
+        """Tokens in `_tokens`; what comes after them only the device knows."""
+        self._blocks = np.zeros((num_rows, blocks), dtype=np.int32)
+        self._slot = np.full(num_rows, -1, dtype=np.int32)
+        self._active_from = np.zeros(num_rows, dtype=np.int64)
+        """Position from which on the row's slot counts."""
+        self._num_prompt = np.zeros(num_rows, dtype=np.int64)
+        self._logprobs = np.full(num_rows, -1, dtype=np.int64)
+        self._prompt_logprobs = np.full(num_rows, -1, dtype=np.int64)
+        self._sampling = _SamplingRows(num_rows, vocab_size)
+        self._shaping = _ShapingRows(num_rows)
+
+    def build(self, plan: StepPlan) -> StepInputs:
+        """The inputs of a plan that is not empty; plans are built in their order."""
+        counted = [c for c in map(self._admit, plan.admitted) if c is not None]
+        if plan.new_blocks:
+            row, index, block = np.array(plan.new_blocks, dtype=np.int64).T
+            self._blocks[row, index] = block
+        rows = np.array(plan.rows, dtype=np.int64)
+        slot_S = self._slot[rows]
+        all_sample = all(plan.num_samples)
+        if not all_sample:  # what samples is at the end of a sequence, where its adapter is active
+            slot_S[np.array(plan.starts) < self._active_from[rows]] = -1
+        order = np.argsort(slot_S, kind="stable")
+        layout = _layout(plan, order, all_sample)
+        return self._assemble(layout, rows[order], slot_S[order], order, counted)
+
+    def _admit(self, a: Admitted) -> Counted | None:
+        row, vocab_size = a.row, a.vocab_size or self._vocab_size
+        self._tokens[row, : len(a.token_ids)] = a.token_ids
+        self._known[row] = len(a.token_ids)
+        self._slot[row] = a.slot
+        self._active_from[row] = a.active_from
+        self._num_prompt[row] = a.num_prompt
+        self._logprobs[row] = -1 if a.params.logprobs is None else a.params.logprobs
+        self._prompt_logprobs[row] = a.num_prompt_logprobs
+        self._sampling.admit(a, vocab_size)
+        return self._shaping.admit(a, vocab_size)
+
+    def _assemble(
         self,
+        layout: _Layout,
         rows: Ints,
         slot_S: NDArray[np.int32],
-        starts: Ints,
-        counts: Ints,
-        firsts: Ints,
         order: Ints,
+        counted: list[Counted],
+    ) -> StepInputs:
+        positions_T, seq_lens = layout.positions_T, layout.seq_lens
+        row_T, row_N = rows[layout.seq_T], rows[layout.seq_N]
+        slot_N, position_N = slot_S[layout.seq_N], layout.position_N
+        from_device_T = positions_T >= self._known[row_T]
+        block_T = self._blocks[row_T, positions_T // self._block_size].astype(np.int64)
+        most_blocks = -(-int(seq_lens.max()) // self._block_size)
+        segments = sampled_segments = _segments(slot_S, layout.firsts, layout.ends)
+        if not layout.plain:
+            firsts_N = np.arange(len(slot_N))
+            sampled_segments = _segments(slot_N, firsts_N, firsts_N + 1)
+        return StepInputs(
+            ids_T=self._ids(row_T, positions_T, from_device_T),
+            from_device_T=from_device_T if from_device_T.any() else None,
+            row_T=row_T,
+            positions_T=positions_T,
+            slot_mapping_T=block_T * self._block_size + positions_T % self._block_size,
+            block_table_SB=self._blocks[rows, :most_blocks],
+            seq_lens_S=seq_lens.astype(np.int32),
+            query_start=[0, *layout.ends.tolist()],
+            slot_T=slot_S[layout.seq_T],
+            segments=segments,
+            sampled_rows_N=row_N,
+            sampled_tokens_N=layout.token_N,
+            slot_N=slot_N,
+            sampled_segments=sampled_segments,
+            plan_order_N=np.argsort(order[layout.seq_N], kind="stable"),
+            sampling=self._sampling.arrays(row_N, position_N),
+            shaping=self._shaping.arrays(row_N, position_N),
+            counted=counted,
+            prompt=None if layout.plain else self._prompt(layout, rows, slot_S, order),
+            num_logprobs_N=self._num_logprobs(row_N),
+        )
+
+    def _ids(self, row_T: Ints, positions_T: Ints, from_device_T: NDArray[np.bool_]) -> Ints:
+        """Token ids; 0 for those that only the device knows."""
+        if from_device_T.all():
+            return np.zeros(len(row_T), dtype=np.int64)
+        ids_T = self._tokens[row_T, positions_T].astype(np.int64)
+        ids_T[from_device_T] = 0
+        return ids_T
+
+    def _prompt(
+        self, layout: _Layout, rows: Ints, slot_S: NDArray[np.int32], order: Ints
     ) -> PromptArrays | None:
         """The positions of prompts that are followed by another token of the prompt."""
-        counts = np.minimum(counts, self._num_prompt[rows] - 1 - starts)
+        starts, firsts = layout.starts, layout.firsts
+        counts = np.minimum(layout.counts, self._num_prompt[rows] - 1 - starts)
         asked = np.flatnonzero((self._prompt_logprobs[rows] >= 0) & (counts > 0))
         if not len(asked):
             return None
@@ -393,12 +436,6 @@ class RowState:
     def _num_logprobs(self, rows: Ints) -> Ints | None:
         asked = self._logprobs[rows]
         return asked if (asked >= 0).any() else None
-
-
-def _is_masked(a: Admitted) -> bool:
-    params = a.params
-    early = params.min_tokens and a.endings
-    return bool(early or params.allowed_token_ids or a.bad_tokens or a.bad_sequences or a.grammar)
 
 
 def _segments(slot_S: NDArray[np.int32], firsts: Ints, ends: Ints) -> Segments:

@@ -1,0 +1,62 @@
+"""What a plan becomes for the forward pass, against plain loops over its entries."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft.core.sampling import SamplingParams
+from weft.schedule.plan import Admitted, StepPlan
+from weft.worker.inputs import RowState
+
+BLOCK = 4
+MAX_MODEL_LEN = 40
+VOCAB = 50
+NUM_ROWS = 5
+
+entries = st.tuples(st.integers(-1, 2), st.integers(0, 12), st.integers(1, 6), st.integers(0, 6))
+"""(adapter slot, first position, tokens, samples): one entry for each row."""
+
+
+@settings(max_examples=80)
+@given(st.lists(entries, min_size=1, max_size=NUM_ROWS))
+def test_samples_are_the_last_positions_of_their_entry(
+    drawn: list[tuple[int, int, int, int]],
+) -> None:
+    """Each entry may yield no token, one, or one for each of its last positions."""
+    rows = list(range(len(drawn)))
+    slots, starts, counts, wanted = (list(column) for column in zip(*drawn, strict=True))
+    num_samples = [min(n, count) for n, count in zip(wanted, counts, strict=True)]
+    prompts = [[(row + i) % VOCAB for i in range(20)] for row in rows]
+    params = SamplingParams(temperature=1.0)
+    admitted = [
+        Admitted(str(row), row, slots[row], prompts[row], 20, params, seed=100 + row)
+        for row in rows
+    ]
+    blocks = [(row, i, 10 * row + i) for row in rows for i in range(10)]
+    state = RowState(NUM_ROWS, MAX_MODEL_LEN, BLOCK, VOCAB)
+    plan = StepPlan(1, rows, starts, counts, num_samples, sum(counts), admitted, blocks, loads=[])
+    inputs = state.build(plan)
+
+    by_slot = sorted(rows, key=lambda row: slots[row])
+    tokens = [(row, starts[row] + i) for row in by_slot for i in range(counts[row])]
+    assert list(zip(inputs.row_T, inputs.positions_T, strict=True)) == tokens
+    assert inputs.ids_T.tolist() == [prompts[row][position] for row, position in tokens]
+    assert inputs.slot_T.tolist() == [slots[row] for row, _ in tokens]
+    samples = [
+        (row, starts[row] + counts[row] - back - 1)
+        for row in by_slot
+        for back in reversed(range(num_samples[row]))
+    ]
+    assert [tokens[t] for t in inputs.sampled_tokens_N] == samples
+    assert inputs.sampled_rows_N.tolist() == [row for row, _ in samples]
+    assert inputs.slot_N.tolist() == [slots[row] for row, _ in samples]
+    if samples:
+        assert inputs.sampling is not None
+        assert inputs.sampling.position_M.tolist() == [position + 1 for _, position in samples]
+        assert inputs.sampling.seed_M.tolist() == [100 + row for row, _ in samples]
+    covered = {n: slot for slot, a, b in inputs.sampled_segments for n in range(a, b)}
+    assert covered == {n: slots[row] for n, (row, _) in enumerate(samples) if slots[row] >= 0}
+    in_order = np.array(samples).reshape(-1, 2)[inputs.plan_order_N].tolist()
+    assert [tuple(sample) for sample in in_order] == sorted(samples)
