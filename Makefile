@@ -60,7 +60,7 @@ clean:
 # so pip does not search.
 $(VENV)/.installed-%: pyproject.toml constraints.txt | $(BIN)/python
 	@echo 'Installing Weft and what "make $*" needs into $(VENV); the first time takes some minutes.'
-	@$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off \
+	@$(BIN)/python -m pip install --disable-pip-version-check --no-compile --progress-bar off \
 	    -c constraints.txt -e ".[$*]" \
 	  | while IFS= read -r line; do \
 	      case "$$line" in Collecting*|Building*|Installing*) printf '  %.76s\n' "$$line";; esac; \

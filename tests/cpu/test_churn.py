@@ -78,8 +78,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         def checked_step() -> Any:
             reports = step()
             if next(count) % STEPS_PER_CHECK == 0:
-                engine.scheduler.check()
-                engine._adapters.check()
+                engine.check()
             return reports
 
         monkeypatch.setattr(engine, "step", checked_step)
@@ -248,8 +247,7 @@ def test_no_token_comes_from_a_wrong_version(engines: list[Engine], tmp_path: Pa
     assert sum(counts[how] for how in ended) == NUM_REQUESTS
     assert counts["unknown"] < NUM_REQUESTS / 10
     assert min(counts[what] for what in (*ended, "cached", "outlived", "loads", "unloads")) > 50
-    engines[0].scheduler.check()
-    engines[0]._adapters.check()
+    engines[0].check()
 
 
 async def _unload_all(registry: AdapterRegistry, publisher: Publisher) -> None:

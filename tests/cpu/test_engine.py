@@ -93,7 +93,7 @@ def engines() -> Iterator[list[Engine]]:
         patch.setattr(Engine, "__init__", record)
         yield made
     for engine in made:
-        engine.scheduler.check()
+        engine.check()
         assert not engine.scheduler.busy
 
 

@@ -186,7 +186,7 @@ class Traffic:
             elif isinstance(report, Reply):
                 assert report.error is None
                 self.infos[report.call_id] = report.info
-        self.engine.scheduler.check()
+        self.engine.check()
         if not self.engine.working:
             time.sleep(0.0005)
 

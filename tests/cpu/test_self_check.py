@@ -398,8 +398,7 @@ def finish(llm: LLM, requests: dict[str, str | None]) -> dict[str, TokenEvent]:
         for report in llm._client.engine.step():
             events = getattr(report, "events", ())
             ended |= {e.request_id: e for e in events if e.finish_reason is not None}
-    llm._client.engine._residency.check()
-    llm._client.engine.scheduler.check()
+    llm._client.engine.check()
     return ended
 
 

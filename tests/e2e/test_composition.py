@@ -127,8 +127,6 @@ def llm() -> Iterator[LLM]:
     with LLM(BASE, LOADED, num_threads=1, num_blocks=512, block_size=4) as made:
         yield made
         check_idle(made)
-        made._client.engine._residency.check()
-        made._registry.check()
 
 
 # -- what is answered ------------------------------------------------------------------------------
@@ -278,8 +276,7 @@ class Server:
         self.run(end())
         self._runner.close()
         last = self.engines[-1]
-        last.scheduler.check()
-        last._residency.check()
+        last.check()
         assert not last._residency.catalog.known, "sums outlive their parts"
 
 
@@ -736,9 +733,7 @@ def test_nothing_leaks_at_random(monkeypatch: pytest.MonkeyPatch, arena: bool) -
         else:
             for report in engine.step():
                 settle(getattr(report, "events", ()))
-        engine.scheduler.check()
-        engine._residency.check()
-        engine._adapters.check()
+        engine.check()
     while open_ids:
         for report in engine.step():
             settle(getattr(report, "events", ()))

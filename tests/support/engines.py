@@ -62,8 +62,8 @@ def check_idle(llm: LLM) -> None:
     engine = llm._client.engine
     while engine.step() or engine.working:
         pass
-    engine.scheduler.check()
-    engine._adapters.check()
+    engine.check()
+    llm._registry.check()
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
     assert stats.running_adapters == ()

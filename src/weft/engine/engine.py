@@ -177,6 +177,12 @@ class Engine:
             reports.append(Tokens(events))
         return reports
 
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants of all parts hold."""
+        self.scheduler.check()
+        self._residency.check()
+        self._adapters.check()
+
     def close(self) -> list[TokenEvent]:
         """Stop for good: abort all requests and end the threads."""
         events = self._loop.queue_times.stamp(self.scheduler.abort_all())
