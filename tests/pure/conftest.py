@@ -1,12 +1,25 @@
-"""Holds the tests of this folder to what its name says."""
+"""Holds the tests of this folder to what its name says, and checks the owners of state that they
+made."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from weft.registry import AdapterRegistry
+from weft.registry.holders import Holders
+from weft.schedule.queue import FairQueue
+from weft.schedule.scheduler import Scheduler
+from weft.schedule.slots import AdapterSlots
+
+OWNERS = (AdapterRegistry, AdapterSlots, FairQueue, Holders, Scheduler)
+KEPT = 8
+"""How many owners of one class are checked, the newest: a property makes thousands."""
 
 
 @pytest.fixture(scope="session")
@@ -21,3 +34,23 @@ def no_torch(alone: bool) -> Iterator[None]:
     """Importing torch takes seconds, and decisions don't need it."""
     yield
     assert not (alone and "torch" in sys.modules), "a test of the pure tier imported torch"
+
+
+@pytest.fixture(autouse=True)
+def owners_are_in_order(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The invariants of what a test made hold when it has ended."""
+    made: list[deque[Any]] = [deque(maxlen=KEPT) for _ in OWNERS]
+    for owner, kept in zip(OWNERS, made, strict=True):
+        monkeypatch.setattr(owner, "__init__", _recording(owner.__init__, kept))
+    yield
+    for kept in made:
+        for owner in kept:
+            owner.check()
+
+
+def _recording(init: Callable[..., None], kept: deque[Any]) -> Callable[..., None]:
+    def record(self: object, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        kept.append(self)
+
+    return record

@@ -126,7 +126,7 @@ def _shrink_parts(
 
 @triton.jit
 def _slot_and_expert(tile_ptr):
-    """Of a tile; see EXPERT."""
+    """A tile's slot and expert, which share a number; see EXPERT."""
     packed = tl.load(tile_ptr)
     return packed % _EXPERT, packed // _EXPERT
 
