@@ -19,7 +19,7 @@ from http_api import CHAT, COMPLETE, HI, Web, World, run, served, until, wait_un
 from toy_tokenizers import byte_level
 
 from weft.api import ApiSettings
-from weft.api.admission import Admission
+from weft.api.service import Admission
 from weft.api.tenants import tenant_of
 from weft.core.errors import ConfigError, InvalidRequest, Overloaded
 from weft.metrics.logs import request_id_var

@@ -11,9 +11,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from weft.core.errors import InvalidRequest
-from weft.text.chat_parser import ChatParser
+from weft.text.chat_parser import ChatParser, detect_reasoning, opens_reasoning
 from weft.text.json_stream import JsonObject
-from weft.text.reasoning import detect_reasoning, opens_reasoning
 from weft.text.tools import TOOL_FORMATS, detect_tool_format, tools_schema
 
 ARGUMENTS = '{"a": "}\\"<tool_call>", "b": [1, 2]}'

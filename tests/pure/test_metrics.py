@@ -20,7 +20,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from weft.core.adapters import AdapterInfo, AdapterRef
 from weft.core.stats import AdapterStats, EngineStats, Spread, TierStats
 from weft.metrics import Metrics, tallies
-from weft.metrics.histogram import Bounds, Histogram
+from weft.metrics.exposition import Bounds, Histogram
 from weft.metrics.tallies import OTHER, PERIOD_S, Tallies
 
 ROOT = Path(__file__).parents[2]

@@ -16,9 +16,8 @@ from weft.api.openapi import ERRORS
 from weft.api.routes_adapters import adapter_routes
 from weft.api.routes_chat import chat_routes
 from weft.api.routes_completions import completion_routes
-from weft.api.routes_models import model_routes
-from weft.api.routes_ops import ops_routes
 from weft.api.routes_responses import response_routes
+from weft.api.routes_server import server_routes
 from weft.api.routes_tokenize import tokenize_routes
 from weft.api.service import Service
 from weft.api.settings import ApiSettings
@@ -66,9 +65,8 @@ def create_app(
     app.include_router(completion_routes(service))
     app.include_router(response_routes(service))
     app.include_router(tokenize_routes(service))
-    app.include_router(model_routes(service))
+    app.include_router(server_routes(service))
     app.include_router(adapter_routes(service, publisher))
-    app.include_router(ops_routes(service))
     add_error_handlers(app)
     _add_middleware(app, metrics, settings)
     if traces is not None:

@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.api.formats import structured_outputs
+from weft.api.bodies import NamedTool, structured_outputs
 from weft.api.generation import num_choices, sampling, truncated
-from weft.api.messages import NamedTool
 from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
 from weft.api.tenants import tenant_of
@@ -17,8 +16,7 @@ from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.serving import Pinned
 from weft.text import OutputDelta, Tokenizer
-from weft.text.chat_parser import ChatParser, Piece, ToolCallDelta
-from weft.text.reasoning import END, opens_reasoning
+from weft.text.chat_parser import END_THINK, ChatParser, Piece, ToolCallDelta, opens_reasoning
 from weft.text.tools import tools_schema
 
 _TAIL_TOKENS = 16
@@ -156,7 +154,7 @@ class Turn:
             return params
         tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:])
         self._in_reasoning = opens_reasoning(tail)
-        if params.structured_outputs is None or end is None or tail.rstrip().endswith(END):
+        if params.structured_outputs is None or end is None or tail.rstrip().endswith(END_THINK):
             return params
         form = replace(params.structured_outputs, begin_after_token=end)
         return replace(params, structured_outputs=form)

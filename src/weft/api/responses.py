@@ -6,18 +6,22 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from weft.api.bodies import ClosedBody, OpenBody, TextOr, refuse_extra
-from weft.api.formats import JsonSchema, ResponseFormat
-from weft.api.messages import (
+from weft.api.bodies import (
     FUNCTION_NAME,
     CalledFunction,
+    ClosedBody,
     Function,
     FunctionName,
+    JsonSchema,
     Message,
     NamedTool,
+    OpenBody,
+    ResponseFormat,
+    TextOr,
     ToolCall,
+    refuse_extra,
 )
-from weft.api.messages import Tool as ChatTool
+from weft.api.bodies import Tool as ChatTool
 from weft.api.schemas import HARMLESS, AdapterSum, ChatBody
 from weft.core.errors import InvalidRequest
 

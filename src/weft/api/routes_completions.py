@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from weft.api.formats import structured_outputs
+from weft.api.bodies import structured_outputs
 from weft.api.generation import AnswerHead, naming, num_choices, sampling, truncated, usage
 from weft.api.http import EventStream, answer, read_body
 from weft.api.logprobs import CompletionLogprobs, prompt_logprobs

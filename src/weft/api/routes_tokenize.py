@@ -8,10 +8,9 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from weft.api.bodies import ClosedBody
+from weft.api.bodies import ClosedBody, Message, Tool
 from weft.api.http import json_response, read_body
 from weft.api.logprobs import token_text
-from weft.api.messages import Message, Tool
 from weft.api.openapi import body_of
 from weft.api.schemas import check_continuation
 from weft.api.service import Service

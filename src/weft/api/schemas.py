@@ -6,9 +6,17 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from weft.api.bodies import ClosedBody, OpenBody, refuse_extra
-from weft.api.formats import ResponseFormat, StructuredBody
-from weft.api.messages import Message, NamedTool, Tool, ToolChoice
+from weft.api.bodies import (
+    ClosedBody,
+    Message,
+    NamedTool,
+    OpenBody,
+    ResponseFormat,
+    StructuredBody,
+    Tool,
+    ToolChoice,
+    refuse_extra,
+)
 from weft.core.composition import MAX_PARTS, MAX_SCALE, WeightedAdapter
 from weft.core.errors import InvalidRequest
 

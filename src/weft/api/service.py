@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
-from contextlib import aclosing
+import math
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from weft.api.admission import Admission
-from weft.api.dialect import Dialect
 from weft.api.observe import Observer, TraceSink
 from weft.api.settings import ApiSettings
 from weft.core.composition import WeightedAdapter
-from weft.core.errors import EngineDead, InvalidRequest
+from weft.core.errors import EngineDead, InvalidRequest, Overloaded
 from weft.core.protocols import EngineClient
 from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
 from weft.core.stats import EngineStats
@@ -21,7 +22,91 @@ from weft.metrics import Metrics
 from weft.registry import AdapterRegistry
 from weft.serving import Intake, Language, Pinned
 from weft.serving.intake import num_chars
-from weft.text import AdapterTokenizers, OutputDelta, OutputStream
+from weft.text import AdapterTokenizers, OutputDelta, OutputStream, Tokenizer
+from weft.text.chat_parser import END_THINK, detect_reasoning
+from weft.text.tools import detect_tool_format
+
+_RECENT_S = 30.0
+_UNKNOWN_RETRY_S, _MAX_RETRY_S = 5, 30
+
+
+class Admission:
+    """Counts open engine requests; beyond the limit a request is refused instead of queued, so
+    that those who wait, wait for a bounded time."""
+
+    def __init__(self, max_open: int) -> None:
+        self._max_open = max_open
+        self._num_open = 0
+        self._ended_s: deque[float] = deque(maxlen=64)
+        """The times at which the last requests ended, which tell the throughput."""
+
+    @property
+    def num_open(self) -> int:
+        return self._num_open
+
+    def check(self) -> None:
+        """Refuse early, before work is put into a request. Raises Overloaded."""
+        if self._num_open >= self._max_open:
+            raise self._full(1)
+
+    @contextmanager
+    def enter(self, count: int) -> Iterator[None]:
+        """Hold `count` places, all or none. Raises Overloaded, or InvalidRequest when there never
+        are so many."""
+        if count > self._max_open:
+            raise InvalidRequest(
+                f"this request asks for {count} sequences, and the server takes "
+                f"{self._max_open} at a time"
+            )
+        if self._num_open + count > self._max_open:
+            raise self._full(count)
+        self._num_open += count
+        try:
+            yield
+        finally:
+            self._num_open -= count
+            self._ended_s.extend([time.monotonic()] * count)
+
+    def _full(self, count: int) -> Overloaded:
+        needed = self._num_open + count - self._max_open
+        message = f"{self._num_open} requests are open, and the server takes {self._max_open}"
+        return Overloaded(f"{message}; try again later", retry_after_s=self._retry_after_s(needed))
+
+    def _retry_after_s(self, needed: int) -> int:
+        """In how many seconds so many places should be free, if requests end as fast as of late."""
+        now_s = time.monotonic()
+        recent = [ended_s for ended_s in self._ended_s if ended_s > now_s - _RECENT_S]
+        if not recent:
+            return _UNKNOWN_RETRY_S
+        seconds_each = (now_s - recent[0]) / len(recent)
+        return min(max(math.ceil(needed * seconds_each), 1), _MAX_RETRY_S)
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """The marks that a model uses for calls of tools and for reasoning."""
+
+    tool_format: str | None = None
+    """A key of TOOL_FORMATS, or None for a model that calls no tools."""
+    reasoning: bool = False
+    """Whether the model marks its reasoning."""
+    end_of_reasoning: int | None = None
+    """The token after which the answer begins; None if the mark is no single token."""
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer | None, settings: ApiSettings) -> Dialect:
+        """The dialect that the operator gives, or else the one that the chat template shows."""
+        if tokenizer is None:
+            return cls()
+        template = tokenizer.chat_template or ""
+        tool_format, reasoning = settings.tool_call_parser, settings.reasoning_parser is not None
+        if tool_format == "auto":
+            tool_format = detect_tool_format(template)
+        if settings.reasoning_parser == "auto":
+            reasoning = detect_reasoning(template)
+        end = tokenizer.encode(END_THINK, add_special_tokens=False) if reasoning else []
+        return cls(tool_format, reasoning, end[0] if len(end) == 1 else None)
+
 
 T = TypeVar("T")
 

@@ -12,7 +12,8 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from weft.metrics.record import RequestRecord
+from weft.core.adapters import AdapterRef
+from weft.core.sampling import SamplingParams
 
 CHATTY = ("httpx", "httpcore", "asyncio", "opentelemetry", "urllib3")
 """Loggers of which only warnings are of interest."""
@@ -24,6 +25,31 @@ choose it: it is not unique."""
 _requests = logging.getLogger("weft.request")
 _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 """What every LogRecord has; all others are somebody's `extra`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRecord:
+    """One request to the engine that has ended. Times are seconds from `start_unix_s`, or None
+    where it did not get that far."""
+
+    request_id: str
+    model: str
+    """The base's name, or the adapter's."""
+    adapter: AdapterRef | None
+    params: SamplingParams
+    start_unix_s: float
+    duration_s: float
+    queue_s: float | None
+    """Seconds from the engine's receipt of the request to its first step."""
+    first_token_s: float | None
+    last_token_s: float | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    finish_reason: str
+    """stop, length, abort or error."""
+    error: str | None = None
+    """The error's kind."""
 
 
 @dataclass(frozen=True, slots=True)

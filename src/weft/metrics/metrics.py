@@ -17,8 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 
 from weft.core.adapters import AdapterInfo, AdapterRef
 from weft.core.stats import LOAD_BOUNDS_S, LOAD_STAGES, EngineInfo, EngineStats, Spread, TierStats
-from weft.metrics.exposition import Exposition, Labels, labels
-from weft.metrics.histogram import Bounds, Histogram
+from weft.metrics.exposition import Bounds, Exposition, Histogram, Labels, labels
 from weft.metrics.tallies import OTHER, Tallies, Tally
 
 __all__ = ["CONTENT_TYPE", "Metrics"]

@@ -26,7 +26,7 @@ import heapq
 import math
 from collections import Counter
 
-from weft.metrics.histogram import Bounds, Histogram
+from weft.metrics.exposition import Bounds, Histogram
 
 OTHER = "other"
 """The label of everything that has no series of its own. An adapter of that name never gets one."""

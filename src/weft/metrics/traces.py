@@ -18,7 +18,7 @@ from importlib.metadata import version
 from urllib.parse import urlsplit
 
 from weft.core.errors import ConfigError
-from weft.metrics.record import RequestRecord
+from weft.metrics.logs import RequestRecord
 
 try:
     from opentelemetry import trace

@@ -4,8 +4,7 @@ The HTTP application and the Python API both use this one path.
 """
 
 from weft.serving.executor import DirectExecutor, LoopExecutor
-from weft.serving.intake import Intake, Pinned
-from weft.serving.language import Language
+from weft.serving.intake import Intake, Language, Pinned
 from weft.serving.publisher import Publisher
 
 __all__ = [

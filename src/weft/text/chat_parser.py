@@ -7,9 +7,23 @@ import re
 import secrets
 from dataclasses import dataclass, field
 
-from weft.text import reasoning as think
 from weft.text.json_stream import JsonObject
 from weft.text.tools import TOOL_FORMATS
+
+THINK = "<think>"
+END_THINK = "</think>"
+
+
+def detect_reasoning(chat_template: str) -> bool:
+    """Whether the model of this chat template marks its reasoning."""
+    return END_THINK in chat_template
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Whether a prompt ends inside of reasoning, so that the output begins there: some templates
+    write the first mark themselves."""
+    return prompt.rstrip().endswith(THINK)
+
 
 _ARGUMENTS = ('"arguments"', '"parameters"')
 _NAMED_CALL = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?")
@@ -77,7 +91,7 @@ class ChatParser:
     @property
     def marks(self) -> tuple[str, ...]:
         """The marks that must show in the text, also where they are special tokens."""
-        thinking = (think.BEGIN, think.END) if self._reasoning else ()
+        thinking = (THINK, END_THINK) if self._reasoning else ()
         return thinking + (self._format.marks if self._format else ())
 
     def feed(self, text: str) -> Piece:
@@ -98,10 +112,10 @@ class ChatParser:
 
     def _begin(self, piece: Piece, final: bool) -> bool:
         text = self._text.lstrip()
-        if text.startswith(think.BEGIN):
-            self._text = text[len(think.BEGIN) :]
+        if text.startswith(THINK):
+            self._text = text[len(THINK) :]
             self._step = self._begin_thinking
-        elif think.BEGIN.startswith(text) and not final:
+        elif THINK.startswith(text) and not final:
             return False
         else:
             self._step = self._begin_thinking if self._starts_in_reasoning else self._answer
@@ -114,13 +128,13 @@ class ChatParser:
         return bool(self._text)
 
     def _think(self, piece: Piece, final: bool) -> bool:
-        before, found, after = self._text.partition(think.END)
+        before, found, after = self._text.partition(END_THINK)
         if found:
             piece.reasoning += before.removesuffix("\n")
             self._text = after
             self._step = self._begin_answer
             return True
-        num_held = max(_held(self._text, think.END), _held(self._text, "\n" + think.END))
+        num_held = max(_held(self._text, END_THINK), _held(self._text, "\n" + END_THINK))
         piece.reasoning += self._take(len(self._text) - (0 if final else num_held))
         return False
 

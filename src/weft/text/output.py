@@ -8,9 +8,152 @@ from dataclasses import dataclass
 from weft.core.errors import InvalidRequest, from_wire
 from weft.core.requests import FinishReason, TokenEvent, TokenLogprob
 from weft.core.sampling import SamplingParams
-from weft.text.detokenizer import Detokenizer
-from weft.text.stops import StopStrings
 from weft.text.tokenizer import Tokenizer
+
+_UNKNOWN = "\ufffd"
+_CONTEXT_TOKENS = 6
+_MAX_PENDING = 32
+_MAX_READ = 8
+"""How many tokens a window holds before a new one begins: more take longer to decode."""
+
+
+class Detokenizer:
+    """Text deltas of one request's tokens; the deltas add up to the decoded whole.
+
+    What a token looks like can depend on its neighbours: sentencepiece drops the space of the
+    first word, and a character may be spread over several tokens. So two windows over the tokens
+    are decoded, and what the longer has more is new:
+
+        ... t3  t4 | t5  t6 | t7  t8
+            prefix ^  read  ^       ^ end
+            `---- before ---'       |
+            `-------- after --------'
+
+    While `after` ends in U+FFFD a character may be incomplete, and the text waits; after
+    `_MAX_PENDING` tokens without an end in sight it is no character, and is passed on as it is.
+    The first window holds the end of the prompt, so that an answer which continues a text keeps
+    its leading space. `shown_ids` are special tokens that are not skipped.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt_ids: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown_ids: Collection[int] = (),
+    ) -> None:
+        self._tokenizer = tokenizer
+        special = tokenizer.special_ids if skip_special_tokens else frozenset[int]()
+        self._skip = special.difference(shown_ids)
+        context = [t for t in prompt_ids[-4 * _CONTEXT_TOKENS :] if t not in self._skip]
+        self._window = context[-_CONTEXT_TOKENS:]
+        self._read = len(self._window)
+        self._before = tokenizer.decode(self._window)
+
+    def feed(self, token_id: int) -> str:
+        """The text that this token completes; often empty."""
+        if token_id in self._skip:
+            return ""
+        self._window.append(token_id)
+        after = self._tokenizer.decode(self._window)
+        pending = len(self._window) - self._read
+        if pending < _MAX_PENDING and (after.endswith(_UNKNOWN) or after == self._before):
+            return ""
+        return self._advance(after)
+
+    def flush(self) -> str:
+        """The text that still waits, when the end of the output has come."""
+        if len(self._window) == self._read:
+            return ""
+        return self._advance(self._tokenizer.decode(self._window))
+
+    def _advance(self, after: str) -> str:
+        text = self._new_text(after)
+        self._before = after
+        if len(self._window) > _MAX_READ:
+            del self._window[: self._read]
+            self._before = self._tokenizer.decode(self._window)
+        self._read = len(self._window)
+        return text
+
+    def _new_text(self, after: str) -> str:
+        if after.startswith(self._before):
+            return after[len(self._before) :]
+        whole = self._before.rstrip(_UNKNOWN)
+        if whole != self._before and after.startswith(whole):
+            return after[len(whole) :]  # the prompt ended inside a character
+        return self._tokenizer.decode(self._window[self._read :])  # text given out stays
+
+
+class StopStrings:
+    """Passes text on up to the first stop string that is complete.
+
+    Text that may be the beginning of a stop string is held back. The stop that ends first wins,
+    of those the longest, however the text was cut into pieces. Each stop string is matched by
+    its own Knuth-Morris-Pratt automaton: constant time a character, and the states say how much
+    of the text's end must wait.
+    """
+
+    def __init__(self, stops: Sequence[str], include: bool = False) -> None:
+        self._stops = tuple(stops)
+        self._include = include
+        self._borders = [_borders(stop) for stop in self._stops]
+        self._states = [0] * len(self._stops)
+        self._first_chars = {stop[0] for stop in self._stops}
+        self._held = ""
+        self.matched: str | None = None
+        """The stop string that was found; nothing may be fed after it."""
+
+    def feed(self, text: str, may_end: bool = True) -> str:
+        """The text that can be given out now. Unless it `may_end`, no stop string ends in `text`,
+        though one may begin there."""
+        assert self.matched is None
+        if not self._held and self._first_chars.isdisjoint(text):
+            return text
+        for i, char in enumerate(text):
+            if self._step(char, may_end):
+                return self._cut(self._held + text[: i + 1])
+        text = self._held + text
+        num_ready = len(text) - max(self._states)
+        self._held = text[num_ready:]
+        return text[:num_ready]
+
+    def flush(self) -> str:
+        """The text that was held back, when the end of the output has come."""
+        held, self._held = self._held, ""
+        return held
+
+    def _step(self, char: str, may_end: bool) -> bool:
+        """Advance all automata by one character; true when a stop string is complete."""
+        for n, (stop, borders) in enumerate(zip(self._stops, self._borders, strict=True)):
+            state = self._states[n]
+            while state and stop[state] != char:
+                state = borders[state - 1]
+            self._states[n] = state + (stop[state] == char)
+            if self._states[n] < len(stop):
+                continue
+            if not may_end:
+                self._states[n] = borders[-1]
+            elif len(stop) > len(self.matched or ""):
+                self.matched = stop
+        return self.matched is not None
+
+    def _cut(self, text: str) -> str:
+        assert self.matched is not None
+        self._held = ""
+        return text if self._include else text[: len(text) - len(self.matched)]
+
+
+def _borders(stop: str) -> list[int]:
+    """For each prefix, the length of its longest proper prefix that is also its suffix."""
+    borders = [0] * len(stop)
+    state = 0
+    for i in range(1, len(stop)):
+        while state and stop[state] != stop[i]:
+            state = borders[state - 1]
+        state += stop[state] == stop[i]
+        borders[i] = state
+    return borders
 
 
 @dataclass(frozen=True, slots=True)
