@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from weft.core.composition import WeightedAdapter
+from weft.core.adapters import WeightedAdapter
 from weft.core.sampling import SamplingParams
 
 if TYPE_CHECKING:

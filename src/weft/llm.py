@@ -12,8 +12,7 @@ from typing import TypeVar, cast
 
 import torch
 
-from weft.core.adapters import AdapterRef
-from weft.core.composition import WeightedAdapter
+from weft.core.adapters import AdapterRef, WeightedAdapter
 from weft.core.config import engine_args
 from weft.core.errors import InvalidRequest, ModelNotFound
 from weft.core.requests import EngineRequest, FinishReason, TokenLogprob

@@ -174,7 +174,7 @@ class Churn:
             f"{ref} was to answer {word!r} with {expected!r}: {text!r}, {finish_reason}",
         )  # fmt: skip
         self.counts["cached"] += cached
-        outlived = ref is not None and self.registry.current(ref.name) != ref
+        outlived = ref is not None and ref not in self.registry.adapters()
         self.counts["outlived"] += outlived
 
     def _expect(self, holds: bool, what: str) -> None:

@@ -25,8 +25,7 @@ from transformers import LlamaConfig
 
 from weft import LLM, SamplingParams
 from weft.checkpoint import AdapterImage
-from weft.core.adapters import AdapterSource
-from weft.core.composition import WeightedAdapter
+from weft.core.adapters import AdapterSource, WeightedAdapter
 from weft.core.config import engine_args
 from weft.core.errors import AdapterQuarantined
 from weft.core.messages import Hold, Reply

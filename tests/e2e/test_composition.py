@@ -27,8 +27,7 @@ from weft import LLM, SamplingParams, WeightedAdapter
 from weft.api import ApiSettings, create_app
 from weft.checkpoint import AdapterImage, check_sum, sum_images, summand_of
 from weft.checkpoint.pack import pair_views
-from weft.core.adapters import AdapterPart, AdapterRef
-from weft.core.composition import MAX_PARTS, check_parts, sum_of
+from weft.core.adapters import MAX_PARTS, AdapterPart, AdapterRef, check_parts, sum_of
 from weft.core.config import engine_args
 from weft.core.errors import (
     AdapterUnavailable,
@@ -264,9 +263,10 @@ class Server:
     def close(self) -> None:
         async def end() -> None:
             for card in self.registry.adapter_cards():
-                retired = self.registry.retire(card.ref.name)
-                assert retired.drained, f"a lease of {card.ref.name} is left"
-                await self.engine.release(retired.ref.digest, retired.ref.name)
+                drained: list[AdapterRef] = []
+                self.registry.retire(card.ref.name, drained.append)
+                assert drained, f"a lease of {card.ref.name} is left"
+                await self.engine.release(card.ref.digest, card.ref.name)
             stats = await self.engine.stats()
             assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
             await self.http.aclose()
@@ -421,7 +421,7 @@ def test_unloading_a_part_waits_for_the_sum(tmp_path: Path) -> None:
             await until(lambda: engine.scheduler.num_running > 0)
             name = {"lora_name": "upper"}
             unload = asyncio.create_task(server.http.post("/v1/unload_lora_adapter", json=name))
-            await until(lambda: server.registry.current("upper") is None)
+            await until(lambda: server.registry.info("upper") is None)
             refused = await server.http.post(CHAT, json=asked)
             assert refused.status_code == 404 and not unload.done() and not stream.done()
             assert server.known == 3

@@ -24,6 +24,10 @@ def info(digest: str, path: str = "/adapters/x") -> AdapterInfo:
     return AdapterInfo(digest, path, max_rank=8, num_bytes=100, targets=("q_proj",))
 
 
+def live_version(registry: AdapterRegistry, name: str) -> AdapterRef | None:
+    return next((ref for ref in registry.adapters() if ref.name == name), None)
+
+
 @pytest.fixture
 def registry():
     made = AdapterRegistry(["base", "org/base"], "/models/base")
@@ -197,10 +201,9 @@ def test_versions_go_on_after_retirement(registry: AdapterRegistry):
 
 def test_retire_without_leases_is_drained_at_once(registry: AdapterRegistry):
     ref = registry.publish("a", info("d1"), "/p")
-    retired = registry.retire("a")
     drained: list[AdapterRef] = []
-    retired.on_drained(drained.append)
-    assert retired.drained and drained == [ref]
+    assert registry.retire("a", drained.append) == ref
+    assert drained == [ref]
     with pytest.raises(AdapterNotFound):
         registry.retire("a")
 
@@ -208,17 +211,16 @@ def test_retire_without_leases_is_drained_at_once(registry: AdapterRegistry):
 def test_retire_waits_for_the_last_lease(registry: AdapterRegistry):
     ref = registry.publish("a", info("d1"), "/p")
     leases = [registry.resolve("a") for _ in range(3)]
-    retired = registry.retire("a")
     drained: list[AdapterRef] = []
-    retired.on_drained(drained.append)
+    assert registry.retire("a", drained.append) == ref
     with pytest.raises(ModelNotFound):
         registry.resolve("a")
     assert [card.id for card in registry.models()] == ["base", "org/base"]
     for lease in leases:
-        assert drained == [] and not retired.drained
+        assert drained == []
         lease.release()
         lease.release()
-    assert drained == [ref] and retired.drained
+    assert drained == [ref]
 
 
 def test_a_callback_may_use_the_registry(registry: AdapterRegistry):
@@ -227,12 +229,12 @@ def test_a_callback_may_use_the_registry(registry: AdapterRegistry):
     seen: list[AdapterRef | None] = []
 
     def publish_again(ref: AdapterRef) -> None:
-        seen.append(registry.current("a"))
+        seen.append(live_version(registry, "a"))
         registry.publish("a", info("d2"), "/p")
 
-    registry.retire("a").on_drained(publish_again)
+    registry.retire("a", publish_again)
     lease.release()
-    assert seen == [None] and registry.current("a") == AdapterRef("a", 2, "d2")
+    assert seen == [None] and live_version(registry, "a") == AdapterRef("a", 2, "d2")
     assert registry.resolve("a").ref == AdapterRef("a", 2, "d2")
 
 
@@ -302,7 +304,7 @@ class RegistryMachine(RuleBasedStateMachine):
                 self.registry.retire(name)
             return
         self.retired.append(self.live.pop(name))
-        self.registry.retire(name).on_drained(self.on_drained)
+        self.registry.retire(name, self.on_drained)
 
     @invariant()
     def drained_exactly_when_no_lease_is_left(self) -> None:
@@ -310,7 +312,7 @@ class RegistryMachine(RuleBasedStateMachine):
         held = set(self.held.values())
         assert set(self.drained) == {ref for ref in self.retired if ref not in held}
         assert {card.id for card in self.registry.models()} == {"base", *self.live}
-        assert {name: self.registry.current(name) for name in self.live} == self.live
+        assert {ref.name: ref for ref in self.registry.adapters()} == self.live
         pinned = {ref.digest for name, ref in self.live.items() if self.pins[name]}
         for card in self.registry.adapter_cards():
             assert card.pinned is (card.ref.digest in pinned)

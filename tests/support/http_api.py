@@ -219,7 +219,9 @@ class World:
         assert self.engine.num_open == 0
         self.registry.check()
         for ref in list(self.registry.adapters()):
-            assert self.registry.retire(ref.name).drained, f"a lease of {ref.name} is left"
+            drained: list[AdapterRef] = []
+            self.registry.retire(ref.name, drained.append)
+            assert drained, f"a lease of {ref.name} is left"
 
 
 class Web:

@@ -22,7 +22,7 @@ from weft.api.routes_tokenize import tokenize_routes
 from weft.api.service import Service
 from weft.api.settings import ApiSettings
 from weft.api.tenants import parse_key
-from weft.core.protocols import EngineClient
+from weft.core.messages import EngineClient
 from weft.metrics import Metrics
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.serving import LoopExecutor, Publisher

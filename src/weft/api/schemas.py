@@ -17,7 +17,7 @@ from weft.api.bodies import (
     ToolChoice,
     refuse_extra,
 )
-from weft.core.composition import MAX_PARTS, MAX_SCALE, WeightedAdapter
+from weft.core.adapters import MAX_PARTS, MAX_SCALE, WeightedAdapter
 from weft.core.errors import InvalidRequest
 
 HARMLESS = frozenset(

@@ -13,9 +13,9 @@ from typing import Any, TypeVar, cast
 
 from weft.api.observe import Observer, TraceSink
 from weft.api.settings import ApiSettings
-from weft.core.composition import WeightedAdapter
+from weft.core.adapters import WeightedAdapter
 from weft.core.errors import EngineDead, InvalidRequest, Overloaded
-from weft.core.protocols import EngineClient
+from weft.core.messages import EngineClient
 from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
 from weft.core.stats import EngineStats
 from weft.metrics import Metrics

@@ -24,7 +24,7 @@ from weft.api import ApiSettings, create_app
 from weft.api.http import READER_TIMEOUT_S
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError
-from weft.core.protocols import EngineClient
+from weft.core.messages import EngineClient
 from weft.core.stages import in_words
 from weft.core.stats import EngineInfo
 from weft.fleet.supervisor import WATCHDOG_S, Supervisor, start_supervised

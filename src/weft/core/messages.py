@@ -1,8 +1,10 @@
-"""The records that an engine and its client exchange: commands go down, reports come up."""
+"""An engine's client, and the records that the two exchange: commands go down, reports come up."""
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Protocol
 
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.requests import EngineRequest, TokenEvent
@@ -80,3 +82,53 @@ class Reply:
 
 
 Report = Started | StartFailed | Tokens | Reply
+
+
+class EngineClient(Protocol):
+    """One engine, wherever it runs. All methods are called from one event loop."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """What the engine said of itself when it started."""
+        ...
+
+    @property
+    def alive(self) -> bool:
+        """Whether requests can be served now."""
+        ...
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+        """Run a request and yield its events; only the last one has `finish_reason` set.
+
+        Closing the iterator early aborts the request. Engine-side failures of the request come
+        as an event with finish_reason "error"; EngineDead is raised when the engine is gone.
+        """
+        ...
+
+    async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
+        """Read, validate, pack and check an adapter; the engine serves it by its digest as long
+        as anybody holds it. `holder` is any name, such as the one that requests use.
+
+        To repeat a hold changes nothing but its pin. Content that any of its holders pins is
+        brought to the device as soon as there is room, and stays there. A failure changes
+        nothing. Raises AdapterInvalid (`param` names the field or tensor), AdapterConflict
+        (`pinned`: too much would be), AdapterNotFound, AdapterUnavailable (the source has other
+        content than it must have), AdapterQuarantined, EngineDead.
+        """
+        ...
+
+    async def release(self, digest: str, holder: str) -> None:
+        """This holder does not need that content any more; nothing happens if it never held it.
+
+        After the last holder the adapter takes no new requests, and its memory is free once its
+        running ones have ended.
+        """
+        ...
+
+    async def stats(self) -> EngineStats:
+        """Ask for the engine's figures. Raises EngineDead."""
+        ...
+
+    async def close(self) -> None:
+        """Stop the engine. Open requests end with finish_reason "abort"."""
+        ...

@@ -243,10 +243,7 @@ class Extras:
 
 
 def layout_of(
-    table: TargetTable,
-    rank: tuple[int, ...],
-    extras: Extras | None = None,
-    element_bytes: int = 4,
+    table: TargetTable, rank: tuple[int, ...], extras: Extras | None = None, element_bytes: int = 4
 ) -> ImageLayout:
     """The layout of an adapter with the given rank per slice (0: absent).
 

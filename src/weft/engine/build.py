@@ -40,9 +40,7 @@ def build_engine(args: EngineArgs, wake: Callable[[], None] = lambda: None) -> E
     worker = build_worker(args, stages)
     facts = worker.facts
     cache = Cache(
-        facts.num_blocks,
-        args.cache.block_size,
-        share_prefixes=args.cache.enable_prefix_caching,
+        facts.num_blocks, args.cache.block_size, share_prefixes=args.cache.enable_prefix_caching
     )
     slots = AdapterSlots(facts.adapter_elements, facts.num_slots, policy)
     scheduler = Scheduler(_limits(args, facts), cache, slots, args.scheduler.tenant_weights)
@@ -50,10 +48,7 @@ def build_engine(args: EngineArgs, wake: Callable[[], None] = lambda: None) -> E
     host = HostTier(facts.host_bytes, extents, policy)
     residency = Residency(slots, host, worker, wake)
     rows = RowState(
-        args.scheduler.max_num_seqs,
-        facts.max_model_len,
-        args.cache.block_size,
-        facts.vocab_size,
+        args.scheduler.max_num_seqs, facts.max_model_len, args.cache.block_size, facts.vocab_size
     )
     grammars = Grammars(lambda: _tokenizer(args), facts.vocab_size, facts.eos_token_ids, wake)
     adapters = Adapters(residency, scheduler.uses_adapter)

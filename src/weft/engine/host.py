@@ -179,14 +179,7 @@ class HostTier:
         image = held.image
         uses = self._uses.get(image.digest, 0)
         return self._policy(
-            Candidate(
-                image.num_bytes,
-                held.came,
-                held.used,
-                uses,
-                held.reload_s,
-                floor=held.floor,
-            )
+            Candidate(image.num_bytes, held.came, held.used, uses, held.reload_s, floor=held.floor)
         )
 
     def _remove(self, digest: str) -> None:

@@ -19,7 +19,7 @@ from typing import Protocol
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.config import EngineArgs
 from weft.core.errors import AdapterUnavailable, EngineDead, WeftError, to_wire
-from weft.core.protocols import EngineClient
+from weft.core.messages import EngineClient
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
 

@@ -1,16 +1,7 @@
 """Which adapter versions exist and who uses them; where they may come from."""
 
-from weft.registry.holders import Holders
-from weft.registry.paths import AdapterRoots
-from weft.registry.registry import (
-    AdapterCard,
-    AdapterRegistry,
-    Lease,
-    ModelCard,
-    Retired,
-    check_adapter_name,
-)
-from weft.registry.sources import AnyFolder, Sources
+from weft.registry.registry import AdapterCard, AdapterRegistry, Holders, Lease, ModelCard
+from weft.registry.sources import AdapterRoots, AnyFolder, Sources
 
 __all__ = [
     "AdapterCard",
@@ -20,7 +11,5 @@ __all__ = [
     "Holders",
     "Lease",
     "ModelCard",
-    "Retired",
     "Sources",
-    "check_adapter_name",
 ]

@@ -11,11 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from types import TracebackType
+from dataclasses import dataclass
 
-from weft.core.adapters import AdapterInfo, AdapterPart, AdapterRef
-from weft.core.composition import WeightedAdapter, check_parts, sum_of
+from weft.core.adapters import (
+    AdapterInfo,
+    AdapterPart,
+    AdapterRef,
+    WeightedAdapter,
+    check_parts,
+    sum_of,
+)
 from weft.core.errors import AdapterConflict, AdapterNotFound, InvalidRequest, ModelNotFound
 
 MAX_NAME_LENGTH = 200
@@ -56,7 +61,7 @@ class _Version:
     pinned: bool = False
     leases: int = 0
     retired: bool = False
-    callbacks: list[OnDrained] = field(default_factory=list)
+    on_drained: OnDrained | None = None
 
 
 class Lease:
@@ -84,38 +89,8 @@ class Lease:
     def __enter__(self) -> Lease:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
-
-
-class Retired:
-    """A version that gets no new leases any more."""
-
-    __slots__ = ("_version",)
-
-    def __init__(self, version: _Version) -> None:
-        self._version = version
-
-    @property
-    def ref(self) -> AdapterRef:
-        return self._version.ref
-
-    @property
-    def drained(self) -> bool:
-        """Whether all leases have been released."""
-        return self._version.leases == 0
-
-    def on_drained(self, callback: OnDrained) -> None:
-        """Call `callback(ref)` exactly once: when the last lease is released, at once if none."""
-        if self.drained:
-            callback(self.ref)
-        else:
-            self._version.callbacks.append(callback)
 
 
 class AdapterRegistry:
@@ -137,10 +112,7 @@ class AdapterRegistry:
         """Look `model` up and pin what it points to: a base name, an adapter's name, or
         `base:adapter`. Raises ModelNotFound."""
         version = self._find(model)
-        if version is None:
-            return Lease(None)
-        version.leases += 1
-        return Lease(version.ref, lambda: self._release(version))
+        return self._lease(version.ref, [version]) if version else Lease(None)
 
     def resolve_sum(self, adapters: Sequence[WeightedAdapter]) -> Lease:
         """Look up and pin the adapters of these exact names, whose weighted sum is asked for. One
@@ -151,18 +123,11 @@ class AdapterRegistry:
         if len(found) < len(versions):
             name = adapters[versions.index(None)].name
             raise ModelNotFound(f"The adapter {name!r} does not exist", "adapters")
-        for version in found:
-            version.leases += 1
-
-        def release() -> None:
-            for version in found:
-                self._release(version)
-
         if len(found) == 1 and adapters[0].scale == 1.0:
-            return Lease(found[0].ref, release)
+            return self._lease(found[0].ref, found)
         parts = [AdapterPart(v.ref, a.scale) for v, a in zip(found, adapters, strict=True)]
         ref, ordered = sum_of(parts)
-        return Lease(ref, release, ordered)
+        return self._lease(ref, found, ordered)
 
     def card(self, model: str) -> ModelCard:
         """Describe what `model` names, as `resolve` understands it. Raises ModelNotFound."""
@@ -220,20 +185,20 @@ class AdapterRegistry:
         self._last_version[name] = number
         self._live[name] = _Version(ref, info, path, pinned)
         if old is not None:
-            self._retire(old).on_drained(on_drained or _ignore)
+            self._retire(old, on_drained)
         return ref
 
-    def retire(self, name: str) -> Retired:
-        """Stop new leases of `name` now; it can be published again. Raises AdapterNotFound."""
+    def retire(self, name: str, on_drained: OnDrained | None = None) -> AdapterRef:
+        """Stop new leases of `name` now; it can be published again. `on_drained` is called once
+        with the version: when its last lease is released, at once if it has none.
+
+        Raises AdapterNotFound.
+        """
         version = self._live.pop(name, None)
         if version is None:
             raise AdapterNotFound(f"The lora adapter {name!r} cannot be found", "lora_name")
-        return self._retire(version)
-
-    def current(self, name: str) -> AdapterRef | None:
-        """The live version of `name`, if there is one."""
-        version = self._live.get(name)
-        return version.ref if version else None
+        self._retire(version, on_drained)
+        return version.ref
 
     def info(self, name: str) -> AdapterInfo | None:
         """What the engine said of the live version of `name`, if there is one."""
@@ -270,7 +235,7 @@ class AdapterRegistry:
         """Raises AssertionError when an invariant is broken."""
         for name, version in self._live.items():
             assert version.ref.name == name and name not in self._base_names
-            assert not version.retired and not version.callbacks and version.leases >= 0
+            assert not version.retired and not version.on_drained and version.leases >= 0
             assert version.ref.version == self._last_version[name], "an old version is live"
             assert version.ref.digest == version.info.digest
         for version in self._draining:
@@ -292,42 +257,101 @@ class AdapterRegistry:
             raise ModelNotFound(f"The model {model!r} does not exist", "model")
         return version
 
-    def _retire(self, version: _Version) -> Retired:
-        version.retired = True
-        if version.leases:
-            self._draining.add(version)
-        return Retired(version)
+    def _lease(
+        self, ref: AdapterRef, versions: list[_Version], parts: tuple[AdapterPart, ...] = ()
+    ) -> Lease:
+        for version in versions:
+            version.leases += 1
 
-    def _release(self, version: _Version) -> None:
-        version.leases -= 1
+        def release() -> None:
+            for version in versions:
+                version.leases -= 1
+                self._end_if_drained(version)
+
+        return Lease(ref, release, parts)
+
+    def _retire(self, version: _Version, on_drained: OnDrained | None) -> None:
+        version.retired, version.on_drained = True, on_drained
+        self._draining.add(version)
+        self._end_if_drained(version)
+
+    def _end_if_drained(self, version: _Version) -> None:
         if version.retired and version.leases == 0:
             self._draining.remove(version)
-            callbacks, version.callbacks = version.callbacks, []
-            for callback in callbacks:
-                callback(version.ref)
+            if version.on_drained is not None:
+                version.on_drained(version.ref)
 
     def _check_name(self, name: str) -> None:
-        check_adapter_name(name)
+        """Raises InvalidRequest unless `name` is safe in URLs, labels, logs and paths."""
         if name in self._base_names:
             raise AdapterConflict(f"{name!r} is the base model's name", "lora_name")
+        if not name:
+            why = "must not be empty"
+        elif len(name) > MAX_NAME_LENGTH:
+            why = f"must not be longer than {MAX_NAME_LENGTH} characters"
+        elif not name.isprintable():
+            why = "must not hold control characters"
+        elif name != name.strip():
+            why = "must not begin or end with a space"
+        elif "," in name or ".." in name or name[0] in "/\\":
+            why = "must not hold ',' or '..', nor begin with '/' or '\\'"
+        else:
+            return
+        raise InvalidRequest(f"lora_name {why}", "lora_name")
 
 
-def check_adapter_name(name: str) -> None:
-    """Raises InvalidRequest unless `name` is safe in URLs, labels, logs and paths."""
-    if not name:
-        why = "must not be empty"
-    elif len(name) > MAX_NAME_LENGTH:
-        why = f"must not be longer than {MAX_NAME_LENGTH} characters"
-    elif not name.isprintable():
-        why = "must not hold control characters"
-    elif name != name.strip():
-        why = "must not begin or end with a space"
-    elif "," in name or ".." in name or name[0] in "/\\":
-        why = "must not hold ',' or '..', nor begin with '/' or '\\'"
-    else:
-        return
-    raise InvalidRequest(f"lora_name {why}", "lora_name")
+class Holders:
+    """Which content is wanted, and by whom: a set of names for each digest, no counts.
 
+    hold ──> held ──(its last holder releases it)──> draining ──(no request uses it)──> forgotten
+              ^───────────────(held again)──────────────┘
 
-def _ignore(ref: AdapterRef) -> None:
-    """Do nothing about a replaced version: nobody waits for it to drain."""
+    To repeat a `hold` or a `release` changes nothing, so all of it can be said again to a new
+    engine. `check()` states the invariants.
+    """
+
+    def __init__(self) -> None:
+        self._pins: dict[str, dict[str, bool]] = {}
+        """By digest: each holder, and whether it pins the content."""
+        self._draining: set[str] = set()
+
+    def hold(self, digest: str, holder: str, pinned: bool = False) -> None:
+        """Let `holder` hold this content; if it does so already, only its pin changes."""
+        self._pins.setdefault(digest, {})[holder] = pinned
+        self._draining.discard(digest)
+
+    def release(self, digest: str, holder: str) -> None:
+        """Let `holder` hold it no longer. The content drains if that was its last holder."""
+        pins = self._pins.get(digest, {})
+        if pins.pop(holder, None) is not None and not pins:
+            del self._pins[digest]
+            self._draining.add(digest)
+
+    def is_held(self, digest: str) -> bool:
+        return digest in self._pins
+
+    def is_pinned(self, digest: str) -> bool:
+        """Whether anybody who holds it pins it."""
+        return any(self._pins.get(digest, {}).values())
+
+    def would_be_pinned(self, digest: str, holder: str, pinned: bool) -> bool:
+        """What `is_pinned` is going to say after `hold` with these arguments."""
+        pins = self._pins.get(digest, {})
+        return pinned or any(other for name, other in pins.items() if name != holder)
+
+    def take_drained(self, in_use: Callable[[str], bool]) -> list[str]:
+        """Take the content that nobody holds and no request uses any more, to forget it now."""
+        if not self._draining:
+            return []
+        drained = sorted(digest for digest in self._draining if not in_use(digest))
+        self._draining.difference_update(drained)
+        return drained
+
+    def known(self) -> set[str]:
+        """All content that is held or drains."""
+        return self._pins.keys() | self._draining
+
+    def check(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        assert all(self._pins.values()), "held by nobody, and not draining"
+        assert not self._pins.keys() & self._draining, "held, and draining"

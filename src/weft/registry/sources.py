@@ -2,29 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import unquote
 
 from weft.core.errors import AdapterError, AdapterNotFound, AdapterPathRefused
-from weft.registry.hub import fetch_adapter, is_hub_id
+from weft.core.files import ADAPTER_FILES
+
+_ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
+"""`org/name`, or `org/name@revision`: a branch, a tag or a commit."""
 
 
-class Folders(Protocol):
-    """The local folders that adapters may lie in: `AdapterRoots` or `AnyFolder`."""
+class AdapterRoots:
+    """The folders below which adapters lie; nothing outside them is ever opened."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self._roots = tuple(Path(root).resolve() for root in roots)
 
     def resolve(self, path: str) -> Path:
-        """The absolute folder that `path` names. Raises AdapterNotFound, AdapterPathRefused."""
-        ...
+        """The real, absolute folder that `path` names; a relative one is tried below each root.
+
+        Symbolic links are followed, those of the files that are read in it too, and must end
+        below a root (any of them). Raises AdapterPathRefused, or AdapterNotFound when there is no
+        such folder; whether a path outside the roots exists can't be learned from the answer.
+        """
+        if not path or not path.isprintable() or ".." in Path(path).parts:
+            raise _refused(path, "must be a plain path without '..'")
+        places = [self._real(root / path) for root in self._roots]
+        folder = next((place for place in places if place and _is_folder(place)), None)
+        if folder is None:
+            if None in places or not places:
+                raise _refused(path, "is outside the folders given with --lora-root")
+            raise AdapterNotFound(f"lora_path {path!r}: no such folder", "lora_path")
+        for name in ADAPTER_FILES:
+            if self._real(folder / name) is None:
+                raise _refused(path, f"{name} is a link that leaves the allowed folders")
+        return folder
 
     def hold(self, path: str) -> bool:
-        """Whether there is anything under this relative path."""
-        ...
+        """Whether a root has something under this relative path, be it allowed or not."""
+        return any(os.path.lexists(root / path) for root in self._roots)
+
+    def _real(self, path: Path) -> Path | None:
+        """The path with links followed, or None if that is not below a root."""
+        try:
+            real = path.resolve()
+        except (OSError, RuntimeError, ValueError):
+            return None
+        return real if any(real.is_relative_to(root) for root in self._roots) else None
 
 
 class AnyFolder:
-    """All folders of this machine, for those who run it."""
+    """All folders of this machine, for those who run it; it answers as `AdapterRoots` does."""
 
     def resolve(self, path: str) -> Path:
         folder = Path(path).expanduser().absolute()
@@ -43,7 +74,9 @@ class Sources:
     hf     hf://org/name[@revision], and org/name[@revision] unless that is a folder
     """
 
-    def __init__(self, folders: Folders | None = None, allow_hub: bool = True) -> None:
+    def __init__(
+        self, folders: AdapterRoots | AnyFolder | None = None, allow_hub: bool = True
+    ) -> None:
         """Without `folders`, any folder may be read."""
         self._folders = folders or AnyFolder()
         self._ways: dict[str, Callable[[str], Path]] = {
@@ -110,3 +143,50 @@ def _refuse_hub(hub_id: str) -> Path:
         " --allow-hub-adapters",
         "lora_path",
     )
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:
+        return False
+
+
+def _refused(path: str, why: str) -> AdapterPathRefused:
+    return AdapterPathRefused(f"lora_path {path!r} {why}", "lora_path")
+
+
+def is_hub_id(text: str) -> bool:
+    """Whether this could name a repository of the hub."""
+    return ".." not in text and _ID.fullmatch(text) is not None
+
+
+def fetch_adapter(hub_id: str) -> Path:
+    """The local folder of an adapter, which is downloaded unless the hub's cache has it.
+
+    This is slow, and work for a thread. Raises AdapterNotFound if the hub does not have it,
+    AdapterError if it can't be fetched.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    found = _ID.fullmatch(hub_id)
+    assert found is not None, hub_id
+    try:
+        folder = snapshot_download(found[1], revision=found[2], allow_patterns=list(ADAPTER_FILES))
+    except Exception as error:  # of many kinds, from several libraries
+        status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
+        if status in (401, 403, 404):
+            raise AdapterNotFound(
+                f"the Hugging Face hub has no {hub_id!r}, or it is not public", "lora_path"
+            ) from error
+        raise AdapterError(
+            f"{hub_id!r} can't be fetched from the Hugging Face hub: {_first_line(error)}",
+            "lora_path",
+        ) from error
+    return Path(folder)
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
 
-from weft.core.composition import WeightedAdapter
+from weft.core.adapters import WeightedAdapter
 from weft.core.errors import ContextLengthExceeded, InvalidRequest
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams

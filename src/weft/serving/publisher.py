@@ -9,8 +9,8 @@ from weakref import WeakValueDictionary
 
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
 from weft.core.errors import EngineDead, WeftError
-from weft.core.protocols import EngineClient
-from weft.registry import AdapterRegistry, Retired, Sources
+from weft.core.messages import EngineClient
+from weft.registry import AdapterRegistry, Sources
 from weft.serving.executor import Executor
 from weft.text import AdapterTokenizers, OwnTokenizer
 
@@ -86,9 +86,10 @@ class Publisher:
 
         It is released also when the caller is cancelled. Raises AdapterNotFound.
         """
-        retired = self._registry.retire(name)
+        drained = asyncio.Event()
+        ref = self._registry.retire(name, lambda _: drained.set())
         self._tokenizers.put(name, None)
-        await self._executor.to_the_end(self._release_when_drained(retired))
+        await self._executor.to_the_end(self._release_after(drained, ref))
 
     async def _load(self, name: str, path: str, replace: bool, pinned: bool) -> AdapterRef:
         with self._registry.reserve(name, path):
@@ -102,11 +103,9 @@ class Publisher:
     def _turn(self, name: str) -> asyncio.Lock:
         return self._turns.setdefault(name, asyncio.Lock())
 
-    async def _release_when_drained(self, retired: Retired) -> None:
-        drained = asyncio.Event()
-        retired.on_drained(lambda _: drained.set())
+    async def _release_after(self, drained: asyncio.Event, ref: AdapterRef) -> None:
         await drained.wait()
-        await self._release_in_turn(retired.ref)
+        await self._release_in_turn(ref)
 
     def _release_soon(self, ref: AdapterRef) -> None:
         self._executor.later(self._release_in_turn(ref))
