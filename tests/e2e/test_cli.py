@@ -234,6 +234,7 @@ def test_a_wheel_brings_what_the_demo_serves() -> None:
 
 def test_traces_need_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace", None)
+    monkeypatch.delitem(sys.modules, "weft.metrics.traces", raising=False)
     serve = ("serve", "/no/such", "--port", "0")
     assert "pip install weft[otel]" in quick_refusal(*serve, "--otlp-endpoint", "http://x")
     assert "there is no folder /no/such" in quick_refusal(*serve)
