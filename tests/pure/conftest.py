@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from weft.registry.holders import Holders
 
-from weft.registry import AdapterRegistry
+from weft.registry import AdapterRegistry, Holders
 from weft.schedule.queue import FairQueue
 from weft.schedule.scheduler import Scheduler
 from weft.schedule.slots import AdapterSlots
