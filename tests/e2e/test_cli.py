@@ -16,18 +16,11 @@ import tiny
 import typer
 from typer.testing import CliRunner
 
+from weft.cli.args import keys_from_environment, parse_lora_modules, spread_lora_modules
 from weft.cli.main import app
 from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs, engine_args
 from weft.core.errors import ConfigError
-from weft.terminal.options import (
-    engine_parameters,
-    keys_from_environment,
-    parse_bytes,
-    parse_lora_modules,
-    parse_weights,
-    show_bytes,
-    spread_lora_modules,
-)
+from weft.terminal.options import engine_parameters, parse_bytes, parse_weights, show_bytes
 
 BASE = str(tiny.BASE)
 SMALL = ("--num-threads", "1", "--kv-cache-memory", "16M", "--adapter-memory", "16M")

@@ -11,7 +11,6 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import uvicorn
@@ -22,17 +21,18 @@ from rich.table import Table
 
 from weft.api import ApiSettings, create_app
 from weft.api.http import READER_TIMEOUT_S
+from weft.cli.args import LoraModule, ServeFlags, keys_from_environment
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError
 from weft.core.messages import EngineClient
 from weft.core.stages import in_words
 from weft.core.stats import EngineInfo
-from weft.fleet.supervisor import WATCHDOG_S, Supervisor, start_supervised
+from weft.fleet.supervisor import start_supervised
 from weft.metrics.logs import configure_logging
 from weft.models.config import resolve_model
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.serving import LoopExecutor, Publisher
-from weft.terminal.options import LoraModule, show_bytes
+from weft.terminal.options import show_bytes
 from weft.text import AdapterTokenizers, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
@@ -48,51 +48,41 @@ must be the first to close: a request that crosses the server's close is lost.""
 
 
 @dataclass(frozen=True, slots=True)
-class ServeArgs:
-    """All that starts a server. Raises ConfigError."""
+class _Start:
+    """What the server starts with, all of it checked."""
 
     engine: EngineArgs
+    flags: ServeFlags
     api: ApiSettings
-    host: str
-    port: int
-    lora_modules: tuple[LoraModule, ...]
-    lora_roots: tuple[Path, ...]
-    skip_tokenizer_init: bool
-    shutdown_timeout_s: int
-    log_level: str
-    log_format: str = "text"
-    otlp_endpoint: str | None = None
-    watchdog_timeout_s: float = WATCHDOG_S
-
-    def __post_init__(self) -> None:
-        for root in self.lora_roots:
-            if not root.expanduser().is_dir():
-                raise ConfigError(f"--lora-root {root}: no such folder", "lora_root")
-        names = set(self.api.served_model_names)
-        for module in self.lora_modules:
-            if module.folder is not None and not module.folder.is_dir():
-                raise _refused(module, "no such folder")
-            if module.name in names:
-                raise _refused(module, "the name is given twice")
-            names.add(module.name)
-
-    @property
-    def roots(self) -> AdapterRoots:
-        """What may be read while serving: the roots, and the folders given at the start."""
-        modules = (module.folder for module in self.lora_modules if module.folder is not None)
-        return AdapterRoots([*(root.expanduser() for root in self.lora_roots), *modules])
+    modules: list[LoraModule]
+    """The adapters to load before serving."""
+    roots: AdapterRoots
 
 
-def max_open(engine: EngineArgs, max_queue: int | None) -> int:
-    """Engine requests that may be open: those that run, and the queue."""
-    num_running = engine.scheduler.max_num_seqs
-    return num_running + (4 * num_running if max_queue is None else max_queue)
-
-
-def run(args: ServeArgs) -> None:
-    """`run_server` on an event loop of its own."""
+def run(engine: EngineArgs, flags: ServeFlags) -> None:
+    """Serve until SIGTERM or SIGINT, which are a normal end. Raises WeftError when that can't
+    start."""
+    api = _api_settings(engine, flags)
+    modules = flags.modules(api.served_model_names)
+    start = _Start(engine, flags, api, modules, flags.roots(modules))
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
-        runner.run(run_server(args))
+        runner.run(_run_server(start))
+
+
+def _api_settings(engine: EngineArgs, flags: ServeFlags) -> ApiSettings:
+    running = engine.scheduler.max_num_seqs
+    waiting = 4 * running if flags.max_queue is None else flags.max_queue
+    tools, reasoning = flags.tool_call_parser, flags.reasoning_parser
+    return ApiSettings(
+        served_model_names=tuple(flags.served_model_name or [engine.model.model]),
+        max_open=running + waiting,
+        request_timeout_s=flags.request_timeout,
+        api_keys=tuple(flags.api_key or keys_from_environment()),
+        allowed_origins=tuple(flags.allowed_origins or ()),
+        allow_hub_adapters=flags.allow_hub_adapters,
+        tool_call_parser=None if tools == "none" else tools,
+        reasoning_parser=None if reasoning == "none" else reasoning,
+    )
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
@@ -102,20 +92,22 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def run_server(args: ServeArgs) -> None:
-    """Serve until SIGTERM or SIGINT, which are a normal end. Raises WeftError when it can't start.
+async def _run_server(start: _Start) -> None:
+    """Before serving, signals cancel this task. While uvicorn serves it has the signals, and
+    raises them once more afterwards: they must do nothing then, so that the engine can end."""
+    flags = start.flags
+    configure_logging(flags.log_level, flags.log_format == "json")
+    traces = None
+    if flags.otlp_endpoint is not None:
+        from weft.metrics.traces import open_traces  # needs an extra
 
-    Before serving the signals cancel this task. While uvicorn serves it has the signals, and
-    raises them once more afterwards: they must do nothing then, so that the engine can end.
-    """
-    configure_logging(args.log_level, args.log_format == "json")
-    traces = _open_traces(args.otlp_endpoint)
+        traces = open_traces(flags.otlp_endpoint)
     task = asyncio.current_task()
     assert task is not None
     _on_signals(task.cancel)
-    with contextlib.closing(_bind(args.host, args.port)) as listener:
+    with contextlib.closing(_bind(flags.host, flags.port)) as listener:
         try:
-            await _start_and_serve(args, listener, traces)
+            await _start_and_serve(start, listener, traces)
         except asyncio.CancelledError:
             logger.info("stopped before the start was complete")
         finally:
@@ -123,32 +115,27 @@ async def run_server(args: ServeArgs) -> None:
                 await asyncio.to_thread(traces.close)
 
 
-async def _start_and_serve(args: ServeArgs, listener: socket.socket, traces: Traces | None) -> None:
+async def _start_and_serve(start: _Start, listener: socket.socket, traces: Traces | None) -> None:
     console = Console()
-    with console.status(f"Loading {args.engine.model.model}"):
-        engine, tokenizer = await _load(args)
+    model = start.engine.model.model
+    with console.status(f"Loading {model}"):
+        engine, tokenizer = await _load(start)
         tokenizers = AdapterTokenizers(tokenizer)
     try:
-        registry = AdapterRegistry(args.api.served_model_names, args.engine.model.model)
-        app = create_app(engine, registry, tokenizers, args.roots, args.api, traces)
-        await _load_adapters(console, args.lora_modules, engine, registry, tokenizers)
-        summary = _summary(engine.info, registry, _url(args.host, listener))
+        registry = AdapterRegistry(start.api.served_model_names, model)
+        app = create_app(engine, registry, tokenizers, start.roots, start.api, traces)
+        # The operator's own adapters may lie anywhere, so this has sources of its own.
+        publisher = Publisher(engine, registry, tokenizers, Sources(), LoopExecutor())
+        await _load_adapters(console, start.modules, publisher)
+        summary = _summary(engine.info, registry, _url(start.flags.host, listener))
         _on_signals(lambda: None)
-        # What is there by now stays: not to be looked at by the garbage collector, which would
-        # hold up all streams for some hundred milliseconds.
+        # The garbage collector must not look at what is there by now: it would hold up all streams
+        # for some hundred milliseconds.
         gc.collect()
         gc.freeze()
-        await _serve_http(app, args, engine, listener, lambda: console.print(summary))
+        await _serve_http(app, start.flags, engine, listener, lambda: console.print(summary))
     finally:
         await engine.close()
-
-
-def _open_traces(endpoint: str | None) -> Traces | None:
-    if endpoint is None:
-        return None
-    from weft.metrics.traces import open_traces  # needs an extra
-
-    return open_traces(endpoint)
 
 
 # -- the start -----------------------------------------------------------------------------------
@@ -191,48 +178,32 @@ def _on_signals(call: Callable[[], object]) -> None:
         loop.add_signal_handler(number, call)
 
 
-async def _load(args: ServeArgs) -> tuple[EngineClient, Tokenizer | None]:
+async def _load(start: _Start) -> tuple[EngineClient, Tokenizer | None]:
     """The engine's process and the tokenizer, which load side by side."""
-    model = args.engine.model
+    model = start.engine.model
     await asyncio.to_thread(resolve_model, model.model, model.revision, weights=False)
-    start = start_supervised(args.engine, watchdog_s=args.watchdog_timeout_s)
-    engine = asyncio.create_task(start)
+    supervised = start_supervised(start.engine, watchdog_s=start.flags.watchdog_timeout)
+    engine = asyncio.create_task(supervised)
     try:
         tokenizer = None
-        if not args.skip_tokenizer_init:
+        if not start.flags.skip_tokenizer_init:
             tokenizer = await asyncio.to_thread(load_tokenizer, model.model, model.revision)
         return await engine, tokenizer
     except BaseException:
-        await _undo(engine)
+        engine.cancel()
+        with contextlib.suppress(asyncio.CancelledError, WeftError):
+            await (await engine).close()
         raise
 
 
-async def _undo(start: asyncio.Task[Supervisor]) -> None:
-    start.cancel()
-    with contextlib.suppress(asyncio.CancelledError, WeftError):
-        await (await start).close()
-
-
-async def _load_adapters(
-    console: Console,
-    modules: tuple[LoraModule, ...],
-    engine: EngineClient,
-    registry: AdapterRegistry,
-    tokenizers: AdapterTokenizers,
-) -> None:
-    """Load the operator's own adapters, which may lie anywhere."""
-    publisher = Publisher(engine, registry, tokenizers, Sources(), LoopExecutor())
+async def _load_adapters(console: Console, modules: list[LoraModule], publisher: Publisher) -> None:
     with console.status("Loading adapters") as status:
         for number, module in enumerate(modules, 1):
             status.update(f"Loading adapters {number}/{len(modules)}")
             try:
                 await publisher.load(module.name, module.path)
             except WeftError as error:
-                raise _refused(module, error.message) from error
-
-
-def _refused(module: LoraModule, why: str) -> ConfigError:
-    return ConfigError(f"adapter {module.name!r} ({module.path}): {why}", "lora_modules")
+                raise module.refused(error.message) from error
 
 
 # -- serving -------------------------------------------------------------------------------------
@@ -270,22 +241,22 @@ class _Server(uvicorn.Server):
 
 async def _serve_http(
     app: FastAPI,
-    args: ServeArgs,
+    flags: ServeFlags,
     engine: EngineClient,
     listener: socket.socket,
     on_started: Callable[[], None],
 ) -> None:
     config = http_config(
         app,
-        log_level="info" if args.log_level == "debug" else "warning",
-        access_log=args.log_level == "debug",  # as each costs time
-        timeout_graceful_shutdown=args.shutdown_timeout_s + FORCED_S,
+        log_level="info" if flags.log_level == "debug" else "warning",
+        access_log=flags.log_level == "debug",  # as each costs time
+        timeout_graceful_shutdown=flags.shutdown_timeout + FORCED_S,
     )
     try:
-        server = _Server(config, engine, args.shutdown_timeout_s, on_started)
+        server = _Server(config, engine, flags.shutdown_timeout, on_started)
         await server.serve([listener])
     except OSError as error:
-        raise _port_refused(args.host, args.port, error) from error
+        raise _port_refused(flags.host, flags.port, error) from error
 
 
 def http_config(app: FastAPI, **options: Any) -> uvicorn.Config:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import re
 from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields
+from dataclasses import MISSING, Field, fields
 from functools import wraps
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
 from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs
-from weft.core.errors import ConfigError
 from weft.kernels.quant import FORMATS
-from weft.registry import Sources
 from weft.schedule.policy import POLICIES
 
 MODEL, ADAPTERS, MEMORY, BATCH = "Base model", "Adapters", "Memory", "Batching"
@@ -197,64 +193,3 @@ def show_bytes(size: int) -> str:
     while power < 4 and size and size % 1024 == 0:
         size, power = size // 1024, power + 1
     return f"{size}{' KMGT'[power]}".rstrip()
-
-
-@dataclass(frozen=True, slots=True)
-class LoraModule:
-    """An adapter that is loaded before serving."""
-
-    name: str
-    path: str
-    """An absolute path, or `hf://org/name[@revision]`."""
-
-    @property
-    def folder(self) -> Path | None:
-        """None for one from the hub."""
-        return None if "://" in self.path else Path(self.path)
-
-
-def parse_lora_modules(text: str) -> list[LoraModule]:
-    """`name=path`, or vLLM's JSON form: an object, or a list of them. Raises ConfigError."""
-    if text.lstrip().startswith(("{", "[")):
-        pairs = _from_json(text)
-    else:
-        name, _, path = text.partition("=")
-        pairs = [(name, path)]
-    if not all(name and path for name, path in pairs):
-        raise ConfigError(f"--lora-modules takes name=path, got {text!r}", "lora_modules")
-    return [LoraModule(name, Sources().absolute(path)) for name, path in pairs]
-
-
-def _from_json(text: str) -> list[tuple[str, str]]:
-    try:
-        given = json.loads(text)
-        modules = given if isinstance(given, list) else [given]
-        return [(str(module["name"]), str(module["path"])) for module in modules]
-    except (ValueError, KeyError, TypeError):
-        raise ConfigError(
-            "--lora-modules takes name=path, an object with name and path, or a list of such"
-            f" objects, got {text!r}",
-            "lora_modules",
-        ) from None
-
-
-def keys_from_environment() -> list[str]:
-    """The keys in WEFT_API_KEY, separated by commas."""
-    return [key.strip() for key in os.environ.get("WEFT_API_KEY", "").split(",") if key.strip()]
-
-
-def spread_lora_modules(args: list[str]) -> list[str]:
-    """Let several modules follow one flag: `--lora-modules a=x b=y` as two flags."""
-    spread: list[str] = []
-    inside = False
-    for arg in args:
-        if inside and _is_module(arg) and spread[-1] != "--lora-modules":
-            spread += ["--lora-modules", arg]
-            continue
-        inside = arg == "--lora-modules" or (inside and spread[-1] == "--lora-modules")
-        spread.append(arg)
-    return spread
-
-
-def _is_module(arg: str) -> bool:
-    return not arg.startswith("-") and ("=" in arg or arg.lstrip().startswith(("{", "[")))

@@ -1,0 +1,169 @@
+"""What `weft serve` is given on its command line and in the environment."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from weft.core.errors import ConfigError
+from weft.registry import AdapterRoots, Sources
+from weft.terminal.options import ADAPTERS, MODEL
+
+HTTP = "HTTP server"
+
+_HELP = {
+    "--host": "The address to listen on; 0.0.0.0 stands for all.",
+    "--port": "The port to listen on; 0 takes any free one.",
+    "--served-model-name": "What requests call the base model. Repeatable. Default: BASE as given.",
+    "--api-key": "Serve only requests with this key as their bearer token; NAME=KEY gives it the"
+    " name of a tenant, =KEY none to a key that holds a =. Repeatable. Better:"
+    " WEFT_API_KEY=KEY,KEY in the environment, as others can see a command line.",
+    "--allowed-origins": "Let web pages of this origin call the server from a browser; * for all."
+    " Repeatable. Default: none.",
+    "--max-queue": "How many requests may wait beyond --max-num-seqs; further ones get status 429."
+    " Default: four times --max-num-seqs.",
+    "--request-timeout": "How long one answer may take before it is aborted. Default: no limit.",
+    "--tool-call-parser": "How the model writes calls of tools. auto: as its chat template shows.",
+    "--reasoning-parser": "Whether the model reasons between <think> and </think>, which is then"
+    " told apart from its answer. auto: if its chat template shows it.",
+    "--shutdown-timeout": "How long open requests may take to finish when the server shuts down.",
+    "--watchdog-timeout": "How long a step of the engine may take. An engine that takes longer is"
+    " taken to hang: it is ended and started again. 0: no limit.",
+    "--log-level": "debug also logs each request.",
+    "--log-format": "json: one object a line on stderr, also for each request.",
+    "--otlp-endpoint": "Send a trace of each request to this OTLP collector, over HTTP. Needs"
+    " [bold]pip install weft\\[otel][/].",
+    "--skip-tokenizer-init": "Load no tokenizer: prompts and answers are token ids.",
+    "--lora-modules": "Adapters to load at the start, from folders or the Hugging Face hub; a"
+    " request picks one by NAME as its model.",
+    "--lora-root": "A folder below which adapters may be loaded while serving. Repeatable."
+    " Default: only the folders of --lora-modules.",
+    "--allow-hub-adapters": "Let clients load adapters from the Hugging Face hub, as org/name.",
+}
+
+
+def _flag(name: str, metavar: str | None = None, panel: str = HTTP, **limits: Any) -> Any:
+    return typer.Option(name, metavar=metavar, help=_HELP[name], rich_help_panel=panel, **limits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeFlags:
+    """The flags of `weft serve` beside those of the engine."""
+
+    host: Annotated[str, _flag("--host")] = "127.0.0.1"
+    port: Annotated[int, _flag("--port", "PORT", min=0, max=65535)] = 8000
+    served_model_name: Annotated[list[str] | None, _flag("--served-model-name", "NAME")] = None
+    api_key: Annotated[list[str] | None, _flag("--api-key", "KEY")] = None
+    allowed_origins: Annotated[list[str] | None, _flag("--allowed-origins", "ORIGIN")] = None
+    max_queue: Annotated[int | None, _flag("--max-queue", "N", min=0)] = None
+    request_timeout: Annotated[float | None, _flag("--request-timeout", "SECONDS")] = None
+    tool_call_parser: Annotated[
+        Literal["auto", "none", "hermes", "llama3_json", "mistral"], _flag("--tool-call-parser")
+    ] = "auto"
+    reasoning_parser: Annotated[Literal["auto", "none", "think"], _flag("--reasoning-parser")] = (
+        "auto"
+    )
+    shutdown_timeout: Annotated[int, _flag("--shutdown-timeout", "SECONDS", min=0)] = 20
+    watchdog_timeout: Annotated[float, _flag("--watchdog-timeout", "SECONDS", min=0)] = 300
+    log_level: Annotated[Literal["debug", "info", "warning", "error"], _flag("--log-level")] = (
+        "info"
+    )
+    log_format: Annotated[Literal["text", "json"], _flag("--log-format")] = "text"
+    otlp_endpoint: Annotated[str | None, _flag("--otlp-endpoint", "URL")] = None
+    skip_tokenizer_init: Annotated[bool, _flag("--skip-tokenizer-init", panel=MODEL)] = False
+    lora_modules: Annotated[list[str] | None, _flag("--lora-modules", "NAME=PATH...", ADAPTERS)] = (
+        None
+    )
+    lora_root: Annotated[list[Path] | None, _flag("--lora-root", "FOLDER", ADAPTERS)] = None
+    allow_hub_adapters: Annotated[bool, _flag("--allow-hub-adapters", panel=ADAPTERS)] = False
+    enable_lora: Annotated[bool, typer.Option("--enable-lora", hidden=True)] = False
+
+    def modules(self, served: Iterable[str]) -> list[LoraModule]:
+        """The adapters to load at the start, beside models of these names. Raises ConfigError."""
+        modules = [m for text in self.lora_modules or () for m in parse_lora_modules(text)]
+        names = set(served)
+        for module in modules:
+            if module.folder is not None and not module.folder.is_dir():
+                raise module.refused("no such folder")
+            if module.name in names:
+                raise module.refused("the name is given twice")
+            names.add(module.name)
+        return modules
+
+    def roots(self, modules: Iterable[LoraModule]) -> AdapterRoots:
+        """What may be read while serving: --lora-root, and the folders of the modules."""
+        roots = [root.expanduser() for root in self.lora_root or ()]
+        for root in roots:
+            if not root.is_dir():
+                raise ConfigError(f"--lora-root {root}: no such folder", "lora_root")
+        return AdapterRoots([*roots, *(m.folder for m in modules if m.folder is not None)])
+
+
+@dataclass(frozen=True, slots=True)
+class LoraModule:
+    """An adapter that is loaded before serving."""
+
+    name: str
+    path: str
+    """An absolute path, or `hf://org/name[@revision]`."""
+
+    @property
+    def folder(self) -> Path | None:
+        """None for one from the hub."""
+        return None if "://" in self.path else Path(self.path)
+
+    def refused(self, why: str) -> ConfigError:
+        return ConfigError(f"adapter {self.name!r} ({self.path}): {why}", "lora_modules")
+
+
+def parse_lora_modules(text: str) -> list[LoraModule]:
+    """`name=path`, or vLLM's JSON form: an object, or a list of them. Raises ConfigError."""
+    if text.lstrip().startswith(("{", "[")):
+        pairs = _from_json(text)
+    else:
+        name, _, path = text.partition("=")
+        pairs = [(name, path)]
+    if not all(name and path for name, path in pairs):
+        raise ConfigError(f"--lora-modules takes name=path, got {text!r}", "lora_modules")
+    return [LoraModule(name, Sources().absolute(path)) for name, path in pairs]
+
+
+def _from_json(text: str) -> list[tuple[str, str]]:
+    try:
+        given = json.loads(text)
+        modules = given if isinstance(given, list) else [given]
+        return [(str(module["name"]), str(module["path"])) for module in modules]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(
+            "--lora-modules takes name=path, an object with name and path, or a list of such"
+            f" objects, got {text!r}",
+            "lora_modules",
+        ) from None
+
+
+def keys_from_environment() -> list[str]:
+    """The keys in WEFT_API_KEY, separated by commas."""
+    return [key.strip() for key in os.environ.get("WEFT_API_KEY", "").split(",") if key.strip()]
+
+
+def spread_lora_modules(args: list[str]) -> list[str]:
+    """Let several modules follow one flag: `--lora-modules a=x b=y` as two flags."""
+    spread: list[str] = []
+    inside = False
+    for arg in args:
+        if inside and _is_module(arg) and spread[-1] != "--lora-modules":
+            spread += ["--lora-modules", arg]
+            continue
+        inside = arg == "--lora-modules" or (inside and spread[-1] == "--lora-modules")
+        spread.append(arg)
+    return spread
+
+
+def _is_module(arg: str) -> bool:
+    return not arg.startswith("-") and ("=" in arg or arg.lstrip().startswith(("{", "[")))
