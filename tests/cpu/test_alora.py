@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from engines import check_idle
+from load_image import load_image
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from weft import LLM, SamplingParams
-from weft.checkpoint import AdapterImage, load_image
+from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import AdapterInvalid
 from weft.llm import RequestOutput
 from weft.models.blueprint import target_table

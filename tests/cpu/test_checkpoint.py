@@ -14,14 +14,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from load_image import load_image
 from peft import LoraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file, save, save_file
 from tables import build_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from weft.checkpoint import AdapterImage, load_image, pack_image
-from weft.checkpoint.pattern import PatternError, Work, compile_pattern
+from weft.checkpoint.fields import PatternError, Work, compile_pattern
+from weft.checkpoint.pack import AdapterImage, pack_image
 from weft.checkpoint.read import AdapterFiles
 from weft.core.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterUnavailable
 from weft.core.targets import Norm, Target, TargetTable

@@ -19,7 +19,7 @@ from peft.tuners.lokr.layer import factorization
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save
 
-from weft.checkpoint.adapter import sort_adapter
+from weft.checkpoint.kinds import sort_adapter
 from weft.checkpoint.kinds.lokr import sides
 from weft.checkpoint.parts import AdapterParts
 from weft.checkpoint.read import AdapterFiles

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from weft.checkpoint import AdapterFiles, files_of, pack_image
 from weft.checkpoint.examine import Examined, examine
-from weft.checkpoint.read import parse_stored
+from weft.checkpoint.pack import pack_image
+from weft.checkpoint.read import AdapterFiles, files_of, parse_stored
 from weft.core.errors import AdapterInvalid
 from weft.core.targets import TargetTable
 

@@ -22,10 +22,11 @@ from other_kinds import CONFIG, KINDS, WEIGHTS, make, make_adapter
 from peft import IA3Config, LoraConfig
 from safetensors.torch import load_file, save
 
-from weft.checkpoint import AdapterFiles, pack_image
 from weft.checkpoint.examine import Examined, examine
 from weft.checkpoint.kinds import find_kind, kind_names
 from weft.checkpoint.kinds.base import COMMON_READ
+from weft.checkpoint.pack import pack_image
+from weft.checkpoint.read import AdapterFiles
 from weft.core.errors import AdapterError
 from weft.core.targets import TargetTable
 

@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import build_table
 
-from weft.checkpoint import AdapterImage
+from weft.checkpoint.pack import AdapterImage
 from weft.core.targets import ImageLayout
 from weft.worker import images
 from weft.worker.images import ImageStore, fingerprint

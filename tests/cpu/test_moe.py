@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from expert_adapters import EXPERT_ADAPTERS, EXPERTS, save_single, write_adapter
+from load_image import load_image
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from tables import build_table
@@ -22,7 +23,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, MixtralConfig, PreTrainedModel, Qwen3MoeConfig
 
 from weft import LLM, SamplingParams
-from weft.checkpoint import AdapterImage, load_image
+from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import AdapterInvalid, ConfigError
 from weft.core.targets import ImageLayout, TargetTable, aligned, layout_of
 from weft.kernels.lora import AdapterPool, LoraBackend, LoraBatch, Segment, make_backend

@@ -15,10 +15,10 @@ import torch
 import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from load_image import load_image
 from tables import build_table
 from tiny import ADAPTERS, BASE
 
-from weft.checkpoint import load_image
 from weft.core.adapters import AdapterRef, AdapterSource
 from weft.core.config import LoraArgs, engine_args
 from weft.core.errors import ConfigError

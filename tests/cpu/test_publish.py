@@ -17,7 +17,7 @@ from tiny import ADAPTERS, BASE, ask
 from transformers import AutoModelForCausalLM
 
 from weft import LLM, SamplingParams
-from weft.checkpoint import files_of
+from weft.checkpoint.read import files_of
 from weft.core.errors import AdapterConflict, AdapterInvalid, InvalidRequest
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)

@@ -21,7 +21,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weft.checkpoint import AdapterImage
+from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.errors import (
     AdapterConflict,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from load_image import load_image
 from other_kinds import make_base
 from peft import LoraConfig, PeftModel, get_peft_model
 from peft.tuners.lora.config import CordaConfig
@@ -14,7 +15,7 @@ from peft.tuners.lora.corda import preprocess_corda
 from transformers import LlamaForCausalLM
 
 from weft import LLM, SamplingParams
-from weft.checkpoint import AdapterImage, load_image
+from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import AdapterInvalid
 from weft.core.targets import Norm, Target, TargetTable
 

@@ -24,7 +24,7 @@ from toy_tokenizers import byte_level
 from transformers import LlamaConfig
 
 from weft import LLM, SamplingParams
-from weft.checkpoint import AdapterImage
+from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterSource, WeightedAdapter
 from weft.core.config import engine_args
 from weft.core.errors import AdapterQuarantined

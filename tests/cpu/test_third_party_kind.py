@@ -11,10 +11,11 @@ import pytest
 import torch
 from adapter_kinds import ATTENTION, FAMILIES, MLP, Kind, make_adapter, make_base
 from engines import check_idle
+from load_image import load_image
 from peft import VBLoRAConfig
 
 from weft import LLM, SamplingParams
-from weft.checkpoint import kinds, load_image
+from weft.checkpoint import kinds
 from weft.checkpoint.examine import examine
 from weft.checkpoint.read import read_adapter
 from weft.core.errors import AdapterInvalid

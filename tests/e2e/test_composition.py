@@ -25,8 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from weft import LLM, SamplingParams, WeightedAdapter
 from weft.api import ApiSettings, create_app
-from weft.checkpoint import AdapterImage, check_sum, sum_images, summand_of
-from weft.checkpoint.pack import pair_views
+from weft.checkpoint.compose import check_sum, sum_images, summand_of
+from weft.checkpoint.pack import AdapterImage, pair_views
 from weft.core.adapters import MAX_PARTS, AdapterPart, AdapterRef, check_parts, sum_of
 from weft.core.config import engine_args
 from weft.core.errors import (

@@ -23,7 +23,7 @@ from weft.bench.engine import (
 )
 from weft.bench.report import COLOURS, INK, Advance, Report, new_figure, new_table, progress
 from weft.bench.workload import random_prompts, rng_of
-from weft.checkpoint import AdapterImage
+from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterRef
 from weft.core.config import engine_args
 from weft.core.errors import ConfigError

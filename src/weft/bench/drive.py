@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from queue import Empty, SimpleQueue
 
-from weft.checkpoint import AdapterImage
+from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterRef, AdapterSource
 from weft.core.config import EngineArgs
 from weft.core.errors import from_wire

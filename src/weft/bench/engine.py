@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 
 from weft.bench.report import progress
-from weft.checkpoint import AdapterImage
+from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import ConfigError
 from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
 from weft.core.stats import EngineInfo

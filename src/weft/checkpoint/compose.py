@@ -14,8 +14,7 @@ from dataclasses import dataclass, fields
 import torch
 
 from weft.checkpoint.base import is_finite
-from weft.checkpoint.memory import allocate
-from weft.checkpoint.pack import AdapterImage, fill, pair_views
+from weft.checkpoint.pack import AdapterImage, allocate, fill, pair_views
 from weft.core.errors import InvalidRequest
 from weft.core.targets import Extras, ImageLayout, Target, TargetTable, layout_of
 

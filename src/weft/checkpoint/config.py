@@ -6,8 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from weft.checkpoint.fields import Fields, Modules, T
-from weft.checkpoint.pattern import Pattern
+from weft.checkpoint.fields import Fields, Modules, Pattern, T
 from weft.checkpoint.refuse import refuse, show
 
 
@@ -43,7 +42,7 @@ class PeftConfig:
     invocation: tuple[int, ...] = ()
     """Token ids from whose last occurrence in the prompt on the adapter is active; (): always."""
     residual_init: str = ""
-    """`init_lora_weights`, if it needs the base model that it left: see `residual`."""
+    """`init_lora_weights`, if it needs the base model that it left: see `check_residual`."""
 
     def rank_of(self, module: str) -> int:
         return _first_match(self.rank_pattern, self._key_of(module), self.r)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from weft.checkpoint.adapter import CONVERSION_TOLERANCE, sort_adapter
+from weft.checkpoint.kinds import CONVERSION_TOLERANCE, sort_adapter
 from weft.checkpoint.parts import (
     AdapterParts,
     Deferred,

@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from weft.checkpoint.adapter import parse_config
 from weft.checkpoint.config import PeftConfig, layer_of
 from weft.checkpoint.examine import Examined, examine
-from weft.checkpoint.kinds import find_kind
+from weft.checkpoint.kinds import find_kind, parse_config
 from weft.checkpoint.read import (
     DTYPES,
     MAX_CONFIG_BYTES,

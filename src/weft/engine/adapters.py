@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from weft.checkpoint import AdapterImage
+from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterInfo, AdapterPart, AdapterRef
 from weft.core.errors import AdapterUnavailable, WeftError, to_wire
 from weft.core.messages import Hold, Reply

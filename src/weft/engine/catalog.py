@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from weft.checkpoint import AdapterImage, Summand, summand_of
+from weft.checkpoint.compose import Summand, summand_of
+from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterInfo, AdapterPart
 from weft.core.errors import AdapterError, AdapterUnavailable, InvalidRequest, WeftError
 from weft.engine.host import Held, HostTier

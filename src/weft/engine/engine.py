@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from weft.checkpoint import AdapterImage
+from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterInfo
 from weft.core.errors import WeftError
 from weft.core.messages import (
@@ -118,7 +118,7 @@ class Engine:
         holder: str,
         pinned: bool = False,
     ) -> AdapterInfo:
-        """Hold an adapter from memory, at once; see `weft.checkpoint.files_of`.
+        """Hold an adapter from memory, at once; see `weft.checkpoint.read.files_of`.
 
         Raises AdapterInvalid, AdapterConflict, AdapterQuarantined.
         """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.checkpoint import AdapterImage
+from weft.checkpoint.pack import AdapterImage
 from weft.core.stats import TierStats
 from weft.schedule.host_extents import Extent, Extents
 from weft.schedule.policy import Candidate, Policy, Worth, lru

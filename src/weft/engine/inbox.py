@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
-from weft.checkpoint import AdapterImage
+from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import WeftError
 from weft.core.messages import Hold
 

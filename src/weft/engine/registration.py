@@ -10,7 +10,7 @@ import logging
 from collections import Counter, deque
 from functools import partial
 
-from weft.checkpoint import AdapterImage
+from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import WeftError
 from weft.core.messages import Hold
 from weft.core.stats import CHECK_RESULTS, Spread

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from weft.checkpoint import AdapterImage
+from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import AdapterUnavailable, WeftError
 from weft.core.messages import Hold
 from weft.core.stats import AdapterStats, Spread, TierStats

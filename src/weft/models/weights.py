@@ -15,7 +15,7 @@ from weft.models.blueprint import EMBED, HEAD
 @dataclass(frozen=True, slots=True)
 class Weights:
     """All weights of a model, in one dtype and on one device; also the
-    `weft.checkpoint.BaseWeights` of its adapters."""
+    `weft.checkpoint.base.BaseWeights` of its adapters."""
 
     table: TargetTable
     matrices: dict[str, Weight]

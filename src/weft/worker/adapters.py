@@ -25,7 +25,7 @@ from typing import Protocol
 
 import numpy as np
 
-from weft.checkpoint import AdapterImage
+from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import (
     AdapterQuarantined,
     AdapterUnavailable,

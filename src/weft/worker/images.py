@@ -32,8 +32,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from weft.checkpoint import AdapterImage
-from weft.checkpoint.memory import allocate
+from weft.checkpoint.pack import AdapterImage, allocate
 from weft.core.errors import ConfigError
 from weft.core.stats import TierStats
 from weft.core.targets import ImageLayout, TargetTable

@@ -8,15 +8,9 @@ from pathlib import Path
 
 import torch
 
-from weft.checkpoint import (
-    AdapterFiles,
-    AdapterImage,
-    Summand,
-    check_sum,
-    pack_image,
-    read_adapter,
-    sum_images,
-)
+from weft.checkpoint.compose import Summand, check_sum, sum_images
+from weft.checkpoint.pack import AdapterImage, pack_image
+from weft.checkpoint.read import AdapterFiles, read_adapter
 from weft.core.config import LoraArgs
 from weft.worker.loader import LoadedModel
 
@@ -53,7 +47,7 @@ class Packer:
     def sum_adapters(
         self, digest: str, parts: Sequence[tuple[AdapterImage, float]], into: torch.Tensor | None
     ) -> AdapterImage:
-        """The weighted sum of images; see `weft.checkpoint.sum_images`. Raises InvalidRequest."""
+        """The weighted sum of images; see `sum_images`. Raises InvalidRequest."""
         return sum_images(digest, parts, self._model.table, self._model.dtype, into)
 
     def _aside(self) -> contextlib.AbstractContextManager[object]:

@@ -19,7 +19,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from weft.checkpoint import AdapterImage, Summand
+from weft.checkpoint.compose import Summand
+from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import AdapterQuarantined, WeftError
 from weft.core.stats import CheckResult, TierStats
 from weft.schedule.extents import Move

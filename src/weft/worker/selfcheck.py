@@ -34,7 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.checkpoint import AdapterImage
+from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import AdapterQuarantined
 from weft.core.stats import CheckResult
 from weft.core.targets import Group, TargetTable

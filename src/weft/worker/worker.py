@@ -7,7 +7,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from weft.checkpoint import AdapterImage, Summand, files_of
+from weft.checkpoint.compose import Summand
+from weft.checkpoint.pack import AdapterImage
+from weft.checkpoint.read import files_of
 from weft.core.errors import WeftError
 from weft.core.stats import TierStats
 from weft.schedule.extents import Move

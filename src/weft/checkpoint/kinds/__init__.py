@@ -10,24 +10,22 @@ from __future__ import annotations
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
 
+import numpy as np
+
+from weft.checkpoint.config import PeftConfig
+from weft.checkpoint.fields import load_object
+from weft.checkpoint.kinds.base import Kind, PeftAdapter
+from weft.checkpoint.parts import AdapterParts
+from weft.checkpoint.read import AdapterFiles, parse_stored
 from weft.checkpoint.refuse import refuse, show
-
-if TYPE_CHECKING:
-    from weft.checkpoint.kinds.base import Kind
+from weft.core.config import MAX_ADDED_TOKENS, LoraArgs
+from weft.core.targets import TargetTable
 
 ENTRY_POINT_GROUP = "weft.adapter_kinds"
-
-_BUILT_IN = {
-    "LORA": "lora",
-    "ADALORA": "adalora",
-    "VERA": "vera",
-    "LOHA": "loha",
-    "LOKR": "lokr",
-    "IA3": "ia3",
-}
-"""The module below this one, by `peft_type`."""
+CONVERSION_TOLERANCE = LoraArgs().conversion_tolerance
+_BUILT_IN = ("LORA", "ADALORA", "VERA", "LOHA", "LOKR", "IA3")
+"""By `peft_type`; the module below this one has the same name in small letters."""
 
 
 @cache
@@ -46,9 +44,40 @@ def find_kind(peft_type: object) -> Kind:
     """The kind of that name. Raises AdapterInvalid when there is none."""
     if isinstance(peft_type, str):
         if peft_type in _BUILT_IN:
-            built_in: Kind = import_module(f"{__name__}.{_BUILT_IN[peft_type]}").KIND
+            built_in: Kind = import_module(f"{__name__}.{peft_type.lower()}").KIND
             return built_in
         if peft_type in installed():
             plugin: Kind = installed()[peft_type].load()
             return plugin
     return refuse("peft_type", f"only {', '.join(kind_names())} are served, got {show(peft_type)}")
+
+
+def parse_config(text: bytes, max_rank: int) -> PeftConfig:
+    """The config in the bytes of adapter_config.json. Raises AdapterInvalid, naming the field."""
+    fields = load_object(text)
+    kind = find_kind(fields.get("peft_type"))
+    if fields.get("task_type") not in (None, "CAUSAL_LM"):
+        refuse("task_type", f"only CAUSAL_LM is served, got {show(fields['task_type'])}")
+    return kind.parse(fields, max_rank)
+
+
+def sort_adapter(
+    files: AdapterFiles,
+    table: TargetTable,
+    max_rank: int,
+    tolerance: float = CONVERSION_TOLERANCE,
+    max_added_tokens: int = MAX_ADDED_TOKENS,
+) -> tuple[PeftConfig, AdapterParts]:
+    """The config, and the parts in the order of the table.
+
+    `tolerance`: the largest error, see `TargetParts.error`, of a kind that is no LoRA. Raises
+    AdapterInvalid, naming the tensor or field, for what does not fit the base or the config, for a
+    tensor that nothing is made of, and for an error above the tolerance.
+    """
+    config = parse_config(files.config, max_rank)
+    kind, tensors = find_kind(config.peft_type), parse_stored(files.weights)
+    adapter = PeftAdapter(kind, config, tensors, table, max_rank, tolerance, max_added_tokens)
+    with np.errstate(all="ignore"):  # what is too large shows as infinite in the image
+        parts = kind.sort(adapter)
+    parts.targets.sort(key=lambda each: each.target.slice)
+    return config, parts

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.checkpoint.config import PeftConfig
-from weft.checkpoint.fields import pattern
+from weft.checkpoint.fields import Work, pattern
 from weft.checkpoint.kinds.base import (
     NO_WHOLE_MODULES,
     NOT_TRANSPOSED,
@@ -14,7 +14,6 @@ from weft.checkpoint.kinds.base import (
     PeftAdapter,
 )
 from weft.checkpoint.parts import AdapterParts, Array, Deferred, TargetParts, find_target
-from weft.checkpoint.pattern import Work
 from weft.checkpoint.refuse import refuse, show
 from weft.core.targets import Target, TargetTable
 

@@ -27,7 +27,7 @@ MAX_INVOCATION = 256
 _MERGE = "merge the adapter into the base with PEFT's merge_and_unload, and serve that as a base"
 _PLAIN_INITS = frozenset({"gaussian", "eva", "orthogonal", "mica"})
 _RESIDUAL_INITS = ("pissa", "olora", "corda")
-"""They change the base model so that `weft.checkpoint.residual` can tell."""
+"""They change the base model so that `weft.checkpoint.base` can tell."""
 _BASE_CHANGING_INITS = {
     "loftq": "quantizes the base model, and is right on that one alone; merge the adapter into it"
     " with PEFT's merge_and_unload, and serve that as a base",
