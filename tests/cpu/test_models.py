@@ -31,8 +31,7 @@ from weft.kernels.lora import LoraStep
 from weft.kernels.ops import Ops
 from weft.models.blueprint import target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model
-from weft.models.decoder import Decoder, StepContext
-from weft.models.kv_cache import allocate_kv_cache, kv_bytes_per_block
+from weft.models.decoder import Decoder, StepContext, allocate_kv_cache, kv_bytes_per_block
 from weft.models.loading import dummy_weights, load_weights
 from weft.models.rope import inverse_frequencies
 from weft.models.weights import Weights

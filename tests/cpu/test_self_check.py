@@ -279,8 +279,8 @@ def drop_extras(name: str) -> Callable[..., None]:
         else:
             rows = extras._Own.rows
 
-            def found(self: Any, at: tuple[int, ...], hidden: int) -> Any:
-                return None if at == getattr(self.layout, name) else rows(self, at, hidden)
+            def found(self: Any, at: tuple[int, ...]) -> Any:
+                return None if at == getattr(self.layout, name) else rows(self, at)
 
             monkeypatch.setattr(extras._Own, "rows", found)
 

@@ -18,8 +18,7 @@ from weft.kernels.triton_ops import TritonOps
 from weft.kernels.tuned import Blocks
 from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
-from weft.models.decoder import Decoder, StepContext
-from weft.models.kv_cache import allocate_kv_cache
+from weft.models.decoder import Decoder, StepContext, allocate_kv_cache
 from weft.models.loading import dummy_weights
 from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import StepInputs

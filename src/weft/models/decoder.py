@@ -68,6 +68,28 @@ class Decoder:
         return self._head(x_NI, step)
 
 
+def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """How many bytes one block takes over all layers, keys and values."""
+    per_token = config.num_kv_heads * config.head_dim * dtype.itemsize
+    return 2 * config.num_layers * block_size * per_token
+
+
+def allocate_kv_cache(
+    config: ModelConfig,
+    num_blocks: int,
+    block_size: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> list[KVCache]:
+    """The cache of every layer, zeroed: (num_blocks, block_size, kv_heads, head_dim) each."""
+    shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
+
+    def empty() -> Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    return [KVCache(empty(), empty()) for _ in range(config.num_layers)]
+
+
 def _pre_norm(
     x_TI: Tensor, layers: _Layers, norms: Iterator[RmsNorm], rope: Rope, step: StepContext
 ) -> Tensor:

@@ -15,8 +15,7 @@ from weft.kernels.lora import AdapterPool, make_backend
 from weft.kernels.ops import make_ops
 from weft.kernels.quant import rounds_inputs
 from weft.models.config import resolve_model
-from weft.models.decoder import Decoder
-from weft.models.kv_cache import allocate_kv_cache
+from weft.models.decoder import Decoder, allocate_kv_cache
 from weft.worker.adapters import AdapterLoader
 from weft.worker.execute import StepExecutor
 from weft.worker.host import host_memory

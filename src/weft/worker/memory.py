@@ -13,7 +13,7 @@ import torch
 from weft.core.config import CacheArgs
 from weft.core.errors import ConfigError
 from weft.models.config import ModelConfig
-from weft.models.kv_cache import kv_bytes_per_block
+from weft.models.decoder import kv_bytes_per_block
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ D head dimension. A *slot* is a token's place in the flat cache, `block * block_
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 Ints = NDArray[np.int32]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +62,14 @@ class AttentionBatch:
     """A copy of `seq_lens_S` on the host."""
     work: RowWork | None = None
     """The work of a step that is captured, at fixed places; then the host's lists are not read."""
-    prepared: dict[Hashable, object] = field(default_factory=dict, repr=False, compare=False)
-    """What a backend derives from the batch once per step, for all layers."""
+    prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` derives from the batch, once per step and key, for all layers."""
+        found: T | None = self.prepared.get(key)
+        if found is None:
+            found = self.prepared[key] = make()
+        return found
 
 
 def make_batch(

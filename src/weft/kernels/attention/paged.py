@@ -11,6 +11,7 @@ of a graph) reads no cache and gives zeros.
 from __future__ import annotations
 
 import math
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -282,120 +283,85 @@ class PagedAttention:
         window: int | None,
     ) -> Tensor:
         out_THD = q_THD.new_empty(q_THD.shape)
-        work = self._work_of(batch, q_THD.shape[1] // cache.k.shape[2])
+        (H, D), K = q_THD.shape[1:], cache.k.shape[2]
+        table_SB, work = batch.block_table_SB, batch.work
+        if work is None:
+            work = batch.once(("triton", H // K), partial(_plan, batch, H // K))
+        tensors = (q_THD, cache.k, cache.v, out_THD)
+        numbers = (scale * LOG2E, window or 0, q_THD.stride(0), table_SB.stride(0), K)
+        constants = {
+            "G": H // K,
+            "D": D,
+            "BLOCK_D": max(16, triton.next_power_of_2(D)),
+            "BLOCK_SIZE": cache.block_size,
+            "WINDOW": window is not None,
+        }
         if work.num_decodes:
-            self._decode(q_THD, cache, batch, work, scale, window, out_THD)
+            self._decode(tensors, batch, work, numbers, constants)
         if work.tiles is not None:
-            self._prefill(q_THD, cache, batch, work.tiles, scale, window, out_THD)
+            rows, row_bytes = tile_rows(H // K), constants["BLOCK_D"] * q_THD.element_size()
+            _prefill[K, len(work.tiles)](
+                *tensors,
+                table_SB,
+                work.tiles,
+                *numbers,
+                BLOCK_M=rows,
+                BLOCK_N=CHUNKS.tokens,
+                num_warps=CHUNKS.warps,
+                num_stages=CHUNKS.stages_within(self._shared_bytes, rows, row_bytes),
+                **constants,
+            )
         return out_THD
 
     def _decode(
         self,
-        q_THD: Tensor,
-        cache: KVCache,
+        tensors: tuple[Tensor, ...],
         batch: AttentionBatch,
         work: RowWork,
-        scale: float,
-        window: int | None,
-        out_THD: Tensor,
+        numbers: tuple[float, ...],
+        constants: dict[str, int],
     ) -> None:
-        S, (H, D), K = work.num_decodes, q_THD.shape[1:], cache.k.shape[2]
+        q_THD, *_, out_THD = tensors
+        S, (H, D), block_d = work.num_decodes, q_THD.shape[1:], constants["BLOCK_D"]
+        K, row_bytes = H // constants["G"], block_d * q_THD.element_size()
         parts, rounds = self._cut(S * K)
         acc = sums = out_THD
         if parts > 1:
             acc = q_THD.new_empty((S, parts, H, D), dtype=torch.float32)
             sums = q_THD.new_empty((S, parts, H, 2), dtype=torch.float32)
         pairs = batch.seq_lens_S if work.pairs is None else work.pairs
-        block_d = max(16, triton.next_power_of_2(D))
         block_g = max(16, triton.next_power_of_2(H // K))
-        row_bytes = block_d * q_THD.element_size()
+        more = {"PARTS": parts, "PAIRS": work.pairs is not None, "PDL": self._early}
         _decode[S, K, parts](
-            q_THD,
-            cache.k,
-            cache.v,
-            out_THD,
+            *tensors,
             acc,
             sums,
             batch.block_table_SB,
             batch.seq_lens_S,
             pairs,
-            scale * LOG2E,
-            window or 0,
-            q_THD.stride(0),
-            batch.block_table_SB.stride(0),
-            K,
-            G=H // K,
-            D=D,
-            BLOCK_D=block_d,
+            *numbers,
             BLOCK_G=block_g,
             BLOCK_N=rounds.tokens,
-            BLOCK_SIZE=cache.block_size,
-            PARTS=parts,
-            PAIRS=work.pairs is not None,
-            WINDOW=window is not None,
-            PDL=self._early,
             num_warps=rounds.warps,
             num_stages=rounds.stages_within(self._shared_bytes, block_g, row_bytes),
+            **constants,
+            **more,
             **self._options,
         )
         if parts > 1:
-            self._combine(out_THD, acc, sums, pairs, work.pairs is not None)
-
-    def _combine(
-        self, out_THD: Tensor, acc: Tensor, sums: Tensor, pairs: Tensor, has_pairs: bool
-    ) -> None:
-        S, parts, H, D = acc.shape
-        _combine[S, H](
-            out_THD,
-            acc,
-            sums,
-            pairs,
-            H,
-            D=D,
-            BLOCK_D=max(16, triton.next_power_of_2(D)),
-            PARTS=parts,
-            BLOCK_P=triton.next_power_of_2(parts),
-            PAIRS=has_pairs,
-            PDL=self._early,
-            num_warps=4,
-            **self._options,
-        )
-
-    def _prefill(
-        self,
-        q_THD: Tensor,
-        cache: KVCache,
-        batch: AttentionBatch,
-        tiles: Tensor,
-        scale: float,
-        window: int | None,
-        out_THD: Tensor,
-    ) -> None:
-        (H, D), K = q_THD.shape[1:], cache.k.shape[2]
-        block_d, block_m = max(16, triton.next_power_of_2(D)), tile_rows(H // K)
-        row_bytes = block_d * q_THD.element_size()
-        _prefill[K, len(tiles)](
-            q_THD,
-            cache.k,
-            cache.v,
-            out_THD,
-            batch.block_table_SB,
-            tiles,
-            scale * LOG2E,
-            window or 0,
-            q_THD.stride(0),
-            batch.block_table_SB.stride(0),
-            K,
-            G=H // K,
-            D=D,
-            BLOCK_D=block_d,
-            BLOCK_M=block_m,
-            BLOCK_N=CHUNKS.tokens,
-            BLOCK_SIZE=cache.block_size,
-            WINDOW=window is not None,
-            num_warps=CHUNKS.warps,
-            num_stages=CHUNKS.stages_within(self._shared_bytes, block_m, row_bytes),
-        )
+            _combine[S, H](
+                out_THD,
+                acc,
+                sums,
+                pairs,
+                H,
+                D=D,
+                BLOCK_D=block_d,
+                BLOCK_P=triton.next_power_of_2(parts),
+                num_warps=4,
+                **more,
+                **self._options,
+            )
 
     def _cut(self, num_programs: int) -> tuple[int, Rounds]:
         """How many parts the contexts of decodes are cut into, and the rounds of a part, when so
@@ -404,16 +370,6 @@ class PagedAttention:
         parts = 1 << (wanted.bit_length() - 1)  # each number is compiled for
         few = num_programs * parts <= ENOUGH_PROGRAMS * self._programs
         return parts, FEW_DECODES if few else MANY_DECODES
-
-    def _work_of(self, batch: AttentionBatch, num_groups: int) -> RowWork:
-        if batch.work is not None:
-            return batch.work
-        key = ("triton", num_groups)
-        work = batch.prepared.get(key)
-        if work is None:
-            work = batch.prepared[key] = _plan(batch, num_groups)
-        assert isinstance(work, RowWork)
-        return work
 
 
 def _plan(batch: AttentionBatch, num_groups: int) -> RowWork:

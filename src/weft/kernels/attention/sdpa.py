@@ -25,7 +25,8 @@ def torch_attend(
     Sequences of like size share a padded bucket. What that takes (indices, masks) is made once
     per step and window; in a step of decodes only, a layer costs two gathers and one attention.
     """
-    plan = _plan_of(batch, cache.block_size, window, q_THD.dtype)
+    facts = (cache.block_size, window, q_THD.dtype)
+    plan = batch.once(("torch", *facts), partial(_make_plan, batch, *facts))
     k_XKD, v_XKD = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
     outs = [_attend(q_THD, k_XKD, v_XKD, bucket, scale) for bucket in plan.buckets]
     out_YHD = outs[0] if len(outs) == 1 else torch.cat(outs)
@@ -69,17 +70,6 @@ def _attend(q_THD: Tensor, k_XKD: Tensor, v_XKD: Tensor, bucket: _Bucket, scale:
         return attend(q.reshape(P, K, H // K, D), k, v).reshape(P, H, D)
     q = q.reshape(P, Q, H, D).transpose(1, 2)
     return attend(q, k, v, enable_gqa=H != K).transpose(1, 2).reshape(P * Q, H, D)
-
-
-def _plan_of(
-    batch: AttentionBatch, block_size: int, window: int | None, dtype: torch.dtype
-) -> _Plan:
-    key = ("torch", block_size, window, dtype)
-    plan = batch.prepared.get(key)
-    if plan is None:
-        plan = batch.prepared[key] = _make_plan(batch, block_size, window, dtype)
-    assert isinstance(plan, _Plan)
-    return plan
 
 
 def _make_plan(

@@ -39,7 +39,7 @@ def with_extras(step: LoraStep, pool: AdapterPool, batch: LoraBatch) -> LoraStep
 
 def norms_of(step: LoraStep | None) -> NormStep | None:
     """The norms of a step's adapters; None if none of them has one."""
-    return step if isinstance(step, ExtrasStep) and step.has_norms else None
+    return step.norms if isinstance(step, ExtrasStep) else None
 
 
 def vocabulary_of(step: LoraStep | None) -> VocabularyStep | None:
@@ -79,15 +79,11 @@ class ExtrasStep(LoraStep):
     def __init__(self, step: LoraStep, pool: AdapterPool, batch: LoraBatch) -> None:
         self._step = step
         self._pool = pool
-        self._num_tokens, _ = vocabulary(pool.table, "embedding")
         self._segments = _own(pool, batch.segments)
         self._sampled = _own(pool, batch.sampled_segments)
-        own = (self._segments, self._sampled)
-        added = [
-            [each for each in segments if each.layout.vocab_size > self._num_tokens]
-            for segments in own
-        ]
+        added = [[own for own in each if own.num_added] for each in (self._segments, self._sampled)]
         self.vocabulary: VocabularyStep | None = _AddedTokens(pool, *added) if any(added) else None
+        self.norms = self if any(own.layout.norm_offset for own in self._segments) else None
 
     def start(self, x_TI: Tensor, group: int) -> None:
         self._step.start(x_TI, group)
@@ -101,7 +97,7 @@ class ExtrasStep(LoraStep):
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
         for own in self._segments:
-            if found := own.rows(own.layout.embedding_rows, y_TO.shape[1], self._num_tokens):
+            if found := own.rows(own.layout.embedding_rows):
                 part = slice(own.start, own.stop)
                 y_TO[part] = _looked_up(*found, ids_T[part], y_TO[part])
         self._step.embedding(y_TO, ids_T, group)
@@ -109,7 +105,7 @@ class ExtrasStep(LoraStep):
 
     def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
         for own in self._sampled:
-            if found := own.rows(own.layout.head_rows, x_NI.shape[1], self._num_tokens):
+            if found := own.rows(own.layout.head_rows):
                 ids_n, rows_nI = found
                 y_nV = y_NV[own.start : own.stop]
                 logits = x_NI[own.start : own.stop] @ rows_nI.t()
@@ -125,10 +121,6 @@ class ExtrasStep(LoraStep):
         size = self._pool.table.norms[index].size
         weights = ((own, own.norm(index, size)) for own in self._segments)
         return [(own.start, own.stop, weight) for own, weight in weights if weight is not None]
-
-    @property
-    def has_norms(self) -> bool:
-        return any(own.layout.norm_offset for own in self._segments)
 
     def _scale_and_shift(self, y: Tensor, group: int, segments: list[_Own]) -> None:
         for own in segments:
@@ -150,13 +142,13 @@ class _AddedTokens:
     """The VocabularyStep of the segments that have added tokens."""
 
     def __init__(self, pool: AdapterPool, segments: list[_Own], sampled: list[_Own]) -> None:
-        self._vocab, self._hidden = vocabulary(pool.table, "embedding")
+        self._vocab, _ = vocabulary(pool.table, "embedding")
         self._segments, self._sampled = segments, sampled
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor) -> None:
         for own in self._segments:
             part = slice(own.start, own.stop)
-            rows_nO = own.added(own.layout.embedding_rows, self._vocab, self._hidden)
+            rows_nO = own.added(own.layout.embedding_rows)
             at_T = ids_T[part] - self._vocab
             found_TO = rows_nO[at_T.clamp(0, len(rows_nO) - 1)]
             y_TO[part] = torch.where((at_T >= 0)[:, None], found_TO, y_TO[part])
@@ -167,7 +159,7 @@ class _AddedTokens:
         width = max(own.layout.vocab_size for own in self._sampled)
         y_NW = F.pad(y_NV, (0, width - self._vocab), value=-torch.inf)
         for own in self._sampled:
-            rows_nI = own.added(own.layout.head_rows, self._vocab, self._hidden)
+            rows_nI = own.added(own.layout.head_rows)
             added_Nn = x_NI[own.start : own.stop] @ rows_nI.t()
             y_NW[own.start : own.stop, self._vocab : own.layout.vocab_size] = added_Nn
         return y_NW
@@ -180,6 +172,9 @@ class _Own:
         self.start, self.stop = segment.start, segment.stop
         self.layout = layout
         self._image = pool.arena[at : at + layout.num_elements]
+        vocab, self._hidden = vocabulary(pool.table, "embedding")
+        self.num_added = max(layout.vocab_size - vocab, 0)
+        """How many tokens the adapter adds to the vocabulary."""
 
     def vector(self, offsets: tuple[int, ...], index: int, size: int) -> Tensor | None:
         """A vector of the image, fp32 (size,); None if it has none there."""
@@ -193,25 +188,21 @@ class _Own:
             return None
         return self._image[offsets[index] : offsets[index] + size]
 
-    def rows(
-        self, at: tuple[int, ...], hidden: int, vocab: int
-    ) -> tuple[Tensor | None, Tensor] | None:
+    def rows(self, at: tuple[int, ...]) -> tuple[Tensor | None, Tensor] | None:
         """The rows that replace those of the base's tokens: int32 ids (n,), None for all of the
         vocabulary; and rows (n, hidden)."""
-        if not at or not (count := at[2] - self._num_added(vocab)):
+        if not at or not (count := at[2] - self.num_added):
             return None
-        start, ids, _ = at
-        rows = self._image[start : start + count * hidden].view(count, hidden)
-        return (None if ids < 0 else self._bits(ids, count, torch.int32)), rows
+        ids_n = None if at[1] < 0 else self._bits(at[1], count, torch.int32)
+        return ids_n, self._all_rows(at)[:count]
 
-    def added(self, at: tuple[int, ...], vocab: int, hidden: int) -> Tensor:
-        """The rows of added tokens, (n, hidden)."""
+    def added(self, at: tuple[int, ...]) -> Tensor:
+        """The rows of added tokens, (n, hidden), which are the last ones."""
+        return self._all_rows(at)[at[2] - self.num_added :]
+
+    def _all_rows(self, at: tuple[int, ...]) -> Tensor:
         start, _, num = at
-        rows = self._image[start : start + num * hidden].view(num, hidden)
-        return rows[num - self._num_added(vocab) :]
-
-    def _num_added(self, vocab: int) -> int:
-        return max(self.layout.vocab_size - vocab, 0)
+        return self._image[start : start + num * self._hidden].view(num, self._hidden)
 
     def _bits(self, start: int, size: int, dtype: torch.dtype) -> Tensor:
         words = size * dtype.itemsize // self._image.element_size()

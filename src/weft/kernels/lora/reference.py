@@ -23,39 +23,35 @@ class ReferenceBackend:
 class ReferenceStep(LoraStep):
     def __init__(self, pool: AdapterPool, batch: LoraBatch) -> None:
         self._pool = pool
-        self._slot_T = batch.slot_T.tolist()
-        self._slot_N = batch.slot_N.tolist()
+        self._slot_T, self._slot_N = batch.slot_T.tolist(), batch.slot_N.tolist()
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
-        self._rows(y_TO, x_TI, group, self._slot_T)
+        ReferenceRows(self._pool, [(slot, 0) for slot in self._slot_T]).linear(y_TO, x_TI, group)
 
     def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
-        self._rows(y_NV, x_NI, group, self._slot_N)
+        ReferenceRows(self._pool, [(slot, 0) for slot in self._slot_N]).linear(y_NV, x_NI, group)
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
         for t, slot in enumerate(self._slot_T):
             if slot >= 0 and (view := self._pool.view(slot, group)):
                 _expand(y_TO[t], view.a_RI[ids_T[t]].float(), view)
 
-    def experts(self, token_P: Tensor, expert_P: Tensor) -> ReferenceExperts:
+    def experts(self, token_P: Tensor, expert_P: Tensor) -> ReferenceRows:
         slots = [self._slot_T[t] for t in token_P.tolist()]
-        return ReferenceExperts(self._pool, list(zip(slots, expert_P.tolist(), strict=True)))
-
-    def _rows(self, y: Tensor, x: Tensor, group: int, slots: list[int]) -> None:
-        for t, slot in enumerate(slots):
-            if slot >= 0 and (view := self._pool.view(slot, group)):
-                _expand(y[t], view.a_RI.float() @ x[t].float(), view)
+        return ReferenceRows(self._pool, list(zip(slots, expert_P.tolist(), strict=True)))
 
 
-class ReferenceExperts:
-    def __init__(self, pool: AdapterPool, pairs: list[tuple[int, int]]) -> None:
+class ReferenceRows:
+    """Rows of which each belongs to a slot (-1: the base) and goes through an expert."""
+
+    def __init__(self, pool: AdapterPool, rows: list[tuple[int, int]]) -> None:
         self._pool = pool
-        self._pairs = pairs
+        self._rows = rows
 
-    def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
-        for p, (slot, expert) in enumerate(self._pairs):
+    def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
+        for t, (slot, expert) in enumerate(self._rows):
             if slot >= 0 and (view := self._pool.view(slot, group, expert)):
-                _expand(y_PO[p], view.a_RI.float() @ x_PI[p].float(), view)
+                _expand(y_TO[t], view.a_RI.float() @ x_TI[t].float(), view)
 
 
 def _expand(y_O: Tensor, v_R: Tensor, view: GroupView) -> None:

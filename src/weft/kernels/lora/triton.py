@@ -40,9 +40,8 @@ from weft.core.errors import ConfigError
 from weft.kernels import tuned
 from weft.kernels.linear import DenseWeight, Weight
 from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, LoraStep
-from weft.kernels.lora.triton_beside import NUM_FLAGS, AdapterLaunch, launch_beside
-from weft.kernels.lora.triton_experts import tiles_of_experts
-from weft.kernels.lora.triton_rows import TileList, TileRows
+from weft.kernels.lora.triton_beside import NUM_FLAGS, launch_beside
+from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
 from weft.kernels.lora.triton_tiles import EXPERT, expand_tile, num_blocks_of, shrink_tile
 from weft.kernels.product import Pending, Product
 from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
@@ -250,13 +249,14 @@ class TritonBackend:
 
 
 class TritonStep(LoraStep):
-    """LoraStep of the Triton backend."""
+    """LoraStep of the Triton backend; ExpertStep too, where its rows are those of experts."""
 
     def __init__(
-        self, backend: TritonBackend, tokens: TileRows, sampled: TileRows, work: Tensor
+        self, backend: TritonBackend, rows: TileRows, sampled: TileRows, work: Tensor
     ) -> None:
         self._backend = backend
-        self._tokens = tokens
+        self.rows = rows
+        """The step's rows, as `shrink` and `expand` take them."""
         self._sampled = sampled
         self._work = work
         self._shrunk = False
@@ -265,19 +265,14 @@ class TritonStep(LoraStep):
     def start(self, x_TI: Tensor, group: int) -> None:
         # Ahead of the product, as it can start while the kernel before still runs, which after a
         # product of another library it can't.
-        self.shrink(x_TI, group, self._tokens)
+        self.shrink(x_TI, group, self.rows)
         self._shrunk = True
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         if not self._shrunk:
-            self.shrink(x_TI, group, self._tokens)
+            self.shrink(x_TI, group, self.rows)
         self._shrunk = False
-        self.expand(y_TO, group, self._tokens)
-
-    @property
-    def rows(self) -> TileRows:
-        """The step's rows, as `shrink` and `expand` take them."""
-        return self._tokens
+        self.expand(y_TO, group, self.rows)
 
     def product(
         self, x_TI: Tensor, weight: Weight, bias_O: Tensor | None, group: int
@@ -285,51 +280,45 @@ class TritonStep(LoraStep):
         """Compute a layer of few rows: see `weft.kernels.lora.triton_beside`."""
         if not isinstance(weight, DenseWeight):
             return None
-        weight_OI = weight.values_OI
-        backend, rows = self._backend, self._tokens
-        pool, tuning = backend.pool, backend.tuning
-        of = pool.table.groups[group]
-        cut = cut_of(x_TI, weight_OI)
-        if cut is None or rows.slots is None or len(rows.tiles) != len(x_TI):
+        backend, rows, num_rows = self._backend, self.rows, len(x_TI)
+        cut = cut_of(x_TI, weight.values_OI)
+        if cut is None or rows.slots is None or len(rows.tiles) != num_rows:
             return None
-        num_rows = len(x_TI)
+        pool, of = backend.pool, backend.pool.table.groups[group]
         delta_TO = backend.delta[: num_rows * of.out_features].view(num_rows, of.out_features)
         tables = (pool.a_offset_SG, pool.b_offset_SL, pool.rank_SL)
-        adapters = AdapterLaunch(
+        launched = launch(x_TI, weight.values_OI, bias_O, cut, backend.flags)
+        launch_beside(
+            launched,
+            x_TI,
             (delta_TO, self._work, backend.flags, pool.arena, rows.tiles, *tables),
             (group, of.slices[0].slice, pool.a_offset_SG.shape[1], pool.rank_SL.shape[1]),
             widths=tuple(s.out_features for s in of.slices),
             row_floats=backend.row_floats,
-            part=tuning.part,
-            max_parts=tuning.max_parts,
+            part=backend.tuning.part,
+            max_parts=backend.tuning.max_parts,
         )
-        launched = launch(x_TI, weight_OI, bias_O, cut, backend.flags)
-        launch_beside(launched, x_TI, adapters)
         return Product(launched.y_TO, Pending(delta_TO, rows.slots))
 
     def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
-        self._apply(y_NV, x_NI, group, self._sampled)
+        self.shrink(x_NI, group, self._sampled)
+        self.expand(y_NV, group, self._sampled)
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
-        self.expand(y_TO, group, self._tokens, ids_T)
+        self.expand(y_TO, group, self.rows, ids_T)
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
-        slot_T = self._tokens.slots
-        assert slot_T is not None
-        return _Experts(self._backend, tiles_of_experts(slot_T, token_P, expert_P))
-
-    def _apply(self, y: Tensor, x: Tensor, group: int, rows: TileRows) -> None:
-        self.shrink(x, group, rows)
-        self.expand(y, group, rows)
+        assert self.rows.slots is not None
+        rows = TileRows(tiles_of_experts(self.rows.slots, token_P, expert_P))
+        work = self._work.new_empty((len(token_P), self._backend.row_floats))
+        return TritonStep(self._backend, rows, rows, work)
 
     def shrink(self, x_TK: Tensor, group: int, rows: TileRows) -> None:
         """Write v of all rows to the workspace: see `_shrink`."""
         if not len(rows.tiles):
             return
-        assert x_TK.stride(1) == 1
-        backend, pool, tuning = self._backend, self._backend.pool, self._backend.tuning
-        blocks = tuning.blocks
-        of = pool.table.groups[group]
+        pool, blocks = self._backend.pool, self._backend.tuning.blocks
+        numbers, constants = self._arguments(group, x_TK)
         _shrink[self._grid(blocks.shrink_programs, len(x_TK) * SHARES)](
             x_TK,
             self._work,
@@ -337,75 +326,57 @@ class TritonStep(LoraStep):
             rows.tiles,
             pool.a_offset_SG,
             pool.rank_SL,
-            group,
-            of.slices[0].slice,
-            x_TK.stride(0),
-            pool.a_offset_SG.shape[1],
-            pool.rank_SL.shape[1],
-            K=of.in_features,
-            W=backend.row_floats,
-            NUM_SLICES=len(of.slices),
+            *numbers,
+            NUM_SLICES=len(pool.table.groups[group].slices),
             SHARES=SHARES,
-            PART=tuning.part,
-            MAX_PARTS=tuning.max_parts,
             STAGES=blocks.shrink_stages,
-            EXACT=backend.exact,
-            PDL=tuning.dependent_launch,
             num_warps=blocks.shrink_warps,
-            **launch_options(tuning.dependent_launch),
+            **constants,
         )
 
     def expand(self, y_TO: Tensor, group: int, rows: TileRows, ids_T: Tensor | None = None) -> None:
         """Add to y what v, or with `ids_T` the rows of an embedding's A, give."""
         if not len(rows.tiles):
             return
-        assert y_TO.stride(1) == 1
-        backend, pool, tuning = self._backend, self._backend.pool, self._backend.tuning
-        blocks = tuning.blocks
-        of = pool.table.groups[group]
-        gather = ids_T is not None
-        num_blocks = triton.cdiv(of.out_features, blocks.columns)
+        pool, blocks = self._backend.pool, self._backend.tuning.blocks
+        numbers, constants = self._arguments(group, y_TO)
+        widths = tuple(s.out_features for s in pool.table.groups[group].slices)
+        num_blocks = triton.cdiv(pool.table.groups[group].out_features, blocks.columns)
         _expand[self._grid(blocks.expand_programs, len(y_TO) * num_blocks)](
             y_TO,
             self._work,
-            ids_T if gather else rows.tiles,
+            rows.tiles if ids_T is None else ids_T,
             pool.arena,
             rows.tiles,
             pool.a_offset_SG,
             pool.b_offset_SL,
             pool.rank_SL,
-            group,
-            of.slices[0].slice,
-            y_TO.stride(0),
-            pool.a_offset_SG.shape[1],
-            pool.rank_SL.shape[1],
-            WIDTHS=tuple(s.out_features for s in of.slices),
-            K=of.in_features,
-            W=backend.row_floats,
+            *numbers,
+            WIDTHS=widths,
             BLOCK_N=blocks.columns,
-            PART=tuning.part,
-            MAX_PARTS=tuning.max_parts,
             STAGES=blocks.expand_stages,
-            GATHER=gather,
-            EXACT=backend.exact,
-            PDL=tuning.dependent_launch,
+            GATHER=ids_T is not None,
             num_warps=blocks.expand_warps,
-            **launch_options(tuning.dependent_launch),
+            **constants,
         )
+
+    def _arguments(self, group: int, rows: Tensor) -> tuple[tuple[int, ...], dict[str, int]]:
+        """What shrink and expand take alike: their numbers, from `group` on, and constants."""
+        assert rows.stride(1) == 1
+        backend, pool, tuning = self._backend, self._backend.pool, self._backend.tuning
+        of = pool.table.groups[group]
+        sizes = (pool.a_offset_SG.shape[1], pool.rank_SL.shape[1])
+        constants = {
+            "K": of.in_features,
+            "W": backend.row_floats,
+            "PART": tuning.part,
+            "MAX_PARTS": tuning.max_parts,
+            "EXACT": backend.exact,
+            "PDL": tuning.dependent_launch,
+            **launch_options(tuning.dependent_launch),
+        }
+        return (group, of.slices[0].slice, rows.stride(0), *sizes), constants
 
     def _grid(self, programs: int, most: int) -> tuple[int]:
         """The grid of so many programs for each processor, where there is work for them."""
         return (min(programs * processors(self._backend.pool.arena.device), most),)
-
-
-class _Experts:
-    """ExpertStep of the Triton backend."""
-
-    def __init__(self, backend: TritonBackend, tiles_P4: Tensor) -> None:
-        work = backend.delta.new_empty((len(tiles_P4), backend.row_floats))
-        self._rows = TileRows(tiles_P4)
-        self._step = TritonStep(backend, self._rows, self._rows, work)
-
-    def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
-        self._step.shrink(x_PI, group, self._rows)
-        self._step.expand(y_PO, group, self._rows)

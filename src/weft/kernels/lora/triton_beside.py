@@ -16,7 +16,6 @@ Programs that wait for each other only count; no sum depends on who comes first.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -161,21 +160,6 @@ def _adapters(
             tl.store(turn_ptr, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterLaunch:
-    """The adapters' part of a launch."""
-
-    tensors: tuple[Tensor, ...]
-    """The tensors: delta, workspace, flags, arena, tiles, a_offset, b_offset, rank."""
-    numbers: tuple[int, ...]
-    """The numbers: group, first slice, number of groups, number of targets."""
-    widths: tuple[int, ...]
-    """The widths of the slices."""
-    row_floats: int
-    part: int
-    max_parts: int
-
-
 PER_TILE = 16
 """The most programs for a tile of rows."""
 
@@ -192,9 +176,22 @@ def programs_beside(device: torch.device) -> int:
     return 1 if INTERPRETED else min(4 * processors(device), MOST_PROGRAMS)
 
 
-def launch_beside(product: Launched, x_TK: Tensor, adapters: AdapterLaunch) -> None:
-    """Write delta to where `adapters` says, beside a product of the same x that was launched just
-    before with the same flags."""
+def launch_beside(
+    product: Launched,
+    x_TK: Tensor,
+    tensors: tuple[Tensor, ...],
+    numbers: tuple[int, ...],
+    *,
+    widths: tuple[int, ...],
+    row_floats: int,
+    part: int,
+    max_parts: int,
+) -> None:
+    """Write delta beside a product of the same x that was launched just before with the same flags.
+
+    `tensors`: delta, workspace, flags, arena, tiles, a_offset, b_offset, rank. `numbers`: group,
+    first slice, number of groups, number of targets. `widths` are those of the group's slices.
+    """
     early = starts_early(x_TK.device)
     grid = (programs_beside(x_TK.device),)
     beside = _adapters[grid]
@@ -203,19 +200,19 @@ def launch_beside(product: Launched, x_TK: Tensor, adapters: AdapterLaunch) -> N
         beside = partial(_adapters.warmup, grid=grid)
     beside(
         x_TK,
-        *adapters.tensors,
+        *tensors,
         x_TK.stride(0),
         product.turn,
-        *adapters.numbers,
+        *numbers,
         O=product.y_TO.shape[1],
         K=x_TK.shape[1],
         PER_TILE=PER_TILE,
         TURNS=TURNS,
-        WIDTHS=adapters.widths,
-        W=adapters.row_floats,
+        WIDTHS=widths,
+        W=row_floats,
         BLOCK_N=128,
-        PART=adapters.part,
-        MAX_PARTS=adapters.max_parts,
+        PART=part,
+        MAX_PARTS=max_parts,
         SHRINK_STAGES=3,
         EXPAND_STAGES=4,
         EXACT=INTERPRETED or x_TK.dtype == torch.float32,
