@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.core.errors import ConfigError
-from weft.kernels.attention import sdpa, torch_attend
+from weft.kernels.attention import sdpa
+from weft.kernels.attention.sdpa import torch_attend
 from weft.kernels.ops import (
     Ops,
     apply_rope,

@@ -26,8 +26,7 @@ from weft.kernels.attention import KVCache, make_batch
 from weft.kernels.linear import DenseWeight
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, triton_beside
 from weft.kernels.lora.triton import TritonBackend, TritonStep, Tuning
-from weft.kernels.ops import Ops
-from weft.kernels.product import Pending, Product
+from weft.kernels.ops import Ops, Pending, Product
 from weft.kernels.triton_ops import TritonOps
 from weft.kernels.tuned import Cut
 

@@ -18,8 +18,7 @@ import weft.kernels.triton_ops as kernels
 from weft.core.errors import ConfigError
 from weft.kernels.attention import AttentionBatch, KVCache, make_batch, reference_attend, write_kv
 from weft.kernels.attention.paged import Rounds
-from weft.kernels.ops import Ops, reference_rms_norm, reference_silu_and_mul
-from weft.kernels.product import Product
+from weft.kernels.ops import Ops, Product, reference_rms_norm, reference_silu_and_mul
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
 

@@ -20,7 +20,7 @@ from weft.core.targets import layout_of
 from weft.kernels.linear import DenseWeight
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment
 from weft.kernels.lora.triton import TritonBackend
-from weft.kernels.product import Pending
+from weft.kernels.ops import Pending
 from weft.kernels.quant import e4m3, fp8, triton_fp8
 
 TABLE = build_table(

@@ -1,21 +1,24 @@
 """What a decoder layer does between its matrix products: in plain torch here, for any device, and
 as fused Triton kernels in `weft.kernels.triton_ops`.
 
-Shapes: T token rows, I hidden size, F intermediate width, H query heads, K key and value heads,
-D head dimension, R rotated dimensions of a head, which come first, N any number of heads.
+Shapes: T token rows, O outputs of a linear layer, I hidden size, F intermediate width, H query
+heads, K key and value heads, N any number of heads, D head dimension, R rotated dimensions of a
+head, which come first.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from importlib import import_module
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.errors import ConfigError
-from weft.kernels.attention import Attend, AttentionBatch, KVCache, torch_attend, write_kv
-from weft.kernels.product import Product
+from weft.kernels.attention import Attend, AttentionBatch, KVCache, write_kv
+from weft.kernels.attention.sdpa import torch_attend
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
@@ -68,6 +71,37 @@ def reference_rope(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
     cos, sin = cos_T1R[..., half:].float(), sin_T1R[..., half:].float()
     rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x_TND.dtype)
     return torch.cat((rotated, x_TND[..., R:]), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What adapters add to a product, left to the operation that reads the product next.
+
+    The result is `y + add` for the rows whose slot is not negative; `add` of the others is
+    undefined.
+    """
+
+    add_TO: Tensor
+    """fp32"""
+    slot_T: Tensor
+    """int32"""
+
+    def added_to(self, y_TO: Tensor) -> Tensor:
+        """The sum, rounded once; other rows to the bit as they are."""
+        sum_TO = (y_TO.float() + self.add_TO).to(y_TO.dtype)
+        return torch.where(self.slot_T[:, None] >= 0, sum_TO, y_TO)
+
+
+class Product(NamedTuple):
+    """The product of a linear layer, and what is to be added to it before it is used."""
+
+    y_TO: Tensor
+    pending: Pending | None = None
+    """None: nothing, y is the whole result. It is there until the next linear layer is called."""
+
+    def whole(self) -> Tensor:
+        """The result with what is pending, (T, O); y itself if nothing is."""
+        return self.y_TO if self.pending is None else self.pending.added_to(self.y_TO)
 
 
 class Ops:

@@ -20,9 +20,9 @@ def starts_early(device: torch.device) -> bool:
 
 
 def launch_options(early: bool) -> dict[str, bool]:
-    """The options of a launch that may start early, if `early`. Its kernel waits where it reads
-    what the kernel ahead writes."""
-    return {"launch_pdl": True} if early else {}
+    """The options of a launch, which may start early, if `early`. With PDL its kernel then waits
+    where it reads what the kernel ahead writes."""
+    return {"PDL": True, "launch_pdl": True} if early else {"PDL": False}
 
 
 def processors(device: torch.device) -> int:

@@ -187,7 +187,6 @@ def launch(
     if x_TK.is_cuda and not torch.cuda.is_current_stream_capturing():
         stream = torch.cuda.current_stream(x_TK.device).cuda_stream
     parts, tickets, nobody = _meeting_place(x_TK.device, stream)
-    early = starts_early(x_TK.device)
     turn = 1 + next(_launches) % (1 << 30)
     kernel = _product[O // cut.columns * cut.split,](
         x_TK,
@@ -211,8 +210,7 @@ def launch(
         BIAS=bias_O is not None,
         TURNS=TURNS,
         EXACT=INTERPRETED or x_TK.dtype == torch.float32,
-        PDL=early,
         num_warps=4,
-        **launch_options(early),
+        **launch_options(starts_early(x_TK.device)),
     )
     return Launched(y_TO, turn, kernel)

@@ -17,8 +17,7 @@ from torch import Tensor
 from weft.core.errors import ConfigError
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.attention.paged import PagedAttention
-from weft.kernels.ops import Ops
-from weft.kernels.product import Pending, Product
+from weft.kernels.ops import Ops, Pending, Product
 from weft.kernels.triton_base import INTERPRETED, launch_options, starts_early
 
 
@@ -34,7 +33,7 @@ def _has_pending(slot_at, PENDING: tl.constexpr):
 
 @triton.jit
 def _with_pending(y, add_at, has, mask, PENDING: tl.constexpr):
-    """y and what adapters add to it; see `weft.kernels.product`."""
+    """y and what adapters add to it; see `weft.kernels.ops`."""
     if PENDING:
         add = tl.load(add_at, mask=mask, other=0.0)
         y = tl.where(has, (y.to(tl.float32) + add).to(y.dtype), y)
@@ -182,9 +181,7 @@ class TritonOps(Ops):
         if device.type == "cpu" and not INTERPRETED:
             raise ConfigError("the triton ops need a GPU", "ops")
         super().__init__(PagedAttention(device))
-        self._early = starts_early(device)
-        """Whether a kernel starts before the one ahead has ended, and waits for what it writes."""
-        self._options = launch_options(self._early)
+        self._options = launch_options(starts_early(device))
 
     def rms_norm(
         self, x_TI: Tensor, weight_I: Tensor, eps: float, delta: Product | None = None
@@ -205,7 +202,6 @@ class TritonOps(Ops):
                 ADD=delta is not None,
                 BLOCK=block,
                 PENDING=pending is not None,
-                PDL=self._early,
                 num_warps=min(max(block // 512, 1), 16),
                 **self._options,
             )
@@ -224,7 +220,6 @@ class TritonOps(Ops):
                 width,
                 BLOCK=1024,
                 PENDING=pending is not None,
-                PDL=self._early,
                 num_warps=4,
                 **self._options,
             )
@@ -267,7 +262,6 @@ class TritonOps(Ops):
                 BLOCK=triton.next_power_of_2(D),
                 NORM=norm_ND is not None,
                 PENDING=pending is not None,
-                PDL=self._early,
                 num_warps=1,
                 **self._options,
             )

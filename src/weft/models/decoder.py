@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.attention import KVCache
-from weft.kernels.ops import Ops
-from weft.kernels.product import Product
+from weft.kernels.ops import Ops, Product
 from weft.models.blueprint import EMBED, HEAD, LAST_NORM, experts_of, layer_norms
 from weft.models.config import ModelConfig
 from weft.models.layers import Embedding, Head, HeadNorm, Linear, RmsNorm, StepContext, WidthNorm
@@ -138,22 +137,17 @@ class _Builder:
         index = self.weights.table.norms_by_name[name].index
         return RmsNorm(self.weights.norms[name], self.config.rms_norm_eps, index, self.ops)
 
-    def head_norm(self, layer: int) -> HeadNorm | None:
-        """The norms over each head's q and k, if the model has them."""
+    def qk_norm(self, layer: int) -> HeadNorm | WidthNorm | None:
+        """The norms over q and k, if the model has them."""
         config, of = self.config, f"model.layers.{layer}.self_attn."
-        if config.qk_norm != "head":
+        if config.qk_norm is None:
             return None
         q, k = self.norm(of + "q_norm"), self.norm(of + "k_norm")
+        if config.qk_norm == "width":
+            return WidthNorm(q, k)
         q_HD = q.weight_I.expand(config.num_heads, -1)
         weight_ND = torch.cat((q_HD, k.weight_I.expand(config.num_kv_heads, -1)))
         return HeadNorm(weight_ND, config.num_heads, q.index, k.index)
-
-    def width_norm(self, layer: int) -> WidthNorm | None:
-        """The norms over the whole of q and k, if the model has them."""
-        if self.config.qk_norm != "width":
-            return None
-        of = f"model.layers.{layer}.self_attn."
-        return WidthNorm(self.norm(of + "q_norm"), self.norm(of + "k_norm"))
 
     def mlp(self, layer: int) -> DenseMlp | SparseMlp:
         moe = experts_of(self.config, layer)
@@ -171,7 +165,7 @@ class _Layer:
         config = parts.config
         self._qkv, self._o = parts.linear(f"{index}.qkv"), parts.linear(f"{index}.o")
         self.mlp = parts.mlp(index)
-        self._head_norm, self._width_norm = parts.head_norm(index), parts.width_norm(index)
+        self._qk_norm = parts.qk_norm(index)
         self._ops = parts.ops
         self._eps = config.rms_norm_eps
         self._scale = config.head_dim**-0.5
@@ -179,10 +173,11 @@ class _Layer:
 
     def attend(self, x_TI: Tensor, rope: Rope, step: StepContext, cache: KVCache) -> Product:
         ops, batch = self._ops, step.attention
-        qkv = self._qkv(x_TI, step)
-        if self._width_norm is not None:
-            qkv = self._width_norm(qkv, step)
-        norm = self._head_norm(len(x_TI), step) if self._head_norm else None
+        qkv, norm = self._qkv(x_TI, step), None
+        if isinstance(self._qk_norm, WidthNorm):
+            qkv = self._qk_norm(qkv, step)
+        elif self._qk_norm is not None:
+            norm = self._qk_norm(len(x_TI), step)
         q_THD = ops.rope_and_write(qkv, rope, norm, self._eps, cache, batch)
         out_THD = ops.attend(q_THD, cache, batch, scale=self._scale, window=self._window)
         return self._o(out_THD.flatten(1), step)

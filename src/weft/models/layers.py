@@ -15,8 +15,7 @@ from torch import Tensor
 from weft.kernels.attention import AttentionBatch
 from weft.kernels.linear import Weight
 from weft.kernels.lora.base import LoraStep, NormStep, VocabularyStep
-from weft.kernels.ops import Ops
-from weft.kernels.product import Product
+from weft.kernels.ops import Ops, Product
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels.lora.base import ExpertStep
-from weft.kernels.ops import Ops
-from weft.kernels.product import Product
+from weft.kernels.ops import Ops, Product
 from weft.models.config import MoeConfig
 from weft.models.layers import Linear, StepContext
 

@@ -46,9 +46,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]
     if rope.type == "llama3":
         return _llama3(rope, freq), 1.0
     if rope.type == "yarn":
-        return _yarn(rope, freq), _yarn_attention_factor(rope)
+        return _yarn(rope, freq), _attention_factor(rope)
     if rope.type == "longrope":
-        return freq / torch.tensor(rope.short_factor), _longrope_attention_factor(rope)
+        return freq / torch.tensor(rope.short_factor), _attention_factor(rope)
     return freq, 1.0
 
 
@@ -83,21 +83,16 @@ def _yarn_dimension(rope: RopeConfig, dim: int, rotations: float) -> float:
     return dim * math.log(turns) / (2 * math.log(rope.theta))
 
 
-def _yarn_attention_factor(rope: RopeConfig) -> float:
+def _attention_factor(rope: RopeConfig) -> float:
+    """The factor for cos and sin of yarn and longrope."""
     if rope.attention_factor is not None:
         return rope.attention_factor
-    if rope.mscale and rope.mscale_all_dim:
+    if rope.type == "yarn" and rope.mscale and rope.mscale_all_dim:
         return _mscale(rope.factor, rope.mscale) / _mscale(rope.factor, rope.mscale_all_dim)
-    return _mscale(rope.factor, 1.0)
+    if rope.type == "yarn" or rope.factor <= 1:
+        return _mscale(rope.factor, 1.0)
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))
 
 
 def _mscale(factor: float, mscale: float) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
-
-
-def _longrope_attention_factor(rope: RopeConfig) -> float:
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    if rope.factor <= 1:
-        return 1.0
-    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))

@@ -44,7 +44,7 @@ from weft.kernels.lora import AdapterPool, LoraBackend, LoraBatch, LoraStep, Seg
 from weft.kernels.lora.base import ExpertStep, NormStep, VocabularyStep
 from weft.kernels.lora.extras import norms_of, vocabulary_of, with_extras
 from weft.kernels.lora.oracle import ImageStep
-from weft.kernels.product import Product
+from weft.kernels.ops import Product
 from weft.models.decoder import Decoder, StepContext
 from weft.worker.step import StepTensors, hidden_states, logits
 

@@ -1,27 +1,179 @@
-"""Causal attention over a paged KV cache, for decodes and chunks of prefill in one batch."""
+"""Causal attention over a paged KV cache, for decodes and chunks of prompts in one batch: a step's
+sequences and their cache, which every attention kernel takes.
 
-from weft.kernels.attention.batch import (
-    Attend,
-    AttentionBatch,
-    KVCache,
-    RowWork,
-    make_batch,
-    reference_attend,
-    row_work,
-    tile_rows,
-    write_kv,
-)
-from weft.kernels.attention.sdpa import torch_attend
+Shapes: T token rows, S sequences, B blocks of a sequence, H query heads, K key and value heads,
+D head dimension. A *slot* is a token's place in the flat cache, `block * block_size + offset`.
+"""
 
-__all__ = [
-    "Attend",
-    "AttentionBatch",
-    "KVCache",
-    "RowWork",
-    "make_batch",
-    "reference_attend",
-    "row_work",
-    "tile_rows",
-    "torch_attend",
-    "write_kv",
-]
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Ints = NDArray[np.int32]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class KVCache:
+    """Keys and values of one layer, each (num_blocks, block_size, kv_heads, head_dim)."""
+
+    k: Tensor
+    v: Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.k.shape[1]
+
+
+class RowWork(NamedTuple):
+    """Which rows of a step go to which kernel, where decodes and chunks of prompts have kernels of
+    their own. Entries in excess do nothing."""
+
+    num_decodes: int
+    pairs: Tensor | None
+    """int32 (decodes, 2), sequence and row, -1 in excess; None: all sequences, each with its one
+    row."""
+    tiles: Tensor | None
+    """int32 (tiles, 4): sequence, first row, number of rows (0 in excess) and position of the
+    first row; None: there are none."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """One step's sequences over the flat token rows. A sequence's query rows are its last tokens,
+    consecutive and in order."""
+
+    slot_mapping_T: Tensor
+    """int64 (T,), the slot that each row's K and V are written to."""
+    block_table_SB: Tensor
+    """int32 (S, max blocks of this step); entries past a sequence's end are never read."""
+    seq_lens_S: Tensor
+    """int32 (S,), context length including this step's tokens."""
+    query_start: list[int]
+    """The first row of each sequence, and the end: S + 1 numbers on the host."""
+    seq_lens: list[int]
+    """A copy of `seq_lens_S` on the host."""
+    work: RowWork | None = None
+    """The work of a step that is captured, at fixed places; then the host's lists are not read."""
+    prepared: dict[Hashable, Any] = field(default_factory=dict, repr=False, compare=False)
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` derives from the batch, once per step and key, for all layers."""
+        found: T | None = self.prepared.get(key)
+        if found is None:
+            found = self.prepared[key] = make()
+        return found
+
+
+def make_batch(
+    query_lens: list[int],
+    seq_lens: list[int],
+    block_tables: list[list[int]],
+    block_size: int,
+    device: torch.device | str = "cpu",
+) -> AttentionBatch:
+    """Make a batch from host values, one entry per sequence: rows of this step, context length
+    including them, and the blocks that hold it. It is simple rather than fast."""
+    query_start = list(accumulate(query_lens, initial=0))
+    slots: list[int] = []
+    for q, n, blocks in zip(query_lens, seq_lens, block_tables, strict=True):
+        slots += [blocks[p // block_size] * block_size + p % block_size for p in range(n - q, n)]
+    width = max(map(len, block_tables), default=0)
+    padded = [b + [0] * (width - len(b)) for b in block_tables]
+    return AttentionBatch(
+        slot_mapping_T=torch.tensor(slots, dtype=torch.int64, device=device),
+        block_table_SB=torch.tensor(padded, dtype=torch.int32, device=device),
+        seq_lens_S=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        query_start=query_start,
+        seq_lens=seq_lens,
+    )
+
+
+PREFILL_ROWS = 64
+"""The fewest rows of a tile of a chunk, which has G = H / K query heads of each of its tokens."""
+
+
+def tile_rows(num_groups: int) -> int:
+    """How many rows a tile has, with G heads of each token."""
+    return max(PREFILL_ROWS, 1 << (num_groups - 1).bit_length())
+
+
+def row_work(
+    query_start: list[int], seq_lens: Sequence[int] | Ints, num_groups: int, num_padding: int = 0
+) -> tuple[Ints, Ints]:
+    """Find the pairs of the sequences that have one row, and tiles of the others, as `RowWork` has
+    them. Rows of padding behind the last one are a chunk with no context, which gives zeros."""
+    starts = np.array(query_start, dtype=np.int32)
+    counts = np.diff(starts)
+    decodes = np.flatnonzero(counts == 1)
+    chunks = [
+        (seq, query_start[seq], int(counts[seq]), int(seq_lens[seq]))
+        for seq in np.flatnonzero(counts > 1).tolist()
+    ]
+    if num_padding:
+        chunks.append((0, query_start[-1], num_padding, 0))
+    size = tile_rows(num_groups) // num_groups
+    tiles = [
+        (seq, row + first, min(size, count - first), length - count + first)
+        for seq, row, count, length in chunks
+        for first in range(0, count, size)
+    ]
+    tiles.sort(key=lambda tile: -tile[3])  # the longest contexts first: none is left for the end
+    pairs = np.stack((decodes, starts[decodes]), 1).astype(np.int32)
+    return pairs, np.array(tiles, dtype=np.int32).reshape(-1, 4)
+
+
+class Attend(Protocol):
+    """Attend over each row's own context; this step's K and V are in the cache already."""
+
+    def __call__(
+        self,
+        q_THD: Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        *,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        """Returns (T, H, D), in q's dtype. Row t, at position p of its sequence, attends to the
+        positions in (p - window, p], or to all up to p when `window` is None. Query head h reads
+        key head h // (H / K)."""
+        ...
+
+
+def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, batch: AttentionBatch) -> None:
+    """Put this step's keys and values into the cache."""
+    cache.k.flatten(0, 1).index_copy_(0, batch.slot_mapping_T, k_TKD)
+    cache.v.flatten(0, 1).index_copy_(0, batch.slot_mapping_T, v_TKD)
+
+
+def reference_attend(
+    q_THD: Tensor, cache: KVCache, batch: AttentionBatch, *, scale: float, window: int | None
+) -> Tensor:
+    """The oracle of every `Attend`: one sequence at a time, dense, in fp32."""
+    out_THD = torch.empty_like(q_THD)
+    groups = q_THD.shape[1] // cache.k.shape[2]
+    for s, length in enumerate(batch.seq_lens):
+        start, stop = batch.query_start[s], batch.query_start[s + 1]
+        blocks = batch.block_table_SB[s, : -(-length // cache.block_size)].long()
+        k, v = (
+            t[blocks].flatten(0, 1)[:length].float().repeat_interleave(groups, 1)
+            for t in (cache.k, cache.v)
+        )
+        score_HQL = torch.einsum("qhd,lhd->hql", q_THD[start:stop].float(), k) * scale
+        p = torch.arange(length, device=q_THD.device)
+        distance_QL = p[length - (stop - start) :, None] - p
+        seen_QL = distance_QL >= 0
+        if window is not None:
+            seen_QL &= distance_QL < window
+        weight_HQL = score_HQL.masked_fill(~seen_QL, -torch.inf).softmax(-1)
+        out_THD[start:stop] = torch.einsum("hql,lhd->qhd", weight_HQL, v).to(q_THD.dtype)
+    return out_THD

@@ -22,7 +22,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.kernels.attention.batch import AttentionBatch, KVCache, RowWork, row_work, tile_rows
+from weft.kernels.attention import AttentionBatch, KVCache, RowWork, row_work, tile_rows
 from weft.kernels.attention.online_softmax import accumulate
 from weft.kernels.triton_base import launch_options, processors, starts_early
 
@@ -270,8 +270,7 @@ class PagedAttention:
         if device.type == "cuda":
             properties = torch.cuda.get_device_properties(device)
             self._shared_bytes = properties.shared_memory_per_block_optin
-        self._early = starts_early(device)
-        self._options = launch_options(self._early)
+        self._options = launch_options(starts_early(device))
 
     def __call__(
         self,
@@ -331,7 +330,7 @@ class PagedAttention:
             sums = q_THD.new_empty((S, parts, H, 2), dtype=torch.float32)
         pairs = batch.seq_lens_S if work.pairs is None else work.pairs
         block_g = max(16, triton.next_power_of_2(H // K))
-        more = {"PARTS": parts, "PAIRS": work.pairs is not None, "PDL": self._early}
+        more = {"PARTS": parts, "PAIRS": work.pairs is not None, **self._options}
         _decode[S, K, parts](
             *tensors,
             acc,
@@ -346,7 +345,6 @@ class PagedAttention:
             num_stages=rounds.stages_within(self._shared_bytes, block_g, row_bytes),
             **constants,
             **more,
-            **self._options,
         )
         if parts > 1:
             _combine[S, H](
@@ -360,7 +358,6 @@ class PagedAttention:
                 BLOCK_P=triton.next_power_of_2(parts),
                 num_warps=4,
                 **more,
-                **self._options,
             )
 
     def _cut(self, num_programs: int) -> tuple[int, Rounds]:

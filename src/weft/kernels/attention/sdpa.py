@@ -1,6 +1,6 @@
 """Attention by torch's own scaled_dot_product_attention, for any device.
 
-Shapes: as in `weft.kernels.attention.batch`; within one padded bucket P sequences, Q query rows
+Shapes: as in `weft.kernels.attention`; within one padded bucket P sequences, Q query rows
 each, L context tokens each.
 """
 
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels.attention.batch import AttentionBatch, KVCache
+from weft.kernels.attention import AttentionBatch, KVCache
 
 
 def torch_attend(

@@ -25,7 +25,7 @@ from torch import Tensor
 from weft.core.targets import ImageLayout, TargetTable, aligned
 from weft.kernels.checksum import checksum
 from weft.kernels.linear import Weight
-from weft.kernels.product import Product
+from weft.kernels.ops import Product
 
 SCRATCH_BYTES = 32 << 20
 """The size of the memory through which an image is moved, piece by piece, when its old and new

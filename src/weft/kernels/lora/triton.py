@@ -43,7 +43,7 @@ from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, LoraStep
 from weft.kernels.lora.triton_beside import NUM_FLAGS, launch_beside
 from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
 from weft.kernels.lora.triton_tiles import EXPERT, expand_tile, num_blocks_of, shrink_tile
-from weft.kernels.product import Pending, Product
+from weft.kernels.ops import Pending, Product
 from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
 from weft.kernels.triton_linear import FEW_ROWS, cut_of, launch
 from weft.kernels.tuned import Blocks
@@ -372,7 +372,6 @@ class TritonStep(LoraStep):
             "PART": tuning.part,
             "MAX_PARTS": tuning.max_parts,
             "EXACT": backend.exact,
-            "PDL": tuning.dependent_launch,
             **launch_options(tuning.dependent_launch),
         }
         return (group, of.slices[0].slice, rows.stride(0), *sizes), constants

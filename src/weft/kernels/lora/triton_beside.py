@@ -192,7 +192,6 @@ def launch_beside(
     `tensors`: delta, workspace, flags, arena, tiles, a_offset, b_offset, rank. `numbers`: group,
     first slice, number of groups, number of targets. `widths` are those of the group's slices.
     """
-    early = starts_early(x_TK.device)
     grid = (programs_beside(x_TK.device),)
     beside = _adapters[grid]
     if not (INTERPRETED or isinstance(product.kernel, CompiledKernel)):
@@ -216,7 +215,6 @@ def launch_beside(
         SHRINK_STAGES=3,
         EXPAND_STAGES=4,
         EXACT=INTERPRETED or x_TK.dtype == torch.float32,
-        PDL=early,
         num_warps=4,
-        **launch_options(early),
+        **launch_options(starts_early(x_TK.device)),
     )
