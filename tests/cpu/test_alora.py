@@ -22,7 +22,7 @@ from weft.core.errors import AdapterInvalid
 from weft.llm import RequestOutput
 from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
-from weft.schedule.activation import find_invocation
+from weft.schedule.sequence import find_invocation
 
 VOCAB, BLOCK, STEPS = 80, 4, 8
 TOLERANCE = 1e-3

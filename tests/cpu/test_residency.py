@@ -39,8 +39,7 @@ from weft.engine.inbox import LoadEnded, Registered
 from weft.engine.registration import MAX_REGISTERING
 from weft.engine.residency import Residency
 from weft.kernels.checksum import checksum
-from weft.schedule.extents import Move
-from weft.schedule.host_extents import Extent, Extents
+from weft.schedule.extents import Extent, Extents, Move
 from weft.schedule.policy import Policy, fifo, lru
 from weft.schedule.slots import AdapterSlots, Load
 from weft.worker import images as images_module

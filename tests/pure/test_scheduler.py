@@ -25,11 +25,11 @@ from weft.core.adapters import AdapterRef
 from weft.core.errors import AdapterUnavailable, InvalidRequest
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams, StructuredOutputs
-from weft.schedule.activation import find_invocation
 from weft.schedule.cache import Cache
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import StepPlan, StepResult
 from weft.schedule.scheduler import Scheduler
+from weft.schedule.sequence import find_invocation
 from weft.schedule.slots import AdapterSlots, Load
 from weft.worker.inputs import RowState
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from weft.core.errors import InvalidRequest
 from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
 from weft.core.sampling import SamplingParams, StructuredOutputs
+from weft.schedule.batch import Draft
 from weft.schedule.cache import Cache
-from weft.schedule.draft import Draft
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import StepPlan, StepResult, Words
 from weft.schedule.scheduler import Scheduler

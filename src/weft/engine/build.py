@@ -15,7 +15,7 @@ from weft.engine.loop import Loop
 from weft.engine.residency import Residency
 from weft.grammar.grammars import Grammars
 from weft.schedule.cache import Cache
-from weft.schedule.host_extents import Extents
+from weft.schedule.extents import Extents
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.policy import find_policy
 from weft.schedule.scheduler import Scheduler

@@ -11,7 +11,7 @@ from weft.core.adapters import AdapterInfo, AdapterPart
 from weft.core.errors import AdapterError, AdapterUnavailable, InvalidRequest, WeftError
 from weft.engine.host import Held, HostTier
 from weft.engine.inbox import Inbox, LoadEnded
-from weft.schedule.host_extents import Extent
+from weft.schedule.extents import Extent
 from weft.schedule.slots import AdapterSlots
 from weft.worker.protocol import Origin, Worker
 

@@ -26,9 +26,9 @@ from weft.engine.adapters import Adapters
 from weft.engine.loop import Loop
 from weft.engine.residency import Residency
 from weft.grammar.grammars import Grammars
-from weft.schedule.activation import find_invocation
 from weft.schedule.cache import Cache
 from weft.schedule.scheduler import Scheduler
+from weft.schedule.sequence import find_invocation
 from weft.worker.protocol import Worker
 
 

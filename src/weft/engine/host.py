@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from weft.checkpoint.pack import AdapterImage
 from weft.core.stats import TierStats
-from weft.schedule.host_extents import Extent, Extents
+from weft.schedule.extents import Extent, Extents
 from weft.schedule.policy import Candidate, Policy, Worth, lru
 
 

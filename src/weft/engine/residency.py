@@ -21,7 +21,7 @@ from weft.engine.host import Held, HostTier
 from weft.engine.inbox import Ended, Inbox, LoadEnded
 from weft.engine.registration import Registrations
 from weft.engine.times import StageTimes
-from weft.schedule.host_extents import Extent
+from weft.schedule.extents import Extent
 from weft.schedule.slots import AdapterSlots, Load
 from weft.worker.protocol import LoadOrder, LoadResult, Origin, Worker
 

@@ -6,9 +6,8 @@
       │                             │ (preempted)               │ its blocks are needed
       └─────────────────────────────┴───────────────────────────┘
 
-A parked request waits like any other, and is admitted like any other, but keeps what it holds of
-the cache, so that nothing of it is computed again. When others need that, it goes, that of the
-youngest request first.
+A parked request waits and is admitted like any other, but keeps what it holds of the cache, so
+that nothing of it is computed again, until others need that: then the youngest loses its own.
 """
 
 from __future__ import annotations
@@ -19,9 +18,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from weft.schedule.cache import Cache
-from weft.schedule.draft import Draft
+from weft.schedule.limits import SchedulerLimits
+from weft.schedule.plan import Admitted, StepPlan
 from weft.schedule.queue import FairQueue
 from weft.schedule.sequence import Sequence
+from weft.schedule.slots import Load
 from weft.schedule.turns import Turns
 
 OUTPUT_WEIGHT = 2.0
@@ -30,14 +31,71 @@ OUTPUT_WEIGHT = 2.0
 
 @dataclass
 class Totals:
-    """What has happened so far."""
-
     preemptions: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
-    """Requests by the reason of their end."""
+    """How many requests ended, by reason."""
+
+
+class Draft:
+    """What the scheduler has planned of one step so far. The lists run in parallel as those of
+    `StepPlan` do."""
+
+    def __init__(self, step: int, limits: SchedulerLimits) -> None:
+        self.step = step
+        self.num_left = self._budget = limits.max_num_batched_tokens
+        """Tokens that the step may still take."""
+        self._max_num_seqs = limits.max_num_seqs
+        self.sequences: list[Sequence] = []
+        self.rows: list[int] = []
+        self.starts: list[int] = []
+        self.counts: list[int] = []
+        self.num_samples: list[int] = []
+        self.admitted: list[Admitted] = []
+        self.new_blocks: list[tuple[int, int, int]] = []
+        self.chunks: list[Sequence] = []
+        """Running sequences with more than one token to compute."""
+
+    @property
+    def full(self) -> bool:
+        return not self.num_left or len(self.rows) == self._max_num_seqs
+
+    def schedule(self, seq: Sequence) -> None:
+        """Plan as many tokens as there is room for of a sequence with a row and blocks. They are
+        two entries where its adapter becomes active in between."""
+        if seq.computed < seq.adapter.active_from < seq.known:
+            self._schedule(seq, seq.adapter.active_from)
+            if self.full:
+                return
+        self._schedule(seq, seq.known)
+
+    def _schedule(self, seq: Sequence, end: int) -> None:
+        count = min(end - seq.computed, self.num_left)
+        self.sequences.append(seq)
+        self.rows.append(seq.row)
+        self.starts.append(seq.computed)
+        self.counts.append(count)
+        seq.computed += count
+        seq.in_flight += 1
+        self.num_left -= count
+        num_samples = int(seq.computed == seq.known)
+        self.num_samples.append(num_samples)
+        seq.known += num_samples
+
+    def plan(self, loads: list[Load]) -> StepPlan:
+        return StepPlan(
+            self.step,
+            self.rows,
+            self.starts,
+            self.counts,
+            self.num_samples,
+            self._budget - self.num_left,
+            self.admitted,
+            self.new_blocks,
+            loads,
+        )
 
 
 class Batch:
@@ -64,7 +122,6 @@ class Batch:
 
     @property
     def full(self) -> bool:
-        """Whether all rows are taken."""
         return not self._free_rows
 
     def join(self, seq: Sequence) -> None:

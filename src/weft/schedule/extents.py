@@ -1,10 +1,12 @@
-"""The device arena as a line of extents: where there is room for one more, and who moves for it.
+"""Where there is room for one more adapter, on the host and in the device arena.
+
+The arena is a line of extents, which may move for one more:
 
     |  a  |   b   |......free......|  c (loading)  |  d  |..free..|
     └───────── a stretch ──────────┘               └ a stretch ───┘
 
-Extents may be moved, as moves are ordered with steps, but for those that are loading, as loads are
-not: these are barriers, and what lies between two of them is a *stretch*.
+Moves are ordered with steps, but loads are not: extents that are loading stay where they are, and
+what lies between two of them is a *stretch*.
 """
 
 from __future__ import annotations
@@ -15,12 +17,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+ALIGN = 4096
+"""Extents on the host begin and end at multiples of this, in bytes."""
+
 
 class Move(NamedTuple):
-    """Order to copy `size` elements of the arena, those of an image, to another place there.
-
-    The two places may overlap.
-    """
+    """Order to copy an image of `size` elements to another place of the arena, which may overlap
+    its own."""
 
     slot: int
     source: int
@@ -92,7 +95,6 @@ class ArenaLine:
 
     @property
     def used(self) -> int:
-        """Elements in extents."""
         return sum(e.size for e in self._extents)
 
     def insert(self, extent: ArenaExtent) -> None:
@@ -180,3 +182,44 @@ def _windows(stretch: _Stretch, size: int) -> Iterator[_Window]:
             yield _Window(moved, free, start, extents[first:last])
         if last < len(extents):
             moved += extents[last].size
+
+
+class Extent(NamedTuple):
+    """Bytes [start, start + size) of a piece of memory."""
+
+    start: int
+    size: int
+
+
+class Extents:
+    """Owner of which bytes of a piece of memory are taken."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.gaps = [Extent(0, num_bytes)] if num_bytes else []
+        """What is free, in order; no gap touches another."""
+
+    @property
+    def num_free(self) -> int:
+        return sum(gap.size for gap in self.gaps)
+
+    def take(self, num_bytes: int) -> Extent | None:
+        """Take an extent from the smallest gap that is large enough; None if there is none."""
+        size = -(-num_bytes // ALIGN) * ALIGN
+        gap = min(
+            (gap for gap in self.gaps if gap.size >= size), key=lambda gap: gap.size, default=None
+        )
+        if gap is None:
+            return None
+        self.gaps.remove(gap)
+        if gap.size > size:
+            insort(self.gaps, Extent(gap.start + size, gap.size - size))
+        return Extent(gap.start, size)
+
+    def give(self, extent: Extent) -> None:
+        """Give back an extent that was taken."""
+        start, stop = extent.start, extent.start + extent.size
+        for gap in [g for g in self.gaps if g.start + g.size == start or g.start == stop]:
+            self.gaps.remove(gap)
+            start, stop = min(start, gap.start), max(stop, gap.start + gap.size)
+        insort(self.gaps, Extent(start, stop - start))

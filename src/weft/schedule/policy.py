@@ -57,9 +57,8 @@ def cost(candidate: Candidate) -> Worth:
     wants, it goes before those that will certainly be needed.
     """
     per_use = (candidate.reload_s + LOAD_S) / candidate.size
-    return Worth(
-        candidate.demand > 0, candidate.floor + (candidate.uses + candidate.demand) * per_use
-    )
+    uses = candidate.uses + candidate.demand
+    return Worth(candidate.demand > 0, candidate.floor + uses * per_use)
 
 
 def lru(candidate: Candidate) -> Worth:
@@ -78,10 +77,9 @@ what the flag's help says of it."""
 
 
 def find_policy(name: str) -> Policy:
-    """The policy of this name. Raises ConfigError if there is none."""
+    """Raises ConfigError if there is no policy of this name."""
     if name not in POLICIES:
         known = ", ".join(POLICIES)
-        raise ConfigError(
-            f"no eviction policy named {name!r}; there are: {known}", "eviction_policy"
-        )
+        message = f"no eviction policy named {name!r}; there are: {known}"
+        raise ConfigError(message, "eviction_policy")
     return POLICIES[name]

@@ -31,7 +31,7 @@ MAX_IDLE = 1000
 
 
 class Account:
-    """What a tenant has had. `FairQueue.open` gives it out."""
+    """What a tenant has had."""
 
     __slots__ = ("counter", "name", "num_open", "num_waiting", "weight")
 
@@ -57,9 +57,7 @@ class Waiter(Protocol):
         ...
 
     @property
-    def digest(self) -> str | None:
-        """The digest of the request's adapter; None if it is for the base."""
-        ...
+    def digest(self) -> str | None: ...
 
     @property
     def account(self) -> Account: ...
@@ -105,7 +103,6 @@ class FairQueue(Generic[T]):
 
     @property
     def num_tenants(self) -> int:
-        """How many tenants have an account."""
         return len(self._accounts)
 
     @property
@@ -171,24 +168,19 @@ class FairQueue(Generic[T]):
         self._take(lane, bisect_left(lane.orders, item.order))
 
     def walk(self) -> Walk[T]:
-        """A pass over the requests in their order."""
         return Walk(self)
 
     def of_adapter(self, digest: str) -> list[T]:
-        """The requests that wait for this adapter."""
-        lanes = [lane for lane in self._lanes.values() if lane.digest == digest]
-        return [item for lane in lanes for item in lane.items.values()]
+        return [item for item in self if item.digest == digest]
 
     @property
     def digests(self) -> tuple[str, ...]:
-        """Adapters that requests wait for."""
         return tuple(dict.fromkeys(d for _, d in self._lanes if d is not None))
 
     def __len__(self) -> int:
         return self._size
 
     def __iter__(self) -> Iterator[T]:
-        """The waiting requests, in no order."""
         for lane in self._lanes.values():
             yield from lane.items.values()
 

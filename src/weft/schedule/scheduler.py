@@ -7,8 +7,7 @@ Plans may run ahead of commits by one step or more: a request's newest tokens ar
 known to the device only. A step goes to, in this order:
 
 1. decodes of running requests, oldest request first; if blocks run out, the youngest parked
-   request loses its own, or else the youngest running one is preempted: its blocks are released
-   and it waits again, to be recomputed;
+   request loses its own, or else the youngest running one, which waits again, to be recomputed;
 2. the rest of running prompts, in chunks, oldest first;
 3. waiting requests, in the order of `weft.schedule.queue`: the tenant first that was served least,
    then who came first. One needs a row, what it holds of the cache, its adapter on the device, and
@@ -22,25 +21,17 @@ may go on. The adapter is leased from the admission on.
 A *paced* request has a Matcher, which must be told each token before it can say what may come
 next: its next decode is planned only when none of its tokens is pending.
 
-A *parked* request had to make way for another adapter. It waits like any other, but keeps its
-blocks, so that nothing of it is computed again when its adapter is back; they go when others need
-them, those of the youngest first.
+A *parked* request had to make way for another adapter; see `weft.schedule.batch`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from weft.core.errors import (
-    AdapterUnavailable,
-    InvalidRequest,
-    WeftError,
-    to_wire,
-)
+from weft.core.errors import AdapterUnavailable, InvalidRequest, WeftError, to_wire
 from weft.core.requests import EngineRequest, FinishReason, TokenEvent, TokenLogprob
-from weft.schedule.batch import Batch, Totals
+from weft.schedule.batch import Batch, Draft, Totals
 from weft.schedule.cache import Cache
-from weft.schedule.draft import Draft
 from weft.schedule.limits import SchedulerLimits, check_request
 from weft.schedule.plan import Matcher, StepPlan, StepResult
 from weft.schedule.sequence import AdapterUse, Sequence
@@ -75,10 +66,7 @@ class Scheduler:
     # -- requests ------------------------------------------------------------------------------
 
     def add(
-        self,
-        request: EngineRequest,
-        active_from: int | None = 0,
-        vocab_size: int = 0,
+        self, request: EngineRequest, active_from: int | None = 0, vocab_size: int = 0
     ) -> TokenEvent | None:
         """Queue a request. One that can't be served is answered at once by its error event.
 
@@ -138,7 +126,7 @@ class Scheduler:
     # -- adapters ------------------------------------------------------------------------------
 
     def uses_adapter(self, digest: str) -> bool:
-        """Whether any request here needs it: waiting, running, or in a step that has not ended."""
+        """Whether any request waits, runs or is in a step in flight with this adapter."""
         return self._turns.in_use(digest)
 
     def adapter_failed(self, digest: str, error: WeftError) -> list[TokenEvent]:
@@ -153,7 +141,6 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether any request is here."""
         return bool(self._by_id)
 
     def plan(self, now: float) -> StepPlan:
@@ -164,7 +151,9 @@ class Scheduler:
         for seq in self._turns.begin(now, self._batch.running):
             self._batch.park(seq)
         self._plan_decodes(draft)
-        self._plan_chunks(draft)
+        for seq in draft.chunks:
+            if not draft.full:
+                draft.schedule(seq)
         self._plan_waiting(draft)
         if draft.rows:
             self._planned[draft.step] = draft.sequences
@@ -271,12 +260,6 @@ class Scheduler:
         draft.counts = [1] * len(rows)
         draft.num_samples = [1] * len(rows)
         draft.num_left -= len(rows)
-
-    def _plan_chunks(self, draft: Draft) -> None:
-        for seq in draft.chunks:
-            if draft.full:
-                return
-            draft.schedule(seq)
 
     def _plan_waiting(self, draft: Draft) -> None:
         if self._batch.waiting.num_waiting_tenants > 1:

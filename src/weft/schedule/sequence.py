@@ -92,6 +92,19 @@ class AdapterUse:
         """How long the adapter's requests had been passed over when this one came."""
 
 
+def find_invocation(prompt_ids: list[int], invocation: Iterable[int]) -> int | None:
+    """The first position of the last occurrence of these tokens; None where there is none.
+
+    As in PEFT, an activated LoRA (aLoRA, arXiv 2504.12397) is active from there on to the end of
+    the output, and nowhere without an occurrence.
+    """
+    wanted = list(invocation)
+    for start in range(len(prompt_ids) - len(wanted), -1, -1):
+        if prompt_ids[start] == wanted[0] and prompt_ids[start : start + len(wanted)] == wanted:
+            return start
+    return None
+
+
 class Bill:
     """What a request has charged to the account of its tenant."""
 

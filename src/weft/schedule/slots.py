@@ -1,19 +1,13 @@
 """Which adapters are on the device, and where: pure bookkeeping, no tensors, no clock.
 
-The device arena is a line of elements. Adapters take extents of exactly their size:
-
-    |  a (leased)  |   b   |......free......|  c (loading)  |  d (leased) |..free..|
-
 An adapter is known (added), then absent, loading or resident. A lease keeps it resident while a
 request uses it. When one is to be loaded and the free elements don't suffice, the policy says who
 of those without leases goes, wherever they lie. When there is room, but in no single gap, the
-fewest elements are moved that make one. Leased adapters may be moved, as moves are ordered with
-steps; those that are loading may not, as loads are not: they are barriers, and what lies between
-two of them is a *stretch*. So a load may find no room while others are under way; it finds it
-later.
+fewest elements are moved that make one (`weft.schedule.extents` has a picture). As those that are
+loading can't be moved, a load may find no room while others are under way; it finds it later.
 
-A pinned adapter is never evicted. Pinned ones leave room for the largest adapter known: what would
-break that is refused, as requests of such an adapter would wait for ever.
+A pinned adapter is never evicted. Pinned ones leave room for the largest adapter known, whose
+requests would wait for ever otherwise.
 
 An adapter that starves has a *claim* on the room: until its load has started, no other load
 starts. It ends by itself when the adapter is not asked for any more.
@@ -36,7 +30,7 @@ NO_DEMAND: Mapping[str, int] = MappingProxyType({})
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Order to copy an adapter's image to the arena."""
+    """Order to copy an adapter's image to the arena, once the moves are carried out in order."""
 
     digest: str
     slot: int
@@ -46,15 +40,11 @@ class Load:
     evicted: tuple[str, ...]
     """The digests that were in those slots."""
     moves: tuple[Move, ...]
-    """They are carried out before the copy, in this order."""
     size: int
-    """Elements of its extent."""
 
 
 @dataclass(slots=True)
 class _KnownAdapter:
-    """An adapter that was added."""
-
     size: int
     uses: int = 0
     reload_s: float = 0.0
@@ -154,8 +144,7 @@ class AdapterSlots:
         self._changed()
 
     def _check_pin(self, size: int, left: int, num_pinned: int) -> None:
-        """The largest adapter known must fit beside all pinned ones: it stands for those to
-        come."""
+        """The largest adapter known, which stands for those to come, must fit beside all pinned."""
         largest = max([size, *(known.size for known in self._known.values())])
         if left - size < largest or num_pinned + 1 >= self._num_slots:
             raise AdapterConflict(
@@ -195,15 +184,13 @@ class AdapterSlots:
     # -- leases --------------------------------------------------------------------------------
 
     def is_resident(self, digest: str) -> bool:
-        extent = self._extents.get(digest)
-        return extent is not None and not extent.loading
+        return digest in self._extents and not self._extents[digest].loading
 
     def is_loading(self, digest: str) -> bool:
-        extent = self._extents.get(digest)
-        return extent is not None and extent.loading
+        return digest in self._extents and self._extents[digest].loading
 
     def acquire(self, digest: str, now: float) -> int:
-        """Lease a resident adapter; its slot."""
+        """Lease a resident adapter, and return its slot."""
         extent = self._extents[digest]
         assert not extent.loading, "leased before it was there"
         extent.served_since = min(extent.served_since, now)
@@ -222,13 +209,11 @@ class AdapterSlots:
 
     def touch(self, digest: str, now: float) -> None:
         """Somebody waits for it: it is not evicted at this time, but for one that starves."""
-        extent = self._extents.get(digest)
-        if extent is not None:
-            extent.last_use = now
+        if digest in self._extents:
+            self._extents[digest].last_use = now
 
     def num_leases(self, digest: str) -> int:
-        extent = self._extents.get(digest)
-        return extent.leases if extent else 0
+        return self._extents[digest].leases if digest in self._extents else 0
 
     # -- loads ---------------------------------------------------------------------------------
 
@@ -304,12 +289,10 @@ class AdapterSlots:
 
     @property
     def capacity(self) -> int:
-        """Elements of the arena."""
         return self._line.capacity
 
     @property
     def num_moved(self) -> int:
-        """Elements moved so far."""
         return self._line.num_moved
 
     @property

@@ -158,11 +158,8 @@ class Turns:
             return []
         self._make_room(running)
         victims = {v for v, claimant in self._yielding.items() if claimant in self._starving}
-        return [
-            seq
-            for seq in running
-            if seq.digest in victims and len(seq.tokens) > seq.adapter.began_at
-        ]
+        yielding = [seq for seq in running if seq.digest in victims]
+        return [seq for seq in yielding if len(seq.tokens) > seq.adapter.began_at]
 
     def look_again(self) -> None:
         """Forget which adapters lack room: there are rows for requests, so `ready` finds out."""
@@ -197,7 +194,7 @@ class Turns:
     def end(self) -> list[Load]:
         """End the planning of a step. Returns the loads to start with it."""
         for digest in self._slots.wanted:
-            self._start_load(digest)
+            self._load(digest)
         return self._loads
 
     def _claim(self, digest: str) -> bool:
@@ -217,16 +214,12 @@ class Turns:
         """Whether an absent adapter is being loaded now; no if there is no room for it."""
         if self._slots.is_loading(digest):
             return True
-        started = self._start_load(digest)
-        if started:
-            self._reopen(digest)
-        return started
-
-    def _start_load(self, digest: str) -> bool:
         load = self._slots.start_load(digest, self._now, self._demand)
-        if load is not None:
-            self._loads.append(load)
-        return load is not None
+        if load is None:
+            return False
+        self._loads.append(load)
+        self._reopen(digest)
+        return True
 
     # -- making room ---------------------------------------------------------------------------
 
@@ -261,9 +254,8 @@ class Turns:
         the fewest adapters running, then those that have waited longest."""
         if not digests:
             return []
-        held = Counter(
-            account for account, _ in {(s.account, s.digest) for s in running if s.digest}
-        )
+        in_use = {(s.account, s.digest) for s in running if s.digest}
+        held = Counter(account for account, _ in in_use)
         return sorted(digests, key=lambda d: (held[self._short[d]], self._waits[d].since))
 
     def _grant(self, digest: str) -> bool:

@@ -36,7 +36,7 @@ from weft.core.errors import (
 from weft.core.stats import TierStats
 from weft.kernels.checksum import checksum
 from weft.kernels.lora import AdapterPool
-from weft.schedule.host_extents import Extent
+from weft.schedule.extents import Extent
 from weft.worker.host import HostMemory
 from weft.worker.images import ImageStore
 from weft.worker.packing import Packer

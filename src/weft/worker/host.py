@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from weft.core.errors import ConfigError
-from weft.schedule.host_extents import ALIGN, Extent
+from weft.schedule.extents import ALIGN, Extent
 
 
 @dataclass(frozen=True, slots=True)

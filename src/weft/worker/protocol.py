@@ -23,8 +23,7 @@ from weft.checkpoint.compose import Summand
 from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import AdapterQuarantined, WeftError
 from weft.core.stats import CheckResult, TierStats
-from weft.schedule.extents import Move
-from weft.schedule.host_extents import Extent
+from weft.schedule.extents import Extent, Move
 from weft.schedule.plan import StepResult
 from weft.worker.inputs import StepInputs
 

@@ -12,8 +12,7 @@ from weft.checkpoint.pack import AdapterImage
 from weft.checkpoint.read import files_of
 from weft.core.errors import WeftError
 from weft.core.stats import TierStats
-from weft.schedule.extents import Move
-from weft.schedule.host_extents import Extent
+from weft.schedule.extents import Extent, Move
 from weft.schedule.plan import StepResult
 from weft.worker.adapters import AdapterLoader, Moved
 from weft.worker.execute import StepExecutor
