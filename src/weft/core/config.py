@@ -10,26 +10,18 @@ from weft.core.errors import ConfigError
 
 MAX_RANK = 256
 """Largest rank that kernels must take."""
-
-
 MAX_ADDED_TOKENS = 256
 """Default of `LoraArgs.max_added_tokens`."""
 
 
-def _at_least(name: str, value: int | float | None, low: int | float) -> None:
-    if value is not None and value < low:
+def _check(holds: bool, name: str, must_be: str, value: float | None) -> None:
+    if not holds:
         flag = "--" + name.replace("_", "-")
-        raise ConfigError(f"{flag} must be at least {low}, got {value}", name)
+        raise ConfigError(f"{flag} must be {must_be}, got {value}", name)
 
 
-def _check_memory(name: str, value: int | float | None) -> None:
-    """Bytes, or a fraction."""
-    whole = isinstance(value, int) and value >= 1
-    if value is not None and not whole and not 0.0 < value < 1.0:
-        flag = "--" + name.replace("_", "-")
-        raise ConfigError(
-            f"{flag} must be a number of bytes, or a fraction between 0 and 1, got {value}", name
-        )
+def _at_least(name: str, value: float | None, low: float) -> None:
+    _check(value is None or value >= low, name, f"at least {low}", value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,19 +84,16 @@ class LoraArgs:
         _at_least("adapter_host_memory", self.adapter_host_memory, 1)
         _at_least("adapter_cache_bytes", self.adapter_cache_bytes, 1)
         _at_least("max_lora_rank", self.max_lora_rank, 1)
-        if self.max_lora_rank > MAX_RANK:
-            raise ConfigError(
-                f"--max-lora-rank must be at most {MAX_RANK}, got {self.max_lora_rank}",
-                "max_lora_rank",
-            )
+        rank = self.max_lora_rank
+        _check(rank <= MAX_RANK, "max_lora_rank", f"at most {MAX_RANK}", rank)
         _at_least("max_added_tokens", self.max_added_tokens, 0)
         _at_least("conversion_tolerance", self.conversion_tolerance, 0.0)
-        _check_memory("adapter_memory", self.adapter_memory)
-        if not 0 < self.max_adapter_wait < math.inf:
-            raise ConfigError(
-                f"--max-adapter-wait must be more than 0 seconds, got {self.max_adapter_wait:g}",
-                "max_adapter_wait",
-            )
+        memory = self.adapter_memory
+        stated = memory is None or (isinstance(memory, int) and memory >= 1) or 0.0 < memory < 1.0
+        kinds = "a number of bytes, or a fraction between 0 and 1"
+        _check(stated, "adapter_memory", kinds, memory)
+        wait = self.max_adapter_wait
+        _check(0 < wait < math.inf, "max_adapter_wait", "more than 0 seconds", wait)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +112,8 @@ class CacheArgs:
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
         _at_least("num_blocks", self.num_blocks, 1)
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                f"--gpu-memory-utilization must be in (0, 1], got {self.gpu_memory_utilization}",
-                "gpu_memory_utilization",
-            )
+        share = self.gpu_memory_utilization
+        _check(0.0 < share <= 1.0, "gpu_memory_utilization", "in (0, 1]", share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,12 +157,8 @@ def engine_args(model: str, **options: object) -> EngineArgs:
     """
     given = {name: value for name, value in options.items() if value is not None}
     parts: dict[str, object] = {}
-    for part, kind in (
-        ("model", ModelArgs),
-        ("lora", LoraArgs),
-        ("cache", CacheArgs),
-        ("scheduler", SchedulerArgs),
-    ):
+    kinds = {"model": ModelArgs, "lora": LoraArgs, "cache": CacheArgs, "scheduler": SchedulerArgs}
+    for part, kind in kinds.items():
         names = {f.name for f in fields(kind)} - {"model"}
         values = {name: given.pop(name) for name in names & given.keys()}
         parts[part] = kind(model, **values) if kind is ModelArgs else kind(**values)  # type: ignore

@@ -90,12 +90,10 @@ class EngineClient(Protocol):
     @property
     def info(self) -> EngineInfo:
         """What the engine said of itself when it started."""
-        ...
 
     @property
     def alive(self) -> bool:
         """Whether requests can be served now."""
-        ...
 
     def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
         """Run a request and yield its events; only the last one has `finish_reason` set.
@@ -103,7 +101,6 @@ class EngineClient(Protocol):
         Closing the iterator early aborts the request. Engine-side failures of the request come
         as an event with finish_reason "error"; EngineDead is raised when the engine is gone.
         """
-        ...
 
     async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
         """Read, validate, pack and check an adapter; the engine serves it by its digest as long
@@ -115,7 +112,6 @@ class EngineClient(Protocol):
         (`pinned`: too much would be), AdapterNotFound, AdapterUnavailable (the source has other
         content than it must have), AdapterQuarantined, EngineDead.
         """
-        ...
 
     async def release(self, digest: str, holder: str) -> None:
         """This holder does not need that content any more; nothing happens if it never held it.
@@ -123,12 +119,9 @@ class EngineClient(Protocol):
         After the last holder the adapter takes no new requests, and its memory is free once its
         running ones have ended.
         """
-        ...
 
     async def stats(self) -> EngineStats:
         """Ask for the engine's figures. Raises EngineDead."""
-        ...
 
     async def close(self) -> None:
         """Stop the engine. Open requests end with finish_reason "abort"."""
-        ...

@@ -49,7 +49,7 @@ class TokenLogprob:
 
     logprob: float
     rank: int
-    """Rank of the chosen token, 1 for the most likely."""
+    """1 for the most likely token."""
     top: list[tuple[int, float]]
     """The most likely tokens, best first: (token id, log-probability)."""
 

@@ -8,13 +8,9 @@ from dataclasses import dataclass, field
 from weft.core.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
-
 MAX_STOP_STRINGS = 16
-
 MAX_STOP_CHARS = 1024
-
 MAX_BAD_WORDS = 256
-
 MAX_BAD_WORD_CHARS = 256
 
 
@@ -42,8 +38,8 @@ class StructuredOutputs:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choice", tuple(self.choice))
-        values = (self.json, self.json_object, self.regex, self.choice, self.grammar)
-        given = sum(value not in (None, False, ()) for value in (*values, self.structural_tag))
+        forms = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
+        given = sum(getattr(self, form) not in (None, False, ()) for form in forms)
         if given != 1:
             raise InvalidRequest(
                 f"structured_outputs needs exactly one constraint, got {given}",
@@ -85,7 +81,6 @@ class SamplingParams:
     min_tokens: int = 0
     """Tokens before which neither EOS nor a stop token can be chosen, and no stop string ends."""
     bad_words: tuple[str, ...] = ()
-    """Strings that must not be produced."""
     allowed_token_ids: tuple[int, ...] = ()
     """Only these can be chosen; empty: all."""
     structured_outputs: StructuredOutputs | None = None
@@ -114,8 +109,8 @@ class SamplingParams:
         _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
         if self.repetition_penalty == 0.0:
             raise InvalidRequest("repetition_penalty must be above 0", "repetition_penalty")
-        _check_float("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_float("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_float(name, getattr(self, name), -2.0, 2.0)
         for token, bias in self.logit_bias.items():
             _check_int("logit_bias", token, 0, None)
             _check_float("logit_bias", bias, -100.0, 100.0)

@@ -6,17 +6,12 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 LOAD_STAGES = ("read", "pack", "copy")
-
 """Of a load: from its folder or image file, its packing if it was in a folder, to the device."""
-
 LOAD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
-
 """Buckets of `Spread`s of seconds."""
 
 CheckResult = Literal["passed", "failed", "skipped"]
-
 """Of the check of what is registered; skipped: it could not be made."""
-
 CHECK_RESULTS: tuple[CheckResult, ...] = get_args(CheckResult)
 
 
@@ -25,7 +20,6 @@ class AdapterStats:
     """What happened to one adapter that has been on the device since the engine's start."""
 
     num_loads: int
-    """Times it was brought to the device."""
     num_evictions: int
     last_load_s: float
     """Seconds from the order of its last load to its residency."""
@@ -88,11 +82,9 @@ class EngineStats:
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
     resident_adapters: tuple[str, ...] = ()
-    """Digests on the device."""
+    """Digests on the device; the next two hold those in the host cache and those never evicted."""
     host_adapters: tuple[str, ...] = ()
-    """Digests in the host cache."""
     pinned_adapters: tuple[str, ...] = ()
-    """Digests that are never evicted."""
     adapters: dict[str, AdapterStats] = field(default_factory=dict)
     """By digest: those that have been on the device."""
     adapter_bytes: int = 0
@@ -106,7 +98,6 @@ class EngineStats:
     self_checks: dict[str, int] = field(default_factory=dict)
     """Checks of registered adapters by result (CHECK_RESULTS); empty if none are made."""
     self_check_s: Spread | None = None
-    """Seconds that they took."""
     quarantined_adapters: tuple[str, ...] = ()
     """Digests of those that failed one, and were not loaded again since."""
     adapter_copy_faults: int = 0

@@ -41,11 +41,9 @@ class Link(Protocol):
 
     def send(self, command: Command) -> None:
         """Send a command, without waiting for anything."""
-        ...
 
     async def join(self, timeout_s: float) -> None:
         """Wait for the engine's end; end it by force after the time-out where that is possible."""
-        ...
 
 
 class LinkClient:

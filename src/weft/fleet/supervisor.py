@@ -14,14 +14,13 @@ import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.config import EngineArgs
 from weft.core.errors import AdapterUnavailable, EngineDead, WeftError, to_wire
-from weft.core.messages import EngineClient
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
+from weft.fleet.client import LinkClient
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +32,7 @@ WATCHDOG_S = 300.0
 """How long an engine may give no answer, and so how long a step may take."""
 
 
-class MortalClient(EngineClient, Protocol):
-    """An engine whose end can be waited for: `weft.fleet.client.LinkClient`."""
-
-    async def ended(self) -> WeftError: ...
-
-    def died(self, error: WeftError) -> None: ...
-
-
-Start = Callable[[EngineArgs], Awaitable[MortalClient]]
+Start = Callable[[EngineArgs], Awaitable[LinkClient]]
 
 
 async def start_supervised(
@@ -75,7 +66,7 @@ class Supervisor:
     """An EngineClient over one engine after another; `start_supervised` makes it."""
 
     def __init__(
-        self, args: EngineArgs, start: Start, engine: MortalClient, watchdog_s: float
+        self, args: EngineArgs, start: Start, engine: LinkClient, watchdog_s: float
     ) -> None:
         self.restarts = 0
         self._watchdog_s = watchdog_s
@@ -110,7 +101,7 @@ class Supervisor:
         return self._engine.generate(request)
 
     async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
-        """See `EngineClient.hold`. The engines to come hold it too."""
+        """The engines to come hold it too."""
         engine = self._up()
         info = await engine.hold(source, holder, pinned)
         if engine is not self._engine or not engine.alive:
@@ -124,8 +115,8 @@ class Supervisor:
         return info
 
     async def release(self, digest: str, holder: str) -> None:
-        """See `EngineClient.release`. It also succeeds while the engine is down, or dies: the
-        engines to come do not hold it either."""
+        """This also succeeds while the engine is down, or dies: the engines to come do not hold
+        the content either."""
         wanted = self._wanted.get(digest)
         if wanted is not None:
             wanted.holders.pop(holder, None)
@@ -145,7 +136,7 @@ class Supervisor:
 
     # -- inside --------------------------------------------------------------------------------
 
-    def _up(self) -> MortalClient:
+    def _up(self) -> LinkClient:
         if self._down is not None:
             raise EngineDead(self._down)
         return self._engine
@@ -171,7 +162,7 @@ class Supervisor:
             logger.warning("the engine is up again after %.1f s", clock() - died_s)
 
     @contextlib.contextmanager
-    def _watched(self, engine: MortalClient) -> Iterator[None]:
+    def _watched(self, engine: LinkClient) -> Iterator[None]:
         """Give the engine up if it hangs within this context."""
         watch = asyncio.create_task(self._watch(engine))
         try:
@@ -179,7 +170,7 @@ class Supervisor:
         finally:
             watch.cancel()
 
-    async def _watch(self, engine: MortalClient) -> None:
+    async def _watch(self, engine: LinkClient) -> None:
         with contextlib.suppress(EngineDead):
             while self._watchdog_s:
                 try:
@@ -202,7 +193,7 @@ class Supervisor:
             return False
         return True
 
-    async def _hold_again(self, engine: MortalClient, digest: str) -> None:
+    async def _hold_again(self, engine: LinkClient, digest: str) -> None:
         """Let an engine hold content for all who want it, from the newest of their folders that
         still has it. Any number of repetitions does no harm."""
         wanted = self._wanted.get(digest)
@@ -226,7 +217,7 @@ class Supervisor:
         )
         logger.error("%s", wanted.lost.message)
 
-    async def _hold_from(self, engine: MortalClient, path: str, digest: str) -> None:
+    async def _hold_from(self, engine: LinkClient, path: str, digest: str) -> None:
         """Tell an engine of all holds of some content, and of those that change meanwhile."""
         wanted = self._wanted.get(digest)
         if wanted is None:

@@ -28,31 +28,31 @@ from weft.core.errors import InvalidRequest
 FIELD = "structured_outputs"
 
 _BOUNDS = "minimum maximum exclusiveMinimum exclusiveMaximum"
+
+
+def _names(words: str = "") -> frozenset[str]:
+    return frozenset(words.split())
+
+
 _KEYWORDS = {
-    kind: frozenset(keys.split())
-    for kind, keys in {
-        "string": "pattern format minLength maxLength",
-        "integer": f"{_BOUNDS} multipleOf",
-        "number": _BOUNDS,
-        "array": "items prefixItems minItems maxItems",
-        "object": "properties required additionalProperties patternProperties minProperties "
-        "maxProperties",
-        "boolean": "",
-        "null": "",
-    }.items()
+    "string": _names("pattern format minLength maxLength"),
+    "integer": _names(f"{_BOUNDS} multipleOf"),
+    "number": _names(_BOUNDS),
+    "array": _names("items prefixItems minItems maxItems"),
+    "object": _names(
+        "properties required additionalProperties patternProperties minProperties maxProperties"
+    ),
+    "boolean": _names(),
+    "null": _names(),
 }
-_UNENFORCED = {
-    kind: frozenset(keys.split())
-    for kind, keys in {
-        "string": "",
-        "integer": "",
-        "number": "multipleOf",
-        "array": "uniqueItems contains minContains maxContains additionalItems unevaluatedItems",
-        "object": "propertyNames dependentRequired dependentSchemas dependencies "
-        "unevaluatedProperties",
-        "boolean": "",
-        "null": "",
-    }.items()
+_UNENFORCED = dict.fromkeys(_KEYWORDS, _names()) | {
+    "number": _names("multipleOf"),
+    "array": _names(
+        "uniqueItems contains minContains maxContains additionalItems unevaluatedItems"
+    ),
+    "object": _names(
+        "propertyNames dependentRequired dependentSchemas dependencies unevaluatedProperties"
+    ),
 }
 _NEVER = ("not", "if", "$dynamicRef", "$recursiveRef")
 _WHOLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf")
@@ -75,19 +75,9 @@ _PATTERN_OF_FORMAT = {
     "time": _TIME,
 }
 """xgrammar's own allow February 31 and leading zeros."""
-_FORMATS = frozenset(
-    {
-        "duration",
-        "email",
-        "hostname",
-        "ipv6",
-        "json-pointer",
-        "relative-json-pointer",
-        "uri",
-        "uri-reference",
-        "uri-template",
-        "uuid",
-    }
+_FORMATS = _names(
+    "duration email hostname ipv6 json-pointer relative-json-pointer uri uri-reference "
+    "uri-template uuid"
 )
 """Others that xgrammar enforces."""
 _MAX_COUNTED = 64
