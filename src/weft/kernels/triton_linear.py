@@ -120,8 +120,7 @@ _launches = itertools.count()
 def _meeting_place(device: torch.device, stream: int) -> tuple[Tensor, Tensor, Tensor]:
     """Memory where the parts of products meet, counters, and flags that nobody waits for. Launches
     of one stream share them; those of two streams may run at once. Graphs are for the default
-    stream, 0.
-    """
+    stream, 0."""
     parts = torch.empty(MEETING_FLOATS, dtype=torch.float32, device=device)
     counters = torch.zeros(MEETING_TILES + TURNS, dtype=torch.int32, device=device)
     return parts, counters[:MEETING_TILES], counters[MEETING_TILES:]

@@ -35,9 +35,8 @@ def load_weights(
 ) -> Weights:
     """Read the safetensors files of `folder`, tensor by tensor.
 
-    With `quantization` the layers' matrices are put into that format of `weft.kernels.quant` once
-    they are in `dtype`. Raises
-    ConfigError naming what is missing, has another shape or is quantized already.
+    With `quantization` the layers' matrices are put into that format of `weft.kernels.quant`.
+    Raises ConfigError naming what is missing, has another shape or is quantized already.
     """
     form = None if quantization is None else format_named(quantization)
     weights = _allocate(target_table(config), dtype, device, form)

@@ -89,8 +89,6 @@ class ImageStep(LoraStep):
         weight_I = self._image[offsets[index] : offsets[index] + size]
         return [(self._first, self._num_rows, weight_I)]
 
-    # -- inside --------------------------------------------------------------------------------
-
     def _project(self, y_nO: Tensor, x_nI: Tensor, group: int) -> None:
         g = self._table.groups[group]
         rank = self._rank(g)

@@ -1,8 +1,6 @@
 """The Triton backend: two launches per packed layer, whatever adapters and ranks a step mixes.
 
-Shapes: T token rows, N sampled rows, K inputs and O outputs of a group, S slots, G groups,
-L slices of the model, R the summed ranks of a group's slices in one adapter, W floats of
-workspace a row.
+Shapes: as in `weft.kernels.lora.triton_tiles`; N sampled rows.
 
 The rows of a slot are cut into tiles; the list of them, made once per step, is all that the kernels
 learn of a batch. For every tile and group

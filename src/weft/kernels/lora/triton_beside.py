@@ -1,7 +1,6 @@
 """What adapters add to a product of few rows, computed beside it.
 
-Shapes: T token rows, K inputs and O outputs of a group, S slots, G groups, L slices of the model,
-R the summed ranks of a group's slices in one adapter, W floats of workspace a row.
+Shapes: as in `weft.kernels.lora.triton_tiles`.
 
     base product   ---- x is there ----- y --------|
                           | flag                   |  the kernel that reads y
