@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.filesize import decimal
+
 from weft.checkpoint.config import PeftConfig, layer_of
 from weft.checkpoint.examine import Examined, examine
 from weft.checkpoint.kinds import find_kind, parse_config
@@ -123,7 +125,10 @@ def check_adapter(
     """
     config = load_model_config(base)
     table = target_table(config)
-    folder = _find(adapter)
+    try:
+        folder = Sources().resolve(adapter)
+    except AdapterError as error:
+        raise ConfigError(error.message, "adapter") from None
     try:
         files = read_adapter(folder, table, max_rank)
         image = _image(files, table, config.dtype, max_rank, conversion_tolerance)
@@ -178,13 +183,6 @@ def show_report(report: AdapterVerdict) -> str:
 
 def report_json(report: AdapterVerdict) -> str:
     return json.dumps(asdict(report))
-
-
-def _find(adapter: str) -> Path:
-    try:
-        return Sources().resolve(adapter)
-    except AdapterError as error:
-        raise ConfigError(error.message, "adapter") from None
 
 
 # -- why not ---------------------------------------------------------------------------------------
@@ -298,6 +296,7 @@ def _ranges(layers: Iterable[int | None]) -> str:
 def _rows(facts: CheckedFacts, base: str) -> list[tuple[str, str]]:
     ranks = sorted({adapted.rank for adapted in facts.targets})
     scales = sorted({adapted.scale for adapted in facts.targets})
+    tokens = ", ".join(map(str, facts.invocation_token_ids))
     updates = [
         ("rank", ", ".join(map(str, ranks))),
         ("alpha", f"{facts.alpha:g}"),
@@ -307,19 +306,12 @@ def _rows(facts: CheckedFacts, base: str) -> list[tuple[str, str]]:
         ("kind", "LoRA, rank-stabilised (rsLoRA)" if facts.rslora else _kind(facts)),
         *(updates if ranks else [("changes", ", ".join(facts.changes))]),
         ("dtype", ", ".join(facts.dtypes)),
-        ("files", _size(facts.file_bytes)),
+        ("files", decimal(facts.file_bytes)),
         ("on the device", _on_device(facts)),
         ("digest", facts.digest),
         ("trained on", _trained_on(facts.trained_on, base)),
-        *_activated(facts.invocation_token_ids),
+        *([("activated by", f"the token ids {tokens} in the prompt")] if tokens else []),
     ]
-
-
-def _activated(invocation: tuple[int, ...]) -> list[tuple[str, str]]:
-    """A row, for an activated LoRA."""
-    if not invocation:
-        return []
-    return [("activated by", f"the token ids {', '.join(map(str, invocation))} in the prompt")]
 
 
 def _kind(facts: CheckedFacts) -> str:
@@ -329,7 +321,7 @@ def _kind(facts: CheckedFacts) -> str:
 
 
 def _on_device(facts: CheckedFacts) -> str:
-    size = f"{_size(facts.device_bytes)} as {facts.device_dtype}"
+    size = f"{decimal(facts.device_bytes)} as {facts.device_dtype}"
     if facts.device_dtype == "float32":
         return size
     return f"{size}; twice that on a CPU, which serves float32"
@@ -344,19 +336,10 @@ def _trained_on(trained_on: str | None, base: str) -> str:
 
 
 def _show_targets(targets: tuple[Adapted, ...]) -> Iterator[str]:
-    width = max(len(adapted.layers) for adapted in targets)
-    width = max(width, len("layers"))
+    width = max(len("layers"), *(len(adapted.layers) for adapted in targets))
     yield f"  {'target':<12}  {'layers':<{width}}  rank  scale"
     for adapted in targets:
         yield (
             f"  {adapted.target:<12}  {adapted.layers or '-':<{width}}"
             f"  {adapted.rank:>4}  {adapted.scale:.4g}"
         )
-
-
-def _size(num_bytes: int) -> str:
-    """84.1 MB: what file listings say, in powers of 1000."""
-    for unit, power in (("GB", 3), ("MB", 2), ("kB", 1)):
-        if num_bytes >= 1000**power:
-            return f"{num_bytes / 1000**power:.1f} {unit}"
-    return f"{num_bytes} bytes"

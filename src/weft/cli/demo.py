@@ -24,13 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID
 
 from weft.cli.demo_results import (
     BASE,
@@ -39,7 +33,6 @@ from weft.cli.demo_results import (
     Examples,
     Question,
     Round,
-    Swap,
     figures,
     print_next_steps,
     report,
@@ -64,7 +57,8 @@ SEED = 2026
 def run_demo(folder: Path | None, port: int) -> bool:
     """Run it; whether every answer was right. Raises ConfigError when it can't be run."""
     examples = _find_examples(folder)
-    _need_openai()
+    if importlib.util.find_spec("openai") is None:
+        raise ConfigError("the demo needs the openai client: pip install 'weft[demo]'", "openai")
     console = Console()
     models = [BASE, *examples.adapters]
     console.print(
@@ -108,11 +102,6 @@ def _own_examples() -> Path:
     return Path(str(installed[0].locate())).resolve().parent if installed else checkout
 
 
-def _need_openai() -> None:
-    if importlib.util.find_spec("openai") is None:
-        raise ConfigError("the demo needs the openai client: pip install 'weft[demo]'", "openai")
-
-
 # -- the server ------------------------------------------------------------------------------------
 
 
@@ -134,25 +123,29 @@ def _server(examples: Examples, port: int, console: Console) -> Iterator[str]:
             console.print(f"Server started in {seconds:.1f} s: {url}")
             yield url
         finally:
-            _end(process)
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
             signal.signal(signal.SIGTERM, previous)
 
 
 def _serve_args(examples: Examples, port: int) -> list[str]:
     """All adapters but the last, which is loaded while serving. One thread: a model this small
     gains nothing from more."""
-    at_start = examples.adapters[:-1]
-    modules = [f"{name}={examples.adapter(name)}" for name in at_start]
-    flags = {
-        "--port": str(port),
-        "--served-model-name": BASE,
-        "--lora-root": str(examples.folder / "adapters"),
-        "--num-threads": "1",
-        "--kv-cache-memory": "64M",
-        "--adapter-memory": "64M",
-    }
-    pairs = [part for flag in flags.items() for part in flag]
-    return [str(examples.base), *pairs, "--lora-modules", *modules]
+    return [
+        str(examples.base),
+        f"--port={port}",
+        f"--served-model-name={BASE}",
+        f"--lora-root={examples.folder / 'adapters'}",
+        "--num-threads=1",
+        "--kv-cache-memory=64M",
+        "--adapter-memory=64M",
+        "--lora-modules",
+        *(f"{name}={examples.adapter(name)}" for name in examples.adapters[:-1]),
+    ]
 
 
 def _free_port() -> int:
@@ -180,15 +173,6 @@ def _tail(log: Any) -> str:
     return str(log.read()).strip()[-600:] or "it said nothing"
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
 def _exit(number: int, frame: object) -> None:
     raise SystemExit(128 + number)
 
@@ -208,16 +192,20 @@ async def _ask(
     async with AsyncOpenAI(
         base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=REQUEST_S
     ) as client:
-        load_s = await _load(url, late, examples.adapter(late))
+        started = time.perf_counter()
+        path = str(examples.adapter(late).absolute())
+        await _post(url, "load_lora_adapter", {"lora_name": late, "lora_path": path})
+        load_s = time.perf_counter() - started
         console.print(f"Adapter {late!r} loaded while serving, in {load_s * 1000:.0f} ms\n")
         try:
-            with _progress(console) as progress:
+            columns = "{task.description:<26}", BarColumn(bar_width=24), MofNCompleteColumn()
+            with Progress(*columns, console=console) as progress:
                 rounds = await _rounds(client, progress, questions, groups)
         except OpenAIError as error:
             raise ConfigError(f"a request failed: {error}") from error
         await _post(url, "unload_lora_adapter", {"lora_name": late})
         status = await _status_of(client, late)
-    return DemoOutcome(*rounds, Swap(late, load_s, status), len(models))
+    return DemoOutcome(*rounds, late, load_s, status, len(models))
 
 
 async def _rounds(
@@ -260,15 +248,6 @@ async def _timed(waves: Iterable[Iterable[Coroutine[Any, Any, list[Answer]]]]) -
     return Round(answers, time.perf_counter() - started)
 
 
-def _progress(console: Console) -> Progress:
-    columns = (
-        TextColumn("{task.description:<26}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-    )
-    return Progress(*columns, console=console)
-
-
 async def _answer(client: AsyncOpenAI, question: Question) -> Answer:
     completion = await client.chat.completions.create(
         model=question.model,
@@ -298,13 +277,6 @@ async def _complete(client: AsyncOpenAI, group: list[Question]) -> list[Answer]:
         Answer(question, choice.text, 0 if index else num_tokens)
         for index, (question, choice) in enumerate(zip(group, completion.choices, strict=True))
     ]
-
-
-async def _load(url: str, name: str, path: Path) -> float:
-    """Seconds that it took."""
-    started = time.perf_counter()
-    await _post(url, "load_lora_adapter", {"lora_name": name, "lora_path": str(path.absolute())})
-    return time.perf_counter() - started
 
 
 async def _post(url: str, verb: str, body: dict[str, str]) -> None:

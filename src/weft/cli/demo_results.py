@@ -80,23 +80,17 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Swap:
-    """What came of loading and unloading an adapter while serving."""
-
-    name: str
-    load_s: float
-    status_after: int
-    """The HTTP status of a request for it once it was unloaded; 404 is right."""
-
-
-@dataclass(frozen=True, slots=True)
 class DemoOutcome:
     """All that the demo found."""
 
     chat: Round
     mixed: Round
     single: Round
-    swap: Swap
+    late: str
+    """The adapter that was loaded and unloaded while serving."""
+    load_s: float
+    status_after: int
+    """The HTTP status of a request for it once it was unloaded; 404 is right."""
     num_models: int
     """The adapters and the base."""
 
@@ -110,7 +104,7 @@ class DemoOutcome:
 
     @property
     def ok(self) -> bool:
-        return self.num_right == len(self.answers) and self.swap.status_after == 404
+        return self.num_right == len(self.answers) and self.status_after == 404
 
 
 def table(examples: Examples, outcome: DemoOutcome) -> Table:
@@ -127,7 +121,7 @@ def table(examples: Examples, outcome: DemoOutcome) -> Table:
         output = shown.text if shown.right else f"{shown.text}, not {shown.question.expected}"
         colour = "green" if num_right == len(answers) else "red"
         rank, targets = ("", "none") if model == BASE else _shape(examples.adapter(model))
-        name = f"{model}*" if model == outcome.swap.name else model
+        name = f"{model}*" if model == outcome.late else model
         score = Text(f"{num_right}/{len(answers)}", colour)
         table.add_row(name, rank, targets, shown.question.word, Text(output), score)
     return table
@@ -173,8 +167,8 @@ def figures(outcome: DemoOutcome) -> Group:
         ("the same prompts, one model after the other", outcome.single),
     ):
         table.add_row(name, f"[bold]{result.tokens_per_s:,.0f}[/] tokens/s")
-    swap = outcome.swap
-    gone = "404" if swap.status_after == 404 else f"[red]{swap.status_after} instead of 404[/]"
+    status = outcome.status_after
+    gone = "404" if status == 404 else f"[red]{status} instead of 404[/]"
     note = f"* loaded while the server ran, and unloaded at the end: asked again, it is a {gone}"
     return Group(Text.from_markup(note, style="dim"), "", table, "")
 
@@ -220,6 +214,6 @@ def report(outcome: DemoOutcome) -> dict[str, Any]:
         "right": outcome.num_right,
         "mixed_tokens_per_s": round(outcome.mixed.tokens_per_s, 1),
         "one_at_a_time_tokens_per_s": round(outcome.single.tokens_per_s, 1),
-        "load_ms": round(outcome.swap.load_s * 1000, 1),
-        "status_after_unload": outcome.swap.status_after,
+        "load_ms": round(outcome.load_s * 1000, 1),
+        "status_after_unload": outcome.status_after,
     }

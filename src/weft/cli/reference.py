@@ -5,11 +5,9 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from itertools import groupby
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Union, get_args, get_origin
 
 import typer
 from rich.text import Text
@@ -24,65 +22,7 @@ spells them where they mean the same. Sizes in bytes may end in K, M, G or T, po
 `weft --install-completion` teaches your shell (bash, zsh, fish or PowerShell) to complete commands,
 options and their values; `weft --show-completion` only prints what it would install.
 """
-OPTIONS = "Options"
 _VALUES = {int: "N", float: "NUMBER", str: "TEXT", Path: "PATH"}
-
-
-@dataclass(frozen=True, slots=True)
-class _Parameter:
-    """One argument or option of a command."""
-
-    name: str
-    type: Any
-    """Without Optional and list."""
-    info: ArgumentInfo | OptionInfo
-    default: object
-
-    @property
-    def panel(self) -> str:
-        return self.info.rich_help_panel or OPTIONS
-
-    @property
-    def value(self) -> str:
-        """What stands for its value: `N`, `auto|cpu|cuda`; empty for a switch."""
-        if self.info.metavar:
-            return self.info.metavar
-        if get_origin(self.type) is Literal:
-            return "|".join(map(str, get_args(self.type)))
-        return _VALUES.get(self.type, "")
-
-    @property
-    def required(self) -> bool:
-        return self.default is inspect.Parameter.empty
-
-    @property
-    def flags(self) -> str:
-        # Within Annotated, typer takes the first spelling for a default.
-        spelled = [s for s in (self.info.default, *(self.info.param_decls or ())) if s is not ...]
-        if spelled:
-            return ", ".join(map(str, spelled))
-        flag = "--" + self.name.replace("_", "-")
-        return f"{flag}/--no-{flag[2:]}" if self.type is bool else flag
-
-    @property
-    def line(self) -> str:
-        """One item of a Markdown list."""
-        help_text = _plain_text(self.info.help)
-        if self.info.envvar:
-            help_text += f" Also as {self.info.envvar} in the environment."
-        if isinstance(self.info, ArgumentInfo):
-            return f"- `{self.value}`: {help_text}{'' if self.required else self._default()}"
-        shown = f"{self.flags} {self.value}".rstrip()
-        return f"- `{shown}`: {help_text}{self._default()}"
-
-    def _default(self) -> str:
-        if self.required:
-            return " Required."
-        if self.default is None or self.default is False:
-            return ""
-        if self.default is True:
-            return f" Default: `{self.flags.partition('/')[0]}`."
-        return f" Default: `{self.default}`."
 
 
 def reference(app: typer.Typer) -> str:
@@ -102,32 +42,31 @@ def _commands(app: typer.Typer, path: str) -> Iterator[str]:
 
 
 def _section(path: str, callback: Callable[..., object]) -> str:
-    parameters = list(_parameters(callback))
-    arguments = [p for p in parameters if isinstance(p.info, ArgumentInfo)]
-    options = [p for p in parameters if isinstance(p.info, OptionInfo) and not p.info.hidden]
-    usage = " ".join(
-        [path, *(p.value if p.required else f"[{p.value}]" for p in arguments), "[OPTIONS]"]
-    )
-    lines = [f"## {path}", "", _plain_text(inspect.getdoc(callback)), "", "```text", usage, "```"]
-    if arguments:
-        lines += ["", *(p.line for p in arguments)]
-    panels = list(dict.fromkeys(p.panel for p in options))
-    options.sort(key=lambda p: panels.index(p.panel))
-    for panel, members in groupby(options, key=lambda p: p.panel):
-        lines += ["", f"**{panel}**", "", *(p.line for p in members)]
-    return "\n".join([*lines, ""])
-
-
-def _parameters(callback: Callable[..., object]) -> Iterator[_Parameter]:
+    usage, arguments = [path], []
+    panels: dict[str, list[str]] = {}
     for parameter in inspect.signature(callback, eval_str=True).parameters.values():
         kind, *notes = get_args(parameter.annotation)
         info = next(note for note in notes if isinstance(note, ArgumentInfo | OptionInfo))
-        yield _Parameter(parameter.name, _type_of(kind), info, parameter.default)
-
-
-def _plain_text(help_text: str | None) -> str:
-    """Without rich's markup."""
-    return Text.from_markup(help_text or "").plain
+        kind, default = _type_of(kind), parameter.default
+        value = info.metavar or "|".join(map(str, get_args(kind))) or _VALUES.get(kind, "")
+        flags = _flags(parameter.name, kind, info)
+        help_text = _plain_text(info.help)
+        if info.envvar:
+            help_text += f" Also as {info.envvar} in the environment."
+        help_text += _default(flags, default)
+        if isinstance(info, ArgumentInfo):
+            usage.append(value if default is inspect.Parameter.empty else f"[{value}]")
+            arguments.append(f"- `{value}`: {help_text.removesuffix(' Required.')}")
+        elif not info.hidden:
+            lines = panels.setdefault(info.rich_help_panel or "Options", [])
+            lines.append(f"- `{f'{flags} {value}'.rstrip()}`: {help_text}")
+    about = _plain_text(inspect.getdoc(callback))
+    lines = [f"## {path}", "", about, "", "```text", " ".join([*usage, "[OPTIONS]"]), "```"]
+    if arguments:
+        lines += ["", *arguments]
+    for panel, members in panels.items():
+        lines += ["", f"**{panel}**", "", *members]
+    return "\n".join([*lines, ""])
 
 
 def _type_of(kind: Any) -> Any:
@@ -135,6 +74,28 @@ def _type_of(kind: Any) -> Any:
     if get_origin(kind) in (Union, UnionType):
         [kind] = [part for part in get_args(kind) if part is not type(None)]
     return get_args(kind)[0] if get_origin(kind) is list else kind
+
+
+def _flags(name: str, kind: Any, info: ArgumentInfo | OptionInfo) -> str:
+    # Within Annotated, typer takes the first spelling for a default.
+    spelled = [s for s in (info.default, *(info.param_decls or ())) if s is not ...]
+    if spelled:
+        return ", ".join(map(str, spelled))
+    flag = name.replace("_", "-")
+    return f"--{flag}/--no-{flag}" if kind is bool else f"--{flag}"
+
+
+def _default(flags: str, default: object) -> str:
+    if default is inspect.Parameter.empty:
+        return " Required."
+    if default is None or default is False:
+        return ""
+    return f" Default: `{flags.partition('/')[0] if default is True else default}`."
+
+
+def _plain_text(help_text: str | None) -> str:
+    """Without rich's markup."""
+    return Text.from_markup(help_text or "").plain
 
 
 if __name__ == "__main__":

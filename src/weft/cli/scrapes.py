@@ -178,6 +178,7 @@ def measure(now: Scrape, before: Scrape) -> View:
     per_s = 1.0 / max(now.time_s - before.time_s, 1e-3)
     started = now.sum("process_start_time_seconds")
     prompt = gained.sum("vllm:prompt_tokens_total")
+    by_status = gained.by("status", "weft:http_requests_total")
     return View(
         model=next(iter(now.by("model_name", "vllm:e2e_request_latency_seconds_count")), ""),
         engine_up=bool(now.sum("weft:engine_up")),
@@ -185,7 +186,7 @@ def measure(now: Scrape, before: Scrape) -> View:
         running=now.sum("vllm:num_requests_running"),
         waiting=now.sum("vllm:num_requests_waiting"),
         requests_per_s=gained.sum("vllm:request_success_total") * per_s,
-        errors_per_s=_server_errors(gained) * per_s,
+        errors_per_s=sum(n for status, n in by_status.items() if status.startswith("5")) * per_s,
         output_tokens_per_s=gained.sum("vllm:generation_tokens_total") * per_s,
         prompt_tokens_per_s=prompt * per_s,
         cached_share=gained.sum("vllm:prefix_cache_hits_total") / prompt if prompt else None,
@@ -207,11 +208,6 @@ def measure(now: Scrape, before: Scrape) -> View:
     )
 
 
-def _server_errors(gained: Scrape) -> float:
-    by_status = gained.by("status", "weft:http_requests_total")
-    return sum(count for status, count in by_status.items() if status.startswith("5"))
-
-
 def _tier_rows(now: Scrape, gained: Scrape, per_s: float) -> Iterator[TierLoad]:
     limits = now.by("tier", "weft:adapter_tier_limit_bytes")
     num_bytes = now.by("tier", "weft:adapter_tier_bytes")
@@ -231,18 +227,15 @@ def _adapter_rows(now: Scrape, gained: Scrape, per_s: float) -> list[AdapterRow]
     tokens = gained.by("adapter", "weft:adapter_output_tokens_total")
     requests = gained.by("adapter", "weft:adapter_requests_total")
     total = now.by("adapter", "weft:adapter_requests_total")
+    times = "weft:adapter_time"
     rows = [
         AdapterRow(
             name=name,
             tokens_per_s=tokens.get(name, 0.0) * per_s,
             requests_per_s=requests.get(name, 0.0) * per_s,
             num_requests=count,
-            first_token=_latency(
-                now, gained, "weft:adapter_time_to_first_token_seconds", adapter=name
-            ),
-            per_token=_latency(
-                now, gained, "weft:adapter_time_per_output_token_seconds", adapter=name
-            ),
+            first_token=_latency(now, gained, f"{times}_to_first_token_seconds", adapter=name),
+            per_token=_latency(now, gained, f"{times}_per_output_token_seconds", adapter=name),
             level=level_of.get(name, "disk"),
         )
         for name, count in total.items()

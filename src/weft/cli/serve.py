@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 FORCED_S = 10
-"""After the shut-down time-out: how long until connections are cut."""
+"""How long after the shut-down time-out connections are cut."""
 KEEP_ALIVE_S = 75
 """How long an idle connection stays open. Clients and proxies keep theirs for up to a minute, and
 must be the first to close: a request that crosses the server's close is lost."""
@@ -210,7 +210,7 @@ async def _load_adapters(console: Console, modules: list[LoraModule], publisher:
 
 
 class _Server(uvicorn.Server):
-    """Tells when it listens; at shut-down ends requests that take too long, in good order."""
+    """Calls back when it listens; at shut-down it ends slow requests in good order."""
 
     def __init__(
         self,
@@ -262,9 +262,9 @@ async def _serve_http(
 def http_config(app: FastAPI, **options: Any) -> uvicorn.Config:
     """What is the same for all servers of the application.
 
-    By h11, also where httptools is installed: uvicorn over that takes a fifth less time for a
-    chunk, but loses the body of a request that offers HTTP/2, as Java's client does, and lets a
-    head grow without bound.
+    They parse with h11 also where httptools is installed: that takes a fifth less time for a chunk,
+    but loses the body of a request that offers HTTP/2, as Java's client does, and lets a head grow
+    without bound.
     """
     return uvicorn.Config(
         app,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -54,7 +54,6 @@ def _panels(view: View) -> Table:
     row = Table.grid(expand=True)
     for _ in range(3):
         row.add_column(ratio=1)
-    cached = "-" if view.cached_share is None else f"{view.cached_share:.0%}"
     requests = [
         ("running", f"{view.running:,.0f}"),
         ("waiting", f"{view.waiting:,.0f}"),
@@ -63,31 +62,27 @@ def _panels(view: View) -> Table:
     tokens = [
         ("output", f"{_rate(view.output_tokens_per_s)}/s"),
         ("prompt", f"{_rate(view.prompt_tokens_per_s)}/s"),
-        ("cached", cached),
+        ("cached", _share(view.cached_share)),
     ]
     row.add_row(_panel("Requests", requests), _panel("Tokens", tokens), _latencies(view))
     return row
 
 
-def _panel(title: str, lines: Iterable[tuple[str, str]]) -> Panel:
+def _panel(title: str, rows: Sequence[tuple[str | Text, ...]]) -> Panel:
     grid = Table.grid(expand=True)
     grid.add_column(style="dim")
-    grid.add_column(justify="right", style="bold")
-    for name, value in lines:
-        grid.add_row(name, value)
+    for _ in rows[0][1:]:
+        grid.add_column(justify="right", style="bold")
+    for row in rows:
+        grid.add_row(*row)
     return Panel(grid, title=title, title_align="left", border_style="dim")
 
 
 def _latencies(view: View) -> Panel:
-    grid = Table.grid(expand=True)
-    grid.add_column(style="dim")
-    grid.add_column(justify="right", style="bold")
-    grid.add_column(justify="right", style="bold")
-    grid.add_row("", Text("p50", style="dim"), Text("p95", style="dim"))
+    rows: list[tuple[str | Text, ...]] = [("", Text("p50", "dim"), Text("p95", "dim"))]
     for name, latency in (("TTFT", view.first_token), ("TPOT", view.per_token)):
-        grid.add_row(name, _seconds(latency.p50_s), _seconds(latency.p95_s))
-    when = "Latency" if view.first_token.recent else "Latency so far"
-    return Panel(grid, title=when, title_align="left", border_style="dim")
+        rows.append((name, _seconds(latency.p50_s), _seconds(latency.p95_s)))
+    return _panel("Latency" if view.first_token.recent else "Latency so far", rows)
 
 
 def _kv(view: View) -> Table:
@@ -122,9 +117,9 @@ def _adapters(view: View) -> Table:
 
 
 def _tier(tier: TierLoad) -> str:
-    hits = "-" if tier.hit_share is None else f"{tier.hit_share:.0%}"
     evictions = f", {_rate(tier.evictions_per_s)} evictions/s" if tier.evictions_per_s else ""
-    return f"{_size(tier.num_bytes)} of {_size(tier.max_bytes)}, {hits} found{evictions}"
+    used = f"{_size(tier.num_bytes)} of {_size(tier.max_bytes)}"
+    return f"{used}, {_share(tier.hit_share)} found{evictions}"
 
 
 def _load_times(view: View) -> str:
@@ -160,6 +155,10 @@ def _rate(per_s: float) -> str:
     if 0 < per_s < 9.95:
         return f"{per_s:.1f}"
     return f"{per_s:,.0f}"
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
 
 
 def _size(num_bytes: float) -> str:
