@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import TypeVar, cast
 
 import torch
@@ -185,12 +184,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     # -- inside --------------------------------------------------------------------------------
@@ -206,13 +200,10 @@ class LLM:
     ) -> list[RequestOutput]:
         """The outputs of prompts of whatever kind `encode` turns into token ids."""
         count, params = len(inputs), params or SamplingParams()
-        same = [params] * count if isinstance(params, SamplingParams) else list(params)
-        each_params = _check_length(same, count, "params")
-        each_adapter = _check_length(_choices(adapter, count), count, "adapter")
-        tenants = [tenant] * count if isinstance(tenant, str) else list(tenant)
-        each_tenant = _check_length(tenants, count, "tenant")
+        each_params = _each(params, isinstance(params, SamplingParams), count, "params")
+        each_tenant: list[str] = _each(tenant, isinstance(tenant, str), count, "tenant")
         with contextlib.ExitStack() as held:
-            pins = [held.enter_context(self._pin(choice)) for choice in each_adapter]
+            pins = [held.enter_context(self._pin(choice)) for choice in _choices(adapter, count)]
             jobs: list[_Prompting] = []
             for given, its_params, pinned, who in zip(
                 inputs, each_params, pins, each_tenant, strict=True
@@ -279,15 +270,14 @@ class _Prompting:
 
 def _choices(adapter: AdapterChoice | Sequence[AdapterChoice], count: int) -> list[AdapterChoice]:
     """One for each prompt. A sequence of nothing but WeightedAdapter is one choice for all."""
-    if _is_choice(adapter):
-        return [cast(AdapterChoice, adapter)] * count
-    if not isinstance(adapter, Sequence) or not all(map(_is_choice, adapter)):
+    one = _is_choice(adapter)
+    if not one and not (isinstance(adapter, Sequence) and all(map(_is_choice, adapter))):
         raise InvalidRequest(
             "adapter must be a name, None, a sequence of WeightedAdapter, or one of these for each"
             " prompt",
             "adapter",
         )
-    return [cast(AdapterChoice, choice) for choice in adapter]
+    return _each(adapter, one, count, "adapter")
 
 
 def _is_choice(value: object) -> bool:
@@ -296,7 +286,9 @@ def _is_choice(value: object) -> bool:
     return isinstance(value, Sequence) and {type(each) for each in value} == {WeightedAdapter}
 
 
-def _check_length(values: list[T], count: int, name: str) -> list[T]:
+def _each(given: T | Sequence[T], one: bool, count: int, name: str) -> list[T]:
+    """One for each prompt: what is given, if that is `one` for all, else its items."""
+    values = [cast(T, given)] * count if one else list(cast(Sequence[T], given))
     if len(values) != count:
         raise InvalidRequest(f"{name} has {len(values)} entries for {count} prompts", name)
     return values

@@ -9,10 +9,9 @@ from importlib.metadata import version
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from weft.api.errors import add_error_handlers
+from weft.api.errors import ERRORS, add_error_handlers
 from weft.api.middleware import REQUEST_ID, Observe, RequestIds, RequireKey
 from weft.api.observe import TraceHeaders, TraceSink
-from weft.api.openapi import ERRORS
 from weft.api.routes_adapters import adapter_routes
 from weft.api.routes_chat import chat_routes
 from weft.api.routes_completions import completion_routes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
@@ -183,6 +183,32 @@ class NamedTool(ClosedBody):
     function: FunctionName
 
 
+class Conversation(BaseModel):
+    """The fields that say how messages become a prompt."""
+
+    tools: list[Tool] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def check_continuation(self, messages: list[Message]) -> None:
+        """Raises InvalidRequest unless the last message can be continued, if that is asked for."""
+        field = "continue_final_message"
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(f"{field} and add_generation_prompt are at odds", field)
+        if self.continue_final_message and messages[-1].role != "assistant":
+            raise InvalidRequest(f"{field} needs a last message of role 'assistant'", field)
+
+    def template_options(self) -> dict[str, Any]:
+        """Arguments of `Tokenizer.chat`."""
+        continues = bool(self.continue_final_message)
+        return {
+            "add_generation_prompt": not continues and self.add_generation_prompt is not False,
+            "continue_final_message": continues,
+            "template_kwargs": self.chat_template_kwargs,
+        }
+
+
 ToolChoice = Literal["none", "auto", "required"] | NamedTool
 
 
@@ -230,41 +256,6 @@ class StructuredBody(ClosedBody):
             grammar=self.grammar,
             structural_tag=_as_text(self.structural_tag),
         )
-
-
-class FormatFields(Protocol):
-    """The fields of a body that tell the form of the answer."""
-
-    response_format: ResponseFormat | None
-    structured_outputs: StructuredBody | None
-    guided_json: dict[str, Any] | str | None
-    guided_regex: str | None
-    guided_choice: list[str] | None
-    guided_grammar: str | None
-
-
-def structured_outputs(body: FormatFields) -> tuple[StructuredOutputs | None, str]:
-    """The form asked for, and the field that asks for it. Raises InvalidRequest for two of them."""
-    found: dict[str, StructuredOutputs] = {}
-    if body.response_format is not None:
-        form = body.response_format.to_structured()
-        found |= {} if form is None else {"response_format": form}
-    if body.structured_outputs is not None:
-        found["structured_outputs"] = body.structured_outputs.to_structured()
-    if body.guided_json is not None:
-        found["guided_json"] = StructuredOutputs(json=_as_text(body.guided_json))
-    if body.guided_regex is not None:
-        found["guided_regex"] = StructuredOutputs(regex=body.guided_regex)
-    if body.guided_grammar is not None:
-        found["guided_grammar"] = StructuredOutputs(grammar=body.guided_grammar)
-    if body.guided_choice is not None:
-        if not body.guided_choice:
-            raise InvalidRequest("guided_choice must not be empty", "guided_choice")
-        found["guided_choice"] = StructuredOutputs(choice=tuple(body.guided_choice))
-    if len(found) > 1:
-        first, second = list(found)[:2]
-        raise InvalidRequest(f"{first} and {second} are both given; give one of them", second)
-    return (next(iter(found.values())), next(iter(found))) if found else (None, "")
 
 
 def _as_text(schema: dict[str, Any] | str | None) -> str | None:

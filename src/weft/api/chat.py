@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from weft.api.bodies import NamedTool, structured_outputs
+from weft.api.bodies import NamedTool
 from weft.api.generation import num_choices, sampling, truncated
 from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
@@ -109,7 +109,7 @@ class Turn:
 
     def _form(self) -> StructuredOutputs | None:
         """The form that the answer must have: the client's, or that tools are called."""
-        form, name = structured_outputs(self._body)
+        form, name = self._body.form()
         if not self._tools:
             self.fields["structured_outputs"] = name
             return form
@@ -138,12 +138,9 @@ class Turn:
         ids = await self._service.encode_chat(
             [m.to_template(i) for i, m in enumerate(body.messages)],
             self._language,
-            add_generation_prompt=not body.continue_final_message
-            and body.add_generation_prompt is not False,
-            template_kwargs=body.chat_template_kwargs,
             tools=self._tools or None,
-            continue_final_message=bool(body.continue_final_message),
             any_length=body.truncate_prompt_tokens is not None,
+            **body.template_options(),
         )
         return truncated(self._service, body, ids, max_tokens)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 from fastapi import FastAPI, Request
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -16,6 +16,26 @@ from weft.core.errors import InvalidRequest, WeftError
 logger = logging.getLogger(__name__)
 
 _TYPE_OF_STATUS = {401: "authentication_error", 429: "rate_limit_error"}
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    """The field at fault."""
+    code: str | None
+
+
+class ErrorBody(BaseModel):
+    """Every error, as OpenAI's API has it."""
+
+    error: ErrorDetail
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorBody, "description": "The request is at fault."},
+    "5XX": {"model": ErrorBody, "description": "The server is at fault, or overloaded."},
+}
 
 
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:

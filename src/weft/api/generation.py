@@ -6,7 +6,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from weft.api.schemas import GenerationBody
@@ -16,21 +16,7 @@ from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.serving import Pinned
 
-_SAMPLING_FIELDS = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-    "min_tokens",
-    "bad_words",
-    "allowed_token_ids",
-    "seed",
-    "stop",
-    "stop_token_ids",
-)
+_FIELDS = [f.name for f in fields(SamplingParams) if f.name in GenerationBody.model_fields]
 """The fields that bodies and SamplingParams share; null leaves the default."""
 
 
@@ -43,15 +29,18 @@ class AnswerHead:
     model: str
     fingerprint: str | None
     """It names the adapter version that answers, so that clients can tell when it changes."""
+    include_usage: bool
+    """Whether chunks have a field for the usage, which only a last one fills."""
 
     @classmethod
-    def new(cls, prefix: str, model: str, pinned: Pinned) -> AnswerHead:
+    def new(cls, prefix: str, body: GenerationBody, pinned: Pinned) -> AnswerHead:
         ref = pinned.lease.ref
         fingerprint = f"fp_{ref.digest[:16]}" if ref is not None else None
-        return cls(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), model, fingerprint)
+        answer_id, created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
+        return cls(answer_id, created, body.model, fingerprint, body.include_usage)
 
     def chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
+        chunk = {
             "id": self.id,
             "object": kind,
             "created": self.created,
@@ -59,6 +48,9 @@ class AnswerHead:
             "system_fingerprint": self.fingerprint,
             "choices": choices,
         }
+        if self.include_usage:
+            chunk["usage"] = None
+        return chunk
 
 
 def usage(
@@ -84,18 +76,14 @@ def sampling(
     form: StructuredOutputs | None,
 ) -> SamplingParams:
     """The sampling parameters that a body asks for. Raises InvalidRequest naming the field."""
-    given = {name: value for name in _SAMPLING_FIELDS if (value := getattr(body, name)) is not None}
-    return SamplingParams(
-        max_tokens=max_tokens,
-        logit_bias={_token_id(key): bias for key, bias in (body.logit_bias or {}).items()},
-        structured_outputs=form,
-        logprobs=logprobs,
-        prompt_logprobs=body.prompt_logprobs,
-        ignore_eos=body.ignore_eos,
-        include_stop_str_in_output=body.include_stop_str_in_output,
-        skip_special_tokens=body.skip_special_tokens,
-        **given,
-    )
+    given = {name: value for name in _FIELDS if (value := getattr(body, name)) is not None}
+    given |= {
+        "max_tokens": max_tokens,
+        "logit_bias": {_token_id(key): bias for key, bias in (body.logit_bias or {}).items()},
+        "structured_outputs": form,
+        "logprobs": logprobs,
+    }
+    return SamplingParams(**given)
 
 
 def _token_id(key: str) -> int:

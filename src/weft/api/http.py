@@ -38,6 +38,15 @@ READER_TIMEOUT_S = 120.0
 """How long a stream waits for a client that does not read, at least; it is looked at four times as
 often. Meanwhile the request goes on, and its tokens, at most max_tokens, are kept."""
 
+TEXT: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Successful Response",
+        "content": {"text/plain": {"schema": {"type": "string"}}},
+    }
+}
+"""The `responses` of routes that answer with plain text. Their response class is `Response`,
+without a media type, which errors would get too."""
+
 
 async def read_body(request: Request, model: type[BodyT], max_bytes: int) -> BodyT:
     """The body as `model`. Raises InvalidRequest naming the field, BodyTooLarge, BodyTimeout or
@@ -209,3 +218,21 @@ class EventStream(Response):
         except OSError as error:
             raise ClientDisconnect from error
         self._sending_since_s = None
+
+
+def body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """The `openapi_extra` of a route that reads its body as `model`."""
+    schema = model.model_json_schema()
+    content = {"application/json": {"schema": _inlined(schema, schema.pop("$defs", {}))}}
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _inlined(node: Any, models: dict[str, Any]) -> Any:
+    """The schema with references to models replaced by what they refer to."""
+    if isinstance(node, list):
+        return [_inlined(item, models) for item in node]
+    if not isinstance(node, dict):
+        return node
+    if "$ref" in node:
+        return _inlined(models[node["$ref"].removeprefix("#/$defs/")], models)
+    return {key: _inlined(value, models) for key, value in node.items()}

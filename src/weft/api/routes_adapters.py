@@ -8,8 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
-from weft.api.http import json_response, read_body
-from weft.api.openapi import TEXT, body_of
+from weft.api.http import TEXT, body_of, json_response, read_body
 from weft.api.service import Service
 from weft.core.errors import AdapterPathRefused, InvalidRequest, WeftError
 from weft.core.stats import EngineStats

@@ -11,10 +11,9 @@ from starlette.responses import Response
 
 from weft.api.chat import Reader, Turn
 from weft.api.generation import AnswerHead, naming, usage
-from weft.api.http import EventStream, answer, read_body
+from weft.api.http import EventStream, answer, body_of, read_body
 from weft.api.logprobs import chat_logprobs, prompt_logprobs
-from weft.api.openapi import body_of
-from weft.api.schemas import ChatBody, weighted
+from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
 from weft.serving import Pinned
 from weft.text import OutputDelta
@@ -31,7 +30,7 @@ def chat_routes(service: Service) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         body = await read_body(request, ChatBody, service.settings.max_body_bytes)
         body.check()
-        pinned = service.pin(body.model, weighted(body.adapters))
+        pinned = service.pin(body.model, body.adapters)
         chat = _Chat(service, body, pinned)
         if body.stream:
             return EventStream(chat.chunks(), pinned.release)
@@ -46,7 +45,7 @@ class _Chat:
     def __init__(self, service: Service, body: ChatBody, pinned: Pinned) -> None:
         self._service = service
         self._body = body
-        self._head = AnswerHead.new("chatcmpl", body.model, pinned)
+        self._head = AnswerHead.new("chatcmpl", body, pinned)
         self._turn = Turn(service, body, pinned, self._head.id)
         self._wants_ids = bool(body.return_token_ids) or self._turn.tokenizer is None
 
@@ -83,10 +82,10 @@ class _Chat:
                     outputs[i].add(delta)
                     piece = readers[i].feed(delta)
                     if self._shows(delta, piece):
-                        yield self._chunk([self._choice(i, delta, piece, readers[i])])
+                        yield self._head.chunk(_CHUNK, [self._choice(i, delta, piece, readers[i])])
         if self._body.include_usage:
             total = usage(turn.requests, outputs, turn.num_choices)
-            yield self._chunk([]) | {"usage": total}
+            yield self._head.chunk(_CHUNK, []) | {"usage": total}
 
     def _whole_choice(self, index: int, output: Output) -> dict[str, Any]:
         reader = self._turn.reader()
@@ -118,7 +117,7 @@ class _Chat:
     def _opening(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        chunk = self._chunk([choice])
+        chunk = self._head.chunk(_CHUNK, [choice])
         if self._wants_ids:
             chunk["prompt_token_ids"] = self._turn.requests[0].prompt_ids
         return chunk
@@ -158,12 +157,6 @@ class _Chat:
             body.top_logprobs or 0,
             bool(body.return_tokens_as_token_ids),
         )
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = self._head.chunk(_CHUNK, choices)
-        if self._body.include_usage:
-            chunk["usage"] = None
-        return chunk
 
 
 def _reasoning(text: str) -> dict[str, str]:

@@ -10,12 +10,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from weft.api.bodies import structured_outputs
 from weft.api.generation import AnswerHead, naming, num_choices, sampling, truncated, usage
-from weft.api.http import EventStream, answer, read_body
+from weft.api.http import EventStream, answer, body_of, read_body
 from weft.api.logprobs import CompletionLogprobs, prompt_logprobs
-from weft.api.openapi import body_of
-from weft.api.schemas import CompletionBody, weighted
+from weft.api.schemas import CompletionBody
 from weft.api.service import Output, Service
 from weft.api.tenants import tenant_of
 from weft.core.errors import InvalidRequest
@@ -34,7 +32,7 @@ def completion_routes(service: Service) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         body = await read_body(request, CompletionBody, service.settings.max_body_bytes)
         body.check()
-        pinned = service.pin(body.model, weighted(body.adapters))
+        pinned = service.pin(body.model, body.adapters)
         completion = _Completion(service, body, pinned)
         if body.stream:
             return EventStream(completion.chunks(), pinned.release)
@@ -50,7 +48,7 @@ class _Completion:
         self._service = service
         self._body = body
         self._pinned = pinned
-        self._head = AnswerHead.new("cmpl", body.model, pinned)
+        self._head = AnswerHead.new("cmpl", body, pinned)
         self._language = pinned.language
         self._tokenizer = pinned.language.tokenizer
         self._wants_ids = bool(body.return_token_ids) or self._tokenizer is None
@@ -59,7 +57,7 @@ class _Completion:
         """The prompts, if they were given as texts."""
 
     async def whole(self) -> dict[str, Any]:
-        form, field = structured_outputs(self._body)
+        form, field = self._body.form()
         with naming({"structured_outputs": field}):
             requests = await self._requests(form)
             outputs = await self._service.collect(requests, self._language)
@@ -73,7 +71,7 @@ class _Completion:
         return answer
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
-        form, field = structured_outputs(self._body)
+        form, field = self._body.form()
         with naming({"structured_outputs": field}):
             requests = await self._requests(form)
             outputs = [Output() for _ in requests]
@@ -84,9 +82,10 @@ class _Completion:
                     outputs[i].add(delta)
                     if first or self._shows(delta):
                         request = requests[i] if first else None
-                        yield self._chunk([self._choice(i, delta, shapes[i], request)])
+                        yield self._head.chunk(_KIND, [self._choice(i, delta, shapes[i], request)])
         if self._body.include_usage:
-            yield self._chunk([]) | {"usage": usage(requests, outputs, self._num_choices)}
+            total = usage(requests, outputs, self._num_choices)
+            yield self._head.chunk(_KIND, []) | {"usage": total}
 
     async def _requests(self, form: StructuredOutputs | None) -> list[EngineRequest]:
         body = self._body
@@ -202,9 +201,3 @@ class _Completion:
             bool(body.return_tokens_as_token_ids),
         )
         return {"prompt_logprobs": shown}
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        chunk = self._head.chunk(_KIND, choices)
-        if self._body.include_usage:
-            chunk["usage"] = None
-        return chunk

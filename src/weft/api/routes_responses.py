@@ -13,10 +13,8 @@ from starlette.responses import Response
 
 from weft.api.chat import Reader, Turn
 from weft.api.generation import naming
-from weft.api.http import EventStream, answer, read_body
-from weft.api.openapi import body_of
+from weft.api.http import EventStream, answer, body_of, read_body
 from weft.api.responses import FIELDS, ResponsesBody
-from weft.api.schemas import weighted
 from weft.api.service import Output, Service
 from weft.text.chat_parser import Piece, ToolCallDelta
 
@@ -31,7 +29,7 @@ def response_routes(service: Service) -> APIRouter:
         body = await read_body(request, ResponsesBody, service.settings.max_body_bytes)
         with naming(FIELDS):
             chat = body.to_chat()
-        pinned = service.pin(body.model, weighted(body.adapters))
+        pinned = service.pin(body.model, body.adapters)
         response_id = f"resp_{uuid.uuid4().hex}"
         made = _Response(response_id, body, Turn(service, chat, pinned, response_id))
         if body.stream:

@@ -9,8 +9,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from weft.api.http import json_response
-from weft.api.openapi import TEXT
+from weft.api.http import TEXT, json_response
 from weft.api.service import Service
 from weft.core.errors import EngineDead
 from weft.metrics import CONTENT_TYPE

@@ -8,17 +8,15 @@ from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
 
-from weft.api.bodies import ClosedBody, Message, Tool
-from weft.api.http import json_response, read_body
+from weft.api.bodies import ClosedBody, Conversation, Message
+from weft.api.http import body_of, json_response, read_body
 from weft.api.logprobs import token_text
-from weft.api.openapi import body_of
-from weft.api.schemas import check_continuation
 from weft.api.service import Service
 from weft.core.errors import InvalidRequest
 from weft.serving import Language
 
 
-class TokenizeBody(ClosedBody):
+class TokenizeBody(ClosedBody, Conversation):
     """A text or a conversation."""
 
     model: str | None = None
@@ -27,10 +25,6 @@ class TokenizeBody(ClosedBody):
     add_special_tokens: bool | None = None
     """This is for a text, where true is the default. A chat template writes its own."""
     return_token_strs: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
 
     def check(self) -> None:
         if (self.prompt is None) == (self.messages is None):
@@ -41,9 +35,7 @@ class TokenizeBody(ClosedBody):
             if self.messages is None and getattr(self, name):
                 raise InvalidRequest(f"{name} is for messages", name)
         if self.messages is not None:
-            check_continuation(
-                self.messages, self.add_generation_prompt, self.continue_final_message
-            )
+            self.check_continuation(self.messages)
 
 
 class DetokenizeBody(ClosedBody):
@@ -92,12 +84,9 @@ async def _encode(service: Service, body: TokenizeBody, language: Language) -> l
         return await service.encode_chat(
             [m.to_template(i) for i, m in enumerate(body.messages)],
             language,
-            add_generation_prompt=not body.continue_final_message
-            and body.add_generation_prompt is not False,
-            template_kwargs=body.chat_template_kwargs,
             tools=[tool.to_template() for tool in body.tools or ()] or None,
-            continue_final_message=bool(body.continue_final_message),
             any_length=True,
+            **body.template_options(),
         )
     encoded = await service.encode(
         [body.prompt or ""],

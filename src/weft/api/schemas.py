@@ -8,17 +8,18 @@ from pydantic import Field
 
 from weft.api.bodies import (
     ClosedBody,
+    Conversation,
     Message,
     NamedTool,
     OpenBody,
     ResponseFormat,
     StructuredBody,
-    Tool,
     ToolChoice,
     refuse_extra,
 )
-from weft.core.adapters import MAX_PARTS, MAX_SCALE, WeightedAdapter
+from weft.core.adapters import MAX_PARTS, MAX_SCALE
 from weft.core.errors import InvalidRequest
+from weft.core.sampling import StructuredOutputs
 
 HARMLESS = frozenset(
     {
@@ -94,12 +95,6 @@ AdapterSum = Annotated[
 ]
 
 
-def weighted(adapters: list[AdapterWeight] | None) -> list[WeightedAdapter] | None:
-    if adapters is None:
-        return None
-    return [WeightedAdapter(each.name, each.scale) for each in adapters]
-
-
 class GenerationBody(OpenBody):
     """What chat and completion requests have in common."""
 
@@ -153,6 +148,24 @@ class GenerationBody(OpenBody):
         extra = {k: v for k, v in (self.model_extra or {}).items() if k not in HARMLESS}
         refuse_extra(extra, not_served, hints=_HINTS)
 
+    def form(self) -> tuple[StructuredOutputs | None, str]:
+        """The form asked for, and the field that asks for it. Raises InvalidRequest for two."""
+        if self.guided_choice == []:
+            raise InvalidRequest("guided_choice must not be empty", "guided_choice")
+        asked: dict[str, ResponseFormat | StructuredBody | None] = {
+            "response_format": self.response_format,
+            "structured_outputs": self.structured_outputs,
+        }
+        for kind in ("json", "regex", "grammar", "choice"):
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                asked[f"guided_{kind}"] = StructuredBody(**{kind: value})
+        forms = {name: each.to_structured() for name, each in asked.items() if each is not None}
+        found = [(form, name) for name, form in forms.items() if form is not None]
+        if len(found) > 1:
+            (_, first), (_, second) = found[:2]
+            raise InvalidRequest(f"{first} and {second} are both given; give one of them", second)
+        return found[0] if found else (None, "")
+
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
@@ -171,19 +184,15 @@ class CompletionBody(GenerationBody):
         self._check_extra(_COMPLETION_NOT_SERVED)
 
 
-class ChatBody(GenerationBody):
+class ChatBody(GenerationBody, Conversation):
     """`POST /v1/chat/completions`."""
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     def check(self) -> None:
         super().check()
@@ -195,7 +204,7 @@ class ChatBody(GenerationBody):
             raise InvalidRequest(
                 "max_tokens and max_completion_tokens differ; give one of them", "max_tokens"
             )
-        check_continuation(self.messages, self.add_generation_prompt, self.continue_final_message)
+        self.check_continuation(self.messages)
         self._check_tool_choice()
 
     @property
@@ -218,16 +227,3 @@ class ChatBody(GenerationBody):
                 f"tool_choice names {self.tool_choice.function.name!r}, which is not in tools",
                 "tool_choice",
             )
-
-
-def check_continuation(
-    messages: list[Message], add_generation_prompt: bool | None, continue_final: bool | None
-) -> None:
-    """Raises InvalidRequest unless the last message can be continued, if that is asked for."""
-    if not continue_final:
-        return
-    field = "continue_final_message"
-    if add_generation_prompt:
-        raise InvalidRequest(f"{field} and add_generation_prompt are at odds", field)
-    if messages[-1].role != "assistant":
-        raise InvalidRequest(f"{field} needs a last message of role 'assistant'", field)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
 from weft.api.observe import Observer, TraceSink
+from weft.api.schemas import AdapterWeight
 from weft.api.settings import ApiSettings
 from weft.core.adapters import WeightedAdapter
 from weft.core.errors import EngineDead, InvalidRequest, Overloaded
@@ -159,7 +160,7 @@ class Service:
         self.intake = Intake(engine.info, registry, tokenizers)
         self._dialect = Dialect.of(tokenizers.base, settings)
 
-    def pin(self, model: str, adapters: Sequence[WeightedAdapter] | None = None) -> Pinned:
+    def pin(self, model: str, adapters: list[AdapterWeight] | None = None) -> Pinned:
         """Pin what `model` names, or the weighted sum of `adapters` on the base that it then must
         name. The caller releases it. Raises ModelNotFound, InvalidRequest, EngineDead, Overloaded.
         """
@@ -175,7 +176,7 @@ class Service:
                 f"adapters are summed on the base model; model must name that, not {model!r}",
                 "adapters",
             )
-        return self.intake.pin_sum(adapters)
+        return self.intake.pin_sum([WeightedAdapter(a.name, a.scale) for a in adapters])
 
     async def stats(self) -> EngineStats | None:
         """None when the engine does not answer."""

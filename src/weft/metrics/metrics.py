@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter as Counts
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 
 from weft.core.adapters import AdapterInfo, AdapterRef
-from weft.core.stats import LOAD_BOUNDS_S, LOAD_STAGES, EngineInfo, EngineStats, Spread, TierStats
+from weft.core.stats import LOAD_BOUNDS_S, LOAD_STAGES, EngineInfo, EngineStats, Spread
 from weft.metrics.exposition import Bounds, Exposition, Histogram, Labels, labels
 from weft.metrics.tallies import OTHER, Tallies, Tally
 
@@ -31,13 +31,13 @@ _LOAD_S = Bounds(*LOAD_BOUNDS_S)
 _REQUEST_S = Bounds(0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 
 # Name, help, and the field of EngineStats. Those under `vllm:` have the label `model_name`.
-_GAUGES: tuple[tuple[str, str, str], ...] = (
+_GAUGES = (
     ("vllm:num_requests_running", "Requests in the running batch.", "num_running"),
     ("vllm:num_requests_waiting", "Requests that wait to be run.", "num_waiting"),
     ("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", "kv_usage"),
     ("weft:adapter_device_bytes", "Device bytes that adapters take.", "adapter_bytes"),
 )
-_COUNTERS: tuple[tuple[str, str, str], ...] = (
+_COUNTERS = (
     ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
     ("vllm:generation_tokens", "Tokens generated.", "generated_tokens"),
     ("vllm:num_preemptions", "Requests put back to make room.", "preemptions"),
@@ -50,70 +50,43 @@ _COUNTERS: tuple[tuple[str, str, str], ...] = (
     ("weft:preemptions", "Requests put back to make room.", "preemptions"),
     ("weft:adapter_loads", "Adapters brought to the device.", "adapter_loads"),
     ("weft:adapter_evictions", "Adapters taken off the device.", "adapter_evictions"),
+    ("weft:adapter_copy_faults", "Adapters damaged on their way there.", "adapter_copy_faults"),
 )
-_TIER_GAUGES: tuple[tuple[str, str, Callable[[TierStats], int]], ...] = (
-    (
-        "weft:adapter_tier_bytes",
-        "Bytes that adapters take, by tier: device, host, disk.",
-        lambda tier: tier.num_bytes,
-    ),
-    (
-        "weft:adapter_tier_limit_bytes",
-        "Bytes that adapters may take, by tier.",
-        lambda tier: tier.max_bytes,
-    ),
-    ("weft:adapter_tier_adapters", "Adapters, by tier.", lambda tier: tier.num_adapters),
+_TIER_GAUGES = (
+    ("weft:adapter_tier_bytes", "Bytes of adapters, by tier: device, host, disk.", "num_bytes"),
+    ("weft:adapter_tier_limit_bytes", "Bytes that adapters may take, by tier.", "max_bytes"),
+    ("weft:adapter_tier_adapters", "Adapters, by tier.", "num_adapters"),
 )
-_TIER_COUNTERS: tuple[tuple[str, str, Callable[[TierStats], int]], ...] = (
-    (
-        "weft:adapter_tier_hits",
-        "Requests (device) or loads (host, disk) that found their adapter there, by tier.",
-        lambda tier: tier.hits,
-    ),
-    ("weft:adapter_tier_misses", "Those that did not, by tier.", lambda tier: tier.misses),
-    (
-        "weft:adapter_tier_evictions",
-        "Adapters that made way for others, by tier.",
-        lambda tier: tier.evictions,
-    ),
-    (
-        "weft:adapter_tier_errors",
-        "Image files that could not be read or written, or were not what they should be.",
-        lambda tier: tier.errors,
-    ),
+_TIER_COUNTERS = (
+    ("weft:adapter_tier_hits", "Requests (device) or loads that found their adapter.", "hits"),
+    ("weft:adapter_tier_misses", "Those that did not, by tier.", "misses"),
+    ("weft:adapter_tier_evictions", "Adapters that made way for others, by tier.", "evictions"),
+    ("weft:adapter_tier_errors", "Image files that were not as they should be, by tier.", "errors"),
 )
-_TALLY_COUNTERS: tuple[tuple[str, str, Callable[[Tally], int]], ...] = (
-    (
-        "weft:adapter_prompt_tokens",
-        "Prompt tokens of requests, by adapter.",
-        lambda tally: tally.prompt_tokens,
-    ),
-    (
-        "weft:adapter_output_tokens",
-        "Tokens generated, by adapter.",
-        lambda tally: tally.output_tokens,
-    ),
-    (
-        "weft:adapter_evictions_by_name",
-        "Times taken off the device, by adapter.",
-        lambda tally: tally.evictions,
-    ),
+_TALLY_COUNTERS = (
+    ("weft:adapter_prompt_tokens", "Prompt tokens of requests, by adapter.", "prompt_tokens"),
+    ("weft:adapter_output_tokens", "Tokens generated, by adapter.", "output_tokens"),
+    ("weft:adapter_evictions_by_name", "Times taken off the device, by adapter.", "evictions"),
 )
-_TALLY_HISTOGRAMS: tuple[tuple[str, str, Callable[[Tally], Histogram]], ...] = (
+# The name of the whole server's histogram, of that by adapter, the help, and the field of Tally.
+_HISTOGRAMS = (
     (
+        "vllm:time_to_first_token_seconds",
         "weft:adapter_time_to_first_token_seconds",
-        "From a request's start to its first token, by adapter.",
-        lambda tally: tally.first_token_s,
+        "From a request's start to its first token.",
+        "first_token_s",
     ),
     (
+        "vllm:request_time_per_output_token_seconds",
         "weft:adapter_time_per_output_token_seconds",
-        "A request's mean time between two tokens after the first, by adapter.",
-        lambda tally: tally.per_token_s,
+        "A request's mean time between two tokens after the first.",
+        "per_token_s",
     ),
     (
+        "vllm:request_queue_time_seconds",
         "weft:adapter_queue_time_seconds",
-        "From the engine's receipt of a request to its first step, by adapter.",
-        lambda tally: tally.queue_s,
+        "From the engine's receipt of a request to its first step.",
+        "queue_s",
     ),
 )
 
@@ -133,12 +106,10 @@ class Metrics:
             ["route", "status"],
             registry=self._registry,
         )
-        self._first_token_s = Histogram(_FIRST_TOKEN_S)
+        self._all = Tally(_FIRST_TOKEN_S, _PER_TOKEN_S, _QUEUE_S)
+        """What all requests had together."""
         self._inter_token_s = Histogram(_PER_TOKEN_S)
-        self._per_token_s = Histogram(_PER_TOKEN_S)
-        self._queue_s = Histogram(_QUEUE_S)
         self._request_s = Histogram(_REQUEST_S)
-        self._finished: Counts[str] = Counts()
         self._tallies = Tallies(model_name)
         self._tenants = Tallies("")
         self._evictions: dict[str, int] = {}
@@ -152,7 +123,7 @@ class Metrics:
 
     def queued(self, adapter: str | None, queue_s: float) -> None:
         """A request took its first step `queue_s` after it was received."""
-        self._queue_s.observe(queue_s)
+        self._all.queue_s.observe(queue_s)
         self._tallies.of(adapter).queue_s.observe(queue_s)
 
     def first_tokens(self, adapter: str | None, count: int, first_token_s: float) -> None:
@@ -160,7 +131,7 @@ class Metrics:
         tally = self._tallies.of(adapter)
         tally.output_tokens += count
         tally.first_token_s.observe(first_token_s)
-        self._first_token_s.observe(first_token_s)
+        self._all.first_token_s.observe(first_token_s)
 
     def more_tokens(self, adapter: str | None, count: int, gap_s: float) -> None:
         """A request got more tokens `gap_s` after the ones before."""
@@ -173,11 +144,11 @@ class Metrics:
         """A request has ended. `per_token_s` is its mean time between tokens, if it had several."""
         tally = self._tallies.of(adapter)
         tally.finished[reason] += 1
-        self._finished[reason] += 1
+        self._all.finished[reason] += 1
         self._request_s.observe(request_s)
         if per_token_s is not None:
             tally.per_token_s.observe(per_token_s)
-            self._per_token_s.observe(per_token_s)
+            self._all.per_token_s.observe(per_token_s)
 
     def served(self, tenant: str, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Count what a tenant got from a request that has ended. Prompt tokens from the prefix
@@ -233,52 +204,36 @@ class Metrics:
         )
 
     def _add_requests(self, out: Exposition) -> None:
-        for name, text, histogram in (
-            (
-                "vllm:time_to_first_token_seconds",
-                "From a request's start to its first token.",
-                self._first_token_s,
-            ),
-            ("vllm:inter_token_latency_seconds", "Between two tokens.", self._inter_token_s),
-            (
-                "vllm:request_time_per_output_token_seconds",
-                "A request's mean time between two tokens after the first.",
-                self._per_token_s,
-            ),
-            (
-                "vllm:request_queue_time_seconds",
-                "From the engine's receipt of a request to its first step.",
-                self._queue_s,
-            ),
-            ("vllm:e2e_request_latency_seconds", "From start to end.", self._request_s),
-        ):
-            out.histogram(name, text, [(labels(model_name=self._model_name), histogram)])
-        finished = sorted(self._finished.items())
+        model = labels(model_name=self._model_name)
+        for name, _, text, field in _HISTOGRAMS:
+            out.histogram(name, text, [(model, getattr(self._all, field))])
+        name = "vllm:inter_token_latency_seconds"
+        out.histogram(name, "Between two tokens.", [(model, self._inter_token_s)])
+        name = "vllm:e2e_request_latency_seconds"
+        out.histogram(name, "From start to end.", [(model, self._request_s)])
         out.counter(
             "vllm:request_success",
             "Requests by finish reason, as their clients saw them.",
-            [
-                (labels(model_name=self._model_name, finished_reason=reason), count)
-                for reason, count in finished
-            ],
+            _by_reason(model, self._all),
         )
 
 
 def _add_tallies(out: Exposition, shown: Iterable[tuple[str, Tally]]) -> None:
     tallies = [(labels(adapter=name), tally) for name, tally in shown]
-    for name, text, count_of in _TALLY_COUNTERS:
-        out.counter(name, text, [(given, count_of(tally)) for given, tally in tallies])
+    for name, text, field in _TALLY_COUNTERS:
+        out.counter(name, text, [(given, getattr(tally, field)) for given, tally in tallies])
     out.counter(
         "weft:adapter_requests",
         "Requests by adapter and finish reason.",
-        [
-            (f'{given},finished_reason="{reason}"', count)
-            for given, tally in tallies
-            for reason, count in sorted(tally.finished.items())
-        ],
+        [sample for given, tally in tallies for sample in _by_reason(given, tally)],
     )
-    for name, text, histogram_of in _TALLY_HISTOGRAMS:
-        out.histogram(name, text, [(given, histogram_of(tally)) for given, tally in tallies])
+    for _, name, text, field in _HISTOGRAMS:
+        out.histogram(name, text, [(given, getattr(tally, field)) for given, tally in tallies])
+
+
+def _by_reason(given: Labels, tally: Tally) -> list[tuple[Labels, float]]:
+    finished = sorted(tally.finished.items())
+    return [(f'{given},finished_reason="{reason}"', count) for reason, count in finished]
 
 
 def _add_tenants(out: Exposition, shown: Iterable[tuple[str, Tally]]) -> None:
@@ -358,8 +313,8 @@ def _add_residency(
 def _add_tiers(out: Exposition, stats: EngineStats) -> None:
     tiers = [(labels(tier=name), tier) for name, tier in stats.tiers.items()]
     for add, figures in ((out.gauge, _TIER_GAUGES), (out.counter, _TIER_COUNTERS)):
-        for name, text, count_of in figures:
-            add(name, text, [(given, count_of(tier)) for given, tier in tiers])
+        for name, text, field in figures:
+            add(name, text, [(given, getattr(tier, field)) for given, tier in tiers])
     stages = [(stage, stats.load_s[stage]) for stage in LOAD_STAGES if stage in stats.load_s]
     out.histogram(
         "weft:adapter_load_seconds",
@@ -383,11 +338,6 @@ def _add_tiers(out: Exposition, stats: EngineStats) -> None:
         "weft:adapters_quarantined",
         "Adapters that failed a check when they were loaded again, and are not served.",
         [("", len(stats.quarantined_adapters))],
-    )
-    out.counter(
-        "weft:adapter_copy_faults",
-        "Adapters that did not come to the device as they were packed.",
-        [("", stats.adapter_copy_faults)],
     )
 
 

@@ -60,15 +60,20 @@ class Tally:
         "queue_s",
     )
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        first_token_s: Bounds = _FIRST_TOKEN_S,
+        per_token_s: Bounds = _PER_TOKEN_S,
+        queue_s: Bounds = _QUEUE_S,
+    ) -> None:
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.evictions = 0
         self.finished: Counter[str] = Counter()
         """Requests by finish reason."""
-        self.first_token_s = Histogram(_FIRST_TOKEN_S)
-        self.per_token_s = Histogram(_PER_TOKEN_S)
-        self.queue_s = Histogram(_QUEUE_S)
+        self.first_token_s = Histogram(first_token_s)
+        self.per_token_s = Histogram(per_token_s)
+        self.queue_s = Histogram(queue_s)
 
 
 class Tallies:

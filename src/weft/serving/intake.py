@@ -6,7 +6,6 @@ import random
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Any
 
 from weft.core.adapters import WeightedAdapter
@@ -78,12 +77,7 @@ class Pinned(AbstractContextManager["Pinned"]):
         """Give the adapter back. A second call does nothing."""
         self.lease.release()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
 

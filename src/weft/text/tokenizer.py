@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,26 +16,6 @@ from weft.core.errors import ConfigError, InvalidRequest
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
 """How sentencepiece writes a space."""
-
-_RESERVED_TEMPLATE_KWARGS = frozenset(
-    [
-        "add_generation_prompt",
-        "chat_template",
-        "continue_final_message",
-        "conversation",
-        "documents",
-        "max_length",
-        "messages",
-        "padding",
-        "return_assistant_tokens_mask",
-        "return_dict",
-        "return_tensors",
-        "tokenize",
-        "tokenizer_kwargs",
-        "tools",
-        "truncation",
-    ]
-)
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
@@ -152,7 +133,7 @@ class Tokenizer:
         show tools.
         """
         kwargs = dict(template_kwargs or {})
-        if reserved := sorted(_RESERVED_TEMPLATE_KWARGS & kwargs.keys()):
+        if reserved := sorted(self._reserved_kwargs & kwargs.keys()):
             raise InvalidRequest(
                 f"chat_template_kwargs may not hold {reserved[0]!r}", "chat_template_kwargs"
             )
@@ -172,6 +153,11 @@ class Tokenizer:
             "continue_final_message": continue_final_message,
         }
         return self.encode(self._render(messages, kwargs), add_special_tokens=False)
+
+    @cached_property
+    def _reserved_kwargs(self) -> set[str]:
+        """What `chat` gives to templates itself, and what is for transformers, not for them."""
+        return {"messages", *inspect.signature(self._hf.apply_chat_template).parameters}
 
     def _render(self, messages: Sequence[Mapping[str, Any]], kwargs: dict[str, Any]) -> str:
         try:
