@@ -20,7 +20,7 @@ from toy_tokenizers import byte_level
 
 from weft.api import ApiSettings
 from weft.api.service import Admission
-from weft.api.tenants import tenant_of
+from weft.api.settings import tenant_of
 from weft.core.errors import ConfigError, InvalidRequest, Overloaded
 from weft.metrics.logs import request_id_var
 from weft.text import OutputStream

@@ -19,8 +19,7 @@ from weft.api.routes_responses import response_routes
 from weft.api.routes_server import server_routes
 from weft.api.routes_tokenize import tokenize_routes
 from weft.api.service import Service
-from weft.api.settings import ApiSettings
-from weft.api.tenants import parse_key
+from weft.api.settings import ApiSettings, parse_key
 from weft.core.messages import EngineClient
 from weft.metrics import Metrics
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
@@ -60,11 +59,8 @@ def create_app(
         responses=ERRORS,
     )
     app.state.request_timeout_s = settings.request_timeout_s
-    app.include_router(chat_routes(service))
-    app.include_router(completion_routes(service))
-    app.include_router(response_routes(service))
-    app.include_router(tokenize_routes(service))
-    app.include_router(server_routes(service))
+    for routes in (chat_routes, completion_routes, response_routes, tokenize_routes, server_routes):
+        app.include_router(routes(service))
     app.include_router(adapter_routes(service, publisher))
     add_error_handlers(app)
     _add_middleware(app, metrics, settings)

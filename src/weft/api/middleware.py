@@ -14,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.api.errors import error_response
 from weft.api.http import CLIENT_LEFT
-from weft.api.tenants import ApiKey, key_name_var
+from weft.api.settings import ApiKey, key_name_var
 from weft.core.errors import Unauthorized
 from weft.metrics import Metrics
 from weft.metrics.logs import request_id_var

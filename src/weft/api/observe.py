@@ -60,12 +60,10 @@ class Observer:
             error = to_wire(caught)[0]
             raise
         finally:
-            self._tell(watch.end(self._model_name, error))
-
-    def _tell(self, record: RequestRecord) -> None:
-        log_request(record)
-        if self._traces is not None:
-            self._traces.record(record, _trace_headers.get())
+            record = watch.end(self._model_name, error)
+            log_request(record)
+            if self._traces is not None:
+                self._traces.record(record, _trace_headers.get())
 
 
 class Watch:

@@ -16,14 +16,14 @@ from weft.registry import AdapterCard
 from weft.serving import Publisher
 
 
-class _Body(BaseModel):
-    """A body that ignores unknown fields, as controllers send more than are known here."""
+class UnloadBody(BaseModel):
+    """It ignores unknown fields, as controllers send more than are known here."""
 
     model_config = ConfigDict(extra="ignore", strict=True)
     lora_name: str = Field(min_length=1)
 
 
-class LoadBody(_Body):
+class LoadBody(UnloadBody):
     lora_path: str = Field(min_length=1)
     """A folder, or the Hugging Face hub: `org/name[@revision]`, with or without `hf://`."""
     load_inplace: bool = False
@@ -39,17 +39,13 @@ class LoadBody(_Body):
             )
 
 
-class UnloadBody(_Body):
-    pass
-
-
 class UriSource(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True)
     uri: str = Field(min_length=1)
     """`file:///folder` or `hf://org/name[@revision]`."""
 
 
-class SourceBody(_Body):
+class SourceBody(UnloadBody):
     source: UriSource
     pinned: bool = False
 

@@ -1,23 +1,225 @@
-"""`POST /v1/chat/completions`."""
+"""`POST /v1/chat/completions`, and one turn of a conversation, whichever route asks for it."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import aclosing
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from weft.api.chat import Reader, Turn
-from weft.api.generation import AnswerHead, naming, usage
+from weft.api.bodies import NamedTool
+from weft.api.generation import (
+    AnswerHead,
+    chat_logprobs,
+    naming,
+    num_choices,
+    prompt_logprobs,
+    sampling,
+    truncated,
+    usage,
+)
 from weft.api.http import EventStream, answer, body_of, read_body
-from weft.api.logprobs import chat_logprobs, prompt_logprobs
 from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
+from weft.api.settings import tenant_of
+from weft.core.errors import InvalidRequest
+from weft.core.requests import EngineRequest
+from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.serving import Pinned
-from weft.text import OutputDelta
-from weft.text.chat_parser import Piece, ToolCallDelta
+from weft.text import OutputDelta, Tokenizer
+from weft.text.chat_parser import END_THINK, ChatParser, Piece, ToolCallDelta, opens_reasoning
+from weft.text.tools import tools_schema
+
+_TAIL_TOKENS = 16
+"""Enough of a prompt's end to see whether it opens or closes the reasoning."""
+
+
+class Turn:
+    """One chat request: `n` answers to one conversation.
+
+    After `prepare`, `requests` are what the engine is to do, `collect` or `run` has it done, and
+    a `reader()` reads one output.
+    `fields` has what the client calls the fields of SamplingParams, for `generation.naming`.
+    """
+
+    def __init__(self, service: Service, body: ChatBody, pinned: Pinned, request_id: str) -> None:
+        self._service = service
+        self._body = body
+        self._pinned = pinned
+        self._request_id = request_id
+        self._language = pinned.language
+        self._dialect = service.dialect_of(pinned.language)
+        self._tools: list[dict[str, Any]] = []
+        self._in_reasoning = False
+        self.num_choices = 1
+        self.requests: list[EngineRequest] = []
+        self.fields = {
+            "logprobs": "top_logprobs",
+            "max_tokens": body.max_tokens_field or "max_tokens",
+        }
+
+    async def prepare(self) -> None:
+        """Encode and make `requests`. Raises InvalidRequest, ContextLengthExceeded."""
+        body = self._body
+        self.num_choices = num_choices(self._service, body)
+        self._tools = self._callable_tools()
+        form = self._form()
+        params = self._params(form)
+        prompt_ids = await self._prompt_ids(params.max_tokens)
+        self.requests = self._service.intake.requests(
+            self._request_id,
+            [prompt_ids],
+            self._thinking_first(params, prompt_ids),
+            self._pinned,
+            tenant_of(self._pinned.name),
+            self.num_choices,
+            prompt_field="messages",
+            asked_in=body.max_tokens_field,
+        )
+
+    async def collect(self) -> list[Output]:
+        """The whole outputs, in the order of the choices."""
+        return await self._service.collect(self.requests, self._language, self._shown_ids())
+
+    def run(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """The outputs' deltas as they come, each with the index of its choice."""
+        return self._service.run_all(self.requests, self._language, self._shown_ids())
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The tokenizer of the model that answers."""
+        return self._language.tokenizer
+
+    def reader(self) -> Reader:
+        return Reader(self._parser(), one_call=self._body.parallel_tool_calls is False)
+
+    def num_reasoning_tokens(self, output: Output) -> int:
+        """How many tokens come up to the end of the reasoning; 0 if it does not end."""
+        end = self._dialect.end_of_reasoning
+        return output.token_ids.index(end) + 1 if end in output.token_ids else 0
+
+    def _parser(self) -> ChatParser:
+        tool_format = self._dialect.tool_format if self._tools else None
+        return ChatParser(tool_format, self._dialect.reasoning, self._in_reasoning)
+
+    def _shown_ids(self) -> list[int]:
+        """The special tokens that mark reasoning or calls. Texts must show them to be read."""
+        tokenizer = self.tokenizer
+        if tokenizer is None:
+            return []
+        ids = [tokenizer.encode(m, add_special_tokens=False) for m in self._parser().marks]
+        return [mark[0] for mark in ids if len(mark) == 1]
+
+    def _callable_tools(self) -> list[dict[str, Any]]:
+        body = self._body
+        if not body.tools or body.tool_choice == "none":
+            return []
+        if self._dialect.tool_format is None:
+            raise InvalidRequest("this model's chat template takes no tools", "tools")
+        return [tool.to_template() for tool in body.tools]
+
+    def _form(self) -> StructuredOutputs | None:
+        """The form that the answer must have: the client's, or that tools are called."""
+        form, name = self._body.form()
+        if not self._tools:
+            self.fields["structured_outputs"] = name
+            return form
+        if form is not None:
+            raise InvalidRequest(f"{name} and tools can't be combined", name)
+        self.fields["structured_outputs"] = "tools"
+        choice = self._body.tool_choice
+        if choice in (None, "auto"):
+            return None
+        assert self._dialect.tool_format is not None
+        named = choice.function.name if isinstance(choice, NamedTool) else None
+        return tools_schema(self._tools, self._dialect.tool_format, named)
+
+    def _params(self, form: StructuredOutputs | None) -> SamplingParams:
+        body = self._body
+        wanted = body.max_completion_tokens
+        return sampling(
+            body,
+            body.max_tokens if wanted is None else wanted,
+            (body.top_logprobs or 0) if body.logprobs else None,
+            form,
+        )
+
+    async def _prompt_ids(self, max_tokens: int | None) -> list[int]:
+        body = self._body
+        ids = await self._service.encode_chat(
+            [m.to_template(i) for i, m in enumerate(body.messages)],
+            self._language,
+            tools=self._tools or None,
+            any_length=body.truncate_prompt_tokens is not None,
+            **body.template_options(),
+        )
+        return truncated(self._service, body, ids, max_tokens)
+
+    def _thinking_first(self, params: SamplingParams, prompt_ids: list[int]) -> SamplingParams:
+        """The parameters, whose form binds only after the reasoning if there is any to come."""
+        tokenizer, end = self.tokenizer, self._dialect.end_of_reasoning
+        if not self._dialect.reasoning or tokenizer is None:
+            return params
+        tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:])
+        self._in_reasoning = opens_reasoning(tail)
+        if params.structured_outputs is None or end is None or tail.rstrip().endswith(END_THINK):
+            return params
+        form = replace(params.structured_outputs, begin_after_token=end)
+        return replace(params, structured_outputs=form)
+
+
+@dataclass(slots=True)
+class Call:
+    """A call of a function, as the model wrote it."""
+
+    id: str
+    name: str
+    arguments: str = ""
+
+
+class Reader:
+    """Splits one output into content, reasoning and calls, and adds each up."""
+
+    def __init__(self, parser: ChatParser, one_call: bool) -> None:
+        self._parser = parser
+        self._one_call = one_call
+        self.content = ""
+        self.reasoning = ""
+        self.calls: list[Call] = []
+        self.finish_reason: str | None = None
+
+    def feed(self, part: OutputDelta | Output) -> Piece:
+        """What the part adds; with the last one, also what was held back until then."""
+        piece = self._parser.feed(part.text)
+        if part.finish_reason is not None:
+            piece = _joined(piece, self._parser.flush())
+        if self._one_call:
+            first = [call for call in piece.tool_calls if call.index == 0]
+            piece = Piece(piece.content, piece.reasoning, first)
+        self.content += piece.content
+        self.reasoning += piece.reasoning
+        self._add_calls(piece.tool_calls)
+        called = part.finish_reason == "stop" and self.calls
+        self.finish_reason = "tool_calls" if called else part.finish_reason
+        return piece
+
+    def _add_calls(self, deltas: Iterable[ToolCallDelta]) -> None:
+        for delta in deltas:
+            if delta.index == len(self.calls):
+                self.calls.append(Call(delta.id or "", delta.name or ""))
+            self.calls[delta.index].arguments += delta.arguments
+
+
+def _joined(first: Piece, second: Piece) -> Piece:
+    return Piece(
+        first.content + second.content,
+        first.reasoning + second.reasoning,
+        [*first.tool_calls, *second.tool_calls],
+    )
+
 
 _WHOLE = "chat.completion"
 _CHUNK = "chat.completion.chunk"

@@ -10,12 +10,20 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from weft.api.generation import AnswerHead, naming, num_choices, sampling, truncated, usage
+from weft.api.generation import (
+    AnswerHead,
+    CompletionLogprobs,
+    naming,
+    num_choices,
+    prompt_logprobs,
+    sampling,
+    truncated,
+    usage,
+)
 from weft.api.http import EventStream, answer, body_of, read_body
-from weft.api.logprobs import CompletionLogprobs, prompt_logprobs
 from weft.api.schemas import CompletionBody
 from weft.api.service import Output, Service
-from weft.api.tenants import tenant_of
+from weft.api.settings import tenant_of
 from weft.core.errors import InvalidRequest
 from weft.core.requests import EngineRequest
 from weft.core.sampling import StructuredOutputs

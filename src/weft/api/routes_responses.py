@@ -6,17 +6,230 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
-from weft.api.chat import Reader, Turn
+from weft.api.bodies import (
+    CalledFunction,
+    ClosedBody,
+    Function,
+    FunctionName,
+    JsonSchema,
+    Message,
+    NamedTool,
+    OpenBody,
+    ResponseFormat,
+    TextOr,
+    ToolCall,
+    refuse_extra,
+)
+from weft.api.bodies import Tool as ChatTool
 from weft.api.generation import naming
 from weft.api.http import EventStream, answer, body_of, read_body
-from weft.api.responses import FIELDS, ResponsesBody
+from weft.api.routes_chat import Reader, Turn
+from weft.api.schemas import HARMLESS, AdapterSum, ChatBody
 from weft.api.service import Output, Service
+from weft.core.errors import InvalidRequest
 from weft.text.chat_parser import Piece, ToolCallDelta
+
+FIELDS = {
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+}
+"""What this API calls fields of the chat request."""
+
+_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+    "background": (False,),
+    "context_management": ([],),
+    "conversation": (),
+    "include": ([],),
+    "max_tool_calls": (),
+    "moderation": (),
+    "previous_response_id": (),
+    "prompt": (),
+    "reasoning": ({},),
+    "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
+    "top_logprobs": (0,),
+    "truncation": ("disabled",),
+}
+
+
+class TextPart(ClosedBody):
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: list[Any] | None = None
+    logprobs: list[Any] | None = None
+
+
+Parts = TextOr[list[TextPart]]
+
+
+class _Item(ClosedBody):
+    """Clients send items of earlier answers back with all the fields that these had."""
+
+    id: str | None = None
+    status: Literal["in_progress", "completed", "incomplete"] | None = None
+
+
+class MessageItem(_Item):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Parts
+    phase: Literal["commentary", "final_answer"] | None = None
+
+
+class CallItem(_Item):
+    type: Literal["function_call"]
+    call_id: str
+    name: str = Field(min_length=1)
+    arguments: str
+    """JSON text."""
+
+
+class CallOutputItem(_Item):
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Parts
+
+
+class ReasoningPart(ClosedBody):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+class ReasoningItem(_Item):
+    type: Literal["reasoning"]
+    summary: list[Any] = Field([], max_length=0)
+    content: list[ReasoningPart] | None = None
+
+
+def _type_of(item: Any) -> str:
+    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    return f"<{kind}>"
+
+
+Item = Annotated[
+    Annotated[MessageItem, Tag("<message>")]
+    | Annotated[CallItem, Tag("<function_call>")]
+    | Annotated[CallOutputItem, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Discriminator(_type_of),
+]
+
+
+class FunctionTool(Function):
+    type: Literal["function"]
+
+    def to_chat(self) -> ChatTool:
+        return ChatTool(type="function", function=Function(**self.model_dump(exclude={"type"})))
+
+
+class NamedFunction(FunctionName):
+    type: Literal["function"]
+
+
+class TextFormat(ClosedBody):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class TextConfig(ClosedBody):
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+class ResponsesBody(OpenBody):
+    """`POST /v1/responses`."""
+
+    model: str
+    adapters: AdapterSum | None = None
+    input: TextOr[list[Item]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    text: TextConfig | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    metadata: dict[str, str] | None = None
+    stream: bool | None = None
+
+    def to_chat(self) -> ChatBody:
+        """The chat request that means the same, checked. Raises InvalidRequest."""
+        extra = {k: v for k, v in (self.model_extra or {}).items() if k not in HARMLESS}
+        refuse_extra(extra, _NOT_SERVED)
+        chat = ChatBody(
+            model=self.model,
+            messages=self._messages(),
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            response_format=self._format(),
+            tools=[tool.to_chat() for tool in self.tools or ()],
+            tool_choice=self._tool_choice(),
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
+        chat.check()
+        return chat
+
+    def _tool_choice(self) -> Literal["none", "auto", "required"] | NamedTool | None:
+        if isinstance(self.tool_choice, NamedFunction):
+            return NamedTool(type="function", function=FunctionName(name=self.tool_choice.name))
+        return self.tool_choice
+
+    def _format(self) -> ResponseFormat | None:
+        form = None if self.text is None else self.text.format
+        if form is None:
+            return None
+        if (form.schema_ is not None) != (form.type == "json_schema"):
+            raise InvalidRequest("schema belongs to type 'json_schema'", "text.format.schema")
+        schema = None if form.schema_ is None else JsonSchema(schema=form.schema_)
+        return ResponseFormat(type=form.type, json_schema=schema)
+
+    def _messages(self) -> list[Message]:
+        """The messages of the chat. There, the calls of one turn and the thoughts before them are
+        parts of one message."""
+        messages: list[Message] = []
+        if self.instructions:
+            messages.append(Message(role="system", content=self.instructions))
+        if isinstance(self.input, str):
+            return [*messages, Message(role="user", content=self.input)]
+        thoughts: str | None = None
+        for n, item in enumerate(self.input):
+            if isinstance(item, ReasoningItem):
+                thoughts = "\n".join(part.text for part in item.content or ())
+            elif isinstance(item, CallItem):
+                if not messages or messages[-1].role != "assistant" or thoughts:
+                    messages.append(Message(role="assistant", reasoning_content=thoughts))
+                function = CalledFunction(name=item.name, arguments=item.arguments)
+                function.parsed(f"input[{n}].arguments")
+                call = ToolCall(id=item.call_id, function=function)
+                messages[-1].tool_calls = [*(messages[-1].tool_calls or ()), call]
+                thoughts = None
+            elif isinstance(item, CallOutputItem):
+                output = _text(item.output)
+                messages.append(Message(role="tool", content=output, tool_call_id=item.call_id))
+            else:
+                own = thoughts if item.role == "assistant" else None
+                content = _text(item.content)
+                messages.append(Message(role=item.role, content=content, reasoning_content=own))
+                thoughts = None
+        if not messages:
+            raise InvalidRequest("input must not be empty", "input")
+        return messages
+
+
+def _text(parts: str | list[TextPart]) -> str:
+    return parts if isinstance(parts, str) else "\n".join(part.text for part in parts)
+
 
 Event = dict[str, Any]
 

@@ -9,8 +9,8 @@ from pydantic import Field
 from starlette.responses import Response
 
 from weft.api.bodies import ClosedBody, Conversation, Message
+from weft.api.generation import token_text
 from weft.api.http import body_of, json_response, read_body
-from weft.api.logprobs import token_text
 from weft.api.service import Service
 from weft.core.errors import InvalidRequest
 from weft.serving import Language

@@ -1,13 +1,51 @@
-"""What an operator can set about the HTTP side."""
+"""What an operator can set about the HTTP side, and whose requests are whose."""
 
 from __future__ import annotations
 
+import re
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from weft.api.tenants import parse_key
 from weft.core.errors import ConfigError
 from weft.text.tools import TOOL_FORMATS
+
+_NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})?=(?!=*$)(.+)")
+
+key_name_var: ContextVar[str] = ContextVar("key_name", default="")
+"""The name of the key that the HTTP request under way carries; "": it has none."""
+
+
+class ApiKey(NamedTuple):
+    """A key that requests may carry."""
+
+    secret: str
+    name: str
+    """The tenant; "": none."""
+
+
+def parse_key(text: str) -> ApiKey:
+    """A key as an operator writes it. Raises ConfigError.
+
+        --api-key KEY         a key without a name
+        --api-key NAME=KEY    one of the tenant NAME
+        --api-key =KEY        one without a name that holds a "=" itself
+
+    What ends in "=" and has no other, as base64 does, is a key without a name too.
+    """
+    named = _NAMED.fullmatch(text)
+    name, secret = (named[1] or "", named[2]) if named else ("", text)
+    if not (secret and secret.isascii() and secret.isprintable()):
+        raise ConfigError("--api-key must be printable ASCII and not empty", "api_key")
+    return ApiKey(secret, name)
+
+
+def tenant_of(adapter: str | None) -> str:
+    """The tenant of a request for an adapter by name (None: for the base): the name of its key,
+    else what the adapter's name has before the first "/", or all of it; "" for the base. A sum
+    of adapters is the first one's."""
+    first = (adapter or "").partition(",")[0]
+    return key_name_var.get() or first.partition("/")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +59,7 @@ class ApiSettings:
     request_timeout_s: float | None = None
     """How long the answer to one request may take; None: as long as it wants."""
     api_keys: tuple[str, ...] = ()
-    """With any, requests must carry one of them. As `weft.api.tenants.parse_key` reads them."""
+    """With any, requests must carry one of them. As `parse_key` reads them."""
     allowed_origins: tuple[str, ...] = ()
     """Web pages of these origins may call the server from a browser; `*`: all."""
     allow_hub_adapters: bool = False

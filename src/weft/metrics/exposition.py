@@ -6,7 +6,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from typing import Literal
 
 from prometheus_client.utils import floatToGoString
 
@@ -46,6 +45,7 @@ class Histogram:
 
 Labels = str
 """`name="value"` pairs joined by commas. The empty string means no labels."""
+Samples = Iterable[tuple[Labels, float]]
 
 
 def labels(**values: str) -> Labels:
@@ -62,10 +62,10 @@ class Exposition:
     def __init__(self) -> None:
         self._lines: list[str] = []
 
-    def gauge(self, name: str, text: str, samples: Iterable[tuple[Labels, float]]) -> None:
+    def gauge(self, name: str, text: str, samples: Samples) -> None:
         self._add(name, "gauge", text, samples)
 
-    def counter(self, name: str, text: str, samples: Iterable[tuple[Labels, float]]) -> None:
+    def counter(self, name: str, text: str, samples: Samples) -> None:
         """Add a counter. `name` comes without its suffix `_total`."""
         self._add(f"{name}_total", "counter", text, samples)
 
@@ -84,13 +84,7 @@ class Exposition:
     def encode(self) -> bytes:
         return "".join(line + "\n" for line in self._lines).encode()
 
-    def _add(
-        self,
-        name: str,
-        kind: Literal["gauge", "counter"],
-        text: str,
-        samples: Iterable[tuple[Labels, float]],
-    ) -> None:
+    def _add(self, name: str, kind: str, text: str, samples: Samples) -> None:
         self._head(name, kind, text)
         for given, value in samples:
             braced = f"{{{given}}}" if given else ""

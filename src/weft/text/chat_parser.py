@@ -221,28 +221,19 @@ class ChatParser:
             num_read += 1
         stopped = num_read < len(self._text)
         self._raw += self._take(num_read)
-        if call.known:
-            self._give(piece, call, was_known, num_given)
+        if call.known and not was_known:
+            self._is_blank = True
+            call_id = f"call_{secrets.token_hex(12)}"
+            delta = ToolCallDelta(self.num_tool_calls, call_id, call.name, call.arguments)
+            piece.tool_calls.append(delta)
+            self.num_tool_calls += 1
+        elif call.known and (more := call.arguments[num_given:]):
+            piece.tool_calls.append(ToolCallDelta(self.num_tool_calls - 1, None, None, more))
         if call.done:
             self._call = None
             self._step = self._close_call
             return True
         return (stopped or final) and self._no_call(piece)
-
-    def _give(
-        self, piece: Piece, call: _JsonCall | _NamedCall, was_known: bool, num_given: int
-    ) -> None:
-        if not was_known:
-            self.num_tool_calls += 1
-            self._is_blank = True
-            num_given = 0
-        index = self.num_tool_calls - 1
-        arguments = call.arguments[num_given:]
-        if not was_known:
-            call_id = f"call_{secrets.token_hex(12)}"
-            piece.tool_calls.append(ToolCallDelta(index, call_id, call.name, arguments))
-        elif arguments:
-            piece.tool_calls.append(ToolCallDelta(index, None, None, arguments))
 
     def _close_call(self, piece: Piece, final: bool) -> bool:
         assert self._format is not None
