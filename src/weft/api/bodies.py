@@ -12,6 +12,10 @@ from weft.core.errors import InvalidRequest
 from weft.core.sampling import StructuredOutputs
 
 T = TypeVar("T")
+Harmless = tuple[Any, ...] | None
+"""Values of a field that change nothing; None stands for all values."""
+
+_HINTS = {"functions": "; use tools", "function_call": "; use tool_choice"}
 
 
 class OpenBody(BaseModel):
@@ -19,31 +23,25 @@ class OpenBody(BaseModel):
 
     model_config = ConfigDict(extra="allow", strict=True)
 
+    def refuse_extra(self, known: Mapping[str, Harmless], prefix: str = "") -> None:
+        """Raise InvalidRequest, naming the field, for an extra field that is unknown or not served.
+
+        `known` has the values of known fields that ask for nothing, as null always does.
+        """
+        for name, value in (self.model_extra or {}).items():
+            if name not in known:
+                raise InvalidRequest(f"unknown field: {prefix}{name}", prefix + name)
+            harmless = known[name]
+            if harmless is not None and value is not None and value not in harmless:
+                field = prefix + name
+                hint = _HINTS.get(field, "")
+                raise InvalidRequest(f"{field} is not supported by this version{hint}", field)
+
 
 class ClosedBody(BaseModel):
     """Takes the fields that are declared here, and no other."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
-
-
-def refuse_extra(
-    extra: dict[str, Any] | None,
-    not_served: Mapping[str, tuple[Any, ...]],
-    prefix: str = "",
-    hints: Mapping[str, str] | None = None,
-) -> None:
-    """Raise InvalidRequest, naming the field, for a field that is unknown or not served.
-
-    `not_served` maps known fields to the values that ask for nothing; null always does. `hints`
-    says what to use instead.
-    """
-    for name, value in (extra or {}).items():
-        if name not in not_served:
-            raise InvalidRequest(f"unknown field: {prefix}{name}", prefix + name)
-        if value is not None and value not in not_served[name]:
-            hint = (hints or {}).get(name, "")
-            message = f"{prefix}{name} is not supported by this version{hint and '; ' + hint}"
-            raise InvalidRequest(message, prefix + name)
 
 
 def _form(value: Any) -> str:
@@ -58,7 +56,7 @@ TextOr = Annotated[
 
 FUNCTION_NAME = "^[a-zA-Z0-9_.-]{1,64}$"
 
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+_NOT_SERVED: dict[str, Harmless] = {
     "annotations": ([],),
     "audio": (),
     "function_call": (),
@@ -114,7 +112,7 @@ class Message(OpenBody):
     def to_template(self, index: int) -> dict[str, Any]:
         """The message as chat templates expect it: content is one string."""
         where = f"messages[{index}]."
-        refuse_extra(self.model_extra, _NOT_SERVED, where)
+        self.refuse_extra(_NOT_SERVED, where)
         for name, role in _ROLE_OF_FIELD.items():
             if getattr(self, name) and self.role != role:
                 raise InvalidRequest(f"{where}{name} needs role {role!r}", where + name)
@@ -142,7 +140,7 @@ class Message(OpenBody):
                     f"content of type {part.type!r} is not supported, only text",
                     f"{where}content[{n}].type",
                 )
-            refuse_extra(part.model_extra, {}, f"{where}content[{n}].")
+            part.refuse_extra({}, f"{where}content[{n}].")
             texts.append(part.text)
         return "\n".join(texts)
 

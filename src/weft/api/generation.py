@@ -170,27 +170,24 @@ def chat_logprobs(
 
 
 def prompt_logprobs(
-    tokenizer: Tokenizer | None,
-    prompt_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprob | None],
-    num_top: int,
-    as_ids: bool,
-) -> list[dict[int, dict[str, Any]] | None]:
-    """The log-probabilities of a prompt as vLLM shows them: at each position the alternatives and
-    the prompt's own token, by id."""
+    body: GenerationBody, tokenizer: Tokenizer | None, request: EngineRequest, output: Output
+) -> dict[str, Any]:
+    """The field with the log-probabilities of a prompt, if they were asked for, as vLLM shows them:
+    at each position the alternatives and the prompt's own token, by id."""
+    num_top, logprobs = body.prompt_logprobs, output.prompt_logprobs
+    if num_top is None or logprobs is None:
+        return {}
 
     def entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
-        shown = token_text(tokenizer, token_id, as_ids)
+        shown = token_text(tokenizer, token_id, bool(body.return_tokens_as_token_ids))
         return {"logprob": logprob, "rank": rank, "decoded_token": shown}
 
     def position(token_id: int, lp: TokenLogprob) -> dict[int, dict[str, Any]]:
         best = {t: entry(t, value, n + 1) for n, (t, value) in enumerate(lp.top[:num_top])}
         return {token_id: entry(token_id, lp.logprob, lp.rank)} | best
 
-    return [
-        None if lp is None else position(token_id, lp)
-        for token_id, lp in zip(prompt_ids, logprobs, strict=True)
-    ]
+    pairs = zip(request.prompt_ids, logprobs, strict=True)
+    return {"prompt_logprobs": [None if lp is None else position(t, lp) for t, lp in pairs]}
 
 
 class CompletionLogprobs:

@@ -51,16 +51,15 @@ class Observer:
     @contextmanager
     def watch(self, request: EngineRequest) -> Iterator[Watch]:
         """A context around the life of a request. However it ends, that is told once."""
-        watch = Watch(request, self._metrics)
-        error: str | None = None
+        watch = Watch(request, self._model_name, self._metrics)
+        record = watch.record
         try:
             yield watch
-        except Exception as caught:
-            watch.finish_reason = "error"
-            error = to_wire(caught)[0]
+        except Exception as error:
+            record.finish_reason, record.error = "error", to_wire(error)[0]
             raise
         finally:
-            record = watch.end(self._model_name, error)
+            watch.end()
             log_request(record)
             if self._traces is not None:
                 self._traces.record(record, _trace_headers.get())
@@ -69,58 +68,46 @@ class Observer:
 class Watch:
     """One request under way. If it ends without a finish reason, it was aborted."""
 
-    def __init__(self, request: EngineRequest, metrics: Metrics) -> None:
-        self._request = request
+    def __init__(self, request: EngineRequest, model_name: str, metrics: Metrics) -> None:
         self._metrics = metrics
+        self._tenant = request.tenant
         self._adapter = request.adapter.name if request.adapter else None
-        self._start_unix_s = time.time()
         self._start_s = time.monotonic()
-        self._queue_s: float | None = None
-        self._first_s: float | None = None
-        self._last_s = self._start_s
-        self._num_tokens = 0
-        self._num_cached = 0
-        self.finish_reason: str = "abort"
+        self.record = RequestRecord(
+            request_id=request.request_id,
+            model=self._adapter or model_name,
+            adapter=request.adapter,
+            params=request.params,
+            start_unix_s=time.time(),
+            num_prompt_tokens=len(request.prompt_ids),
+        )
         metrics.arrived(self._adapter, len(request.prompt_ids))
 
     def event(self, event: TokenEvent) -> None:
+        record = self.record
         if event.queue_s is not None:
-            self._queue_s = event.queue_s
+            record.queue_s = event.queue_s
             self._metrics.queued(self._adapter, event.queue_s)
-        self._num_cached = max(self._num_cached, event.num_cached_tokens)
+        record.num_cached_tokens = max(record.num_cached_tokens, event.num_cached_tokens)
         count = len(event.token_ids)
         if not count:
             return
-        now_s = time.monotonic()
-        if self._first_s is None:
-            self._first_s = now_s
-            self._metrics.first_tokens(self._adapter, count, now_s - self._start_s)
+        now_s = time.monotonic() - self._start_s
+        if record.last_token_s is None:
+            record.first_token_s = now_s
+            self._metrics.first_tokens(self._adapter, count, now_s)
         else:
-            self._metrics.more_tokens(self._adapter, count, now_s - self._last_s)
-        self._last_s = now_s
-        self._num_tokens += count
+            self._metrics.more_tokens(self._adapter, count, now_s - record.last_token_s)
+        record.last_token_s = now_s
+        record.num_output_tokens += count
 
-    def end(self, model_name: str, error: str | None) -> RequestRecord:
-        duration_s = time.monotonic() - self._start_s
+    def end(self) -> None:
+        record, num_tokens = self.record, self.record.num_output_tokens
+        record.duration_s = time.monotonic() - self._start_s
         per_token_s = None
-        if self._first_s is not None and self._num_tokens > 1:
-            per_token_s = (self._last_s - self._first_s) / (self._num_tokens - 1)
-        self._metrics.finished(self._adapter, self.finish_reason, duration_s, per_token_s)
-        num_prompt = len(self._request.prompt_ids) - self._num_cached if self._num_tokens else 0
-        self._metrics.served(self._request.tenant, num_prompt, self._num_tokens)
-        return RequestRecord(
-            request_id=self._request.request_id,
-            model=self._adapter or model_name,
-            adapter=self._request.adapter,
-            params=self._request.params,
-            start_unix_s=self._start_unix_s,
-            duration_s=duration_s,
-            queue_s=self._queue_s,
-            first_token_s=None if self._first_s is None else self._first_s - self._start_s,
-            last_token_s=None if self._first_s is None else self._last_s - self._start_s,
-            num_prompt_tokens=len(self._request.prompt_ids),
-            num_cached_tokens=self._num_cached,
-            num_output_tokens=self._num_tokens,
-            finish_reason=self.finish_reason,
-            error=error,
-        )
+        if record.first_token_s is not None and record.last_token_s is not None and num_tokens > 1:
+            per_token_s = (record.last_token_s - record.first_token_s) / (num_tokens - 1)
+        reason = record.finish_reason
+        self._metrics.finished(self._adapter, reason, record.duration_s, per_token_s)
+        num_prompt = record.num_prompt_tokens - record.num_cached_tokens if num_tokens else 0
+        self._metrics.served(self._tenant, num_prompt, num_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Coroutine
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
@@ -136,32 +137,26 @@ def _sglang_routes(service: Service, publisher: Publisher) -> APIRouter:
     router = APIRouter(responses=described)
     max_body_bytes = service.settings.max_body_bytes
 
-    def answer(error: WeftError | None = None) -> Response:
-        status, message = (200, None) if error is None else (error.status, error.message)
+    async def answer(work: Coroutine[Any, Any, str]) -> Response:
+        status, message, headers = 200, None, None
+        try:
+            await work
+        except WeftError as error:
+            status, message, headers = error.status, error.message, error.headers
         paths = {card.ref.name: card.path for card in service.registry.adapter_cards()}
-        shown = UpdateAnswer(
-            success=error is None, error_message=message, loaded_adapters=paths
-        ).model_dump()
-        return json_response(shown, status, getattr(error, "headers", None))
+        shown = UpdateAnswer(success=message is None, error_message=message, loaded_adapters=paths)
+        return json_response(shown.model_dump(), status, headers)
 
     @router.post("/load_lora_adapter", response_model=UpdateAnswer, openapi_extra=body_of(LoadBody))
     async def load_lora_adapter(request: Request) -> Response:
-        try:
-            await _load(publisher, request, max_body_bytes)
-        except WeftError as error:
-            return answer(error)
-        return answer()
+        return await answer(_load(publisher, request, max_body_bytes))
 
     @router.post(
         "/unload_lora_adapter", response_model=UpdateAnswer, openapi_extra=body_of(UnloadBody)
     )
     async def unload_lora_adapter(request: Request) -> Response:
         """Answers when the adapter's running requests have ended."""
-        try:
-            await _unload(publisher, request, max_body_bytes)
-        except WeftError as error:
-            return answer(error)
-        return answer()
+        return await answer(_unload(publisher, request, max_body_bytes))
 
     return router
 

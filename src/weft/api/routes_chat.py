@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -66,9 +66,21 @@ class Turn:
         body = self._body
         self.num_choices = num_choices(self._service, body)
         self._tools = self._callable_tools()
-        form = self._form()
-        params = self._params(form)
-        prompt_ids = await self._prompt_ids(params.max_tokens)
+        wanted = body.max_completion_tokens
+        params = sampling(
+            body,
+            body.max_tokens if wanted is None else wanted,
+            (body.top_logprobs or 0) if body.logprobs else None,
+            self._form(),
+        )
+        ids = await self._service.encode_chat(
+            [m.to_template(i) for i, m in enumerate(body.messages)],
+            self._language,
+            tools=self._tools or None,
+            any_length=body.truncate_prompt_tokens is not None,
+            **body.template_options(),
+        )
+        prompt_ids = truncated(self._service, body, ids, params.max_tokens)
         self.requests = self._service.intake.requests(
             self._request_id,
             [prompt_ids],
@@ -137,27 +149,6 @@ class Turn:
         named = choice.function.name if isinstance(choice, NamedTool) else None
         return tools_schema(self._tools, self._dialect.tool_format, named)
 
-    def _params(self, form: StructuredOutputs | None) -> SamplingParams:
-        body = self._body
-        wanted = body.max_completion_tokens
-        return sampling(
-            body,
-            body.max_tokens if wanted is None else wanted,
-            (body.top_logprobs or 0) if body.logprobs else None,
-            form,
-        )
-
-    async def _prompt_ids(self, max_tokens: int | None) -> list[int]:
-        body = self._body
-        ids = await self._service.encode_chat(
-            [m.to_template(i) for i, m in enumerate(body.messages)],
-            self._language,
-            tools=self._tools or None,
-            any_length=body.truncate_prompt_tokens is not None,
-            **body.template_options(),
-        )
-        return truncated(self._service, body, ids, max_tokens)
-
     def _thinking_first(self, params: SamplingParams, prompt_ids: list[int]) -> SamplingParams:
         """The parameters, whose form binds only after the reasoning if there is any to come."""
         tokenizer, end = self.tokenizer, self._dialect.end_of_reasoning
@@ -171,15 +162,6 @@ class Turn:
         return replace(params, structured_outputs=form)
 
 
-@dataclass(slots=True)
-class Call:
-    """A call of a function, as the model wrote it."""
-
-    id: str
-    name: str
-    arguments: str = ""
-
-
 class Reader:
     """Splits one output into content, reasoning and calls, and adds each up."""
 
@@ -188,37 +170,27 @@ class Reader:
         self._one_call = one_call
         self.content = ""
         self.reasoning = ""
-        self.calls: list[Call] = []
+        self.calls: list[ToolCallDelta] = []
         self.finish_reason: str | None = None
 
     def feed(self, part: OutputDelta | Output) -> Piece:
         """What the part adds; with the last one, also what was held back until then."""
         piece = self._parser.feed(part.text)
         if part.finish_reason is not None:
-            piece = _joined(piece, self._parser.flush())
+            self._parser.flush(piece)
         if self._one_call:
             first = [call for call in piece.tool_calls if call.index == 0]
             piece = Piece(piece.content, piece.reasoning, first)
         self.content += piece.content
         self.reasoning += piece.reasoning
-        self._add_calls(piece.tool_calls)
+        for delta in piece.tool_calls:
+            if delta.index == len(self.calls):
+                self.calls.append(replace(delta))
+            else:
+                self.calls[delta.index].arguments += delta.arguments
         called = part.finish_reason == "stop" and self.calls
         self.finish_reason = "tool_calls" if called else part.finish_reason
         return piece
-
-    def _add_calls(self, deltas: Iterable[ToolCallDelta]) -> None:
-        for delta in deltas:
-            if delta.index == len(self.calls):
-                self.calls.append(Call(delta.id or "", delta.name or ""))
-            self.calls[delta.index].arguments += delta.arguments
-
-
-def _joined(first: Piece, second: Piece) -> Piece:
-    return Piece(
-        first.content + second.content,
-        first.reasoning + second.reasoning,
-        [*first.tool_calls, *second.tool_calls],
-    )
 
 
 _WHOLE = "chat.completion"
@@ -261,15 +233,7 @@ class _Chat:
         answer["usage"] = usage(turn.requests, outputs, turn.num_choices)
         if self._wants_ids:
             answer["prompt_token_ids"] = turn.requests[0].prompt_ids
-        if (asked := self._body.prompt_logprobs) is not None and outputs[0].prompt_logprobs:
-            answer["prompt_logprobs"] = prompt_logprobs(
-                turn.tokenizer,
-                turn.requests[0].prompt_ids,
-                outputs[0].prompt_logprobs,
-                asked,
-                bool(self._body.return_tokens_as_token_ids),
-            )
-        return answer
+        return answer | prompt_logprobs(self._body, turn.tokenizer, turn.requests[0], outputs[0])
 
     async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         turn = self._turn

@@ -71,7 +71,7 @@ class _Completion:
             outputs = await self._service.collect(requests, self._language)
         choices = [
             self._choice(i, output, self._shape(), requests[i])
-            | self._prompt_logprobs(output, requests[i])
+            | prompt_logprobs(self._body, self._tokenizer, requests[i], output)
             for i, output in enumerate(outputs)
         ]
         answer = self._head.chunk(_KIND, choices)
@@ -185,10 +185,7 @@ class _Completion:
         return self._tokenizer.decode(request.prompt_ids, self._body.skip_special_tokens)
 
     def _logprobs(
-        self,
-        part: OutputDelta | Output,
-        shape: CompletionLogprobs,
-        echoed: EngineRequest | None,
+        self, part: OutputDelta | Output, shape: CompletionLogprobs, echoed: EngineRequest | None
     ) -> dict[str, Any] | None:
         if self._body.logprobs is None or part.logprobs is None:
             return None
@@ -196,16 +193,3 @@ class _Completion:
             return shape.piece(part.token_ids, part.logprobs)
         ids = [*echoed.prompt_ids, *part.token_ids]
         return shape.piece(ids, [*(part.prompt_logprobs or ()), *part.logprobs])
-
-    def _prompt_logprobs(self, output: Output, request: EngineRequest) -> dict[str, Any]:
-        body = self._body
-        if body.prompt_logprobs is None or output.prompt_logprobs is None:
-            return {}
-        shown = prompt_logprobs(
-            self._tokenizer,
-            request.prompt_ids,
-            output.prompt_logprobs,
-            body.prompt_logprobs,
-            bool(body.return_tokens_as_token_ids),
-        )
-        return {"prompt_logprobs": shown}

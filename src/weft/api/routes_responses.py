@@ -17,6 +17,7 @@ from weft.api.bodies import (
     ClosedBody,
     Function,
     FunctionName,
+    Harmless,
     JsonSchema,
     Message,
     NamedTool,
@@ -24,7 +25,6 @@ from weft.api.bodies import (
     ResponseFormat,
     TextOr,
     ToolCall,
-    refuse_extra,
 )
 from weft.api.bodies import Tool as ChatTool
 from weft.api.generation import naming
@@ -42,7 +42,7 @@ FIELDS = {
 }
 """What this API calls fields of the chat request."""
 
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+_NOT_SERVED: dict[str, Harmless] = HARMLESS | {
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
@@ -164,8 +164,7 @@ class ResponsesBody(OpenBody):
 
     def to_chat(self) -> ChatBody:
         """The chat request that means the same, checked. Raises InvalidRequest."""
-        extra = {k: v for k, v in (self.model_extra or {}).items() if k not in HARMLESS}
-        refuse_extra(extra, _NOT_SERVED)
+        self.refuse_extra(_NOT_SERVED)
         chat = ChatBody(
             model=self.model,
             messages=self._messages(),

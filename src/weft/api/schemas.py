@@ -9,32 +9,30 @@ from pydantic import Field
 from weft.api.bodies import (
     ClosedBody,
     Conversation,
+    Harmless,
     Message,
     NamedTool,
     OpenBody,
     ResponseFormat,
     StructuredBody,
     ToolChoice,
-    refuse_extra,
 )
 from weft.core.adapters import MAX_PARTS, MAX_SCALE
 from weft.core.errors import InvalidRequest
 from weft.core.sampling import StructuredOutputs
 
-HARMLESS = frozenset(
-    {
-        "metadata",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "service_tier",
-        "store",
-        "user",
-    }
-)
+HARMLESS: dict[str, Harmless] = {
+    "metadata": None,
+    "prompt_cache_key": None,
+    "prompt_cache_retention": None,
+    "safety_identifier": None,
+    "service_tier": None,
+    "store": None,
+    "user": None,
+}
 """Known fields that change no token of the answer."""
 
-_NOT_SERVED: dict[str, tuple[Any, ...]] = {
+_NOT_SERVED: dict[str, Harmless] = HARMLESS | {
     "audio": (),
     "best_of": (1,),
     "cache_salt": (),
@@ -67,15 +65,16 @@ _COMPLETION_NOT_SERVED = _NOT_SERVED | {
     "tools": ([],),
 }
 
-_HINTS = {"functions": "use tools", "function_call": "use tool_choice"}
-
 
 class StreamOptions(OpenBody):
     include_usage: bool = False
 
     def check(self) -> None:
-        extra = {k: v for k, v in (self.model_extra or {}).items() if k != "include_obfuscation"}
-        refuse_extra(extra, {"continuous_usage_stats": (False,)}, "stream_options.")
+        known: dict[str, Harmless] = {
+            "continuous_usage_stats": (False,),
+            "include_obfuscation": None,
+        }
+        self.refuse_extra(known, "stream_options.")
 
 
 class AdapterWeight(ClosedBody):
@@ -144,10 +143,6 @@ class GenerationBody(OpenBody):
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs can't be streamed", "prompt_logprobs")
 
-    def _check_extra(self, not_served: dict[str, tuple[Any, ...]]) -> None:
-        extra = {k: v for k, v in (self.model_extra or {}).items() if k not in HARMLESS}
-        refuse_extra(extra, not_served, hints=_HINTS)
-
     def form(self) -> tuple[StructuredOutputs | None, str]:
         """The form asked for, and the field that asks for it. Raises InvalidRequest for two."""
         if self.guided_choice == []:
@@ -181,7 +176,7 @@ class CompletionBody(GenerationBody):
 
     def check(self) -> None:
         super().check()
-        self._check_extra(_COMPLETION_NOT_SERVED)
+        self.refuse_extra(_COMPLETION_NOT_SERVED)
 
 
 class ChatBody(GenerationBody, Conversation):
@@ -196,7 +191,7 @@ class ChatBody(GenerationBody, Conversation):
 
     def check(self) -> None:
         super().check()
-        self._check_extra(_CHAT_NOT_SERVED)
+        self.refuse_extra(_CHAT_NOT_SERVED)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
         both = None not in (self.max_tokens, self.max_completion_tokens)

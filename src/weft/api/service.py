@@ -194,8 +194,7 @@ class Service:
     ) -> list[list[int]]:
         """As `Intake.encode`, which must not hold up the event loop."""
         return await self.maybe_on_thread(
-            sum(map(len, texts)),
-            lambda: self.intake.encode(texts, field_name, language, **options),
+            sum(map(len, texts)), lambda: self.intake.encode(texts, field_name, language, **options)
         )
 
     async def encode_chat(
@@ -225,17 +224,15 @@ class Service:
                 async for event in events:
                     watch.event(event)
                     delta = output.feed(event)
-                    watch.finish_reason = delta.finish_reason or watch.finish_reason
+                    if delta.finish_reason is not None:
+                        watch.record.finish_reason = delta.finish_reason
                     yield delta
                     if delta.finish_reason is not None:
                         return
             raise EngineDead("the engine ended a request without an answer")
 
     async def run_all(
-        self,
-        requests: Sequence[EngineRequest],
-        language: Language,
-        shown_ids: Collection[int] = (),
+        self, requests: Sequence[EngineRequest], language: Language, shown_ids: Collection[int] = ()
     ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """The deltas of several requests as they come, each with the index of its request.
 
@@ -254,10 +251,7 @@ class Service:
                     yield item
 
     async def collect(
-        self,
-        requests: Sequence[EngineRequest],
-        language: Language,
-        shown_ids: Collection[int] = (),
+        self, requests: Sequence[EngineRequest], language: Language, shown_ids: Collection[int] = ()
     ) -> list[Output]:
         """The whole outputs, in the order of the requests."""
         outputs = [Output() for _ in requests]

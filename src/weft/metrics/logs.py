@@ -27,9 +27,9 @@ _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime"
 """What every LogRecord has; all others are somebody's `extra`."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestRecord:
-    """One request to the engine that has ended. Times are seconds from `start_unix_s`, or None
+    """What is known of a request to the engine. Times are seconds from `start_unix_s`, or None
     where it did not get that far."""
 
     request_id: str
@@ -38,15 +38,15 @@ class RequestRecord:
     adapter: AdapterRef | None
     params: SamplingParams
     start_unix_s: float
-    duration_s: float
-    queue_s: float | None
-    """Seconds from the engine's receipt of the request to its first step."""
-    first_token_s: float | None
-    last_token_s: float | None
     num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
-    finish_reason: str
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    queue_s: float | None = None
+    """Seconds from the engine's receipt of the request to its first step."""
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    duration_s: float = 0.0
+    finish_reason: str = "abort"
     """stop, length, abort or error."""
     error: str | None = None
     """The error's kind."""

@@ -321,19 +321,17 @@ def _add_tiers(out: Exposition, stats: EngineStats) -> None:
         "Loads and registrations, by stage: read, pack, copy to the device.",
         [(labels(stage=stage), _histogram(spread)) for stage, spread in stages],
     )
-    waited = [] if stats.adapter_wait_s is None else [("", _histogram(stats.adapter_wait_s))]
-    out.histogram(
-        "weft:adapter_wait_seconds",
-        "From a request's receipt to its adapter's residency, where it was not resident.",
-        waited,
-    )
+    waits = "From a request's receipt to its adapter's residency, where it was not resident."
+    for name, text, spread in (
+        ("weft:adapter_wait_seconds", waits, stats.adapter_wait_s),
+        ("weft:adapter_self_check_seconds", "Checks of registered adapters.", stats.self_check_s),
+    ):
+        out.histogram(name, text, [] if spread is None else [("", _histogram(spread))])
     out.counter(
         "weft:adapter_self_checks",
         "Checks of registered adapters, by result: passed, failed, skipped.",
         [(labels(result=result), count) for result, count in stats.self_checks.items()],
     )
-    checked = [] if stats.self_check_s is None else [("", _histogram(stats.self_check_s))]
-    out.histogram("weft:adapter_self_check_seconds", "Checks of registered adapters.", checked)
     out.gauge(
         "weft:adapters_quarantined",
         "Adapters that failed a check when they were loaded again, and are not served.",

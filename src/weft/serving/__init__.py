@@ -7,11 +7,4 @@ from weft.serving.executor import DirectExecutor, LoopExecutor
 from weft.serving.intake import Intake, Language, Pinned
 from weft.serving.publisher import Publisher
 
-__all__ = [
-    "DirectExecutor",
-    "Intake",
-    "Language",
-    "LoopExecutor",
-    "Pinned",
-    "Publisher",
-]
+__all__ = ["DirectExecutor", "Intake", "Language", "LoopExecutor", "Pinned", "Publisher"]

@@ -96,14 +96,13 @@ class ChatParser:
 
     def feed(self, text: str) -> Piece:
         self._text += text
-        return self._run(final=False)
+        return self._run(Piece(), final=False)
 
-    def flush(self) -> Piece:
-        """What was held back, when the end of the output has come."""
-        return self._run(final=True)
+    def flush(self, piece: Piece | None = None) -> Piece:
+        """Add to the piece what was held back, when the end of the output has come."""
+        return self._run(piece or Piece(), final=True)
 
-    def _run(self, final: bool) -> Piece:
-        piece = Piece()
+    def _run(self, piece: Piece, final: bool) -> Piece:
         while self._step(piece, final):
             pass
         return piece

@@ -101,9 +101,7 @@ class Tokenizer:
             return text
         return str(
             self._hf.decode(
-                ids,
-                skip_special_tokens=skip_special_tokens,
-                clean_up_tokenization_spaces=False,
+                ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
             )
         )
 
