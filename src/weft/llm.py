@@ -92,7 +92,7 @@ class LLM:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The base's."""
+        """The base model's tokenizer."""
         if self._tokenizer is None:
             raise InvalidRequest("this LLM was made with skip_tokenizer_init", "prompt")
         return self._tokenizer

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
 
-from weft.api.schemas import GenerationBody
+from weft.api.schemas import ChatBody, CompletionBody, GenerationBody
 from weft.api.service import Output, Service
 from weft.core.errors import InvalidRequest
 from weft.core.requests import EngineRequest, TokenLogprob
 from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.serving import Pinned
-from weft.text import Tokenizer
+from weft.text import OutputDelta, Tokenizer
 
 _FIELDS = [f.name for f in fields(SamplingParams) if f.name in GenerationBody.model_fields]
 """The fields that bodies and SamplingParams share; null leaves the default."""
@@ -149,22 +149,21 @@ def token_text(tokenizer: Tokenizer | None, token_id: int, as_id: bool = False) 
 
 
 def chat_logprobs(
-    tokenizer: Tokenizer | None,
-    token_ids: Sequence[int],
-    logprobs: Sequence[TokenLogprob],
-    num_top: int,
-    as_ids: bool,
-) -> dict[str, Any]:
-    """The `logprobs` of a chat choice."""
+    body: ChatBody, tokenizer: Tokenizer | None, part: OutputDelta | Output
+) -> dict[str, Any] | None:
+    """The `logprobs` of a chat choice, or of a piece of one."""
+    if not body.logprobs or part.logprobs is None:
+        return None
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = None if tokenizer is None else list(tokenizer.token_bytes(token_id))
-        shown = token_text(tokenizer, token_id, as_ids)
+        shown = token_text(tokenizer, token_id, bool(body.return_tokens_as_token_ids))
         return {"token": shown, "logprob": logprob, "bytes": data}
 
+    num_top = body.top_logprobs or 0
     content = [
         entry(token_id, lp.logprob) | {"top_logprobs": [entry(*t) for t in lp.top[:num_top]]}
-        for token_id, lp in zip(token_ids, logprobs, strict=False)
+        for token_id, lp in zip(part.token_ids, part.logprobs, strict=False)
     ]
     return {"content": content, "refusal": None}
 
@@ -193,13 +192,11 @@ def prompt_logprobs(
 class CompletionLogprobs:
     """The `logprobs` of a completion choice, piece by piece: offsets run on between pieces."""
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, num_top: int, skip_special: bool, as_ids: bool
-    ) -> None:
+    def __init__(self, body: CompletionBody, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
-        self._num_top = num_top
-        self._as_ids = as_ids
-        skips = tokenizer is not None and skip_special
+        self._num_top = body.logprobs or 0
+        self._as_ids = bool(body.return_tokens_as_token_ids)
+        skips = tokenizer is not None and body.skip_special_tokens
         self._hidden = tokenizer.special_ids if tokenizer and skips else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_chars = 0

@@ -29,7 +29,7 @@ from weft.core.errors import InvalidRequest
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.serving import Pinned
-from weft.text import OutputDelta, Tokenizer
+from weft.text import OutputDelta
 from weft.text.chat_parser import END_THINK, ChatParser, Piece, ToolCallDelta, opens_reasoning
 from weft.text.tools import tools_schema
 
@@ -51,6 +51,7 @@ class Turn:
         self._pinned = pinned
         self._request_id = request_id
         self._language = pinned.language
+        self.tokenizer = pinned.language.tokenizer
         self._dialect = service.dialect_of(pinned.language)
         self._tools: list[dict[str, Any]] = []
         self._in_reasoning = False
@@ -99,11 +100,6 @@ class Turn:
     def run(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """The outputs' deltas as they come, each with the index of its choice."""
         return self._service.run_all(self.requests, self._language, self._shown_ids())
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the model that answers."""
-        return self._language.tokenizer
 
     def reader(self) -> Reader:
         return Reader(self._parser(), one_call=self._body.parallel_tool_calls is False)
@@ -217,7 +213,6 @@ class _Chat:
     """One chat request."""
 
     def __init__(self, service: Service, body: ChatBody, pinned: Pinned) -> None:
-        self._service = service
         self._body = body
         self._head = AnswerHead.new("chatcmpl", body, pinned)
         self._turn = Turn(service, body, pinned, self._head.id)
@@ -248,7 +243,9 @@ class _Chat:
                     outputs[i].add(delta)
                     piece = readers[i].feed(delta)
                     if self._shows(delta, piece):
-                        yield self._head.chunk(_CHUNK, [self._choice(i, delta, piece, readers[i])])
+                        yield self._head.chunk(
+                            _CHUNK, [self._chunk_choice(i, delta, piece, readers[i])]
+                        )
         if self._body.include_usage:
             total = usage(turn.requests, outputs, turn.num_choices)
             yield self._head.chunk(_CHUNK, []) | {"usage": total}
@@ -261,24 +258,8 @@ class _Chat:
         if reader.reasoning:
             message |= _reasoning(reader.reasoning)
         if reader.calls:
-            message["tool_calls"] = [
-                {
-                    "id": call.id,
-                    "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
-                }
-                for call in reader.calls
-            ]
-        choice = {
-            "index": index,
-            "message": message,
-            "logprobs": self._logprobs(output),
-            "finish_reason": reader.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
-        if self._wants_ids:
-            choice["token_ids"] = output.token_ids
-        return choice
+            message["tool_calls"] = [_call(call) for call in reader.calls]
+        return self._choice(index, {"message": message}, output, reader)
 
     def _opening(self, index: int) -> dict[str, Any]:
         delta = {"role": "assistant", "content": ""}
@@ -292,37 +273,27 @@ class _Chat:
         said = piece.content or piece.reasoning or piece.tool_calls
         return bool(said or delta.finish_reason or delta.logprobs or self._wants_ids)
 
-    def _choice(
+    def _chunk_choice(
         self, index: int, delta: OutputDelta, piece: Piece, reader: Reader
     ) -> dict[str, Any]:
         said: dict[str, Any] = {"content": piece.content} if piece.content else {}
         if piece.reasoning:
             said |= _reasoning(piece.reasoning)
         if piece.tool_calls:
-            said["tool_calls"] = [_call_delta(call) for call in piece.tool_calls]
-        choice: dict[str, Any] = {
-            "index": index,
-            "delta": said,
-            "logprobs": self._logprobs(delta),
-            "finish_reason": reader.finish_reason,
-        }
-        if delta.finish_reason is not None:
-            choice["stop_reason"] = delta.stop_reason
-        if self._wants_ids:
-            choice["token_ids"] = delta.token_ids
-        return choice
+            said["tool_calls"] = [{"index": call.index, **_call(call)} for call in piece.tool_calls]
+        return self._choice(index, {"delta": said}, delta, reader)
 
-    def _logprobs(self, part: OutputDelta | Output) -> dict[str, Any] | None:
-        body = self._body
-        if not body.logprobs or part.logprobs is None:
-            return None
-        return chat_logprobs(
-            self._turn.tokenizer,
-            part.token_ids,
-            part.logprobs,
-            body.top_logprobs or 0,
-            bool(body.return_tokens_as_token_ids),
-        )
+    def _choice(
+        self, index: int, said: dict[str, Any], part: OutputDelta | Output, reader: Reader
+    ) -> dict[str, Any]:
+        logprobs = chat_logprobs(self._body, self._turn.tokenizer, part)
+        choice = {"index": index, **said, "logprobs": logprobs}
+        choice["finish_reason"] = reader.finish_reason
+        if part.finish_reason is not None:
+            choice["stop_reason"] = part.stop_reason
+        if self._wants_ids:
+            choice["token_ids"] = part.token_ids
+        return choice
 
 
 def _reasoning(text: str) -> dict[str, str]:
@@ -330,10 +301,9 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text}
 
 
-def _call_delta(call: ToolCallDelta) -> dict[str, Any]:
-    """A call's id, type and name come once, with its first delta."""
-    function = {"arguments": call.arguments}
+def _call(call: ToolCallDelta) -> dict[str, Any]:
+    """A call, or a piece of one. Its id, type and name come once, with the first piece."""
     if call.name is None:
-        return {"index": call.index, "function": function}
-    named = {"name": call.name, **function}
-    return {"index": call.index, "id": call.id, "type": "function", "function": named}
+        return {"function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}

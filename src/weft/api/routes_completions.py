@@ -70,7 +70,7 @@ class _Completion:
             requests = await self._requests(form)
             outputs = await self._service.collect(requests, self._language)
         choices = [
-            self._choice(i, output, self._shape(), requests[i])
+            self._choice(i, output, CompletionLogprobs(self._body, self._tokenizer), requests[i])
             | prompt_logprobs(self._body, self._tokenizer, requests[i], output)
             for i, output in enumerate(outputs)
         ]
@@ -83,7 +83,7 @@ class _Completion:
         with naming({"structured_outputs": field}):
             requests = await self._requests(form)
             outputs = [Output() for _ in requests]
-            shapes = [self._shape() for _ in requests]
+            shapes = [CompletionLogprobs(self._body, self._tokenizer) for _ in requests]
             async with aclosing(self._service.run_all(requests, self._language)) as merged:
                 async for i, delta in merged:
                     first = not outputs[i].texts
@@ -142,15 +142,6 @@ class _Completion:
             raise InvalidRequest(
                 f"prompt and n make {num_sequences} sequences, at most {limit}", "prompt"
             )
-
-    def _shape(self) -> CompletionLogprobs:
-        body = self._body
-        return CompletionLogprobs(
-            self._tokenizer,
-            body.logprobs or 0,
-            body.skip_special_tokens,
-            bool(body.return_tokens_as_token_ids),
-        )
 
     def _shows(self, delta: OutputDelta) -> bool:
         return bool(delta.text or delta.finish_reason or delta.logprobs or self._wants_ids)

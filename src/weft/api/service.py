@@ -265,25 +265,22 @@ async def _merge(
     streams: Sequence[AsyncGenerator[OutputDelta, None]],
 ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
     """Items of several streams as they come. The first error ends all of them."""
-    queue: asyncio.Queue[tuple[int, OutputDelta] | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, OutputDelta] | asyncio.Task[None]] = asyncio.Queue()
 
     async def pump(index: int, stream: AsyncGenerator[OutputDelta, None]) -> None:
-        try:
-            async with aclosing(stream):
-                async for delta in stream:
-                    queue.put_nowait((index, delta))
-            queue.put_nowait(None)
-        except Exception as error:
-            queue.put_nowait(error)
+        async with aclosing(stream):
+            async for delta in stream:
+                queue.put_nowait((index, delta))
 
     tasks = [asyncio.create_task(pump(i, s)) for i, s in enumerate(streams)]
+    for task in tasks:
+        task.add_done_callback(queue.put_nowait)
     try:
         num_open = len(tasks)
         while num_open:
             item = await queue.get()
-            if isinstance(item, Exception):
-                raise item
-            if item is None:
+            if isinstance(item, asyncio.Task):
+                item.result()
                 num_open -= 1
             else:
                 yield item

@@ -34,33 +34,6 @@ class Language:
     """Whether the chat template came with the adapter: somebody else may have written it."""
 
 
-class Languages:
-    """Finds the language of the base model and of each adapter."""
-
-    def __init__(
-        self, tokenizers: AdapterTokenizers, registry: AdapterRegistry, vocab_size: int
-    ) -> None:
-        """`vocab_size` is the base model's."""
-        self._tokenizers, self._registry = tokenizers, registry
-        self.base = Language(tokenizers.base, vocab_size)
-
-    def of(self, adapter: str | None) -> Language:
-        """The language that the adapter of this name has now; None stands for the base model."""
-        if adapter is None:
-            return self.base
-        info, own = self._registry.info(adapter), self._tokenizers.get(adapter)
-        vocab_size = (info.vocab_size if info is not None else 0) or self.base.vocab_size
-        if own is None:
-            return Language(self.base.tokenizer, vocab_size)
-        return Language(
-            own.tokenizer,
-            vocab_size,
-            tuple(i for i in own.eos_ids if i < vocab_size),
-            own.extends_base,
-            is_own=True,
-        )
-
-
 @dataclass(frozen=True, slots=True)
 class Pinned(AbstractContextManager["Pinned"]):
     """The model that a request is for, which stays as it is until `release`."""
@@ -88,35 +61,42 @@ class Intake:
         self, info: EngineInfo, registry: AdapterRegistry, tokenizers: AdapterTokenizers
     ) -> None:
         self._registry = registry
-        self._languages = Languages(tokenizers, registry, info.vocab_size)
+        self._tokenizers = tokenizers
+        self._base = Language(tokenizers.base, info.vocab_size)
         self.max_model_len = info.max_model_len
 
     # -- pin -----------------------------------------------------------------------------------
-
-    @property
-    def base(self) -> Language:
-        """The base model's language."""
-        return self._languages.base
 
     def pin(self, model: str | None) -> Pinned:
         """Look up and pin, in one step, the base model or adapter of this name; None stands for
         the base. The caller releases it. Raises ModelNotFound."""
         if model is None:
-            return Pinned(Lease(None), self.base)
+            return Pinned(Lease(None), self._base)
         lease = self._registry.resolve(model)
-        return Pinned(lease, self._languages.of(lease.ref.name if lease.ref else None))
+        return Pinned(lease, self._language(lease.ref.name if lease.ref else None))
 
     def pin_sum(self, adapters: Sequence[WeightedAdapter]) -> Pinned:
         """Pin the weighted sum of several adapters, which speaks the base model's language. One
         adapter with the scale 1 is itself. Raises InvalidRequest, ModelNotFound."""
         lease = self._registry.resolve_sum(adapters)
         name = lease.ref.name if lease.ref and not lease.parts else None
-        return Pinned(lease, self._languages.of(name))
+        return Pinned(lease, self._language(name))
 
     def language_of(self, model: str | None) -> Language:
         """The language of a model that is not pinned. Raises ModelNotFound."""
         with self.pin(model) as pinned:
             return pinned.language
+
+    def _language(self, adapter: str | None) -> Language:
+        """The language that the adapter of this name has now; None stands for the base model."""
+        if adapter is None:
+            return self._base
+        info, own = self._registry.info(adapter), self._tokenizers.get(adapter)
+        vocab_size = (info.vocab_size if info is not None else 0) or self._base.vocab_size
+        if own is None:
+            return Language(self._base.tokenizer, vocab_size)
+        eos_ids = tuple(i for i in own.eos_ids if i < vocab_size)
+        return Language(own.tokenizer, vocab_size, eos_ids, own.extends_base, is_own=True)
 
     # -- encode --------------------------------------------------------------------------------
 
