@@ -7,9 +7,10 @@ from contextlib import asynccontextmanager
 from importlib.metadata import version
 
 from fastapi import FastAPI
+from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from weft.api.errors import ERRORS, add_error_handlers
+from weft.api.errors import ERRORS, handle_error
 from weft.api.middleware import REQUEST_ID, Observe, RequestIds, RequireKey
 from weft.api.observe import TraceHeaders, TraceSink
 from weft.api.routes_adapters import adapter_routes
@@ -20,6 +21,7 @@ from weft.api.routes_server import server_routes
 from weft.api.routes_tokenize import tokenize_routes
 from weft.api.service import Service
 from weft.api.settings import ApiSettings, parse_key
+from weft.core.errors import WeftError
 from weft.core.messages import EngineClient
 from weft.metrics import Metrics
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
@@ -57,12 +59,12 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         responses=ERRORS,
+        exception_handlers={WeftError: handle_error, HTTPException: handle_error},
     )
     app.state.request_timeout_s = settings.request_timeout_s
     for routes in (chat_routes, completion_routes, response_routes, tokenize_routes, server_routes):
         app.include_router(routes(service))
     app.include_router(adapter_routes(service, publisher))
-    add_error_handlers(app)
     _add_middleware(app, metrics, settings)
     if traces is not None:
         app.add_middleware(TraceHeaders)

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 import msgspec
-from fastapi import FastAPI, Request
+from fastapi import Request
 from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
@@ -94,9 +94,5 @@ def field_path(loc: tuple[int | str, ...]) -> str | None:
 _UNION_MEMBERS = frozenset({"str", "int", "bool", "float"})
 
 
-def add_error_handlers(app: FastAPI) -> None:
-    async def handle(_: Request, error: Exception) -> Response:
-        return error_response(error)
-
-    for kind in (WeftError, HTTPException):
-        app.add_exception_handler(kind, handle)
+async def handle_error(_: Request, error: Exception) -> Response:
+    return error_response(error)

@@ -115,8 +115,7 @@ async def answer(
     request: Request, work: Coroutine[Any, Any, dict[str, Any]], release: Callable[[], None]
 ) -> Response:
     """The JSON answer that `work` gives, unless the client leaves first. Calls `release` at the
-    end. Raises RequestTimeout.
-    """
+    end. Raises RequestTimeout."""
     try:
         async with _in_time(request.scope):
             return json_response(await unless_client_leaves(_disconnected(request.receive), work))

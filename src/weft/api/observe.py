@@ -39,30 +39,24 @@ class TraceHeaders:
         await self._app(scope, receive, send)
 
 
-class Observer:
-    """Tells metrics, the log and, if there are any, traces of every request."""
-
-    def __init__(self, metrics: Metrics, model_name: str, traces: TraceSink | None = None) -> None:
-        """`model_name` is what the base model is called."""
-        self._metrics = metrics
-        self._model_name = model_name
-        self._traces = traces
-
-    @contextmanager
-    def watch(self, request: EngineRequest) -> Iterator[Watch]:
-        """A context around the life of a request. However it ends, that is told once."""
-        watch = Watch(request, self._model_name, self._metrics)
-        record = watch.record
-        try:
-            yield watch
-        except Exception as error:
-            record.finish_reason, record.error = "error", to_wire(error)[0]
-            raise
-        finally:
-            watch.end()
-            log_request(record)
-            if self._traces is not None:
-                self._traces.record(record, _trace_headers.get())
+@contextmanager
+def watched(
+    request: EngineRequest, model_name: str, metrics: Metrics, traces: TraceSink | None
+) -> Iterator[Watch]:
+    """A context around the life of a request. However it ends, that is told once: to metrics, the
+    log and, if there are any, traces. `model_name` is what the base model is called."""
+    watch = Watch(request, model_name, metrics)
+    record = watch.record
+    try:
+        yield watch
+    except Exception as error:
+        record.finish_reason, record.error = "error", to_wire(error)[0]
+        raise
+    finally:
+        watch.end()
+        log_request(record)
+        if traces is not None:
+            traces.record(record, _trace_headers.get())
 
 
 class Watch:

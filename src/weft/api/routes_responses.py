@@ -13,6 +13,7 @@ from pydantic import Discriminator, Field, Tag
 from starlette.responses import Response
 
 from weft.api.bodies import (
+    FUNCTION_NAME,
     CalledFunction,
     ClosedBody,
     Function,
@@ -87,7 +88,6 @@ class CallItem(_Item):
     call_id: str
     name: str = Field(min_length=1)
     arguments: str
-    """JSON text."""
 
 
 class CallOutputItem(_Item):
@@ -121,15 +121,20 @@ Item = Annotated[
 ]
 
 
-class FunctionTool(Function):
+class FunctionTool(ClosedBody):
     type: Literal["function"]
+    name: str = Field(pattern=FUNCTION_NAME)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
     def to_chat(self) -> ChatTool:
         return ChatTool(type="function", function=Function(**self.model_dump(exclude={"type"})))
 
 
-class NamedFunction(FunctionName):
+class NamedFunction(ClosedBody):
     type: Literal["function"]
+    name: str
 
 
 class TextFormat(ClosedBody):

@@ -11,7 +11,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from weft.api.observe import Observer, TraceSink
+from weft.api.observe import TraceSink, watched
 from weft.api.schemas import AdapterWeight
 from weft.api.settings import ApiSettings
 from weft.core.adapters import WeightedAdapter
@@ -155,7 +155,7 @@ class Service:
         self.registry = registry
         self.settings = settings
         self.metrics = metrics
-        self._observer = Observer(metrics, settings.served_model_names[0], traces)
+        self._model_name, self._traces = settings.served_model_names[0], traces
         self.admission = Admission(settings.max_open)
         self.intake = Intake(engine.info, registry, tokenizers)
         self._dialect = Dialect.of(tokenizers.base, settings)
@@ -219,7 +219,7 @@ class Service:
         """The request's deltas. Closing the generator aborts what still runs in the engine."""
         output = OutputStream(language.tokenizer, request.params, request.prompt_ids, shown_ids)
         events = cast(AsyncGenerator[TokenEvent, None], self.engine.generate(request))
-        with self._observer.watch(request) as watch:
+        with watched(request, self._model_name, self.metrics, self._traces) as watch:
             async with aclosing(events):
                 async for event in events:
                     watch.event(event)
