@@ -334,7 +334,7 @@ class OverlappedMachine(SchedulerMachine):
 
 
 _settings = settings(
-    max_examples=60,
+    max_examples=40,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

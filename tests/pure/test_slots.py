@@ -315,7 +315,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
 
 TestSlotsMachine = SlotsMachine.TestCase
-TestSlotsMachine.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+TestSlotsMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
 # -- nobody starves ----------------------------------------------------------------------------
