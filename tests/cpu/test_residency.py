@@ -34,9 +34,8 @@ from weft.core.errors import (
 from weft.core.messages import Hold
 from weft.core.stats import AdapterStats, CheckResult
 from weft.core.targets import ImageLayout
+from weft.engine.catalog import MAX_REGISTERING, LoadEnded, Registered
 from weft.engine.host import HostTier
-from weft.engine.inbox import LoadEnded, Registered
-from weft.engine.registration import MAX_REGISTERING
 from weft.engine.residency import Residency
 from weft.kernels.checksum import checksum
 from weft.schedule.extents import Extent, Extents, Move
@@ -210,10 +209,10 @@ class World:
         source = AdapterSource(path)
         if before is not None:
             source = AdapterSource(path, before.digest, before.checked)
-        self.residency.register(Hold(call_id, source, "test", pinned))
+        self.residency.registrations.register(Hold(call_id, source, "test", pinned))
 
     def _poll(self) -> Iterator[Answer | LoadEnded]:
-        for end in self.residency.poll():
+        for end in self.residency.inbox.empty():
             yield self._answer(end) if isinstance(end, Registered) else end
 
     def _answer(self, end: Registered) -> Answer:
@@ -234,7 +233,7 @@ class World:
         return checker
 
     def close(self) -> None:
-        self.residency.close()
+        self.residency.registrations.close()
         self.adapters.close()
 
     def wait(self) -> Answer | LoadEnded:
@@ -320,7 +319,7 @@ def _world(**options: Any) -> Iterator[World]:
     yield made
     made.disk.gate.set()
     made.close()
-    made.residency.poll()
+    made.residency.inbox.empty()
     made.check()
 
 
@@ -1085,7 +1084,7 @@ def test_tiers_and_stages(imaged: World) -> None:
         imaged.residency.ask("a")
     imaged.load("a")
     imaged.residency.ask("a")
-    times = imaged.residency.load_times()
+    times = imaged.residency.stage_times.spreads
     assert {stage: sum(spread.counts) for stage, spread in times.items()} == {
         "read": 2,
         "pack": 1,

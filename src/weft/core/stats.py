@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
@@ -19,9 +21,9 @@ CHECK_RESULTS: tuple[CheckResult, ...] = get_args(CheckResult)
 class AdapterStats:
     """What happened to one adapter that has been on the device since the engine's start."""
 
-    num_loads: int
-    num_evictions: int
-    last_load_s: float
+    num_loads: int = 0
+    num_evictions: int = 0
+    last_load_s: float = 0.0
     """Seconds from the order of its last load to its residency."""
     stage_s: dict[str, float] = field(default_factory=dict)
     """Seconds of the stages (LOAD_STAGES) that its last load had."""
@@ -34,6 +36,37 @@ class Spread:
     counts: tuple[int, ...]
     """One more than there are bounds."""
     sum: float
+
+
+class Times:
+    """A histogram of seconds, as it grows."""
+
+    def __init__(self) -> None:
+        self._counts = [0] * (len(LOAD_BOUNDS_S) + 1)
+        self._sum = 0.0
+
+    def add(self, seconds: float) -> None:
+        self._counts[bisect_left(LOAD_BOUNDS_S, seconds)] += 1
+        self._sum += seconds
+
+    @property
+    def spread(self) -> Spread:
+        return Spread(tuple(self._counts), self._sum)
+
+
+class StageTimes:
+    """A histogram for each stage of loads and registrations."""
+
+    def __init__(self) -> None:
+        self._times = {stage: Times() for stage in LOAD_STAGES}
+
+    def add(self, stage_s: Mapping[str, float]) -> None:
+        for stage, seconds in stage_s.items():
+            self._times[stage].add(seconds)
+
+    @property
+    def spreads(self) -> dict[str, Spread]:
+        return {stage: times.spread for stage, times in self._times.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterInfo, AdapterPart, AdapterRef
 from weft.core.errors import AdapterUnavailable, WeftError, to_wire
 from weft.core.messages import Hold, Reply
-from weft.engine.inbox import LoadEnded, Registered
+from weft.engine.catalog import LoadEnded, Registered
 from weft.engine.residency import Residency
 from weft.registry import Holders
 
@@ -46,7 +46,7 @@ class Adapters:
         if digest is not None and self._serves(digest):
             self._answer(call, partial(self._hold_known, call, digest))
         else:
-            self._residency.register(call)
+            self._residency.registrations.register(call)
 
     def hold_image(
         self, image: AdapterImage, path: str | None, holder: str, pinned: bool, checked: bool
@@ -120,7 +120,7 @@ class Adapters:
     def poll(self) -> list[LoadEnded]:
         """Apply what loader threads have finished, and return the loads among it."""
         loads: list[LoadEnded] = []
-        for end in self._residency.poll():
+        for end in self._residency.inbox.empty():
             if isinstance(end, LoadEnded):
                 loads.append(end)
             else:

@@ -1,22 +1,96 @@
-"""What the engine knows of adapters: where each is to be had from, and what it is."""
+"""What the engine knows of adapters: where each is to be had from, what it is, and how it came to
+be known.
+
+New content is read and packed, and probed on the device before it is known: whether it computes
+what the image says. What fails is not registered.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import TypeVar
 
 from weft.checkpoint.compose import Summand, summand_of
 from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterInfo, AdapterPart
 from weft.core.errors import AdapterError, AdapterUnavailable, InvalidRequest, WeftError
+from weft.core.messages import Hold
+from weft.core.stats import CHECK_RESULTS, AdapterStats, Spread, StageTimes, Times
 from weft.engine.host import Held, HostTier
-from weft.engine.inbox import Inbox, LoadEnded
 from weft.schedule.extents import Extent
 from weft.schedule.slots import AdapterSlots
-from weft.worker.protocol import Origin, Worker
+from weft.worker.protocol import Origin, PackedAdapter, ProbeResult, Worker
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 
 MAX_PATHS = 16
 """Folders remembered for one content; the newest ones."""
+MAX_REGISTERING = 4
+"""Registrations begun at a time: each has its image in memory until it was checked."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A registration has ended: with the image, which is not known yet, or an error."""
+
+    call: Hold
+    result: AdapterImage | WeftError
+    checked: bool = False
+    """See `AdapterInfo.checked`."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadEnded:
+    """A load has ended; `error` None means that the adapter is resident."""
+
+    digest: str
+    error: WeftError | None
+
+
+Ended = Registered | LoadEnded
+
+
+class Inbox:
+    """Any thread leaves here what is left to do, and the engine's thread does it between two
+    steps: so all state belongs to that thread."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        """`wake` is called on other threads when there is something to do."""
+        self._wake = wake
+        self._left: SimpleQueue[Callable[[], Ended | None]] = SimpleQueue()
+
+    def expect(self, future: Future[Result], apply: Callable[[Result], Ended | None]) -> None:
+        """When the future has its result, it is to be applied. One that is cancelled never is."""
+
+        def leave(done: Future[Result]) -> None:
+            if not done.cancelled():
+                self._left.put(lambda: apply(done.result()))
+                self._wake()
+
+        future.add_done_callback(leave)
+
+    def put(self, ended: Ended) -> None:
+        """Leave an end that is known already; on the engine's thread."""
+        self._left.put(lambda: ended)
+
+    def empty(self) -> Iterator[Ended]:
+        """Do all that is left to do, one after another: the next is done when it is asked for, so
+        that what was registered can be added before."""
+        while True:
+            try:
+                ended = self._left.get_nowait()()
+            except Empty:
+                return
+            if ended is not None:
+                yield ended
 
 
 @dataclass(slots=True)
@@ -37,11 +111,7 @@ class KnownAdapter:
     """What is told of it; None: it is a sum."""
     checked: bool = False
     """See `AdapterInfo.checked`."""
-    num_loads: int = 0
-    num_evictions: int = 0
-    last_load_s: float = 0.0
-    stage_s: dict[str, float] = field(default_factory=dict)
-    """Seconds of its last load, by stage."""
+    stats: AdapterStats = field(default_factory=AdapterStats)
 
     @property
     def kept(self) -> bool:
@@ -133,16 +203,6 @@ class Catalog:
         self.host.forget(digest)
         self.known.pop(digest, None)
 
-    def invocation(self, digest: str) -> tuple[int, ...]:
-        """An adapter's `AdapterInfo.invocation_token_ids`; empty for what is not known, too."""
-        known = self.known.get(digest)
-        return known.info.invocation_token_ids if known and known.info else ()
-
-    def vocab_size(self, digest: str) -> int:
-        """An adapter's `AdapterInfo.vocab_size`; 0 for what is not known, too."""
-        known = self.known.get(digest)
-        return known.info.vocab_size if known and known.info else 0
-
     def is_checked(self, digest: str) -> bool:
         known = self.known.get(digest)
         return known is not None and known.checked
@@ -188,3 +248,103 @@ class Catalog:
         if extent is not None:
             staged = self._worker.stage(image, extent)
             self._inbox.expect(staged, lambda image: self.put(image, extent))
+
+
+class Registrations:
+    """Owner of the registrations that wait or are under way, and of what probes have found."""
+
+    def __init__(
+        self, catalog: Catalog, worker: Worker, inbox: Inbox, stage_times: StageTimes
+    ) -> None:
+        self._catalog = catalog
+        self._worker = worker
+        self._inbox = inbox
+        self._stage_times = stage_times
+        self._waiting: deque[Hold] = deque()
+        self._num_begun = 0
+        self._results: Counter[str] = Counter()
+        self._check_times = Times()
+
+    def register(self, call: Hold) -> None:
+        """Begin a registration, or let it wait until others have ended."""
+        self._waiting.append(call)
+        self._begin()
+
+    def probe(self, image: AdapterImage) -> bool:
+        """Probe what comes from memory, at once, unless it was checked before. Whether it is right,
+        as far as is known; raises AdapterQuarantined."""
+        if self._catalog.is_checked(image.digest):
+            return True
+        if not self._worker.facts.has_checks:
+            return False
+        verdict = self._worker.probe(image, paced=False).result()
+        if isinstance(verdict, WeftError):
+            raise verdict
+        self._judge(image.digest, "", verdict)
+        return verdict.result == "passed"
+
+    def results(self) -> dict[str, int]:
+        """How many probes ended how; empty if there are none."""
+        if not self._worker.facts.has_checks:
+            return {}
+        return {result: self._results[result] for result in CHECK_RESULTS}
+
+    def check_times(self) -> Spread:
+        """How long probes took."""
+        return self._check_times.spread
+
+    def close(self) -> None:
+        """Begin no more."""
+        self._waiting.clear()
+
+    def check(self) -> None:
+        """Raise AssertionError unless all invariants hold."""
+        assert 0 <= self._num_begun <= MAX_REGISTERING
+        assert not self._waiting or self._num_begun == MAX_REGISTERING
+
+    def _begin(self) -> None:
+        while self._waiting and self._num_begun < MAX_REGISTERING:
+            self._num_begun += 1
+            call = self._waiting.popleft()
+            packed = self._worker.pack(call.source.path, call.source.digest)
+            self._inbox.expect(packed, partial(self._packed, call))
+
+    def _packed(self, call: Hold, packed: PackedAdapter | WeftError) -> Registered | None:
+        if isinstance(packed, WeftError):
+            return self._end(Registered(call, packed))
+        self._stage_times.add(packed.stage_s)
+        image, checked = packed.image, call.source.checked
+        if checked or not self._worker.facts.has_checks or self._catalog.is_checked(image.digest):
+            return self._end(Registered(call, image, checked))
+        probed = self._worker.probe(image, paced=True)
+        self._inbox.expect(probed, partial(self._probed, call, image))
+        return None
+
+    def _probed(
+        self, call: Hold, image: AdapterImage, verdict: ProbeResult | WeftError
+    ) -> Registered:
+        if isinstance(verdict, WeftError):
+            return self._end(Registered(call, verdict))
+        try:
+            self._judge(image.digest, call.source.path, verdict)
+        except WeftError as error:
+            return self._end(Registered(call, error))
+        return self._end(Registered(call, image, verdict.result == "passed"))
+
+    def _judge(self, digest: str, path: str, verdict: ProbeResult) -> None:
+        """Count what a probe has found. Raises AdapterQuarantined if it failed; should the content
+        be known, as an earlier probe was skipped or went on beside this one, nothing is served of
+        it any more."""
+        self._results[verdict.result] += 1
+        self._check_times.add(verdict.seconds)
+        error = verdict.error
+        if error is None:
+            return
+        logger.error("quarantined: adapter %s %s: %s", digest[:16], path, error.message)
+        self._catalog.refuse(digest, error)
+        raise error
+
+    def _end(self, registered: Registered) -> Registered:
+        self._num_begun -= 1
+        self._begin()
+        return registered

@@ -81,17 +81,16 @@ class Engine:
         return None
 
     def submit(self, request: EngineRequest) -> TokenEvent | None:
+        info, active_from = None, None
         if request.adapter is not None:
             try:
                 self._adapters.admit(request.adapter, request.parts)
             except WeftError as error:
                 return self.scheduler.refuse(request.request_id, error)
-        active_from = self._active_from(request)
-        refused = self.scheduler.add(
-            request,
-            active_from,
-            self._residency.catalog.vocab_size(request.adapter.digest) if request.adapter else 0,
-        )
+            info, active_from = self._residency.catalog.known[request.adapter.digest].info, 0
+        if info is not None and info.invocation_token_ids:
+            active_from = find_invocation(request.prompt_ids, info.invocation_token_ids)
+        refused = self.scheduler.add(request, active_from, info.vocab_size if info else 0)
         if refused is None:
             if request.adapter is not None and active_from is not None:
                 self._residency.ask(request.adapter.digest)
@@ -99,13 +98,6 @@ class Engine:
             if request.params.structured_outputs is not None:
                 self._grammars.start(request.request_id, request.params.structured_outputs)
         return refused
-
-    def _active_from(self, request: EngineRequest) -> int | None:
-        """Position of the prompt from which on its adapter is active; None: nowhere."""
-        if request.adapter is None:
-            return None
-        invocation = self._residency.catalog.invocation(request.adapter.digest)
-        return find_invocation(request.prompt_ids, invocation) if invocation else 0
 
     def abort(self, request_id: str) -> TokenEvent | None:
         event = self.scheduler.abort(request_id)
@@ -151,7 +143,7 @@ class Engine:
             adapters=self._residency.stats(),
             adapter_bytes=slots.used_elements * self._worker.facts.element_bytes,
             tiers=self._residency.tiers(),
-            load_s=self._residency.load_times(),
+            load_s=self._residency.stage_times.spreads,
             adapter_wait_s=self._loop.queue_times.adapter_waits.spread,
             self_checks=self._residency.registrations.results(),
             self_check_s=self._residency.registrations.check_times(),
@@ -187,7 +179,7 @@ class Engine:
         """Stop for good: abort all requests and end the threads."""
         events = self._loop.queue_times.stamp(self.scheduler.abort_all())
         self._grammars.close()
-        self._residency.close()
+        self._residency.registrations.close()
         self._worker.close()
         return events
 

@@ -104,10 +104,10 @@ class HostTier:
         held = self._held.get(image.digest)
         if held is not None and (extent is None or held.extent is not None):
             self.cancel(extent)
-            self._count(held, -1)
-            held.kept, held.used = kept, now
-            self._count(held, 1)
-        elif kept or image.num_bytes <= self._max_bytes:
+            held.used = now
+            self.keep(image.digest, kept)
+            return
+        if kept or image.num_bytes <= self._max_bytes:
             came = held.came if held else now
             self._remove(image.digest)
             if extent is not None:
@@ -115,8 +115,7 @@ class HostTier:
             held = Held(image, kept, came, now, self._floor, reload_s, extent)
             self._held[image.digest] = held
             self._count(held, 1)
-        while self._loose_bytes > self._max_bytes and self._evict():
-            pass
+        self._shrink()
 
     def keep(self, digest: str, kept: bool) -> None:
         """Say whether an image is kept; nothing happens if it is not here."""
@@ -125,8 +124,7 @@ class HostTier:
             self._count(held, -1)
             held.kept = kept
             self._count(held, 1)
-        while self._loose_bytes > self._max_bytes and self._evict():
-            pass
+        self._shrink()
 
     def forget(self, digest: str) -> None:
         """Drop an image for good."""
@@ -164,6 +162,10 @@ class HostTier:
 
     # -- inside --------------------------------------------------------------------------------
 
+    def _shrink(self) -> None:
+        while self._loose_bytes > self._max_bytes and self._evict():
+            pass
+
     def _evict(self) -> bool:
         """Put out what the policy says; False when nothing may go."""
         loose = [h for h in self._held.values() if not h.kept and not h.num_readers]
@@ -176,10 +178,9 @@ class HostTier:
         return True
 
     def _worth(self, held: Held) -> Worth:
-        image = held.image
-        uses = self._uses.get(image.digest, 0)
+        size, uses = held.image.num_bytes, self._uses.get(held.image.digest, 0)
         return self._policy(
-            Candidate(image.num_bytes, held.came, held.used, uses, held.reload_s, floor=held.floor)
+            Candidate(size, held.came, held.used, uses, held.reload_s, floor=held.floor)
         )
 
     def _remove(self, digest: str) -> None:

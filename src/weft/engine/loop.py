@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 
 from weft.core.errors import WeftError
 from weft.core.requests import TokenEvent
-from weft.engine.inbox import LoadEnded
+from weft.core.stats import Times
+from weft.engine.catalog import LoadEnded
 from weft.engine.residency import Residency
-from weft.engine.times import Times
 from weft.schedule.plan import Admitted, Matcher, StepPlan
 from weft.schedule.scheduler import Scheduler
 from weft.worker.inputs import RowState
@@ -107,11 +107,8 @@ class Loop:
         return self.queue_times.stamp(events)
 
     def _apply_grammars(self) -> list[TokenEvent]:
-        events: list[TokenEvent] = []
-        for request_id, grammar in self._poll_grammars():
-            event = self._scheduler.grammar_ended(request_id, grammar)
-            events += [event] if event else []
-        return events
+        events = [self._scheduler.grammar_ended(*ended) for ended in self._poll_grammars()]
+        return [event for event in events if event is not None]
 
     def _apply_loads(self) -> list[TokenEvent]:
         events: list[TokenEvent] = []

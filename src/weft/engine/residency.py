@@ -1,26 +1,22 @@
 """Which adapters are on the device, and which are on their way there.
 
-The engine's thread calls `register` and `start`, which return at once, and `poll`
-between steps, which applies what the worker's threads have ended. There is nothing but state here:
-reading, packing, probing and copying are the worker's.
+The engine's thread orders loads and registrations, which begin at once, and between steps applies
+what the worker's threads have ended. There is nothing but state here: reading, packing, probing
+and copying are the worker's.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 
 from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import AdapterUnavailable, WeftError
-from weft.core.messages import Hold
-from weft.core.stats import AdapterStats, Spread, TierStats
-from weft.engine.catalog import Catalog
+from weft.core.stats import AdapterStats, StageTimes, TierStats
+from weft.engine.catalog import Catalog, Inbox, LoadEnded, Registrations
 from weft.engine.host import Held, HostTier
-from weft.engine.inbox import Ended, Inbox, LoadEnded
-from weft.engine.registration import Registrations
-from weft.engine.times import StageTimes
 from weft.schedule.extents import Extent
 from weft.schedule.slots import AdapterSlots, Load
 from weft.worker.protocol import LoadOrder, LoadResult, Origin, Worker
@@ -50,13 +46,13 @@ class Residency:
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wake` is called, on other threads, when there is something for `poll` to apply."""
+        """`wake` is called, on other threads, when there is something in `inbox` to apply."""
         self._worker = worker
         self._clock = clock
-        self._inbox = Inbox(wake)
-        self._stage_times = StageTimes()
-        self.catalog = Catalog(slots, host, worker, self._inbox)
-        self.registrations = Registrations(self.catalog, worker, self._inbox, self._stage_times)
+        self.inbox = Inbox(wake)
+        self.stage_times = StageTimes()
+        self.catalog = Catalog(slots, host, worker, self.inbox)
+        self.registrations = Registrations(self.catalog, worker, self.inbox, self.stage_times)
         self._loading: dict[str, _Loading] = {}
         """By digest: an adapter has one load at a time."""
         self._hits = self._misses = 0
@@ -71,10 +67,6 @@ class Residency:
     def host(self) -> HostTier:
         return self.catalog.host
 
-    def register(self, call: Hold) -> None:
-        """Read, validate, pack and check; `poll` returns a Registered with this call."""
-        self.registrations.register(call)
-
     def ask(self, digest: str) -> None:
         """Count that a request came for an adapter."""
         if self.slots.is_resident(digest):
@@ -83,12 +75,13 @@ class Residency:
             self._misses += 1
 
     def start(self, loads: list[Load]) -> None:
-        """Carry out what the scheduler ordered; `poll` returns a LoadEnded for each."""
+        """Carry out what the scheduler ordered; a LoadEnded comes to `inbox` for each."""
         for load in loads:
             if load.evicted_slots:
                 self._worker.clear(load.evicted_slots)
             for digest in load.evicted:
-                self.catalog.known[digest].num_evictions += 1
+                known = self.catalog.known[digest]
+                known.stats = replace(known.stats, num_evictions=known.stats.num_evictions + 1)
             if load.moves:
                 self._worker.move(load.moves)
             self._order(load)
@@ -108,21 +101,12 @@ class Residency:
         loading = _Loading(load, held, tuple(held_parts), extent, self._clock())
         self._loading[load.digest] = loading
         ended = self._worker.load(LoadOrder(origin, tuple(parts), load.start, extent))
-        self._inbox.expect(ended, partial(self._ended, loading))
-
-    def poll(self) -> Iterator[Ended]:
-        """Apply what has ended since the last call; see `Inbox.empty`."""
-        return self._inbox.empty()
+        self.inbox.expect(ended, partial(self._ended, loading))
 
     def stats(self) -> dict[str, AdapterStats]:
         """Figures by digest, of what is registered and has been on the device."""
-        return {
-            digest: AdapterStats(
-                known.num_loads, known.num_evictions, known.last_load_s, known.stage_s
-            )
-            for digest, known in self.catalog.known.items()
-            if known.num_loads
-        }
+        known = self.catalog.known.items()
+        return {digest: each.stats for digest, each in known if each.stats.num_loads}
 
     def tiers(self) -> dict[str, TierStats]:
         """Figures by device, host and disk; no disk if images are not kept there."""
@@ -139,14 +123,6 @@ class Residency:
         disk = self._worker.disk_stats()
         return tiers if disk is None else {**tiers, "disk": disk}
 
-    def load_times(self) -> dict[str, Spread]:
-        """How long the stages of loads and registrations took."""
-        return self._stage_times.spreads
-
-    def close(self) -> None:
-        """Begin no more registrations."""
-        self.registrations.close()
-
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold, of the parts too."""
         self.catalog.check()
@@ -162,7 +138,7 @@ class Residency:
         for held in (loading.held, *loading.parts):
             if held is not None:
                 self.host.close(held)
-        self._stage_times.add(result.stage_s)
+        self.stage_times.add(result.stage_s)
         self.copy_faults += result.num_faults
         if isinstance(result.image, WeftError):
             self.host.cancel(loading.extent)
@@ -175,8 +151,8 @@ class Residency:
             self._worker.clear((load.slot,))
             return LoadEnded(load.digest, AdapterUnavailable("the adapter was unloaded", "model"))
         known = self.catalog.known[load.digest]
-        known.num_loads += 1
-        known.last_load_s, known.stage_s = seconds, result.stage_s
+        num_loads, num_evictions = known.stats.num_loads + 1, known.stats.num_evictions
+        known.stats = AdapterStats(num_loads, num_evictions, seconds, result.stage_s)
         return LoadEnded(load.digest, None)
 
     def _keep(self, loading: _Loading, result: LoadResult, image: AdapterImage) -> None:
