@@ -522,14 +522,18 @@ def test_an_engine_that_fails_ends_open_streams(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(go())
 
 
-@EITHER
 @pytest.mark.parametrize(
-    ("options", "param"),
+    ("start", "options", "param"),
     [
-        ({"max_num_batched_tokens": 8, "max_num_seqs": 9}, "max_num_batched_tokens"),
-        ({"max_model_len": 513}, "max_model_len"),
+        (
+            start_in_process,
+            {"max_num_batched_tokens": 8, "max_num_seqs": 9},
+            "max_num_batched_tokens",
+        ),
+        (start_in_process, {"max_model_len": 513}, "max_model_len"),
+        (start_process, {"max_model_len": 513}, "max_model_len"),
     ],
-    ids=["engine", "runner"],
+    ids=["engine-thread", "runner-thread", "runner-process"],
 )
 def test_a_failed_start(
     start: Start, options: dict[str, int], param: str, monkeypatch: pytest.MonkeyPatch

@@ -36,7 +36,6 @@ DECODES = [
     decode([9, 1, 16], [1, -1, 0], [True, False, True]),
     decode([3, 3], [0, 0]),
     decode([12, 2, 7, 8, 13], [-1] * 5, [True] * 5),
-    decode([15] * 4, [1, 0, -1, 0]),
     decode([2], [1]),
 ]
 MIXED = {
@@ -79,9 +78,12 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
-def test_families_with_blocks_of_their_own(changes: dict[str, object], tmp_path: Path) -> None:
+def test_families_with_blocks_of_their_own(
+    changes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With fused kernels, in graphs and without, and with plain operations."""
-    model = Model(tmp_path, changes=changes)
+    monkeypatch.setattr(graphs_module, "batch_sizes", lambda max_seqs: [max_seqs])
+    model = Model(tmp_path, changes=changes, token_sizes=TOKEN_SIZES[-1:])
     plain = copy.copy(model)
     plain.decoder = Decoder(model.decoder.config, model.weights, Ops(), MAX_LEN)
     plain.lora = make_backend("torch", model.pool)
@@ -119,6 +121,7 @@ def test_padding_reads_no_cache(model: Model) -> None:
 
 
 def test_other_steps_have_no_graph(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs_module, "batch_sizes", lambda max_seqs: [max_seqs])
     graphs = model.graphs(lora=False)
     assert graphs.run(decode([3, 3], [0, -1])) is None
     assert graphs.run(decode([3, 3], [-1, -1])) is not None
@@ -132,7 +135,8 @@ def test_a_step_of_more_chunks_than_planned_has_no_graph(
     model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(graphs_module, "MAX_CHUNKS", 1)
-    graphs = model.graphs(lora=False)
+    monkeypatch.setattr(graphs_module, "batch_sizes", lambda max_seqs: [max_seqs])
+    graphs = model.graphs(lora=False, token_sizes=TOKEN_SIZES[:1])
     assert graphs.run(mixed([2, 1, 1, 1], [5] * 4, [-1] * 4, [True] * 4)) is not None
     assert graphs.run(mixed([2, 2, 1], [5] * 3, [-1] * 3, [True] * 3)) is None
 

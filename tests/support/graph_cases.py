@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -46,8 +46,9 @@ class Model:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         changes: Mapping[str, object] | None = None,
+        token_sizes: Sequence[int] = TOKEN_SIZES,
     ) -> None:
-        """`changes`: of the configuration."""
+        """`changes`: of the configuration. `token_sizes`: of the mixed steps to capture."""
         (folder / "config.json").write_text(json.dumps(CONFIG | dict(changes or {})))
         config = load_model_config(folder)
         self.device = torch.device(device)
@@ -69,16 +70,16 @@ class Model:
         for cache in self.kv:
             cache.k.normal_(generator=generator)
             cache.v.normal_(generator=generator)
-        self.graphs_made = self.graphs()
+        self.graphs_made = self.graphs(token_sizes=token_sizes)
 
-    def graphs(self, lora: bool = True) -> StepGraphs:
+    def graphs(self, lora: bool = True, token_sizes: Sequence[int] = TOKEN_SIZES) -> StepGraphs:
         graphs = StepGraphs(
             self.decoder,
             self.kv,
             self.lora if lora else None,
             self.last_token_R,
             MAX_LEN // BLOCK,
-            TOKEN_SIZES,
+            token_sizes,
         )
         graphs.capture()
         return graphs
