@@ -149,13 +149,13 @@ def test_moves_wait_for_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None
     try:
         slow = Slow()
         monkeypatch.setattr(worker, "_run_cpu", slow)
-        assert worker._moved.wait() is None
+        assert worker._wait_moved() is None
         worker.pool.arena[10:15] = torch.arange(5.0)
         worker.step(None)  # type: ignore[arg-type]
         worker.move([Move(0, 10, 8, 5)])
-        later = worker._moved
+        later = worker._wait_moved
         ended = threading.Event()
-        waiting = threading.Thread(target=lambda: (later.wait(), ended.set()))
+        waiting = threading.Thread(target=lambda: (later(), ended.set()))
         waiting.start()
         assert not ended.wait(0.05) and worker.pool.arena[10:12].tolist() == [0.0, 1.0]
         slow.gate.set()

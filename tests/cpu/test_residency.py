@@ -43,8 +43,8 @@ from weft.schedule.policy import Policy, fifo, lru
 from weft.schedule.slots import AdapterSlots, Load
 from weft.worker import images as images_module
 from weft.worker.adapters import AdapterLoader
-from weft.worker.host import HostMemory
 from weft.worker.images import ImageStore
+from weft.worker.memory import HostMemory
 from weft.worker.protocol import LoadOrder, LoadResult
 
 PATIENCE_S = 10.0

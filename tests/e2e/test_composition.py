@@ -50,7 +50,7 @@ from weft.llm import AdapterChoice, RequestOutput
 from weft.registry import AdapterRegistry, AdapterRoots
 from weft.text import load_tokenizer
 from weft.worker import build as worker_build
-from weft.worker.host import HostMemory
+from weft.worker.memory import HostMemory
 
 TOLERANCE = 1e-3
 """Of a log-probability."""

@@ -18,14 +18,18 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from pathlib import Path
 
 import numpy as np
+import torch
 
-from weft.checkpoint.pack import AdapterImage
+from weft.checkpoint.compose import Summand, check_sum, sum_images
+from weft.checkpoint.pack import AdapterImage, pack_image
+from weft.checkpoint.read import AdapterFiles, read_adapter
+from weft.core.config import LoraArgs
 from weft.core.errors import (
     AdapterQuarantined,
     AdapterUnavailable,
@@ -37,9 +41,9 @@ from weft.core.stats import TierStats
 from weft.kernels.checksum import checksum
 from weft.kernels.lora import AdapterPool
 from weft.schedule.extents import Extent
-from weft.worker.host import HostMemory
 from weft.worker.images import ImageStore
-from weft.worker.packing import Packer
+from weft.worker.loader import LoadedModel
+from weft.worker.memory import HostMemory
 from weft.worker.protocol import LoadOrder, LoadResult, Origin, PackedAdapter, ProbeResult
 from weft.worker.selfcheck import SelfCheck
 
@@ -52,12 +56,46 @@ for."""
 _TORN = "its image did not come to adapter memory as it was packed"
 
 
-class Moved(Protocol):
-    """Moves that were ordered, and all those before them."""
+class Packer:
+    """Reads, validates, packs and sums adapters of one base model. Any thread."""
 
-    def wait(self) -> None:
-        """Wait until they are done; any thread. What they have freed may then be written."""
-        ...
+    def __init__(self, model: LoadedModel, args: LoraArgs) -> None:
+        self._model = model
+        self._args = args
+
+    def read_adapter(self, path: str, expect_digest: str | None) -> AdapterFiles:
+        """The content of an adapter's folder, which must have this digest if one is given.
+        Raises AdapterError."""
+        return read_adapter(Path(path), self._model.table, self._args.max_lora_rank, expect_digest)
+
+    def pack_adapter(self, files: AdapterFiles) -> AdapterImage:
+        """Validate what was read, and pack it for the kernels. Raises AdapterInvalid."""
+        with self._aside():
+            return pack_image(
+                files,
+                self._model.table,
+                self._model.dtype,
+                self._args.max_lora_rank,
+                self._model.weights,
+                self._args.conversion_tolerance,
+                self._args.max_added_tokens,
+            )
+
+    def check_sum(self, parts: Sequence[tuple[str, Summand]]) -> int:
+        """Elements that the sum of adapters, by name, takes. Raises InvalidRequest."""
+        return check_sum(parts, self._model.table, self._args.max_lora_rank, self._model.dtype)
+
+    def sum_adapters(
+        self, digest: str, parts: Sequence[tuple[AdapterImage, float]], into: torch.Tensor | None
+    ) -> AdapterImage:
+        """The weighted sum of images; see `sum_images`. Raises InvalidRequest."""
+        return sum_images(digest, parts, self._model.table, self._model.dtype, into)
+
+    def _aside(self) -> contextlib.AbstractContextManager[object]:
+        """A stream that steps are not on, for what is computed from the base's weights."""
+        if self._model.device.type != "cuda":
+            return contextlib.nullcontext()
+        return torch.cuda.stream(torch.cuda.Stream(self._model.device))  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True)
@@ -108,10 +146,10 @@ class AdapterLoader:
     def stage(self, image: AdapterImage, extent: Extent) -> Future[AdapterImage]:
         return self._registrars.submit(self._staged, image, extent)
 
-    def load(self, order: LoadOrder, moved: Moved) -> Future[LoadResult]:
-        """See `Worker.load`; `moved`: what its copy has to wait for."""
+    def load(self, order: LoadOrder, wait_moved: Callable[[], object]) -> Future[LoadResult]:
+        """See `Worker.load`; `wait_moved` waits for what its copy has to come after."""
         ended: Future[LoadResult] = Future()
-        self._loaders.submit(self._load, order, moved, ended)
+        self._loaders.submit(self._load, order, wait_moved, ended)
         return ended
 
     def disk_stats(self) -> TierStats | None:
@@ -150,11 +188,13 @@ class AdapterLoader:
             return _typed(error)
         return ProbeResult(result, self._clock() - begin, None)
 
-    def _load(self, order: LoadOrder, moved: Moved, ended: Future[LoadResult]) -> None:
+    def _load(
+        self, order: LoadOrder, wait_moved: Callable[[], object], ended: Future[LoadResult]
+    ) -> None:
         work = _Work()
         found: AdapterImage | WeftError
         try:
-            found = self._bring_to_device(order, moved, work)
+            found = self._bring_to_device(order, wait_moved, work)
         except Exception as error:
             found = _unavailable(_typed(error))
         held = order.origin.image
@@ -162,9 +202,11 @@ class AdapterLoader:
         ended.set_result(LoadResult(found, anew, work.stage_s, work.num_faults))
         self._save(work.packed)
 
-    def _bring_to_device(self, order: LoadOrder, moved: Moved, work: _Work) -> AdapterImage:
+    def _bring_to_device(
+        self, order: LoadOrder, wait_moved: Callable[[], object], work: _Work
+    ) -> AdapterImage:
         image = self._obtain(order, order.origin, work)
-        moved.wait()
+        wait_moved()
         if self._copy(order.start, image, work):
             return image
         origin = order.origin

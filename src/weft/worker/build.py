@@ -16,14 +16,12 @@ from weft.kernels.ops import make_ops
 from weft.kernels.quant import rounds_inputs
 from weft.models.config import resolve_model
 from weft.models.decoder import Decoder, allocate_kv_cache
-from weft.worker.adapters import AdapterLoader
+from weft.worker.adapters import AdapterLoader, Packer
 from weft.worker.execute import StepExecutor
-from weft.worker.host import host_memory
 from weft.worker.images import ImageStore, default_folder, fingerprint
 from weft.worker.inputs import Array
 from weft.worker.loader import LoadedModel, load_model
-from weft.worker.memory import adapter_bytes, allocating, context_length, count_blocks
-from weft.worker.packing import Packer
+from weft.worker.memory import adapter_bytes, allocating, context_length, count_blocks, host_memory
 from weft.worker.protocol import WorkerFacts
 from weft.worker.sampler import Sampler
 from weft.worker.selfcheck import TOKENS, Activity, SelfCheck, num_blocks

@@ -22,8 +22,7 @@ from weft.kernels.staging import Staging
 from weft.models.decoder import Decoder, StepContext
 from weft.worker.graphs import StepGraphs, token_sizes
 from weft.worker.inputs import PromptArrays, Segments, StepInputs
-from weft.worker.outcome import Logprobs, Sampled, logprobs_of
-from weft.worker.sampler import Put, Sampler
+from weft.worker.sampler import Logprobs, Put, Sampled, Sampler, logprobs_of
 from weft.worker.step import Carried, StepTensors, hidden_states, logits, lora_batch
 
 PROMPT_ROWS = 256

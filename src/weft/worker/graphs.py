@@ -18,7 +18,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any, Generic, Literal, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -287,15 +287,12 @@ class StepGraphs:
         return forward
 
 
-_Kind = Literal["int64", "int32", "bool"]
-_BYTES: dict[_Kind, int] = {"int64": 8, "int32": 4, "bool": 1}
-
-
 class _Place(NamedTuple):
     """Where a part of fixed size lies in the buffer."""
 
     words: slice
-    kind: _Kind
+    kind: str
+    """The name of its dtype."""
     num_elements: int
     shape: tuple[int, ...]
 
@@ -304,11 +301,8 @@ class _Place(NamedTuple):
 def _places(form: _Form) -> tuple[tuple[_Place, ...], int]:
     """Where all parts but the last lie, in the order of `_StepParts`, and the words they take."""
     tokens, mixed = (form.num_tokens,), form.num_seqs if form.num_tiles else 0
-    wanted: list[tuple[_Kind, tuple[int, ...]]] = [
-        ("int64", tokens),
-        ("int64", tokens),
-        ("int64", tokens),
-        ("int64", tokens),
+    wanted: list[tuple[str, tuple[int, ...]]] = [
+        *[("int64", tokens)] * 4,
         ("bool", tokens),
         ("int32", (form.num_seqs,)),
         ("int64", (mixed,)),
@@ -319,7 +313,7 @@ def _places(form: _Form) -> tuple[tuple[_Place, ...], int]:
     end = 0
     for kind, shape in wanted:
         start, num_elements = end, math.prod(shape)
-        end += -(-_BYTES[kind] * num_elements // 16) * 4
+        end += -(-np.dtype(kind).itemsize * num_elements // 16) * 4
         places.append(_Place(slice(start, end), kind, num_elements, shape))
     return tuple(places), end
 
@@ -335,13 +329,12 @@ def _on_host(words: NDArray[np.int32], form: _Form) -> _StepParts[NDArray[Any]]:
     return _StepParts._make((*views, words[end:]))
 
 
-_DTYPES = {"int64": torch.int64, "int32": torch.int32, "bool": torch.bool}
-
-
 def _on_device(words: Tensor, form: _Form) -> _StepParts[Tensor]:
     places, end = _places(form)
+    dtypes = (getattr(torch, p.kind) for p in places)
     views = [
-        words[p.words].view(_DTYPES[p.kind])[: p.num_elements].reshape(p.shape) for p in places
+        words[p.words].view(dtype)[: p.num_elements].reshape(p.shape)
+        for p, dtype in zip(places, dtypes, strict=True)
     ]
     return _StepParts._make((*views, words[end:]))
 

@@ -22,7 +22,7 @@ import tempfile
 import threading
 import time
 import zlib
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, fields, is_dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import UnionType
@@ -81,16 +81,6 @@ class _Unfit(Exception):
     """A file is not the image that its name says."""
 
 
-@dataclass(slots=True)
-class _Counts:
-    num_files: int = 0
-    num_bytes: int = 0
-    hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    errors: int = 0
-
-
 class ImageStore:
     """Images of one base in a folder that may hold those of others. Any thread.
 
@@ -110,7 +100,7 @@ class ImageStore:
         said = json.dumps([FORMAT, names, base, str(dtype), parallel])
         self._key = hashlib.sha256(said.encode()).hexdigest()
         self._lock = threading.Lock()
-        self._counts = _Counts()
+        self._stats = TierStats(0, max_bytes, 0)
         self._warned = False
         with self._troubles("looked into"):
             if folder.is_dir():
@@ -157,22 +147,13 @@ class ImageStore:
                 with contextlib.suppress(OSError):
                     part.unlink()
                 raise
-            self._count(num_files=1, num_bytes=size)
-            if self._counts.num_bytes > self._max_bytes:
+            self._count(num_adapters=1, num_bytes=size)
+            if self._stats.num_bytes > self._max_bytes:
                 self._bound()
 
     def stats(self) -> TierStats:
         """Files and bytes are those of the whole folder, as far as this process knows."""
-        counts = self._counts
-        return TierStats(
-            counts.num_bytes,
-            self._max_bytes,
-            counts.num_files,
-            counts.hits,
-            counts.misses,
-            counts.evictions,
-            counts.errors,
-        )
+        return self._stats
 
     # -- one file ------------------------------------------------------------------------------
 
@@ -241,8 +222,12 @@ class ImageStore:
             total -= size
             removed += 1
         with self._lock:
-            self._counts.num_files, self._counts.num_bytes = len(found) - removed, total
-            self._counts.evictions += removed
+            self._stats = replace(
+                self._stats,
+                num_bytes=total,
+                num_adapters=len(found) - removed,
+                evictions=self._stats.evictions + removed,
+            )
 
     @contextlib.contextmanager
     def _troubles(self, done: str):  # type: ignore[no-untyped-def]
@@ -264,8 +249,8 @@ class ImageStore:
 
     def _count(self, **more: int) -> None:
         with self._lock:
-            for name, number in more.items():
-                setattr(self._counts, name, getattr(self._counts, name) + number)
+            counts = {name: getattr(self._stats, name) + n for name, n in more.items()}
+            self._stats = replace(self._stats, **counts)
 
 
 def _bytes(data: torch.Tensor) -> Bytes:

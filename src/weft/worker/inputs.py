@@ -10,7 +10,7 @@ the tokens of one adapter are consecutive.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -26,8 +26,7 @@ Segments = tuple[tuple[int, int, int], ...]
 Rows = TypeVar("Rows", "SamplingArrays", "BiasArrays", "PenaltyArrays", "MaskArrays")
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingArrays:
+class SamplingArrays(NamedTuple):
     """Parameters of the rows, among the sampled ones, that are not greedy (M of N)."""
 
     random_M: Ints
@@ -41,25 +40,23 @@ class SamplingArrays:
 
 def part_of(arrays: Rows, begin: int, end: int) -> Rows | None:
     """Records whose first field has indices of sampled rows: those of [begin, end)."""
-    index, *others = (getattr(arrays, field.name) for field in fields(arrays))
-    kept = (index >= begin) & (index < end)
+    values: tuple[Any, ...] = arrays
+    kept = (values[0] >= begin) & (values[0] < end)
     if not kept.any():
         return None
-    record: Any = type(arrays)
-    made: Rows = record(index[kept] - begin, *(a if a is None else a[kept] for a in others))
-    return made
+    parts: list[Any] = [a if a is None else a[kept] for a in values]
+    parts[0] -= begin
+    return type(arrays)(*parts)
 
 
-@dataclass(frozen=True, slots=True)
-class BiasArrays:
+class BiasArrays(NamedTuple):
     sampled_B: Ints
     """The index of the row among the N sampled ones."""
     token_B: Ints
     value_B: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class PenaltyArrays:
+class PenaltyArrays(NamedTuple):
     sampled_P: Ints
     row_P: Ints
     """Row of the batch, by which the device keeps counts."""
@@ -68,8 +65,7 @@ class PenaltyArrays:
     frequency_P: NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
-class MaskArrays:
+class MaskArrays(NamedTuple):
     sampled_K: Ints
     words_KW: Words
 
@@ -419,18 +415,12 @@ class RowState:
         rows, starts, counts, firsts = rows[asked], starts[asked], counts[asked], firsts[asked]
         nth_L = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         row_L = np.repeat(rows, counts)
+        nums = self._prompt_logprobs[rows].tolist()
         return PromptArrays(
             token_L=np.repeat(firsts, counts) + nth_L,
             target_L=self._tokens[row_L, np.repeat(starts, counts) + nth_L + 1].astype(np.int64),
             slot_L=np.repeat(slot_S[asked], counts),
-            entries=list(
-                zip(
-                    order[asked].tolist(),
-                    counts.tolist(),
-                    self._prompt_logprobs[rows].tolist(),
-                    strict=True,
-                )
-            ),
+            entries=list(zip(order[asked].tolist(), counts.tolist(), nums, strict=True)),
         )
 
     def _num_logprobs(self, rows: Ints) -> Ints | None:

@@ -1,12 +1,15 @@
-"""How much memory adapters and the KV cache get, and how long a context may be."""
+"""How much memory adapters, their images on the host and the KV cache get, and how long a context
+may be."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import logging
+import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -14,6 +17,7 @@ from weft.core.config import CacheArgs
 from weft.core.errors import ConfigError
 from weft.models.config import ModelConfig
 from weft.models.decoder import kv_bytes_per_block
+from weft.schedule.extents import ALIGN, Extent
 
 logger = logging.getLogger(__name__)
 
@@ -100,3 +104,57 @@ def free_bytes(device: torch.device) -> int:
     gc.collect()
     torch.cuda.empty_cache()
     return int(torch.cuda.mem_get_info(device)[0])
+
+
+@dataclass(frozen=True, slots=True)
+class HostMemory:
+    """Memory for images on the host. On a CPU device there is no piece of it: images stay in the
+    memory that they were read or packed into."""
+
+    num_bytes: int
+    memory: torch.Tensor | None = None
+    """Bytes, 1-D."""
+    release: Callable[[torch.Tensor], object] = lambda _: None
+    """Called with the memory when nothing uses it any more."""
+
+    def view(self, extent: Extent | None) -> torch.Tensor | None:
+        """The bytes of an extent; any thread."""
+        if extent is None or self.memory is None:
+            return None
+        return self.memory[extent.start : extent.start + extent.size]
+
+    def close(self) -> None:
+        """Release the memory; nothing may use it any more."""
+        if self.memory is not None:
+            self.release(self.memory)
+
+
+def host_memory(asked: int | None, device: torch.device) -> HostMemory:
+    """Memory for images on the host: 4 GiB unless another size is asked for, but at most an eighth
+    of the machine's. For a GPU it is page-locked. Raises ConfigError."""
+    num_bytes = asked or min(4 << 30, total_bytes(torch.device("cpu")) // 8)
+    if device.type != "cuda":
+        return HostMemory(num_bytes)
+    try:
+        return _pinned(num_bytes)
+    except (RuntimeError, OSError) as error:
+        raise ConfigError(
+            f"not enough memory for --adapter-host-memory: {error}", "adapter_host_memory"
+        ) from None
+
+
+def _pinned(num_bytes: int) -> HostMemory:
+    """Memory that a CUDA device reads at full speed.
+
+    It is one piece that is made at the start: torch's own allocator rounds up to powers of two, and
+    what it pins while the device works stalls the driver. Raises RuntimeError, OSError.
+    """
+    num_bytes = -(-num_bytes // ALIGN) * ALIGN
+    memory = mmap.mmap(-1, num_bytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    pinned = torch.frombuffer(memory, dtype=torch.uint8)
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = cudart.cudaHostRegister(pinned.data_ptr(), num_bytes, 0)
+    if int(status):
+        raise RuntimeError(f"cudaHostRegister of {num_bytes} bytes failed with {status}")
+    return HostMemory(num_bytes, pinned, lambda it: cudart.cudaHostUnregister(it.data_ptr()))

@@ -1,4 +1,5 @@
-"""From logits to tokens, with what the device keeps of running requests for it.
+"""From logits to tokens, with what the device keeps of running requests for it, and from there to
+the records that the scheduler commits.
 
 Shapes: see `weft.kernels.sampling`; R rows of the batch.
 """
@@ -6,11 +7,24 @@ Shapes: see `weft.kernels.sampling`; R rows of the batch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from weft.kernels.sampling import Bias, Mask, Penalties, SamplingBatch, count_tokens, sample, shape
+from weft.core.requests import TokenLogprob
+from weft.kernels.sampling import (
+    Bias,
+    Mask,
+    Penalties,
+    SamplingBatch,
+    count_tokens,
+    sample,
+    shape,
+    top_logprobs,
+)
+from weft.schedule.plan import StepResult
 from weft.worker.inputs import (
     Array,
     Counted,
@@ -26,6 +40,10 @@ Put = Callable[[Array], Tensor]
 
 VocabularyRun = tuple[int, int, int]
 """(first, end, V) of consecutive sampled rows that have a vocabulary of V."""
+
+
+Logprobs = tuple[Tensor, ...]
+"""What `top_logprobs` gives."""
 
 
 class Sampler:
@@ -64,15 +82,16 @@ class Sampler:
     def _choose(
         self, logits_NV: Tensor, sampling: SamplingArrays | None, shaping: ShapingArrays | None
     ) -> Tensor:
-        batch, put = self._batch(sampling), self.put
+        put = self.put
+        batch = SamplingBatch(*self._put_all(sampling)) if sampling else None
         if shaping is None:
             return sample(logits_NV, batch)
         b, penalties, m = shaping.bias, shaping.penalties, shaping.mask
         shaped_NV = shape(
             logits_NV,
-            Bias(put(b.sampled_B), put(b.token_B), put(b.value_B)) if b else None,
+            Bias(*self._put_all(b)) if b else None,
             self._penalties(penalties, logits_NV.shape[1]) if penalties else None,
-            Mask(put(m.sampled_K), put(m.words_KW)) if m else None,
+            Mask(*self._put_all(m)) if m else None,
         )
         ids_N = sample(shaped_NV, batch)
         if penalties is not None:
@@ -81,25 +100,76 @@ class Sampler:
         return ids_N
 
     def _penalties(self, arrays: PenaltyArrays, vocab_size: int) -> Penalties:
-        put = self.put
-        return Penalties(
-            put(arrays.sampled_P),
-            self._counts_RV[put(arrays.row_P), :vocab_size],
-            put(arrays.repetition_P),
-            put(arrays.presence_P),
-            put(arrays.frequency_P),
-        )
+        sampled_P, row_P, *values = self._put_all(arrays)
+        return Penalties(sampled_P, self._counts_RV[row_P, :vocab_size], *values)
 
-    def _batch(self, arrays: SamplingArrays | None) -> SamplingBatch | None:
-        if arrays is None:
-            return None
-        put = self.put
-        return SamplingBatch(
-            put(arrays.random_M),
-            put(arrays.temperature_M),
-            None if arrays.top_k_M is None else put(arrays.top_k_M),
-            None if arrays.top_p_M is None else put(arrays.top_p_M),
-            None if arrays.min_p_M is None else put(arrays.min_p_M),
-            put(arrays.seed_M),
-            put(arrays.position_M),
+    def _put_all(self, arrays: tuple[Any, ...]) -> list[Any]:
+        """The arrays of a record on the device, None where there is none."""
+        return [None if array is None else self.put(array) for array in arrays]
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A step's outcome, in the order of its inputs; `logprobs` and `prompt` are there only if a
+    request asks for them."""
+
+    ids_N: Tensor
+    logprobs: Logprobs | None
+    prompt: Logprobs | None
+
+
+def logprobs_of(
+    logits_NV: Tensor, ids_N: Tensor, num: int, runs: list[VocabularyRun] | None
+) -> Logprobs:
+    """`top_logprobs` of rows that may have several vocabularies."""
+    if runs is None:
+        return top_logprobs(logits_NV, ids_N, num)
+    parts = [top_logprobs(logits_NV[i:j, :size], ids_N[i:j], num) for i, j, size in runs]
+    return tuple(torch.cat(part) for part in zip(*parts, strict=True))
+
+
+def to_host(sampled: Sampled) -> Sampled:
+    """Start to copy an outcome to page-locked memory, where it is when the stream has got there."""
+    return Sampled(
+        _to_host(sampled.ids_N),
+        tuple(map(_to_host, sampled.logprobs)) if sampled.logprobs else None,
+        tuple(map(_to_host, sampled.prompt)) if sampled.prompt else None,
+    )
+
+
+def _to_host(tensor: Tensor) -> Tensor:
+    out = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return out.copy_(tensor, non_blocking=True)
+
+
+def step_result(inputs: StepInputs, sampled: Sampled) -> StepResult:
+    """The records of an outcome that is on the host, in the order of the plan."""
+    order = inputs.plan_order_N
+    logprobs = None
+    if sampled.logprobs is not None and inputs.num_logprobs_N is not None:
+        in_order = [t.numpy()[order] for t in sampled.logprobs]
+        records = _records(in_order, inputs.num_logprobs_N[order].tolist())
+        logprobs = [None if record is None else [record] for record in records]
+    prompt_logprobs: dict[int, list[TokenLogprob]] = {}
+    if sampled.prompt is not None and inputs.prompt is not None:
+        begin = 0
+        for entry, count, num in inputs.prompt.entries:
+            part = [t.numpy()[begin : begin + count] for t in sampled.prompt]
+            prompt_logprobs[entry] = [r for r in _records(part, [num] * count) if r is not None]
+            begin += count
+    return StepResult(sampled.ids_N.numpy()[order, None].tolist(), logprobs, prompt_logprobs)
+
+
+def _records(arrays: Sequence[Array], nums: list[int]) -> list[TokenLogprob | None]:
+    """Records from what `top_logprobs` gave, with so many alternatives each; None for -1."""
+    chosen, rank, values, top_ids = arrays
+    return [
+        None
+        if n < 0
+        else TokenLogprob(
+            float(chosen[i]),
+            int(rank[i]),
+            list(zip(top_ids[i, :n].tolist(), values[i, :n].tolist(), strict=True)),
         )
+        for i, n in enumerate(nums)
+    ]

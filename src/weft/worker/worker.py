@@ -14,11 +14,10 @@ from weft.core.errors import WeftError
 from weft.core.stats import TierStats
 from weft.schedule.extents import Extent, Move
 from weft.schedule.plan import StepResult
-from weft.worker.adapters import AdapterLoader, Moved
+from weft.worker.adapters import AdapterLoader
 from weft.worker.execute import StepExecutor
 from weft.worker.inputs import StepInputs
 from weft.worker.loader import LoadedModel
-from weft.worker.outcome import step_result, to_host
 from weft.worker.protocol import (
     Flight,
     LoadOrder,
@@ -28,6 +27,7 @@ from weft.worker.protocol import (
     Worker,
     WorkerFacts,
 )
+from weft.worker.sampler import step_result, to_host
 from weft.worker.selfcheck import Activity
 
 
@@ -51,7 +51,8 @@ class DeviceWorker(Worker):
         self._activity = activity
         self._on_gpu = model.device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-forward")
-        self._moved: Moved = _Nothing()
+        self._wait_moved: Callable[[], object] = lambda: None
+        """Waits until the newest move, and all before it, are done; any thread."""
 
     @property
     def facts(self) -> WorkerFacts:
@@ -66,16 +67,18 @@ class DeviceWorker(Worker):
     def move(self, moves: Sequence[Move]) -> None:
         if self._on_gpu:
             self.pool.move(moves)
-            self._moved = _CudaMoved()
+            done: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record()
+            self._wait_moved = done.synchronize
         else:
-            self._moved = _CpuMoved(self._thread.submit(self.pool.move, moves))
+            self._wait_moved = self._thread.submit(self.pool.move, moves).result
 
     def clear(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self.pool.clear(slot)
 
     def load(self, order: LoadOrder) -> Future[LoadResult]:
-        return self.adapters.load(order, self._moved)
+        return self.adapters.load(order, self._wait_moved)
 
     def install(self, slot: int, start: int, image: AdapterImage) -> None:
         self.pool.install(slot, start, image.layout)
@@ -126,27 +129,3 @@ class _CudaFlight:
     def result(self) -> StepResult:
         self._done.synchronize()
         return self._make()
-
-
-class _Nothing:
-    def wait(self) -> None:
-        """Nothing was moved yet."""
-
-
-class _CpuMoved:
-    def __init__(self, done: Future[None]) -> None:
-        self._done = done
-
-    def wait(self) -> None:
-        self._done.result()
-
-
-class _CudaMoved:
-    """All that is on the current stream by now."""
-
-    def __init__(self) -> None:
-        self._done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        self._done.record()
-
-    def wait(self) -> None:
-        self._done.synchronize()
