@@ -14,14 +14,12 @@ adapter becomes active in a sequence, its version's digest and the position go i
     a, from 0 on      └a0── ...
     a, from 37 on                 └a37─ ...      (blocks of 16 tokens)
 
-So no version shares what it computed with another, and all of them share what the base computed
-before they became active. A version that became active elsewhere in the same tokens has computed
-something else.
+So no version shares what it computed with another, or what it computed when it became active
+elsewhere, and all of them share what the base computed before they became active.
 
-A model with recurrent layers keeps one *state* for a sequence, whatever its length. A sequence
-holds its state from reserve() to release(). A state holds what all the tokens so far have made of
-it, so a block of another sequence is of no use without the state at that block's end: where there
-are states, nothing is matched.
+A sequence of a model with recurrent layers holds one *state*, from reserve() to release(). It is
+what all the tokens so far have made of it, so a block of another sequence is of no use without the
+state at that block's end: where there are states, nothing is matched.
 """
 
 from __future__ import annotations
@@ -36,8 +34,7 @@ NEVER = 1 << 62
 
 
 def _adapted_key(parent: bytes, digest: str, active_from: int) -> bytes:
-    """Stands in place of `parent` for the block in which an adapter version becomes active, at
-    this position of the sequence."""
+    """The key that stands for `parent` before the block in which a version becomes active."""
     content = bytes.fromhex(digest) + active_from.to_bytes(8, "little")
     return hashlib.blake2b(parent + content, digest_size=16, person=b"adapter").digest()
 
@@ -99,12 +96,10 @@ class Cache:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody uses, cached ones included."""
         return len(self._free)
 
     @property
     def usage(self) -> float:
-        """The share of the blocks that is in use."""
         return 1.0 - len(self._free) / self.num_blocks
 
     def match(self, holding: Holding, tokens: Sequence[int]) -> list[int]:

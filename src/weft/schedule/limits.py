@@ -9,8 +9,6 @@ from weft.core.requests import EngineRequest
 
 
 class SchedulerLimits(NamedTuple):
-    """What bounds a step and a request."""
-
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int

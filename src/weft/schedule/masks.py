@@ -27,7 +27,6 @@ class BadSequences:
     def __init__(
         self, sequences: Sequence[tuple[int, ...]], output_ids: Iterable[int] = ()
     ) -> None:
-        """`output_ids`: the output so far."""
         self._by_last: dict[int, list[tuple[list[int], int]]] = {}
         """Maps the last token of a beginning to such beginnings and the token that must not
         follow."""

@@ -55,7 +55,6 @@ class Admitted:
     adapter_wait_s: float = 0.0
     """How long it was passed over because its adapter was not to be had."""
     active_from: int = 0
-    """Position from which on the adapter is active."""
     vocab_size: int = 0
     """The vocabulary of its adapter; 0: it is the base's."""
 
@@ -70,7 +69,6 @@ class StepPlan:
     starts: list[int]
     """Position of the first token to compute."""
     counts: list[int]
-    """Number of tokens to compute; 1 for decode."""
     num_samples: list[int]
     """How many of the last computed positions yield a token each: 0 or 1, or more where the tokens
     are computed together."""

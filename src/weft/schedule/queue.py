@@ -163,7 +163,7 @@ class FairQueue(Generic[T]):
             self._enter(lane)
 
     def remove(self, item: T) -> None:
-        """Take out a request, wherever it is; not during a walk."""
+        """Take out a request; not during a walk."""
         lane = self._lanes[item.account.name, item.digest]
         self._take(lane, bisect_left(lane.orders, item.order))
 

@@ -30,7 +30,7 @@ from weft.schedule.slots import AdapterSlots, Load
 
 
 class _Wait:
-    """How long an adapter's requests have been passed over because it was not to be had."""
+    """How long an adapter's requests have been passed over for want of it."""
 
     __slots__ = ("earlier_s", "since")
 
@@ -80,7 +80,6 @@ class Turns:
     # -- requests ------------------------------------------------------------------------------
 
     def arrive(self, use: AdapterUse) -> None:
-        """Count a request that comes to the engine."""
         if use.digest is not None:
             self._demand[use.digest] += 1
             if wait := self._waits.get(use.digest):
@@ -102,8 +101,8 @@ class Turns:
         return digest in self._demand or digest in self._leases
 
     def lease(self, use: AdapterUse, num_tokens: int) -> float:
-        """Lease the adapter of a request that is admitted with so many tokens. Returns for how long
-        it was passed over because of its adapter."""
+        """Lease the adapter of a request that is admitted with so many tokens, and return for how
+        long the request was passed over for want of it."""
         digest = use.digest
         if digest is None:
             return 0.0
@@ -136,7 +135,6 @@ class Turns:
 
     @property
     def leased(self) -> tuple[str, ...]:
-        """Adapters with leases: those of running requests."""
         return tuple(self._leases)
 
     # -- admission, within one step ------------------------------------------------------------
@@ -192,7 +190,7 @@ class Turns:
             self._claim(digest)
 
     def end(self) -> list[Load]:
-        """End the planning of a step. Returns the loads to start with it."""
+        """End the planning of a step, and return the loads to start with it."""
         for digest in self._slots.wanted:
             self._load(digest)
         return self._loads
@@ -259,7 +257,6 @@ class Turns:
         return sorted(digests, key=lambda d: (held[self._short[d]], self._waits[d].since))
 
     def _grant(self, digest: str) -> bool:
-        """Give a starving adapter its turn, if there is room."""
         if self._slots.is_resident(digest):
             others = len(self._leases) + len(self._granted - {digest})
             granted = others < self._max_loras

@@ -9,8 +9,8 @@
 Whenever an image has come to the device, its checksum must be the one with which it was packed, or
 it is brought once more, from further below.
 
-An image file holds the very content that was registered: an adapter whose folder has changed
-since, or is gone, goes on being served from it. What is registered is read from its folder.
+An image file holds the very content that was registered, so that an adapter whose folder has
+changed since, or is gone, goes on being served.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class Packer:
         self._args = args
 
     def read_adapter(self, path: str, expect_digest: str | None) -> AdapterFiles:
-        """The content of an adapter's folder, which must have this digest if one is given.
-        Raises AdapterError."""
+        """Raises AdapterError, also if the content of the folder has another digest."""
         return read_adapter(Path(path), self._model.table, self._args.max_lora_rank, expect_digest)
 
     def pack_adapter(self, files: AdapterFiles) -> AdapterImage:
@@ -109,8 +108,7 @@ class _Work:
 
 
 class AdapterLoader:
-    """Reads, packs, sums, probes and copies images. Each call but `probe` returns at once, and its
-    work ends on a thread."""
+    """Reads, packs, sums, probes and copies images, on its threads. See `Worker` for its verbs."""
 
     def __init__(
         self,
@@ -156,7 +154,6 @@ class AdapterLoader:
         return self._images.stats() if self._images is not None else None
 
     def close(self) -> None:
-        """End the threads, behind what they are at."""
         self._registrars.shutdown(cancel_futures=True)
         self._loaders.shutdown(cancel_futures=True)
         self._host.close()
@@ -218,7 +215,7 @@ class AdapterLoader:
         return image
 
     def _copy(self, start: int, image: AdapterImage, work: _Work) -> bool:
-        """Copy to the device. Whether the image is there as it was packed."""
+        """Copy to the device, and return whether the image is there as it was packed."""
         with self._timed("copy", work):
             right = self.pool.write(start, image.data) == image.checksum
         work.num_faults += not right

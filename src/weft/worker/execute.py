@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -70,12 +69,11 @@ class StepExecutor:
         )
 
     def compile(self) -> None:
-        """Compile what the graphs need, if there are to be any."""
         if self.graphs is not None:
             self.graphs.compile()
 
     def capture(self) -> bool:
-        """Capture the graphs, if there are to be any. Whether there are."""
+        """Capture the graphs, and return whether there are any."""
         if self.graphs is None:
             return False
         self.graphs.capture()
@@ -86,7 +84,8 @@ class StepExecutor:
         """Run a step; what it gives is on the device."""
         self._sampler.admit(inputs.counted)
         logits_NV = prompt = None
-        if self.graphs and inputs.prompt is None and not self._has_extras(inputs.segments):
+        slots = (slot for slot, _, _ in inputs.segments)
+        if self.graphs and inputs.prompt is None and not has_extras(self._pool, slots):
             logits_NV = self.graphs.run(inputs)
         if logits_NV is None:
             logits_NV, prompt = self._run_eagerly(inputs)
@@ -102,7 +101,6 @@ class StepExecutor:
         return Sampled(ids_N, logprobs, prompt)
 
     def close(self) -> None:
-        """Let go of the graphs, which hold on to the model's tensors."""
         if self.graphs is not None:
             self.graphs.close()
 
@@ -178,6 +176,3 @@ class StepExecutor:
             return None
         batch = lora_batch(slot_T, segments, slot_N, sampled_segments)
         return with_extras(self._lora.begin(batch), self._pool, batch)
-
-    def _has_extras(self, segments: Iterable[tuple[int, int, int]]) -> bool:
-        return has_extras(self._pool, (slot for slot, _, _ in segments))

@@ -39,7 +39,7 @@ class SamplingArrays(NamedTuple):
 
 
 def part_of(arrays: Rows, begin: int, end: int) -> Rows | None:
-    """Records whose first field has indices of sampled rows: those of [begin, end)."""
+    """The part for sampled rows [begin, end) of a record whose first field has their indices."""
     values: tuple[Any, ...] = arrays
     kept = (values[0] >= begin) & (values[0] < end)
     if not kept.any():
@@ -72,14 +72,13 @@ class MaskArrays(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ShapingArrays:
-    """What changes the logits of sampled rows; each is None when no row has it."""
+    """What changes the logits of sampled rows; None for what no row has."""
 
     bias: BiasArrays | None
     penalties: PenaltyArrays | None
     mask: MaskArrays | None
 
     def part(self, begin: int, end: int) -> ShapingArrays | None:
-        """The part of the sampled rows [begin, end)."""
         bias = self.bias and part_of(self.bias, begin, end)
         penalties = self.penalties and part_of(self.penalties, begin, end)
         mask = self.mask and part_of(self.mask, begin, end)

@@ -3,10 +3,8 @@
     flight = worker.step(inputs)    returns at once
     result = flight.result()        waits for the tokens
 
-The engine knows workers by this protocol alone. Verbs take records and give small results, so that
-what stands behind the protocol may as well hand each verb on to several devices: a load has ended
-when it has on all of them. Images pass through the engine as handles: it reads what they say of
-themselves, never their data.
+The engine knows workers by this protocol alone, so that one may as well hand each verb on to
+several devices. Images pass through the engine as handles: it never reads their data.
 
     registration    pack ──> probe ──> (stage)           folder, or image file ──> host
     load            clear, move, load ──> install        host, or disk ──> device
@@ -47,9 +45,8 @@ class WorkerFacts:
     num_slots: int
     """The most adapters that may be on the device at a time."""
     adapter_elements: int
-    """The size of adapter memory."""
+    """The size of adapter memory, in elements of `element_bytes`."""
     element_bytes: int
-    """The size of one element of adapter memory."""
     host_bytes: int
     """Memory for images on the host."""
     host_in_one_piece: bool
@@ -92,8 +89,6 @@ class PackedAdapter:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """How a load ended."""
-
     image: AdapterImage | WeftError
     anew: bool
     """Whether the image is another one than that which was on the host."""
@@ -104,16 +99,12 @@ class LoadResult:
 
 
 class ProbeResult(NamedTuple):
-    """What a probe has found, and how long it took."""
-
     result: CheckResult
     seconds: float
     error: AdapterQuarantined | None
 
 
 class Flight(Protocol):
-    """A step that was launched."""
-
     def result(self) -> StepResult:
         """Wait for the step's tokens. Raises what the forward pass raised."""
         ...
@@ -126,9 +117,7 @@ class Worker(Protocol):
     @property
     def facts(self) -> WorkerFacts: ...
 
-    def step(self, inputs: StepInputs) -> Flight:
-        """Launch a step."""
-        ...
+    def step(self, inputs: StepInputs) -> Flight: ...
 
     def move(self, moves: Sequence[Move]) -> None:
         """Move images within adapter memory, after the steps launched so far, which find the

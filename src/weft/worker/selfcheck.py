@@ -60,8 +60,6 @@ SHARE = 0.1
 """The share of the time that a paced check takes while steps run."""
 MAX_PAUSE_S = 0.05
 """The longest pause between two layers, as the first of them may have compiled kernels."""
-
-
 BUSY_S = 0.25
 """How long after the launch of a step a check keeps out of the way of the steps to come."""
 
@@ -73,7 +71,6 @@ class Activity:
         self._launched_s = -math.inf
 
     def note(self) -> None:
-        """A step is launched now."""
         self._launched_s = time.monotonic()
 
     def is_recent(self) -> bool:
@@ -246,11 +243,7 @@ class SelfCheck:
 
 def num_blocks(block_size: int) -> int:
     """How many blocks of KV cache a check needs."""
-    return 2 * _blocks_of_probe(block_size)
-
-
-def _blocks_of_probe(block_size: int) -> int:
-    return -(-TOKENS // block_size)
+    return 2 * -(-TOKENS // block_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +258,7 @@ class _Probe:
 
     @staticmethod
     def make(ids: list[int], block_size: int, device: torch.device) -> _Probe:
-        width = _blocks_of_probe(block_size)
+        width = num_blocks(block_size) // 2
         sampled = [*range(TOKENS - SAMPLED, TOKENS), *range(2 * TOKENS - SAMPLED, 2 * TOKENS)]
         slots = torch.tensor([-1] * TOKENS + [SLOT] * TOKENS, dtype=torch.int32, device=device)
         sampled_N = torch.tensor(sampled, device=device)
@@ -341,7 +334,6 @@ class _Both(LoraStep):
         return _BothExperts(self, served, self._oracle.experts(token_P, expert_P))
 
     def of(self, index: int) -> list[tuple[int, int, Tensor]]:
-        """See `NormStep`."""
         wanted = self._oracle.of(index)
         got = self._norms.of(index) if self._norms is not None else []
         same = len(got) == len(wanted) and all(
@@ -369,8 +361,6 @@ _Apply = Callable[[Tensor, Tensor, int], None]
 
 
 class _BothExperts:
-    """ExpertStep of a `_Both`."""
-
     def __init__(self, both: _Both, served: ExpertStep, oracle: ExpertStep) -> None:
         self._both, self._served, self._oracle = both, served, oracle
 
@@ -379,8 +369,6 @@ class _BothExperts:
 
 
 class _BothVocabulary:
-    """VocabularyStep of a `_Both`."""
-
     def __init__(self, both: _Both, served: VocabularyStep, oracle: ImageStep) -> None:
         self._both, self._served, self._oracle = both, served, oracle
 

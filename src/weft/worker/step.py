@@ -39,7 +39,6 @@ class StepTensors:
     ids_T: Tensor
     """int64 (T,)."""
     carried: Carried | None
-    """None: all of `ids_T` are as they are to be."""
     sampled_N: Tensor | None
     """int64 (N,), the rows whose logits are computed; None: all of them."""
     context: StepContext
