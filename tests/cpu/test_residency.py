@@ -162,7 +162,7 @@ class FakeWorker:
         self.disk_stats = adapters.disk_stats
 
     def load(self, order: LoadOrder) -> Future[LoadResult]:
-        return self.adapters.load(order, self.pool)
+        return self.adapters.load(order, self.pool.wait)
 
     def clear(self, slots: Sequence[int]) -> None:
         for slot in slots:
