@@ -125,8 +125,11 @@ def check_finite(name: str, tensor: torch.Tensor, packed: torch.Tensor | None = 
     if not is_finite(tensor):
         refuse(name, "holds NaN or infinite values")
     if packed is not None and not is_finite(packed):
-        dtype = str(packed.dtype).removeprefix("torch.")
-        refuse(name, f"holds values too large for {dtype}")
+        refuse(name, f"holds values too large for {name_of(packed.dtype)}")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def is_finite(tensor: torch.Tensor) -> bool:

@@ -125,8 +125,7 @@ def _rank(summands: Iterable[Summand]) -> tuple[int, ...]:
 
 def _layout(summands: Sequence[Summand], table: TargetTable, dtype: torch.dtype) -> ImageLayout:
     shifted = frozenset[int]().union(*(summand.shifted for summand in summands))
-    extras = Extras(shifted=shifted) if shifted else None
-    return layout_of(table, _rank(summands), extras, dtype.itemsize)
+    return layout_of(table, _rank(summands), Extras(shifted=shifted), dtype.itemsize)
 
 
 def _fill_target(
@@ -145,10 +144,7 @@ def _fill_target(
                 continue
             start, stop = stop, stop + rank
             own_a, own_b = pair_views(image.data, target, table, image.layout, expert)
-            if target.kind == "embedding":
-                fill(a[start:stop].t(), own_a.t(), 1.0)
-            else:
-                fill(a[start:stop], own_a, 1.0)
+            fill(a[start:stop], own_a, 1.0)
             fill(b[:, start:stop], own_b, scale)
 
 

@@ -14,14 +14,13 @@ import numpy as np
 from weft.checkpoint.kinds import CONVERSION_TOLERANCE, sort_adapter
 from weft.checkpoint.parts import (
     AdapterParts,
-    Deferred,
     Rows,
     Values,
     check_activated,
     nothing_in,
     same_rows,
 )
-from weft.checkpoint.read import AdapterFiles, Stored, item_bytes
+from weft.checkpoint.read import AdapterFiles, item_bytes
 from weft.checkpoint.refuse import refuse
 from weft.core.files import WEIGHTS_FILE
 from weft.core.targets import Extras, ImageLayout, TargetTable, layout_of, vocabulary
@@ -49,18 +48,16 @@ def examine(
 ) -> Examined | None:
     """The verdict of `pack_image`, without the base, for the serving dtype (torch's name of it).
 
-    None: not told here, as the adapter is a LoRA for a base with experts, or has added tokens,
-    whose rows have to be computed. Raises AdapterInvalid.
+    None: not told here, as the adapter has added tokens, whose rows have to be computed. Raises
+    AdapterInvalid.
     """
     config, parts = sort_adapter(files, table, max_rank, conversion_tolerance)
     vocab, _ = vocabulary(table, "embedding")
-    if parts.vocab_size > vocab or any(each.target.kind == "experts" for each in parts.targets):
+    if parts.vocab_size > vocab:
         return None
     extras = _check_beside(parts, dtype, parts.vocab_size or vocab)
-    layout = layout_of(table, parts.ranks(table))
-    if extras != Extras():
-        layout = layout_of(table, layout.rank, extras, item_bytes(dtype))
-    if not (_check_values(parts, dtype) or layout.vocab_size or parts.needs_base):
+    layout = layout_of(table, parts.ranks(table), extras, item_bytes(dtype))
+    if not (check_values(parts, dtype) or layout.vocab_size or parts.needs_base):
         refuse(WEIGHTS_FILE, f"the adapter would change nothing: {nothing_in(parts)}")
     if config.invocation:
         check_activated(config.invocation, parts, layout, table, parts.needs_base)
@@ -100,8 +97,9 @@ def _num_rows(rows: Rows | None, vocab: int) -> int:
     return vocab if rows.whole is not None else len(rows.ids)
 
 
-def _check_values(parts: AdapterParts, dtype: str) -> bool:
-    """Whether any target is changed. Raises AdapterInvalid."""
+def check_values(parts: AdapterParts, dtype: str) -> bool:
+    """Whether A and B change any target. Raises AdapterInvalid, naming the tensor, if one is not
+    finite in the image, whether it is not in the file or is too large for the serving dtype."""
     changes = False
     for each in parts.targets:
         if each.a is None or each.b is None:
@@ -113,7 +111,6 @@ def _check_values(parts: AdapterParts, dtype: str) -> bool:
 
 def _packed(values: Values, scale: float, dtype: str) -> float:
     """The largest magnitude that a tensor has in an image. Raises AdapterInvalid."""
-    assert isinstance(values, Stored | Deferred)
     largest = values.largest()
     if not np.isfinite(largest):
         refuse(values.name, "holds NaN or infinite values")

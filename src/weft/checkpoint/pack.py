@@ -15,13 +15,14 @@ from weft.checkpoint.base import (
     BaseWeights,
     Replaced,
     affine,
-    check_finite,
     check_residual,
     is_finite,
+    name_of,
     replaced_norm,
     replaced_rows,
     with_pair,
 )
+from weft.checkpoint.examine import check_values
 from weft.checkpoint.kinds import CONVERSION_TOLERANCE, sort_adapter
 from weft.checkpoint.parts import (
     AdapterParts,
@@ -149,12 +150,12 @@ def pack_parts(
 ) -> AdapterImage:
     """The image of an adapter that was sorted. Raises AdapterInvalid."""
     beside = _beside(parts, table, dtype, base)
-    plain = layout_of(table, parts.ranks(table))
-    extras = beside.extras()
-    layout = plain if extras == Extras() else layout_of(table, plain.rank, extras, dtype.itemsize)
+    layout = layout_of(table, parts.ranks(table), beside.extras(), dtype.itemsize)
     data = allocate(layout.num_elements, dtype).zero_()
     changes = _fill_pairs(data, parts.targets, table, layout)
-    _check_finite(data[: plain.num_elements], parts.targets, table, layout)
+    if len(data) and not is_finite(data):
+        check_values(parts, name_of(dtype))
+        refuse(WEIGHTS_FILE, f"holds values too large for {name_of(dtype)}")
     _fill_beside(data, beside, layout)
     own = layout.has_extras or layout.vocab_size
     if not (changes or own or (base is None and parts.needs_base)):
@@ -191,10 +192,7 @@ def _fill_pairs(
         for expert in range(table.copies(target.kind)):
             a, b = pair_views(data, target, table, layout, expert)
             own_a, own_b = stacked_a[expert], stacked_b[expert]
-            if target.kind == "embedding":
-                fill(a.t(), own_a.t(), 1.0)
-            else:
-                fill(a, own_a, 1.0)
+            fill(a, own_a, 1.0)
             fill(b, own_b, parts.scaling)
             changes = changes or bool(a.any() and b.any())
     return changes
@@ -207,11 +205,16 @@ def _by_expert(values: Values) -> torch.Tensor:
 
 
 def fill(dest: torch.Tensor, source: torch.Tensor, scale: float) -> None:
-    """dest = scale * source, both (rows, columns), in blocks of rows, as far as both have them."""
-    rows, step = min(len(dest), len(source)), max(1, _BLOCK // dest.shape[1])
+    """dest = scale * source, both (rows, columns), in blocks of what lies together in `dest`, as far
+    as both have them."""
+    if dest.stride(1) > 1:
+        dest, source = dest.t(), source.t()
+    rows, columns = map(min, dest.shape, source.shape)
+    step = max(1, _BLOCK // columns)
     for start in range(0, rows, step):
-        block = source[start : min(start + step, rows)]
-        dest[start : start + len(block)].copy_(block if scale == 1.0 else block.float() * scale)
+        block = source[start : min(start + step, rows), :columns]
+        scaled = block if scale == 1.0 else block.float() * scale
+        dest[start : start + len(block), :columns].copy_(scaled)
 
 
 def pair_views(
@@ -232,24 +235,6 @@ def pair_views(
     start = layout.b_offset[target.slice] + expert * aligned(target.out_features * rank)
     b = data[start : start + target.out_features * rank].view(target.out_features, rank)
     return a, b
-
-
-def _check_finite(
-    data: torch.Tensor, targets: list[TargetParts], table: TargetTable, layout: ImageLayout
-) -> None:
-    """Raises AdapterInvalid, naming the tensor, if an A or B is not finite in the image, whether it
-    is not in the file or is too large for the serving dtype."""
-    if not len(data) or is_finite(data):
-        return
-    for parts in targets:
-        if parts.a is None or parts.b is None:
-            continue
-        target = table.targets[parts.target.slice]
-        stacked_a, stacked_b = _by_expert(parts.a), _by_expert(parts.b)
-        for expert in range(table.copies(target.kind)):
-            a, b = pair_views(data, target, table, layout, expert)
-            check_finite(parts.a.name, stacked_a[expert], a)
-            check_finite(parts.b.name, stacked_b[expert], b)
 
 
 # -- what comes beside them ------------------------------------------------------------------------

@@ -43,6 +43,10 @@ class Values(Protocol):
         """On the CPU; computed each time it is asked for."""
         ...
 
+    def largest(self) -> np.float32:
+        """The largest magnitude; NaN or infinite if there is such a value."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Deferred:
@@ -63,7 +67,6 @@ class Deferred:
         return torch.from_numpy(self._values())
 
     def largest(self) -> np.float32:
-        """The largest magnitude; NaN or infinite if there is such a value."""
         with np.errstate(all="ignore"):
             return largest(self._values()) if self.bound is None else np.float32(self.bound())
 

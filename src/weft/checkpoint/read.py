@@ -115,7 +115,6 @@ class Stored:
         return self._values(0, None).reshape(self.shape)
 
     def largest(self) -> np.float32:
-        """The largest magnitude, 0 of no values; NaN or infinity if there is one."""
         # All bits but the sign are ordered as the magnitudes are.
         assert self.dtype in DTYPES.values()
         wide = self.dtype == "float32"

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.filesize import decimal
 
@@ -27,6 +28,9 @@ from weft.core.targets import Target, TargetTable
 from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
 from weft.registry import Sources
+
+if TYPE_CHECKING:
+    from weft.checkpoint.pack import AdapterImage
 
 _HELP = {
     "peft_type": "Train a LoRA, or merge this adapter into a base of its own.",
@@ -141,24 +145,14 @@ def check_adapter(
 
 def _image(
     files: AdapterFiles, table: TargetTable, dtype: str, max_rank: int, tolerance: float
-) -> Examined:
+) -> Examined | AdapterImage:
     if found := examine(files, table, dtype, max_rank, tolerance):
         return found
     import torch
 
     from weft.checkpoint.pack import pack_image
 
-    image = pack_image(
-        files, table, getattr(torch, dtype), max_rank, conversion_tolerance=tolerance
-    )
-    return Examined(
-        image.digest,
-        image.layout,
-        image.targets,
-        image.num_bytes,
-        image.provisional,
-        image.conversion_error,
-    )
+    return pack_image(files, table, getattr(torch, dtype), max_rank, conversion_tolerance=tolerance)
 
 
 _PROVISIONAL = """\
@@ -242,7 +236,11 @@ def _show_refusal(refusal: Refusal) -> str:
 
 
 def _facts(
-    files: AdapterFiles, image: Examined, table: TargetTable, dtype: str, max_rank: int
+    files: AdapterFiles,
+    image: Examined | AdapterImage,
+    table: TargetTable,
+    dtype: str,
+    max_rank: int,
 ) -> CheckedFacts:
     config = parse_config(files.config, max_rank)
     trained_on = json.loads(files.config).get("base_model_name_or_path")
@@ -266,7 +264,9 @@ def _facts(
     )
 
 
-def _adapted(config: PeftConfig, image: Examined, table: TargetTable) -> Iterator[Adapted]:
+def _adapted(
+    config: PeftConfig, image: Examined | AdapterImage, table: TargetTable
+) -> Iterator[Adapted]:
     alike: dict[tuple[str, int, float], list[Target]] = {}
     for target in table.targets:
         rank = image.layout.rank[target.slice]
