@@ -17,15 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.checkpoint.fields import integer
-from weft.checkpoint.kinds.base import (
-    LAYERS,
-    NO_WHOLE_MODULES,
-    NOT_TRANSPOSED,
-    Kind,
-    LinearModule,
-    PeftAdapter,
-    check_stated,
-)
+from weft.checkpoint.kinds.base import LAYERS, Kind, LinearModule, PeftAdapter, check_stated
 from weft.checkpoint.parts import AdapterParts, Array, TargetParts
 from weft.checkpoint.refuse import refuse
 
@@ -74,11 +66,7 @@ KIND = Kind(
     shared=(BANK,),
     read=LAYERS | {"exclude_modules", "num_vectors", "r", "topk", "vector_length"},
     harmless=frozenset({"init_logits_std", "init_vector_bank_bound", "vblora_dropout"}),
-    refused={
-        "save_only_topk_weights": "only whole logits are served; save the adapter with false",
-        **NO_WHOLE_MODULES,
-        **NOT_TRANSPOSED,
-    },
+    refused={"save_only_topk_weights": "only whole logits are served; save the adapter with false"},
     rank=("r", 4),
     rank_is_images=True,
 )

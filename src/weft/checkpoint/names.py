@@ -19,8 +19,8 @@ MLP `block_sparse_moe`, and gate, up and down `w1`, `w3` and `w2`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -129,7 +129,7 @@ class NamedTensors:
 
 _EXPERT_NAME = re.compile(
     r"base_model\.model\."
-    r"(?P<module>(?P<layer>.+)\.(?P<mlp>mlp|block_sparse_moe)"
+    r"(?P<module>(?P<mlp>(?P<layer>.+)\.(?:mlp|block_sparse_moe))"
     r"\.(?:gate|(?P<whole>experts(?:\.base_layer)?)"
     r"|experts\.(?P<expert>[0-9]{1,6})\.(?P<projection>\w+)))"
     r"\.(?P<part>lora_[AB])\.weight"
@@ -167,26 +167,6 @@ class _Stacked:
         return np.float32(np.max(found))
 
 
-@dataclass(slots=True)
-class Gathered:
-    """The tensors of an adapter, of which those for experts are in order."""
-
-    tensors: dict[str, Stored] = field(default_factory=dict)
-    """What is not for experts; a router's under the name of its target."""
-    experts: dict[str, TargetParts] = field(default_factory=dict)
-    """A and B by target."""
-    modules: dict[str, list[str]] = field(default_factory=dict)
-    """By target: what config and file call it, where that is not its name."""
-
-    def modules_of(self, target: str) -> list[str]:
-        return self.modules.get(target, [target])
-
-    def put(self, target: Target, a: _Stacked, b: _Stacked, scaling: float) -> None:
-        if target.name in self.experts:
-            refuse(a.name, f"the file holds lora_A of {target.name} in another form too")
-        self.experts[target.name] = TargetParts(target, a, b, scaling)
-
-
 class _ExpertModule:
     """The A and B that a file holds for one module: a router, one expert's projection, or one
     projection of all experts."""
@@ -194,7 +174,7 @@ class _ExpertModule:
     def __init__(self, match: re.Match[str]) -> None:
         self.name: str = match["module"]
         self.layer: str = match["layer"]
-        self.mlp = f"{self.layer}.{match['mlp']}"
+        self.mlp: str = match["mlp"]
         self.wrapper: str | None = match["whole"]
         self.expert = int(match["expert"]) if match["expert"] else -1
         self.projection: str = match["projection"]
@@ -213,176 +193,151 @@ class _ExpertModule:
         return check_shape(found, shape, "the base model and the ranks in the config make")
 
 
-def gather_experts(
-    tensors: Mapping[str, Stored], table: TargetTable, config: PeftConfig
-) -> Gathered:
-    """Bring what is for experts and routers to one form; the rest is passed on as it is.
+class Gathered:
+    """The tensors of an adapter, of which those for experts and routers are in one form."""
 
-    Raises AdapterInvalid, naming the tensor or the field.
-    """
-    gathered = Gathered()
-    if not any(group.kind == "experts" for group in table.groups):
-        gathered.tensors |= tensors
-        return gathered
-    modules: dict[str, _ExpertModule] = {}
-    for name, tensor in tensors.items():
-        match = _EXPERT_NAME.fullmatch(name)
-        if match is not None:
-            module = modules.setdefault(match["module"], _ExpertModule(match))
-            module.matrices[match["part"]] = tensor
-        elif ".experts." in name:
-            refuse(name, "of experts, only lora_A and lora_B matrices are served")
-        else:
-            gathered.tensors[name] = tensor
-    _put_routers(gathered, modules.values())
-    _put_parameters(gathered, modules.values(), table, config)
-    _put_single(gathered, modules.values(), table, config)
-    return gathered
+    def __init__(
+        self, tensors: Mapping[str, Stored], table: TargetTable, config: PeftConfig
+    ) -> None:
+        """Raises AdapterInvalid, naming the tensor or the field."""
+        self.tensors: dict[str, Stored] = {}
+        """What is not for experts; a router's under the name of its target."""
+        self.experts: dict[str, TargetParts] = {}
+        """A and B by target."""
+        self._modules: dict[str, list[str]] = {}
+        self._table = table
+        self._config = config
+        modules: dict[str, _ExpertModule] = {}
+        has_experts = any(group.kind == "experts" for group in table.groups)
+        for name, tensor in tensors.items():
+            match = _EXPERT_NAME.fullmatch(name) if has_experts else None
+            if match is not None:
+                module = modules.setdefault(match["module"], _ExpertModule(match))
+                module.matrices[match["part"]] = tensor
+            elif has_experts and ".experts." in name:
+                refuse(name, "of experts, only lora_A and lora_B matrices are served")
+            else:
+                self.tensors[name] = tensor
+        by_mlp: dict[str, dict[str, _ExpertModule]] = {}
+        by_target: dict[str, dict[int, _ExpertModule]] = {}
+        for module in modules.values():
+            if module.wrapper is not None:
+                by_mlp.setdefault(module.mlp, {})[module.wrapper] = module
+            elif module.expert < 0:
+                self._put_router(module)
+            else:
+                self._add_single(module, by_target)
+        for mlp, wrappers in by_mlp.items():
+            self._put_parameters(mlp, wrappers)
+        for target, experts in by_target.items():
+            self._put_single(table.by_name[target], experts)
 
+    def modules_of(self, target: str) -> list[str]:
+        """What config and file call the target."""
+        return self._modules.get(target, [target])
 
-def _put_routers(gathered: Gathered, modules: Iterable[_ExpertModule]) -> None:
-    for module in modules:
-        if module.wrapper is None and module.expert < 0:
-            target = f"{module.layer}.mlp.gate"
-            gathered.modules[target] = [module.name]
-            for part, tensor in module.matrices.items():
-                name = f"{PREFIX}{target}.{part}.weight"
-                if name in gathered.tensors:
-                    refuse(tensor.name, f"the file holds {part} of {target} in another form too")
-                gathered.tensors[name] = tensor
+    def _put(
+        self, target: Target, modules: list[str], a: _Stacked, b: _Stacked, scaling: float = 1.0
+    ) -> None:
+        if target.name in self.experts:
+            refuse(a.name, f"the file holds lora_A of {target.name} in another form too")
+        self._modules[target.name] = modules
+        self.experts[target.name] = TargetParts(target, a, b, scaling)
 
+    def _put_router(self, module: _ExpertModule) -> None:
+        target = f"{module.layer}.mlp.gate"
+        self._modules[target] = [module.name]
+        for part, tensor in module.matrices.items():
+            name = f"{PREFIX}{target}.{part}.weight"
+            if name in self.tensors:
+                refuse(tensor.name, f"the file holds {part} of {target} in another form too")
+            self.tensors[name] = tensor
 
-# -- all experts in one tensor ---------------------------------------------------------------------
+    def _target(self, module: _ExpertModule, projection: str) -> Target:
+        target = self._table.by_name.get(f"{module.layer}.mlp.experts.{projection}")
+        if target is None:
+            refuse(module.first, "the base model has no such projection of experts there")
+        return target
 
-
-def _put_parameters(
-    gathered: Gathered, modules: Iterable[_ExpertModule], table: TargetTable, config: PeftConfig
-) -> None:
-    by_mlp: dict[str, dict[str, _ExpertModule]] = {}
-    for module in modules:
-        if module.wrapper is not None:
-            by_mlp.setdefault(module.mlp, {})[module.wrapper] = module
-    for mlp, wrappers in by_mlp.items():
+    def _put_parameters(self, mlp: str, wrappers: Mapping[str, _ExpertModule]) -> None:
+        """Put what holds all experts in one tensor."""
         names = (f"{mlp}.experts.{parameter}" for parameter in _EXPERT_PARAMETERS)
-        wanted = [name for name in names if config.selects_parameter(name)]
+        wanted = [name for name in names if self._config.selects_parameter(name)]
         parameters = dict(zip(reversed(_EXPERT_WRAPPERS), reversed(wanted), strict=False))
         for wrapper, module in wrappers.items():
             if wrapper not in parameters:
-                refuse(
-                    module.first,
-                    "PEFT would ignore it, as target_parameters names"
-                    f" {' and '.join(wanted) or 'no parameter'} there",
-                )
+                names_there = " and ".join(wanted) or "no parameter"
+                why = f"PEFT would ignore it, as target_parameters names {names_there} there"
+                refuse(module.first, why)
         for wrapper, parameter in parameters.items():
             if wrapper not in wrappers:
                 refuse("target_parameters", f"the file holds no tensors for {parameter}")
-            _put_parameter(gathered, wrappers[wrapper], parameter, table, config)
+            self._put_parameter(wrappers[wrapper], parameter)
 
+    def _put_parameter(self, module: _ExpertModule, parameter: str) -> None:
+        target = self._target(module, parameter.rpartition(".")[2])
+        num, rank = self._table.num_experts, self._config.rank_of(parameter)
+        a = module.matrix("lora_A", num * rank, target.in_features)
+        b = module.matrix("lora_B", target.out_features, rank * num)
 
-def _put_parameter(
-    gathered: Gathered,
-    module: _ExpertModule,
-    parameter: str,
-    table: TargetTable,
-    config: PeftConfig,
-) -> None:
-    target = _target(module, parameter.rpartition(".")[2], table)
-    num, rank = table.num_experts, config.rank_of(parameter)
-    a_shape, b_shape = (num, rank, target.in_features), (num, target.out_features, rank)
-    a = module.matrix("lora_A", num * rank, target.in_features)
-    b = module.matrix("lora_B", target.out_features, rank * num)
-    gathered.modules[target.name] = [parameter]
-    gathered.put(
-        target,
-        _Stacked(a.name, a_shape, [(a, 1.0)], lambda: a.tensor.reshape(a_shape)),
-        _Stacked(
-            b.name,
-            b_shape,
-            [(b, 1.0)],
-            lambda: b.tensor.reshape(-1, rank, num).permute(2, 0, 1),
-        ),
-        config.scale_of(parameter, rank),
-    )
+        def stack_a() -> Tensor:
+            return a.tensor.reshape(num, rank, -1)
 
+        def stack_b() -> Tensor:
+            return b.tensor.reshape(-1, rank, num).permute(2, 0, 1)
 
-def _target(module: _ExpertModule, projection: str, table: TargetTable) -> Target:
-    target = table.by_name.get(f"{module.layer}.mlp.experts.{projection}")
-    if target is None:
-        refuse(module.first, "the base model has no such projection of experts there")
-    return target
+        stacked_a = _Stacked(a.name, (num, rank, target.in_features), [(a, 1.0)], stack_a)
+        stacked_b = _Stacked(b.name, (num, target.out_features, rank), [(b, 1.0)], stack_b)
+        scaling = self._config.scale_of(parameter, rank)
+        self._put(target, [parameter], stacked_a, stacked_b, scaling)
 
-
-# -- a tensor per expert ---------------------------------------------------------------------------
-
-
-def _put_single(
-    gathered: Gathered, modules: Iterable[_ExpertModule], table: TargetTable, config: PeftConfig
-) -> None:
-    by_target: dict[str, dict[int, _ExpertModule]] = {}
-    for module in modules:
-        if module.expert < 0:
-            continue
-        target = _target(module, _PROJECTIONS.get(module.projection, module.projection), table)
-        same = by_target.setdefault(target.name, {})
-        if module.expert >= table.num_experts:
-            refuse(module.first, f"the base model has {table.num_experts} experts in a layer")
+    def _add_single(
+        self, module: _ExpertModule, by_target: dict[str, dict[int, _ExpertModule]]
+    ) -> None:
+        projection = _PROJECTIONS.get(module.projection, module.projection)
+        same = by_target.setdefault(self._target(module, projection).name, {})
+        if module.expert >= self._table.num_experts:
+            refuse(module.first, f"the base model has {self._table.num_experts} experts in a layer")
         if module.projection not in _PROJECTIONS or module.expert in same:
             refuse(module.first, "is no name of an expert's matrix, or a second one")
         same[module.expert] = module
-    for name, same in by_target.items():
-        _put_stacked(gathered, table.by_name[name], same, table.num_experts, config)
 
-
-def _put_stacked(
-    gathered: Gathered,
-    target: Target,
-    modules: dict[int, _ExpertModule],
-    num_experts: int,
-    config: PeftConfig,
-) -> None:
-    """Stack what single experts have. Experts that are not adapted, or with a lower rank, are
-    filled up with zeros."""
-    a_parts: dict[int, tuple[Stored, float]] = {}
-    b_parts: dict[int, tuple[Stored, float]] = {}
-    for expert, module in modules.items():
-        r = config.rank_of(module.name)
-        a_parts[expert] = module.matrix("lora_A", r, target.in_features), 1.0
-        b = module.matrix("lora_B", target.out_features, r)
-        b_parts[expert] = b, config.scale_of(module.name, r)
-    ranks = [a.shape[0] for a, _ in a_parts.values()]
-    rank = max(ranks)
-    if num_experts * rank > _MAX_FILLED * sum(ranks):
-        refuse(
-            _first_name(a_parts),
-            f"{len(ranks)} of {num_experts} experts are adapted, with ranks up to {rank}: as all"
-            f" take the room of the highest, more than {_MAX_FILLED} times what the file holds;"
-            " train more of the experts, or with ranks that are alike",
-        )
-    gathered.modules[target.name] = [module.name for module in modules.values()]
-    a_shape = num_experts, rank, target.in_features
-    b_shape = num_experts, target.out_features, rank
-    gathered.put(target, _stacked(a_parts, a_shape), _stacked(b_parts, b_shape), 1.0)
-
-
-def _first_name(parts: Mapping[int, tuple[Stored, float]]) -> str:
-    return next(part.name for part, _ in parts.values())
+    def _put_single(self, target: Target, modules: Mapping[int, _ExpertModule]) -> None:
+        """Stack what single experts have. Experts that are not adapted, or with a lower rank, are
+        filled up with zeros."""
+        num, a_parts, b_parts = self._table.num_experts, {}, {}
+        for expert, module in modules.items():
+            r = self._config.rank_of(module.name)
+            a_parts[expert] = module.matrix("lora_A", r, target.in_features), 1.0
+            b = module.matrix("lora_B", target.out_features, r)
+            b_parts[expert] = b, self._config.scale_of(module.name, r)
+        ranks = [a.shape[0] for a, _ in a_parts.values()]
+        rank = max(ranks)
+        a = _stacked(a_parts, (num, rank, target.in_features))
+        if num * rank > _MAX_FILLED * sum(ranks):
+            refuse(
+                a.name,
+                f"{len(ranks)} of {num} experts are adapted, with ranks up to {rank}: as all"
+                f" take the room of the highest, more than {_MAX_FILLED} times what the file"
+                " holds; train more of the experts, or with ranks that are alike",
+            )
+        names = [module.name for module in modules.values()]
+        self._put(target, names, a, _stacked(b_parts, (num, target.out_features, rank)))
 
 
 def _stacked(parts: Mapping[int, tuple[Stored, float]], shape: tuple[int, ...]) -> _Stacked:
-    """The matrices by expert, each times its scale."""
+    """The matrices by expert, each times its number, float32 where that is not 1 for all."""
 
     def stack() -> Tensor:
         import torch
 
         plain = all(scale == 1.0 for _, scale in parts.values())
-        dtypes = (part.tensor.dtype for part, _ in parts.values())
-        stacked = torch.zeros(
-            shape, dtype=reduce(torch.promote_types, dtypes) if plain else torch.float32
-        )
+        dtypes = [part.tensor.dtype if plain else torch.float32 for part, _ in parts.values()]
+        stacked = torch.zeros(shape, dtype=reduce(torch.promote_types, dtypes))
         for expert, (part, scale) in parts.items():
             rows, columns = part.shape
             tensor = part.tensor if plain else part.tensor.float() * scale
             stacked[expert, :rows, :columns] = tensor
         return stacked
 
-    return _Stacked(_first_name(parts), shape, parts.values(), stack)
+    return _Stacked(next(iter(parts.values()))[0].name, shape, parts.values(), stack)

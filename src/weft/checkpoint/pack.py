@@ -205,8 +205,8 @@ def _by_expert(values: Values) -> torch.Tensor:
 
 
 def fill(dest: torch.Tensor, source: torch.Tensor, scale: float) -> None:
-    """dest = scale * source, both (rows, columns), in blocks of what lies together in `dest`, as far
-    as both have them."""
+    """dest = scale * source, both (rows, columns), as far as both have them, in blocks of what lies
+    together in `dest`."""
     if dest.stride(1) > 1:
         dest, source = dest.t(), source.t()
     rows, columns = map(min, dest.shape, source.shape)

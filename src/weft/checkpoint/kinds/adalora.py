@@ -5,14 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from weft.checkpoint.config import PeftConfig
-from weft.checkpoint.kinds.base import (
-    LAYERS,
-    NO_WHOLE_MODULES,
-    NOT_TRANSPOSED,
-    Kind,
-    LinearModule,
-    PeftAdapter,
-)
+from weft.checkpoint.kinds.base import LAYERS, Kind, LinearModule, PeftAdapter
 from weft.checkpoint.kinds.lora import OF_TRAINING
 from weft.checkpoint.parts import AdapterParts, TargetParts
 from weft.checkpoint.read import Stored
@@ -77,7 +70,6 @@ KIND = Kind(
     harmless=OF_TRAINING
     | {"beta1", "beta2", "deltaT", "orth_reg_weight", "target_r", "tfinal", "tinit", "total_step"}
     | {"alpha_pattern", "init_lora_weights", "r", "use_rslora"},
-    refused=NO_WHOLE_MODULES | NOT_TRANSPOSED,
     rank=("init_r", 12),
     alpha=("lora_alpha", 8),
 )

@@ -39,10 +39,10 @@ COMMON_HARMLESS = frozenset(
 )
 COMMON_READ = frozenset({"bias", "peft_type", "target_modules", "task_type"})
 LAYERS = frozenset({"layers_pattern", "layers_to_transform"})
-NO_WHOLE_MODULES = {
-    "modules_to_save": "whole modules are served beside plain LoRA only; train a LoRA with them"
+COMMON_REFUSED = {
+    "modules_to_save": "whole modules are served beside plain LoRA only; train a LoRA with them",
+    "fan_in_fan_out": "no base here stores its weights transposed; set it to false",
 }
-NOT_TRANSPOSED = {"fan_in_fan_out": "no base here stores its weights transposed; set it to false"}
 
 
 def no_biases(config: PeftConfig) -> PeftConfig:
@@ -72,7 +72,7 @@ class Kind:
     harmless: frozenset[str] = frozenset()
     """Fields without effect on inference, beside `COMMON_HARMLESS`."""
     refused: Mapping[str, str] = field(default_factory=dict)
-    """By field: why it is refused."""
+    """By field: why it is refused, beside `COMMON_REFUSED`."""
     rank: tuple[str, int] = ("r", 8)
     """The field that says the rank, and PEFT's default."""
     alpha: tuple[str, float] = ("alpha", 8)
@@ -108,10 +108,9 @@ class Kind:
         for name, value in options.items():
             if fields.is_off(value) or name in self.harmless | COMMON_HARMLESS:
                 continue
-            if name in self.refused:
-                refuse(name, self.refused[name])
             if name not in self.read | COMMON_READ:
-                refuse(name, f"an unknown field with the value {show(value)}")
+                why = f"an unknown field with the value {show(value)}"
+                refuse(name, {**COMMON_REFUSED, **self.refused}.get(name, why))
 
 
 @dataclass(frozen=True, slots=True)

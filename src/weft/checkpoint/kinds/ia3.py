@@ -6,13 +6,7 @@ import numpy as np
 
 from weft.checkpoint.config import PeftConfig
 from weft.checkpoint.fields import Work, pattern
-from weft.checkpoint.kinds.base import (
-    NO_WHOLE_MODULES,
-    NOT_TRANSPOSED,
-    Kind,
-    LinearModule,
-    PeftAdapter,
-)
+from weft.checkpoint.kinds.base import Kind, LinearModule, PeftAdapter
 from weft.checkpoint.parts import AdapterParts, Array, Deferred, TargetParts, find_target
 from weft.checkpoint.refuse import refuse, show
 from weft.core.targets import Target, TargetTable
@@ -74,5 +68,4 @@ KIND = Kind(
     tensors=("ia3_l",),
     read=frozenset({"exclude_modules", "feedforward_modules"}),
     harmless=frozenset({"init_ia3_weights"}),
-    refused=NO_WHOLE_MODULES | NOT_TRANSPOSED,
 )

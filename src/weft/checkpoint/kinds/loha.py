@@ -9,15 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from weft.checkpoint.kinds.base import (
-    LAYERS,
-    NO_WHOLE_MODULES,
-    Kind,
-    LinearModule,
-    PeftAdapter,
-    decompose,
-    lost,
-)
+from weft.checkpoint.kinds.base import LAYERS, Kind, LinearModule, PeftAdapter, decompose, lost
 from weft.checkpoint.parts import AdapterParts, Array, TargetParts, largest
 from weft.checkpoint.refuse import refuse
 
@@ -95,5 +87,4 @@ KIND = Kind(
     tensors=("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
     read=LYCORIS_READ,
     harmless=LYCORIS_HARMLESS,
-    refused=NO_WHOLE_MODULES,
 )

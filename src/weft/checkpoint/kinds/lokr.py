@@ -13,15 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.checkpoint.fields import flag, integer
-from weft.checkpoint.kinds.base import (
-    NO_WHOLE_MODULES,
-    Kind,
-    LinearModule,
-    PeftAdapter,
-    decompose,
-    lost,
-    peaks,
-)
+from weft.checkpoint.kinds.base import Kind, LinearModule, PeftAdapter, decompose, lost, peaks
 from weft.checkpoint.kinds.loha import LYCORIS_HARMLESS, LYCORIS_READ
 from weft.checkpoint.parts import AdapterParts, Array, TargetParts
 from weft.checkpoint.refuse import refuse
@@ -123,5 +115,4 @@ KIND = Kind(
     tensors=("lokr_w1", "lokr_w1_a", "lokr_w1_b", "lokr_w2", "lokr_w2_a", "lokr_w2_b"),
     read=LYCORIS_READ | {"decompose_both", "decompose_factor"},
     harmless=LYCORIS_HARMLESS | {"rank_dropout_scale"},
-    refused=NO_WHOLE_MODULES,
 )

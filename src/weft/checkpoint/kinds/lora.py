@@ -8,7 +8,7 @@ from dataclasses import replace
 from weft.checkpoint.config import PeftConfig
 from weft.checkpoint.fields import MAX_ENTRIES, Fields, flag, is_off, names, token_ids
 from weft.checkpoint.kinds.base import LAYERS, Kind, PeftAdapter
-from weft.checkpoint.names import WHOLE_SUFFIXES, NamedTensors, gather_experts
+from weft.checkpoint.names import WHOLE_SUFFIXES, Gathered, NamedTensors
 from weft.checkpoint.parts import (
     EMBEDDING,
     HEAD,
@@ -131,7 +131,7 @@ def _sort(adapter: PeftAdapter) -> AdapterParts:
     base_size, _ = vocabulary(table, "embedding")
     size, source = _vocab_size(tensors, table, config, adapter.max_added_tokens)
     table = resized(table, size) if size != base_size else table
-    gathered = gather_experts(_without_copies(tensors, config), table, config)
+    gathered = Gathered(_without_copies(tensors, config), table, config)
     found = NamedTensors(table, gathered)
     parts = AdapterParts([_target_parts(target, found, config) for target in found.targets()])
     for norm in table.norms:

@@ -9,16 +9,7 @@ import numpy as np
 
 from weft.checkpoint.config import PeftConfig
 from weft.checkpoint.fields import flag, integer
-from weft.checkpoint.kinds.base import (
-    LAYERS,
-    NO_WHOLE_MODULES,
-    NOT_TRANSPOSED,
-    Kind,
-    LinearModule,
-    PeftAdapter,
-    check_stated,
-    peaks,
-)
+from weft.checkpoint.kinds.base import LAYERS, Kind, LinearModule, PeftAdapter, check_stated, peaks
 from weft.checkpoint.parts import AdapterParts, Array, TargetParts
 from weft.checkpoint.refuse import refuse, show
 
@@ -94,7 +85,6 @@ KIND = Kind(
     shared=_SHARED,
     read=LAYERS | {"projection_prng_key", "r", "save_projection"},
     harmless=frozenset({"d_initial", "init_weights", "vera_dropout"}),
-    refused=NO_WHOLE_MODULES | NOT_TRANSPOSED,
     rank=("r", 256),
     rank_is_images=True,
 )
