@@ -13,7 +13,7 @@ import torch
 from weft.checkpoint.parts import AdapterParts, Rows, TargetParts, Values
 from weft.checkpoint.read import Stored
 from weft.checkpoint.refuse import refuse, show
-from weft.core.targets import Norm, Target
+from weft.core.targets import Kind, Norm, Target, TargetTable
 
 _CHUNK = 1 << 24
 """Elements of a weight looked at in one go: bounds what is allocated."""
@@ -93,9 +93,12 @@ def replaced_norm(
 
 
 def replaced_rows(
-    rows: Rows, target: Target, dtype: torch.dtype, base: BaseWeights | None
+    rows: Rows | None, kind: Kind, table: TargetTable, dtype: torch.dtype, base: BaseWeights | None
 ) -> Replaced | None:
-    """None if all rows are the base's. Raises AdapterInvalid."""
+    """The rows for the embedding or the head, `kind`; None if all are the base's. Raises
+    AdapterInvalid."""
+    if rows is None:
+        return None
     some, order = None, torch.argsort(torch.tensor(rows.ids, dtype=torch.int64))
     if rows.some is not None:
         some = rows.some.tensor[order].to(dtype)
@@ -110,6 +113,7 @@ def replaced_rows(
         ids = torch.arange(len(found))
     assert found is not None
     if base is not None:
+        target = next(target for target in table.targets if target.kind == kind)
         weight = _by_token(base.weight(target), target)
         known = int((ids < len(weight)).sum())
         differs = torch.ones(len(ids), dtype=torch.bool)

@@ -9,7 +9,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -93,6 +93,7 @@ Fields = Mapping[str, object]
 Modules = tuple[str, ...] | Pattern | None
 """Names or endings of names; one expression; None: no statement (absent, or "all-linear")."""
 T = TypeVar("T")
+Entries = TypeVar("Entries", bound=Collection[object])
 
 
 def load_object(text: bytes) -> dict[str, object]:
@@ -124,7 +125,7 @@ def flag(fields: Fields, param: str, default: bool = False) -> bool:
 
 def integer(fields: Fields, param: str, default: int) -> int:
     value = fields.get(param, default)
-    if not isinstance(value, int) or isinstance(value, bool):
+    if type(value) is not int:
         refuse(param, f"must be an integer, got {show(value)}")
     return value
 
@@ -143,7 +144,7 @@ def number(value: object, param: str) -> float:
 
 
 def rank(value: object, param: str, max_rank: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool):
+    if type(value) is not int:
         refuse(param, f"a rank must be an integer, got {show(value)}")
     if not 1 <= value <= max_rank:
         refuse(param, f"a rank must be in [1, {max_rank}] (--max-lora-rank), got {show(value)}")
@@ -156,7 +157,7 @@ def names(fields: Fields, param: str) -> tuple[str, ...]:
         return ()
     if not isinstance(value, list) or not all(isinstance(name, str) and name for name in value):
         refuse(param, f"must be a list of names, got {show(value)}")
-    return tuple(_bounded(value, param))
+    return tuple(bounded(value, param))
 
 
 def token_ids(value: object, param: str) -> tuple[int, ...]:
@@ -177,7 +178,7 @@ def by_pattern(
     work = Work(param)
     return tuple(
         (pattern(key, work), convert(item, param))
-        for key, item in _bounded(value, param, "keys").items()
+        for key, item in bounded(value, param, "keys").items()
     )
 
 
@@ -196,7 +197,7 @@ def modules(fields: Fields, param: str) -> Modules:
         return None
     if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
         refuse(param, f"must be a string or a list of strings, got {show(value)}")
-    return tuple(_bounded(value, param))
+    return tuple(bounded(value, param))
 
 
 def layers(fields: Fields) -> frozenset[int] | None:
@@ -209,15 +210,12 @@ def layers(fields: Fields) -> frozenset[int] | None:
     indices = value if isinstance(value, list) else [value]
     if value is None or not indices:
         return None
-    if any(not isinstance(index, int) or isinstance(index, bool) for index in indices):
+    if any(type(index) is not int for index in indices):
         refuse("layers_to_transform", f"must be layer indices, got {show(value)}")
     return frozenset(indices)
 
 
-Entries = TypeVar("Entries", list[str], dict[str, object])
-
-
-def _bounded(entries: Entries, param: str, called: str = "entries") -> Entries:
+def bounded(entries: Entries, param: str, called: str = "entries") -> Entries:
     if len(entries) > MAX_ENTRIES:
         refuse(param, f"more than {MAX_ENTRIES} {called}")
     return entries

@@ -26,7 +26,6 @@ from weft.checkpoint.examine import check_values
 from weft.checkpoint.kinds import CONVERSION_TOLERANCE, sort_adapter
 from weft.checkpoint.parts import (
     AdapterParts,
-    Rows,
     TargetParts,
     Values,
     check_activated,
@@ -40,7 +39,6 @@ from weft.core.files import WEIGHTS_FILE
 from weft.core.targets import (
     Extras,
     ImageLayout,
-    Kind,
     Target,
     TargetTable,
     aligned,
@@ -244,10 +242,10 @@ def _beside(
     parts: AdapterParts, table: TargetTable, dtype: torch.dtype, base: BaseWeights | None
 ) -> _Beside:
     beside = _Beside({}, {}, {}, vocab_size=parts.vocab_size)
-    beside.embedding = _replaced(parts.embedding, "embedding", table, dtype, base)
+    beside.embedding = replaced_rows(parts.embedding, "embedding", table, dtype, base)
     beside.head = beside.embedding
     if not same_rows(parts.embedding, parts.head):
-        beside.head = _replaced(parts.head, "head", table, dtype, base)
+        beside.head = replaced_rows(parts.head, "head", table, dtype, base)
     for each in parts.targets:
         target = table.targets[each.target.slice]
         whole = {"embedding": beside.embedding, "head": beside.head}.get(target.kind)
@@ -273,19 +271,6 @@ def _beside(
 def _of_length(vector: torch.Tensor, size: int, more: float) -> torch.Tensor:
     """The beginning of a vector, filled up with `more`."""
     return F.pad(vector[:size], (0, max(size - len(vector), 0)), value=more)
-
-
-def _replaced(
-    rows: Rows | None,
-    kind: Kind,
-    table: TargetTable,
-    dtype: torch.dtype,
-    base: BaseWeights | None,
-) -> Replaced | None:
-    if rows is None:
-        return None
-    target = next(target for target in table.targets if target.kind == kind)
-    return replaced_rows(rows, target, dtype, base)
 
 
 def _fill_beside(data: torch.Tensor, beside: _Beside, layout: ImageLayout) -> None:

@@ -207,19 +207,19 @@ def check_activated(
     the same."""
     vocab, _ = vocabulary(table, "embedding")
     beyond = [i for i in invocation if i >= vocab]
+    field = "alora_invocation_tokens"
     if beyond:
-        message = f"token {beyond[0]} is beyond the base model's vocabulary of {vocab}"
-        refuse("alora_invocation_tokens", message)
+        refuse(field, f"token {beyond[0]} is beyond the base model's vocabulary of {vocab}")
     for each in parts.targets:
         if each.a is not None and each.target.kind not in ("linear", "head"):
             refuse(each.a.name, f"no {each.target.kind} can be adapted by an activated LoRA")
     if layout.vocab_size:
-        message = f"an adapter with its own vocabulary ({layout.vocab_size}) can't be activated"
-        refuse("alora_invocation_tokens", message)
-    own = layout.norm_offset or layout.embedding_rows or layout.head_rows
-    if own and not provisional:
-        message = "the file holds weights that differ from the base's, which can't be activated"
-        refuse("alora_invocation_tokens", message)
+        own = f"an adapter with its own vocabulary ({layout.vocab_size})"
+        refuse(field, f"{own} can't be activated")
+    if not provisional and (layout.norm_offset or layout.embedding_rows or layout.head_rows):
+        refuse(
+            field, "the file holds weights that differ from the base's, which can't be activated"
+        )
 
 
 def nothing_in(parts: AdapterParts) -> str:

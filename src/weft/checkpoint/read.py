@@ -68,23 +68,19 @@ def read_adapter(
 ) -> AdapterFiles:
     """The content of the folder `path`, where it can be an adapter for the base in `table`.
 
-    Raises AdapterNotFound, AdapterUnavailable, and AdapterInvalid for files that are too large.
+    Raises AdapterNotFound (no folder, a file missing), AdapterUnavailable (the digest is not
+    `expect_digest`) and AdapterInvalid (pickle, too large).
     """
-    files = read_files(path, _max_weight_bytes(table, max_rank))
+    if not _is(path, directory=True):
+        raise AdapterNotFound(f"{show(str(path))} is not a folder", "lora_path")
+    config = bytes(_read(path, CONFIG_FILE, MAX_CONFIG_BYTES))
+    if not _is(path / WEIGHTS_FILE, directory=False):
+        _refuse_pickle(path)
+    files = AdapterFiles(config, _read(path, WEIGHTS_FILE, _max_weight_bytes(table, max_rank)))
     if expect_digest is not None and files.digest != expect_digest:
         message = f"the adapter in {show(str(path))} changed on disk since it was loaded"
         raise AdapterUnavailable(message, "lora_path")
     return files
-
-
-def read_files(folder: Path, max_weight_bytes: int) -> AdapterFiles:
-    """Raises AdapterNotFound (no folder, a file missing) and AdapterInvalid (pickle, too large)."""
-    if not _is(folder, directory=True):
-        raise AdapterNotFound(f"{show(str(folder))} is not a folder", "lora_path")
-    config = bytes(_read(folder, CONFIG_FILE, MAX_CONFIG_BYTES))
-    if not _is(folder / WEIGHTS_FILE, directory=False):
-        _refuse_pickle(folder)
-    return AdapterFiles(config, _read(folder, WEIGHTS_FILE, max_weight_bytes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -136,8 +132,7 @@ class Stored:
         """Whether the other has the same shape and values, NaN being equal to nothing."""
         if other is None or self.shape != other.shape:
             return False
-        starts = range(0, math.prod(self.shape), _CHUNK)
-        chunks = ((i, i + _CHUNK) for i in starts)
+        chunks = ((i, i + _CHUNK) for i in range(0, math.prod(self.shape), _CHUNK))
         return all(np.array_equal(self._values(*c), other._values(*c)) for c in chunks)
 
     def _values(self, start: int, end: int | None) -> npt.NDArray[np.float32]:
@@ -223,11 +218,8 @@ def _refuse_pickle(folder: Path) -> None:
     except OSError:
         names = []
     if names:
-        refuse(
-            names[0],
-            "pickle files are never opened here; save the adapter as"
-            f" {WEIGHTS_FILE} (safe_serialization=True)",
-        )
+        remedy = f"save the adapter as {WEIGHTS_FILE} (safe_serialization=True)"
+        refuse(names[0], f"pickle files are never opened here; {remedy}")
 
 
 def _parse_header(weights: bytes | memoryview) -> dict[str, object]:
@@ -284,11 +276,9 @@ def item_bytes(dtype: str) -> int:
 
 def _sizes(value: object) -> tuple[int, ...] | None:
     """None unless it is a list of integers that a size in memory can be."""
-    if not isinstance(value, list):
-        return None
-    if not all(type(size) is int and 0 <= size < 1 << 48 for size in value):
-        return None
-    return tuple(value)
+    if isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 48 for i in value):
+        return tuple(value)
+    return None
 
 
 # -- an adapter in memory --------------------------------------------------------------------------

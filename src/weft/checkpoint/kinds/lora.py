@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from weft.checkpoint.config import PeftConfig
-from weft.checkpoint.fields import MAX_ENTRIES, Fields, flag, is_off, names, token_ids
+from weft.checkpoint.fields import Fields, bounded, flag, is_off, names, token_ids
 from weft.checkpoint.kinds.base import LAYERS, Kind, PeftAdapter
 from weft.checkpoint.names import WHOLE_SUFFIXES, Gathered, NamedTensors
 from weft.checkpoint.parts import (
@@ -76,10 +76,8 @@ def _token_indices(value: object) -> dict[str, tuple[int, ...]]:
     """By the ending of a module's name; a list is for the embedding."""
     param = "trainable_token_indices"
     by_module = value if isinstance(value, dict) else {"embed_tokens": value}
-    if len(by_module) > MAX_ENTRIES:
-        refuse(param, f"more than {MAX_ENTRIES} keys")
     found: dict[str, tuple[int, ...]] = {}
-    for ending, stated in by_module.items():
+    for ending, stated in bounded(by_module, param, "keys").items():
         if is_off(stated):
             continue
         ids = found[ending] = token_ids(stated, param)
@@ -294,8 +292,8 @@ def _check_rows(source: str, parts: AdapterParts, base_size: int, size: int) -> 
 def _wholes(found: NamedTensors, config: PeftConfig) -> dict[str, Stored | None]:
     """The whole weights by module. A weight that PEFT has not wrapped is loaded into the base
     model's: with tied weights both modules see it."""
-    own: dict[str, Stored | None] = {EMBEDDING: None, HEAD: None}
-    loaded: dict[str, Stored | None] = {EMBEDDING: None, HEAD: None}
+    own: dict[str, Stored | None] = dict.fromkeys(_MODULES)
+    loaded: dict[str, Stored | None] = dict.fromkeys(_MODULES)
     kinds: dict[str, TargetKind] = {EMBEDDING: "embedding", HEAD: "head"}
     for module, kind in kinds.items():
         whole = found.of(module, "whole", "inner_whole", "token_whole")
@@ -348,10 +346,9 @@ def _some(
     if tensor is None:
         refuse("trainable_token_indices", f"the file holds no rows for {module}")
     vocab, hidden = vocabulary(found.table, "embedding")
-    beyond = [i for i in ids if i >= vocab]
-    if beyond:
-        message = f"token {beyond[0]} is beyond the vocabulary of {vocab}"
-        refuse("trainable_token_indices", message)
+    for i in ids:
+        if i >= vocab:
+            refuse("trainable_token_indices", f"token {i} is beyond the vocabulary of {vocab}")
     return check_shape(tensor, (len(ids), hidden), "the config and the base model make"), ids
 
 
@@ -368,19 +365,14 @@ def _check_tied(found: NamedTensors, config: PeftConfig) -> None:
     if config.saves(EMBEDDING):
         pairs = [(found.of(HEAD, "whole"), found.of(EMBEDDING, "whole"))]
     elif found.is_wrapped(EMBEDDING):
-        pairs = [
-            (found.of(HEAD, part), _transposed(found.of(EMBEDDING, other)))
-            for part, other in (("a", "b"), ("b", "a"))
-        ]
+        a, b = (found.of(EMBEDDING, part) for part in ("a", "b"))
+        turned = [each and each.transposed() for each in (b, a)]
+        pairs = [(found.of(HEAD, "a"), turned[0]), (found.of(HEAD, "b"), turned[1])]
     else:
         return
     for head, embedding in pairs:
         if head is None or not head.equals(embedding):
             refuse("ensure_weight_tying", "is set, but the file's tensors of the head differ")
-
-
-def _transposed(tensor: Stored | None) -> Stored | None:
-    return tensor if tensor is None or len(tensor.shape) != 2 else tensor.transposed()
 
 
 KIND = Kind(
