@@ -14,7 +14,6 @@ import numpy as np
 from weft.checkpoint.kinds import CONVERSION_TOLERANCE, sort_adapter
 from weft.checkpoint.parts import (
     AdapterParts,
-    Rows,
     Values,
     check_activated,
     nothing_in,
@@ -63,8 +62,7 @@ def examine(
         check_activated(config.invocation, parts, layout, table, parts.needs_base)
     num_bytes = layout.num_elements * item_bytes(dtype)
     provisional = parts.needs_base or bool(config.residual_init)
-    error, _ = parts.worst
-    return Examined(files.digest, layout, parts.names, num_bytes, provisional, error)
+    return Examined(files.digest, layout, parts.names, num_bytes, provisional, parts.worst[0])
 
 
 def _check_beside(parts: AdapterParts, dtype: str, vocab: int) -> Extras:
@@ -73,28 +71,22 @@ def _check_beside(parts: AdapterParts, dtype: str, vocab: int) -> Extras:
     for rows in (parts.embedding,) if shared else (parts.embedding, parts.head):
         for stored in (rows.some, rows.whole) if rows is not None else ():
             if stored is not None:
-                _packed(stored, 1.0, dtype)
+                _packed(stored, dtype)
     affine = [each for each in parts.targets if each.vectors]
     for each in affine:
         for vector in each.vectors:
-            _packed(vector, 1.0, "float32")
+            _packed(vector, "float32")
     for _, weight in parts.norms:
-        _packed(weight, 1.0, dtype)
+        _packed(weight, dtype)
     return Extras(
         scaled=frozenset(each.target.slice for each in affine if each.magnitude or each.gain),
         shifted=frozenset(each.target.slice for each in affine),
         norms=frozenset(norm.index for norm, _ in parts.norms),
-        embedding_rows=_num_rows(parts.embedding, vocab),
-        head_rows=_num_rows(parts.head, vocab),
+        embedding_rows=0 if parts.embedding is None else parts.embedding.count(vocab),
+        head_rows=0 if parts.head is None else parts.head.count(vocab),
         shared_rows=shared and parts.embedding is not None,
         vocab_size=parts.vocab_size,
     )
-
-
-def _num_rows(rows: Rows | None, vocab: int) -> int:
-    if rows is None:
-        return 0
-    return vocab if rows.whole is not None else len(rows.ids)
 
 
 def check_values(parts: AdapterParts, dtype: str) -> bool:
@@ -102,14 +94,13 @@ def check_values(parts: AdapterParts, dtype: str) -> bool:
     finite in the image, whether it is not in the file or is too large for the serving dtype."""
     changes = False
     for each in parts.targets:
-        if each.a is None or each.b is None:
-            continue
-        packed = [_packed(each.a, 1.0, dtype), _packed(each.b, each.scaling, dtype)]
-        changes = changes or all(packed)
+        if each.a is not None and each.b is not None:
+            packed = _packed(each.a, dtype), _packed(each.b, dtype, each.scaling)
+            changes = changes or all(packed)
     return changes
 
 
-def _packed(values: Values, scale: float, dtype: str) -> float:
+def _packed(values: Values, dtype: str, scale: float = 1.0) -> float:
     """The largest magnitude that a tensor has in an image. Raises AdapterInvalid."""
     largest = values.largest()
     if not np.isfinite(largest):

@@ -5,7 +5,7 @@ The layout of an image is stated in `weft.core.targets`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -126,27 +126,6 @@ def pack_image(
     config, parts = sort_adapter(files, table, max_rank, conversion_tolerance, max_added_tokens)
     if config.residual_init and base is not None:
         check_residual(config.residual_init, parts, base)
-    image = pack_parts(files.digest, parts, table, dtype, base)
-    if config.invocation:
-        check_activated(config.invocation, parts, image.layout, table, image.provisional)
-    error, worst = parts.worst
-    return replace(
-        image,
-        provisional=image.provisional or (bool(config.residual_init) and base is None),
-        conversion_error=error,
-        conversion_worst=worst,
-        invocation=config.invocation,
-    )
-
-
-def pack_parts(
-    digest: str,
-    parts: AdapterParts,
-    table: TargetTable,
-    dtype: torch.dtype,
-    base: BaseWeights | None,
-) -> AdapterImage:
-    """The image of an adapter that was sorted. Raises AdapterInvalid."""
     beside = _beside(parts, table, dtype, base)
     layout = layout_of(table, parts.ranks(table), beside.extras(), dtype.itemsize)
     data = allocate(layout.num_elements, dtype).zero_()
@@ -155,11 +134,19 @@ def pack_parts(
         check_values(parts, name_of(dtype))
         refuse(WEIGHTS_FILE, f"holds values too large for {name_of(dtype)}")
     _fill_beside(data, beside, layout)
-    own = layout.has_extras or layout.vocab_size
-    if not (changes or own or (base is None and parts.needs_base)):
+    bounds = base is None and parts.needs_base
+    if not (changes or layout.has_extras or layout.vocab_size or bounds):
         refuse(WEIGHTS_FILE, f"the adapter would change nothing: {nothing_in(parts)}")
+    if config.invocation:
+        check_activated(config.invocation, parts, layout, table, bounds)
     return AdapterImage(
-        digest, layout, data, parts.names, provisional=base is None and parts.needs_base
+        files.digest,
+        layout,
+        data,
+        parts.names,
+        bounds or (bool(config.residual_init) and base is None),
+        *parts.worst,
+        config.invocation,
     )
 
 
@@ -189,9 +176,8 @@ def _fill_pairs(
         stacked_a, stacked_b = _by_expert(parts.a), _by_expert(parts.b)
         for expert in range(table.copies(target.kind)):
             a, b = pair_views(data, target, table, layout, expert)
-            own_a, own_b = stacked_a[expert], stacked_b[expert]
-            fill(a, own_a, 1.0)
-            fill(b, own_b, parts.scaling)
+            fill(a, stacked_a[expert], 1.0)
+            fill(b, stacked_b[expert], parts.scaling)
             changes = changes or bool(a.any() and b.any())
     return changes
 

@@ -127,6 +127,9 @@ class Rows:
     ids: tuple[int, ...] = ()
     """The n token ids of `some`."""
 
+    def count(self, vocab: int) -> int:
+        return len(self.ids) if self.whole is None else vocab
+
 
 @dataclass(slots=True)
 class AdapterParts:

@@ -169,11 +169,10 @@ class PeftAdapter:
         module, _, part = tensor.removeprefix(PREFIX).rpartition(".")
         if part not in self.kind.tensors or not tensor.startswith(PREFIX):
             why = f"only {', '.join(self.kind.tensors)} are served for {self.kind.title}"
-            if part == "weight":
-                why += (
-                    "; save the adapter with save_embedding_layers=False to leave whole weights out"
-                )
-            refuse(tensor, why)
+            remedy = (
+                "; save the adapter with save_embedding_layers=False to leave whole weights out"
+            )
+            refuse(tensor, f"{why}; {remedy}" if part == "weight" else why)
         return module, part
 
 
