@@ -17,7 +17,6 @@ from weft.core.targets import Kind, Norm, Target, TargetTable
 
 _CHUNK = 1 << 24
 """Elements of a weight looked at in one go: bounds what is allocated."""
-
 _ROUNDING = 1e-6
 """Scales this close to 1 are 1: the norms of an untrained DoRA are computed in another order."""
 
@@ -29,13 +28,9 @@ class BaseWeights(Protocol):
         """(out, in); of the embedding (hidden, vocab)."""
         ...
 
-    def bias(self, target: Target) -> torch.Tensor | None:
-        """(out,)"""
-        ...
+    def bias(self, target: Target) -> torch.Tensor | None: ...  # (out,)
 
-    def norm(self, norm: Norm) -> torch.Tensor:
-        """(size,)"""
-        ...
+    def norm(self, norm: Norm) -> torch.Tensor: ...  # (size,)
 
 
 @dataclass(frozen=True, slots=True)

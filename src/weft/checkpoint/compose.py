@@ -25,7 +25,6 @@ _DESCRIBES = frozenset(
 )
 """Fields of a layout and of an image that are added up, or change nothing: an adapter with any
 other part is refused, also with one that is not known here."""
-
 _HOLDS = {
     "scale_offset": "outputs that it scales (DoRA, IA3)",
     "norm_offset": "norms of its own",

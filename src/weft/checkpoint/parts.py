@@ -31,9 +31,7 @@ class Values(Protocol):
     """The values of one tensor, whether they lie in the file or are computed from what does."""
 
     @property
-    def name(self) -> str:
-        """The tensor of the file that refusals name."""
-        ...
+    def name(self) -> str: ...  # the tensor of the file that refusals name
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -76,7 +74,6 @@ class Deferred:
 
 
 def largest(array: Array) -> np.float32:
-    """The largest magnitude."""
     return np.float32(np.maximum(array.max(), -array.min()))
 
 

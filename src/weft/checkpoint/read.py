@@ -36,12 +36,9 @@ DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 _CHUNK = 1 << 18
 """Values compared in one go."""
-
 _IN_CACHE = 1 << 16
 """Values looked at in one go, in the processor's cache."""
-
 Bytes = npt.NDArray[np.uint8]
-
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 

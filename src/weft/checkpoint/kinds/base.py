@@ -178,15 +178,14 @@ class PeftAdapter:
 
 @dataclass(frozen=True, slots=True)
 class LinearModule:
-    """The tensors of one module of a file, for one linear layer of the base."""
+    """The tensors of one module of a file by part, such as `lora_A`, for a linear layer."""
 
     target: Target
     tensors: Mapping[str, Stored]
-    """By part, such as `lora_A`."""
 
     @property
     def first(self) -> str:
-        """The name of a tensor of it."""
+        """The name of one of its tensors."""
         return next(iter(self.tensors.values())).name
 
     def get(self, part: str, *shape: int) -> Stored:
