@@ -37,12 +37,9 @@ class Staging:
         ]
         self.device_words = torch.zeros(num_words, dtype=torch.int32, device=self._device)
 
-    def __len__(self) -> int:
-        return len(self.device_words)
-
     def reserve(self, num_words: int) -> None:
         """Make room. If there was not enough, the device's side moves to another place."""
-        if num_words > len(self):
+        if num_words > len(self.device_words):
             self._allocate(num_words)
 
     def begin(self, num_words: int) -> NDArray[np.int32]:

@@ -36,12 +36,9 @@ class Decoder:
         self.num_logits = len(weights.head)
         parts = _Builder(config, weights, ops)
         self._embed = Embedding(weights.embed, parts.group(EMBED))
-        self._layers = [_Layer(parts, i) for i in range(config.num_layers)]
-        names = [
-            f"model.layers.{i}.{name}"
-            for i in range(config.num_layers)
-            for name in layer_norms(config)
-        ]
+        layers = range(config.num_layers)
+        self._layers = [_Layer(parts, i) for i in layers]
+        names = [f"model.layers.{i}.{name}" for i in layers for name in layer_norms(config)]
         self._norms = [parts.norm(name) for name in (*names, LAST_NORM)]
         """Two for each layer, of its attention and of its MLP, and the last one."""
         self._head = Head(weights.head, parts.group(HEAD))

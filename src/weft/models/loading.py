@@ -214,9 +214,8 @@ def _files(folder: Path) -> list[Path]:
     index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if index.is_file():
         try:
-            names = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            stated = json.loads(index.read_text(encoding="utf-8"))
+            names = sorted(set(stated["weight_map"].values()))
         except (OSError, ValueError, KeyError, AttributeError) as error:
             raise ConfigError(f"{index} is not a safetensors index: {error}", "model") from error
         return [_shard(folder, name) for name in names]

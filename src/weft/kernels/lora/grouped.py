@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -111,7 +110,7 @@ class GroupedStep(LoraStep):
         runs = zip(pairs.tolist(), [0, *ends], ends, strict=False)
         return GroupedExperts(
             self._pool,
-            [_Run(slot, expert, start, stop) for (expert, slot), start, stop in runs if slot >= 0],
+            [(expert, Segment(slot, *rows)) for (expert, slot), *rows in runs if slot >= 0],
         )
 
     def _apply(self, y: Tensor, x: Tensor, group: int, *, sampled: bool) -> None:
@@ -144,24 +143,15 @@ class GroupedStep(LoraStep):
         return found
 
 
-class _Run(NamedTuple):
-    """Consecutive rows [start, stop) of one slot and expert."""
-
-    slot: int
-    expert: int
-    start: int
-    stop: int
-
-
 class GroupedExperts:
-    """ExpertStep of the torch backend: products per run."""
+    """ExpertStep of the torch backend: products per run of rows of one expert and slot."""
 
-    def __init__(self, pool: AdapterPool, runs: list[_Run]) -> None:
+    def __init__(self, pool: AdapterPool, runs: list[tuple[int, Segment]]) -> None:
         self._pool = pool
         self._runs = runs
 
     def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
-        for slot, expert, start, stop in self._runs:
+        for expert, (slot, start, stop) in self._runs:
             if view := self._pool.view(slot, group, expert):
                 _add(y_PO[start:stop], x_PI[start:stop], view)
 

@@ -223,9 +223,7 @@ class TritonBackend:
         self.flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
         """Flags by which products and what runs beside them tell each other how far they are."""
         linear = [g.out_features for g in pool.table.groups if g.kind == "linear"]
-        self.delta = torch.empty(
-            FEW_ROWS * max(linear, default=0), dtype=torch.float32, device=device
-        )
+        self.delta = self._work.new_empty(FEW_ROWS * max(linear, default=0))
         """What adapters add to the product that is under way."""
         self.reserve(FEW_ROWS)
 

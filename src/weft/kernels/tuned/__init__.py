@@ -34,7 +34,6 @@ SHIPPED = Path(__file__).parent
 MOST = 4096
 """No number of a cut is larger."""
 _POWERS_OF_TWO = frozenset({"columns", "step", "split", "ahead", "shrink_warps", "expand_warps"})
-_MAY_BE_ZERO = frozenset({"ahead"})
 
 
 class Key(NamedTuple):
@@ -150,9 +149,8 @@ def device_name(device: torch.device) -> str:
 
 def paths(device: torch.device) -> list[Path]:
     """The device's tables that exist; entries of later ones take precedence."""
-    name = _file_name(device)
-    own = user_table(device)
-    return [path for path in (SHIPPED / name, own) if path and path.is_file()]
+    found = (SHIPPED / _file_name(device), user_table(device))
+    return [path for path in found if path and path.is_file()]
 
 
 def user_table(device: torch.device) -> Path | None:
@@ -219,7 +217,7 @@ def _entry(path: Path, at: str, found: object) -> tuple[Key, Mapping[str, int]]:
 def _numbers(path: Path, at: str, found: Mapping[str, object]) -> dict[str, int]:
     numbers: dict[str, int] = {}
     for name, value in found.items():
-        least = 0 if name in _MAY_BE_ZERO else 1
+        least = 0 if name == "ahead" else 1
         if type(value) is not int or not least <= value <= MOST:
             raise _refused(path, f"{at}.{name}", f"it is a number from {least} to {MOST}")
         if name in _POWERS_OF_TWO and value & (value - 1):
