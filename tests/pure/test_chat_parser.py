@@ -227,6 +227,7 @@ def is_within(part: str, text: str) -> bool:
         max_size=10,
     ).map("".join)
 )
+@example(f"<tool_call> {HERMES}")
 def test_hermes_equals_a_reading_of_the_whole(text: str) -> None:
     assert parse([text], "hermes") == read_hermes(text)
 

@@ -73,7 +73,7 @@ class ApiSettings:
     long_text_chars: int = 10_000
     """Texts beyond this are tokenized on a thread, off the event loop."""
     default_max_tokens: int = 16
-    """Of completions; a chat's default is the rest of the context."""
+    """What completions get by default; chats get the rest of the context."""
     tool_call_parser: str | None = "auto"
     """How the model writes calls of tools: a name in TOOL_FORMATS of `weft.text.tools`; auto: as
     its chat template shows; None: it calls none."""

@@ -125,7 +125,7 @@ class SchedulerArgs:
     overlap: bool = True
     """Plan step N+1 while step N runs."""
     tenant_weights: dict[str, float] = field(default_factory=dict)
-    """Of tenants that are to get more or less than the others where several wait; those have 1."""
+    """The weight of each tenant that gets more or less service than the others, whose weight is 1."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -147,7 +147,7 @@ class EngineArgs:
     cache: CacheArgs = field(default_factory=CacheArgs)
     scheduler: SchedulerArgs = field(default_factory=SchedulerArgs)
     num_threads: int | None = None
-    """Of torch on a CPU; None: torch's own default."""
+    """How many threads torch uses on a CPU; None means torch's own default."""
 
 
 def engine_args(model: str, **options: object) -> EngineArgs:

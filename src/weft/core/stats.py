@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 LOAD_STAGES = ("read", "pack", "copy")
-"""Of a load: from its folder or image file, its packing if it was in a folder, to the device."""
+"""A load is read from a folder or image file, packed if it was a folder, copied to the device."""
 LOAD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
 """Buckets of `Spread`s of seconds."""
 
 CheckResult = Literal["passed", "failed", "skipped"]
-"""Of the check of what is registered; skipped: it could not be made."""
+"""How the check of a new adapter ended; skipped means that it could not be made."""
 CHECK_RESULTS: tuple[CheckResult, ...] = get_args(CheckResult)
 
 

@@ -28,9 +28,9 @@ from weft.grammar.schema import enforceable, enforceable_regex, refusal
 from weft.text import Tokenizer
 
 MAX_BYTES = 64 * 1024
-"""Of the text of one form."""
+"""The most characters that the text of one form may have."""
 MAX_DEPTH = 128
-"""Of brackets in JSON; xgrammar bounds regular expressions and grammars itself."""
+"""How deep brackets in JSON may be nested; xgrammar bounds other forms itself."""
 MAX_WHITESPACE = 32
 """Characters in a row between the parts of JSON: models may else go on with it for ever."""
 COMPILE_TIMEOUT_S = 10.0
@@ -305,7 +305,7 @@ class Grammars:
         self._ready: SimpleQueue[tuple[str, GrammarMatcher | WeftError]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        """Of what follows, and of the end of each job."""
+        """It guards the attributes below, and the end of each job."""
         self._num_working = 0
         self._num_stuck = 0
 

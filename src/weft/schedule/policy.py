@@ -44,7 +44,7 @@ Policy = Callable[[Candidate], Worth]
 
 
 def cost(candidate: Candidate) -> Worth:
-    """Those go first that save the fewest seconds of loading for their size.
+    """The adapters that save the fewest seconds of loading for their size go first.
 
     This is GDSF (Cherkasova, "Improving WWW Proxies Performance with Greedy-Dual-Size-Frequency
     Caching Policy", HPL-98-69, 1998): value = L + frequency * cost / size. L, the floor, is the
@@ -62,12 +62,12 @@ def cost(candidate: Candidate) -> Worth:
 
 
 def lru(candidate: Candidate) -> Worth:
-    """Those go first that were used least recently."""
+    """The adapters that were used least recently go first."""
     return Worth(False, candidate.used)
 
 
 def fifo(candidate: Candidate) -> Worth:
-    """Those go first that came first."""
+    """The adapters that came first go first."""
     return Worth(False, candidate.came)
 
 

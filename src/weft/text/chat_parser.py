@@ -202,9 +202,11 @@ class ChatParser:
     def _no_call(self, piece: Piece) -> bool:
         """What was read is no call: it is content, or may hold the beginning of another call."""
         if self._call is None or not self._call.known:
-            piece.content += self._mark
+            mark = self._mark.rstrip()
+            piece.content += mark
             self._is_blank = False
-            self._text = self._raw + self._text
+            # White space behind it may belong to the mark of the next call.
+            self._text = self._mark[len(mark) :] + self._raw + self._text
         self._call = None
         self._in_list = False
         self._at_start = False
