@@ -125,7 +125,7 @@ class SchedulerArgs:
     overlap: bool = True
     """Plan step N+1 while step N runs."""
     tenant_weights: dict[str, float] = field(default_factory=dict)
-    """The weight of each tenant that gets more or less service than the others, whose weight is 1."""
+    """The weights of tenants that get more or less service than the others, which have 1."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
