@@ -265,6 +265,8 @@ def noise_images(
     They are windows of one buffer, each begun a little later, so that thousands of them take the
     host memory of one. A digest stands for where the window is.
     """
+    if not ranks:
+        return
     layouts = {rank: layout_of(table, _ranks(table, targets, rank)) for rank in set(ranks)}
     size = max(layout.num_elements for layout in layouts.values()) + ALIGN * len(ranks)
     noise = torch.empty(size, dtype=torch.float32)
