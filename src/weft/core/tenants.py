@@ -1,0 +1,52 @@
+"""Who shares the server: tenants, what each of them may take, and how large its share is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Caps:
+    """The most that one tenant may have at a time. None means no cap of its own: the server's
+    limits hold for it as for everybody. Raises ConfigError for a cap below 1."""
+
+    max_open_requests: int | None = None
+    """Requests that run or wait; each prompt and each of its `n` choices counts."""
+    max_seats: int | None = None
+    """Sequences in the running batch."""
+    max_tokens_in_flight: int | None = None
+    """Tokens of open requests: their prompts, and what they may still generate."""
+    max_adapters: int | None = None
+    """Adapters in its namespace."""
+    max_adapter_bytes: int | None = None
+    """Bytes of those adapters in memory, together."""
+    max_loads: int | None = None
+    """Adapters that are being loaded."""
+    max_forms: int | None = None
+    """Structured outputs that are being compiled."""
+
+    def __post_init__(self) -> None:
+        for name in self.__slots__:
+            cap = getattr(self, name)
+            if cap is not None and cap < 1:
+                raise ConfigError(f"{name} must be at least 1, got {cap}", name)
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """One of those who share the server. Raises ConfigError for a weight that is not positive."""
+
+    name: str
+    """It is also the namespace of its adapters: `name/adapter`."""
+    weight: float = 1.0
+    """Its share of the device beside others that want it too: twice the weight, twice the share."""
+    caps: Caps = Caps()
+    shares_prefixes: bool = False
+    """Whether its prompts may use, and leave, cached prefixes that other such tenants use too.
+    Else nobody can tell from the time of an answer what it has asked."""
+
+    def __post_init__(self) -> None:
+        if not 0 < self.weight < float("inf"):
+            raise ConfigError(f"weight must be more than 0, got {self.weight}", "weight")
