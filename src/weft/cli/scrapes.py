@@ -7,7 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -139,110 +139,90 @@ class TierLoad:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """All that is shown. Rates are per second."""
+    """What happened between two scrapes of one server."""
 
-    model: str
-    engine_up: bool
-    uptime_s: float | None
-    running: float = 0.0
-    waiting: float = 0.0
-    requests_per_s: float = 0.0
-    errors_per_s: float = 0.0
-    """HTTP answers with status 500 and above."""
-    output_tokens_per_s: float = 0.0
-    prompt_tokens_per_s: float = 0.0
-    cached_share: float | None = None
-    """The share of prompt tokens that the prefix cache had, 0 to 1."""
-    kv_usage: float = 0.0
-    preemptions_per_s: float = 0.0
-    first_token: Latency = field(default_factory=Latency)
-    per_token: Latency = field(default_factory=Latency)
-    levels: Mapping[str, int] = field(default_factory=dict)
-    """Adapters by gpu, cpu, disk."""
-    room: float = 0.0
-    """Adapters that fit on the device, about."""
-    loads_per_s: float = 0.0
-    evictions_per_s: float = 0.0
-    tiers: tuple[TierLoad, ...] = ()
-    stages: Mapping[str, Latency] = field(default_factory=dict)
-    """How long each stage of a load takes: read, pack, copy."""
-    wait: Latency = field(default_factory=Latency)
-    """How long requests wait until their adapter is resident."""
-    adapters: tuple[AdapterRow, ...] = ()
-    """The busiest first."""
+    now: Scrape
+    gained: Scrape
+    """What counters have gained."""
+    seconds: float
+
+    def sum(self, name: str) -> float:
+        return self.now.sum(name)
+
+    def rate(self, name: str) -> float:
+        """What a counter gained, per second."""
+        return self.gained.sum(name) / self.seconds
+
+    def latency(self, name: str, **only: str) -> Latency:
+        recent = self.gained.buckets(name, **only)
+        any_recent = recent.get(float("inf"), 0.0) > 0
+        buckets = recent if any_recent else self.now.buckets(name, **only)
+        return Latency(quantile(buckets, 0.5), quantile(buckets, 0.95), any_recent)
+
+    @property
+    def model(self) -> str:
+        return next(iter(self.now.by("model_name", "vllm:e2e_request_latency_seconds_count")), "")
+
+    @property
+    def uptime_s(self) -> float | None:
+        started = self.sum("process_start_time_seconds")
+        return max(self.now.time_s - started, 0.0) if started else None
+
+    @property
+    def errors_per_s(self) -> float:
+        """HTTP answers with status 500 and above."""
+        by_status = self.gained.by("status", "weft:http_requests_total")
+        return sum(n for status, n in by_status.items() if status.startswith("5")) / self.seconds
+
+    @property
+    def cached_share(self) -> float | None:
+        """The share of prompt tokens that the prefix cache had, 0 to 1."""
+        prompt = self.gained.sum("vllm:prompt_tokens_total")
+        return self.gained.sum("vllm:prefix_cache_hits_total") / prompt if prompt else None
+
+    def stages(self) -> dict[str, Latency]:
+        """How long each stage of a load takes: read, pack, copy."""
+        name = "weft:adapter_load_seconds"
+        found = self.now.by("stage", f"{name}_count")
+        return {stage: self.latency(name, stage=stage) for stage in found}
+
+    def tiers(self) -> Iterator[TierLoad]:
+        num_bytes = self.now.by("tier", "weft:adapter_tier_bytes")
+        hits, misses, evictions = (
+            self.gained.by("tier", f"weft:adapter_tier_{what}_total")
+            for what in ("hits", "misses", "evictions")
+        )
+        for tier, limit in self.now.by("tier", "weft:adapter_tier_limit_bytes").items():
+            asked = hits.get(tier, 0.0) + misses.get(tier, 0.0)
+            share = hits.get(tier, 0.0) / asked if asked else None
+            evicted = evictions.get(tier, 0.0) / self.seconds
+            yield TierLoad(tier, num_bytes.get(tier, 0.0), limit, share, evicted)
+
+    def adapters(self) -> list[AdapterRow]:
+        """The busiest first."""
+        level_of = _levels(self.now) | {self.model: "base", "other": ""}
+        tokens = self.gained.by("adapter", "weft:adapter_output_tokens_total")
+        requests = self.gained.by("adapter", "weft:adapter_requests_total")
+        times = "weft:adapter_time"
+        rows = [
+            AdapterRow(
+                name=name,
+                tokens_per_s=tokens.get(name, 0.0) / self.seconds,
+                requests_per_s=requests.get(name, 0.0) / self.seconds,
+                num_requests=count,
+                first_token=self.latency(f"{times}_to_first_token_seconds", adapter=name),
+                per_token=self.latency(f"{times}_per_output_token_seconds", adapter=name),
+                level=level_of.get(name, "disk"),
+            )
+            for name, count in self.now.by("adapter", "weft:adapter_requests_total").items()
+            if count
+        ]
+        rows.sort(key=lambda row: (-row.tokens_per_s, -row.num_requests, row.name))
+        return rows
 
 
 def measure(now: Scrape, before: Scrape) -> View:
-    """What happened between two scrapes of one server."""
-    gained = now.since(before)
-    per_s = 1.0 / max(now.time_s - before.time_s, 1e-3)
-    started = now.sum("process_start_time_seconds")
-    prompt = gained.sum("vllm:prompt_tokens_total")
-    by_status = gained.by("status", "weft:http_requests_total")
-    return View(
-        model=next(iter(now.by("model_name", "vllm:e2e_request_latency_seconds_count")), ""),
-        engine_up=bool(now.sum("weft:engine_up")),
-        uptime_s=max(now.time_s - started, 0.0) if started else None,
-        running=now.sum("vllm:num_requests_running"),
-        waiting=now.sum("vllm:num_requests_waiting"),
-        requests_per_s=gained.sum("vllm:request_success_total") * per_s,
-        errors_per_s=sum(n for status, n in by_status.items() if status.startswith("5")) * per_s,
-        output_tokens_per_s=gained.sum("vllm:generation_tokens_total") * per_s,
-        prompt_tokens_per_s=prompt * per_s,
-        cached_share=gained.sum("vllm:prefix_cache_hits_total") / prompt if prompt else None,
-        kv_usage=now.sum("vllm:kv_cache_usage_perc"),
-        preemptions_per_s=gained.sum("vllm:num_preemptions_total") * per_s,
-        first_token=_latency(now, gained, "vllm:time_to_first_token_seconds"),
-        per_token=_latency(now, gained, "vllm:request_time_per_output_token_seconds"),
-        levels={level: int(n) for level, n in now.by("level", "weft:adapters").items()},
-        room=now.sum("vllm:max_gpu_lora_adapters"),
-        loads_per_s=gained.sum("weft:adapter_loads_total") * per_s,
-        evictions_per_s=gained.sum("weft:adapter_evictions_total") * per_s,
-        tiers=tuple(_tier_rows(now, gained, per_s)),
-        stages={
-            stage: _latency(now, gained, "weft:adapter_load_seconds", stage=stage)
-            for stage in now.by("stage", "weft:adapter_load_seconds_count")
-        },
-        wait=_latency(now, gained, "weft:adapter_wait_seconds"),
-        adapters=tuple(_adapter_rows(now, gained, per_s)),
-    )
-
-
-def _tier_rows(now: Scrape, gained: Scrape, per_s: float) -> Iterator[TierLoad]:
-    limits = now.by("tier", "weft:adapter_tier_limit_bytes")
-    num_bytes = now.by("tier", "weft:adapter_tier_bytes")
-    hits = gained.by("tier", "weft:adapter_tier_hits_total")
-    misses = gained.by("tier", "weft:adapter_tier_misses_total")
-    evictions = gained.by("tier", "weft:adapter_tier_evictions_total")
-    for tier, limit in limits.items():
-        asked = hits.get(tier, 0.0) + misses.get(tier, 0.0)
-        share = hits.get(tier, 0.0) / asked if asked else None
-        evicted = evictions.get(tier, 0.0) * per_s
-        yield TierLoad(tier, num_bytes.get(tier, 0.0), limit, share, evicted)
-
-
-def _adapter_rows(now: Scrape, gained: Scrape, per_s: float) -> list[AdapterRow]:
-    models = now.by("model_name", "vllm:e2e_request_latency_seconds_count").keys()
-    level_of = _levels(now) | dict.fromkeys(models, "base") | {"other": ""}
-    tokens = gained.by("adapter", "weft:adapter_output_tokens_total")
-    requests = gained.by("adapter", "weft:adapter_requests_total")
-    total = now.by("adapter", "weft:adapter_requests_total")
-    times = "weft:adapter_time"
-    rows = [
-        AdapterRow(
-            name=name,
-            tokens_per_s=tokens.get(name, 0.0) * per_s,
-            requests_per_s=requests.get(name, 0.0) * per_s,
-            num_requests=count,
-            first_token=_latency(now, gained, f"{times}_to_first_token_seconds", adapter=name),
-            per_token=_latency(now, gained, f"{times}_per_output_token_seconds", adapter=name),
-            level=level_of.get(name, "disk"),
-        )
-        for name, count in total.items()
-        if count
-    ]
-    rows.sort(key=lambda row: (-row.tokens_per_s, -row.num_requests, row.name))
-    return rows
+    return View(now, now.since(before), max(now.time_s - before.time_s, 1e-3))
 
 
 def _levels(now: Scrape) -> dict[str, str]:
@@ -253,13 +233,6 @@ def _levels(now: Scrape) -> dict[str, str]:
         name, level = values["adapter_name"], values["level"]
         levels[name] = "gpu" if "gpu" in (level, levels.get(name)) else level
     return levels
-
-
-def _latency(now: Scrape, gained: Scrape, name: str, **only: str) -> Latency:
-    recent = gained.buckets(name, **only)
-    any_recent = recent.get(float("inf"), 0.0) > 0
-    buckets = recent if any_recent else now.buckets(name, **only)
-    return Latency(quantile(buckets, 0.5), quantile(buckets, 0.95), any_recent)
 
 
 def quantile(buckets: Buckets, share: float) -> float | None:

@@ -30,7 +30,7 @@ HEAD_LINES = 16
 def render(view: View, url: str, max_rows: int, notice: str = "") -> RenderableType:
     """One frame, for any width from 80 on. `notice`: what is wrong with it."""
     parts: list[RenderableType] = [_head(view, url)]
-    if notice or not view.engine_up:
+    if notice or not view.sum("weft:engine_up"):
         parts.append(Text(notice or "the engine does not answer", style="bold red"))
     if view.errors_per_s:
         parts.append(Text(f"{_rate(view.errors_per_s)} HTTP errors/s", style="bold red"))
@@ -42,7 +42,7 @@ def _head(view: View, url: str) -> Table:
     line = Table.grid(expand=True)
     line.add_column(no_wrap=True, overflow="ellipsis", ratio=1)
     line.add_column(justify="right", no_wrap=True)
-    state = ("up", "green") if view.engine_up else ("down", "bold red")
+    state = ("up", "green") if view.sum("weft:engine_up") else ("down", "bold red")
     left = Text.assemble(("weft top  ", "bold cyan"), (view.model, "bold"), f"  {url}")
     right = Text.assemble(state, f" {_span(view.uptime_s)}" if view.uptime_s is not None else "")
     line.add_row(left, right)
@@ -55,13 +55,13 @@ def _panels(view: View) -> Table:
     for _ in range(3):
         row.add_column(ratio=1)
     requests = [
-        ("running", f"{view.running:,.0f}"),
-        ("waiting", f"{view.waiting:,.0f}"),
-        ("finished", f"{_rate(view.requests_per_s)}/s"),
+        ("running", f"{view.sum('vllm:num_requests_running'):,.0f}"),
+        ("waiting", f"{view.sum('vllm:num_requests_waiting'):,.0f}"),
+        ("finished", f"{_rate(view.rate('vllm:request_success_total'))}/s"),
     ]
     tokens = [
-        ("output", f"{_rate(view.output_tokens_per_s)}/s"),
-        ("prompt", f"{_rate(view.prompt_tokens_per_s)}/s"),
+        ("output", f"{_rate(view.rate('vllm:generation_tokens_total'))}/s"),
+        ("prompt", f"{_rate(view.rate('vllm:prompt_tokens_total'))}/s"),
         ("cached", _share(view.cached_share)),
     ]
     row.add_row(_panel("Requests", requests), _panel("Tokens", tokens), _latencies(view))
@@ -79,40 +79,49 @@ def _panel(title: str, rows: Sequence[tuple[str | Text, ...]]) -> Panel:
 
 
 def _latencies(view: View) -> Panel:
+    first_token = view.latency("vllm:time_to_first_token_seconds")
+    per_token = view.latency("vllm:request_time_per_output_token_seconds")
     rows: list[tuple[str | Text, ...]] = [("", Text("p50", "dim"), Text("p95", "dim"))]
-    for name, latency in (("TTFT", view.first_token), ("TPOT", view.per_token)):
+    for name, latency in (("TTFT", first_token), ("TPOT", per_token)):
         rows.append((name, _seconds(latency.p50_s), _seconds(latency.p95_s)))
-    return _panel("Latency" if view.first_token.recent else "Latency so far", rows)
+    return _panel("Latency" if first_token.recent else "Latency so far", rows)
 
 
 def _kv(view: View) -> Table:
-    style = "green" if view.kv_usage < 0.8 else "yellow" if view.kv_usage < 0.95 else "red"
+    usage, preempted = view.sum("vllm:kv_cache_usage_perc"), view.rate("vllm:num_preemptions_total")
+    style = "green" if usage < 0.8 else "yellow" if usage < 0.95 else "red"
     line = Table.grid(expand=True, padding=(0, 1))
     line.add_column(style="dim", width=9)
     line.add_column(ratio=1)
     line.add_column(justify="right", no_wrap=True)
-    bar = ProgressBar(100.0, view.kv_usage * 100, complete_style=style, finished_style=style)
-    more = f", {_rate(view.preemptions_per_s)} preempted/s" if view.preemptions_per_s else ""
-    line.add_row("KV cache", bar, f"{view.kv_usage:.0%}{more}")
+    bar = ProgressBar(100.0, usage * 100, complete_style=style, finished_style=style)
+    more = f", {_rate(preempted)} preempted/s" if preempted else ""
+    line.add_row("KV cache", bar, f"{usage:.0%}{more}")
     return line
 
 
 def _adapters(view: View) -> Table:
-    levels = view.levels
+    levels = view.now.by("level", "weft:adapters")
+    room = view.sum("vllm:max_gpu_lora_adapters")
     parts = [
-        f"{levels.get('gpu', 0):,} on device (room for about {view.room:,.0f})",
-        f"{levels.get('cpu', 0):,} in host memory",
-        f"{levels.get('disk', 0):,} on disk",
+        f"{levels.get('gpu', 0):,.0f} on device (room for about {room:,.0f})",
+        f"{levels.get('cpu', 0):,.0f} in host memory",
+        f"{levels.get('disk', 0):,.0f} on disk",
     ]
     lines = Table.grid(padding=(0, 1))
     lines.add_column(style="dim", width=9)
     lines.add_row("Adapters", ", ".join(parts))
-    loads, evictions = _rate(view.loads_per_s), _rate(view.evictions_per_s)
+    loads, evictions = (
+        _rate(view.rate(f"weft:adapter_{what}_total")) for what in ("loads", "evictions")
+    )
     lines.add_row("", f"{loads} loads/s, {evictions} evictions/s")
-    for tier in view.tiers:
+    for tier in view.tiers():
         lines.add_row(f"  {tier.name}", _tier(tier))
-    if any(latency.p50_s is not None for latency in view.stages.values()):
-        lines.add_row("  p50", _load_times(view))
+    stages = view.stages()
+    if any(latency.p50_s is not None for latency in stages.values()):
+        times = [f"{name} {_seconds(each.p50_s)}" for name, each in stages.items()]
+        wait = view.latency("weft:adapter_wait_seconds")
+        lines.add_row("  p50", ", ".join([*times, f"requests wait {_seconds(wait.p50_s)}"]))
     return lines
 
 
@@ -122,18 +131,13 @@ def _tier(tier: TierLoad) -> str:
     return f"{used}, {_share(tier.hit_share)} found{evictions}"
 
 
-def _load_times(view: View) -> str:
-    stages = [f"{name} {_seconds(each.p50_s)}" for name, each in view.stages.items()]
-    return ", ".join([*stages, f"requests wait {_seconds(view.wait.p50_s)}"])
-
-
 def _table(view: View, max_rows: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, expand=True, show_edge=False, pad_edge=False)
     table.add_column("Adapter", ratio=1, no_wrap=True, overflow="ellipsis")
     for name in ("Tokens/s", "Requests/s", "Requests", "TTFT p50", "TPOT p50"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("In", no_wrap=True)
-    for row in view.adapters[:max_rows]:
+    for row in view.adapters()[:max_rows]:
         idle = not (row.tokens_per_s or row.requests_per_s)
         table.add_row(
             Text(row.name),
