@@ -58,7 +58,7 @@ def test_nothing_that_is_missing_stops_it(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(env.Path, "read_text", _fails)
     monkeypatch.setattr(env.os, "sysconf", _fails)
     monkeypatch.setattr(env.platform, "freedesktop_os_release", _fails)
-    monkeypatch.setattr(env, "PACKAGES", ("no-such-package",))
+    monkeypatch.setattr(env, "PACKAGES", "no-such-package")
     sections = env.collect()
     assert sections["weft"]["commit"] is None and sections["weft"]["no-such-package"] is None
     assert "ModuleNotFoundError" in str(sections["gpu"]["torch"])

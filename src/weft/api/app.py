@@ -10,9 +10,15 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from weft.api.errors import ERRORS, handle_error
-from weft.api.middleware import REQUEST_ID, Observe, RequestIds, RequireKey
-from weft.api.observe import TraceHeaders, TraceSink
+from weft.api.http import ERRORS, handle_error
+from weft.api.middleware import (
+    REQUEST_ID,
+    Observe,
+    RequestIds,
+    RequireKey,
+    TraceHeaders,
+    TraceSink,
+)
 from weft.api.routes_adapters import adapter_routes
 from weft.api.routes_chat import chat_routes
 from weft.api.routes_completions import completion_routes

@@ -11,7 +11,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
 
-from weft.api.observe import TraceSink, watched
+from weft.api.middleware import TraceSink, watched
 from weft.api.schemas import AdapterWeight
 from weft.api.settings import ApiSettings
 from weft.core.adapters import WeightedAdapter

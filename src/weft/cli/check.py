@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -173,10 +173,6 @@ def show_report(report: AdapterVerdict) -> str:
     lines = [f"  {name:<{width}}  {value}" for name, value in rows]
     targets = ["", *_show_targets(report.facts.targets)] if report.facts.targets else []
     return "\n".join([head, "", *lines, *targets])
-
-
-def report_json(report: AdapterVerdict) -> str:
-    return json.dumps(asdict(report))
 
 
 # -- why not ---------------------------------------------------------------------------------------

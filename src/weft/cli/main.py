@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,8 +16,7 @@ from weft.bench.cli.commands import bench
 from weft.bench.cli.kernels import tune
 from weft.cli.args import ServeFlags, spread_lora_modules
 from weft.core.config import MAX_RANK, LoraArgs, engine_args
-from weft.terminal.ending import ending_in_one_line
-from weft.terminal.options import with_engine_options, with_flags
+from weft.terminal.options import ending_in_one_line, with_engine_options, with_flags
 
 app = typer.Typer(
     help="Serve many LoRA adapters from one copy of a base model.",
@@ -25,6 +26,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
 
 
 def _show_version(wanted: bool) -> None:
@@ -107,8 +111,7 @@ def top(
         ),
     ] = 1.0,
     once: Annotated[
-        bool,
-        typer.Option("--once", help="Print what happens within one interval, and end."),
+        bool, typer.Option("--once", help="Print what happens within one interval, and end.")
     ] = False,
 ) -> None:
     """Watch a running server: load, latency, memory, and its busiest adapters."""
@@ -134,10 +137,7 @@ def check(
     max_lora_rank: Annotated[
         int,
         typer.Option(
-            metavar="N",
-            help="The largest rank that the server accepts.",
-            min=1,
-            max=MAX_RANK,
+            metavar="N", help="The largest rank that the server accepts.", min=1, max=MAX_RANK
         ),
     ] = MAX_RANK,
     conversion_tolerance: Annotated[
@@ -148,33 +148,27 @@ def check(
             min=0.0,
         ),
     ] = LoraArgs().conversion_tolerance,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one line of JSON instead.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Tell whether an adapter would be served on a base model, and if not, why.
 
     Needs neither a GPU nor the base's weights.
     Exit status: 0 served, 1 refused, 2 no such adapter or base.
     """
-    from weft.cli.check import check_adapter, report_json, show_report
+    from weft.cli.check import check_adapter, show_report
 
     with ending_in_one_line(status=2):
         report = check_adapter(adapter, base, max_lora_rank, conversion_tolerance)
-    typer.echo(report_json(report) if as_json else show_report(report))
+    typer.echo(json.dumps(asdict(report)) if as_json else show_report(report))
     raise typer.Exit(0 if report.served else 1)
 
 
 @app.command()
-def env(
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one line of JSON instead.")
-    ] = False,
-) -> None:
+def env(as_json: AsJson = False) -> None:
     """Print versions, machine and settings, to paste into a bug report. Secrets are hidden."""
-    from weft.terminal.environment import collect, show_json, show_text
+    from weft.terminal.environment import collect, show_text
 
-    typer.echo(show_json(collect()) if as_json else show_text(collect()))
+    typer.echo(json.dumps(collect()) if as_json else show_text(collect()))
 
 
 app.command()(tune)

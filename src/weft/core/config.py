@@ -1,4 +1,7 @@
-"""Configuration of the engine: frozen, validated where built, never changed afterwards."""
+"""Configuration of the engine: frozen, validated where built, never changed afterwards.
+
+`weft serve --help` says what each field does; docstrings here add what that leaves out.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +34,10 @@ class ModelArgs:
     model: str
     """A folder in Hugging Face's layout, or a hub id."""
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = "auto"
-    """auto: the checkpoint's own on a GPU, float32 on a CPU."""
     max_model_len: int | None = None
-    """None: what the model's configuration says."""
     load_format: Literal["auto", "dummy"] = "auto"
-    """dummy: random weights straight on the device, for speed measurements."""
     quantization: str | None = None
-    """Hold the base's matrices in fewer bits, made while loading: a format of
-    `weft.kernels.quant`. Adapters are computed in the model's dtype."""
+    """A format of `weft.kernels.quant`, made while loading."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     revision: str | None = None
 
@@ -53,29 +52,19 @@ class LoraArgs:
     max_loras: int = 256
     """Distinct adapters in one batch; sizes no buffer."""
     adapter_host_memory: int | None = None
-    """Bytes of host memory for adapters, page-locked on a GPU; None: 4 GiB, but at most an eighth
-    of the memory. Pinned adapters and those that have no folder are held besides."""
+    """Bytes. Pinned adapters and those that have no folder are held besides."""
     adapter_cache_dir: str | None = None
-    """Folder for images of adapters; None: one in the user's cache folder; "none": no images."""
     adapter_cache_bytes: int = 32 << 30
-    """Bytes that images may take there; those used least recently go."""
     max_lora_rank: int = MAX_RANK
     conversion_tolerance: float = 1e-3
-    """Largest error, as a relative Frobenius norm, that an adapter of another kind than LoRA may
-    take on when it is made one."""
     max_added_tokens: int = MAX_ADDED_TOKENS
-    """Tokens that an adapter's vocabulary may have beyond the base model's."""
     adapter_memory: int | float | None = None
-    """Device memory for adapters: bytes, or as a fraction (below 1) of all that the device has, of
-    the machine's on a CPU. None: an eighth of the free memory, 2 GiB on a CPU."""
+    """Bytes, or a fraction (below 1) of all that the device has, of the machine's on a CPU."""
     eviction_policy: str = "cost"
-    """Which adapters leave the device and the host cache first: a name in the table of
-    `weft.schedule.policy`."""
+    """A name in the table of `weft.schedule.policy`."""
     max_adapter_wait: float = 2.0
-    """Seconds that an adapter's requests wait for room for it before running requests of another
-    adapter are put back. Half of that before, the other adapter takes no new requests."""
+    """Half of that before, the other adapter takes no new requests."""
     self_check: bool = True
-    """Compare what the device makes of an adapter with an oracle when it is registered."""
     lora_backend: str = "auto"
     """Name in the registry of `weft.kernels.lora`; auto: the best for the device."""
 
@@ -101,11 +90,9 @@ class CacheArgs:
     """The KV cache."""
 
     block_size: int = 16
-    """Tokens a block."""
     num_blocks: int | None = None
     """None: what `gpu_memory_utilization` leaves on a GPU, `kv_cache_memory` on a CPU."""
     kv_cache_memory: int = 1 << 30
-    """Bytes, on a CPU."""
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
 
@@ -123,9 +110,7 @@ class SchedulerArgs:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     overlap: bool = True
-    """Plan step N+1 while step N runs."""
     tenant_weights: dict[str, float] = field(default_factory=dict)
-    """The weights of tenants that get more or less service than the others, which have 1."""
 
     def __post_init__(self) -> None:
         _at_least("max_num_seqs", self.max_num_seqs, 1)
@@ -147,7 +132,6 @@ class EngineArgs:
     cache: CacheArgs = field(default_factory=CacheArgs)
     scheduler: SchedulerArgs = field(default_factory=SchedulerArgs)
     num_threads: int | None = None
-    """How many threads torch uses on a CPU; None means torch's own default."""
 
 
 def engine_args(model: str, **options: object) -> EngineArgs:

@@ -3,8 +3,7 @@
 The HTTP application and the Python API both use this one path.
 """
 
-from weft.serving.executor import DirectExecutor, LoopExecutor
 from weft.serving.intake import Intake, Language, Pinned
-from weft.serving.publisher import Publisher
+from weft.serving.publisher import DirectExecutor, LoopExecutor, Publisher
 
 __all__ = ["DirectExecutor", "Intake", "Language", "LoopExecutor", "Pinned", "Publisher"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
@@ -15,21 +15,8 @@ from pathlib import Path
 import weft
 
 PACKAGES = (
-    "torch",
-    "triton",
-    "transformers",
-    "peft",
-    "safetensors",
-    "tokenizers",
-    "huggingface-hub",
-    "numpy",
-    "xgrammar",
-    "fastapi",
-    "uvicorn",
-    "pydantic",
-    "msgspec",
-    "pyzmq",
-    "openai",
+    "torch triton transformers peft safetensors tokenizers huggingface-hub numpy xgrammar"
+    " fastapi uvicorn pydantic msgspec pyzmq openai"
 )
 _SHOWN_VARIABLE = re.compile(
     r"(WEFT|HF|HUGGINGFACE|TORCH|PYTORCH|TRITON|CUDA|NVIDIA|OMP|MKL|OTEL)_.*"
@@ -51,14 +38,9 @@ def collect() -> dict[str, Section]:
             "weft": weft.__version__,
             "commit": _commit(Path(__file__).parent),
             "python": f"{platform.python_version()} ({platform.python_implementation()})",
-            **{name: _version(name) for name in PACKAGES},
+            **{name: _version(name) for name in PACKAGES.split()},
         },
-        "machine": {
-            "system": _system(),
-            "cpu": _cpu(),
-            "cores": _cores(),
-            "memory": _memory(),
-        },
+        "machine": {"system": _system(), "cpu": _cpu(), "cores": _cores(), "memory": _memory()},
         "gpu": _gpu(),
         "environment": shown_variables(os.environ),
     }
@@ -72,10 +54,6 @@ def show_text(sections: Mapping[str, Section]) -> str:
         if section
     ]
     return "\n\n".join(blocks)
-
-
-def show_json(sections: Mapping[str, Section]) -> str:
-    return json.dumps(sections)
 
 
 def shown_variables(environment: Mapping[str, str]) -> Section:
@@ -121,8 +99,10 @@ def _system() -> str:
     return f"{name}, {platform.platform()}"
 
 
-def _cpu() -> str | None:
-    text = _read("/proc/cpuinfo") or ""
+def _cpu() -> str:
+    text = ""
+    with contextlib.suppress(OSError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
     return f"{model[1] if model else platform.processor() or '-'} ({platform.machine()})"
 
@@ -162,10 +142,3 @@ def _gpu() -> Section:
 
 def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.1f} GiB"
-
-
-def _read(path: str) -> str | None:
-    try:
-        return Path(path).read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None

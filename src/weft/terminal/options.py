@@ -1,11 +1,14 @@
-"""Flags made from the fields of `weft.core.config`, spelled as vLLM spells them."""
+"""Flags made from the fields of `weft.core.config`, spelled as vLLM spells them, and how a command
+ends that can't go on."""
 
 from __future__ import annotations
 
 import inspect
 import json
 import re
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from functools import wraps
 from typing import Annotated, Any, Literal, get_args, get_type_hints
@@ -13,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 import typer
 
 from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs
+from weft.core.errors import WeftError
 from weft.kernels.quant import FORMATS
 from weft.schedule.policy import POLICIES
 
@@ -70,6 +74,21 @@ _SPELLED = {"num_blocks": "num_gpu_blocks_override", "eviction_policy": "lora_ev
 _BYTES = frozenset(
     {"adapter_memory", "kv_cache_memory", "adapter_host_memory", "adapter_cache_bytes"}
 )
+
+
+@contextmanager
+def ending_in_one_line(status: int = 1, traceback: bool = False) -> Iterator[None]:
+    """Errors that Weft raises on purpose end the command with one line on stderr and this exit
+    status, or pass through where a `traceback` is wanted. Ctrl-C ends the command quietly."""
+    try:
+        yield
+    except WeftError as error:
+        if traceback:
+            raise
+        sys.stderr.write(f"weft: error: {' '.join(error.message.split())}\n")
+        raise typer.Exit(status) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
 
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -26,8 +26,7 @@ from weft.bench.cli.options import (
     names,
     reporting,
 )
-from weft.terminal.ending import ending_in_one_line
-from weft.terminal.options import with_flags
+from weft.terminal.options import ending_in_one_line, with_flags
 
 bench = typer.Typer(
     help="Measure an engine or a running server, or simulate adapter memory.",

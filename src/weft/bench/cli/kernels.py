@@ -19,8 +19,7 @@ from weft.bench.cli.options import (
     reporting,
 )
 from weft.core.errors import ConfigError
-from weft.terminal.ending import ending_in_one_line
-from weft.terminal.options import ADAPTERS, HELP, MODEL
+from weft.terminal.options import ADAPTERS, HELP, MODEL, ending_in_one_line
 
 Device = Annotated[
     Literal["auto", "cpu", "cuda"],

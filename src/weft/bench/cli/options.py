@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weft.terminal.ending import ending_in_one_line
-from weft.terminal.options import MODEL, with_engine_options
+from weft.terminal.options import MODEL, ending_in_one_line, with_engine_options
 
 if TYPE_CHECKING:
     from weft.bench.report import Report
