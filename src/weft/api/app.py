@@ -23,8 +23,7 @@ from weft.api.routes_adapters import adapter_routes
 from weft.api.routes_chat import chat_routes
 from weft.api.routes_completions import completion_routes
 from weft.api.routes_responses import response_routes
-from weft.api.routes_server import server_routes
-from weft.api.routes_tokenize import tokenize_routes
+from weft.api.routes_server import server_routes, tokenize_routes
 from weft.api.service import Service
 from weft.api.settings import ApiSettings, parse_key
 from weft.core.errors import WeftError

@@ -1,4 +1,5 @@
-"""Routes that tell of the server: `/v1/models`, `/health`, `/metrics`, `/version`."""
+"""Routes that generate nothing: `/v1/models`, `/health`, `/metrics`, `/version`, and `/tokenize`
+and `/detokenize` as vLLM has them."""
 
 from __future__ import annotations
 
@@ -6,14 +7,18 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
+from pydantic import Field
 from starlette.responses import Response
 
-from weft.api.http import TEXT, json_response
+from weft.api.bodies import ClosedBody, Conversation, Message
+from weft.api.generation import token_text
+from weft.api.http import TEXT, body_of, json_response, read_body
 from weft.api.service import Service
-from weft.core.errors import EngineDead
+from weft.core.errors import EngineDead, InvalidRequest
 from weft.metrics import CONTENT_TYPE
 from weft.registry import ModelCard
+from weft.serving import Language
 
 
 def server_routes(service: Service) -> APIRouter:
@@ -71,3 +76,88 @@ def server_routes(service: Service) -> APIRouter:
         return json_response({"version": version("weft")})
 
     return router
+
+
+# -- tokens ----------------------------------------------------------------------------------------
+
+
+class TokenizeBody(ClosedBody, Conversation):
+    """A text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = None
+    """This is for a text, where true is the default. A chat template writes its own."""
+    return_token_strs: bool | None = None
+
+    def check(self) -> None:
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequest("give either prompt or messages", "prompt")
+        if self.messages is not None and self.add_special_tokens:
+            raise InvalidRequest("add_special_tokens is for a prompt", "add_special_tokens")
+        for name in ("add_generation_prompt", "continue_final_message", "tools"):
+            if self.messages is None and getattr(self, name):
+                raise InvalidRequest(f"{name} is for messages", name)
+        if self.messages is not None:
+            self.check_continuation(self.messages)
+
+
+class DetokenizeBody(ClosedBody):
+    model: str | None = None
+    tokens: list[int]
+
+
+def tokenize_routes(service: Service) -> APIRouter:
+    router = APIRouter()
+
+    @router.post("/tokenize", openapi_extra=body_of(TokenizeBody))
+    async def tokenize(request: Request) -> Response:
+        body = await read_body(request, TokenizeBody, service.settings.max_body_bytes)
+        body.check()
+        language = service.intake.language_of(body.model)
+        ids = await _encode(service, body, language)
+        answer: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": service.intake.max_model_len,
+            "tokens": ids,
+            "token_strs": None,
+        }
+        if body.return_token_strs:
+            answer["token_strs"] = await service.maybe_on_thread(
+                len(ids), lambda: [token_text(language.tokenizer, i) for i in ids]
+            )
+        return json_response(answer)
+
+    @router.post("/detokenize", openapi_extra=body_of(DetokenizeBody))
+    async def detokenize(request: Request) -> Response:
+        body = await read_body(request, DetokenizeBody, service.settings.max_body_bytes)
+        language = service.intake.language_of(body.model)
+        tokenizer = service.intake.tokenizer_of(language, "tokens")
+        if body.tokens:
+            service.intake.check_ids(body.tokens, "tokens", language)
+        text = await service.maybe_on_thread(
+            len(body.tokens), lambda: tokenizer.decode(body.tokens)
+        )
+        return json_response({"prompt": text})
+
+    return router
+
+
+async def _encode(service: Service, body: TokenizeBody, language: Language) -> list[int]:
+    if body.messages is not None:
+        return await service.encode_chat(
+            [m.to_template(i) for i, m in enumerate(body.messages)],
+            language,
+            tools=[tool.to_template() for tool in body.tools or ()] or None,
+            any_length=True,
+            **body.template_options(),
+        )
+    encoded = await service.encode(
+        [body.prompt or ""],
+        "prompt",
+        language,
+        add_special_tokens=body.add_special_tokens is not False,
+        any_length=True,
+    )
+    return encoded[0]

@@ -70,10 +70,7 @@ class StreamOptions(OpenBody):
     include_usage: bool = False
 
     def check(self) -> None:
-        known: dict[str, Harmless] = {
-            "continuous_usage_stats": (False,),
-            "include_obfuscation": None,
-        }
+        known = {"continuous_usage_stats": (False,), "include_obfuscation": None}
         self.refuse_extra(known, "stream_options.")
 
 

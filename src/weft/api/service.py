@@ -37,17 +37,13 @@ class Admission:
 
     def __init__(self, max_open: int) -> None:
         self._max_open = max_open
-        self._num_open = 0
+        self.num_open = 0
         self._ended_s: deque[float] = deque(maxlen=64)
         """The times at which the last requests ended, which tell the throughput."""
 
-    @property
-    def num_open(self) -> int:
-        return self._num_open
-
     def check(self) -> None:
         """Refuse early, before work is put into a request. Raises Overloaded."""
-        if self._num_open >= self._max_open:
+        if self.num_open >= self._max_open:
             raise self._full(1)
 
     @contextmanager
@@ -59,18 +55,18 @@ class Admission:
                 f"this request asks for {count} sequences, and the server takes "
                 f"{self._max_open} at a time"
             )
-        if self._num_open + count > self._max_open:
+        if self.num_open + count > self._max_open:
             raise self._full(count)
-        self._num_open += count
+        self.num_open += count
         try:
             yield
         finally:
-            self._num_open -= count
+            self.num_open -= count
             self._ended_s.extend([time.monotonic()] * count)
 
     def _full(self, count: int) -> Overloaded:
-        needed = self._num_open + count - self._max_open
-        message = f"{self._num_open} requests are open, and the server takes {self._max_open}"
+        needed = self.num_open + count - self._max_open
+        message = f"{self.num_open} requests are open, and the server takes {self._max_open}"
         return Overloaded(f"{message}; try again later", retry_after_s=self._retry_after_s(needed))
 
     def _retry_after_s(self, needed: int) -> int:

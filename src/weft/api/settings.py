@@ -61,9 +61,7 @@ class ApiSettings:
     api_keys: tuple[str, ...] = ()
     """With any, requests must carry one of them. As `parse_key` reads them."""
     allowed_origins: tuple[str, ...] = ()
-    """Web pages of these origins may call the server from a browser; `*`: all."""
     allow_hub_adapters: bool = False
-    """Whether clients may load adapters from the Hugging Face hub."""
     max_body_bytes: int = 8 << 20
     """A larger body is refused: reading one holds up everybody for up to a second or two."""
     max_prompts: int = 1024
@@ -75,11 +73,9 @@ class ApiSettings:
     default_max_tokens: int = 16
     """What completions get by default; chats get the rest of the context."""
     tool_call_parser: str | None = "auto"
-    """How the model writes calls of tools: a name in TOOL_FORMATS of `weft.text.tools`; auto: as
-    its chat template shows; None: it calls none."""
+    """A name in TOOL_FORMATS; auto: as the chat template shows; None: the model calls no tools."""
     reasoning_parser: Literal["auto", "think"] | None = "auto"
-    """think: the model reasons between `<think>` and `</think>`; auto: if its chat template shows
-    that; None: it does not."""
+    """think: between `<think>` and `</think>`; auto: if the chat template shows that; None: no."""
 
     def __post_init__(self) -> None:
         for name in ("served_model_names", "api_keys", "allowed_origins"):

@@ -13,13 +13,7 @@ from rich.filesize import decimal
 from weft.checkpoint.config import PeftConfig, layer_of
 from weft.checkpoint.examine import Examined, examine
 from weft.checkpoint.kinds import find_kind, parse_config
-from weft.checkpoint.read import (
-    DTYPES,
-    MAX_CONFIG_BYTES,
-    AdapterFiles,
-    parse_stored,
-    read_adapter,
-)
+from weft.checkpoint.read import DTYPES, MAX_CONFIG_BYTES, AdapterFiles, parse_stored, read_adapter
 from weft.checkpoint.refuse import show
 from weft.core.config import MAX_RANK
 from weft.core.errors import AdapterError, AdapterInvalid, ConfigError

@@ -159,10 +159,7 @@ def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Any) ->
     while (waited := time.monotonic() - started) < START_S:
         if process.poll() is not None:
             raise ConfigError(f"the server did not start: {_tail(log)}")
-        with (
-            contextlib.suppress(OSError),
-            urllib.request.urlopen(f"{url}/health", timeout=5),
-        ):
+        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
             return waited
         time.sleep(0.05)
     raise ConfigError(f"the server was not ready within {START_S:.0f} s: {_tail(log)}")
@@ -209,10 +206,7 @@ async def _ask(
 
 
 async def _rounds(
-    client: AsyncOpenAI,
-    progress: Progress,
-    questions: list[Question],
-    groups: list[list[Question]],
+    client: AsyncOpenAI, progress: Progress, questions: list[Question], groups: list[list[Question]]
 ) -> tuple[Round, Round, Round]:
     """A chat request for each question, all at once; then, for the figures, one completion
     request for each group, which keeps the client's own work small: all at once, and in turn."""
@@ -255,12 +249,8 @@ async def _answer(client: AsyncOpenAI, question: Question) -> Answer:
         temperature=0,
         max_tokens=MAX_TOKENS,
     )
-    usage = completion.usage
-    return Answer(
-        question,
-        completion.choices[0].message.content or "",
-        usage.completion_tokens if usage else 0,
-    )
+    num_tokens = completion.usage.completion_tokens if completion.usage else 0
+    return Answer(question, completion.choices[0].message.content or "", num_tokens)
 
 
 async def _complete(client: AsyncOpenAI, group: list[Question]) -> list[Answer]:

@@ -23,8 +23,10 @@ def _check(holds: bool, name: str, must_be: str, value: float | None) -> None:
         raise ConfigError(f"{flag} must be {must_be}, got {value}", name)
 
 
-def _at_least(name: str, value: float | None, low: float) -> None:
-    _check(value is None or value >= low, name, f"at least {low}", value)
+def _at_least(args: object, low: float, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        _check(value is None or value >= low, name, f"at least {low}", value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class ModelArgs:
     revision: str | None = None
 
     def __post_init__(self) -> None:
-        _at_least("max_model_len", self.max_model_len, 1)
+        _at_least(self, 1, "max_model_len")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,14 +71,12 @@ class LoraArgs:
     """Name in the registry of `weft.kernels.lora`; auto: the best for the device."""
 
     def __post_init__(self) -> None:
-        _at_least("max_loras", self.max_loras, 1)
-        _at_least("adapter_host_memory", self.adapter_host_memory, 1)
-        _at_least("adapter_cache_bytes", self.adapter_cache_bytes, 1)
-        _at_least("max_lora_rank", self.max_lora_rank, 1)
+        _at_least(self, 1, "max_loras", "adapter_host_memory", "adapter_cache_bytes")
+        _at_least(self, 1, "max_lora_rank")
         rank = self.max_lora_rank
         _check(rank <= MAX_RANK, "max_lora_rank", f"at most {MAX_RANK}", rank)
-        _at_least("max_added_tokens", self.max_added_tokens, 0)
-        _at_least("conversion_tolerance", self.conversion_tolerance, 0.0)
+        _at_least(self, 0, "max_added_tokens")
+        _at_least(self, 0.0, "conversion_tolerance")
         memory = self.adapter_memory
         stated = memory is None or (isinstance(memory, int) and memory >= 1) or 0.0 < memory < 1.0
         kinds = "a number of bytes, or a fraction between 0 and 1"
@@ -97,8 +97,7 @@ class CacheArgs:
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        _at_least("block_size", self.block_size, 1)
-        _at_least("num_blocks", self.num_blocks, 1)
+        _at_least(self, 1, "block_size", "num_blocks")
         share = self.gpu_memory_utilization
         _check(0.0 < share <= 1.0, "gpu_memory_utilization", "in (0, 1]", share)
 
@@ -113,8 +112,7 @@ class SchedulerArgs:
     tenant_weights: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _at_least("max_num_seqs", self.max_num_seqs, 1)
-        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens")
         for tenant, weight in self.tenant_weights.items():
             if not 0 < weight < math.inf:
                 raise ConfigError(
