@@ -1,0 +1,386 @@
+"""What a client's requests cost the others: a victim with small requests beside each attack.
+
+    python benchmarks/neighbours.py --seconds 10
+
+For each attack, a server of its own with `examples/tiny` is started, with one named key for the
+victim and another for the attacker. The victim streams short answers all the time; the attacker
+sends what the attack is made of as fast as the server takes it, from a process of its own. What
+counts is how long the victim waits for its first token, the worst gap between two of its tokens,
+and whether it is ever refused.
+
+`--command "CMD"` measures another `weft`, such as an older version in its own environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import multiprocessing
+import re
+import shlex
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from rich.console import Console
+
+from weft.bench.client import LoadClient, Outcome
+from weft.bench.report import new_table
+
+TINY = Path(__file__).parents[1] / "examples" / "tiny"
+VICTIM, ATTACKER = "victim-key", "attacker-key"
+SERVER = {
+    "--port": "0",
+    "--served-model-name": "base",
+    "--num-threads": "1",
+    "--kv-cache-memory": "16M",
+    "--max-num-seqs": "32",
+    "--log-level": "error",
+}
+START_S = 120.0
+PATIENCE_S = 150.0
+"""How long the victim waits for one answer before it is counted as failed."""
+ANSWER_TOKENS = 24
+PAUSE_S = 0.05
+"""The victim's pause between two requests of one of its clients."""
+VICTIM_CLIENTS = 2
+
+Body = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Attack:
+    """What an attacker sends: the same request again and again, from several clients."""
+
+    what: str
+    """What is sent, in a few words."""
+    route: str = "/v1/chat/completions"
+    body: Callable[[Path], Body] = field(default=lambda _: {})
+    """The request's body; it is given the folder below which adapters may be loaded."""
+    clients: int = 8
+    sockets: int = 0
+    """How many connections are opened that never send anything."""
+
+
+def chat(**fields: Any) -> Body:
+    return {
+        "model": "base",
+        "messages": [{"role": "user", "content": "planet"}],
+        "max_tokens": 16,
+        **fields,
+    }
+
+
+def completion(**fields: Any) -> Body:
+    return {"model": "base", "prompt": "planet", "max_tokens": 16, **fields}
+
+
+def regex(pattern: str, **fields: Any) -> Body:
+    return chat(structured_outputs={"regex": pattern}, **fields)
+
+
+def large_schema() -> Body:
+    properties = {f"field_{i}": {"type": "string"} for i in range(12_000)}
+    schema = {"type": "object", "properties": properties}
+    form = {"type": "json_schema", "json_schema": {"name": "large", "schema": schema}}
+    return chat(response_format=form, n=128)
+
+
+def with_template(template: str) -> Callable[[Path], Body]:
+    """A load of an adapter that brings this chat template."""
+
+    def make(root: Path) -> Body:
+        folder = copied(root, "templated")
+        (folder / "chat_template.jinja").write_text(template)
+        return {"lora_name": "templated", "lora_path": str(folder), "load_inplace": True}
+
+    return make
+
+
+def with_slow_tokenizer(root: Path) -> Body:
+    """A load of an adapter whose normalizer takes exponential time."""
+    folder = copied(root, "tokenized")
+    tokenizer = json.loads((TINY / "base" / "tokenizer.json").read_text())
+    pattern = {"Regex": "(a|aa)+$"}
+    tokenizer["normalizer"] = {"type": "Replace", "pattern": pattern, "content": "b"}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return {"lora_name": "tokenized", "lora_path": str(folder), "load_inplace": True}
+
+
+def with_large_header(root: Path) -> Body:
+    """A load of an adapter with a header of 200,000 tensors."""
+    folder = copied(root, "headed")
+    entry = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+    header = json.dumps({f"tensor_{i}": entry for i in range(200_000)}).encode()
+    data = len(header).to_bytes(8, "little") + header
+    (folder / "adapter_model.safetensors").write_bytes(data)
+    return {"lora_name": "headed", "lora_path": str(folder), "load_inplace": True}
+
+
+def copied(root: Path, name: str) -> Path:
+    return Path(shutil.copytree(TINY / "adapters" / "upper", root / name, dirs_exist_ok=True))
+
+
+LOAD = "/v1/load_lora_adapter"
+LOOPS = "{% for a in range(90000) %}" * 4 + "x" + "{% endfor %}" * 4
+ATTACKS = {
+    "none": Attack("nothing", clients=0),
+    "long-text": Attack(
+        "8 MB of text, to be truncated",
+        "/v1/completions",
+        lambda _: completion(prompt="lorem ipsum " * 650_000, truncate_prompt_tokens=8),
+    ),
+    "empty-messages": Attack(
+        "280,000 empty messages",
+        body=lambda _: chat(messages=[{"role": "user", "content": ""}] * 280_000),
+    ),
+    "short-prompts": Attack(
+        "a million prompts of one token",
+        "/v1/completions",
+        lambda _: completion(prompt=[[5]] * 1_000_000),
+    ),
+    "detokenize": Attack(
+        "8 MB of token ids as text",
+        "/detokenize",
+        lambda _: {"model": "base", "tokens": [65] * 2_000_000},
+    ),
+    "large-schema": Attack("a schema of 12,000 fields, 128 choices", body=lambda _: large_schema()),
+    "prompt-logprobs": Attack(
+        "log-probabilities of 128 prompts",
+        "/v1/completions",
+        lambda _: completion(prompt=["planet " * 60] * 128, prompt_logprobs=20, max_tokens=1),
+    ),
+    "slow-regex": Attack(
+        "a pattern that takes for ever to compile",
+        body=lambda _: regex("a?" * 9000 + "a" * 9000),
+    ),
+    "costly-masks": Attack(
+        "a pattern whose masks are costly",
+        body=lambda _: regex("(a|b)*?" * 3000, max_tokens=400),
+    ),
+    "template-loops": Attack(
+        "an adapter with nested loops as its template", LOAD, with_template(LOOPS)
+    ),
+    "template-memory": Attack(
+        "an adapter whose template makes 3 GB of text",
+        LOAD,
+        with_template("{{ 'a' * 3000000000 }}"),
+    ),
+    "slow-tokenizer": Attack("an adapter with a slow tokenizer", LOAD, with_slow_tokenizer),
+    "large-header": Attack("adapters of 200,000 tensors", LOAD, with_large_header, clients=2),
+    "long-answers": Attack(
+        "100 requests of 480 tokens",
+        body=lambda _: chat(max_tokens=480, ignore_eos=True),
+        clients=100,
+    ),
+    "many-streams": Attack(
+        "1,400 streams",
+        body=lambda _: chat(max_tokens=480, ignore_eos=True, stream=True),
+        clients=1400,
+    ),
+    "many-choices": Attack(
+        "12 requests of 128 choices",
+        body=lambda _: chat(max_tokens=480, ignore_eos=True, n=128),
+        clients=12,
+    ),
+    "silent-sockets": Attack("800 connections that say nothing", clients=0, sockets=800),
+}
+"""By name. Those that load an adapter go on with requests for it, and with the load again."""
+
+
+# -- the attacker ----------------------------------------------------------------------------------
+
+
+def attack_for(name: str, url: str, root: Path, seconds: float) -> None:
+    """Carry out an attack until the time is over; this is a process of its own."""
+    with contextlib.suppress(KeyboardInterrupt):
+        asyncio.run(_attack(ATTACKS[name], url, root, time.monotonic() + seconds))
+
+
+async def _attack(attack: Attack, url: str, root: Path, end_s: float) -> None:
+    idle = [_connect(url) for _ in range(attack.sockets)]
+    body = attack.body(root)
+    content = json.dumps(body).encode()
+    headers = {"authorization": f"Bearer {ATTACKER}", "content-type": "application/json"}
+    limits = httpx.Limits(max_connections=None)
+
+    async def send(client: httpx.AsyncClient) -> None:
+        while time.monotonic() < end_s:
+            with contextlib.suppress(httpx.HTTPError):
+                await client.post(attack.route, content=content)
+                if attack.route == LOAD:
+                    asked = chat(model=body["lora_name"], max_tokens=4)
+                    asked["messages"][0]["content"] = "a" * 60 + "!"
+                    await client.post("/v1/chat/completions", json=asked)
+            await asyncio.sleep(0.01)
+
+    timeout = httpx.Timeout(None, connect=30)
+    async with httpx.AsyncClient(
+        base_url=url, headers=headers, timeout=timeout, limits=limits
+    ) as client:
+        senders = [asyncio.create_task(send(client)) for _ in range(attack.clients)]
+        await asyncio.sleep(max(0.0, end_s - time.monotonic()))
+        for sender in senders:
+            sender.cancel()
+        await asyncio.gather(*senders, return_exceptions=True)
+    for each in idle:
+        if each is not None:
+            each.close()
+
+
+def _connect(url: str) -> socket.socket | None:
+    """A connection that says nothing; None if the server takes no more."""
+    host, port = url.removeprefix("http://").split(":")
+    try:
+        return socket.create_connection((host, int(port)), timeout=5)
+    except OSError:
+        return None
+
+
+# -- the victim ------------------------------------------------------------------------------------
+
+
+async def victim(url: str, seconds: float) -> list[Outcome]:
+    """The victim's requests, from now on for so long."""
+    began = time.monotonic()
+
+    def now() -> float:
+        return time.monotonic() - began
+
+    outcomes: list[Outcome] = []
+
+    async def ask(client: LoadClient) -> None:
+        body = chat(max_tokens=ANSWER_TOKENS, ignore_eos=True, stream=True, temperature=0)
+        while now() < seconds:
+            outcome = Outcome("base", now())
+            outcomes.append(outcome)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PATIENCE_S):
+                    await client.ask("chat", body, outcome, now)
+            await asyncio.sleep(PAUSE_S)
+
+    async with LoadClient(url, VICTIM) as client:
+        await asyncio.gather(*(ask(client) for _ in range(VICTIM_CLIENTS)))
+    return outcomes
+
+
+@dataclass(frozen=True)
+class Row:
+    """What the victim saw beside one attack. Times are in milliseconds."""
+
+    attack: str
+    requests: int
+    p50_ms: float
+    """Until the first token, like the next."""
+    p99_ms: float
+    gap_ms: float
+    """The longest time between two tokens of one answer, or until the first one."""
+    errors: dict[str, int]
+
+
+def row_of(attack: str, outcomes: list[Outcome]) -> Row:
+    firsts = sorted(
+        1e3 * ((o.chunk_s[0] if o.chunk_s else o.end_s or 0.0) - (o.sent_s or 0.0))
+        for o in outcomes
+    )
+    gaps = [
+        1e3 * (after - before)
+        for o in outcomes
+        for before, after in zip([o.sent_s or 0.0, *o.chunk_s], o.chunk_s, strict=False)
+    ]
+    return Row(
+        attack=attack,
+        requests=len(outcomes),
+        p50_ms=round(statistics.median(firsts), 1),
+        p99_ms=round(firsts[min(len(firsts) - 1, int(0.99 * len(firsts)))], 1),
+        gap_ms=round(max(gaps, default=1e3 * PATIENCE_S), 1),
+        errors=dict(Counter(o.error for o in outcomes if o.error)),
+    )
+
+
+# -- the server ------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def serving(command: list[str], root: Path) -> Iterator[str]:
+    """A server in a process of its own; its URL."""
+    keys = ["--api-key", f"victim={VICTIM}", "--api-key", f"attacker={ATTACKER}"]
+    flags = [part for flag in SERVER.items() for part in flag]
+    log = root / "server.log"
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [*command, "serve", str(TINY / "base"), *flags, *keys, "--lora-root", str(root)],
+            stdout=out,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        deadline = time.monotonic() + START_S
+        while not (found := re.search(r"(http://[0-9.]+:\d+)/v1", log.read_text())):
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise SystemExit(f"the server did not start: {log.read_text()[-2000:]}")
+            time.sleep(0.1)
+        yield found[1]
+    finally:
+        process.kill()
+        process.wait()
+
+
+def measure(name: str, command: list[str], seconds: float) -> Row:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        root = Path(folder)
+        with serving(command, root) as url:
+            asyncio.run(victim(url, 2.0))  # warms up what the first requests compile
+            # The attack goes on a little longer than the victim asks.
+            attacker = multiprocessing.get_context("spawn").Process(
+                target=attack_for, args=(name, url, root, seconds + 2.0)
+            )
+            attacker.start()
+            try:
+                time.sleep(2.0)
+                return row_of(name, asyncio.run(victim(url, seconds)))
+            finally:
+                attacker.kill()
+                attacker.join()
+
+
+def main() -> int:
+    """Exit status 1 if an attack adds more than `--bound` seconds, or the victim is refused."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
+    parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
+    parser.add_argument("--bound", type=float, default=1.0, help="seconds that one may add")
+    parser.add_argument("--command", default=f"{shlex.quote(sys.executable)} -m weft")
+    args = parser.parse_args()
+    names = list(dict.fromkeys(["none", *args.attacks]))
+    rows = [measure(name, shlex.split(args.command), args.seconds) for name in names]
+    table = new_table(
+        "A victim beside each attack", "attack", "requests", "p50 ms", "p99 ms", "worst gap ms",
+        "failed",
+    )  # fmt: skip
+    for row in rows:
+        failed = ", ".join(f"{count} {kind}" for kind, count in row.errors.items())
+        figures = (f"{row.p50_ms:,.0f}", f"{row.p99_ms:,.0f}", f"{row.gap_ms:,.0f}", failed)
+        table.add_row(ATTACKS[row.attack].what, str(row.requests), *figures)
+    Console(width=110).print(table)
+    alone = rows[0]
+    worst = max(max(r.p99_ms - alone.p99_ms, r.gap_ms - alone.gap_ms) for r in rows)
+    ok = worst <= 1e3 * args.bound and not any(row.errors for row in rows)
+    results = [vars(row) for row in rows]
+    print(json.dumps({"ok": ok, "benchmark": "neighbours", "results": results}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
