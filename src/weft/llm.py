@@ -187,8 +187,6 @@ class LLM:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # -- inside --------------------------------------------------------------------------------
-
     def _answer(
         self,
         inputs: Sequence[T],

@@ -18,6 +18,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import engine_thread
 import pytest
 import tiny
 from tiny import ADAPTERS, BASE
@@ -32,7 +33,6 @@ from weft.core.stats import EngineStats
 from weft.engine.build import build_engine
 from weft.engine.engine import Engine
 from weft.engine.serve import serve
-from weft.fleet import thread
 from weft.fleet.client import LinkClient
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.serving import LoopExecutor, Publisher
@@ -85,7 +85,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
         emit(Started(engine.info))
         serve(engine, inbox, emit)
 
-    monkeypatch.setattr(thread, "run_engine", run_engine)
+    monkeypatch.setattr(engine_thread, "run_engine", run_engine)
     return started
 
 
@@ -222,7 +222,7 @@ class Churn:
 @pytest.mark.timeout(300)
 def test_no_token_comes_from_a_wrong_version(engines: list[Engine], tmp_path: Path) -> None:
     async def run() -> Churn:
-        client = await thread.start_in_process(engine_args(str(BASE), num_threads=1, **ROOM))
+        client = await engine_thread.start_in_process(engine_args(str(BASE), num_threads=1, **ROOM))
         registry = AdapterRegistry(["base"], str(BASE))
         sources, executor = Sources(AdapterRoots([BASE.parent, tmp_path])), LoopExecutor()
         publisher = Publisher(client, registry, AdapterTokenizers(None), sources, executor)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from engine_thread import start_in_process
 from http_api import INFO
 from tiny import ADAPTERS, BASE, answer, ask
 
@@ -37,7 +38,6 @@ from weft.engine.engine import Engine
 from weft.fleet import client as client_module
 from weft.fleet.client import LinkClient
 from weft.fleet.process import start_process
-from weft.fleet.thread import start_in_process
 from weft.text import load_tokenizer
 
 ARGS = engine_args(str(BASE), num_threads=1, num_blocks=512)

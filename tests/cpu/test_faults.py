@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from engine_thread import start_in_process
 from tiny import ADAPTERS, BASE, answer, ask
 
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
@@ -17,7 +18,6 @@ from weft.core.errors import AdapterError, AdapterUnavailable, from_wire
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
 from weft.fleet.client import LinkClient
-from weft.fleet.thread import start_in_process
 from weft.text import load_tokenizer
 
 ARGS = engine_args(

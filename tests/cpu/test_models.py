@@ -32,9 +32,8 @@ from weft.kernels.ops import Ops
 from weft.models.blueprint import target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model
 from weft.models.decoder import Decoder, StepContext, allocate_kv_cache, kv_bytes_per_block
-from weft.models.loading import dummy_weights, load_weights
+from weft.models.loading import Weights, dummy_weights, load_weights
 from weft.models.rope import inverse_frequencies
-from weft.models.weights import Weights
 
 BLOCK = 4
 LENGTHS = [37, 9, 22, 1, 50]

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from engine_thread import start_in_process
 from engines import MakeLLM, check_idle
 from http_api import CHAT, COMPLETE, until
 from peft import PeftModel
@@ -45,7 +46,6 @@ from weft.engine.engine import Engine
 from weft.fleet.client import LinkClient
 from weft.fleet.process import COMMANDS
 from weft.fleet.supervisor import Supervisor, start_supervised
-from weft.fleet.thread import start_in_process
 from weft.llm import AdapterChoice, RequestOutput
 from weft.registry import AdapterRegistry, AdapterRoots
 from weft.text import load_tokenizer

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import uvicorn
+from engine_thread import start_in_process
 from openai import AsyncOpenAI, OpenAI
 from prometheus_client.parser import text_string_to_metric_families
 from tiny import ADAPTERS, BASE
@@ -24,7 +25,6 @@ from tiny import ADAPTERS, BASE
 from weft.api import ApiSettings, create_app
 from weft.cli.serve import http_config
 from weft.core.config import engine_args
-from weft.fleet.thread import start_in_process
 from weft.registry import AdapterRegistry, AdapterRoots
 
 START_S = 240.0

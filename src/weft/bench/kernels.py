@@ -43,7 +43,7 @@ from weft.kernels.attention import make_batch
 from weft.kernels.linear import HAS_TRITON, DenseWeight
 from weft.kernels.lora import LoraStep
 from weft.models.layers import Linear, StepContext
-from weft.worker.loader import device_of
+from weft.models.loading import device_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -34,7 +34,7 @@ from weft.kernels.lora.triton import TritonBackend
 from weft.kernels.triton_base import INTERPRETED, processors
 from weft.kernels.triton_linear import Launched, cut_of, launch
 from weft.kernels.tuned import Blocks, Cut
-from weft.worker.loader import device_of
+from weft.models.loading import device_of
 
 ROWS = tuned.ROWS
 FORMS = (

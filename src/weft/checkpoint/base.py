@@ -26,7 +26,6 @@ class BaseWeights(Protocol):
 
     def weight(self, target: Target) -> torch.Tensor:
         """(out, in); of the embedding (hidden, vocab)."""
-        ...
 
     def bias(self, target: Target) -> torch.Tensor | None: ...  # (out,)
 

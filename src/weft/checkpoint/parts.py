@@ -39,11 +39,9 @@ class Values(Protocol):
     @property
     def tensor(self) -> Tensor:
         """On the CPU; computed each time it is asked for."""
-        ...
 
     def largest(self) -> np.float32:
         """The largest magnitude; NaN or infinite if there is such a value."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

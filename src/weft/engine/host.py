@@ -160,8 +160,6 @@ class HostTier:
             assert [e.start for e in taken] == [0, *(e.start + e.size for e in taken)][:-1]
             assert sum(e.size for e in taken) == self.extents.num_bytes, "memory is lost"
 
-    # -- inside --------------------------------------------------------------------------------
-
     def _shrink(self) -> None:
         while self._loose_bytes > self._max_bytes and self._evict():
             pass

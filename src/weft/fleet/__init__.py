@@ -1,1 +1,1 @@
-"""Clients of an engine in a thread or a process, and the supervisor that starts it again."""
+"""Clients of an engine in this thread or a process, and the supervisor that starts it again."""

@@ -1,8 +1,7 @@
 """An EngineClient over a link to an engine.
 
-The link carries commands down and reports up. `weft.fleet.thread` runs the engine in a thread of
-this process, `weft.fleet.process` in a process of its own. All of `LinkClient` runs on one event
-loop.
+The link carries commands down and reports up; that of `weft.fleet.process` leads to a process of
+the engine's own. All of `LinkClient` runs on one event loop.
 """
 
 from __future__ import annotations
@@ -47,8 +46,7 @@ class Link(Protocol):
 
 
 class LinkClient:
-    """The streams and calls that wait for one engine. `start_in_process` and `start_process` make
-    clients."""
+    """The streams and calls that wait for one engine; `start_process` makes a client."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -164,8 +162,6 @@ class LinkClient:
         for future in calls.values():
             if not future.done():
                 future.set_exception(error)
-
-    # -- inside --------------------------------------------------------------------------------
 
     async def _call(self, make: Callable[[int], Command]) -> Reply:
         call_id = next(self._call_ids)

@@ -134,8 +134,6 @@ class Supervisor:
         await asyncio.gather(self._task, return_exceptions=True)
         await self._engine.close()
 
-    # -- inside --------------------------------------------------------------------------------
-
     def _up(self) -> LinkClient:
         if self._down is not None:
             raise EngineDead(self._down)

@@ -24,11 +24,9 @@ class Weight(Protocol):
 
     def apply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """`x W^T + b` in x's dtype, (T, O)."""
-        ...
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The values, (O, I), each rounded to `dtype` once."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

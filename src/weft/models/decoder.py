@@ -17,9 +17,9 @@ from weft.kernels.ops import Ops, Product
 from weft.models.blueprint import EMBED, HEAD, LAST_NORM, experts_of, layer_norms
 from weft.models.config import ModelConfig
 from weft.models.layers import Embedding, Head, HeadNorm, Linear, RmsNorm, StepContext, WidthNorm
+from weft.models.loading import Weights
 from weft.models.moe import Experts, SparseMlp, is_capturable
 from weft.models.rope import RopeTable
-from weft.models.weights import Weights
 
 __all__ = ["Decoder", "StepContext"]
 

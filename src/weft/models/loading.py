@@ -1,4 +1,4 @@
-"""Weights of a decoder: read from safetensors, or made at random, straight on the device.
+"""A model with its weights: read from safetensors, or made at random, straight on the device.
 
 What a model's files must hold follows from the table of its shape (`models/blueprint.py`): each
 projection's tensor is read into its rows of the packed weight.
@@ -9,21 +9,135 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.core.config import ModelArgs
 from weft.core.errors import ConfigError
-from weft.core.targets import Group, TargetTable
-from weft.kernels.linear import DenseWeight
+from weft.core.targets import Group, Norm, Target, TargetTable
+from weft.kernels.linear import DenseWeight, Weight
 from weft.kernels.quant import Format, format_named
 from weft.models.blueprint import EMBED, HEAD, target_table
-from weft.models.config import ModelConfig, MoeConfig
-from weft.models.weights import Weights
+from weft.models.config import ModelConfig, MoeConfig, load_model_config, resolve_model
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All weights of a model, in one dtype and on one device; also the
+    `weft.checkpoint.base.BaseWeights` of its adapters."""
+
+    table: TargetTable
+    matrices: dict[str, Weight]
+    """By key, (out, in); the embedding's is (vocab, hidden), the experts' (experts, out, in). A
+    tied head is the embedding's tensor."""
+    biases: dict[str, Tensor]
+    """By key, (out,); there is none where the model lacks it."""
+    norms: dict[str, Tensor]
+    """By name, (size,)."""
+
+    def dense(self, key: str) -> Tensor:
+        """A matrix that is never quantized."""
+        matrix = self.matrices[key]
+        assert isinstance(matrix, DenseWeight), key
+        return matrix.values_OI
+
+    @property
+    def embed(self) -> Tensor:
+        """(vocab, hidden)"""
+        return self.dense(EMBED)
+
+    @property
+    def head(self) -> Tensor:
+        """(vocab, hidden)"""
+        return self.dense(HEAD)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.dtype
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the model; a tied head counts once."""
+        own = [m for key, m in self.matrices.items() if key != HEAD or not self.table.tied]
+        vectors = (*self.biases.values(), *self.norms.values())
+        return sum(m.shape.numel() for m in own) + sum(v.numel() for v in vectors)
+
+    def weight(self, target: Target) -> Tensor:
+        if target.kind == "embedding":
+            return self.embed.t()
+        matrix = self.matrices[self.table.groups[target.group].packed.key]
+        return _rows(matrix.dequantized(self.dtype), target)
+
+    def bias(self, target: Target) -> Tensor | None:
+        bias = self.biases.get(self.table.groups[target.group].packed.key)
+        return None if bias is None else _rows(bias, target)
+
+    def norm(self, norm: Norm) -> Tensor:
+        return self.norms[norm.name]
+
+
+def _rows(packed: Tensor, target: Target) -> Tensor:
+    """What belongs to a target in its group's matrix or bias."""
+    return packed[target.offset : target.offset + target.out_features]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A base model whose weights are on their device."""
+
+    config: ModelConfig
+    table: TargetTable
+    weights: Weights
+    dtype: torch.dtype
+    device: torch.device
+
+
+def load_model(args: ModelArgs) -> LoadedModel:
+    """Raises ConfigError for a device that is not there, a model that is not served, and a
+    context that the model does not have."""
+    device = device_of(args.device)
+    config = load_model_config(args.model, args.revision)
+    _check_context(args.max_model_len, config)  # before anything slow
+    dtype = _dtype(args.dtype, config, device)
+    if args.load_format == "dummy":
+        weights = dummy_weights(config, dtype, device, quantization=args.quantization)
+    else:
+        folder = resolve_model(args.model, args.revision)
+        weights = load_weights(folder, config, dtype, device, args.quantization)
+    return LoadedModel(config, target_table(config), weights, dtype, device)
+
+
+def device_of(name: str) -> torch.device:
+    """The device that auto, cpu or cuda stands for. Raises ConfigError where there is no such
+    device."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda, but torch sees no CUDA device", "device")
+    return torch.device(name)
+
+
+def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    if name == "auto":
+        name = "float32" if device.type == "cpu" else config.dtype
+        name = "bfloat16" if name == "float32" and device.type == "cuda" else name
+    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
+
+
+def _check_context(asked: int | None, config: ModelConfig) -> None:
+    """Raises ConfigError for a context longer than the model's own."""
+    limit = config.max_position_embeddings
+    if asked is not None and asked > limit:
+        raise ConfigError(
+            f"--max-model-len {asked} is more than the model's own limit of {limit} tokens",
+            "max_model_len",
+        )
 
 
 def load_weights(

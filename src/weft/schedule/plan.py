@@ -23,12 +23,10 @@ class Matcher(Protocol):
     def accept(self, token_id: int) -> None:
         """A token was chosen that is not the last one. Raises WeftError if the output can't go on:
         its request ends with that error."""
-        ...
 
     def fill(self, words: Words) -> None:
         """Clear the bits of the tokens that may not come next. On entry those of all tokens of
         the request's vocabulary are set."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,6 @@ class Waiter(Protocol):
     @property
     def order(self) -> int:
         """The request's place by arrival; no two requests have the same."""
-        ...
 
     @property
     def digest(self) -> str | None: ...
@@ -183,8 +182,6 @@ class FairQueue(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         for lane in self._lanes.values():
             yield from lane.items.values()
-
-    # -- inside --------------------------------------------------------------------------------
 
     def _take(self, lane: _Lane[T], index: int) -> None:
         del lane.items[lane.orders.pop(index)]

@@ -334,8 +334,6 @@ class AdapterSlots:
         assert max(loose, default=0) <= room, "one can never be loaded"
         assert not self._pinned or len(self._pinned) < self._num_slots
 
-    # -- inside --------------------------------------------------------------------------------
-
     def _may_go(self, extent: ArenaExtent) -> bool:
         return not (extent.loading or extent.leases or extent.digest in self._pinned)
 

@@ -40,9 +40,9 @@ from weft.core.errors import (
 from weft.core.stats import TierStats
 from weft.kernels.checksum import checksum
 from weft.kernels.lora import AdapterPool
+from weft.models.loading import LoadedModel
 from weft.schedule.extents import Extent
 from weft.worker.images import ImageStore
-from weft.worker.loader import LoadedModel
 from weft.worker.memory import HostMemory
 from weft.worker.protocol import LoadOrder, LoadResult, Origin, PackedAdapter, ProbeResult
 from weft.worker.selfcheck import SelfCheck

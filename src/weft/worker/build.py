@@ -16,11 +16,11 @@ from weft.kernels.ops import make_ops
 from weft.kernels.quant import rounds_inputs
 from weft.models.config import resolve_model
 from weft.models.decoder import Decoder, allocate_kv_cache
+from weft.models.loading import LoadedModel, load_model
 from weft.worker.adapters import AdapterLoader, Packer
 from weft.worker.execute import StepExecutor
 from weft.worker.images import ImageStore, default_folder, fingerprint
 from weft.worker.inputs import Array
-from weft.worker.loader import LoadedModel, load_model
 from weft.worker.memory import adapter_bytes, allocating, context_length, count_blocks, host_memory
 from weft.worker.protocol import WorkerFacts
 from weft.worker.sampler import Sampler

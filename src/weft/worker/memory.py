@@ -52,16 +52,6 @@ def count_blocks(
     return blocks
 
 
-def check_context(asked: int | None, config: ModelConfig) -> None:
-    """Raises ConfigError for a context longer than the model's own."""
-    limit = config.max_position_embeddings
-    if asked is not None and asked > limit:
-        raise ConfigError(
-            f"--max-model-len {asked} is more than the model's own limit of {limit} tokens",
-            "max_model_len",
-        )
-
-
 def context_length(asked: int | None, capacity: int, config: ModelConfig) -> int:
     """Tokens that a request may have, with room for `capacity` tokens in the KV cache. Raises
     ConfigError if more are asked for than fit."""

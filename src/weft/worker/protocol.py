@@ -107,7 +107,6 @@ class ProbeResult(NamedTuple):
 class Flight(Protocol):
     def result(self) -> StepResult:
         """Wait for the step's tokens. Raises what the forward pass raised."""
-        ...
 
 
 class Worker(Protocol):
@@ -122,46 +121,35 @@ class Worker(Protocol):
     def move(self, moves: Sequence[Move]) -> None:
         """Move images within adapter memory, after the steps launched so far, which find the
         images at their old places, and before later steps and the copies of later loads."""
-        ...
 
     def clear(self, slots: Sequence[int]) -> None:
         """Let no step find an adapter in these slots any more."""
-        ...
 
     def load(self, order: LoadOrder) -> Future[LoadResult]:
         """Bring an image to adapter memory, where nothing reads until it was installed."""
-        ...
 
     def install(self, slot: int, start: int, image: AdapterImage) -> None:
         """Let later steps find the image, which was loaded, in a slot."""
-        ...
 
     def pack(self, path: str, digest: str | None) -> Future[PackedAdapter | WeftError]:
         """Read and validate an adapter's folder and pack it. What has a digest must have that
         content, and may come from its image file."""
-        ...
 
     def pack_now(self, config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> AdapterImage:
         """Pack an adapter that is in memory. Raises AdapterInvalid."""
-        ...
 
     def probe(self, image: AdapterImage, *, paced: bool) -> Future[ProbeResult | WeftError]:
         """Find out whether the device computes an adapter as it should. Paced, it goes on beside
         steps without disturbing them; otherwise it has ended when this returns."""
-        ...
 
     def stage(self, image: AdapterImage, extent: Extent) -> Future[AdapterImage]:
         """Copy an image to its place in the host's memory."""
-        ...
 
     def check_sum(self, parts: Sequence[tuple[str, Summand]]) -> int:
         """Elements that the sum of adapters, by name, takes. Raises InvalidRequest."""
-        ...
 
     def disk_stats(self) -> TierStats | None:
         """Figures of the image files; None if there are none."""
-        ...
 
     def close(self) -> None:
         """Wait for what is under way, drop what waits, and let go of threads and memory."""
-        ...

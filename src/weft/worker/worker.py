@@ -12,12 +12,12 @@ from weft.checkpoint.pack import AdapterImage
 from weft.checkpoint.read import files_of
 from weft.core.errors import WeftError
 from weft.core.stats import TierStats
+from weft.models.loading import LoadedModel
 from weft.schedule.extents import Extent, Move
 from weft.schedule.plan import StepResult
 from weft.worker.adapters import AdapterLoader
 from weft.worker.execute import StepExecutor
 from weft.worker.inputs import StepInputs
-from weft.worker.loader import LoadedModel
 from weft.worker.protocol import (
     Flight,
     LoadOrder,

@@ -146,7 +146,6 @@ class Attend(Protocol):
         """Returns (T, H, D), in q's dtype. Row t, at position p of its sequence, attends to the
         positions in (p - window, p], or to all up to p when `window` is None. Query head h reads
         key head h // (H / K)."""
-        ...
 
 
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, batch: AttentionBatch) -> None:

@@ -257,7 +257,6 @@ class ExpertStep(Protocol):
 
     def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
         """Add the adapters' part to the product of a group of experts."""
-        ...
 
 
 class LoraStep(Protocol):
@@ -282,21 +281,17 @@ class LoraStep(Protocol):
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         """Add the adapters' part to the base product of the rows."""
-        ...
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor, group: int) -> None:
         """Add the adapters' part to the embedding of the tokens `ids`."""
-        ...
 
     def head(self, y_NV: Tensor, x_NI: Tensor, group: int) -> None:
         """Add the adapters' part to the logits of the sampled rows."""
-        ...
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
         """The rows of a layer's experts: which of the step's rows each is of, and which expert it
         goes through, int64 (P,). Ordered by expert, then by slot. On a GPU, an operation that does
         not start early comes between this and `linear`, which reads at once what is made here."""
-        ...
 
 
 class NormStep(Protocol):
@@ -304,7 +299,6 @@ class NormStep(Protocol):
 
     def of(self, index: int) -> list[tuple[int, int, Tensor]]:
         """For a norm of the table, (first row, end, weight) of the rows that have their own."""
-        ...
 
 
 class VocabularyStep(Protocol):
@@ -312,12 +306,10 @@ class VocabularyStep(Protocol):
 
     def embedding(self, y_TO: Tensor, ids_T: Tensor) -> None:
         """Write the rows of added tokens, over what others made of them."""
-        ...
 
     def logits(self, y_NV: Tensor, x_NI: Tensor) -> Tensor:
         """Give the logits of the largest vocabulary for the sampled rows: minus infinity for tokens
         that are not in a row's own."""
-        ...
 
 
 class LoraBackend(Protocol):
@@ -326,8 +318,6 @@ class LoraBackend(Protocol):
     def reserve(self, num_rows: int) -> bool:
         """Make room for steps of that many rows. Returns whether steps can then be captured in CUDA
         graphs, to be replayed after a `begin` of as many rows."""
-        ...
 
     def begin(self, batch: LoraBatch) -> LoraStep:
         """Prepare one step; the batch has at least one segment."""
-        ...

@@ -1,4 +1,4 @@
-"""The engine in a thread of this process."""
+"""The engine in a thread of this process, with the client that a server has of its own process."""
 
 from __future__ import annotations
 
