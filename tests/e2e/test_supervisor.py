@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.002)
 
 
-async def outcome(stream: AsyncIterator[TokenEvent]) -> WeftError | None:
+async def outcome(stream: AsyncGenerator[TokenEvent, None]) -> WeftError | None:
     """The one terminal error of a stream, raised or as an event; None if it ended well."""
     last: TokenEvent | None = None
     try:
@@ -115,7 +115,7 @@ class Fake:
             for each in both:
                 each.cancel()
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         await self._wait(asyncio.sleep(0))
         yield TokenEvent(request.request_id, [1])
         await self._wait(self.world.gate.wait())

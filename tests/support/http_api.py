@@ -7,7 +7,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -73,7 +73,7 @@ class EchoEngine:
         """How long an abort takes."""
         self.in_use: list[AdapterRef | None] = []
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
         self.num_open += 1
         self.in_use.append(request.adapter)

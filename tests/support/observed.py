@@ -4,7 +4,7 @@ of its requests."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ class ScriptedEngine:
             Event("", [6, 7], finish_reason="length", num_cached_tokens=2),
         ]
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[Event]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[Event, None]:
         for event in self.script:
             yield event._replace(request_id=request.request_id)
         if self.hangs:

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from weft.api.middleware import TraceSink, watched
 from weft.api.schemas import AdapterWeight
@@ -17,7 +17,7 @@ from weft.api.settings import ApiSettings
 from weft.core.adapters import WeightedAdapter
 from weft.core.errors import EngineDead, InvalidRequest, Overloaded
 from weft.core.messages import EngineClient
-from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
+from weft.core.requests import EngineRequest, TokenLogprob
 from weft.core.stats import EngineStats
 from weft.metrics import Metrics
 from weft.registry import AdapterRegistry
@@ -214,7 +214,7 @@ class Service:
     ) -> AsyncGenerator[OutputDelta, None]:
         """The request's deltas. Closing the generator aborts what still runs in the engine."""
         output = OutputStream(language.tokenizer, request.params, request.prompt_ids, shown_ids)
-        events = cast(AsyncGenerator[TokenEvent, None], self.engine.generate(request))
+        events = self.engine.generate(request)
         with watched(request, self._model_name, self.metrics, self._traces) as watch:
             async with aclosing(events):
                 async for event in events:

@@ -48,10 +48,7 @@ Affine = tuple[torch.Tensor | None, torch.Tensor | None]
 
 def affine(parts: TargetParts, base: BaseWeights | None, replaced: Replaced | None) -> Affine:
     """What makes `W x + bias + scaling B A x` of the base, with the rows in `replaced`, the
-    adapter's output.
-
-    Without a base the values are placeholders. Raises AdapterInvalid.
-    """
+    adapter's output; placeholders without a base. Raises AdapterInvalid."""
     for vector in parts.vectors:
         check_finite(vector.name, vector.tensor)
     target = parts.target
@@ -97,8 +94,7 @@ def replaced_rows(
     if rows.some is not None:
         some = rows.some.tensor[order].to(dtype)
         check_finite(rows.some.name, rows.some.tensor, some)
-    ids = torch.tensor(rows.ids, dtype=torch.int64)[order]
-    found = some
+    ids, found = torch.tensor(rows.ids, dtype=torch.int64)[order], some
     if rows.whole is not None:
         found = rows.whole.tensor.to(dtype)
         check_finite(rows.whole.name, rows.whole.tensor, found)

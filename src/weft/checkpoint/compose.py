@@ -62,16 +62,11 @@ def summand_of(image: AdapterImage) -> Summand:
 def check_sum(
     parts: Sequence[tuple[str, Summand]], table: TargetTable, max_rank: int, dtype: torch.dtype
 ) -> int:
-    """Elements that the image of a sum takes; `parts` are names and what these are of.
-
-    Raises InvalidRequest, naming `adapters`.
-    """
+    """Elements that the image of a sum of adapters, by name, takes. Raises InvalidRequest."""
     for name, summand in parts:
         if summand.beyond:
-            raise InvalidRequest(
-                f"adapters: {name!r} can't be part of a sum, as it holds {summand.beyond}",
-                "adapters",
-            )
+            message = f"adapters: {name!r} can't be part of a sum, as it holds {summand.beyond}"
+            raise InvalidRequest(message, "adapters")
     rank = _rank([summand for _, summand in parts])
     worst = max(range(len(rank)), key=rank.__getitem__)
     if rank[worst] > max_rank:

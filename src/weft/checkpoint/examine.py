@@ -12,13 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weft.checkpoint.kinds import CONVERSION_TOLERANCE, sort_adapter
-from weft.checkpoint.parts import (
-    AdapterParts,
-    Values,
-    check_activated,
-    nothing_in,
-    same_rows,
-)
+from weft.checkpoint.parts import AdapterParts, Values, check_activated, nothing_in, same_rows
 from weft.checkpoint.read import AdapterFiles, item_bytes
 from weft.checkpoint.refuse import refuse
 from weft.core.files import WEIGHTS_FILE
@@ -45,11 +39,8 @@ def examine(
     max_rank: int,
     conversion_tolerance: float = CONVERSION_TOLERANCE,
 ) -> Examined | None:
-    """The verdict of `pack_image`, without the base, for the serving dtype (torch's name of it).
-
-    None: not told here, as the adapter has added tokens, whose rows have to be computed. Raises
-    AdapterInvalid.
-    """
+    """The verdict of `pack_image`, without the base, for the serving dtype (torch's name of it);
+    None for an adapter with added tokens, whose rows have to be computed. Raises AdapterInvalid."""
     config, parts = sort_adapter(files, table, max_rank, conversion_tolerance)
     vocab, _ = vocabulary(table, "embedding")
     if parts.vocab_size > vocab:

@@ -66,9 +66,8 @@ class AdapterImage:
     """Packed without the base's weights, on which some of it depends: to be looked at, with sizes
     that are upper bounds, but not to be served."""
     conversion_error: float = 0.0
-    """The largest error of a target, see `TargetParts.error`; 0 for a LoRA."""
     conversion_worst: str = ""
-    """The name of the target that has this error."""
+    """The largest error of a target, see `TargetParts.error`, 0 for a LoRA; and that target."""
     invocation: tuple[int, ...] = ()
     """The token ids that an activated LoRA is active from; (): it always is."""
     checksum: int | None = None
@@ -117,12 +116,8 @@ def pack_image(
     conversion_tolerance: float = CONVERSION_TOLERANCE,
     max_added_tokens: int = MAX_ADDED_TOKENS,
 ) -> AdapterImage:
-    """The image of an adapter from the content of its files.
-
-    `conversion_tolerance`: the largest error, see `TargetParts.error`, of what is no LoRA. Without
-    `base`, the verdict is for a base of these shapes, and the image may be provisional. Raises
-    AdapterInvalid.
-    """
+    """The image of an adapter from the content of its files; see `sort_adapter`. Without `base`,
+    it is for a base of these shapes, and may be provisional. Raises AdapterInvalid."""
     config, parts = sort_adapter(files, table, max_rank, conversion_tolerance, max_added_tokens)
     if config.residual_init and base is not None:
         check_residual(config.residual_init, parts, base)

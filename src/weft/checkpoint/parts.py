@@ -78,15 +78,11 @@ def largest(array: Array) -> np.float32:
 @dataclass(slots=True)
 class TargetParts:
     """What an adapter holds for one target: y = gain * (W x + bias) + scaling * B A x, and so on.
-
-    Absent parts are None. A and B come together, for experts stacked; the other vectors are (out,).
-    """
+    A (r, in) and B (out, r) come together, for experts stacked; the other vectors are (out,)."""
 
     target: Target
     a: Values | None = None
-    """(r, in)"""
     b: Values | None = None
-    """(out, r)"""
     scaling: float = 1.0
     lora_bias: Values | None = None
     """Added to B A x, before it is scaled."""
@@ -116,7 +112,7 @@ class Rows:
     """Rows of the embedding's or the head's weight (vocab, hidden) in place of the base's."""
 
     whole: Stored | None
-    """All of them, (vocab, hidden)."""
+    """All of them."""
     some: Stored | None
     """(n, hidden), over those of `whole`."""
     ids: tuple[int, ...] = ()
@@ -215,9 +211,8 @@ def check_activated(
         own = f"an adapter with its own vocabulary ({layout.vocab_size})"
         refuse(field, f"{own} can't be activated")
     if not provisional and (layout.norm_offset or layout.embedding_rows or layout.head_rows):
-        refuse(
-            field, "the file holds weights that differ from the base's, which can't be activated"
-        )
+        why = "the file holds weights that differ from the base's, which can't be activated"
+        refuse(field, why)
 
 
 def nothing_in(parts: AdapterParts) -> str:

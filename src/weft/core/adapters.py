@@ -82,25 +82,20 @@ class WeightedAdapter:
         if not isinstance(scale, int | float) or isinstance(scale, bool) or math.isnan(scale):
             raise InvalidRequest(f"adapters: a scale must be a number, got {scale!r}", "adapters")
         if abs(scale) > MAX_SCALE:
-            raise InvalidRequest(
-                f"adapters: a scale must be in [{-MAX_SCALE:g}, {MAX_SCALE:g}], got {scale}",
-                "adapters",
-            )
+            message = f"adapters: a scale must be in [{-MAX_SCALE:g}, {MAX_SCALE:g}], got {scale}"
+            raise InvalidRequest(message, "adapters")
 
 
 def check_parts(adapters: Sequence[WeightedAdapter]) -> None:
     """Raises InvalidRequest unless there are 1 to MAX_PARTS of them, each under its own name."""
     if not 1 <= len(adapters) <= MAX_PARTS:
-        raise InvalidRequest(
-            f"adapters must hold 1 to {MAX_PARTS} adapters, got {len(adapters)}", "adapters"
-        )
+        message = f"adapters must hold 1 to {MAX_PARTS} adapters, got {len(adapters)}"
+        raise InvalidRequest(message, "adapters")
     names = [each.name for each in adapters]
     for name in names:
         if names.count(name) > 1:
-            raise InvalidRequest(
-                f"adapters names {name!r} twice; name it once, with the sum of its scales",
-                "adapters",
-            )
+            message = f"adapters names {name!r} twice; name it once, with the sum of its scales"
+            raise InvalidRequest(message, "adapters")
 
 
 def sum_of(parts: Sequence[AdapterPart]) -> tuple[AdapterRef, tuple[AdapterPart, ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -95,7 +95,7 @@ class EngineClient(Protocol):
     def alive(self) -> bool:
         """Whether requests can be served now."""
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         """Run a request and yield its events; only the last one has `finish_reason` set.
 
         Closing the iterator early aborts the request. Engine-side failures of the request come

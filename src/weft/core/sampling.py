@@ -16,11 +16,8 @@ MAX_BAD_WORD_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """The form that an output must have: exactly one of these is given.
-
-    Raises InvalidRequest unless it is; whether a schema, regex or grammar is valid shows when
-    the engine compiles it.
-    """
+    """The form that an output must have. Raises InvalidRequest unless exactly one is given; whether
+    a schema, regex or grammar is valid shows when the engine compiles it."""
 
     json: str | None = None
     """A JSON schema, as JSON text."""
@@ -28,7 +25,6 @@ class StructuredOutputs:
     """Any JSON object."""
     regex: str | None = None
     choice: tuple[str, ...] = ()
-    """One of these strings."""
     grammar: str | None = None
     """EBNF; its root rule is `root`."""
     structural_tag: str | None = None
@@ -41,10 +37,8 @@ class StructuredOutputs:
         forms = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
         given = sum(getattr(self, form) not in (None, False, ()) for form in forms)
         if given != 1:
-            raise InvalidRequest(
-                f"structured_outputs needs exactly one constraint, got {given}",
-                "structured_outputs",
-            )
+            message = f"structured_outputs needs exactly one constraint, got {given}"
+            raise InvalidRequest(message, "structured_outputs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +92,14 @@ class SamplingParams:
             value: object = getattr(self, name)
             values = (value,) if isinstance(value, str | int) else tuple(getattr(self, name) or ())
             object.__setattr__(self, name, values)
-        if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None)
+        for name, low, high in (
+            ("max_tokens", 1, None),
+            ("seed", -(2**63), 2**63 - 1),
+            ("logprobs", 0, MAX_LOGPROBS),
+            ("prompt_logprobs", 0, MAX_LOGPROBS),
+        ):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), low, high)
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_int("top_k", self.top_k, -1, 2**63 - 1)
         _check_float("top_p", self.top_p, 0.0, 1.0)
@@ -115,11 +115,6 @@ class SamplingParams:
             _check_int("logit_bias", token, 0, None)
             _check_float("logit_bias", bias, -100.0, 100.0)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**63 - 1)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         _check_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
         _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         for name in ("stop_token_ids", "allowed_token_ids"):
@@ -135,9 +130,8 @@ class SamplingParams:
         for name in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
             highest = max(getattr(self, name), default=-1)
             if highest >= vocab_size:
-                raise InvalidRequest(
-                    f"{name} has token id {highest}, outside of [0, {vocab_size})", name
-                )
+                message = f"{name} has token id {highest}, outside of [0, {vocab_size})"
+                raise InvalidRequest(message, name)
 
 
 def _check_int(name: str, value: object, low: int, high: int | None) -> None:

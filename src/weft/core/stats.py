@@ -31,10 +31,10 @@ class AdapterStats:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How values are spread: their number by bucket of `LOAD_BOUNDS_S`, and their sum."""
+    """How values are spread: their sum, and their number in each bucket, of which there is one
+    more than `LOAD_BOUNDS_S`."""
 
     counts: tuple[int, ...]
-    """One more than there are bounds."""
     sum: float
 
 
@@ -121,7 +121,6 @@ class EngineStats:
     adapters: dict[str, AdapterStats] = field(default_factory=dict)
     """By digest: those that have been on the device."""
     adapter_bytes: int = 0
-    """Device bytes that adapters take now."""
     tiers: dict[str, TierStats] = field(default_factory=dict)
     """By device, host, disk; no disk if images are not kept there."""
     load_s: dict[str, Spread] = field(default_factory=dict)
@@ -143,4 +142,3 @@ class EngineStats:
     adapter_loads: int = 0
     adapter_evictions: int = 0
     finished: dict[str, int] = field(default_factory=dict)
-    """Requests by finish reason."""

@@ -41,7 +41,8 @@ experts: each takes some experts."""
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One row of a model's table: a layer whose weight is one matrix for several projections.
+    """One row of a model's table: a layer whose weight is one matrix for several projections, which
+    `names` calls as PEFT and checkpoints do. `parts` are the output features of what is packed.
 
                      in_features                 names, where there is
                    +-------------+            one for each   one for all
@@ -52,14 +53,11 @@ class Packed:
     """
 
     key: str
-    """The name of its weight: "3.qkv". Layers of experts may share one: their gate and up are
-    adapted as two projections or as one."""
+    """The name of its weight: "3.qkv". Experts' gate and up share one, packed and as two."""
     kind: Kind
     in_features: int
     parts: tuple[int, ...]
-    """The output features of what is packed."""
     names: tuple[str, ...]
-    """The projections as PEFT and checkpoints name them: one for each part, or one for all."""
     bias: bool = False
     axis: Axis | None = None
     """None: every device has all of it."""
@@ -100,7 +98,6 @@ class Group:
     in_features: int
     slices: tuple[Target, ...]
     packed: Packed
-    """The row of the table that it was made of."""
 
     @property
     def out_features(self) -> int:
@@ -109,12 +106,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """A norm's weight, which an adapter may replace."""
+    """A norm's weight, which an adapter may replace; `index`: its place in `TargetTable.norms`."""
 
     name: str
     size: int
     index: int
-    """In `TargetTable.norms`."""
 
 
 @dataclass(frozen=True)
@@ -179,25 +175,22 @@ def build_table(
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """Where the parts of one adapter lie in its image, in elements from its start.
-
-    The fields of extras are empty tuples for adapters without such a part.
-    """
+    """Where the parts of one adapter lie in its image, in elements from its start; what a slice,
+    group or norm lacks is at -1, and fields of extras that it lacks altogether are ()."""
 
     rank: tuple[int, ...]
-    """Per slice; 0 when the adapter leaves that target alone."""
+    """Per slice; 0 where it is not adapted."""
     a_offset: tuple[int, ...]
-    """Per group; -1 when no slice of the group is adapted."""
+    """Per group."""
     b_offset: tuple[int, ...]
-    """Per slice; -1 when absent."""
+    """Per slice."""
     num_elements: int
     scale_offset: tuple[int, ...] = ()
-    """Per slice, -1 when absent: fp32 (out_features,) that the output is multiplied by, after A
-    and B have added to it."""
+    """Per slice: fp32 (out_features,) that the output, with A's and B's part, is multiplied by."""
     shift_offset: tuple[int, ...] = ()
-    """Per slice, -1 when absent: fp32 (out_features,) that is then added to the output."""
+    """Per slice: fp32 (out_features,) that is then added to the output."""
     norm_offset: tuple[int, ...] = ()
-    """Per norm of the table, -1 when absent: the weight in place of the base's."""
+    """Per norm of the table: the weight in place of the base's."""
     embedding_rows: tuple[int, ...] = ()
     """(first row, token ids, number of rows): offset of rows in place of the base's, offset of
     their int32 ids, rising; -1 when all rows are there."""
@@ -215,40 +208,30 @@ class ImageLayout:
     @property
     def has_extras(self) -> bool:
         """Whether there is more than A and B."""
-        return bool(
-            self.scale_offset
-            or self.shift_offset
-            or self.norm_offset
-            or self.embedding_rows
-            or self.head_rows
-        )
+        vectors = self.scale_offset or self.shift_offset or self.norm_offset
+        return bool(vectors or self.embedding_rows or self.head_rows)
 
 
 @dataclass(frozen=True)
 class Extras:
-    """What an adapter holds beside A and B."""
+    """What an adapter holds beside A and B: indices of slices and norms, and numbers of rows."""
 
     scaled: frozenset[int] = frozenset()
-    """The slices whose outputs are scaled."""
     shifted: frozenset[int] = frozenset()
-    """The slices whose outputs are shifted."""
     norms: frozenset[int] = frozenset()
-    """Indices in `TargetTable.norms`."""
     embedding_rows: int = 0
     head_rows: int = 0
     shared_rows: bool = False
     """The head's rows are the embedding's."""
     vocab_size: int = 0
-    """The number of tokens if it differs from the base's, else 0."""
+    """See `ImageLayout.vocab_size`."""
 
 
 def layout_of(
     table: TargetTable, rank: tuple[int, ...], extras: Extras | None = None, element_bytes: int = 4
 ) -> ImageLayout:
-    """The layout of an adapter with the given rank per slice (0: absent).
-
-    `element_bytes` is the size of the serving dtype; only extras depend on it.
-    """
+    """The layout of an adapter with the given rank per slice (0: absent). The size of the serving
+    dtype, `element_bytes`, matters to extras only."""
     a_offset: list[int] = []
     b_offset: list[int] = []
     end = 0
@@ -291,9 +274,8 @@ def _with_extras(plain: ImageLayout, table: TargetTable, extras: Extras, word: i
     shift_offset = place_each(extras.shifted, outs)
     norm_offset = place_each(extras.norms, [norm.size for norm in table.norms])
     embedding_rows = place_rows(extras.embedding_rows, "embedding")
-    head_rows = embedding_rows
-    if not extras.shared_rows:
-        head_rows = place_rows(extras.head_rows, "head")
+    shared = extras.shared_rows
+    head_rows = embedding_rows if shared else place_rows(extras.head_rows, "head")
     return replace(
         plain,
         num_elements=end,

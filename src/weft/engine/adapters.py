@@ -51,11 +51,8 @@ class Adapters:
     def hold_image(
         self, image: AdapterImage, path: str | None, holder: str, pinned: bool, checked: bool
     ) -> AdapterInfo:
-        """Hold what is packed already, at once. `path`: see `Catalog.add`; `checked`: whether
-        the device was seen to compute it right.
-
-        Raises AdapterInvalid, AdapterConflict; who held what before then holds it still.
-        """
+        """Hold what is packed already, at once; the arguments and errors are those of
+        `Catalog.add`. After an error, who held what before holds it still."""
         pin = self._pin(image.digest, holder, pinned)
         info = self._catalog.add(image, path, pin, checked)
         self._holders.hold(image.digest, holder, pinned)

@@ -30,11 +30,9 @@ def build_engine(args: EngineArgs, wake: Callable[[], None] = lambda: None) -> E
     """Start an engine. `wake` is called, on other threads, when there is something to apply while
     no step runs. Raises ConfigError if it can't start like this."""
     if args.scheduler.max_num_batched_tokens < args.scheduler.max_num_seqs:
-        raise ConfigError(
-            f"--max-num-batched-tokens {args.scheduler.max_num_batched_tokens} must be at "
-            f"least --max-num-seqs {args.scheduler.max_num_seqs}",
-            "max_num_batched_tokens",
-        )
+        tokens, seqs = args.scheduler.max_num_batched_tokens, args.scheduler.max_num_seqs
+        message = f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {seqs}"
+        raise ConfigError(message, "max_num_batched_tokens")
     policy = find_policy(args.lora.eviction_policy)
     stages = Stages()
     worker = build_worker(args, stages)

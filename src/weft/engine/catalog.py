@@ -44,7 +44,6 @@ class Registered:
     call: Hold
     result: AdapterImage | WeftError
     checked: bool = False
-    """See `AdapterInfo.checked`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,16 +100,14 @@ class KnownAdapter:
     summand: Summand | None = None
     """None: it is a sum itself."""
     parts: tuple[AdapterPart, ...] = ()
-    """What a sum is made of."""
     paths: tuple[str, ...] = ()
     """Where it may be read again, newest first: any of them may have changed since, or be gone."""
     from_memory: bool = False
     """Whether a registration of it has no folder."""
     pinned: bool = False
     info: AdapterInfo | None = None
-    """What is told of it; None: it is a sum."""
+    """What is told of it, but for `checked`; None: it is a sum."""
     checked: bool = False
-    """See `AdapterInfo.checked`."""
     stats: AdapterStats = field(default_factory=AdapterStats)
 
     @property
@@ -132,10 +129,8 @@ class Catalog:
     def add(
         self, image: AdapterImage, path: str | None, pinned: bool, checked: bool = False
     ) -> AdapterInfo:
-        """Make an image known, from the folder `path` or (None) from memory; at once.
-
-        Raises AdapterInvalid, AdapterConflict; what was known before then stays as it is.
-        """
+        """Make an image known, from the folder `path` or (None) from memory; at once. Raises
+        AdapterInvalid, AdapterConflict; what was known before then stays as it is."""
         self.slots.add(image.digest, image.layout.num_elements, pinned)
         known = KnownAdapter(image.num_bytes, summand_of(image))
         known = self.known.setdefault(image.digest, known)

@@ -110,10 +110,8 @@ class Engine:
         holder: str,
         pinned: bool = False,
     ) -> AdapterInfo:
-        """Hold an adapter from memory, at once; see `weft.checkpoint.read.files_of`.
-
-        Raises AdapterInvalid, AdapterConflict, AdapterQuarantined.
-        """
+        """Hold an adapter from memory, at once; see `weft.checkpoint.read.files_of`. Raises
+        AdapterInvalid, AdapterConflict, AdapterQuarantined."""
         image = self._worker.pack_now(config, tensors)
         return self.hold_image(image, holder, pinned, self._residency.registrations.probe(image))
 
@@ -125,7 +123,6 @@ class Engine:
         return self._adapters.hold_image(image, None, holder, pinned, checked)
 
     def release(self, digest: str, holder: str) -> None:
-        """See `EngineClient.release`."""
         self._adapters.release(digest, holder)
 
     def stats(self) -> EngineStats:

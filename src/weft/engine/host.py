@@ -95,11 +95,9 @@ class HostTier:
         extent: Extent | None = None,
         reload_s: float = 0.0,
     ) -> None:
-        """Hold an image, whose data lie in `extent` if that is given, or change whether it is kept.
-
-        An image that is there already stays, unless it only now got its place in an extent.
-        reload_s: seconds that it took to come.
-        """
+        """Hold an image, whose data lie in `extent` if that is given and which took `reload_s` to
+        come, or change whether it is kept. One that is there already stays, unless it only now got
+        its place in an extent."""
         now = self._tick()
         held = self._held.get(image.digest)
         if held is not None and (extent is None or held.extent is not None):

@@ -21,9 +21,8 @@ from weft.worker.inputs import RowState
 from weft.worker.protocol import Flight, Worker
 
 PollGrammars = Callable[[], Sequence[tuple[str, Matcher | WeftError]]]
-"""Grammars whose compilation has ended since the last call, by request."""
 PollAdapters = Callable[[], Sequence[LoadEnded]]
-"""Loads of adapters that have ended since the last call."""
+"""What has ended since the last call: compilations of grammars, by request; loads of adapters."""
 
 
 class QueueTimes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Protocol
 
 from weft.core.adapters import AdapterInfo, AdapterSource
@@ -79,7 +79,7 @@ class LinkClient:
     def alive(self) -> bool:
         return self._info is not None and self._dead is None
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         self._send(Submit(request))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
@@ -77,7 +77,7 @@ class DirectClient:
             inbox.num_open -= 1
             self.engine.apply(Abort(request_id))
 
-    async def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         for event in self.run([request]):
             yield event
 

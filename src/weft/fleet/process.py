@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Generic, TypeAlias, TypeVar, cast, get_args
+from typing import Any, Generic, TypeAlias, TypeVar, get_args
 
 import msgspec
 import zmq
@@ -52,8 +52,8 @@ class Codec(Generic[T]):
         return self._decode[kind](payload)
 
 
-COMMANDS = cast(Codec[Command], Codec(get_args(Command)))
-REPORTS = cast(Codec[Report], Codec(get_args(Report)))
+COMMANDS: Codec[Command] = Codec(get_args(Command))
+REPORTS: Codec[Report] = Codec(get_args(Report))
 
 
 async def start_process(args: EngineArgs) -> LinkClient:
@@ -91,8 +91,7 @@ class ProcessLink:
         return self._process.pid
 
     def send(self, command: Command) -> None:
-        """Send a command, without waiting. It is lost if there is no engine at the other end, of
-        which `LinkClient.died` tells."""
+        # A command to an engine that is gone is lost, of which `LinkClient.died` tells.
         with contextlib.suppress(zmq.Again):
             self._down.send(COMMANDS.encode(command), zmq.DONTWAIT)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 
 from weft.core.adapters import AdapterInfo, AdapterSource
@@ -30,8 +30,6 @@ MAX_PAUSE_S = 30.0
 """The longest pause. An engine that lives longer than this is taken for a good one."""
 WATCHDOG_S = 300.0
 """How long an engine may give no answer, and so how long a step may take."""
-
-
 Start = Callable[[EngineArgs], Awaitable[LinkClient]]
 
 
@@ -88,7 +86,7 @@ class Supervisor:
         """Whether an engine is up, and holds all that it can of what it is to hold."""
         return self._down is None and self._engine.alive
 
-    def generate(self, request: EngineRequest) -> AsyncIterator[TokenEvent]:
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         if self._down is not None:
             return _ending(request.request_id, EngineDead(self._down))
         needed = [part.ref for part in request.parts]
@@ -237,7 +235,7 @@ class Supervisor:
         return wanted.holders.get(holder) if wanted else None
 
 
-async def _ending(request_id: str, error: WeftError) -> AsyncIterator[TokenEvent]:
+async def _ending(request_id: str, error: WeftError) -> AsyncGenerator[TokenEvent, None]:
     """End a request that no engine sees with this error."""
     if isinstance(error, EngineDead):
         raise error

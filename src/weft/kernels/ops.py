@@ -22,10 +22,8 @@ from weft.kernels.attention.sdpa import torch_attend
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
-    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension, computed in fp32.
-
-    x (..., D) and weight (D,) in the serving dtype; the result has x's dtype.
-    """
+    """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension of x (..., D), with weight (D,),
+    computed in fp32; the result has x's dtype."""
     return F.rms_norm(x_D, (x_D.shape[-1],), weight_D, eps)
 
 
@@ -75,11 +73,8 @@ def reference_rope(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """What adapters add to a product, left to the operation that reads the product next.
-
-    The result is `y + add` for the rows whose slot is not negative; `add` of the others is
-    undefined.
-    """
+    """What adapters add to a product, left to the operation that reads the product next. `add` is
+    undefined for rows whose slot is negative, of which the result is `y`."""
 
     add_TO: Tensor
     """fp32"""
@@ -150,10 +145,8 @@ class Ops:
 
 
 def make_ops(name: str, device: torch.device) -> Ops:
-    """Make the ops of that name; "auto" is triton on a CUDA device, else torch.
-
-    Raises ConfigError when there are none of that name, or they can't run there.
-    """
+    """Make the ops of that name; "auto" is triton on a CUDA device, else torch. Raises ConfigError
+    when there are none of that name, or they can't run there."""
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
     if name == "torch":

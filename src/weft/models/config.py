@@ -9,7 +9,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from weft.core.errors import ConfigError
 from weft.models.rope_config import RopeConfig, context_limit, read_rope
@@ -39,10 +39,8 @@ class MoeConfig:
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
-            raise ConfigError(
-                f"num_experts_per_tok must be in [1, {self.num_experts}], got {self.top_k}",
-                "num_experts_per_tok",
-            )
+            message = f"num_experts_per_tok must be in [1, {self.num_experts}], got {self.top_k}"
+            raise ConfigError(message, "num_experts_per_tok")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,9 +140,8 @@ def _layer_windows(hf: Any) -> tuple[int | None, ...]:
 def _qwen3_moe(hf: Any) -> MoeConfig | None:
     step = hf.decoder_sparse_step
     if step < 1:
-        raise ConfigError(
-            f"decoder_sparse_step must be positive, got {step}", "decoder_sparse_step"
-        )
+        message = f"decoder_sparse_step must be positive, got {step}"
+        raise ConfigError(message, "decoder_sparse_step")
     layers = tuple(
         i not in hf.mlp_only_layers and hf.num_experts > 0 and (i + 1) % step == 0
         for i in range(hf.num_hidden_layers)
@@ -273,8 +270,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _family_of(raw: dict[str, Any]) -> str:
     """The architecture, after checking the fields that rule a checkpoint out."""
     architectures = raw.get("architectures") or []
-    name = architectures[0] if len(architectures) == 1 else None
-    if name not in FAMILIES:
+    name: str | None = architectures[0] if len(architectures) == 1 else None
+    if name is None or name not in FAMILIES:
         raise ConfigError(
             f"architectures {architectures} is not served; these are: {', '.join(FAMILIES)}",
             "architectures",
@@ -283,10 +280,9 @@ def _family_of(raw: dict[str, Any]) -> str:
         if raw.get(key):
             raise ConfigError(f"{key} is set: quantized checkpoints are not served", key)
     if raw.get("model_type") != FAMILIES[name].model_type:
-        raise ConfigError(
-            f"model_type {raw.get('model_type')!r} does not belong to {name}", "model_type"
-        )
-    return cast(str, name)
+        message = f"model_type {raw.get('model_type')!r} does not belong to {name}"
+        raise ConfigError(message, "model_type")
+    return name
 
 
 def _hf_config(folder: Path) -> Any:
@@ -335,17 +331,15 @@ def _flag(hf: Any, value: bool | str) -> bool:
 
 
 def _dtype(raw: dict[str, Any]) -> str:
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    dtype: str = raw.get("dtype") or raw.get("torch_dtype") or "float32"
     if dtype not in ("float32", "float16", "bfloat16"):
         raise ConfigError(f"dtype {dtype!r} is not served", "dtype")
-    return cast(str, dtype)
+    return dtype
 
 
 def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
-    value = None
     generation = folder / "generation_config.json"
-    if generation.is_file():
-        value = _read_json(generation).get("eos_token_id")
+    value = _read_json(generation).get("eos_token_id") if generation.is_file() else None
     if value is None:
         value = raw.get("eos_token_id")
     if value is None:

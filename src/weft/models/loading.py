@@ -25,6 +25,7 @@ from weft.models.blueprint import EMBED, HEAD, target_table
 from weft.models.config import ModelConfig, MoeConfig, load_model_config, resolve_model
 
 logger = logging.getLogger(__name__)
+_HEAD_NAME = "lm_head.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,10 @@ class Weights:
 
     @property
     def embed(self) -> Tensor:
-        """(vocab, hidden)"""
         return self.dense(EMBED)
 
     @property
     def head(self) -> Tensor:
-        """(vocab, hidden)"""
         return self.dense(HEAD)
 
     @property
@@ -114,8 +113,7 @@ def load_model(args: ModelArgs) -> LoadedModel:
 
 
 def device_of(name: str) -> torch.device:
-    """The device that auto, cpu or cuda stands for. Raises ConfigError where there is no such
-    device."""
+    """The device that auto, cpu or cuda stands for. Raises ConfigError where there is none."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     if name == "cuda" and not torch.cuda.is_available():
@@ -134,10 +132,8 @@ def _check_context(asked: int | None, config: ModelConfig) -> None:
     """Raises ConfigError for a context longer than the model's own."""
     limit = config.max_position_embeddings
     if asked is not None and asked > limit:
-        raise ConfigError(
-            f"--max-model-len {asked} is more than the model's own limit of {limit} tokens",
-            "max_model_len",
-        )
+        message = f"--max-model-len {asked} is more than the model's own limit of {limit} tokens"
+        raise ConfigError(message, "max_model_len")
 
 
 def load_weights(
@@ -147,11 +143,9 @@ def load_weights(
     device: torch.device | str,
     quantization: str | None = None,
 ) -> Weights:
-    """Read the safetensors files of `folder`, tensor by tensor.
-
-    With `quantization` the layers' matrices are put into that format of `weft.kernels.quant`.
-    Raises ConfigError naming what is missing, has another shape or is quantized already.
-    """
+    """Read the safetensors files of `folder`, tensor by tensor; with `quantization` the layers'
+    matrices are put into that format of `weft.kernels.quant`. Raises ConfigError naming what is
+    missing, has another shape or is quantized already."""
     form = None if quantization is None else format_named(quantization)
     weights = _allocate(target_table(config), dtype, device, form)
     places = _places(weights, config.moe)
@@ -175,10 +169,8 @@ def load_weights(
             unknown.append(name)
     _report(folder, sorted(unread), sorted(unknown))
     if tied_head is not None and not torch.equal(tied_head, weights.embed):
-        raise ConfigError(
-            f"tie_word_embeddings is set, but {_HEAD_NAME} differs from the embedding",
-            "tie_word_embeddings",
-        )
+        message = f"tie_word_embeddings is set, but {_HEAD_NAME} differs from the embedding"
+        raise ConfigError(message, "tie_word_embeddings")
     del places, whole
     _quantize(weights, form)
     return weights
@@ -206,9 +198,6 @@ def dummy_weights(
     return weights
 
 
-_HEAD_NAME = "lm_head.weight"
-
-
 def _allocate(
     table: TargetTable, dtype: torch.dtype, device: torch.device | str, form: Format | None
 ) -> Weights:
@@ -219,9 +208,8 @@ def _allocate(
     for key in dict.fromkeys((EMBED, HEAD, *table.by_key)):
         group = table.by_key[key][0]
         if group.kind == "experts" and form is not None:
-            raise ConfigError(
-                "--quantization is not served for mixtures of experts", "quantization"
-            )
+            message = "--quantization is not served for mixtures of experts"
+            raise ConfigError(message, "quantization")
         if group.kind == "head" and table.tied:
             weights.matrices[key] = weights.matrices[EMBED]
         else:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, get_args
 
 from weft.core.errors import ConfigError
 
@@ -86,8 +86,8 @@ def read_rope(hf: Any, partial: bool) -> RopeConfig:
     `partial`: whether the family can rotate a part of each head. Raises ConfigError.
     """
     p = dict(hf.rope_parameters or {})
-    kind = p.get("rope_type")
-    if kind not in get_args(RopeType):
+    kind: RopeType | None = p.get("rope_type")
+    if kind is None or kind not in get_args(RopeType):
         raise ConfigError(
             f"rope type {kind!r} is not served; these are: {', '.join(get_args(RopeType))}",
             "rope_parameters",
@@ -95,7 +95,7 @@ def read_rope(hf: Any, partial: bool) -> RopeConfig:
     share = float(p.get("partial_rotary_factor", 1.0))
     if share != 1.0 and not partial:
         raise ConfigError("partial_rotary_factor other than 1 is not served", "rope_parameters")
-    needed, optional = _FIELDS[cast(RopeType, kind)]
+    needed, optional = _FIELDS[kind]
     missing = [k for k in ("rope_theta", *needed) if p.get(k) is None]
     if missing:
         raise ConfigError(f"rope type {kind} needs {', '.join(missing)}", "rope_parameters")
@@ -111,9 +111,7 @@ def read_rope(hf: Any, partial: bool) -> RopeConfig:
     if kind == "yarn":
         # 0 stands for "the default" there.
         read = {k: v for k, v in read.items() if v or not k.startswith("beta_")}
-    return RopeConfig(
-        theta=float(p["rope_theta"]), type=cast(RopeType, kind), partial_rotary_factor=share, **read
-    )
+    return RopeConfig(float(p["rope_theta"]), kind, partial_rotary_factor=share, **read)
 
 
 _FIELDS: dict[RopeType, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -131,11 +131,9 @@ class Batch:
         self.waiting.push(seq)
 
     def admit(self, seq: Sequence, draft: Draft) -> bool:
-        """Give a waiting request a row, room in the cache and its adapter, and plan its tokens.
-
-        The caller takes it from the queue. False if the cache is short of room, though other
-        parked requests gave theirs up.
-        """
+        """Give a waiting request, which the caller takes from the queue, a row, room in the cache
+        and its adapter, and plan its tokens. False if the cache is short of room, though other
+        parked requests gave theirs up."""
         cache, holding = self._cache, seq.holding
         parked = bool(holding.blocks)
         hits: list[int] = []

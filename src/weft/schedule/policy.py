@@ -79,7 +79,6 @@ what the flag's help says of it."""
 def find_policy(name: str) -> Policy:
     """Raises ConfigError if there is no policy of this name."""
     if name not in POLICIES:
-        known = ", ".join(POLICIES)
-        message = f"no eviction policy named {name!r}; there are: {known}"
+        message = f"no eviction policy named {name!r}; there are: {', '.join(POLICIES)}"
         raise ConfigError(message, "eviction_policy")
     return POLICIES[name]

@@ -113,11 +113,8 @@ class AdapterSlots:
         for it.
         """
         if size > self.capacity:
-            raise AdapterInvalid(
-                f"the adapter takes {size} elements of adapter memory, which has {self.capacity}; "
-                "raise --adapter-memory",
-                "adapter_memory",
-            )
+            has = f"takes {size} elements of adapter memory, which has {self.capacity}"
+            raise AdapterInvalid(f"the adapter {has}; raise --adapter-memory", "adapter_memory")
         self._set_pin(digest, size, pinned)
         self._known.setdefault(digest, _KnownAdapter(size)).refusal = None
 
@@ -167,10 +164,8 @@ class AdapterSlots:
         return known.refusal if known else None
 
     def remove(self, digest: str) -> int | None:
-        """Forget an adapter without leases; the slot it leaves, if it was resident.
-
-        One that is loading leaves when its load ends.
-        """
+        """Forget an adapter without leases, and return the slot that it leaves if it was resident.
+        One that is loading leaves when its load ends."""
         self._known.pop(digest, None)
         self._pinned.pop(digest, None)
         self._wanted.discard(digest)
@@ -221,9 +216,7 @@ class AdapterSlots:
         self, digest: str, now: float, demand: Mapping[str, int] = NO_DEMAND
     ) -> Load | None:
         """Make room for an absent adapter and reserve it; None when there is none just now.
-
-        demand: requests in the engine, by digest.
-        """
+        `demand`: requests in the engine, by digest."""
         size = self._known[digest].size
         if self._claim.holds_back(digest, now, self._known) or (
             now == self._refused[0] and size >= self._refused[1]

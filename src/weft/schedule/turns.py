@@ -140,11 +140,8 @@ class Turns:
     # -- admission, within one step ------------------------------------------------------------
 
     def begin(self, now: float, running: list[Sequence]) -> list[Sequence]:
-        """Begin a step. Returns the running requests that have to make way for a starving adapter.
-
-        A request that has got no token since it was admitted goes on until it has: or it might
-        never end.
-        """
+        """Begin a step. Returns the running requests that have to make way for a starving adapter,
+        without those that have got no token since they were admitted: or they might never end."""
         self._now = now
         self._passed = set()
         self._loads = []

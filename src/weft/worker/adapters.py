@@ -81,7 +81,6 @@ class Packer:
             )
 
     def check_sum(self, parts: Sequence[tuple[str, Summand]]) -> int:
-        """Elements that the sum of adapters, by name, takes. Raises InvalidRequest."""
         return check_sum(parts, self._model.table, self._args.max_lora_rank, self._model.dtype)
 
     def sum_adapters(
@@ -108,7 +107,8 @@ class _Work:
 
 
 class AdapterLoader:
-    """Reads, packs, sums, probes and copies images, on its threads. See `Worker` for its verbs."""
+    """Reads, packs, sums, probes and copies images, on its threads; see `Worker` for its verbs.
+    Without `images` no files of images are kept, and without `self_check` there is no `probe`."""
 
     def __init__(
         self,
@@ -119,7 +119,6 @@ class AdapterLoader:
         self_check: SelfCheck | None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """images None: no files of images are kept. self_check None: there is no `probe`."""
         self.pool = pool
         self.packer = packer
         self.self_check = self_check

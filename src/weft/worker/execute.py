@@ -52,10 +52,8 @@ class StepExecutor:
         """None: all steps run eagerly."""
 
     def make_graphs(self, num_table_blocks: int, max_num_batched_tokens: int) -> None:
-        """Make the graphs of steps where there is a GPU; none is captured yet.
-
-        num_table_blocks: of the longest context.
-        """
+        """Make the graphs of steps, with `num_table_blocks` for the longest context, where there is
+        a GPU; none is captured yet."""
         if self._decoder.device.type != "cuda" or not self._decoder.is_capturable:
             return
         with_lora = self._lora.reserve(max_num_batched_tokens)

@@ -80,11 +80,10 @@ class _StepParts(NamedTuple, Generic[Buffer]):
     """
 
     ids_T: Buffer
-    """int64."""
+    """int64, as `position_T`."""
     row_T: Buffer
     """int64, rows of the batch."""
     position_T: Buffer
-    """int64."""
     place_T: Buffer
     """int64, slots of the cache; -1 for padding."""
     carried_T: Buffer

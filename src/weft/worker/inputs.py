@@ -255,7 +255,8 @@ class _ShapingRows:
 
 
 class _Layout(NamedTuple):
-    """Where the S sequences and the N samples of a step are among its T tokens.
+    """Where the S sequences and the N samples of a step are among its T tokens, and which sequence
+    each token and sample is of.
 
     sequences     0            1    2              firsts 0 4 5   ends 4 5 7
     tokens        p  p  p  p   d    p  p
@@ -269,9 +270,7 @@ class _Layout(NamedTuple):
     seq_lens: Ints
     positions_T: Ints
     seq_T: Ints | slice
-    """The sequence of each token."""
     seq_N: Ints | slice
-    """The sequence of each sample."""
     token_N: Ints
     """The token after which each sample comes."""
     position_N: Ints

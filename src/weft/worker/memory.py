@@ -23,7 +23,6 @@ logger = logging.getLogger(__name__)
 
 ACTIVATION_BYTES = 2 << 30
 """Memory that is kept free on a GPU for what a step allocates."""
-
 CPU_ADAPTER_BYTES = 2 << 30
 """Adapter memory on a CPU when nobody says how much it should be."""
 
@@ -58,17 +57,12 @@ def context_length(asked: int | None, capacity: int, config: ModelConfig) -> int
     limit = config.max_position_embeddings
     if asked is None:
         if capacity < limit:
-            logger.warning(
-                "requests are limited to the %d tokens of the KV cache; the model allows %d",
-                capacity,
-                limit,
-            )
+            message = "requests are limited to the %d tokens of the KV cache; the model allows %d"
+            logger.warning(message, capacity, limit)
         return min(limit, capacity)
     if asked > capacity:
-        raise ConfigError(
-            f"--max-model-len {asked} does not fit in a KV cache of {capacity} tokens",
-            "max_model_len",
-        )
+        message = f"--max-model-len {asked} does not fit in a KV cache of {capacity} tokens"
+        raise ConfigError(message, "max_model_len")
     return asked
 
 
@@ -128,9 +122,8 @@ def host_memory(asked: int | None, device: torch.device) -> HostMemory:
     try:
         return _pinned(num_bytes)
     except (RuntimeError, OSError) as error:
-        raise ConfigError(
-            f"not enough memory for --adapter-host-memory: {error}", "adapter_host_memory"
-        ) from None
+        message = f"not enough memory for --adapter-host-memory: {error}"
+        raise ConfigError(message, "adapter_host_memory") from None
 
 
 def _pinned(num_bytes: int) -> HostMemory:

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class WorkerFacts:
-    """What a worker has, from its start to its end."""
+    """What a worker has, from its start to its end: `num_blocks` of KV cache, `num_slots` for
+    adapters on its device, and memory for them there and on the host."""
 
     architecture: str
     dtype: str
@@ -41,14 +42,11 @@ class WorkerFacts:
     num_parameters: int
     max_model_len: int
     num_blocks: int
-    """Blocks of the KV cache."""
     num_slots: int
-    """The most adapters that may be on the device at a time."""
     adapter_elements: int
     """The size of adapter memory, in elements of `element_bytes`."""
     element_bytes: int
     host_bytes: int
-    """Memory for images on the host."""
     host_in_one_piece: bool
     """Whether images on the host lie in extents of one piece of memory."""
     has_checks: bool
@@ -80,20 +78,20 @@ class LoadOrder:
 
 @dataclass(frozen=True, slots=True)
 class PackedAdapter:
-    """An image that was packed, or read from its file."""
+    """An image that was packed, or read from its file; and the seconds by stage (LOAD_STAGES)."""
 
     image: AdapterImage
     stage_s: dict[str, float]
-    """Seconds by stage, of `LOAD_STAGES`."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
+    """What a load gave; and the seconds by stage (LOAD_STAGES)."""
+
     image: AdapterImage | WeftError
     anew: bool
     """Whether the image is another one than that which was on the host."""
     stage_s: dict[str, float]
-    """Seconds by stage, of `LOAD_STAGES`."""
     num_faults: int
     """Copies to the device that went wrong."""
 

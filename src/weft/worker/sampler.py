@@ -37,11 +37,8 @@ from weft.worker.inputs import (
 
 Put = Callable[[Array], Tensor]
 """Brings a host array to the device."""
-
 VocabularyRun = tuple[int, int, int]
 """(first, end, V) of consecutive sampled rows that have a vocabulary of V."""
-
-
 Logprobs = tuple[Tensor, ...]
 """What `top_logprobs` gives."""
 

@@ -169,9 +169,7 @@ class PeftAdapter:
         module, _, part = tensor.removeprefix(PREFIX).rpartition(".")
         if part not in self.kind.tensors or not tensor.startswith(PREFIX):
             why = f"only {', '.join(self.kind.tensors)} are served for {self.kind.title}"
-            remedy = (
-                "; save the adapter with save_embedding_layers=False to leave whole weights out"
-            )
+            remedy = "save the adapter with save_embedding_layers=False to leave whole weights out"
             refuse(tensor, f"{why}; {remedy}" if part == "weight" else why)
         return module, part
 
@@ -204,11 +202,8 @@ class LinearModule:
         bound_b: Callable[[], np.floating] | None = None,
         error: float = 0.0,
     ) -> TargetParts:
-        """The target's parts: A (rank, in) and B (out, rank), all scaling included.
-
-        They are computed when they are needed. The bounds are their largest magnitudes, where those
-        are cheaper than A and B themselves.
-        """
+        """The target's parts: A (rank, in) and B (out, rank), scaled, computed when needed; where
+        bounds of their magnitudes are cheaper, these are given too."""
         a_shape, b_shape = (rank, self.target.in_features), (self.target.out_features, rank)
         return TargetParts(
             self.target,

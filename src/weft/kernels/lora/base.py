@@ -93,8 +93,7 @@ class AdapterPool:
         self._lock = threading.Lock()
         """Guards what a slot holds: on a CPU, a slot may be cleared while its move is under way."""
         self._placed: list[tuple[int, ImageLayout] | None] = [None] * num_slots
-        self._views: list[dict[tuple[int, int], GroupView | None]]
-        self._views = [{} for _ in range(num_slots)]
+        self._views: list[dict[tuple[int, int], GroupView | None]] = [{} for _ in range(num_slots)]
 
     @property
     def element_bytes(self) -> int:
@@ -117,10 +116,8 @@ class AdapterPool:
         return int(found)
 
     def move(self, moves: Sequence[Relocation]) -> None:
-        """Copy images within the arena, one after the other, and let their slots follow.
-
-        An image's places may overlap; its other ones must be free.
-        """
+        """Copy images within the arena, one after the other, and let their slots follow. An image's
+        old and new place may overlap."""
         for _, source, dest, size in moves:
             self._copy_within(source, dest, size)
         with self._lock:
@@ -189,9 +186,8 @@ class AdapterPool:
         return placed[1].num_elements if placed else 0
 
     def view(self, slot: int, group: int, expert: int = 0) -> GroupView | None:
-        """The matrices of `slot` for `group`; None when it leaves the group alone.
-
-        `expert` is for groups of experts. A of an embedding group is (V, R), of any other (R, I).
+        """The matrices of `slot` for `group`, or of one of its experts; None when it leaves the
+        group alone. A of an embedding group is (V, R), of any other (R, I).
         Raises LookupError for a slot that holds nothing: a row must never run with an adapter that
         is not there.
         """
@@ -261,10 +257,7 @@ class ExpertStep(Protocol):
 
 class LoraStep(Protocol):
     """The adapters of one step, as layers call them. Those methods that take `y` add to it in
-    place.
-
-    Steps inherit from it, so that those without fused kernels have `product` and `start`.
-    """
+    place. Steps inherit from it, so that those without fused kernels have `product` and `start`."""
 
     def product(
         self, x_TI: Tensor, weight: Weight, bias_O: Tensor | None, group: int

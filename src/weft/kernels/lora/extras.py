@@ -117,7 +117,6 @@ class ExtrasStep(LoraStep):
         self._scale_and_shift(y_NV, group, self._sampled)
 
     def of(self, index: int) -> list[tuple[int, int, Tensor]]:
-        """The norms, as `NormStep` states."""
         size = self._pool.table.norms[index].size
         weights = ((own, own.norm(index, size)) for own in self._segments)
         return [(own.start, own.stop, weight) for own, weight in weights if weight is not None]

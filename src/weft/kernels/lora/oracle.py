@@ -21,7 +21,8 @@ PAIRS = 16
 
 class ImageStep(LoraStep):
     """LoraStep and NormStep of a batch in which one adapter has all rows from `first` on, and all
-    sampled rows from `first_sampled` on; those before are the base's."""
+    sampled rows from `first_sampled` on; those before are the base's. The image, 1-D, is on the
+    device of the rows."""
 
     def __init__(
         self,
@@ -32,7 +33,6 @@ class ImageStep(LoraStep):
         first_sampled: int,
         num_rows: int,
     ) -> None:
-        """Take an image, 1-D, which is on the device of the rows."""
         self._table, self._layout, self._image = table, layout, image
         self._first, self._first_sampled, self._num_rows = first, first_sampled, num_rows
 
@@ -62,14 +62,12 @@ class ImageStep(LoraStep):
         self._project(y_nV, x_nI, group)
 
     def added_embedding(self, y_TO: Tensor, ids_T: Tensor) -> None:
-        """Write the rows of added tokens, as `VocabularyStep.embedding` states."""
         y_nO, ids_n = y_TO[self._first :], ids_T[self._first :]
         rows_mO = self._added(self._layout.embedding_rows, y_nO.shape[1])
         at_n = ids_n - (self._layout.vocab_size - len(rows_mO))
         y_nO[at_n >= 0] = rows_mO[at_n[at_n >= 0]]
 
     def added_logits(self, y_NV: Tensor, x_NI: Tensor) -> Tensor:
-        """Give the logits with those of added tokens, as `VocabularyStep.logits` states."""
         rows_mI = self._added(self._layout.head_rows, x_NI.shape[1])
         y_NW = F.pad(y_NV, (0, len(rows_mI)), value=-torch.inf)
         x_nI = x_NI[self._first_sampled :]
@@ -81,7 +79,6 @@ class ImageStep(LoraStep):
         return _ImageExperts(self, (token_P >= self._first).nonzero()[:, 0], expert_P)
 
     def of(self, index: int) -> list[tuple[int, int, Tensor]]:
-        """The norms, as `NormStep` states."""
         offsets = self._layout.norm_offset
         if not offsets or offsets[index] < 0:
             return []
@@ -135,10 +132,8 @@ class ImageStep(LoraStep):
         num -= max(self._layout.vocab_size - vocab, 0)
         if not num:
             return None
-        device = self._image.device
-        own_m = torch.arange(num, device=device)
-        if ids >= 0:
-            own_m = self._vector(ids, num, torch.int32)
+        all_m = torch.arange(num, device=self._image.device)
+        own_m = all_m if ids < 0 else self._vector(ids, num, torch.int32)
         return own_m, self._matrix(start, num, hidden)
 
     def _added(self, at: tuple[int, ...], hidden: int) -> Tensor:

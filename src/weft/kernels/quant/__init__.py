@@ -58,8 +58,6 @@ def rounds_inputs(name: str | None) -> bool:
 def format_named(name: str) -> Format:
     """The format of that name. Raises ConfigError for one that is not in FORMATS."""
     if name not in FORMATS:
-        known = ", ".join(FORMATS)
-        raise ConfigError(
-            f"--quantization has no format {name!r}; there are: {known}", "quantization"
-        )
+        message = f"--quantization has no format {name!r}; there are: {', '.join(FORMATS)}"
+        raise ConfigError(message, "quantization")
     return FORMATS[name]
