@@ -86,8 +86,7 @@ def replaced_norm(
 def replaced_rows(
     rows: Rows | None, kind: Kind, table: TargetTable, dtype: torch.dtype, base: BaseWeights | None
 ) -> Replaced | None:
-    """The rows for the embedding or the head, `kind`; None if all are the base's. Raises
-    AdapterInvalid."""
+    """The rows for the embedding or the head; None if all are the base's. Raises AdapterInvalid."""
     if rows is None:
         return None
     some, order = None, torch.argsort(torch.tensor(rows.ids, dtype=torch.int64))
@@ -253,8 +252,7 @@ def check_residual(init: str, parts: AdapterParts, base: BaseWeights) -> None:
 
 
 def _held(init: str, parts: TargetParts, weight: torch.Tensor) -> tuple[float, float]:
-    """Squared norms in the span of B: of what a residual would not hold, and of the least that
-    another base would."""
+    """Squared norms in the span of B: what a residual would not hold, and another base at least."""
     assert parts.a is not None and parts.b is not None
     a, b = (each.tensor.to(weight.device, torch.float32) for each in (parts.a, parts.b))
     span = torch.linalg.qr(b)[0]

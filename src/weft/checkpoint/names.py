@@ -50,8 +50,7 @@ _SUFFIXES = {
     ".bias": "bias",
     ".weight": "whole",
 }
-"""What a tensor is, by the end of its name, the longest first. An `inner` one lies in what PEFT
-wraps."""
+"""What a tensor is, by its name's end, the longest first. PEFT has wrapped an `inner` one."""
 
 WHOLE_SUFFIXES = tuple(suffix for suffix, part in _SUFFIXES.items() if "whole" in part)
 _EMBEDDING_SUFFIXES = frozenset({".lora_embedding_A", ".lora_embedding_B"})
@@ -303,8 +302,7 @@ class Gathered:
         same[module.expert] = module
 
     def _put_single(self, target: Target, modules: Mapping[int, _ExpertModule]) -> None:
-        """Stack what single experts have. Experts that are not adapted, or with a lower rank, are
-        filled up with zeros."""
+        """Stack what single experts have, and fill up with zeros where others have more."""
         num, a_parts, b_parts = self._table.num_experts, {}, {}
         for expert, module in modules.items():
             r = self._config.rank_of(module.name)

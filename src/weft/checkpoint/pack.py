@@ -184,8 +184,7 @@ def _by_expert(values: Values) -> torch.Tensor:
 
 
 def fill(dest: torch.Tensor, source: torch.Tensor, scale: float) -> None:
-    """dest = scale * source, both (rows, columns), as far as both have them, in blocks of what lies
-    together in `dest`."""
+    """dest = scale * source (rows, columns), as far as both have them, block by block of `dest`."""
     if dest.stride(1) > 1:
         dest, source = dest.t(), source.t()
     rows, columns = map(min, dest.shape, source.shape)
@@ -199,8 +198,7 @@ def fill(dest: torch.Tensor, source: torch.Tensor, scale: float) -> None:
 def pair_views(
     data: torch.Tensor, target: Target, table: TargetTable, layout: ImageLayout, expert: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A (r, in) and B (out, r) of one target as views of the image; `expert` is 0 where there are
-    none."""
+    """Views of a target's A (r, in) and B (out, r) in the image; `expert`: 0 if there are none."""
     group = table.groups[target.group]
     rank = layout.rank[target.slice]
     total = sum(layout.rank[s.slice] for s in group.slices)

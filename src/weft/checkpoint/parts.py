@@ -53,8 +53,7 @@ class Deferred:
     shape: tuple[int, ...]
     compute: Callable[[], Array]
     bound: Callable[[], np.floating[Any]] | None = None
-    """The largest magnitude among the values, where it follows from those of their factors, as
-    rounding keeps order."""
+    """The largest magnitude, where it follows from those of factors, as rounding keeps order."""
 
     @property
     def tensor(self) -> Tensor:
@@ -93,8 +92,7 @@ class TargetParts:
     gain: Values | None = None
     """What the whole output, bias included, is multiplied by."""
     error: float = 0.0
-    """How far B A is from what the adapter was trained as: the relative Frobenius norm of the
-    difference; 0: exact."""
+    """How far B A is from what was trained, as the relative Frobenius norm; 0: exact."""
 
     @property
     def rank(self) -> int:
@@ -197,8 +195,7 @@ def check_activated(
     provisional: bool,
 ) -> None:
     """Raises AdapterInvalid if more than linear layers is adapted: PEFT activates nothing else, so
-    that the rest would be on everywhere. `provisional`: the base was not looked at, and may hold
-    the same."""
+    that the rest would be on everywhere. `provisional`: the base, not looked at, may hold it."""
     vocab, _ = vocabulary(table, "embedding")
     beyond = [i for i in invocation if i >= vocab]
     field = "alora_invocation_tokens"

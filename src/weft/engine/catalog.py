@@ -327,9 +327,8 @@ class Registrations:
         return self._end(Registered(call, image, verdict.result == "passed"))
 
     def _judge(self, digest: str, path: str, verdict: ProbeResult) -> None:
-        """Count what a probe has found. Raises AdapterQuarantined if it failed; should the content
-        be known, as an earlier probe was skipped or went on beside this one, nothing is served of
-        it any more."""
+        """Count what a probe has found. Raises AdapterQuarantined if it failed; content that is
+        known already, by another probe that was skipped or went on beside, is served no more."""
         self._results[verdict.result] += 1
         self._check_times.add(verdict.seconds)
         error = verdict.error

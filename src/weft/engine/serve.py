@@ -38,8 +38,7 @@ def run_engine(
     emit: Callable[[Report], None],
     alone: bool = False,
 ) -> None:
-    """Build an engine and serve until Stop; reports a start that failed. `alone`: in a process of
-    its own."""
+    """Build an engine and serve until Stop, or report why not. `alone`: in a process of its own."""
     try:
         engine = build_engine(args, wake=lambda: inbox.put(Wake()))
     except WeftError as error:

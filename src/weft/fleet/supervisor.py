@@ -113,8 +113,7 @@ class Supervisor:
         return info
 
     async def release(self, digest: str, holder: str) -> None:
-        """This also succeeds while the engine is down, or dies: the engines to come do not hold
-        the content either."""
+        """This also succeeds while the engine is down, or dies: no later one holds the content."""
         wanted = self._wanted.get(digest)
         if wanted is not None:
             wanted.holders.pop(holder, None)

@@ -19,8 +19,7 @@ PAGE = 4096
 
 
 def checksum(data: Tensor) -> Tensor:
-    """The checksum, int64 (), on the device of `data`, which is 1-D, contiguous, and begins at a
-    word."""
+    """The checksum, int64 (), on the device of `data`, which is 1-D and begins at a word."""
     content = data.view(torch.uint8)
     whole = len(content) - len(content) % PAGE
     sums_P = _page_sums(content[:whole])

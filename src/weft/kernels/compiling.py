@@ -42,19 +42,16 @@ class _NotYet:
 
 
 class _Ahead(AsyncCompileMode):  # type: ignore[misc]
-    """A mode for compiling in which nothing waits for a kernel, as Triton's own mode does when it
-    is launched."""
+    """A mode in which nothing waits for a kernel, as a launch does in Triton's own mode."""
 
     def __init__(self, pool: ThreadPoolExecutor) -> None:
         super().__init__(pool)
         self._pool = pool
         self._kernels: dict[str, tuple[Future[Any], list[Callable[[Any], None]]]] = {}
-        """For each kernel, by its content, what compiles it, and what makes it known to its
-        callers."""
+        """By a kernel's content: what compiles it, and what makes it known to its callers."""
 
     def submit(self, key: str, compile_one: Callable[[], Any], keep: Any, *_: object) -> _NotYet:
-        """Compile a kernel. `keep` puts it where the next call finds it; if that is None, the call
-        compiles it anew."""
+        """Compile a kernel. `keep` puts it, or None to compile anew, where the next call looks."""
         if key not in self._kernels:
             self._kernels[key] = (self._pool.submit(compile_one), [])
         self._kernels[key][1].append(keep)

@@ -108,8 +108,7 @@ class Ops:
     def rms_norm(
         self, x_TI: Tensor, weight_I: Tensor, eps: float, delta: Product | None = None
     ) -> Tensor:
-        """Norm rows as the function `rms_norm` does; with `delta`, after adding that to x in
-        place."""
+        """Norm rows as the function `rms_norm` does, after adding any `delta` to x in place."""
         if delta is not None:
             x_TI += delta.whole()
         return rms_norm(x_TI, weight_I, eps)

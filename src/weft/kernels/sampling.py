@@ -25,14 +25,12 @@ _SHARES = 2**40
 
 @dataclass(frozen=True, slots=True)
 class Bias:
-    """Numbers that are added to single logits; no (row, token) is there twice."""
+    """Numbers, float32, that are added to single logits: those of an int64 token in one of the N
+    rows. No (row, token) is there twice."""
 
     row_B: Tensor
-    """int64 (B,), among the N rows."""
     token_B: Tensor
-    """int64 (B,)."""
     value_B: Tensor
-    """float32 (B,)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +44,8 @@ class Penalties:
     repetition_P: Tensor
     """float32 (P,), positive; 1 does nothing."""
     presence_P: Tensor
-    """float32 (P,)."""
     frequency_P: Tensor
-    """float32 (P,)."""
+    """float32 (P,), as the presence penalty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +55,7 @@ class Mask:
     row_K: Tensor
     """int64 (K,), among the N rows."""
     words_KW: Tensor
-    """int32 (K, ceil(V / 32)): bit t % 32 of word t // 32 is set when token t may be chosen; at
-    least one is."""
+    """int32 (K, ceil(V / 32)): bit t % 32 of word t // 32 says if token t may; one does."""
 
 
 def count_tokens(counts_V: Tensor, prompt_L: Tensor, output_L: Tensor) -> None:
@@ -90,8 +86,7 @@ def shape(
 
 
 def _penalised(logits_PV: Tensor, penalties: Penalties) -> Tensor:
-    """Punish first repetition (tokens in prompt or output), then the other two (tokens in the
-    output)."""
+    """Punish repetition, in prompt or output; then the other two, which are for the output only."""
     counts_PV = penalties.counts_PV
     factor_PV = torch.where(counts_PV > 0, penalties.repetition_P[:, None], 1.0)
     logits_PV = torch.where(logits_PV > 0, logits_PV / factor_PV, logits_PV * factor_PV)
@@ -101,8 +96,7 @@ def _penalised(logits_PV: Tensor, penalties: Penalties) -> Tensor:
 
 
 def _unpacked(words_KW: Tensor, vocab_size: int) -> Tensor:
-    """The bits as bool (K, V). They are taken byte by byte, as words are stored with their lowest
-    byte first."""
+    """The bits as bool (K, V), taken byte by byte, as words have their lowest byte first."""
     bits_8 = torch.arange(8, dtype=torch.uint8, device=words_KW.device)
     bytes_KB = words_KW.view(torch.uint8)
     return ((bytes_KB[:, :, None] >> bits_8) & 1).flatten(1)[:, :vocab_size].bool()
@@ -110,22 +104,21 @@ def _unpacked(words_KW: Tensor, vocab_size: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
-    """Parameters of the sampled rows; `random_M` are the indices of rows that are not greedy."""
+    """Parameters of the sampled rows, int64 or float32; `random_M` are the indices of rows that are
+    not greedy. A filter is None when no row filters by it."""
 
     random_M: Tensor
-    """int64 (M,)."""
     temperature_M: Tensor
-    """float32 (M,), positive."""
+    """float32, positive."""
     top_k_M: Tensor | None
-    """int64 (M,), 1..V; None when no row filters by it."""
+    """int64, 1..V."""
     top_p_M: Tensor | None
-    """float32 (M,), in (0, 1]; None when no row filters by it."""
+    """float32, in (0, 1]."""
     min_p_M: Tensor | None
-    """float32 (M,), in [0, 1]; None when no row filters by it."""
+    """float32, in [0, 1]."""
     seed_M: Tensor
-    """int64 (M,)."""
     position_M: Tensor
-    """int64 (M,), position of the token to choose in its sequence."""
+    """int64, position of the token to choose in its sequence."""
 
 
 def sample(logits_NV: Tensor, batch: SamplingBatch | None) -> Tensor:
@@ -151,10 +144,8 @@ def sample(logits_NV: Tensor, batch: SamplingBatch | None) -> Tensor:
 
 
 def gumbel(seed_M: Tensor, position_M: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise, float32 (M, V): a hash of (seed, position, token).
-
-    Adding it to logits and taking the argmax draws from their softmax.
-    """
+    """Standard Gumbel noise, float32 (M, V): a hash of (seed, position, token). Adding it to logits
+    and taking the argmax draws from their softmax."""
     seed_M1, position_M1 = seed_M[:, None], position_M[:, None]
     low, high = seed_M1 & _MASK, (seed_M1 >> 32) & _MASK
     key = _mix(low ^ _mix(high ^ _mix(position_M1 & _MASK)))
@@ -192,10 +183,8 @@ def _filter(logits_MV: Tensor, top_k_M: Tensor | None, top_p_M: Tensor | None) -
 
 
 def top_logprobs(logits_NV: Tensor, ids_N: Tensor, num: int) -> tuple[Tensor, ...]:
-    """Log-probabilities of the chosen tokens and of the `num` most likely ones.
-
-    Returns chosen float32 (N,), its rank from 1 int64 (N,), top values (N, num), top ids (N, num).
-    """
+    """Log-probabilities of the chosen tokens, float32 (N,), and their ranks from 1, int64 (N,); and
+    of the `num` most likely ones, (N, num), and their ids, (N, num)."""
     logprobs_NV = logits_NV.log_softmax(-1)
     chosen_N1 = logprobs_NV.gather(1, ids_N[:, None])
     rank_N = (logprobs_NV > chosen_N1).sum(-1) + 1

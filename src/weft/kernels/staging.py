@@ -1,5 +1,4 @@
-"""Brings a step's small host arrays to a fixed place on the device, in one copy and without
-waiting."""
+"""Brings a step's small host arrays to a fixed place on the device, in one copy, not waiting."""
 
 from __future__ import annotations
 
@@ -43,8 +42,7 @@ class Staging:
             self._allocate(num_words)
 
     def begin(self, num_words: int) -> NDArray[np.int32]:
-        """Give the host's side of so many words. Waits only for a buffer whose copy of DEPTH sends
-        ago is not done yet."""
+        """Give the host's side of so many words, once its copy of DEPTH sends ago is done."""
         words: NDArray[np.int32] = self._next_host()[:num_words].numpy()
         return words
 
@@ -59,8 +57,7 @@ class Staging:
         return words
 
     def send_all(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-        """Copy arrays of any types and shapes at once; room for them is made. Returns the device's
-        sides."""
+        """Copy arrays of any types and shapes at once, and return the device's sides."""
         tensors = [torch.from_numpy(array) for array in arrays]
         # Each begins at 16 bytes, or kernels would be compiled anew for what they can't assume.
         ends = [0, *accumulate(-(-t.nbytes // 16) * 4 for t in tensors)]

@@ -40,8 +40,7 @@ class Totals:
 
 
 class Draft:
-    """What the scheduler has planned of one step so far. The lists run in parallel as those of
-    `StepPlan` do."""
+    """What is planned of one step so far. The lists run in parallel as those of `StepPlan` do."""
 
     def __init__(self, step: int, limits: SchedulerLimits) -> None:
         self.step = step

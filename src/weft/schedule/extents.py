@@ -22,8 +22,7 @@ ALIGN = 4096
 
 
 class Move(NamedTuple):
-    """Order to copy an image of `size` elements to another place of the arena, which may overlap
-    its own."""
+    """Order to copy an image of `size` elements within the arena; its two places may overlap."""
 
     slot: int
     source: int
@@ -135,9 +134,8 @@ class ArenaLine:
         return best[1] if best else None
 
     def open(self, size: int) -> tuple[int, tuple[Move, ...]]:
-        """A gap of at least `size` elements, for which there is room: its start, and the moves
-        that make it. What moves goes to the left, so that in order no move overwrites another's
-        source."""
+        """A gap of at least `size` elements, for which there is room: its start, and the moves that
+        make it. All go to the left, so that in order none overwrites another's source."""
         window = min(w for stretch in self._stretches() for w in _windows(stretch, size))
         start = window.start
         moves: list[Move] = []

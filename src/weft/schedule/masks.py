@@ -28,8 +28,7 @@ class BadSequences:
         self, sequences: Sequence[tuple[int, ...]], output_ids: Iterable[int] = ()
     ) -> None:
         self._by_last: dict[int, list[tuple[list[int], int]]] = {}
-        """Maps the last token of a beginning to such beginnings and the token that must not
-        follow."""
+        """By the last token of a beginning: such beginnings, and what must not follow."""
         for *beginning, end in sequences:
             self._by_last.setdefault(beginning[-1], []).append((beginning, end))
         longest = max(len(sequence) for sequence in sequences)

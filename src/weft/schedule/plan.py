@@ -84,8 +84,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step has yielded. The lists have an element for each entry of the plan that samples,
-    in the plan's order."""
+    """What a step has yielded, in lists with an element for each entry of the plan that samples."""
 
     tokens: list[list[int]]
     """`num_samples` tokens each."""

@@ -132,10 +132,8 @@ class Scheduler:
     def adapter_failed(self, digest: str, error: WeftError) -> list[TokenEvent]:
         """End the requests that wait for an adapter whose load failed."""
         self._turns.settle(digest)
-        return [
-            self._finish(seq, "error", error=error)
-            for seq in self._batch.waiting.of_adapter(digest)
-        ]
+        waiting = self._batch.waiting.of_adapter(digest)
+        return [self._finish(seq, "error", error=error) for seq in waiting]
 
     # -- the step ------------------------------------------------------------------------------
 
@@ -144,8 +142,7 @@ class Scheduler:
         return bool(self._by_id)
 
     def plan(self, now: float) -> StepPlan:
-        """The next step; empty when nothing can run just now. `now`: seconds of any clock that
-        does not go back."""
+        """The next step; empty if nothing can run. `now`: seconds that never decrease."""
         self._steps += 1
         draft = Draft(self._steps, self._limits)
         for seq in self._turns.begin(now, self._batch.running):

@@ -93,8 +93,7 @@ class AdapterSlots:
         """The sizes of pinned adapters, by digest."""
         self._wanted: set[str] = set()
         self._extents: dict[str, ArenaExtent] = {}
-        """The adapters on the device, by digest. One that is not known any more is here until its
-        load ends."""
+        """By digest: adapters on the device, and those forgotten while they are still loading."""
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._floor = 0.0
         """See `Candidate.floor`."""

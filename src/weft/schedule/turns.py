@@ -65,8 +65,7 @@ class Turns:
         self._waits: dict[str, _Wait] = {}
         """Adapters that have been passed over since they came into demand."""
         self._short: dict[str, Account] = {}
-        """Adapters that found no room when there were rows for their requests last, and a tenant
-        that wants it."""
+        """Adapters that found no room when there were rows last, and a tenant that wants them."""
         self._starving: list[str] = []
         """Starving adapters, in the order in which they get room."""
         self._granted: set[str] = set()
@@ -161,8 +160,7 @@ class Turns:
         self._short = {}
 
     def ready(self, seq: Sequence) -> bool:
-        """Whether the requests of its tenant and adapter can run in this step; starts what that
-        takes."""
+        """Whether requests of its tenant and adapter can run now; starts what that takes."""
         digest = seq.digest
         if digest is None:
             return True

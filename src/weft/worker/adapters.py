@@ -51,8 +51,7 @@ logger = logging.getLogger(__name__)
 
 NUM_LOADERS = 2
 NUM_REGISTRARS = 2
-"""Threads of registrations: many of them, which are slow, hold up no load that requests wait
-for."""
+"""Threads of registrations, which are slow: they hold up no load that requests wait for."""
 _TORN = "its image did not come to adapter memory as it was packed"
 
 
@@ -253,8 +252,7 @@ class AdapterLoader:
             return _summed_up(self.packer.pack_adapter(files))
 
     def _from_folders(self, origin: Origin, work: _Work) -> AdapterImage:
-        """An adapter from the first folder that still holds this content; the last one's error if
-        none does."""
+        """An adapter from the first folder that still holds it; else the last one's error."""
         if not origin.paths:
             raise AdapterUnavailable("an adapter of the sum was unloaded", "adapters")
         for path in origin.paths[:-1]:

@@ -105,8 +105,7 @@ class StepExecutor:
     # -- without a graph -----------------------------------------------------------------------
 
     def _run_eagerly(self, inputs: StepInputs) -> tuple[Tensor | None, Logprobs | None]:
-        """fp32 logits (N, V), None if no row is sampled; and the prompt's log-probabilities if
-        they are asked for."""
+        """fp32 logits (N, V) if any row is sampled, and the prompt's log-probabilities if asked."""
         step = self._on_device(inputs)
         hidden_TI = hidden_states(self._decoder, step, self._kv)
         logits_NV = None

@@ -113,9 +113,8 @@ class StepGraphs:
         num_table_blocks: int,
         token_sizes: Sequence[int],
     ) -> None:
-        """`last_token_R`: the last token of every row of the batch, and one row more for
-        padding to point to. `num_table_blocks`: W. `token_sizes`: tokens of the mixed steps to
-        capture, rising."""
+        """`last_token_R`: the last token of every row of the batch, and one more for padding.
+        `num_table_blocks`: W. `token_sizes`: tokens of the mixed steps to capture, rising."""
         self._decoder, self._kv, self._lora = decoder, kv, lora
         self._last_token_R = last_token_R
         self._device = last_token_R.device
@@ -352,8 +351,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _record(forward: Callable[[], None], pool: Any) -> Callable[[], None]:
-    """Capture what has run once already. Without a GPU, where only tests come here, it is run
-    again each time."""
+    """Capture what has run once already. Without a GPU, as in tests, it is run each time."""
     if pool is None:
         return forward
     graph = torch.cuda.CUDAGraph()

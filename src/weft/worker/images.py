@@ -59,9 +59,8 @@ def default_folder() -> Path:
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError as error:
-        raise ConfigError(
-            f"--adapter-cache-dir has no default: {error}", "adapter_cache_dir"
-        ) from None
+        message = f"--adapter-cache-dir has no default: {error}"
+        raise ConfigError(message, "adapter_cache_dir") from None
     return folder / "weft" / "adapters"
 
 
@@ -82,11 +81,9 @@ class _Unfit(Exception):
 
 
 class ImageStore:
-    """Images of one base in a folder that may hold those of others. Any thread.
-
-    Nothing here raises for what is wrong with the folder: a warning is logged once, failures are
-    counted, and adapters come from their own folders.
-    """
+    """Images of one base in a folder that may hold those of others. Any thread. Nothing here raises
+    for what is wrong with the folder: a warning is logged once, failures are counted, and adapters
+    come from their own folders."""
 
     def __init__(
         self, folder: Path, base: str, dtype: torch.dtype, max_bytes: int, parallel: str = "tp1"
@@ -108,9 +105,7 @@ class ImageStore:
 
     def load(self, digest: str, into: torch.Tensor | None = None) -> AdapterImage | None:
         """The image of an adapter, if it is there; its data in `into` (bytes) if that is given.
-
-        Raises MemoryError.
-        """
+        Raises MemoryError."""
         path = self._path(digest)
         image = None
         try:
@@ -266,11 +261,9 @@ def _data_start(header: bytes) -> int:
 
 
 def _add(chunk: Bytes, checksum: int) -> int:
-    """The checksum with a chunk more: CRC-32 of the sum of each page's 64-bit words.
-
-    It sees any change within one word of a page, and pages that are lost, zeroed or exchanged, at
-    the speed of memory; CRC-32 of all bytes takes five times as long.
-    """
+    """The checksum with a chunk more: CRC-32 of the sum of each page's 64-bit words. It sees any
+    change within one word of a page, and pages that are lost, zeroed or exchanged, at the speed of
+    memory; CRC-32 of all bytes takes five times as long."""
     whole = len(chunk) - len(chunk) % PAGE
     words = chunk[:whole].view(np.uint64).reshape(-1, PAGE // 8)
     checksum = zlib.crc32(np.add.reduce(words, axis=1).data, checksum)

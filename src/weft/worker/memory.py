@@ -1,5 +1,4 @@
-"""How much memory adapters, their images on the host and the KV cache get, and how long a context
-may be."""
+"""How much memory adapters, their images and the KV cache get, and how long a context may be."""
 
 from __future__ import annotations
 
@@ -37,8 +36,7 @@ def adapter_bytes(asked: int | float | None, device: torch.device) -> int:
 def count_blocks(
     args: CacheArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device
 ) -> int:
-    """Blocks of the KV cache, when all else is allocated. Raises ConfigError if there is no
-    memory left for any."""
+    """Blocks of the KV cache, when all else is allocated. Raises ConfigError without room."""
     if args.num_blocks is not None:
         return args.num_blocks
     available = args.kv_cache_memory

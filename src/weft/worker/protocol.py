@@ -55,8 +55,7 @@ class WorkerFacts:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where an adapter is to be had from: the image on the host, or else its image file, or else
-    its folders."""
+    """Where an adapter is to be had from: the host, or else its image file, or else its folders."""
 
     digest: str
     image: AdapterImage | None

@@ -45,8 +45,7 @@ Logprobs = tuple[Tensor, ...]
 
 class Sampler:
     """Owner of the counts of tokens by row, for penalties: as they are kept on the device, a
-    step's penalties see the previous step's tokens before the host does. `vocab_size`: the largest
-    of any row."""
+    step's penalties see the previous step's tokens before the host does. `vocab_size`: the most."""
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device, put: Put) -> None:
         self.put = put

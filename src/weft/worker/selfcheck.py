@@ -104,9 +104,8 @@ def _norms(got: Tensor, want: Tensor, base: Tensor) -> Tensor:
 def layer_tolerance(dtype: torch.dtype) -> Tolerance:
     """How far one layer's output may be off. It is rounded once or twice, each time by a quarter
     of eps on average (eps: the distance of numbers at 1): eps is several times that. The factor
-    between A and B may be rounded too, so that the effect is off by as much. In fp32 what
-    counts is the order of the sums over some thousand products, which costs several digits more
-    than eps."""
+    between A and B may be rounded too, so that the effect is off by as much. In fp32 the order of
+    the sums over some thousand products counts, which costs several digits more than eps."""
     eps = torch.finfo(dtype).eps
     return Tolerance(max(1e-3, 2 * eps), max(4e-6, eps))
 

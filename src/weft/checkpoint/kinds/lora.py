@@ -28,8 +28,7 @@ from weft.core.targets import Target, TargetTable, resized, vocabulary
 OF_TRAINING = frozenset(
     {"corda_config", "eva_config", "loftq_config", "lora_dropout", "lora_ga_config"}
 ) | {"megatron_config", "megatron_core", "qalora_group_size", "runtime_config"}
-"""Fields that say how a LoRA was trained. `init_lora_weights` decides on what the init configs do
-to the base."""
+"""Fields that say how a LoRA was trained; `init_lora_weights` says what that does to the base."""
 _MODULES = (EMBEDDING, HEAD)
 MAX_INVOCATION = 256
 """The largest number of token ids in `alora_invocation_tokens`."""

@@ -39,8 +39,7 @@ class RowWork(NamedTuple):
 
     num_decodes: int
     pairs: Tensor | None
-    """int32 (decodes, 2), sequence and row, -1 in excess; None: all sequences, each with its one
-    row."""
+    """int32 (decodes, 2), sequence and row, -1 in excess; None: all sequences, one row each."""
     tiles: Tensor | None
     """int32 (tiles, 4): sequence, first row, number of rows (0 in excess) and position of the
     first row; None: there are none."""

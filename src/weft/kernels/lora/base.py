@@ -28,8 +28,7 @@ from weft.kernels.linear import Weight
 from weft.kernels.ops import Product
 
 SCRATCH_BYTES = 32 << 20
-"""The size of the memory through which an image is moved, piece by piece, when its old and new
-places overlap."""
+"""Memory through which an image goes, piece by piece, whose old and new place overlap."""
 
 Relocation = tuple[int, int, int, int]
 """(slot, source, dest, size): an image's place in the arena, its new one, and its elements."""
@@ -152,8 +151,7 @@ class AdapterPool:
         self.generation[slot] += 1
 
     def _set(self, row: Tensor, values: Sequence[int]) -> None:
-        """Set a row of a table from page-locked memory, as a copy from elsewhere would wait for
-        steps in flight."""
+        """Set a row of a table from page-locked memory; other copies wait for steps in flight."""
         host = torch.tensor(values, dtype=row.dtype, pin_memory=row.is_cuda)
         row.copy_(host, non_blocking=True)
 
@@ -163,8 +161,7 @@ class AdapterPool:
             row.add_((row >= 0).to(row.dtype), alpha=by)
 
     def _copy_within(self, source: int, dest: int, size: int) -> None:
-        """Copy within the arena as memmove does. Pieces go from the end that is overwritten
-        last."""
+        """Copy within the arena as memmove does, piece by piece, so that none is overwritten."""
         if abs(source - dest) >= size:
             self.arena[dest : dest + size].copy_(self.arena[source : source + size])
             return

@@ -31,8 +31,7 @@ def has_extras(pool: AdapterPool, slots: Iterable[int]) -> bool:
 
 
 def with_extras(step: LoraStep, pool: AdapterPool, batch: LoraBatch) -> LoraStep:
-    """A step that does what a backend's does, and applies what the batch's adapters hold beside A
-    and B."""
+    """The step of a backend, which also applies what its adapters hold beside A and B."""
     slots = [segment.slot for segment in (*batch.segments, *batch.sampled_segments)]
     return ExtrasStep(step, pool, batch) if has_extras(pool, slots) else step
 

@@ -52,8 +52,7 @@ SHARES = 48
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How adapters are computed on one device. `part` and `max_parts` decide how K is cut, hence
-    the last bits."""
+    """How adapters are computed on a device. `part` and `max_parts` decide the last bits."""
 
     part: int = 256
     """Elements of K in one step of the shrink; parts are multiples of it."""
@@ -228,8 +227,7 @@ class TritonBackend:
         self.reserve(FEW_ROWS)
 
     def reserve(self, num_rows: int) -> bool:
-        """Make room for steps of that many rows. What was captured before is void if there was
-        less."""
+        """Make room for steps of that many rows; if there was less, what was captured is void."""
         if num_rows > len(self._work):
             self._work = self._work.new_empty((num_rows, self.row_floats))
         self._tiles.reserve(num_rows)

@@ -13,8 +13,7 @@ FP8_MAX = 448.0
 
 
 def quantize_rows(x_RI: Tensor) -> tuple[Tensor, Tensor]:
-    """Round a matrix of any float dtype: fp8 values (R, I) and fp32 scales (R,). Rows of zeros have
-    the scale 1."""
+    """Round a matrix of any float dtype: fp8 values (R, I) and fp32 scales (R,), 1 for zeros."""
     scale_R = x_RI.abs().amax(1).float() / FP8_MAX
     scale_R = torch.where(scale_R > 0, scale_R, 1.0)
     q_RI = (x_RI.float() / scale_R[:, None]).clamp_(-FP8_MAX, FP8_MAX).to(FP8)

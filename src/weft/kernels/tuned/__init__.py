@@ -112,8 +112,7 @@ def cut_for(device: torch.device, num_rows: int, outputs: int, inputs: int) -> C
 
 
 def blocks_for(device: torch.device) -> Blocks:
-    """The default blocks, but for what the device's tables say. Raises ConfigError for a file that
-    is no table."""
+    """The default blocks, but for what the device's tables say. Raises ConfigError as `cut_for`."""
     found: dict[str, int] = {}
     for path in paths(device):
         found |= read_table(path).lora
