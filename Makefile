@@ -11,6 +11,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
+# Tests start dozens of processes; without bytecode on disk each would compile all that it imports.
+export PYTHONDONTWRITEBYTECODE :=
 .DELETE_ON_ERROR:
 .PHONY: help demo quick test test-gpu docs lint types imports pytest format clean
 

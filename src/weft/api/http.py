@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Mapping
@@ -308,6 +309,7 @@ class EventStream(Response):
         self._sending_since_s = None
 
 
+@functools.cache
 def body_of(model: type[BaseModel]) -> dict[str, Any]:
     """The `openapi_extra` of a route that reads its body as `model`."""
     schema = model.model_json_schema()
