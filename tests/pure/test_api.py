@@ -341,7 +341,7 @@ def function(name: str) -> dict[str, Any]:
         (COMPLETE, {"prompt": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         (COMPLETE, {"prompt": "x", "truncate_prompt_tokens": 65}, "truncate_prompt_tokens"),
         (COMPLETE, {"prompt": "x", "tools": [{}]}, "tools"),
-        (COMPLETE, {"prompt": "x", "cache_salt": "s"}, "cache_salt"),
+        (COMPLETE, {"prompt": "x", "cache_salt": ""}, "cache_salt"),
         (COMPLETE, {"prompt": "x", "guided_choice": []}, "guided_choice"),
         (COMPLETE, {"prompt": "x", "guided_regex": "a", "guided_json": {}}, "guided_regex"),
         (COMPLETE, {"prompt": "x", "structured_outputs": {}}, "structured_outputs"),

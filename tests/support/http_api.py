@@ -7,7 +7,7 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
 from weft.core.errors import AdapterInvalid, AdapterNotFound, EngineDead
 from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
 from weft.core.stats import EngineInfo, EngineStats
+from weft.core.tenants import Tenant
 from weft.registry import AdapterRegistry, AdapterRoots
 from weft.text import Tokenizer
 
@@ -72,6 +73,7 @@ class EchoEngine:
         self.close_s = 0.0
         """How long an abort takes."""
         self.in_use: list[AdapterRef | None] = []
+        self.tenants: list[Tenant] = []
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
@@ -161,6 +163,9 @@ class EchoEngine:
         self.released.append((digest, holder))
         if not self.holders[digest]:
             del self.holders[digest], self.adapters[digest]
+
+    async def set_tenants(self, tenants: Sequence[Tenant]) -> None:
+        self.tenants = list(tenants)
 
     async def stats(self) -> EngineStats:
         if not self.alive:

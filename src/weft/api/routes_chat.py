@@ -24,7 +24,6 @@ from weft.api.generation import (
 from weft.api.http import EventStream, answer, body_of, read_body
 from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
-from weft.api.settings import tenant_of
 from weft.core.errors import InvalidRequest
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams, StructuredOutputs
@@ -82,15 +81,17 @@ class Turn:
             **body.template_options(),
         )
         prompt_ids = truncated(self._service, body, ids, params.max_tokens)
+        tenant = self._service.settings.tenant_of(self._pinned.name)
         self.requests = self._service.intake.requests(
             self._request_id,
             [prompt_ids],
             self._thinking_first(params, prompt_ids),
             self._pinned,
-            tenant_of(self._pinned.name),
+            tenant,
             self.num_choices,
             prompt_field="messages",
             asked_in=body.max_tokens_field,
+            cache_salt=self._service.salt(tenant, body.cache_salt),
         )
 
     async def collect(self) -> list[Output]:

@@ -23,7 +23,6 @@ from weft.api.generation import (
 from weft.api.http import EventStream, answer, body_of, read_body
 from weft.api.schemas import CompletionBody
 from weft.api.service import Output, Service
-from weft.api.settings import tenant_of
 from weft.core.errors import InvalidRequest
 from weft.core.requests import EngineRequest
 from weft.core.sampling import StructuredOutputs
@@ -106,14 +105,16 @@ class _Completion:
             params = replace(params, prompt_logprobs=asked)
         prompts = await self._prompts()
         self._check_count(len(prompts) * self._num_choices)
+        tenant = self._service.settings.tenant_of(self._pinned.name)
         return self._service.intake.requests(
             self._head.id,
             [truncated(self._service, body, ids, body.max_tokens) for ids in prompts],
             params,
             self._pinned,
-            tenant_of(self._pinned.name),
+            tenant,
             self._num_choices,
             asked_in=None if body.max_tokens is None else "max_tokens",
+            cache_salt=self._service.salt(tenant, body.cache_salt),
         )
 
     async def _prompts(self) -> list[list[int]]:

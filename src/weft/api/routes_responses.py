@@ -31,7 +31,7 @@ from weft.api.bodies import Tool as ChatTool
 from weft.api.generation import naming
 from weft.api.http import EventStream, answer, body_of, read_body
 from weft.api.routes_chat import Reader, Turn
-from weft.api.schemas import HARMLESS, AdapterSum, ChatBody
+from weft.api.schemas import HARMLESS, AdapterSum, CacheSalt, ChatBody
 from weft.api.service import Output, Service
 from weft.core.errors import InvalidRequest
 from weft.text.chat_parser import Piece, ToolCallDelta
@@ -155,6 +155,7 @@ class ResponsesBody(OpenBody):
 
     model: str
     adapters: AdapterSum | None = None
+    cache_salt: CacheSalt | None = None
     input: TextOr[list[Item]]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -170,16 +171,14 @@ class ResponsesBody(OpenBody):
     def to_chat(self) -> ChatBody:
         """The chat request that means the same, checked. Raises InvalidRequest."""
         self.refuse_extra(_NOT_SERVED)
+        same = ("model", "cache_salt", "temperature", "top_p", "parallel_tool_calls")
         chat = ChatBody(
-            model=self.model,
+            **{name: getattr(self, name) for name in same},
             messages=self._messages(),
             max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
             response_format=self._format(),
             tools=[tool.to_chat() for tool in self.tools or ()],
             tool_choice=self._tool_choice(),
-            parallel_tool_calls=self.parallel_tool_calls,
         )
         chat.check()
         return chat

@@ -35,7 +35,6 @@ HARMLESS: dict[str, Harmless] = {
 _NOT_SERVED: dict[str, Harmless] = HARMLESS | {
     "audio": (),
     "best_of": (1,),
-    "cache_salt": (),
     "chat_template": (),
     "documents": ([],),
     "function_call": ("none", "auto"),
@@ -81,6 +80,15 @@ class AdapterWeight(ClosedBody):
     scale: float = Field(1.0, ge=-MAX_SCALE, le=MAX_SCALE)
 
 
+CacheSalt = Annotated[
+    str,
+    Field(
+        min_length=1,
+        max_length=256,
+        description="Cached prefixes are shared with one's own requests of the same salt alone.",
+    ),
+]
+
 AdapterSum = Annotated[
     list[AdapterWeight],
     Field(
@@ -96,6 +104,7 @@ class GenerationBody(OpenBody):
 
     model: str
     adapters: AdapterSum | None = None
+    cache_salt: CacheSalt | None = None
     max_tokens: int | None = None
     n: int | None = None
     """Choices for each prompt."""

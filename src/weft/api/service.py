@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import math
-import time
-from collections import deque
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from weft.api.admission import Admission, tenant_in
 from weft.api.middleware import TraceSink, watched
 from weft.api.schemas import AdapterWeight
 from weft.api.settings import ApiSettings
 from weft.core.adapters import WeightedAdapter
-from weft.core.errors import EngineDead, InvalidRequest, Overloaded
+from weft.core.errors import EngineDead, InvalidRequest
 from weft.core.messages import EngineClient
 from weft.core.requests import EngineRequest, TokenLogprob
 from weft.core.stats import EngineStats
@@ -26,57 +24,6 @@ from weft.serving.intake import num_chars
 from weft.text import AdapterTokenizers, OutputDelta, OutputStream, Tokenizer
 from weft.text.chat_parser import END_THINK, detect_reasoning
 from weft.text.tools import detect_tool_format
-
-_RECENT_S = 30.0
-_UNKNOWN_RETRY_S, _MAX_RETRY_S = 5, 30
-
-
-class Admission:
-    """Counts open engine requests; beyond the limit a request is refused instead of queued, so
-    that those who wait, wait for a bounded time."""
-
-    def __init__(self, max_open: int) -> None:
-        self._max_open = max_open
-        self.num_open = 0
-        self._ended_s: deque[float] = deque(maxlen=64)
-        """The times at which the last requests ended, which tell the throughput."""
-
-    def check(self) -> None:
-        """Refuse early, before work is put into a request. Raises Overloaded."""
-        if self.num_open >= self._max_open:
-            raise self._full(1)
-
-    @contextmanager
-    def enter(self, count: int) -> Iterator[None]:
-        """Hold `count` places, all or none. Raises Overloaded, or InvalidRequest when there never
-        are so many."""
-        if count > self._max_open:
-            raise InvalidRequest(
-                f"this request asks for {count} sequences, and the server takes "
-                f"{self._max_open} at a time"
-            )
-        if self.num_open + count > self._max_open:
-            raise self._full(count)
-        self.num_open += count
-        try:
-            yield
-        finally:
-            self.num_open -= count
-            self._ended_s.extend([time.monotonic()] * count)
-
-    def _full(self, count: int) -> Overloaded:
-        needed = self.num_open + count - self._max_open
-        message = f"{self.num_open} requests are open, and the server takes {self._max_open}"
-        return Overloaded(f"{message}; try again later", retry_after_s=self._retry_after_s(needed))
-
-    def _retry_after_s(self, needed: int) -> int:
-        """In how many seconds so many places should be free, if requests end as fast as of late."""
-        now_s = time.monotonic()
-        recent = [ended_s for ended_s in self._ended_s if ended_s > now_s - _RECENT_S]
-        if not recent:
-            return _UNKNOWN_RETRY_S
-        seconds_each = (now_s - recent[0]) / len(recent)
-        return min(max(math.ceil(needed * seconds_each), 1), _MAX_RETRY_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +99,7 @@ class Service:
         self.settings = settings
         self.metrics = metrics
         self._model_name, self._traces = settings.served_model_names[0], traces
-        self.admission = Admission(settings.max_open)
+        self.admission = Admission(settings.max_open, settings.tenants)
         self.intake = Intake(engine.info, registry, tokenizers)
         self._dialect = Dialect.of(tokenizers.base, settings)
 
@@ -162,7 +109,7 @@ class Service:
         """
         if not self.engine.alive:
             raise EngineDead("the engine is not running")
-        self.admission.check()
+        self.admission.check(self.settings.tenant_of(model))
         pinned = self.intake.pin(model)
         if adapters is None:
             return pinned
@@ -173,6 +120,13 @@ class Service:
                 "adapters",
             )
         return self.intake.pin_sum([WeightedAdapter(a.name, a.scale) for a in adapters])
+
+    def salt(self, tenant: str, asked: str | None) -> str:
+        """With whom a tenant's request shares cached prefixes: with those of the same salt. Each
+        tenant has one of its own, unless it shares with others that do, and `asked` adds to it."""
+        if not self.settings.tenants or tenant_in(self.settings.tenants, tenant).shares_prefixes:
+            return f":{asked}" if asked else ""
+        return f"{len(tenant)}:{tenant}:{asked or ''}"
 
     async def stats(self) -> EngineStats | None:
         """None when the engine does not answer."""
@@ -235,7 +189,8 @@ class Service:
         `shown_ids` are special tokens that their texts show in any case. Closing the generator
         aborts what still runs. Raises Overloaded.
         """
-        with self.admission.enter(len(requests)):
+        num_tokens = sum(len(r.prompt_ids) + (r.params.max_tokens or 0) for r in requests)
+        with self.admission.enter(len(requests), requests[0].tenant, num_tokens):
             if len(requests) == 1:
                 async with aclosing(self._run(requests[0], language, shown_ids)) as deltas:
                     async for delta in deltas:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from weft.core.errors import ConfigError
+from weft.core.tenants import Tenant
 from weft.text.tools import TOOL_FORMATS
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})?=(?!=*$)(.+)")
@@ -40,14 +42,6 @@ def parse_key(text: str) -> ApiKey:
     return ApiKey(secret, name)
 
 
-def tenant_of(adapter: str | None) -> str:
-    """The tenant of a request for an adapter by name (None: for the base): the name of its key,
-    else what the adapter's name has before the first "/", or all of it; "" for the base. A sum
-    of adapters is the first one's."""
-    first = (adapter or "").partition(",")[0]
-    return key_name_var.get() or first.partition("/")[0]
-
-
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
     """Raises ConfigError when a value is out of range."""
@@ -60,6 +54,9 @@ class ApiSettings:
     """How long the answer to one request may take; None: as long as it wants."""
     api_keys: tuple[str, ...] = ()
     """With any, requests must carry one of them. As `parse_key` reads them."""
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    """Who shares the server, by name; by default those that keys are named after. It may change
+    while the server runs."""
     allowed_origins: tuple[str, ...] = ()
     allow_hub_adapters: bool = False
     max_body_bytes: int = 8 << 20
@@ -82,8 +79,9 @@ class ApiSettings:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError("--served-model-name must not be empty", "served_model_name")
-        for key in self.api_keys:
-            parse_key(key)
+        names = {parse_key(key).name for key in self.api_keys} - {""}
+        if names and not self.tenants:
+            object.__setattr__(self, "tenants", {name: Tenant(name) for name in sorted(names)})
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ConfigError(
                 f"--request-timeout must be more than 0, got {self.request_timeout_s:g}",
@@ -98,3 +96,12 @@ class ApiSettings:
         for name in sizes:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be at least 1", name)
+
+    def tenant_of(self, adapter: str | None) -> str:
+        """The tenant of a request for an adapter by name (None: for the base). Where tenants are
+        configured it is the name of the request's key, and all others are one, "". Else it is what
+        the adapter's name has before the first "/", or all of it; a sum is the first one's."""
+        if self.tenants:
+            name = key_name_var.get()
+            return name if name in self.tenants else ""
+        return (adapter or "").partition(",")[0].partition("/")[0]

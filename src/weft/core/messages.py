@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
+from weft.core.tenants import Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,13 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class SetTenants:
+    """From now on these tenants share the device, by their weights and within their caps."""
+
+    tenants: tuple[Tenant, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class GetStats:
     call_id: int
 
@@ -53,7 +61,7 @@ class Stop:
     """Abort all requests and end."""
 
 
-Command = Submit | Abort | Hold | Release | GetStats | Wake | Stop
+Command = Submit | Abort | Hold | Release | SetTenants | GetStats | Wake | Stop
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +127,11 @@ class EngineClient(Protocol):
         After the last holder the adapter takes no new requests, and its memory is free once its
         running ones have ended.
         """
+
+    async def set_tenants(self, tenants: Sequence[Tenant]) -> None:
+        """Let these tenants share the device by their weights, each within its `max_seats`, instead
+        of those that were told before. Without any, tenants that are named in requests differ in
+        the order in which they are served alone. Raises EngineDead."""
 
     async def stats(self) -> EngineStats:
         """Ask for the engine's figures. Raises EngineDead."""

@@ -41,6 +41,8 @@ class EngineRequest:
     output_ids: list[int] = field(default_factory=list)
     """Output that the request has already. It counts as output everywhere and is not reported
     again, nor are the log-probabilities of the prompt."""
+    cache_salt: str = ""
+    """Cached prefixes are shared only among requests with the same salt."""
 
 
 @dataclass(frozen=True, slots=True)

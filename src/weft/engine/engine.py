@@ -17,6 +17,7 @@ from weft.core.messages import (
     Release,
     Reply,
     Report,
+    SetTenants,
     Submit,
     Tokens,
 )
@@ -74,6 +75,8 @@ class Engine:
             case Release(call_id, digest, holder):
                 self.release(digest, holder)
                 return Reply(call_id)
+            case SetTenants(tenants):
+                self.scheduler.set_tenants(tenants)
             case GetStats(call_id):
                 return Reply(call_id, stats=self.stats())
             case _:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Protocol
 
 from weft.core.adapters import AdapterInfo, AdapterSource
@@ -22,6 +22,7 @@ from weft.core.messages import (
     Release,
     Reply,
     Report,
+    SetTenants,
     Started,
     StartFailed,
     Stop,
@@ -30,6 +31,7 @@ from weft.core.messages import (
 )
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
+from weft.core.tenants import Tenant
 
 CLOSE_S = 10.0
 """How long `close` waits for the engine to end by itself."""
@@ -107,6 +109,9 @@ class LinkClient:
 
     async def release(self, digest: str, holder: str) -> None:
         await self._call(lambda call_id: Release(call_id, digest, holder))
+
+    async def set_tenants(self, tenants: Sequence[Tenant]) -> None:
+        self._send(SetTenants(tuple(tenants)))
 
     async def stats(self) -> EngineStats:
         reply = await self._call(GetStats)

@@ -13,9 +13,10 @@ import torch
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.config import EngineArgs
 from weft.core.errors import from_wire
-from weft.core.messages import Abort, Hold, Reply, Report, Submit, Tokens
+from weft.core.messages import Abort, Hold, Reply, Report, SetTenants, Submit, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
+from weft.core.tenants import Tenant
 from weft.engine.build import build_engine
 from weft.engine.serve import WAIT_S
 
@@ -103,6 +104,9 @@ class DirectClient:
 
     async def release(self, digest: str, holder: str) -> None:
         self.engine.release(digest, holder)
+
+    async def set_tenants(self, tenants: Sequence[Tenant]) -> None:
+        self.engine.apply(SetTenants(tuple(tenants)))
 
     async def stats(self) -> EngineStats:
         return self.engine.stats()

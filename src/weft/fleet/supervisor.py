@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from weft.core.adapters import AdapterInfo, AdapterSource
@@ -20,6 +20,7 @@ from weft.core.config import EngineArgs
 from weft.core.errors import AdapterUnavailable, EngineDead, WeftError, to_wire
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
+from weft.core.tenants import Tenant
 from weft.fleet.client import LinkClient
 
 logger = logging.getLogger(__name__)
@@ -75,6 +76,8 @@ class Supervisor:
         """Why nothing is served now."""
         self._wanted: dict[str, _Wanted] = {}
         """What engines are to hold, by digest."""
+        self._tenants: tuple[Tenant, ...] | None = None
+        """Who shares every engine; None until it was said."""
         self._task = asyncio.create_task(self._supervise())
 
     @property
@@ -121,6 +124,12 @@ class Supervisor:
                 del self._wanted[digest]
         with contextlib.suppress(EngineDead):
             await self._engine.release(digest, holder)
+
+    async def set_tenants(self, tenants: Sequence[Tenant]) -> None:
+        """The engines to come are told of them too, so this succeeds while the engine is down."""
+        self._tenants = tuple(tenants)
+        with contextlib.suppress(EngineDead):
+            await self._engine.set_tenants(self._tenants)
 
     async def stats(self) -> EngineStats:
         return await self._up().stats()
@@ -180,6 +189,8 @@ class Supervisor:
         try:
             await self._engine.close()
             self._engine = engine = await self._start(self._args)
+            if self._tenants is not None:
+                await engine.set_tenants(self._tenants)
             calls = [self._hold_again(engine, digest) for digest in self._wanted]
             with self._watched(engine):
                 await asyncio.gather(*calls)

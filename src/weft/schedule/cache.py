@@ -15,7 +15,8 @@ adapter becomes active in a sequence, its version's digest and the position go i
     a, from 37 on                 └a37─ ...      (blocks of 16 tokens)
 
 So no version shares what it computed with another, or what it computed when it became active
-elsewhere, and all of them share what the base computed before they became active.
+elsewhere, and all of them share what the base computed before they became active. A chain may begin
+with a *salt*: then it is shared among sequences with that salt alone.
 
 A sequence of a model with recurrent layers holds one *state*, from reserve() to release(). It is
 what all the tokens so far have made of it, so a block of another sequence is of no use without the
@@ -39,6 +40,13 @@ def _adapted_key(parent: bytes, digest: str, active_from: int) -> bytes:
     return hashlib.blake2b(parent + content, digest_size=16, person=b"adapter").digest()
 
 
+def _salted_key(salt: str) -> bytes:
+    """The key that stands before the first block of sequences with this salt."""
+    if not salt:
+        return b""
+    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").digest()
+
+
 def _chained_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
     """The key of a full block with these tokens after the block of `parent`."""
     hashed = hashlib.blake2b(parent, digest_size=16)
@@ -49,10 +57,11 @@ def _chained_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class Holding:
     """What one sequence holds of the cache. Only the cache changes it."""
 
-    __slots__ = ("_active_from", "_digest", "_keys", "blocks", "next_full", "state")
+    __slots__ = ("_active_from", "_digest", "_keys", "_root", "blocks", "next_full", "state")
 
-    def __init__(self, digest: str | None = None, active_from: int = NEVER) -> None:
+    def __init__(self, digest: str | None = None, active_from: int = NEVER, salt: str = "") -> None:
         """The adapter version `digest` is active from the position `active_from` on."""
+        self._root = _salted_key(salt)
         self._digest = digest
         self._active_from = active_from
         self._keys: list[bytes] = []
@@ -67,7 +76,7 @@ class Holding:
         """The key of the block `index`; `tokens` only ever grow between calls."""
         keys = self._keys
         for j in range(len(keys), index + 1):
-            parent = keys[-1] if keys else b""
+            parent = keys[-1] if keys else self._root
             if self._digest is not None and j == self._active_from // size:
                 parent = _adapted_key(parent, self._digest, self._active_from)
             keys.append(_chained_key(parent, tokens[j * size : (j + 1) * size]))

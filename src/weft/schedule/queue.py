@@ -22,27 +22,40 @@ entry is set right when it comes to the top. So a request is added, found and re
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Generic, Protocol, TypeVar
+
+from weft.core.tenants import Tenant
 
 MAX_IDLE = 1000
 """Tenants without requests that are remembered for the service they have had."""
 
 
 class Account:
-    """What a tenant has had."""
+    """What a tenant has, and has had."""
 
-    __slots__ = ("counter", "name", "num_open", "num_waiting", "weight")
+    __slots__ = ("counter", "max_seats", "name", "num_open", "num_waiting", "weight")
 
-    def __init__(self, name: str, weight: float) -> None:
+    def __init__(self, name: str, weight: float = 1.0) -> None:
         self.name = name
         self.weight = weight
+        self.max_seats: int | None = None
+        """How many of its requests may run at a time; None: any number."""
         self.counter = 0.0
         """Service over weight; only its distance to the others' means something."""
         self.num_open = 0
         """Requests that wait or run."""
         self.num_waiting = 0
+
+    @property
+    def num_seats(self) -> int:
+        """Requests that run."""
+        return self.num_open - self.num_waiting
+
+    @property
+    def at_cap(self) -> bool:
+        return self.max_seats is not None and self.num_seats >= self.max_seats
 
     def charge(self, service: float) -> None:
         self.counter += service / self.weight
@@ -89,6 +102,7 @@ class FairQueue(Generic[T]):
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         """`weights`: how much more than 1, or less, some tenants are to get; the others have 1."""
         self._weights = dict(weights or {})
+        self._tenants: dict[str, Tenant] = {}
         self._accounts: dict[str, Account] = {}
         self._num_idle = 0
         self._lanes: dict[tuple[str, str | None], _Lane[T]] = {}
@@ -100,6 +114,18 @@ class FairQueue(Generic[T]):
 
     # -- tenants -------------------------------------------------------------------------------
 
+    def set_tenants(self, tenants: Iterable[Tenant]) -> None:
+        """Let these tenants share by their weights and within their caps. All others are one, but
+        for those that have requests now. Without any tenants, each name is a tenant."""
+        self._tenants = {tenant.name: tenant for tenant in tenants}
+        for account in self._accounts.values():
+            self._set_up(account)
+
+    def _set_up(self, account: Account) -> None:
+        tenant = self._tenants.get(account.name)
+        account.max_seats = tenant.caps.max_seats if tenant else None
+        account.weight = tenant.weight if tenant else self._weights.get(account.name, 1.0)
+
     @property
     def num_tenants(self) -> int:
         return len(self._accounts)
@@ -110,9 +136,11 @@ class FairQueue(Generic[T]):
 
     def open(self, tenant: str) -> Account:
         """Count one more request of a tenant, until `close` when the request ends."""
-        account = self._accounts.get(tenant)
+        name = tenant if tenant in self._tenants or not self._tenants else ""
+        account = self._accounts.get(name)
         if account is None:
-            account = self._accounts[tenant] = Account(tenant, self._weights.get(tenant, 1.0))
+            account = self._accounts[name] = Account(name)
+            self._set_up(account)
         elif not account.num_open:
             self._num_idle -= 1
         account.num_open += 1

@@ -26,10 +26,11 @@ A *parked* request had to make way for another adapter; see `weft.schedule.batch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from weft.core.errors import AdapterUnavailable, InvalidRequest, WeftError, to_wire
 from weft.core.requests import EngineRequest, FinishReason, TokenEvent, TokenLogprob
+from weft.core.tenants import Tenant
 from weft.schedule.batch import Batch, Draft, Totals
 from weft.schedule.cache import Cache
 from weft.schedule.limits import SchedulerLimits, check_request
@@ -90,6 +91,10 @@ class Scheduler:
         """The answer to a request that can't be served: its error event."""
         self.totals.finished["error"] += 1
         return TokenEvent(request_id, [], finish_reason="error", error=to_wire(error))
+
+    def set_tenants(self, tenants: Iterable[Tenant]) -> None:
+        """See `EngineClient.set_tenants`."""
+        self._batch.waiting.set_tenants(tenants)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """End a request early; None if it is not here (it ended already)."""
@@ -275,7 +280,7 @@ class Scheduler:
                     self._turns.prefetch(seq.digest)
                 elif seq.in_flight:
                     continue
-                elif not self._turns.ready(seq):
+                elif seq.account.at_cap or not self._turns.ready(seq):
                     walk.skip()
                 elif self._batch.admit(seq, draft):
                     walk.take()

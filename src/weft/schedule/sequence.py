@@ -171,7 +171,7 @@ class Sequence:
         self.done = False
         self.bill = Bill(account, len(self.tokens))
         self.adapter = adapter
-        self.holding = Holding(adapter.digest, adapter.active_from)
+        self.holding = Holding(adapter.digest, adapter.active_from, request.cache_salt)
         self.rules = OutputRules(request, limits, adapter.vocab_size)
         self.prompt_logprobs: list[TokenLogprob] | None = None
         """What is there so far; None once it was handed out, or if nobody asked."""

@@ -185,6 +185,7 @@ class Intake:
         *,
         prompt_field: str = "prompt",
         asked_in: str | None = None,
+        cache_salt: str = "",
     ) -> list[EngineRequest]:
         """Checked requests to the engine: the choices of the first prompt, those of the next, and
         so on. Choice i of a prompt has the seed plus i.
@@ -212,6 +213,7 @@ class Intake:
                     lease.parts,
                     language.eos_ids,
                     seed=_seed(fitted, choice),
+                    cache_salt=cache_salt,
                 )
                 for choice in range(num_choices)
             ]

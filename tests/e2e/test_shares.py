@@ -1,0 +1,173 @@
+"""What tenants leave each other of a server: places, and what they can tell of each other."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from http_api import CHAT, COMPLETE, HI, Web, World, run, until
+from toy_tokenizers import byte_level
+
+from weft.api.admission import Admission
+from weft.core.errors import InvalidRequest, Overloaded
+from weft.core.tenants import Caps, Tenant
+
+KEYS = ["flood=f", "victim=v", "nobody"]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    made: list[World] = []
+
+    def build(**settings: Any) -> World:
+        made.append(World(tmp_path, byte_level(), **settings))
+        return made[-1]
+
+    yield build
+    for world in made:
+        world.check()
+
+
+async def ask(web: Web, key: str, path: str = COMPLETE, **body: Any) -> httpx.Response:
+    head = {"authorization": f"Bearer {key}"}
+    whole = {"model": "base", **({"messages": HI} if path == CHAT else {"prompt": "abc"}), **body}
+    return await web.http.post(path, json=whole, headers=head)
+
+
+def test_a_flood_makes_nobody_else_wait_for_a_place(make: Any) -> None:
+    """One tenant's requests with many choices fill the server; others still get in, and the first
+    is told to come again until the others have their shares."""
+    world = make(max_open=24, api_keys=KEYS)
+
+    async def scenario(web: Web) -> None:
+        world.engine.gate = asyncio.Event()
+        flood = [asyncio.create_task(ask(web, "f", n=8)) for _ in range(6)]
+        await until(lambda: world.engine.num_open == 24 and sum(t.done() for t in flood) == 3)
+        for task in flood[3:]:
+            answer = await task if task.done() else None
+            if answer is not None:
+                assert answer.status_code == 429 and int(answer.headers["retry-after"]) >= 1
+        others = [asyncio.create_task(ask(web, key, n=4)) for key in ("v", "nobody", "v")]
+        await until(lambda: world.engine.num_open == 36)
+        assert (await ask(web, "f")).status_code == 429
+        assert (await ask(web, "v")).status_code == 429, "it has its third"
+        world.engine.gate.set()
+        answers = await asyncio.gather(*flood, *others)
+        assert [a.status_code for a in answers].count(200) == 3 + 3
+
+    run(world, scenario)
+
+
+def test_made_up_prefixes_share_one_place(make: Any) -> None:
+    """Without named keys nobody gets places beyond the limit by the names of adapters."""
+    world = make(max_open=4)
+
+    async def scenario(web: Web) -> None:
+        for i in range(4):
+            assert (await web.load(f"t{i}/x", world.adapter(f"a{i}", "x"))).status_code == 200
+        world.engine.gate = asyncio.Event()
+        asks = [
+            asyncio.create_task(web.post(COMPLETE, {"model": f"t{i}/x", "prompt": "a", "n": 2}))
+            for i in range(4)
+        ]
+        await until(lambda: world.engine.num_open == 4 and sum(t.done() for t in asks) == 2)
+        world.engine.gate.set()
+        codes = [answer.status_code for answer in await asyncio.gather(*asks)]
+        assert sorted(codes) == [200, 200, 429, 429]
+
+    run(world, scenario)
+
+
+def test_caps_of_a_tenant() -> None:
+    caps = Caps(max_open_requests=3, max_tokens_in_flight=100)
+    admission = Admission(10, {"small": Tenant("small", caps=caps), "other": Tenant("other")})
+    with pytest.raises(InvalidRequest), admission.enter(4, "small"):
+        pass
+    with pytest.raises(InvalidRequest) as refused, admission.enter(1, "small", 101):
+        pass
+    assert refused.value.param == "max_tokens"
+    with admission.enter(2, "small", 60):
+        for count, tokens in ((2, 0), (1, 41)):
+            with pytest.raises(Overloaded), admission.enter(count, "small", tokens):
+                pass
+        with admission.enter(1, "small", 40), admission.enter(6, "other", 10**6):
+            with pytest.raises(Overloaded):
+                admission.check("small")
+            admission.check("other")
+            admission.check_invariants()
+    assert admission.num_open == 0
+
+
+def test_places_follow_weights_and_are_bounded() -> None:
+    """Tenants come one after the other and each takes all that it gets."""
+    tenants = {str(i): Tenant(str(i), weight=1.0 + i % 2) for i in range(30)}
+    admission = Admission(300, tenants)
+
+    def fill(places: ExitStack, name: str) -> int:
+        for count in range(500):
+            try:
+                places.enter_context(admission.enter(1, name))
+            except Overloaded as error:
+                assert 1 <= int(error.headers["retry-after"]) <= 30
+                return count
+        raise AssertionError("no bound")
+
+    with ExitStack() as places:
+        assert fill(places, "0") == 300
+        assert fill(places, "1") == 200, "two thirds"
+        for name in list(tenants)[2:]:
+            assert fill(places, name) >= 300 * tenants[name].weight // 45
+        assert fill(places, "made up") >= 1
+        assert fill(places, "another") == 0, "all who are unknown are one"
+        assert admission.num_open < 300 * 4.5
+        admission.check_invariants()
+    assert admission.num_open == 0
+
+
+def test_prefixes_are_shared_within_a_tenant(make: Any) -> None:
+    """All routes salt the cache by tenant, and by the client's own salt besides."""
+    tenants = {
+        "a": Tenant("a"),
+        "b": Tenant("b"),
+        "open": Tenant("open", shares_prefixes=True),
+        "wide": Tenant("wide", shares_prefixes=True),
+    }
+    world = make(api_keys=["a=1", "b=2", "open=3", "wide=4", "none"], tenants=tenants)
+
+    async def scenario(web: Web) -> None:
+        async def salt(key: str, path: str = COMPLETE, **body: Any) -> str:
+            answer = await ask(web, key, path, **body)
+            assert answer.status_code == 200, answer.text
+            return world.engine.requests[-1].cache_salt
+
+        keys = ("1", "2", "3", "none")
+        salts = [await salt(key) for key in keys]
+        assert len(set(salts)) == 4
+        assert await salt("4") == salts[2], "both share"
+        for path in (CHAT, COMPLETE):
+            assert [await salt(key, path) for key in keys] == salts
+            own = [await salt(key, path, cache_salt="1:a:") for key in keys]
+            assert len({*own, *salts}) == 8
+            assert own == [await salt(key, cache_salt="1:a:") for key in keys]
+
+    run(world, scenario)
+
+
+def test_without_tenants_all_share_prefixes(make: Any) -> None:
+    world = make()
+
+    async def scenario(web: Web) -> None:
+        assert (await web.load("t/x", world.adapter("x", "x"))).status_code == 200
+        for body in ({}, {"model": "t/x"}):
+            await web.complete(**body)
+            assert world.engine.requests[-1].cache_salt == ""
+        body = {"model": "base", "input": "hi", "cache_salt": "mine"}
+        assert (await web.post("/v1/responses", body)).status_code == 200
+        assert world.engine.requests[-1].cache_salt == ":mine"
+
+    run(world, scenario)
