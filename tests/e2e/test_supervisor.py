@@ -9,7 +9,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from weft.core.errors import (
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineInfo, EngineStats
+from weft.core.tenants import Caps, Tenant
 from weft.fleet import supervisor
 from weft.fleet.supervisor import Supervisor, start_supervised
 from weft.text import load_tokenizer
@@ -84,6 +85,7 @@ class Fake:
         """By digest: the pin of each holder."""
         self.checked: list[bool] = []
         """Whether what was held was said to be checked."""
+        self.tenants: list[Tenant] = []
         self.asked = 0
         self.closed = False
         self._dead = asyncio.Event()
@@ -136,6 +138,11 @@ class Fake:
         await self._wait(asyncio.sleep(0))
         self.held.get(digest, {}).pop(holder, None)
         self.held = {digest: holders for digest, holders in self.held.items() if holders}
+
+    async def set_tenants(self, tenants: Sequence[Tenant]) -> None:
+        if not self.alive:
+            raise EngineDead("the fake is dead")
+        self.tenants = list(tenants)
 
     async def stats(self) -> EngineStats:
         self.asked += 1
@@ -243,6 +250,26 @@ def test_what_is_open_when_the_engine_dies(fake: Callable[[Test], None]) -> None
         await until(lambda: client.alive)
         assert client.restarts == 1 and not world.engine.held
         assert await outcome(client.generate(request_to())) is None
+
+    fake(test)
+
+
+def test_tenants_are_told_again(fake: Callable[[Test], None]) -> None:
+    """Also those that were set while the engine was down."""
+
+    async def test(world: World, client: Supervisor) -> None:
+        first, second = [Tenant("a", 2.0)], [Tenant("b")]
+        await client.set_tenants(first)
+        assert world.engine.tenants == first
+        await restarted(world, client)
+        assert world.engine.tenants == first
+        world.start_gate.clear()
+        world.engine.die()
+        await until(lambda: not client.alive)
+        await client.set_tenants(second)
+        world.start_gate.set()
+        await until(lambda: client.alive)
+        assert world.engine.tenants == second
 
     fake(test)
 
@@ -595,6 +622,7 @@ def test_a_killed_engine_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFix
     async def go() -> None:
         folders = {name: shutil.copytree(ADAPTERS[name], tmp_path / name) for name in ADAPTERS}
         client = await start_supervised(ARGS, watchdog_s=40.0)
+        await client.set_tenants([Tenant("acme", 2.0, Caps(max_seats=3))])
         refs: dict[str, AdapterRef] = {}
         for name, folder in folders.items():
             source = AdapterSource(str(folder))

@@ -79,9 +79,9 @@ class ApiSettings:
             object.__setattr__(self, name, tuple(getattr(self, name)))
         if not self.served_model_names or not all(self.served_model_names):
             raise ConfigError("--served-model-name must not be empty", "served_model_name")
-        names = {parse_key(key).name for key in self.api_keys} - {""}
-        if names and not self.tenants:
-            object.__setattr__(self, "tenants", {name: Tenant(name) for name in sorted(names)})
+        named = sorted({parse_key(key).name for key in self.api_keys} - {""})
+        if named and not self.tenants:
+            object.__setattr__(self, "tenants", {name: Tenant(name) for name in named})
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ConfigError(
                 f"--request-timeout must be more than 0, got {self.request_timeout_s:g}",

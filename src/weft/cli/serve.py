@@ -21,12 +21,14 @@ from rich.table import Table
 
 from weft.api import ApiSettings, create_app
 from weft.api.http import READER_TIMEOUT_S
+from weft.api.settings import parse_key
 from weft.cli.args import LoraModule, ServeFlags, keys_from_environment
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError
 from weft.core.messages import EngineClient
 from weft.core.stages import in_words
 from weft.core.stats import EngineInfo
+from weft.core.tenants import Tenant
 from weft.fleet.supervisor import start_supervised
 from weft.metrics.logs import configure_logging
 from weft.models.config import resolve_model
@@ -73,11 +75,15 @@ def _api_settings(engine: EngineArgs, flags: ServeFlags) -> ApiSettings:
     running = engine.scheduler.max_num_seqs
     waiting = 4 * running if flags.max_queue is None else flags.max_queue
     tools, reasoning = flags.tool_call_parser, flags.reasoning_parser
+    keys = tuple(flags.api_key or keys_from_environment())
+    weights = engine.scheduler.tenant_weights
+    named = {parse_key(key).name for key in keys} - {""}
     return ApiSettings(
         served_model_names=tuple(flags.served_model_name or [engine.model.model]),
         max_open=running + waiting,
         request_timeout_s=flags.request_timeout,
-        api_keys=tuple(flags.api_key or keys_from_environment()),
+        api_keys=keys,
+        tenants={name: Tenant(name, weights.get(name, 1.0)) for name in named},
         allowed_origins=tuple(flags.allowed_origins or ()),
         allow_hub_adapters=flags.allow_hub_adapters,
         tool_call_parser=None if tools == "none" else tools,
@@ -122,6 +128,8 @@ async def _start_and_serve(start: _Start, listener: socket.socket, traces: Trace
         engine, tokenizer = await _load(start)
         tokenizers = AdapterTokenizers(tokenizer)
     try:
+        if start.api.tenants:
+            await engine.set_tenants(list(start.api.tenants.values()))
         registry = AdapterRegistry(start.api.served_model_names, model)
         app = create_app(engine, registry, tokenizers, start.roots, start.api, traces)
         # The operator's own adapters may lie anywhere, so this has sources of its own.
