@@ -18,7 +18,7 @@ from weft.core.requests import EngineRequest, FinishReason, TokenLogprob
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineStats
 from weft.fleet.direct import DirectClient
-from weft.registry import AdapterRegistry, Sources
+from weft.registry import Access, AdapterRegistry, Caller, Sources
 from weft.serving import DirectExecutor, Intake, Language, Pinned, Publisher
 from weft.text import AdapterTokenizers, OutputDelta, OutputStream, Tokenizer, load_tokenizer
 
@@ -77,6 +77,7 @@ class LLM:
         self._client = DirectClient(args)
         self.info = self._client.info
         self._registry = AdapterRegistry([args.model.model], args.model.model)
+        self._access = Access(self._registry, Caller())
         self._intake = Intake(self.info, self._registry, tokenizers)
         self._executor = DirectExecutor()
         self._publisher = Publisher(
@@ -217,8 +218,8 @@ class LLM:
 
     def _pin(self, choice: AdapterChoice) -> Pinned:
         if choice is not None and not isinstance(choice, str):
-            return self._intake.pin_sum(choice)
-        pinned = self._intake.pin(choice)
+            return self._intake.pin_sum(self._access, choice)
+        pinned = self._intake.pin(self._access, choice)
         if choice is not None and pinned.name is None:
             raise ModelNotFound(f"{choice!r} is the base; say adapter=None for it", "adapter")
         return pinned

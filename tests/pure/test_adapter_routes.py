@@ -170,9 +170,10 @@ def test_base_colon_adapter_names_the_adapter(world: World) -> None:
         for model in ("a", "base:a", "alias:a"):
             assert await text_of(web, model) == "cbaA"
             assert (await web.get(f"/v1/models/{model}")).json()["id"] == "a"
-        await web.load("base:a", world.adapter("exact", "E"))
-        assert await text_of(web, "base:a") == "cbaE"
-        assert await text_of(web, "alias:a") == "cbaA"
+        for shadow in ("base:a", "alias:a", "base:acme/a"):
+            refused = await web.load(shadow, world.adapter("exact", "E"))
+            assert (refused.status_code, refused.json()["error"]["param"]) == (400, "lora_name")
+        assert await text_of(web, "base:a") == "cbaA"
         for model in ("base:nobody", "base:", "base:base", "other:a", ":a", "base:alias:a"):
             answer = await web.post(COMPLETE, {"model": model, "prompt": "abc"})
             assert answer.status_code == 404, (model, answer.text)

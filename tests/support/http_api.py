@@ -17,6 +17,8 @@ import uvicorn
 from toy_tokenizers import byte_level
 
 from weft.api import ApiSettings, create_app
+from weft.api.audit import AuditLog
+from weft.api.callers import Tenants
 from weft.cli.serve import http_config
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
 from weft.core.errors import AdapterInvalid, AdapterNotFound, EngineDead
@@ -198,6 +200,8 @@ class World:
         folder: Path,
         tokenizer: Tokenizer | None,
         info: EngineInfo = INFO,
+        tenants_file: Tenants | None = None,
+        audit: AuditLog | None = None,
         **settings: Any,
     ) -> None:
         self.folder = folder
@@ -210,6 +214,8 @@ class World:
             tokenizer,
             AdapterRoots([folder]),
             ApiSettings(**settings),
+            tenants=tenants_file,
+            audit=audit,
         )
 
     def adapter(self, name: str, content: str) -> str:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib.metadata import version
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
+from weft.api.audit import AuditLog
+from weft.api.callers import Tenants, keychain_of
+from weft.api.desk import AdapterDesk
 from weft.api.http import ERRORS, handle_error
 from weft.api.middleware import (
+    PROBES,
     REQUEST_ID,
+    STATE,
     Observe,
     RequestIds,
     RequireKey,
@@ -23,7 +29,7 @@ from weft.api.routes_adapters import adapter_routes
 from weft.api.routes_chat import chat_routes
 from weft.api.routes_completions import completion_routes
 from weft.api.routes_responses import response_routes
-from weft.api.routes_server import server_routes, tokenize_routes
+from weft.api.routes_server import metrics_app, server_routes, tokenize_routes
 from weft.api.service import Service
 from weft.api.settings import ApiSettings, parse_key
 from weft.core.errors import WeftError
@@ -41,15 +47,21 @@ def create_app(
     roots: AdapterRoots,
     settings: ApiSettings,
     traces: TraceSink | None = None,
+    tenants: Tenants | None = None,
+    audit: AuditLog | None = None,
 ) -> FastAPI:
     """The application; it neither starts nor closes the engine. `tokenizer`: the base's, with
-    those of adapters that are loaded already; None: texts are not served."""
+    those of adapters that are loaded already; None: texts are not served. `state.metrics_app` is
+    what an address for metrics alone serves."""
+    if tenants is not None:
+        settings = replace(settings, tenants=tenants.by_name)
     if not isinstance(tokenizer, AdapterTokenizers):
         tokenizer = AdapterTokenizers(tokenizer)
     metrics = Metrics(settings.served_model_names[0])
-    service = Service(engine, registry, tokenizer, settings, metrics, traces)
+    service = Service(engine, registry, tokenizer, settings, metrics, traces, tenants)
     sources, executor = Sources(roots, settings.allow_hub_adapters), LoopExecutor()
     publisher = Publisher(engine, registry, tokenizer, sources, executor)
+    desk = AdapterDesk(service, publisher, executor, audit or AuditLog(None), tenants)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -69,17 +81,23 @@ def create_app(
     app.state.request_timeout_s = settings.request_timeout_s
     for routes in (chat_routes, completion_routes, response_routes, tokenize_routes, server_routes):
         app.include_router(routes(service))
-    app.include_router(adapter_routes(service, publisher))
-    _add_middleware(app, metrics, settings)
+    app.include_router(adapter_routes(service, desk))
+    app.state.metrics_app = metrics_app(service)
+    _add_middleware(app, metrics, settings, tenants)
     if traces is not None:
         app.add_middleware(TraceHeaders)
     return app
 
 
-def _add_middleware(app: FastAPI, metrics: Metrics, settings: ApiSettings) -> None:
+def _add_middleware(
+    app: FastAPI, metrics: Metrics, settings: ApiSettings, tenants: Tenants | None
+) -> None:
     """The one added last sees a request first. Preflight requests of browsers carry no key."""
-    if settings.api_keys:
-        app.add_middleware(RequireKey, keys=[parse_key(key) for key in settings.api_keys])
+    if tenants is not None:
+        app.add_middleware(RequireKey, keychain=lambda: tenants.keychain, open_paths=PROBES)
+    elif settings.api_keys:
+        keychain = keychain_of([parse_key(key) for key in settings.api_keys])
+        app.add_middleware(RequireKey, keychain=lambda: keychain, open_paths=PROBES | STATE)
     app.add_middleware(Observe, metrics=metrics)
     if settings.allowed_origins:
         app.add_middleware(

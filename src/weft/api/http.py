@@ -52,7 +52,7 @@ without a media type, which errors would get too."""
 
 # -- errors ---------------------------------------------------------------------------------------
 
-_TYPE_OF_STATUS = {401: "authentication_error", 429: "rate_limit_error"}
+_TYPE_OF_STATUS = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class ErrorDetail(BaseModel):

@@ -3,12 +3,10 @@ traces get to know of it."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import logging
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Protocol
@@ -17,24 +15,28 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft.api.callers import caller_of, caller_var, client_var
 from weft.api.http import CLIENT_LEFT, error_response
-from weft.api.settings import ApiKey, key_name_var
 from weft.core.errors import Unauthorized, to_wire
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.metrics import Metrics, RequestRecord
 from weft.metrics.logs import log_request, request_id_var
+from weft.registry.tenants import Keychain
 
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
-OPEN_PATHS = frozenset({"/health", "/metrics", "/version"})
-"""These routes answer without a key, as probes and scrapers have none."""
+PROBES = frozenset({"/health"})
+"""These routes always answer without a key, as probes have none."""
+STATE = frozenset({"/metrics", "/version"})
+"""These do so unless there are tenants, who must not learn of each other from them."""
 
 _MAX_ID_LENGTH = 128
 
 
 class RequestIds:
-    """Gives each request an id, the client's own if it sent a plain one, and answers with it."""
+    """Gives each request an id, the client's own if it sent a plain one, and answers with it.
+    Keeps the client's address."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -51,11 +53,14 @@ class RequestIds:
                 MutableHeaders(scope=message)[REQUEST_ID] = chosen
             await send(message)
 
+        client = scope.get("client")
         token = request_id_var.set(chosen)
+        client_token = client_var.set(client[0] if client else None)
         try:
             await self._app(scope, receive, send_with_id)
         finally:
             request_id_var.reset(token)
+            client_var.reset(client_token)
 
 
 def _plain(own: str) -> bool:
@@ -95,35 +100,30 @@ class Observe:
 
 
 class RequireKey:
-    """Lets only requests pass that carry one of the keys as a bearer token, and keeps its name."""
+    """Lets only requests pass that carry a key as a bearer token, and keeps whose it is."""
 
-    def __init__(self, app: ASGIApp, keys: Sequence[ApiKey]) -> None:
+    def __init__(
+        self, app: ASGIApp, keychain: Callable[[], Keychain], open_paths: Collection[str]
+    ) -> None:
+        """`keychain` is asked at each request, as keys come and go; `open_paths` need none."""
         self._app = app
-        self._names = {_digest(key.secret.encode()): key.name for key in keys}
+        self._keychain = keychain
+        self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
-            given = Headers(scope=scope).get("authorization")
-            name = None if given is None else self._name_of(given)
-            if name is None:
-                what = "Incorrect API key" if given else "No API key"
-                error = Unauthorized(f"{what} provided; send it as 'Authorization: Bearer KEY'")
-                await error_response(error)(scope, receive, send)
-                return
-            key_name_var.set(name)
-        await self._app(scope, receive, send)
-
-    def _name_of(self, given: str) -> str | None:
-        """The name of the key that is given; None if it is no key. Takes the same time for every
-        wrong token: all keys are compared, by digest."""
-        scheme, _, token = given.partition(" ")
-        digest = _digest(token.strip().encode("latin-1"))
-        equal = [key for key in self._names if hmac.compare_digest(digest, key)]
-        return self._names[equal[0]] if equal and scheme.lower() == "bearer" else None
-
-
-def _digest(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()
+        if scope["type"] != "http" or scope["path"] in self._open_paths:
+            await self._app(scope, receive, send)
+            return
+        try:
+            caller = caller_of(Headers(scope=scope).get("authorization"), self._keychain())
+        except Unauthorized as error:
+            await error_response(error)(scope, receive, send)
+            return
+        token = caller_var.set(caller)
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            caller_var.reset(token)
 
 
 # -- requests to the engine ------------------------------------------------------------------------

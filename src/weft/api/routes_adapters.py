@@ -9,12 +9,12 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
+from weft.api.desk import AdapterDesk
 from weft.api.http import TEXT, body_of, json_response, read_body
 from weft.api.service import Service
 from weft.core.errors import AdapterPathRefused, InvalidRequest, WeftError
 from weft.core.stats import EngineStats
 from weft.registry import AdapterCard
-from weft.serving import Publisher
 
 
 class UnloadBody(BaseModel):
@@ -104,32 +104,32 @@ class AdapterDone(BaseModel):
     lora_name: str
 
 
-def adapter_routes(service: Service, publisher: Publisher) -> APIRouter:
+def adapter_routes(service: Service, desk: AdapterDesk) -> APIRouter:
     router = APIRouter()
-    router.include_router(_vllm_routes(publisher, service.settings.max_body_bytes))
-    router.include_router(_sglang_routes(service, publisher))
-    router.include_router(_dynamo_routes(service, publisher))
+    router.include_router(_vllm_routes(desk, service.settings.max_body_bytes))
+    router.include_router(_sglang_routes(service, desk))
+    router.include_router(_dynamo_routes(service, desk))
     return router
 
 
-def _vllm_routes(publisher: Publisher, max_body_bytes: int) -> APIRouter:
+def _vllm_routes(desk: AdapterDesk, max_body_bytes: int) -> APIRouter:
     router = APIRouter(default_response_class=Response, responses=TEXT)
 
     @router.post("/v1/load_lora_adapter", openapi_extra=body_of(LoadBody))
     async def load_lora_adapter(request: Request) -> Response:
-        name = await _load(publisher, request, max_body_bytes)
+        name = await _load(desk, request, max_body_bytes)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter", openapi_extra=body_of(UnloadBody))
     async def unload_lora_adapter(request: Request) -> Response:
         """Answers when the adapter's running requests have ended."""
-        name = await _unload(publisher, request, max_body_bytes)
+        name = await _unload(desk, request, max_body_bytes)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     return router
 
 
-def _sglang_routes(service: Service, publisher: Publisher) -> APIRouter:
+def _sglang_routes(service: Service, desk: AdapterDesk) -> APIRouter:
     described: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": UpdateAnswer, "description": "It can't be loaded or unloaded."},
         "5XX": {"model": UpdateAnswer, "description": "The engine does not answer."},
@@ -143,34 +143,32 @@ def _sglang_routes(service: Service, publisher: Publisher) -> APIRouter:
             await work
         except WeftError as error:
             status, message, headers = error.status, error.message, error.headers
-        paths = {card.ref.name: card.path for card in service.registry.adapter_cards()}
+        paths = {card.ref.name: card.path for card in service.access.adapter_cards()}
         shown = UpdateAnswer(success=message is None, error_message=message, loaded_adapters=paths)
         return json_response(shown.model_dump(), status, headers)
 
     @router.post("/load_lora_adapter", response_model=UpdateAnswer, openapi_extra=body_of(LoadBody))
     async def load_lora_adapter(request: Request) -> Response:
-        return await answer(_load(publisher, request, max_body_bytes))
+        return await answer(_load(desk, request, max_body_bytes))
 
     @router.post(
         "/unload_lora_adapter", response_model=UpdateAnswer, openapi_extra=body_of(UnloadBody)
     )
     async def unload_lora_adapter(request: Request) -> Response:
         """Answers when the adapter's running requests have ended."""
-        return await answer(_unload(publisher, request, max_body_bytes))
+        return await answer(_unload(desk, request, max_body_bytes))
 
     return router
 
 
-def _dynamo_routes(service: Service, publisher: Publisher) -> APIRouter:
+def _dynamo_routes(service: Service, desk: AdapterDesk) -> APIRouter:
     router = APIRouter()
 
     @router.get("/v1/loras", response_model=AdapterList)
     async def list_adapters() -> Response:
         """The adapters that are served, with what is known of them."""
         stats = await service.stats()
-        shown = {
-            c.ref.name: _shown(c, stats).model_dump() for c in service.registry.adapter_cards()
-        }
+        shown = {c.ref.name: _shown(c, stats).model_dump() for c in service.access.adapter_cards()}
         return json_response({"status": "success", "count": len(shown), "loras": shown})
 
     @router.post("/v1/loras", response_model=AdapterDone, openapi_extra=body_of(SourceBody))
@@ -178,33 +176,30 @@ def _dynamo_routes(service: Service, publisher: Publisher) -> APIRouter:
         body = await read_body(request, SourceBody, service.settings.max_body_bytes)
         body.check()
         try:
-            await publisher.load(body.lora_name, body.source.uri, pinned=body.pinned)
+            name = await desk.load(body.lora_name, body.source.uri, pinned=body.pinned)
         except WeftError as error:
             if error.param == "lora_path":
                 error.param = "source.uri"
             raise
-        return _done("loaded", body.lora_name)
+        return _done("loaded", name)
 
     @router.delete("/v1/loras/{name:path}", response_model=AdapterDone)
     async def remove_adapter(name: str) -> Response:
         """Answers when the adapter's running requests have ended."""
-        await publisher.unload(name)
-        return _done("unloaded", name)
+        return _done("unloaded", await desk.unload(name))
 
     return router
 
 
-async def _load(publisher: Publisher, request: Request, max_body_bytes: int) -> str:
+async def _load(desk: AdapterDesk, request: Request, max_body_bytes: int) -> str:
     body = await read_body(request, LoadBody, max_body_bytes)
     body.check()
-    await publisher.load(body.lora_name, body.lora_path, body.load_inplace, body.pinned)
-    return body.lora_name
+    return await desk.load(body.lora_name, body.lora_path, body.load_inplace, body.pinned)
 
 
-async def _unload(publisher: Publisher, request: Request, max_body_bytes: int) -> str:
+async def _unload(desk: AdapterDesk, request: Request, max_body_bytes: int) -> str:
     body = await read_body(request, UnloadBody, max_body_bytes)
-    await publisher.unload(body.lora_name)
-    return body.lora_name
+    return await desk.unload(body.lora_name)
 
 
 def _shown(card: AdapterCard, stats: EngineStats | None) -> ShownAdapter:

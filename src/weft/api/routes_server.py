@@ -7,15 +7,16 @@ import time
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from weft.api.bodies import ClosedBody, Conversation, Message
 from weft.api.generation import token_text
-from weft.api.http import TEXT, body_of, json_response, read_body
+from weft.api.http import TEXT, body_of, handle_error, json_response, read_body
 from weft.api.service import Service
-from weft.core.errors import EngineDead, InvalidRequest
+from weft.core.errors import EngineDead, InvalidRequest, WeftError
 from weft.metrics import CONTENT_TYPE
 from weft.registry import ModelCard
 from weft.serving import Language
@@ -27,7 +28,7 @@ def server_routes(service: Service) -> APIRouter:
 
     async def quarantined() -> set[str]:
         """The names of adapters whose requests are refused."""
-        cards = service.registry.adapter_cards()
+        cards = service.access.adapter_cards()
         stats = await service.stats() if cards else None
         digests = stats.quarantined_adapters if stats else ()
         return {card.ref.name for card in cards if card.ref.digest in digests}
@@ -49,13 +50,33 @@ def server_routes(service: Service) -> APIRouter:
         """The base model under each of its names, then the adapters. Those that failed their check
         when they were loaded again are quarantined: their requests are refused."""
         refused = await quarantined()
-        cards = [shown(card, refused) for card in service.registry.models()]
+        cards = [shown(card, refused) for card in service.access.models()]
         return json_response({"object": "list", "data": cards})
 
     @router.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> Response:
-        card = service.registry.card(model)
+        card = service.access.card(model)
         return json_response(shown(card, await quarantined()))
+
+    @router.get("/version")
+    async def show_version() -> Response:
+        service.access.need("admin")
+        return json_response({"version": version("weft")})
+
+    router.include_router(health_routes(service))
+    if not service.settings.metrics_apart:
+
+        @router.get("/metrics", response_class=Response, responses=TEXT)
+        async def metrics() -> Response:
+            """Metrics for Prometheus."""
+            service.access.need("admin")
+            return Response(await service.exposition(), media_type=CONTENT_TYPE)
+
+    return router
+
+
+def health_routes(service: Service) -> APIRouter:
+    router = APIRouter()
 
     @router.get("/health", response_class=Response)
     async def health() -> Response:
@@ -64,18 +85,26 @@ def server_routes(service: Service) -> APIRouter:
             raise EngineDead("the engine is not running")
         return Response(status_code=200)
 
-    @router.get("/metrics", response_class=Response, responses=TEXT)
-    async def metrics() -> Response:
-        """Metrics for Prometheus."""
-        adapters = service.registry.adapters()
-        text = service.metrics.render(service.engine.info, await service.stats(), adapters)
-        return Response(text, media_type=CONTENT_TYPE)
-
-    @router.get("/version")
-    async def show_version() -> Response:
-        return json_response({"version": version("weft")})
-
     return router
+
+
+def metrics_app(service: Service) -> FastAPI:
+    """What is served on an address of its own, to those who run the server: metrics and health.
+    It asks for no key."""
+    app = FastAPI(
+        title="Weft's metrics",
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers={WeftError: handle_error, HTTPException: handle_error},
+    )
+    app.include_router(health_routes(service))
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        return Response(await service.exposition(), media_type=CONTENT_TYPE)
+
+    return app
 
 
 # -- tokens ----------------------------------------------------------------------------------------
@@ -115,7 +144,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeBody, service.settings.max_body_bytes)
         body.check()
-        language = service.intake.language_of(body.model)
+        language = service.language_of(body.model)
         ids = await _encode(service, body, language)
         answer: dict[str, Any] = {
             "count": len(ids),
@@ -132,7 +161,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     @router.post("/detokenize", openapi_extra=body_of(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody, service.settings.max_body_bytes)
-        language = service.intake.language_of(body.model)
+        language = service.language_of(body.model)
         tokenizer = service.intake.tokenizer_of(language, "tokens")
         if body.tokens:
             service.intake.check_ids(body.tokens, "tokens", language)

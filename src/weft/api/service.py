@@ -9,16 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from weft.api.admission import Admission, tenant_in
+from weft.api.callers import Tenants, caller_var
 from weft.api.middleware import TraceSink, watched
 from weft.api.schemas import AdapterWeight
 from weft.api.settings import ApiSettings
 from weft.core.adapters import WeightedAdapter
-from weft.core.errors import EngineDead, InvalidRequest
+from weft.core.errors import EngineDead, InvalidRequest, Unauthorized
 from weft.core.messages import EngineClient
 from weft.core.requests import EngineRequest, TokenLogprob
 from weft.core.stats import EngineStats
 from weft.metrics import Metrics
-from weft.registry import AdapterRegistry
+from weft.registry import Access, AdapterRegistry, Caller
 from weft.serving import Intake, Language, Pinned
 from weft.serving.intake import num_chars
 from weft.text import AdapterTokenizers, OutputDelta, OutputStream, Tokenizer
@@ -93,9 +94,10 @@ class Service:
         settings: ApiSettings,
         metrics: Metrics,
         traces: TraceSink | None = None,
+        tenants: Tenants | None = None,
     ) -> None:
         self.engine = engine
-        self.registry = registry
+        self._registry, self._tenants = registry, tenants
         self.settings = settings
         self.metrics = metrics
         self._model_name, self._traces = settings.served_model_names[0], traces
@@ -103,14 +105,24 @@ class Service:
         self.intake = Intake(engine.info, registry, tokenizers)
         self._dialect = Dialect.of(tokenizers.base, settings)
 
+    @property
+    def access(self) -> Access:
+        """The models and adapters as whoever sent the request under way may use them. Raises
+        Unauthorized."""
+        caller = caller_var.get()
+        if caller is None and self._tenants is not None:
+            raise Unauthorized("this needs an API key")
+        return Access(self._registry, caller or Caller())
+
     def pin(self, model: str, adapters: list[AdapterWeight] | None = None) -> Pinned:
         """Pin what `model` names, or the weighted sum of `adapters` on the base that it then must
-        name. The caller releases it. Raises ModelNotFound, InvalidRequest, EngineDead, Overloaded.
-        """
+        name. The caller releases it. Raises PermissionDenied, ModelNotFound, InvalidRequest,
+        EngineDead, Overloaded."""
         if not self.engine.alive:
             raise EngineDead("the engine is not running")
+        access = self.access
         self.admission.check(self.settings.tenant_of(model))
-        pinned = self.intake.pin(model)
+        pinned = self.intake.pin(access, model)
         if adapters is None:
             return pinned
         pinned.release()
@@ -119,7 +131,16 @@ class Service:
                 f"adapters are summed on the base model; model must name that, not {model!r}",
                 "adapters",
             )
-        return self.intake.pin_sum([WeightedAdapter(a.name, a.scale) for a in adapters])
+        return self.intake.pin_sum(access, [WeightedAdapter(a.name, a.scale) for a in adapters])
+
+    def language_of(self, model: str | None) -> Language:
+        """The language of a model that is not pinned. Raises PermissionDenied, ModelNotFound."""
+        return self.intake.language_of(self.access, model)
+
+    async def exposition(self) -> bytes:
+        """The metrics of everybody, in Prometheus' text format."""
+        stats = await self.stats()
+        return self.metrics.render(self.engine.info, stats, self._registry.adapters())
 
     def salt(self, tenant: str, asked: str | None) -> str:
         """With whom a tenant's request shares cached prefixes: with those of the same salt. Each

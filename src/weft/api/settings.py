@@ -1,21 +1,18 @@
-"""What an operator can set about the HTTP side, and whose requests are whose."""
+"""What an operator can set about the HTTP side."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from weft.api.callers import caller_var
 from weft.core.errors import ConfigError
 from weft.core.tenants import Tenant
 from weft.text.tools import TOOL_FORMATS
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})?=(?!=*$)(.+)")
-
-key_name_var: ContextVar[str] = ContextVar("key_name", default="")
-"""The name of the key that the HTTP request under way carries; "": it has none."""
 
 
 class ApiKey(NamedTuple):
@@ -57,6 +54,8 @@ class ApiSettings:
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     """Who shares the server, by name; by default those that keys are named after. It may change
     while the server runs."""
+    metrics_apart: bool = False
+    """Whether metrics are not served here, but on an address of their own."""
     allowed_origins: tuple[str, ...] = ()
     allow_hub_adapters: bool = False
     max_body_bytes: int = 8 << 20
@@ -99,9 +98,9 @@ class ApiSettings:
 
     def tenant_of(self, adapter: str | None) -> str:
         """The tenant of a request for an adapter by name (None: for the base). Where tenants are
-        configured it is the name of the request's key, and all others are one, "". Else it is what
+        configured it is that of the request's key, and all others are one, "". Else it is what
         the adapter's name has before the first "/", or all of it; a sum is the first one's."""
         if self.tenants:
-            name = key_name_var.get()
-            return name if name in self.tenants else ""
+            caller = caller_var.get()
+            return caller.tenant if caller and caller.tenant in self.tenants else ""
         return (adapter or "").partition(",")[0].partition("/")[0]

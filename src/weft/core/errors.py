@@ -7,6 +7,7 @@
     │   ├── BodyTimeout             408  the body did not come in time
     │   └── UnsupportedMediaType    415  the body is not said to be JSON
     ├── Unauthorized                401  there is no API key, or a wrong one
+    ├── PermissionDenied            403  the API key may not do that
     ├── ModelNotFound               404  no base model or adapter has that name
     ├── AdapterError                400  an adapter can't be loaded, changed or unloaded
     │   ├── AdapterInvalid          400  its files are not served; `param` names the field or tensor
@@ -77,6 +78,11 @@ class Unauthorized(WeftError):
     status = 401
     kind = "invalid_api_key"
     headers = MappingProxyType({"www-authenticate": "Bearer"})
+
+
+class PermissionDenied(WeftError):
+    status = 403
+    kind = "permission_denied"
 
 
 class ModelNotFound(WeftError):

@@ -1,13 +1,17 @@
-"""Which adapter versions exist and who uses them; where they may come from."""
+"""Which adapter versions exist, who uses them and who may; where they may come from."""
 
+from weft.registry.access import Access
 from weft.registry.registry import AdapterCard, AdapterRegistry, Holders, Lease, ModelCard
 from weft.registry.sources import AdapterRoots, AnyFolder, Sources
+from weft.registry.tenants import Caller
 
 __all__ = [
+    "Access",
     "AdapterCard",
     "AdapterRegistry",
     "AdapterRoots",
     "AnyFolder",
+    "Caller",
     "Holders",
     "Lease",
     "ModelCard",

@@ -101,7 +101,7 @@ class AdapterRegistry:
         its folder or its hub id."""
         if not base_names:
             raise ValueError("a base model needs a name")
-        self._base_names = tuple(dict.fromkeys(base_names))
+        self.base_names = tuple(dict.fromkeys(base_names))
         self._base_root = base_root
         self._live: dict[str, _Version] = {}
         self._draining: set[_Version] = set()
@@ -134,7 +134,7 @@ class AdapterRegistry:
         version = self._find(model)
         if version is None:
             return ModelCard(model, self._base_root, None)
-        return ModelCard(version.ref.name, version.path, self._base_names[0])
+        return ModelCard(version.ref.name, version.path, self.base_names[0])
 
     @contextmanager
     def reserve(self, name: str, path: str) -> Iterator[None]:
@@ -207,8 +207,8 @@ class AdapterRegistry:
 
     def models(self) -> list[ModelCard]:
         """List the base's names first, then adapters in the order of their publication."""
-        base = [ModelCard(name, self._base_root, None) for name in self._base_names]
-        parent = self._base_names[0]
+        base = [ModelCard(name, self._base_root, None) for name in self.base_names]
+        parent = self.base_names[0]
         live = self._live.items()
         return base + [ModelCard(name, version.path, parent) for name, version in live]
 
@@ -234,7 +234,7 @@ class AdapterRegistry:
     def check(self) -> None:
         """Raises AssertionError when an invariant is broken."""
         for name, version in self._live.items():
-            assert version.ref.name == name and name not in self._base_names
+            assert version.ref.name == name and name not in self.base_names
             assert not version.retired and not version.on_drained and version.leases >= 0
             assert version.ref.version == self._last_version[name], "an old version is live"
             assert version.ref.digest == version.info.digest
@@ -245,12 +245,11 @@ class AdapterRegistry:
         assert all(self._loading.values()), "a reservation without a load"
 
     def _find(self, model: str) -> _Version | None:
-        """Find the version that `model` names, or None if it is the base model. An exact name
-        comes before `base:adapter`."""
-        if model in self._base_names:
+        """Find the version that `model` names, or None if it is the base model."""
+        if model in self.base_names:
             return None
         version = self._live.get(model)
-        for base in self._base_names:
+        for base in self.base_names:
             if version is None and model.startswith(f"{base}:"):
                 version = self._live.get(model[len(base) + 1 :])
         if version is None:
@@ -283,7 +282,7 @@ class AdapterRegistry:
 
     def _check_name(self, name: str) -> None:
         """Raises InvalidRequest unless `name` is safe in URLs, labels, logs and paths."""
-        if name in self._base_names:
+        if name in self.base_names:
             raise AdapterConflict(f"{name!r} is the base model's name", "lora_name")
         if not name:
             why = "must not be empty"
@@ -296,8 +295,16 @@ class AdapterRegistry:
         elif "," in name or ".." in name or name[0] in "/\\":
             why = "must not hold ',' or '..', nor begin with '/' or '\\'"
         else:
+            self.check_prefix(name)
             return
         raise InvalidRequest(f"lora_name {why}", "lora_name")
+
+    def check_prefix(self, name: str) -> None:
+        """Raises InvalidRequest for a name that would stand in the way of `base:adapter`."""
+        for base in self.base_names:
+            if name.startswith(f"{base}:"):
+                why = f"must not begin with '{base}:', as base:adapter names an adapter"
+                raise InvalidRequest(f"lora_name {why}", "lora_name")
 
 
 class Holders:

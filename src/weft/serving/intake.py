@@ -13,7 +13,7 @@ from weft.core.errors import ContextLengthExceeded, InvalidRequest
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineInfo
-from weft.registry import AdapterRegistry, Lease
+from weft.registry import Access, AdapterRegistry, Lease
 from weft.text import AdapterTokenizers, Tokenizer, bad_token_ids
 from weft.text.own import NO_FORMS
 
@@ -67,24 +67,26 @@ class Intake:
 
     # -- pin -----------------------------------------------------------------------------------
 
-    def pin(self, model: str | None) -> Pinned:
+    def pin(self, access: Access, model: str | None) -> Pinned:
         """Look up and pin, in one step, the base model or adapter of this name; None stands for
-        the base. The caller releases it. Raises ModelNotFound."""
+        the base. The caller releases it. Raises PermissionDenied, ModelNotFound."""
         if model is None:
+            access.need("use")
             return Pinned(Lease(None), self._base)
-        lease = self._registry.resolve(model)
+        lease = access.resolve(model)
         return Pinned(lease, self._language(lease.ref.name if lease.ref else None))
 
-    def pin_sum(self, adapters: Sequence[WeightedAdapter]) -> Pinned:
+    def pin_sum(self, access: Access, adapters: Sequence[WeightedAdapter]) -> Pinned:
         """Pin the weighted sum of several adapters, which speaks the base model's language. One
-        adapter with the scale 1 is itself. Raises InvalidRequest, ModelNotFound."""
-        lease = self._registry.resolve_sum(adapters)
+        adapter with the scale 1 is itself. Raises PermissionDenied, InvalidRequest,
+        ModelNotFound."""
+        lease = access.resolve_sum(adapters)
         name = lease.ref.name if lease.ref and not lease.parts else None
         return Pinned(lease, self._language(name))
 
-    def language_of(self, model: str | None) -> Language:
-        """The language of a model that is not pinned. Raises ModelNotFound."""
-        with self.pin(model) as pinned:
+    def language_of(self, access: Access, model: str | None) -> Language:
+        """The language of a model that is not pinned. Raises PermissionDenied, ModelNotFound."""
+        with self.pin(access, model) as pinned:
             return pinned.language
 
     def _language(self, adapter: str | None) -> Language:

@@ -142,17 +142,25 @@ class Publisher:
         an older one."""
 
     async def load(
-        self, name: str, path: str, replace: bool = False, pinned: bool = False
+        self,
+        name: str,
+        path: str,
+        replace: bool = False,
+        pinned: bool = False,
+        sources: Sources | None = None,
     ) -> AdapterRef:
         """Make an adapter servable under `name`; a failure changes nothing.
 
         `path` is a folder or a URI, as `Sources` understands it. With `replace` the name moves to
         the new version: running requests end on the old one. `pinned` keeps the content on the
         device, until the same name is loaded without it, or unloaded. The load goes on when the
-        caller is cancelled. Raises AdapterError, InvalidRequest, EngineDead.
+        caller is cancelled. `sources` says where it may come from, if
+        not from where all may.
+        Raises AdapterError, InvalidRequest, EngineDead.
         """
-        path = self._sources.plain(path)
-        return await self._executor.to_the_end(self._load(name, path, replace, pinned))
+        sources = sources or self._sources
+        path = sources.plain(path)
+        return await self._executor.to_the_end(self._load(name, path, replace, pinned, sources))
 
     async def publish(
         self,
@@ -181,7 +189,7 @@ class Publisher:
                 self._tokenizers.put(name, own)
                 return ref
 
-    async def unload(self, name: str) -> None:
+    async def unload(self, name: str) -> AdapterRef:
         """Forget the name at once; returns when its requests have ended and it is released.
 
         It is released also when the caller is cancelled. Raises AdapterNotFound.
@@ -190,10 +198,13 @@ class Publisher:
         ref = self._registry.retire(name, lambda _: drained.set())
         self._tokenizers.put(name, None)
         await self._executor.to_the_end(self._release_after(drained, ref))
+        return ref
 
-    async def _load(self, name: str, path: str, replace: bool, pinned: bool) -> AdapterRef:
+    async def _load(
+        self, name: str, path: str, replace: bool, pinned: bool, sources: Sources
+    ) -> AdapterRef:
         with self._registry.reserve(name, path):
-            folder = await self._executor.blocking(lambda: self._sources.resolve(path))
+            folder = await self._executor.blocking(lambda: sources.resolve(path))
             own = await self._executor.blocking(lambda: self._tokenizers.load(folder))
             source = AdapterSource(str(folder))
             return await self.publish(

@@ -1,0 +1,54 @@
+"""Whose request is under way: what its key says."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Protocol
+
+from weft.core.errors import Unauthorized
+from weft.core.tenants import Tenant
+from weft.registry.tenants import Caller, Directory, Keychain
+
+caller_var: ContextVar[Caller | None] = ContextVar("caller", default=None)
+"""Who sent the HTTP request under way. None: it needed no key."""
+client_var: ContextVar[str | None] = ContextVar("client", default=None)
+"""The network address from which it came."""
+
+
+class Tenants(Protocol):
+    """Where the tenants of a server come from. All of it may change at any time."""
+
+    @property
+    def by_name(self) -> Mapping[str, Tenant]:
+        """It always is the same mapping, and changes in place."""
+
+    @property
+    def directory(self) -> Directory: ...
+
+    @property
+    def keychain(self) -> Keychain: ...
+
+
+def keychain_of(keys: Iterable[tuple[str, str]]) -> Keychain:
+    """The keys of a server without a file of tenants, each with its name: all may do everything."""
+    return Keychain(
+        (hashlib.sha256(secret.encode()).digest(), Caller(name), None) for secret, name in keys
+    )
+
+
+def caller_of(authorization: str | None, keychain: Keychain) -> Caller:
+    """Who sends a request with this header. Raises Unauthorized."""
+    hint = "send it as 'Authorization: Bearer KEY'"
+    if not authorization:
+        raise Unauthorized(f"No API key provided; {hint}")
+    scheme, _, token = authorization.partition(" ")
+    try:
+        caller = keychain.caller(token.strip().encode("latin-1"), datetime.now(UTC))
+        if scheme.lower() != "bearer":
+            raise Unauthorized("Incorrect API key provided")
+    except Unauthorized as error:
+        raise Unauthorized(f"{error.message}; {hint}") from None
+    return caller

@@ -1,0 +1,168 @@
+"""The file that says who shares a server, in TOML. It is read strictly: whatever is not known,
+given twice or out of range is an error that names its place, and nothing of the file is used.
+
+    [tenants.acme]
+    weight = 2.0
+    may_use = ["globex/sql", "initech/*"]
+    caps = { max_open_requests = 64 }
+
+    [[tenants.acme.keys]]
+    id = "acme-app"
+    sha256 = "..."
+    roles = ["use"]
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from weft.core.errors import ConfigError
+from weft.core.tenants import Caps, Tenant
+from weft.registry.registry import MAX_NAME_LENGTH
+from weft.registry.tenants import Change, Directory, Member, Role, TenantKey
+
+MAX_FILE_BYTES = 16 << 20
+_NAME = re.compile(r"[A-Za-z0-9]+(?:[._-][A-Za-z0-9]+)*")
+"""Safe as a folder's name, in URLs and in labels."""
+MAX_TENANT_LENGTH = 64
+"""Characters."""
+
+_Name = Annotated[str, Field(pattern=f"^{_NAME.pattern}$", max_length=MAX_TENANT_LENGTH)]
+_Adapters = Annotated[str, Field(pattern=rf"^{_NAME.pattern}/[^,]+$", max_length=MAX_NAME_LENGTH)]
+_Cap = Annotated[int, Field(ge=1)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class _Key(_Strict):
+    id: _Name
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    roles: Annotated[list[Role], Field(min_length=1)]
+    expires: AwareDatetime | None = None
+
+
+_caps: dict[str, Any] = {cap.name: (_Cap | None, None) for cap in fields(Caps)}
+_Caps: Any = create_model("_Caps", __base__=_Strict, **_caps)
+
+
+class _Tenant(_Strict):
+    weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    shares_prefixes: bool = False
+    caps: _Caps = Field(default_factory=_Caps)
+    keys: list[_Key] = []
+    may_use: list[_Adapters] = []
+    lora_roots: list[str] | None = None
+
+
+class _File(_Strict):
+    tenants: dict[_Name, _Tenant] = {}
+
+
+class TenantsFile:
+    """A file of tenants, and what it said when it was last read well."""
+
+    def __init__(self, path: Path, lora_roots: Sequence[Path] = ()) -> None:
+        """A tenant whose folders the file does not name may load what lies in `ROOT/tenant` of
+        each of `lora_roots`. Raises ConfigError."""
+        self.path = path
+        self.by_name: dict[str, Tenant] = {}
+        """The tenants, for those who look one up at any time."""
+        self._lora_roots = tuple(lora_roots)
+        self._set(self._read())
+
+    def reload(self) -> list[Change]:
+        """Read the file again, and return what is different now. Raises ConfigError, and then
+        nothing changes."""
+        before, after = self.directory, self._read()
+        self._set(after)
+        return before.changes_to(after)
+
+    def _set(self, directory: Directory) -> None:
+        self.directory, self.keychain = directory, directory.keychain()
+        self.by_name.clear()
+        self.by_name.update((tenant.name, tenant) for tenant in directory.tenants)
+
+    def _read(self) -> Directory:
+        try:
+            with self.path.open("rb") as file:
+                content = file.read(MAX_FILE_BYTES + 1)
+        except OSError as error:
+            raise ConfigError(f"--tenants {self.path}: {error.strerror}", "tenants") from error
+        if len(content) > MAX_FILE_BYTES:
+            message = f"--tenants {self.path}: larger than {MAX_FILE_BYTES} bytes"
+            raise ConfigError(message, "tenants")
+        try:
+            return parse_tenants(content.decode(), self._lora_roots)
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"--tenants {self.path}: it is not UTF-8", "tenants") from error
+        except ConfigError as error:
+            raise ConfigError(f"--tenants {self.path}: {error.message}", error.param) from None
+
+
+def parse_tenants(text: str, lora_roots: Sequence[Path] = ()) -> Directory:
+    """What a file of tenants says; `lora_roots` are as in `TenantsFile`. Raises ConfigError, whose
+    `param` is the place, such as `tenants.acme.keys[0].roles`."""
+    try:
+        file = _File.model_validate(tomllib.loads(text))
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"it is not TOML: {error}", "tenants") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        _refuse(_place(part for part in first["loc"] if part != "[key]"), first["msg"])
+    _check_unique(file)
+    return Directory({name: _member(name, t, lora_roots) for name, t in file.tenants.items()})
+
+
+def _member(name: str, given: _Tenant, lora_roots: Sequence[Path]) -> Member:
+    folders = given.lora_roots
+    roots = [root / name for root in lora_roots] if folders is None else map(Path, folders)
+    for i, folder in enumerate(folders or ()):
+        if not Path(folder).is_absolute():
+            _refuse(_place(["tenants", name, "lora_roots", i]), "it must be an absolute path")
+    return Member(
+        Tenant(name, given.weight, Caps(**given.caps.model_dump()), given.shares_prefixes),
+        tuple(TenantKey(k.id, k.sha256, frozenset(k.roles), k.expires) for k in given.keys),
+        frozenset(given.may_use),
+        tuple(roots),
+    )
+
+
+def _check_unique(file: _File) -> None:
+    """Raises ConfigError when a key, its id or a tenant's name is there twice."""
+    seen: dict[tuple[str, str], str] = {}
+
+    def claim(kind: str, value: str, place: str) -> None:
+        other = seen.setdefault((kind, value), place)
+        if other != place:
+            _refuse(place, f"it is the same as {other}")
+
+    for name, tenant in file.tenants.items():
+        claim("tenant", name.lower(), _place(["tenants", name]))
+        for i, key in enumerate(tenant.keys):
+            claim("id", key.id, _place(["tenants", name, "keys", i, "id"]))
+            claim("sha256", key.sha256, _place(["tenants", name, "keys", i, "sha256"]))
+
+
+def _place(parts: Iterable[int | str]) -> str:
+    """Write `("tenants", "acme", "keys", 0)` as `tenants.acme.keys[0]`."""
+    place = ""
+    for part in parts:
+        if isinstance(part, int):
+            place += f"[{part}]"
+        else:
+            shown = part if re.fullmatch(r"[A-Za-z0-9_-]+", part) else f'"{part[:80]}"'
+            place += f".{shown}" if place else shown
+    return place
+
+
+def _refuse(place: str, why: str) -> NoReturn:
+    raise ConfigError(f"{place}: {why}", place)

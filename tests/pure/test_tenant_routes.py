@@ -1,0 +1,378 @@
+"""Tenants over HTTP: on every route one uses, sees and changes only what one may, and changes are
+written down."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from http_api import CHAT, COMPLETE, HI, Web, World, digest_of, run
+from toy_tokenizers import byte_level
+
+from weft.api.audit import AuditLog
+from weft.registry.tenants_file import TenantsFile
+
+
+def key(name: str, *roles: str, expires: str = "") -> str:
+    digest = hashlib.sha256(name.encode()).hexdigest()
+    more = f", expires = {expires}" if expires else ""
+    return f'{{id = "{name}", sha256 = "{digest}", roles = {json.dumps(roles)}{more}}}'
+
+
+TENANTS = f"""
+[tenants.acme]
+keys = [{key("acme-all", "use", "publish")}, {key("acme-app", "use")}, {key("acme-ci", "publish")},
+        {key("acme-old", "use", expires="2020-01-01T00:00:00Z")}]
+may_use = ["globex/lent"]
+[tenants.globex]
+keys = [{key("globex-all", "use", "publish")}]
+[tenants.ops]
+keys = [{key("root", "admin")}]
+"""
+
+
+class Served:
+    """A world with tenants. globex has `secret` and lends `lent`; acme has `sql`, and so have
+    globex and all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.log = folder / "audit.jsonl"
+        self.file = folder / "tenants.toml"
+        self.file.write_text(TENANTS)
+        self.tenants = TenantsFile(self.file, [folder])
+        audit = AuditLog(self.log)
+        self.world = World(folder, byte_level(), tenants_file=self.tenants, audit=audit)
+        for tenant in ("acme", "globex"):
+            (folder / tenant).mkdir()
+
+    async def fill(self, web: Web) -> None:
+        for who, name, path in (
+            ("root", "sql", self.world.adapter("sql", "S")),
+            ("acme-all", "sql", self.world.adapter("acme/sql", "A")),
+            ("globex-all", "globex/secret", self.world.adapter("globex/secret", "X")),
+            ("globex-all", "lent", self.world.adapter("globex/lent", "L")),
+            ("globex-all", "sql", self.world.adapter("globex/sql", "G")),
+        ):
+            answer = await load(web, who, name, path)
+            assert answer.status_code == 200, answer.text
+
+    def audited(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log.read_text().splitlines()]
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Served]:
+    made = Served(tmp_path)
+    yield made
+    made.world.check()
+
+
+def as_(who: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {who}"}
+
+
+async def load(web: Web, who: str, name: str, path: str, **more: Any) -> httpx.Response:
+    body = {"lora_name": name, "lora_path": path, **more}
+    return await web.post("/v1/load_lora_adapter", body, headers=as_(who))
+
+
+async def text_of(web: Web, who: str, **body: Any) -> str | int:
+    """The end of a completion, or the status of the refusal."""
+    ask = {"model": "base", "prompt": "abc", **body}
+    answer = await web.post(COMPLETE, ask, headers=as_(who))
+    if answer.status_code != 200:
+        return answer.status_code
+    assert answer.json()["model"] == ask["model"]
+    return str(answer.json()["choices"][0]["text"]).removeprefix("cba")
+
+
+def test_a_name_means_ones_own_then_a_shared_adapter(served: Served) -> None:
+    async def scenario(web: Web) -> None:
+        await served.fill(web)
+        for who, texts in (
+            ("acme-app", {"sql": "A", "acme/sql": "A", "base:sql": "A", "globex/lent": "L"}),
+            ("globex-all", {"sql": "G", "globex/sql": "G", "alias:globex/secret": "X"}),
+            ("root", {"sql": "S", "acme/sql": "A", "base:globex/secret": "X"}),
+        ):
+            for model, text in texts.items():
+                assert await text_of(web, who, model=model) == text, (who, model)
+        both = [{"name": "sql"}, {"name": "globex/lent"}]
+        assert served.world.engine.requests[-1].tenant == "ops"
+        with served.world.registry.resolve("acme/sql"):
+            assert await text_of(web, "acme-app", adapters=[both[0]]) == "A"
+        assert served.world.engine.requests[-1].tenant == "acme"
+        both[1]["name"] = "globex/secret"
+        assert await text_of(web, "acme-app", adapters=both) == 404
+        assert await text_of(web, "acme-app", model="base") == ""
+
+    run(served.world, scenario)
+
+
+def asks(model: str) -> list[tuple[str, str, Any]]:
+    """A request for `model` to every route that names one."""
+    return [
+        ("POST", COMPLETE, {"model": model, "prompt": "a"}),
+        ("POST", COMPLETE, {"model": model, "prompt": "a", "stream": True}),
+        ("POST", COMPLETE, {"model": "base", "prompt": "a", "adapters": [{"name": model}]}),
+        ("POST", CHAT, {"model": model, "messages": HI}),
+        ("POST", CHAT, {"model": "base", "messages": HI, "adapters": [{"name": model}]}),
+        ("POST", "/v1/responses", {"model": model, "input": "a"}),
+        ("POST", "/tokenize", {"model": model, "prompt": "a"}),
+        ("POST", "/tokenize", {"model": model, "messages": HI}),
+        ("POST", "/detokenize", {"model": model, "tokens": [1]}),
+        ("GET", f"/v1/models/{model}", None),
+        ("POST", "/v1/unload_lora_adapter", {"lora_name": model}),
+        ("POST", "/unload_lora_adapter", {"lora_name": model}),
+        ("DELETE", f"/v1/loras/{model}", None),
+    ]
+
+
+def test_what_one_may_not_see_is_as_if_it_did_not_exist(served: Served) -> None:
+    """On every route: the same status, message and headers."""
+
+    async def scenario(web: Web) -> None:
+        await served.fill(web)
+        for prefix in ("", "base:"):
+            hidden, missing = asks(f"{prefix}globex/secret"), asks(f"{prefix}globex/nosuch")
+            for (method, path, body), (_, other_path, other_body) in zip(
+                hidden, missing, strict=True
+            ):
+                answers = [
+                    await web.http.request(method, p, json=b, headers=as_("acme-all"))
+                    for p, b in ((path, body), (other_path, other_body))
+                ]
+                seen, unseen = (
+                    (a.status_code, a.text.replace("nosuch", "secret"), shown_headers(a))
+                    for a in answers
+                )
+                assert seen == unseen and seen[0] == 404, (path, answers[0].text)
+        assert await text_of(web, "globex-all", model="secret") == "X"
+
+    run(served.world, scenario)
+
+
+def shown_headers(answer: httpx.Response) -> dict[str, str]:
+    return {n: v for n, v in answer.headers.items() if n not in ("x-request-id", "content-length")}
+
+
+def test_lists_show_what_the_caller_may_use(served: Served) -> None:
+    async def scenario(web: Web) -> None:
+        await served.fill(web)
+        shared = served.world.adapter("sql", "S")
+        for who, names in (
+            ("acme-app", {"acme/sql": "acme/sql", "globex/lent": None}),
+            ("acme-ci", {"acme/sql": "acme/sql", "globex/lent": None}),
+            ("globex-all", {f"globex/{n}": f"globex/{n}" for n in ("secret", "lent", "sql")}),
+            ("root", {"sql": "sql", "acme/sql": "acme/sql"}
+             | {f"globex/{n}": f"globex/{n}" for n in ("secret", "lent", "sql")}),
+        ):  # fmt: skip
+            roots = {
+                name: name if path is None else str(served.world.folder / path)
+                for name, path in names.items()
+            }
+            models = (await web.http.get("/v1/models", headers=as_(who))).json()["data"]
+            found = {card["id"]: card["root"] for card in models if card["parent"] is not None}
+            assert found == roots, who
+            loras = (await web.http.get("/v1/loras", headers=as_(who))).json()
+            assert {n: shown["path"] for n, shown in loras["loras"].items()} == roots
+            assert loras["count"] == len(names)
+            if who != "root":
+                assert shared not in json.dumps([models, loras])
+                body = {"lora_name": "nosuch", "lora_path": "/nowhere"}
+                sglang = await web.post("/load_lora_adapter", body, headers=as_(who))
+                assert sglang.json()["loaded_adapters"] == roots
+        card = await web.http.get("/v1/models/sql", headers=as_("acme-app"))
+        assert card.json()["id"] == "acme/sql"
+
+    run(served.world, scenario)
+
+
+def test_nobody_changes_what_is_somebody_elses(served: Served) -> None:
+    """In each dialect: a foreign namespace is refused alike, whatever is in it."""
+
+    async def scenario(web: Web) -> None:
+        await served.fill(web)
+        path = served.world.adapter("acme/evil", "E")
+        for name in ("globex/secret", "globex/nosuch", "nobody/x", "globex/lent", "base:globex/x"):
+            loads = (
+                ("/v1/load_lora_adapter", {"lora_path": path, "load_inplace": True}),
+                ("/load_lora_adapter", {"lora_path": path, "load_inplace": True}),
+                ("/v1/loras", {"source": {"uri": f"file://{path}"}}),
+            )
+            for route, body in loads:
+                answer = await web.post(route, body | {"lora_name": name}, headers=as_("acme-all"))
+                assert answer.status_code == 403, answer.text
+                message = answer.json().get("error_message") or answer.json()["error"]["message"]
+                assert "own namespace, 'acme'" in message and "globex" not in message
+        for name in ("base:globex/secret", "base:sql", "alias:x"):
+            for whole in (name, f"acme/{name}"):
+                answer = await load(web, "acme-all", whole, path)
+                assert answer.status_code in (400, 403), answer.text
+        for shown in ("globex/lent",):
+            for method, route, body in asks(shown)[-3:]:
+                answer = await web.http.request(method, route, json=body, headers=as_("acme-all"))
+                assert answer.status_code == 403, answer.text
+                kind = answer.json().get("error", {}).get("code", "permission_denied")
+                assert kind == "permission_denied"
+        texts = {"secret": "X", "lent": "L", "sql": "G"}
+        for model, text in texts.items():
+            assert await text_of(web, "globex-all", model=model) == text
+        assert await text_of(web, "root", model="sql") == "S"
+
+    run(served.world, scenario)
+
+
+def test_ones_own_adapters_are_replaced_and_unloaded_by_either_name(served: Served) -> None:
+    async def scenario(web: Web) -> None:
+        await served.fill(web)
+        new = served.world.adapter("acme/new", "N")
+        answer = await load(web, "acme-ci", "sql", new, load_inplace=True)
+        assert answer.text == "Success: LoRA adapter 'acme/sql' added successfully."
+        assert await text_of(web, "acme-app", model="sql") == "N"
+        gone = await web.http.delete("/v1/loras/sql", headers=as_("acme-ci"))
+        assert gone.json()["lora_name"] == "acme/sql"
+        assert await text_of(web, "acme-app", model="sql") == "S", "the shared one"
+        denied = await web.http.delete("/v1/loras/sql", headers=as_("acme-all"))
+        assert denied.status_code == 403 and "not change it" in denied.text
+        body = {"lora_name": "globex/sql"}
+        answer = await web.post("/v1/unload_lora_adapter", body, headers=as_("root"))
+        assert answer.status_code == 200
+        assert await text_of(web, "globex-all", model="sql") == "S"
+
+    run(served.world, scenario)
+
+
+def test_a_tenant_loads_from_its_own_folders_only(served: Served) -> None:
+    async def scenario(web: Web) -> None:
+        await served.fill(web)
+        for path in ("globex/secret", str(served.world.folder / "globex" / "secret"), "../globex"):
+            answer = await load(web, "acme-all", "stolen", path)
+            assert answer.json()["error"]["code"].startswith("adapter_"), answer.text
+        for path in ("sql", str(served.world.folder / "acme" / "sql")):
+            assert (await load(web, "acme-all", "again", path)).status_code == 200
+
+    run(served.world, scenario)
+
+
+def test_keys_have_roles_and_expire(served: Served) -> None:
+    async def scenario(web: Web) -> None:
+        await served.fill(web)
+        path = served.world.adapter("acme/other", "O")
+        for method, route, body in asks("globex/secret")[:9]:
+            answer = await web.http.request(method, route, json=body, headers=as_("acme-ci"))
+            assert answer.status_code == 403, route
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("permission_error", "permission_denied")
+        tokenize = await web.post("/tokenize", {"prompt": "a"}, headers=as_("acme-ci"))
+        assert tokenize.status_code == 403
+        assert (await load(web, "acme-app", "other", path)).status_code == 403
+        for method, route, body in asks("sql")[-3:]:
+            answer = await web.http.request(method, route, json=body, headers=as_("acme-app"))
+            assert answer.status_code == 403
+        for route in ("/metrics", "/version"):
+            statuses = [
+                (await web.http.get(route, headers=as_(who))).status_code
+                for who in ("acme-all", "acme-old", "root")
+            ]
+            assert [*statuses, (await web.get(route)).status_code] == [403, 401, 200, 401]
+        assert (await web.get("/health")).status_code == 200
+        old = await web.http.get("/v1/models", headers=as_("acme-old"))
+        assert old.status_code == 401 and "Expired" in old.text
+        assert (await web.get("/v1/models")).status_code == 401
+
+    run(served.world, scenario)
+
+
+def test_a_new_file_holds_from_the_next_request_on(served: Served) -> None:
+    async def scenario(web: Web) -> None:
+        await served.fill(web)
+        grant = 'may_use = ["globex/lent"]'
+        served.file.write_text(TENANTS.replace(grant, 'may_use = ["globex/*"]'))
+        served.tenants.reload()
+        assert await text_of(web, "acme-app", model="globex/secret") == "X"
+        served.file.write_text(
+            TENANTS.replace(grant, "").replace(key("acme-app", "use"), key("acme-web", "use"))
+        )
+        served.tenants.reload()
+        assert await text_of(web, "acme-all", model="globex/lent") == 404
+        assert await text_of(web, "acme-app", model="base") == 401
+        assert await text_of(web, "acme-web", model="sql") == "A"
+
+    run(served.world, scenario)
+
+
+def test_metrics_may_have_an_address_of_their_own(tmp_path: Path) -> None:
+    world = World(tmp_path, byte_level(), metrics_apart=True)
+
+    async def scenario(web: Web) -> None:
+        assert (await web.get("/metrics")).status_code == 404
+        transport = httpx.ASGITransport(app=world.app.state.metrics_app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://weft") as apart:
+            assert "weft:engine_up 1" in (await apart.get("/metrics")).text
+            assert (await apart.get("/health")).status_code == 200
+            assert (await apart.get("/v1/models")).status_code == 404
+            world.engine.alive = False
+            assert (await apart.get("/health")).status_code == 503
+            world.engine.alive = True
+
+    run(world, scenario)
+
+
+# the audit log ----------------------------------------------------------------------------------
+
+
+def test_changes_are_written_down_with_who_made_them(served: Served) -> None:
+    async def scenario(web: Web) -> None:
+        path = served.world.adapter("acme/a", "A")
+        new = served.world.adapter("acme/b", "B")
+        ids = {**as_("acme-all"), "x-request-id": "r1"}
+        body = {"lora_name": "a", "lora_path": path}
+        await web.post("/v1/load_lora_adapter", body, headers=ids)
+        await load(web, "acme-ci", "a", new, load_inplace=True)
+        await load(web, "acme-all", "globex/x", "https://me:hunter2@host/x?token=t0ken#t0ken")
+        await web.http.delete("/v1/loras/a", headers=as_("root"))
+        await web.http.delete("/v1/loras/acme/a", headers=as_("root"))
+        await web.http.delete("/v1/loras/" + "x" * 5000, headers=as_("acme-app"))
+
+    run(served.world, scenario)
+    lines = served.audited()
+    first = lines[0]
+    assert first.pop("time").endswith("Z")
+    assert first == {
+        "tenant": "acme", "key": "acme-all", "client": "127.0.0.1", "request_id": "r1",
+        "action": "load", "name": "acme/a", "source": str(served.world.folder / "acme/a"),
+        "digest": digest_of("A"), "subject": None, "outcome": "done",
+    }  # fmt: skip
+    told = [(x["tenant"], x["key"], x["action"], x["name"], x["outcome"]) for x in lines[1:]]
+    assert told == [
+        ("acme", "acme-ci", "replace", "acme/a", "done"),
+        ("acme", "acme-all", "load", "globex/x", "permission_denied"),
+        ("ops", "root", "unload", "a", "adapter_not_found"),
+        ("ops", "root", "unload", "acme/a", "done"),
+        ("acme", "acme-app", "unload", "x" * 256, "permission_denied"),
+    ]
+    assert lines[1]["digest"] == lines[4]["digest"] == digest_of("B")
+    assert lines[2]["source"] == "https://host/x"
+    text = served.log.read_text()
+    for secret in ("hunter2", "t0ken", "Bearer"):
+        assert secret not in text
+
+
+def test_the_audit_log_goes_on_in_a_new_file(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    log = AuditLog(path)
+    with log.entry("load", "a"):
+        pass
+    path.rename(tmp_path / "audit.1")
+    log.reopen()
+    with pytest.raises(ValueError, match="x"), log.entry("load", "b"):
+        raise ValueError("x")
+    assert '"a"' in (tmp_path / "audit.1").read_text()
+    [line] = map(json.loads, path.read_text().splitlines())
+    assert (line["name"], line["outcome"], line["tenant"]) == ("b", "ValueError", None)
+    assert path.stat().st_mode & 0o077 == 0
