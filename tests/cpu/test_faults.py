@@ -64,7 +64,7 @@ FAULTS: list[tuple[Callable[[Path], None], str]] = [
     (corrupt, "changed on disk"),
     (too_large, "larger than any"),
     (other, "changed on disk"),
-    (no_file, "has no file"),
+    (no_file, "no regular file"),
 ]
 
 

@@ -118,8 +118,9 @@ class FakeDisk:
         self.gate = threading.Event()
         self.gate.set()
 
-    def read_adapter(self, path: str, expect_digest: str | None) -> Any:
+    def read_adapter(self, source: AdapterSource) -> Any:
         """The image itself stands for the folder's content."""
+        path, expect_digest = source.path, source.digest
         self.reads.append((path, expect_digest))
         assert self.gate.wait(PATIENCE_S)
         found = self.files[path]
@@ -221,7 +222,7 @@ class World:
         if isinstance(result, WeftError):
             return Answer(call.call_id, None, result)
         try:
-            info = self.catalog.add(result, call.source.path, call.pinned, end.checked)
+            info = self.catalog.add(result, call.source, call.pinned, end.checked)
         except WeftError as error:
             return Answer(call.call_id, None, error)
         return Answer(call.call_id, info, None)

@@ -17,6 +17,7 @@ from weft.core.errors import (
     InvalidRequest,
     ModelNotFound,
 )
+from weft.core.files import ADAPTER_FILES
 from weft.registry import AdapterRegistry, AdapterRoots, Lease, ModelCard
 
 
@@ -344,16 +345,25 @@ def roots(tree: Path) -> AdapterRoots:
     return AdapterRoots([tree / "root", tree / "other"])
 
 
+def read(roots: AdapterRoots, path: str | Path) -> Path:
+    """The real path of a folder, of which all files were read."""
+    with roots.open(str(path)) as folder:
+        for name in ADAPTER_FILES:
+            folder.read(name, 1 << 20)
+        assert Path(folder.path).is_relative_to(folder.root)
+        return Path(folder.path)
+
+
 def refused(roots: AdapterRoots, path: str | Path) -> None:
     with pytest.raises(AdapterPathRefused) as caught:
-        roots.resolve(str(path))
+        read(roots, path)
     assert caught.value.param == "lora_path"
 
 
 def test_paths_inside_a_root(tree: Path, roots: AdapterRoots):
-    assert roots.resolve(str(tree / "root/bot")) == (tree / "root/bot").resolve()
-    assert roots.resolve("deep/bot") == (tree / "root/deep/bot").resolve()
-    assert roots.resolve("only") == (tree / "other/only").resolve()
+    assert read(roots, tree / "root/bot") == (tree / "root/bot").resolve()
+    assert read(roots, "deep/bot") == (tree / "root/deep/bot").resolve()
+    assert read(roots, "only") == (tree / "other/only").resolve()
 
 
 @pytest.mark.parametrize("path", ["", "../outside/bot", "deep/../bot", "bot\0", "bot\n", "\ud800"])
@@ -372,7 +382,7 @@ def test_paths_outside_are_refused_whether_they_exist_or_not(tree: Path, roots: 
 def test_missing_folders_are_not_found(tree: Path, roots: AdapterRoots, path: str):
     for spelled in (path, str(tree / "root" / path)):
         with pytest.raises(AdapterNotFound):
-            roots.resolve(spelled)
+            read(roots, spelled)
 
 
 def test_links_must_stay_inside(tree: Path, roots: AdapterRoots):
@@ -380,12 +390,12 @@ def test_links_must_stay_inside(tree: Path, roots: AdapterRoots):
     (tree / "root/bad").symlink_to(tree / "outside/bot")
     (tree / "root/loop").symlink_to(tree / "root/loop")
     (tree / "link").symlink_to(tree / "root")
-    assert roots.resolve("good") == (tree / "other/only").resolve()
-    assert roots.resolve(str(tree / "link/bot")) == (tree / "root/bot").resolve()
+    assert read(roots, "good") == (tree / "other/only").resolve()
+    assert read(roots, tree / "link/bot") == (tree / "root/bot").resolve()
     refused(roots, "bad")
     refused(roots, tree / "root/bad")
     with pytest.raises((AdapterPathRefused, AdapterNotFound)):
-        roots.resolve("loop")
+        read(roots, "loop")
 
 
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
@@ -397,7 +407,7 @@ def test_linked_files_must_stay_inside(tree: Path, roots: AdapterRoots, name: st
     blobs.mkdir()
     (blobs / "abc").write_bytes(b"{}")
     (snapshot / name).symlink_to(Path("../../blobs/abc"))
-    assert roots.resolve(str(snapshot)) == snapshot.resolve()
+    assert read(roots, snapshot) == snapshot.resolve()
     (snapshot / name).unlink()
     (snapshot / name).symlink_to(tree / "outside/bot" / name)
     refused(roots, snapshot)
@@ -406,5 +416,5 @@ def test_linked_files_must_stay_inside(tree: Path, roots: AdapterRoots, name: st
 def test_a_linked_root(tree: Path):
     (tree / "alias").symlink_to(tree / "root")
     roots = AdapterRoots([tree / "alias"])
-    assert roots.resolve("bot") == (tree / "root/bot").resolve()
-    assert roots.resolve(str(tree / "root/bot")) == (tree / "root/bot").resolve()
+    assert read(roots, "bot") == (tree / "root/bot").resolve()
+    assert read(roots, tree / "root/bot") == (tree / "root/bot").resolve()

@@ -12,6 +12,7 @@ from weft.checkpoint.pack import AdapterImage, pack_image
 from weft.checkpoint.read import read_adapter
 from weft.core.config import MAX_ADDED_TOKENS
 from weft.core.targets import TargetTable
+from weft.registry import Sources
 
 
 def load_image(
@@ -25,5 +26,6 @@ def load_image(
     max_added_tokens: int = MAX_ADDED_TOKENS,
 ) -> AdapterImage:
     """Read, validate and pack the PEFT adapter in the folder `path` for the base in `table`."""
-    files = read_adapter(path, table, max_rank, expect_digest)
+    with Sources().open(str(path)) as folder:
+        files = read_adapter(folder, table, max_rank, expect_digest)
     return pack_image(files, table, dtype, max_rank, base, conversion_tolerance, max_added_tokens)

@@ -7,22 +7,21 @@ that of the content served even when somebody writes to the folder meanwhile.
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from weft.checkpoint.refuse import refuse, show, shown_name
+from weft.core.adapters import AdapterSource
 from weft.core.errors import AdapterNotFound, AdapterUnavailable
 from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
+from weft.core.folders import Deadline, Folder, Roots
 from weft.core.targets import TargetTable
 
 if TYPE_CHECKING:
@@ -61,23 +60,51 @@ class AdapterFiles:
 
 
 def read_adapter(
-    path: Path, table: TargetTable, max_rank: int, expect_digest: str | None = None
+    folder: Folder,
+    table: TargetTable,
+    max_rank: int,
+    expect_digest: str | None = None,
+    deadline: Deadline | None = None,
 ) -> AdapterFiles:
-    """The content of the folder `path`, where it can be an adapter for the base in `table`.
+    """The content of a folder, where it can be an adapter for the base in `table`.
 
-    Raises AdapterNotFound (no folder, a file missing), AdapterUnavailable (the digest is not
-    `expect_digest`) and AdapterInvalid (pickle, too large).
+    Raises AdapterNotFound (a file is missing), AdapterPathRefused (a file is a link that leaves the
+    root), AdapterUnavailable (the digest is not `expect_digest`, or reading takes too long) and
+    AdapterInvalid (no regular file, pickle, too large).
     """
-    if not _is(path, directory=True):
-        raise AdapterNotFound(f"{show(str(path))} is not a folder", "lora_path")
-    config = bytes(_read(path, CONFIG_FILE, MAX_CONFIG_BYTES))
-    if not _is(path / WEIGHTS_FILE, directory=False):
-        _refuse_pickle(path)
-    files = AdapterFiles(config, _read(path, WEIGHTS_FILE, _max_weight_bytes(table, max_rank)))
+    deadline = deadline or Deadline()
+    config = folder.read(CONFIG_FILE, MAX_CONFIG_BYTES, deadline)
+    if config is None:
+        raise _missing(CONFIG_FILE)
+    weights = folder.read(WEIGHTS_FILE, _max_weight_bytes(table, max_rank), deadline)
+    if weights is None:
+        _refuse_pickle(folder)
+        raise _missing(WEIGHTS_FILE)
+    files = AdapterFiles(bytes(config), weights)
     if expect_digest is not None and files.digest != expect_digest:
-        message = f"the adapter in {show(str(path))} changed on disk since it was loaded"
+        message = "the adapter changed on disk since it was loaded"
         raise AdapterUnavailable(message, "lora_path")
     return files
+
+
+def read_source(
+    source: AdapterSource, table: TargetTable, max_rank: int, deadline: Deadline
+) -> AdapterFiles:
+    """The content of the folder that a source means.
+
+    Raises what `read_adapter` does, AdapterNotFound if there is no such folder, and
+    AdapterUnavailable if its path has come to mean another.
+    """
+    try:
+        folder = Folder(source.path, Roots([source.root]))
+    except OSError as error:
+        message = f"the adapter's path is not a folder: {error.strerror}"
+        raise AdapterNotFound(message, "lora_path") from None
+    with folder:
+        if source.identity not in (None, folder.identity):
+            message = "the adapter was exchanged while it was loaded"
+            raise AdapterUnavailable(message, "lora_path")
+        return read_adapter(folder, table, max_rank, source.digest, deadline)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -175,48 +202,15 @@ def _max_weight_bytes(table: TargetTable, max_rank: int) -> int:
     return 4 * (max_rank * features + 4 * sum(whole) + vectors) + 2 * MAX_HEADER_BYTES
 
 
-def _is(path: Path, directory: bool) -> bool:
-    try:
-        return path.is_dir() if directory else path.is_file()
-    except (OSError, ValueError):
-        return False
+def _missing(name: str) -> AdapterNotFound:
+    return AdapterNotFound(f"the adapter's folder has no file {name}", name)
 
 
-def _read(folder: Path, name: str, max_bytes: int) -> memoryview:
-    path = folder / name
-    if not _is(path, directory=False):
-        raise AdapterNotFound(f"{show(str(folder))} has no file {name}", name)
-    try:
-        with path.open("rb", buffering=0) as file:
-            size = os.fstat(file.fileno()).st_size
-            if size > max_bytes:
-                refuse(name, f"larger than any that is served here ({max_bytes} bytes)")
-            content = _read_all(file, size)
-    except OSError as error:
-        message = f"{show(str(path))} can't be read: {error.strerror}"
-        raise AdapterNotFound(message, name) from None
-    if len(content) > size:
-        refuse(name, "it grew while it was read")
-    return content
-
-
-def _read_all(file: io.FileIO, size: int) -> memoryview:
-    """All of it, if it still has `size` bytes; one more if it has more."""
-    content = np.empty(size + 1, np.uint8).data
-    length = 0
-    while count := file.readinto(content[length:]):
-        length += count
-    return content[:length]
-
-
-def _refuse_pickle(folder: Path) -> None:
-    try:
-        names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in _PICKLES)
-    except OSError:
-        names = []
-    if names:
-        remedy = f"save the adapter as {WEIGHTS_FILE} (safe_serialization=True)"
-        refuse(names[0], f"pickle files are never opened here; {remedy}")
+def _refuse_pickle(folder: Folder) -> None:
+    for name in folder.names():
+        if name.endswith(_PICKLES):
+            remedy = f"save the adapter as {WEIGHTS_FILE} (safe_serialization=True)"
+            refuse(name, f"pickle files are never opened here; {remedy}")
 
 
 def _parse_header(weights: bytes | memoryview) -> dict[str, object]:

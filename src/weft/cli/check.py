@@ -18,6 +18,7 @@ from weft.checkpoint.refuse import show
 from weft.core.config import MAX_RANK
 from weft.core.errors import AdapterError, AdapterInvalid, ConfigError
 from weft.core.files import CONFIG_FILE
+from weft.core.folders import Folder
 from weft.core.targets import Target, TargetTable
 from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
@@ -124,17 +125,18 @@ def check_adapter(
     config = load_model_config(base)
     table = target_table(config)
     try:
-        folder = Sources().resolve(adapter)
+        folder = Sources().open(adapter)
     except AdapterError as error:
         raise ConfigError(error.message, "adapter") from None
-    try:
-        files = read_adapter(folder, table, max_rank)
-        image = _image(files, table, config.dtype, max_rank, conversion_tolerance)
-    except AdapterError as error:
-        return AdapterVerdict(adapter, base, False, None, tuple(_refusals(folder, error, max_rank)))
-    return AdapterVerdict(
-        adapter, base, True, _facts(files, image, table, config.dtype, max_rank), ()
-    )
+    with folder:
+        try:
+            files = read_adapter(folder, table, max_rank)
+            image = _image(files, table, config.dtype, max_rank, conversion_tolerance)
+        except AdapterError as error:
+            refusals = tuple(_refusals(folder, error, max_rank))
+            return AdapterVerdict(adapter, base, False, None, refusals)
+    facts = _facts(files, image, table, config.dtype, max_rank)
+    return AdapterVerdict(adapter, base, True, facts, ())
 
 
 def _image(
@@ -172,10 +174,9 @@ def show_report(report: AdapterVerdict) -> str:
 # -- why not ---------------------------------------------------------------------------------------
 
 
-def _refusals(folder: Path, first: AdapterError, max_rank: int) -> Iterator[Refusal]:
+def _refusals(folder: Folder, first: AdapterError, max_rank: int) -> Iterator[Refusal]:
     """The first refusal; if a field of the config is at fault, those of its other fields too."""
-    config = folder / CONFIG_FILE
-    fields = _fields(config) if isinstance(first, AdapterInvalid) else {}
+    fields = _fields(folder) if isinstance(first, AdapterInvalid) else {}
     error: AdapterError | None = first
     while error is not None:
         yield Refusal(error.param, error.message, _help(error, fields, max_rank))
@@ -194,12 +195,11 @@ def _config_error(fields: dict[str, object], max_rank: int) -> AdapterError | No
     return None
 
 
-def _fields(config: Path) -> dict[str, object]:
+def _fields(folder: Folder) -> dict[str, object]:
     """The config's fields; none when it is not an object."""
     try:
-        with config.open("rb") as file:
-            fields = json.loads(file.read(MAX_CONFIG_BYTES))
-    except (OSError, ValueError, RecursionError):
+        fields = json.loads(bytes(folder.read(CONFIG_FILE, MAX_CONFIG_BYTES) or b""))
+    except (AdapterError, ValueError, RecursionError):
         return {}
     return fields if isinstance(fields, dict) else {}
 

@@ -35,6 +35,14 @@ class AdapterSource:
     reading the folder; None: whatever is there."""
     checked: bool = False
     """Whether an engine like this one has checked that content on its device."""
+    root: str = "/"
+    """The folder outside of which nothing may be opened."""
+    identity: tuple[int, int] | None = None
+    """`Folder.identity` of the folder that is meant, as its name may come to mean another."""
+
+    def again(self, digest: str | None = None, checked: bool = False) -> AdapterSource:
+        """The same place at a later time, when the content alone says whether it is the same."""
+        return AdapterSource(self.path, digest, checked, self.root)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 
 from weft.checkpoint.pack import AdapterImage
-from weft.core.adapters import AdapterInfo, AdapterPart, AdapterRef
+from weft.core.adapters import AdapterInfo, AdapterPart, AdapterRef, AdapterSource
 from weft.core.errors import AdapterUnavailable, WeftError, to_wire
 from weft.core.messages import Hold, Reply
 from weft.engine.catalog import LoadEnded, Registered
@@ -49,12 +49,17 @@ class Adapters:
             self._residency.registrations.register(call)
 
     def hold_image(
-        self, image: AdapterImage, path: str | None, holder: str, pinned: bool, checked: bool
+        self,
+        image: AdapterImage,
+        source: AdapterSource | None,
+        holder: str,
+        pinned: bool,
+        checked: bool,
     ) -> AdapterInfo:
         """Hold what is packed already, at once; the arguments and errors are those of
         `Catalog.add`. After an error, who held what before holds it still."""
         pin = self._pin(image.digest, holder, pinned)
-        info = self._catalog.add(image, path, pin, checked)
+        info = self._catalog.add(image, source, pin, checked)
         self._holders.hold(image.digest, holder, pinned)
         return info
 
@@ -128,9 +133,7 @@ class Adapters:
         if isinstance(read.result, WeftError):
             raise read.result
         call = read.call
-        return self.hold_image(
-            read.result, call.source.path, call.holder, call.pinned, read.checked
-        )
+        return self.hold_image(read.result, call.source, call.holder, call.pinned, read.checked)
 
     def _answer(self, call: Hold, hold: Callable[[], AdapterInfo]) -> None:
         try:

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from weft.checkpoint.compose import Summand, summand_of
 from weft.checkpoint.pack import AdapterImage
-from weft.core.adapters import AdapterInfo, AdapterPart
+from weft.core.adapters import AdapterInfo, AdapterPart, AdapterSource
 from weft.core.errors import AdapterError, AdapterUnavailable, InvalidRequest, WeftError
 from weft.core.messages import Hold
 from weft.core.stats import CHECK_RESULTS, AdapterStats, Spread, StageTimes, Times
@@ -100,7 +100,7 @@ class KnownAdapter:
     summand: Summand | None = None
     """None: it is a sum itself."""
     parts: tuple[AdapterPart, ...] = ()
-    paths: tuple[str, ...] = ()
+    sources: tuple[AdapterSource, ...] = ()
     """Where it may be read again, newest first: any of them may have changed since, or be gone."""
     from_memory: bool = False
     """Whether a registration of it has no folder."""
@@ -127,24 +127,28 @@ class Catalog:
         self._inbox = inbox
 
     def add(
-        self, image: AdapterImage, path: str | None, pinned: bool, checked: bool = False
+        self,
+        image: AdapterImage,
+        source: AdapterSource | None,
+        pinned: bool,
+        checked: bool = False,
     ) -> AdapterInfo:
-        """Make an image known, from the folder `path` or (None) from memory; at once. Raises
+        """Make an image known, from the folder of `source` or (None) from memory; at once. Raises
         AdapterInvalid, AdapterConflict; what was known before then stays as it is."""
         self.slots.add(image.digest, image.layout.num_elements, pinned)
         known = KnownAdapter(image.num_bytes, summand_of(image))
         known = self.known.setdefault(image.digest, known)
         known.pinned = pinned
         known.checked |= checked
-        if path is None:
+        if source is None:
             known.from_memory = True
         else:
-            others = [other for other in known.paths if other != path]
-            known.paths = (path, *others[: MAX_PATHS - 1])
+            others = [other for other in known.sources if other.path != source.path]
+            known.sources = (source.again(), *others[: MAX_PATHS - 1])
         self._hold(image, known.kept)
         known.info = AdapterInfo(
             image.digest,
-            path or "",
+            source.path if source else "",
             image.layout.max_rank,
             image.num_bytes,
             image.targets,
@@ -215,7 +219,7 @@ class Catalog:
         if known is None:
             return Origin(digest, None, ()), None
         held = self.host.open(digest)
-        return Origin(digest, held.image if held else None, known.paths), held
+        return Origin(digest, held.image if held else None, known.sources), held
 
     def put(self, image: AdapterImage, extent: Extent | None, came_s: float = 0.0) -> None:
         """Hold an image that was brought to the host, unless it was forgotten meanwhile."""
@@ -301,7 +305,7 @@ class Registrations:
         while self._waiting and self._num_begun < MAX_REGISTERING:
             self._num_begun += 1
             call = self._waiting.popleft()
-            packed = self._worker.pack(call.source.path, call.source.digest)
+            packed = self._worker.pack(call.source)
             self._inbox.expect(packed, partial(self._packed, call))
 
     def _packed(self, call: Hold, packed: PackedAdapter | WeftError) -> Registered | None:

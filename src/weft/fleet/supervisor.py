@@ -55,8 +55,8 @@ class _Wanted:
 
     info: AdapterInfo
     """What the last engine said of it."""
-    holders: dict[str, tuple[str, bool]] = field(default_factory=dict)
-    """The path and the pin of each hold, the newest last."""
+    holders: dict[str, tuple[AdapterSource, bool]] = field(default_factory=dict)
+    """The source and the pin of each hold, the newest last."""
     lost: WeftError | None = None
     """Why it could not be read again for this engine."""
 
@@ -110,7 +110,7 @@ class Supervisor:
         wanted = self._wanted.setdefault(info.digest, _Wanted(info))
         wanted.info = info
         wanted.holders.pop(holder, None)
-        wanted.holders[holder] = (source.path, pinned)
+        wanted.holders[holder] = (source.again(), pinned)
         if wanted.lost is not None:
             await self._hold_again(engine, info.digest)
         return info
@@ -206,9 +206,9 @@ class Supervisor:
         if wanted is None:  # it was released meanwhile
             return
         wanted.lost, reason = None, ""
-        for path in dict.fromkeys(path for path, _ in reversed(wanted.holders.values())):
+        for source in dict.fromkeys(source for source, _ in reversed(wanted.holders.values())):
             try:
-                await self._hold_from(engine, path, digest)
+                await self._hold_from(engine, source, digest)
             except EngineDead:
                 raise
             except WeftError as error:
@@ -223,14 +223,14 @@ class Supervisor:
         )
         logger.error("%s", wanted.lost.message)
 
-    async def _hold_from(self, engine: LinkClient, path: str, digest: str) -> None:
+    async def _hold_from(self, engine: LinkClient, source: AdapterSource, digest: str) -> None:
         """Tell an engine of all holds of some content, and of those that change meanwhile."""
         wanted = self._wanted.get(digest)
         if wanted is None:
             return
-        info, source = wanted.info, AdapterSource(path, digest, wanted.info.checked)
+        info, source = wanted.info, source.again(digest, wanted.info.checked)
         for holder in list(wanted.holders):
-            told: tuple[str, bool] | None = None
+            told: tuple[AdapterSource, bool] | None = None
             while told != (hold := self._hold_of(digest, holder)):
                 if hold is None:
                     await engine.release(digest, holder)
@@ -240,7 +240,7 @@ class Supervisor:
         if digest in self._wanted:
             self._wanted[digest].info = info
 
-    def _hold_of(self, digest: str, holder: str) -> tuple[str, bool] | None:
+    def _hold_of(self, digest: str, holder: str) -> tuple[AdapterSource, bool] | None:
         wanted = self._wanted.get(digest)
         return wanted.holders.get(holder) if wanted else None
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from errno import EXDEV
 from pathlib import Path
 from urllib.parse import unquote
 
 from weft.core.errors import AdapterError, AdapterNotFound, AdapterPathRefused
 from weft.core.files import ADAPTER_FILES
+from weft.core.folders import Folder, Roots, read_aside
+
+logger = logging.getLogger(__name__)
 
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 """`org/name`, or `org/name@revision`: a branch, a tag or a commit."""
@@ -19,49 +24,40 @@ class AdapterRoots:
     """The folders below which adapters lie; nothing outside them is ever opened."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        self._roots = tuple(Path(root).resolve() for root in roots)
+        self._roots = Roots(str(Path(root).resolve()) for root in roots)
 
-    def resolve(self, path: str) -> Path:
-        """The real, absolute folder that `path` names; a relative one is tried below each root.
+    def open(self, path: str) -> Folder:
+        """The folder that `path` names; a relative one is tried below each root.
 
-        Symbolic links are followed, those of the files that are read in it too, and must end
-        below a root (any of them). Raises AdapterPathRefused, or AdapterNotFound when there is no
-        such folder; whether a path outside the roots exists can't be learned from the answer.
+        A link must end below a root (any of them), and those of its files below the same one.
+        Raises AdapterPathRefused, or AdapterNotFound when there is no such folder; whether a path
+        outside the roots exists can't be learned from the answer.
         """
         if not path or not path.isprintable() or ".." in Path(path).parts:
             raise _refused(path, "must be a plain path without '..'")
-        places = [self._real(root / path) for root in self._roots]
-        folder = next((place for place in places if place and _is_folder(place)), None)
-        if folder is None:
-            if None in places or not places:
-                raise _refused(path, "is outside the folders given with --lora-root")
-            raise AdapterNotFound(f"lora_path {path!r}: no such folder", "lora_path")
-        for name in ADAPTER_FILES:
-            if self._real(folder / name) is None:
-                raise _refused(path, f"{name} is a link that leaves the allowed folders")
-        return folder
+        refused = not self._roots.paths
+        for root in self._roots.paths:
+            try:
+                return Folder(str(Path(root) / path), self._roots)
+            except OSError as error:
+                refused = refused or error.errno == EXDEV
+        if refused:
+            raise _refused(path, "is outside the folders given with --lora-root")
+        raise AdapterNotFound(f"lora_path {path!r}: no such folder", "lora_path")
 
     def hold(self, path: str) -> bool:
         """Whether a root has something under this relative path, be it allowed or not."""
-        return any(os.path.lexists(root / path) for root in self._roots)
-
-    def _real(self, path: Path) -> Path | None:
-        """The path with links followed, or None if that is not below a root."""
-        try:
-            real = path.resolve()
-        except (OSError, RuntimeError, ValueError):
-            return None
-        return real if any(real.is_relative_to(root) for root in self._roots) else None
+        return any(os.path.lexists(Path(root) / path) for root in self._roots.paths)
 
 
 class AnyFolder:
     """All folders of this machine, for those who run it; it answers as `AdapterRoots` does."""
 
-    def resolve(self, path: str) -> Path:
-        folder = Path(path).expanduser().absolute()
-        if not folder.is_dir():
-            raise AdapterNotFound(f"there is no folder {path}", "lora_path")
-        return folder
+    def open(self, path: str) -> Folder:
+        try:
+            return Folder(str(Path(path).expanduser().absolute()))
+        except OSError:
+            raise AdapterNotFound(f"there is no folder {path}", "lora_path") from None
 
     def hold(self, path: str) -> bool:
         return Path(path).expanduser().exists()
@@ -79,10 +75,7 @@ class Sources:
     ) -> None:
         """Without `folders`, any folder may be read."""
         self._folders = folders or AnyFolder()
-        self._ways: dict[str, Callable[[str], Path]] = {
-            "file": self._folders.resolve,
-            "hf": fetch_adapter if allow_hub else _refuse_hub,
-        }
+        self._fetch = fetch_adapter if allow_hub else _refuse_hub
 
     def plain(self, name: str) -> str:
         """The same name as Weft shows it: a path without a scheme, or a URI of another scheme.
@@ -95,7 +88,7 @@ class Sources:
             return name
         if scheme == "file" and (path := place.removeprefix("localhost")).startswith("/"):
             return unquote(path)
-        if scheme == "file" or scheme not in self._ways:
+        if scheme != "hf":
             raise AdapterPathRefused(
                 f"{scheme}:// is not served like this, only file:///folder and hf://org/name",
                 "lora_path",
@@ -105,20 +98,20 @@ class Sources:
             raise AdapterNotFound(message, "lora_path")
         return name
 
-    def resolve(self, name: str) -> Path:
-        """The local folder of an adapter, which is downloaded first if it is elsewhere.
+    def open(self, name: str) -> Folder:
+        """The folder of an adapter, which is downloaded first if it is elsewhere.
 
         This may be slow, and is work for a thread. Raises AdapterNotFound, AdapterPathRefused,
-        AdapterError.
+        AdapterUnavailable, AdapterError.
         """
         plain = self.plain(name)
-        scheme, separator, place = plain.partition("://")
+        _, separator, place = plain.partition("://")
         if separator:
-            return self._ways[scheme](place)
+            return self._fetch(place)
         if not self._on_hub(plain):
-            return self._ways["file"](plain)
+            return read_aside(lambda _: self._folders.open(plain))
         try:
-            return self._ways["hf"](plain)
+            return self._fetch(plain)
         except AdapterError as error:
             kind = AdapterNotFound if isinstance(error, AdapterPathRefused) else type(error)
             message = f"there is no folder {plain}, and {error.message}"
@@ -137,19 +130,12 @@ class Sources:
         return is_hub_id(path) and not self._folders.hold(path)
 
 
-def _refuse_hub(hub_id: str) -> Path:
+def _refuse_hub(hub_id: str) -> Folder:
     raise AdapterPathRefused(
         f"{hub_id!r}: adapters are fetched from the Hugging Face hub only with"
         " --allow-hub-adapters",
         "lora_path",
     )
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
 
 
 def _refused(path: str, why: str) -> AdapterPathRefused:
@@ -161,8 +147,8 @@ def is_hub_id(text: str) -> bool:
     return ".." not in text and _ID.fullmatch(text) is not None
 
 
-def fetch_adapter(hub_id: str) -> Path:
-    """The local folder of an adapter, which is downloaded unless the hub's cache has it.
+def fetch_adapter(hub_id: str) -> Folder:
+    """The folder of an adapter, which is downloaded unless the hub's cache has it.
 
     This is slow, and work for a thread. Raises AdapterNotFound if the hub does not have it,
     AdapterError if it can't be fetched.
@@ -180,13 +166,19 @@ def fetch_adapter(hub_id: str) -> Path:
             raise AdapterNotFound(
                 f"the Hugging Face hub has no {hub_id!r}, or it is not public", "lora_path"
             ) from error
+        logger.warning("%s can't be fetched from the Hugging Face hub: %s", hub_id, error)
         raise AdapterError(
-            f"{hub_id!r} can't be fetched from the Hugging Face hub: {_first_line(error)}",
+            f"{hub_id!r} can't be fetched from the Hugging Face hub: {_reason(error)}",
             "lora_path",
         ) from error
-    return Path(folder)
+    return Folder(str(Path(folder).absolute()))
 
 
-def _first_line(error: Exception) -> str:
+def _reason(error: Exception) -> str:
+    """What went wrong, without the paths of this machine."""
+    from huggingface_hub.constants import HF_HOME
+
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
     lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    return lines[0].replace(HF_HOME, "...") if lines else type(error).__name__

@@ -6,12 +6,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
-from weft.core.errors import EngineDead, WeftError
+from weft.core.errors import AdapterUnavailable, EngineDead, WeftError
+from weft.core.folders import Folder
 from weft.core.messages import EngineClient
 from weft.registry import AdapterRegistry, Sources
 from weft.text import AdapterTokenizers, OwnTokenizer
@@ -203,13 +204,35 @@ class Publisher:
     async def _load(
         self, name: str, path: str, replace: bool, pinned: bool, sources: Sources
     ) -> AdapterRef:
-        with self._registry.reserve(name, path):
-            folder = await self._executor.blocking(lambda: sources.resolve(path))
-            own = await self._executor.blocking(lambda: self._tokenizers.load(folder))
-            source = AdapterSource(str(folder))
-            return await self.publish(
-                name, path, lambda: self._engine.hold(source, name, pinned), own, replace, pinned
-            )
+        blocking = self._executor.blocking
+        with (
+            self._registry.reserve(name, path),
+            await blocking(lambda: sources.open(path)) as folder,
+        ):
+            files = await blocking(lambda: self._tokenizers.read(folder))
+            own = await blocking(lambda: self._tokenizers.load(files))
+
+            async def hold() -> AdapterInfo:
+                return await self._hold(name, folder, files, pinned)
+
+            return await self.publish(name, path, hold, own, replace, pinned)
+
+    async def _hold(
+        self, name: str, folder: Folder, files: Mapping[str, bytes], pinned: bool
+    ) -> AdapterInfo:
+        """Let the engine hold what lies in an open folder. It must be the same folder there, and
+        the tokenizer's `files`, which were read here before, must be the same afterwards: so the
+        two halves of an adapter belong together, whoever writes to the folder meanwhile."""
+        source = AdapterSource(folder.path, root=folder.root, identity=folder.identity)
+        info = await self._engine.hold(source, name, pinned)
+        try:
+            if await self._executor.blocking(lambda: self._tokenizers.read(folder)) != files:
+                message = "the adapter's files changed while it was loaded"
+                raise AdapterUnavailable(message, "lora_path")
+        except WeftError:
+            await self._release(AdapterRef(name, 0, info.digest))
+            raise
+        return info
 
     def _turn(self, name: str) -> asyncio.Lock:
         return self._turns.setdefault(name, asyncio.Lock())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import tempfile
 import threading
@@ -14,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from weft.core.errors import AdapterInvalid, AdapterNotFound
+from weft.core.errors import AdapterInvalid
 from weft.core.files import TOKENIZER_FILES
+from weft.core.folders import Deadline, Folder, read_aside
 from weft.text.tokenizer import Tokenizer
 
 MAX_BYTES = {"tokenizer.json": 64 << 20, "chat_template.jinja": 1 << 20}
@@ -48,8 +48,8 @@ class OwnTokenizer:
 
 
 class AdapterTokenizers:
-    """The tokenizers of adapters, by the adapters' names. `load` is for any thread, the rest for
-    one."""
+    """The tokenizers of adapters, by the adapters' names. `read` and `load` are for any thread, the
+    rest for one."""
 
     def __init__(self, base: Tokenizer | None) -> None:
         """If `base` is None, texts are not served and nothing is ever loaded."""
@@ -59,13 +59,21 @@ class AdapterTokenizers:
         """What was loaded, by a digest of the files."""
         self._lock = threading.Lock()
 
-    def load(self, folder: Path) -> OwnTokenizer | None:
-        """The tokenizer in the folder of an adapter, or None if it has the base's. This is slow.
+    def read(self, folder: Folder) -> dict[str, bytes]:
+        """The files in the folder of an adapter that make a tokenizer of its own; for a thread.
 
-        Raises AdapterInvalid and AdapterNotFound, naming the file, for files that are too large,
-        can't be read, are malformed, or ask for remote code.
+        Raises AdapterError, naming the file that can't be read or is too large.
         """
-        if self.base is None or not (files := _read(folder)):
+        if self.base is None:
+            return {}
+        return read_aside(lambda deadline: _read(folder, deadline))
+
+    def load(self, files: Mapping[str, bytes]) -> OwnTokenizer | None:
+        """The tokenizer that these files are, or None if it is the base's. This is slow.
+
+        Raises AdapterInvalid, naming the file, for what is malformed or asks for remote code.
+        """
+        if self.base is None or not files:
             return None
         digest = _digest(files)
         with self._lock:
@@ -95,22 +103,12 @@ def _refuse(file: str, why: str) -> NoReturn:
     raise AdapterInvalid(f"{file}: {why}", file)
 
 
-def _read(folder: Path) -> dict[str, bytes]:
-    return {name: content for name in TOKENIZER_FILES if (content := _content(folder, name))}
-
-
-def _content(folder: Path, name: str) -> bytes | None:
-    path, most = folder / name, MAX_BYTES.get(name, MAX_OTHER_BYTES)
-    try:
-        if not path.is_file():
-            return None
-        with path.open("rb") as file:
-            if os.fstat(file.fileno()).st_size > most:
-                _refuse(name, f"larger than any that is served here ({most} bytes)")
-            return file.read(most)
-    except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise AdapterNotFound(f"{name} can't be read: {reason}", name) from None
+def _read(folder: Folder, deadline: Deadline) -> dict[str, bytes]:
+    files = {}
+    for name in TOKENIZER_FILES:
+        if content := folder.read(name, MAX_BYTES.get(name, MAX_OTHER_BYTES), deadline):
+            files[name] = bytes(content)
+    return files
 
 
 def _digest(files: Mapping[str, bytes]) -> str:

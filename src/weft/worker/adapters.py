@@ -21,14 +21,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
 from weft.checkpoint.compose import Summand, check_sum, sum_images
 from weft.checkpoint.pack import AdapterImage, pack_image
-from weft.checkpoint.read import AdapterFiles, read_adapter
+from weft.checkpoint.read import AdapterFiles, read_source
+from weft.core.adapters import AdapterSource
 from weft.core.config import LoraArgs
 from weft.core.errors import (
     AdapterQuarantined,
@@ -37,6 +37,7 @@ from weft.core.errors import (
     WeftError,
     to_wire,
 )
+from weft.core.folders import read_aside
 from weft.core.stats import TierStats
 from weft.kernels.checksum import checksum
 from weft.kernels.lora import AdapterPool
@@ -50,6 +51,8 @@ from weft.worker.selfcheck import SelfCheck
 logger = logging.getLogger(__name__)
 
 NUM_LOADERS = 2
+NUM_READERS = 4
+"""Threads that read what is to be registered. One whose disk does not answer holds up no other."""
 NUM_REGISTRARS = 2
 """Threads of registrations, which are slow: they hold up no load that requests wait for."""
 _TORN = "its image did not come to adapter memory as it was packed"
@@ -62,9 +65,10 @@ class Packer:
         self._model = model
         self._args = args
 
-    def read_adapter(self, path: str, expect_digest: str | None) -> AdapterFiles:
-        """Raises AdapterError, also if the content of the folder has another digest."""
-        return read_adapter(Path(path), self._model.table, self._args.max_lora_rank, expect_digest)
+    def read_adapter(self, source: AdapterSource) -> AdapterFiles:
+        """Raises AdapterError, also if the folder or its content is not the one that is meant."""
+        table, max_rank = self._model.table, self._args.max_lora_rank
+        return read_aside(lambda deadline: read_source(source, table, max_rank, deadline))
 
     def pack_adapter(self, files: AdapterFiles) -> AdapterImage:
         """Validate what was read, and pack it for the kernels. Raises AdapterInvalid."""
@@ -125,11 +129,12 @@ class AdapterLoader:
         self._host = host
         self._clock = clock
         self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="weft-loader")
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weft-reader")
         self._registrars = ThreadPoolExecutor(NUM_REGISTRARS, thread_name_prefix="weft-registrar")
 
-    def pack(self, path: str, digest: str | None) -> Future[PackedAdapter | WeftError]:
+    def pack(self, source: AdapterSource) -> Future[PackedAdapter | WeftError]:
         ended: Future[PackedAdapter | WeftError] = Future()
-        self._registrars.submit(self._pack, path, digest, ended)
+        self._readers.submit(self._read, source, ended)
         return ended
 
     def probe(self, image: AdapterImage, *, paced: bool) -> Future[ProbeResult | WeftError]:
@@ -152,25 +157,39 @@ class AdapterLoader:
         return self._images.stats() if self._images is not None else None
 
     def close(self) -> None:
+        self._readers.shutdown(cancel_futures=True)
         self._registrars.shutdown(cancel_futures=True)
         self._loaders.shutdown(cancel_futures=True)
         self._host.close()
 
     # -- on its threads: images are saved when those who wait have been told --------------------
 
-    def _pack(
-        self, path: str, digest: str | None, ended: Future[PackedAdapter | WeftError]
-    ) -> None:
+    def _read(self, source: AdapterSource, ended: Future[PackedAdapter | WeftError]) -> None:
         work = _Work()
         try:
-            image = self._from_file(digest, None, work) if digest else None
+            image = self._from_file(source.digest, None, work) if source.digest else None
             if image is None:
-                image = self._from_folder(path, digest, work)
-                work.packed.append(image)
+                files = self._files(source, work)
+                self._registrars.submit(self._pack, source, files, work, ended)
+                return
             ended.set_result(PackedAdapter(image, work.stage_s))
         except Exception as error:
-            ended.set_result(_typed(error))
-        self._save(work.packed)
+            ended.set_result(_refused(source, error))
+
+    def _pack(
+        self,
+        source: AdapterSource,
+        files: AdapterFiles,
+        work: _Work,
+        ended: Future[PackedAdapter | WeftError],
+    ) -> None:
+        try:
+            image = self._packed(files, work)
+        except Exception as error:
+            ended.set_result(_refused(source, error))
+            return
+        ended.set_result(PackedAdapter(image, work.stage_s))
+        self._save([image])
 
     def _probe(self, image: AdapterImage, paced: bool) -> ProbeResult | WeftError:
         assert self.self_check is not None, "there are no checks"
@@ -206,7 +225,7 @@ class AdapterLoader:
             return image
         origin = order.origin
         logger.warning("adapter %s: %s; it is loaded once more", origin.digest[:16], _TORN)
-        if origin.paths or order.parts:  # what the host has of it may have changed there
+        if origin.sources or order.parts:  # what the host has of it may have changed there
             image = self._obtain(order, replace(origin, image=None), work)
         if not self._copy(order.start, image, work):
             raise AdapterUnavailable(f"the adapter can't be loaded: {_TORN}", "model")
@@ -245,20 +264,23 @@ class AdapterLoader:
         with self._timed("read", work):
             return self._images.load(digest, self._host.view(extent))
 
-    def _from_folder(self, path: str, digest: str | None, work: _Work) -> AdapterImage:
+    def _files(self, source: AdapterSource, work: _Work) -> AdapterFiles:
         with self._timed("read", work):
-            files = self.packer.read_adapter(path, digest)
+            return self.packer.read_adapter(source)
+
+    def _packed(self, files: AdapterFiles, work: _Work) -> AdapterImage:
         with self._timed("pack", work):
             return _summed_up(self.packer.pack_adapter(files))
 
     def _from_folders(self, origin: Origin, work: _Work) -> AdapterImage:
         """An adapter from the first folder that still holds it; else the last one's error."""
-        if not origin.paths:
-            raise AdapterUnavailable("an adapter of the sum was unloaded", "adapters")
-        for path in origin.paths[:-1]:
-            with contextlib.suppress(Exception):
-                return self._from_folder(path, origin.digest, work)
-        return self._from_folder(origin.paths[-1], origin.digest, work)
+        refusal: WeftError | None = None
+        for source in origin.sources:
+            try:
+                return self._packed(self._files(source.again(origin.digest), work), work)
+            except Exception as error:
+                refusal = _refused(source, error)
+        raise refusal or AdapterUnavailable("an adapter of the sum was unloaded", "adapters")
 
     def _staged(self, image: AdapterImage, extent: Extent | None) -> AdapterImage:
         """A copy of the image in the host's memory, if it has a place there."""
@@ -287,6 +309,13 @@ def _summed_up(image: AdapterImage) -> AdapterImage:
     if image.checksum is not None:
         return image
     return replace(image, checksum=int(checksum(image.data)))
+
+
+def _refused(source: AdapterSource, error: Exception) -> WeftError:
+    """The error as clients are told it; the log alone has the folder's path."""
+    typed = _typed(error)
+    logger.info("the adapter in %s can't be loaded: %s", source.path, typed.message)
+    return typed
 
 
 def _typed(error: Exception) -> WeftError:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from weft.checkpoint.compose import Summand
 from weft.checkpoint.pack import AdapterImage
+from weft.core.adapters import AdapterSource
 from weft.core.errors import AdapterQuarantined, WeftError
 from weft.core.stats import CheckResult, TierStats
 from weft.schedule.extents import Extent, Move
@@ -59,7 +60,7 @@ class Origin:
 
     digest: str
     image: AdapterImage | None
-    paths: tuple[str, ...]
+    sources: tuple[AdapterSource, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class Worker(Protocol):
     def install(self, slot: int, start: int, image: AdapterImage) -> None:
         """Let later steps find the image, which was loaded, in a slot."""
 
-    def pack(self, path: str, digest: str | None) -> Future[PackedAdapter | WeftError]:
+    def pack(self, source: AdapterSource) -> Future[PackedAdapter | WeftError]:
         """Read and validate an adapter's folder and pack it. What has a digest must have that
         content, and may come from its image file."""
 

@@ -10,6 +10,7 @@ import torch
 from weft.checkpoint.compose import Summand
 from weft.checkpoint.pack import AdapterImage
 from weft.checkpoint.read import files_of
+from weft.core.adapters import AdapterSource
 from weft.core.errors import WeftError
 from weft.core.stats import TierStats
 from weft.models.loading import LoadedModel
@@ -83,8 +84,8 @@ class DeviceWorker(Worker):
     def install(self, slot: int, start: int, image: AdapterImage) -> None:
         self.pool.install(slot, start, image.layout)
 
-    def pack(self, path: str, digest: str | None) -> Future[PackedAdapter | WeftError]:
-        return self.adapters.pack(path, digest)
+    def pack(self, source: AdapterSource) -> Future[PackedAdapter | WeftError]:
+        return self.adapters.pack(source)
 
     def pack_now(
         self, config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]

@@ -1,0 +1,278 @@
+"""Folders that strangers may write to, opened beneath a root and read by descriptor.
+
+A path is only a name: what it names may be another file at each look. So a path is followed part
+by part, each part opened in the folder before it, and everything later is asked of the descriptors:
+
+    /srv/adapters (the root)        "..", and links, lead to descriptors that are held already
+      └─ acme                       or are opened in the same way, so that no step can leave the
+           └─ bot  ── Folder        root, whatever is renamed or replaced meanwhile
+                └─ adapter_config.json
+
+A link may lead anywhere beneath the root. The kernel's openat2 with RESOLVE_BENEATH would refuse
+the absolute ones of these and those of a file that lies beside its folder, as in the cache of the
+Hugging Face hub; and not every kernel has it.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from pathlib import PurePosixPath
+from threading import Thread
+from typing import NoReturn, TypeVar
+
+from weft.core.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterPathRefused,
+    AdapterUnavailable,
+)
+
+READ_S = 30.0
+"""How long the files of a folder may take to be read, besides what their sizes allow."""
+READ_BYTES_PER_S = 16 << 20
+"""Each byte allows this part of a second more."""
+MAX_LINKS = 40
+"""Links that one path may lead over."""
+
+_CHUNK = 16 << 20
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
+"""O_NONBLOCK: to open a FIFO that nobody writes to would wait for ever."""
+
+Parts = tuple[str, ...]
+"""The names on the way from "/" to a folder or a file."""
+Result = TypeVar("Result")
+
+
+class Deadline:
+    """Until when something must be read. It moves as the sizes of files become known."""
+
+    def __init__(self, seconds: float = READ_S) -> None:
+        self._at_s = time.monotonic() + seconds
+
+    def extend(self, num_bytes: int) -> None:
+        self._at_s += num_bytes / READ_BYTES_PER_S
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self._at_s - time.monotonic())
+
+    def check(self) -> None:
+        """Raise AdapterUnavailable if it has passed."""
+        if not self.left_s:
+            raise AdapterUnavailable("reading the adapter's files takes too long", "lora_path")
+
+
+def read_aside(work: Callable[[Deadline], Result], seconds: float = READ_S) -> Result:
+    """The result of `work`, which runs on a thread of its own, so that a disk or a network that
+    does not answer holds up nobody for longer than the deadline. Then AdapterUnavailable is raised,
+    and the thread is left to itself."""
+    deadline, ended = Deadline(seconds), Future[Result]()
+
+    def run() -> None:
+        try:
+            ended.set_result(work(deadline))
+        except BaseException as error:
+            ended.set_exception(error)
+
+    Thread(target=run, name="weft-reader", daemon=True).start()
+    while True:
+        try:
+            return ended.result(deadline.left_s)
+        except TimeoutError:
+            deadline.check()
+
+
+class Roots:
+    """The folders that must not be left. "/" allows all."""
+
+    def __init__(self, paths: Iterable[str] = ("/",)) -> None:
+        """`paths` are absolute and free of links."""
+        self.paths = tuple(paths)
+        self._roots = frozenset(PurePosixPath(path).parts[1:] for path in self.paths)
+
+    def holding(self, parts: Parts) -> Parts | None:
+        """The innermost root that these names lie beneath."""
+        above = (parts[:i] for i in range(len(parts), -1, -1))
+        return next((each for each in above if each in self._roots), None)
+
+    def check(self, parts: Parts) -> None:
+        """Raise OSError (EXDEV) unless the names lie beneath a root."""
+        if self.holding(parts) is None:
+            raise OSError(errno.EXDEV, "it lies outside the folders that may be read")
+
+
+class _Trail:
+    """The descriptors on the way from "/" to where a path leads."""
+
+    def __init__(self, roots: Roots, names: Parts, descriptors: list[int]) -> None:
+        self._roots = roots
+        self.names = list(names)
+        self.descriptors = descriptors
+        """One more than there are names; the last one is of the place that was reached."""
+        self.opened: list[int] = []
+
+    def follow(self, path: str, flags: int) -> None:
+        """Go on along `path`, and open its last part with these flags. Raises OSError, which is
+        EXDEV for all that goes wrong outside the roots: nobody learns what there is."""
+        todo, num_links = self._begin(path), 0
+        while todo:
+            part = todo.pop()
+            if part == "..":
+                if self.names:
+                    self.names.pop()
+                    self.descriptors.pop()
+                continue
+            try:
+                link = self._step(part, _FOLDER if todo else flags, last=not todo)
+            except OSError:
+                self._roots.check((*self.names, part))
+                raise
+            if link is not None:
+                num_links += 1
+                if num_links > MAX_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+                todo += self._begin(link)
+        self._roots.check(tuple(self.names))
+
+    def _step(self, part: str, flags: int, last: bool) -> str | None:
+        """Open the next part; if it is a link, only tell where it leads."""
+        try:
+            return os.readlink(part, dir_fd=self.descriptors[-1])
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # EINVAL: it is no link
+                raise
+        if last:
+            self._roots.check((*self.names, part))
+        descriptor = os.open(part, flags, dir_fd=self.descriptors[-1])
+        self.opened.append(descriptor)
+        self.descriptors.append(descriptor)
+        self.names.append(part)
+        return None
+
+    def close(self) -> None:
+        while self.opened:
+            os.close(self.opened.pop())
+
+    def _begin(self, path: str) -> list[str]:
+        """The parts of a path, the last one first; an absolute one begins anew."""
+        if path.startswith("/"):
+            del self.names[:], self.descriptors[1:]
+        return [part for part in reversed(path.split("/")) if part not in ("", ".")]
+
+
+class Folder:
+    """An open folder of an adapter. It stays the same one whatever happens to its path."""
+
+    def __init__(self, path: str, roots: Roots | None = None) -> None:
+        """Raises OSError: EXDEV if an absolute `path` leads out of the roots, ENOENT and others
+        if there is no such folder."""
+        roots = roots or Roots()
+        self._trail = _Trail(roots, (), [])
+        if not _is_a_name(path):
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT))
+        top = os.open("/", _FOLDER)
+        self._trail.opened.append(top)
+        self._trail.descriptors.append(top)
+        try:
+            self._trail.follow(path, _FOLDER)
+            status = os.fstat(self._descriptor)
+        except BaseException:
+            self.close()
+            raise
+        names = tuple(self._trail.names)
+        self.path = "/" + "/".join(names)
+        """Its path without links, as it was when it was opened."""
+        self.root = "/" + "/".join(roots.holding(names) or ())
+        """The root that holds it. Links of its files must stay beneath this one."""
+        self.identity = status.st_dev, status.st_ino
+        """The same for the same folder, wherever it is opened on this machine."""
+
+    def read(
+        self, name: str, max_bytes: int, deadline: Deadline | None = None
+    ) -> memoryview | None:
+        """The content of one of its files, in memory of its own; None if there is no such file.
+
+        Raises AdapterPathRefused (a link that leaves the root), AdapterInvalid (not a regular file,
+        too large), AdapterNotFound (it can't be read), AdapterUnavailable (it takes too long).
+        """
+        trail = _Trail(Roots([self.root]), tuple(self._trail.names), [*self._trail.descriptors])
+        try:
+            trail.follow(name, _FILE)
+            return _content(trail.descriptors[-1], name, max_bytes, deadline or Deadline())
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            if error.errno == errno.EXDEV:
+                why = "is a link that leaves the allowed folders"
+                raise AdapterPathRefused(f"{name} {why}", "lora_path") from None
+            if error.errno in (errno.ENXIO, errno.ENODEV):
+                _refuse(name, "it is no regular file")
+            raise AdapterNotFound(f"{name} can't be read: {error.strerror}", name) from None
+        finally:
+            trail.close()
+
+    def names(self) -> list[str]:
+        """What lies in it; nothing if it can't be listed."""
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        try:
+            listed = os.open(".", flags, dir_fd=self._descriptor)
+        except OSError:
+            return []
+        try:
+            with os.scandir(listed) as entries:
+                return sorted(entry.name for entry in entries)
+        finally:
+            os.close(listed)
+
+    def close(self) -> None:
+        self._trail.close()
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def _descriptor(self) -> int:
+        return self._trail.descriptors[-1]
+
+
+def _content(descriptor: int, name: str, max_bytes: int, deadline: Deadline) -> memoryview:
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        _refuse(name, "it is no regular file")
+    size = status.st_size
+    if size > max_bytes:
+        _refuse(name, f"larger than any that is served here ({max_bytes} bytes)")
+    deadline.extend(size)
+    content = memoryview(mmap(-1, size + 1, MAP_PRIVATE | MAP_ANONYMOUS))
+    length = 0
+    while count := os.readv(descriptor, [content[length : length + _CHUNK]]):
+        length += count
+        deadline.check()
+    if length > size:
+        _refuse(name, "it grew while it was read")
+    return content[:length]
+
+
+def _is_a_name(path: str) -> bool:
+    """Whether there can be a file of this name."""
+    try:
+        return b"\0" not in os.fsencode(path)
+    except ValueError:
+        return False
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    raise AdapterInvalid(f"{name}: {why}", name)
