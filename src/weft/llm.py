@@ -78,8 +78,8 @@ class LLM:
         self.info = self._client.info
         self._registry = AdapterRegistry([args.model.model], args.model.model)
         self._access = Access(self._registry, Caller())
-        self._intake = Intake(self.info, self._registry, tokenizers)
         self._executor = DirectExecutor()
+        self._intake = Intake(self.info, self._registry, tokenizers, self._executor)
         self._publisher = Publisher(
             self._client, self._registry, tokenizers, Sources(), self._executor
         )
@@ -129,7 +129,7 @@ class LLM:
         the chat template of the adapter if it has one of its own, else through the base's."""
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         many = cast(list[Conversation], [conversations] if one else list(conversations))
-        return self._answer(many, self._intake.encode_chat, params, adapter)
+        return self._answer(many, self._encode_chat, params, adapter)
 
     def load_adapter(
         self, name: str, path: str | Path, *, replace: bool = False, pinned: bool = False
@@ -209,7 +209,8 @@ class LLM:
             ):
                 ids, language = encode(given, pinned.language), pinned.language
                 request_id = str(next(self._ids))
-                made = self._intake.requests(request_id, [ids], its_params, pinned, who)
+                making = self._intake.requests(request_id, [ids], its_params, pinned, who)
+                made = self._executor.run(making)
                 prompt = given if isinstance(given, str) else None
                 output = RequestOutput(prompt, ids, pinned.lease.ref)
                 stream = OutputStream(language.tokenizer, its_params, ids)
@@ -226,8 +227,11 @@ class LLM:
 
     def _encode(self, prompt: Prompt, language: Language) -> list[int]:
         if isinstance(prompt, str):
-            return self._intake.encode([prompt], "prompt", language)[0]
+            return self._executor.run(self._intake.encode([prompt], "prompt", language))[0]
         return list(prompt)
+
+    def _encode_chat(self, conversation: Conversation, language: Language) -> list[int]:
+        return self._executor.run(self._intake.encode_chat(conversation, language))
 
     def _run(
         self, jobs: list[_Prompting], on_finished: Callable[[RequestOutput], None]

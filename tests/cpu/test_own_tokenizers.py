@@ -24,6 +24,8 @@ from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.errors import ConfigError, InvalidRequest
 from weft.core.sampling import StructuredOutputs
 from weft.text import Tokenizer, load_tokenizer, own
+from weft.text.sandbox.jobs import LoadTokenizer
+from weft.text.sandbox.pool import Sandbox
 
 OTHER = "{% for m in messages %}<tag>{{ m.content }}{{ eos_token }}{% endfor %}"
 TAG = INFO.vocab_size
@@ -111,9 +113,9 @@ def test_every_route_uses_them(tmp_path: Path) -> None:
 def test_the_same_files_are_the_base_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They share its tokenizer, which is found out once."""
     world = World(tmp_path, byte_level())
-    loads: list[Path] = []
-    load = Tokenizer.from_folder
-    monkeypatch.setattr(Tokenizer, "from_folder", lambda path: loads.append(path) or load(path))
+    loads: list[LoadTokenizer] = []
+    load = Sandbox.load
+    monkeypatch.setattr(Sandbox, "load", lambda *a: loads.append(a[1]) or load(*a))
 
     async def scenario(web: Web) -> None:
         for name in ("a", "b"):

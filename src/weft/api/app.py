@@ -58,8 +58,8 @@ def create_app(
     if not isinstance(tokenizer, AdapterTokenizers):
         tokenizer = AdapterTokenizers(tokenizer)
     metrics = Metrics(settings.served_model_names[0])
-    service = Service(engine, registry, tokenizer, settings, metrics, traces, tenants)
     sources, executor = Sources(roots, settings.allow_hub_adapters), LoopExecutor()
+    service = Service(engine, registry, tokenizer, settings, metrics, executor, traces, tenants)
     publisher = Publisher(engine, registry, tokenizer, sources, executor)
     desk = AdapterDesk(service, publisher, executor, audit or AuditLog(None), tenants)
 

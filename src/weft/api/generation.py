@@ -16,7 +16,7 @@ from weft.core.errors import InvalidRequest
 from weft.core.requests import EngineRequest, TokenLogprob
 from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.serving import Pinned
-from weft.text import OutputDelta, Tokenizer
+from weft.text import OutputDelta, TokenReader
 
 _FIELDS = [f.name for f in fields(SamplingParams) if f.name in GenerationBody.model_fields]
 """The fields that bodies and SamplingParams share; null leaves the default."""
@@ -136,7 +136,7 @@ def truncated(
     return prompt_ids[-keep:]
 
 
-def token_text(tokenizer: Tokenizer | None, token_id: int, as_id: bool = False) -> str:
+def token_text(tokenizer: TokenReader | None, token_id: int, as_id: bool = False) -> str:
     """How a token is shown: its text; its bytes when they are no text; its id if all else fails
     or the client wants ids."""
     if tokenizer is None or as_id:
@@ -149,7 +149,7 @@ def token_text(tokenizer: Tokenizer | None, token_id: int, as_id: bool = False) 
 
 
 def chat_logprobs(
-    body: ChatBody, tokenizer: Tokenizer | None, part: OutputDelta | Output
+    body: ChatBody, tokenizer: TokenReader | None, part: OutputDelta | Output
 ) -> dict[str, Any] | None:
     """The `logprobs` of a chat choice, or of a piece of one."""
     if not body.logprobs or part.logprobs is None:
@@ -169,7 +169,7 @@ def chat_logprobs(
 
 
 def prompt_logprobs(
-    body: GenerationBody, tokenizer: Tokenizer | None, request: EngineRequest, output: Output
+    body: GenerationBody, tokenizer: TokenReader | None, request: EngineRequest, output: Output
 ) -> dict[str, Any]:
     """The field with the log-probabilities of a prompt, if they were asked for, as vLLM shows them:
     at each position the alternatives and the prompt's own token, by id."""
@@ -192,7 +192,7 @@ def prompt_logprobs(
 class CompletionLogprobs:
     """The `logprobs` of a completion choice, piece by piece: offsets run on between pieces."""
 
-    def __init__(self, body: CompletionBody, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, body: CompletionBody, tokenizer: TokenReader | None) -> None:
         self._tokenizer = tokenizer
         self._num_top = body.logprobs or 0
         self._as_ids = bool(body.return_tokens_as_token_ids)

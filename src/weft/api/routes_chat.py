@@ -82,7 +82,7 @@ class Turn:
         )
         prompt_ids = truncated(self._service, body, ids, params.max_tokens)
         tenant = self._service.settings.tenant_of(self._pinned.name)
-        self.requests = self._service.intake.requests(
+        self.requests = await self._service.intake.requests(
             self._request_id,
             [prompt_ids],
             self._thinking_first(params, prompt_ids),
@@ -119,8 +119,8 @@ class Turn:
         tokenizer = self.tokenizer
         if tokenizer is None:
             return []
-        ids = [tokenizer.encode(m, add_special_tokens=False) for m in self._parser().marks]
-        return [mark[0] for mark in ids if len(mark) == 1]
+        ids = [tokenizer.mark_id(mark) for mark in self._parser().marks]
+        return [token_id for token_id in ids if token_id is not None]
 
     def _callable_tools(self) -> list[dict[str, Any]]:
         body = self._body

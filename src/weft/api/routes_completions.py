@@ -106,7 +106,7 @@ class _Completion:
         prompts = await self._prompts()
         self._check_count(len(prompts) * self._num_choices)
         tenant = self._service.settings.tenant_of(self._pinned.name)
-        return self._service.intake.requests(
+        return await self._service.intake.requests(
             self._head.id,
             [truncated(self._service, body, ids, body.max_tokens) for ids in prompts],
             params,

@@ -3,6 +3,7 @@ and `/detokenize` as vLLM has them."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from importlib.metadata import version
 from typing import Any
@@ -153,8 +154,8 @@ def tokenize_routes(service: Service) -> APIRouter:
             "token_strs": None,
         }
         if body.return_token_strs:
-            answer["token_strs"] = await service.maybe_on_thread(
-                len(ids), lambda: [token_text(language.tokenizer, i) for i in ids]
+            answer["token_strs"] = await asyncio.to_thread(
+                lambda: [token_text(language.tokenizer, i) for i in ids]
             )
         return json_response(answer)
 
@@ -162,12 +163,10 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody, service.settings.max_body_bytes)
         language = service.language_of(body.model)
-        tokenizer = service.intake.tokenizer_of(language, "tokens")
         if body.tokens:
             service.intake.check_ids(body.tokens, "tokens", language)
-        text = await service.maybe_on_thread(
-            len(body.tokens), lambda: tokenizer.decode(body.tokens)
-        )
+        tenant = service.settings.tenant_of(None)
+        text = await service.intake.decode(body.tokens, language, tenant)
         return json_response({"prompt": text})
 
     return router

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from weft.api.admission import Admission, tenant_in
 from weft.api.callers import Tenants, caller_var
@@ -21,8 +21,8 @@ from weft.core.stats import EngineStats
 from weft.metrics import Metrics
 from weft.registry import Access, AdapterRegistry, Caller
 from weft.serving import Intake, Language, Pinned
-from weft.serving.intake import num_chars
-from weft.text import AdapterTokenizers, OutputDelta, OutputStream, Tokenizer
+from weft.serving.publisher import Executor
+from weft.text import AdapterTokenizers, OutputDelta, OutputStream, TokenReader
 from weft.text.chat_parser import END_THINK, detect_reasoning
 from weft.text.tools import detect_tool_format
 
@@ -39,7 +39,7 @@ class Dialect:
     """The token after which the answer begins; None if the mark is no single token."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer | None, settings: ApiSettings) -> Dialect:
+    def of(cls, tokenizer: TokenReader | None, settings: ApiSettings) -> Dialect:
         """The dialect that the operator gives, or else the one that the chat template shows."""
         if tokenizer is None:
             return cls()
@@ -49,11 +49,7 @@ class Dialect:
             tool_format = detect_tool_format(template)
         if settings.reasoning_parser == "auto":
             reasoning = detect_reasoning(template)
-        end = tokenizer.encode(END_THINK, add_special_tokens=False) if reasoning else []
-        return cls(tool_format, reasoning, end[0] if len(end) == 1 else None)
-
-
-T = TypeVar("T")
+        return cls(tool_format, reasoning, tokenizer.mark_id(END_THINK) if reasoning else None)
 
 
 @dataclass(slots=True)
@@ -93,6 +89,7 @@ class Service:
         tokenizers: AdapterTokenizers,
         settings: ApiSettings,
         metrics: Metrics,
+        executor: Executor,
         traces: TraceSink | None = None,
         tenants: Tenants | None = None,
     ) -> None:
@@ -102,7 +99,7 @@ class Service:
         self.metrics = metrics
         self._model_name, self._traces = settings.served_model_names[0], traces
         self.admission = Admission(settings.max_open, settings.tenants)
-        self.intake = Intake(engine.info, registry, tokenizers)
+        self.intake = Intake(engine.info, registry, tokenizers, executor, settings.long_text_chars)
         self._dialect = Dialect.of(tokenizers.base, settings)
 
     @property
@@ -158,31 +155,21 @@ class Service:
 
     def dialect_of(self, language: Language) -> Dialect:
         """How models of this language mark calls of tools and reasoning."""
-        return Dialect.of(language.tokenizer, self.settings) if language.is_own else self._dialect
+        return Dialect.of(language.tokenizer, self.settings) if language.author else self._dialect
 
     async def encode(
         self, texts: Sequence[str], field_name: str, language: Language, **options: bool
     ) -> list[list[int]]:
-        """As `Intake.encode`, which must not hold up the event loop."""
-        return await self.maybe_on_thread(
-            sum(map(len, texts)), lambda: self.intake.encode(texts, field_name, language, **options)
-        )
+        """As `Intake.encode`, for the tenant of this request."""
+        tenant = self.settings.tenant_of(None)
+        return await self.intake.encode(texts, field_name, language, tenant=tenant, **options)
 
     async def encode_chat(
         self, messages: Sequence[Mapping[str, Any]], language: Language, **options: Any
     ) -> list[int]:
-        """As `Intake.encode_chat`, which must not hold up the event loop. How long an adapter's
-        own template takes, nobody knows."""
-        size = num_chars(messages) + len(repr(options.get("tools") or ""))
-        return await self.maybe_on_thread(
-            size, lambda: self.intake.encode_chat(messages, language, **options), language.is_own
-        )
-
-    async def maybe_on_thread(self, size: int, work: Callable[[], T], always: bool = False) -> T:
-        """The result of `work`, done on a thread if there is much of it: `size` characters."""
-        if always or size > self.settings.long_text_chars:
-            return await asyncio.to_thread(work)
-        return work()
+        """As `Intake.encode_chat`, for the tenant of this request."""
+        tenant = self.settings.tenant_of(None)
+        return await self.intake.encode_chat(messages, language, tenant=tenant, **options)
 
     async def _run(
         self, request: EngineRequest, language: Language, shown_ids: Collection[int]

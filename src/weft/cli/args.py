@@ -45,6 +45,9 @@ _HELP = {
     "--lora-root": "A folder below which adapters may be loaded while serving. Repeatable."
     " Default: only the folders of --lora-modules.",
     "--allow-hub-adapters": "Let clients load adapters from the Hugging Face hub, as org/name.",
+    "--adapter-templates": "Whether the tokenizers and chat templates that adapters bring are used,"
+    " in processes with limits. off: the base's are used for all, and adapters that add tokens are"
+    " refused.",
 }
 
 
@@ -82,6 +85,9 @@ class ServeFlags:
     )
     lora_root: Annotated[list[Path] | None, _flag("--lora-root", "FOLDER", ADAPTERS)] = None
     allow_hub_adapters: Annotated[bool, _flag("--allow-hub-adapters", panel=ADAPTERS)] = False
+    adapter_templates: Annotated[
+        Literal["on", "off"], _flag("--adapter-templates", panel=ADAPTERS)
+    ] = "on"
     enable_lora: Annotated[bool, typer.Option("--enable-lora", hidden=True)] = False
 
     def modules(self, served: Iterable[str]) -> list[LoraModule]:

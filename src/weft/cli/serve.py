@@ -126,7 +126,7 @@ async def _start_and_serve(start: _Start, listener: socket.socket, traces: Trace
     model = start.engine.model.model
     with console.status(f"Loading {model}"):
         engine, tokenizer = await _load(start)
-        tokenizers = AdapterTokenizers(tokenizer)
+        tokenizers = AdapterTokenizers(tokenizer, start.flags.adapter_templates == "off")
     try:
         if start.api.tenants:
             await engine.set_tenants(list(start.api.tenants.values()))

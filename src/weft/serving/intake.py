@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+
+import msgspec
 
 from weft.core.adapters import WeightedAdapter
 from weft.core.errors import ContextLengthExceeded, InvalidRequest
@@ -14,8 +18,18 @@ from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineInfo
 from weft.registry import Access, AdapterRegistry, Lease
-from weft.text import AdapterTokenizers, Tokenizer, bad_token_ids
+from weft.serving.publisher import Executor
+from weft.text import AdapterTokenizers, Tokenizer, TokenReader
 from weft.text.own import NO_FORMS
+from weft.text.sandbox.jobs import Answer, Chat, Decode, Encode, Ids, Text
+from weft.text.sandbox.pool import Call, Owner
+from weft.text.templates import template_options
+from weft.text.tokenizer import bad_token_ids, spellings
+
+T = TypeVar("T")
+
+_MESSAGE_CHARS = 16
+"""A message counts as at least so many characters, when it is asked how much work it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,15 +37,16 @@ class Language:
     """The base model's language, or that of an adapter which brings a tokenizer, a chat template
     or tokens of its own."""
 
-    tokenizer: Tokenizer | None
+    tokenizer: TokenReader | None
     vocab_size: int
     """Token ids that the model knows are below this."""
     eos_ids: tuple[int, ...] = ()
     """These tokens end an output, beside those of the base model."""
     takes_forms: bool = True
     """Whether the model can answer in a given form: forms are made of the base's tokens."""
-    is_own: bool = False
-    """Whether the chat template came with the adapter: somebody else may have written it."""
+    author: str = ""
+    """Who brought the chat template, and perhaps the tokenizer: the adapter's namespace, or else
+    its name. They run in worker processes. "": they are the base model's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,10 +73,19 @@ class Intake:
     """Turns prompts into requests for an engine. It holds no request: each call stands alone."""
 
     def __init__(
-        self, info: EngineInfo, registry: AdapterRegistry, tokenizers: AdapterTokenizers
+        self,
+        info: EngineInfo,
+        registry: AdapterRegistry,
+        tokenizers: AdapterTokenizers,
+        executor: Executor,
+        long_text_chars: int | None = None,
     ) -> None:
+        """Texts of more than `long_text_chars` are left to worker processes; None: only those for
+        tokenizers and templates of adapters."""
         self._registry = registry
         self._tokenizers = tokenizers
+        self._executor = executor
+        self._long_text_chars = long_text_chars
         self._base = Language(tokenizers.base, info.vocab_size)
         self.max_model_len = info.max_model_len
 
@@ -98,11 +122,12 @@ class Intake:
         if own is None:
             return Language(self._base.tokenizer, vocab_size)
         eos_ids = tuple(i for i in own.eos_ids if i < vocab_size)
-        return Language(own.tokenizer, vocab_size, eos_ids, own.extends_base, is_own=True)
+        author = adapter.partition("/")[0]
+        return Language(own.tokenizer, vocab_size, eos_ids, own.extends_base, author)
 
     # -- encode --------------------------------------------------------------------------------
 
-    def encode(
+    async def encode(
         self,
         texts: Sequence[str],
         field_name: str,
@@ -110,40 +135,80 @@ class Intake:
         *,
         add_special_tokens: bool = True,
         any_length: bool = False,
+        tenant: str = "",
     ) -> list[list[int]]:
         """The token ids of text prompts. Errors name `field_name`, where the texts came from.
 
         Texts that are plainly too long are refused before they are tokenized, unless `any_length`
-        is given. Raises InvalidRequest, ContextLengthExceeded.
+        is given. Raises InvalidRequest, ContextLengthExceeded, Overloaded.
         """
         tokenizer = self.tokenizer_of(language, field_name)
         for text in () if any_length else texts:
             self._check_length(tokenizer, len(text), field_name)
-        return [tokenizer.encode(text, add_special_tokens) for text in texts]
+        size, author = sum(map(len, texts)), _author(language)
+        if isinstance(tokenizer, Tokenizer) and not self._goes_away(tokenizer, size):
+            encode = partial(tokenizer.encode, add_special_tokens=add_special_tokens)
+            return await self._here(size, lambda: [encode(text) for text in texts])
+        job, owner = Encode(list(texts), add_special_tokens), Owner(author, tenant)
+        return _ids(await self._away(Call(job, tokenizer, owner, field_name, size)))
 
-    def encode_chat(
+    async def encode_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         language: Language,
         *,
         any_length: bool = False,
+        tenant: str = "",
         **template: Any,
     ) -> list[int]:
         """The prompt ids of a conversation whose messages are as chat templates expect them.
 
-        `template` is passed on to `Tokenizer.chat`. If the template knows no developers, their
-        messages become the system's. Raises InvalidRequest, ContextLengthExceeded.
+        `template` is passed on to `template_options`. If the template knows no developers, their
+        messages become the system's. Raises InvalidRequest, ContextLengthExceeded, Overloaded.
         """
         tokenizer = self.tokenizer_of(language, "messages")
         if not any_length:
-            self._check_length(tokenizer, num_chars(messages), "messages")
+            self._check_length(tokenizer, _num_chars(messages), "messages")
         if "developer" not in (tokenizer.chat_template or ""):
             messages = [
                 {**m, "role": "system"} if m.get("role") == "developer" else m for m in messages
             ]
-        return tokenizer.chat(messages, **template)
+        size = _work(messages) + _work(list(template.values()))
+        if isinstance(tokenizer, Tokenizer) and not language.author:
+            chat = partial(tokenizer.chat, messages, **template)
+            if not self._goes_away(tokenizer, size):
+                return await self._here(size, chat)
+        options = template_options(tokenizer.chat_template, **template)
+        job = Chat(tokenizer.template_for(options["tools"]), _json([list(messages), options]))
+        owner = Owner(language.author, tenant)
+        return _ids(await self._away(Call(job, tokenizer, owner, "messages", size)))[0]
 
-    def tokenizer_of(self, language: Language, field_name: str) -> Tokenizer:
+    async def decode(self, ids: Sequence[int], language: Language, tenant: str = "") -> str:
+        """The text of token ids from the field `tokens`. Raises InvalidRequest, Overloaded."""
+        tokenizer = self.tokenizer_of(language, "tokens")
+        if not self._goes_away(tokenizer, len(ids)):
+            return await self._here(len(ids), lambda: tokenizer.decode(ids))
+        owner = Owner(_author(language), tenant)
+        answer = await self._away(Call(Decode(list(ids)), tokenizer, owner, "tokens", len(ids)))
+        assert isinstance(answer, Text)
+        return answer.text
+
+    def _is_long(self, size: int) -> bool:
+        return self._long_text_chars is not None and size > self._long_text_chars
+
+    def _goes_away(self, tokenizer: TokenReader, size: int) -> bool:
+        """Whether so many characters or tokens are too many to be worked on in this process."""
+        return tokenizer.is_portable and self._is_long(size)
+
+    async def _away(self, call: Call) -> Answer:
+        """The answer of a worker process."""
+        return await self._executor.finished(self._tokenizers.sandbox.submit(call))
+
+    async def _here(self, size: int, work: Callable[[], T]) -> T:
+        """The result of work in this process."""
+        return await self._executor.blocking(work) if self._is_long(size) else work()
+
+    def tokenizer_of(self, language: Language, field_name: str) -> TokenReader:
         """The tokenizer of a language. Raises InvalidRequest, naming the field, without one."""
         if language.tokenizer is None:
             raise InvalidRequest(
@@ -153,7 +218,7 @@ class Intake:
             )
         return language.tokenizer
 
-    def _check_length(self, tokenizer: Tokenizer, num_chars: int, field_name: str) -> None:
+    def _check_length(self, tokenizer: TokenReader, num_chars: int, field_name: str) -> None:
         at_least = num_chars // tokenizer.max_chars_per_token
         if at_least > self.max_model_len:
             raise ContextLengthExceeded(
@@ -176,7 +241,7 @@ class Intake:
                     field_name,
                 )
 
-    def requests(
+    async def requests(
         self,
         request_id: str,
         prompts: Sequence[list[int]],
@@ -199,7 +264,7 @@ class Intake:
         params.check_vocab(language.vocab_size)
         if params.structured_outputs is not None and not language.takes_forms:
             raise InvalidRequest(NO_FORMS, "structured_outputs")
-        bad = bad_token_ids(language.tokenizer, params.bad_words)
+        bad = await self._bad_token_ids(params.bad_words, language, tenant)
         made: list[EngineRequest] = []
         for prompt_ids in prompts:
             self.check_ids(prompt_ids, prompt_field, language)
@@ -220,6 +285,23 @@ class Intake:
                 for choice in range(num_choices)
             ]
         return made
+
+    async def _bad_token_ids(
+        self, words: Sequence[str], language: Language, tenant: str
+    ) -> tuple[tuple[int, ...], ...]:
+        if not words:
+            return ()
+        if language.tokenizer is None:
+            raise InvalidRequest("bad_words need a tokenizer, and none is loaded", "bad_words")
+        encoded = await self.encode(
+            spellings(words),
+            "bad_words",
+            language,
+            add_special_tokens=False,
+            any_length=True,
+            tenant=tenant,
+        )
+        return bad_token_ids(words, encoded)
 
     def _fit(
         self, num_prompt: int, params: SamplingParams, prompt_field: str, asked_in: str | None
@@ -245,9 +327,37 @@ class Intake:
         return params
 
 
-def num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
+def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
     """How long the texts of a conversation are together."""
     return sum(len(message.get("content") or "") for message in messages)
+
+
+def _work(value: object) -> int:
+    """How much work it may be to write this by a template, in characters."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return _MESSAGE_CHARS + sum(_work(key) + _work(item) for key, item in value.items())
+    if isinstance(value, list | tuple):
+        return _MESSAGE_CHARS + sum(map(_work, value))
+    return 1
+
+
+def _author(language: Language) -> str:
+    """Who brought the tokenizer; an adapter may have brought a template alone."""
+    return "" if isinstance(language.tokenizer, Tokenizer) else language.author
+
+
+def _json(value: object) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except (ValueError, TypeError, OverflowError):  # numbers that are large, for one
+        return json.dumps(value)
+
+
+def _ids(answer: Answer) -> list[list[int]]:
+    assert isinstance(answer, Ids)
+    return answer.lists()
 
 
 def _seed(params: SamplingParams, choice: int) -> int:

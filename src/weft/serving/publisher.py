@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -30,6 +31,10 @@ class Executor(Protocol):
         """The result of a function that blocks its thread."""
         ...
 
+    async def finished(self, future: Future[T]) -> T:
+        """The result of what others are at work on."""
+        ...
+
     async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of a coroutine that ends also when the caller is cancelled."""
         ...
@@ -47,6 +52,9 @@ class LoopExecutor:
 
     async def blocking(self, work: Callable[[], T]) -> T:
         return await asyncio.to_thread(work)
+
+    async def finished(self, future: Future[T]) -> T:
+        return await asyncio.wrap_future(future)
 
     async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
         return await asyncio.shield(self._start(work))
@@ -93,6 +101,9 @@ class DirectExecutor:
 
     async def blocking(self, work: Callable[[], T]) -> T:
         return work()
+
+    async def finished(self, future: Future[T]) -> T:
+        return future.result()
 
     async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
         return await work

@@ -2,7 +2,8 @@
 
 from weft.text.output import Detokenizer, OutputDelta, OutputStream, StopStrings
 from weft.text.own import AdapterTokenizers, OwnTokenizer
-from weft.text.tokenizer import Tokenizer, bad_token_ids, load_tokenizer
+from weft.text.reader import TokenReader
+from weft.text.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
     "AdapterTokenizers",
@@ -11,7 +12,7 @@ __all__ = [
     "OutputStream",
     "OwnTokenizer",
     "StopStrings",
+    "TokenReader",
     "Tokenizer",
-    "bad_token_ids",
     "load_tokenizer",
 ]

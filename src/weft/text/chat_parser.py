@@ -12,6 +12,8 @@ from weft.text.tools import TOOL_FORMATS
 
 THINK = "<think>"
 END_THINK = "</think>"
+ALL_MARKS = (THINK, END_THINK, *(m for format in TOOL_FORMATS.values() for m in format.marks))
+"""All marks that a parser may need to see in a text."""
 
 
 def detect_reasoning(chat_template: str) -> bool:

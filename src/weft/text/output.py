@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from weft.core.errors import InvalidRequest, from_wire
 from weft.core.requests import FinishReason, TokenEvent, TokenLogprob
 from weft.core.sampling import SamplingParams
-from weft.text.tokenizer import Tokenizer
+from weft.text.reader import TokenReader
 
 _UNKNOWN = "\ufffd"
 _CONTEXT_TOKENS = 6
@@ -37,7 +37,7 @@ class Detokenizer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        tokenizer: TokenReader,
         prompt_ids: Sequence[int] = (),
         skip_special_tokens: bool = True,
         shown_ids: Collection[int] = (),
@@ -181,7 +181,7 @@ class OutputStream:
 
     def __init__(
         self,
-        tokenizer: Tokenizer | None,
+        tokenizer: TokenReader | None,
         params: SamplingParams,
         prompt_ids: Sequence[int] = (),
         shown_ids: Collection[int] = (),

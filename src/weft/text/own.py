@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 import tempfile
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
+
+import msgspec
 
 from weft.core.errors import AdapterInvalid
 from weft.core.files import TOKENIZER_FILES
 from weft.core.folders import Deadline, Folder, read_aside
+from weft.text.adapter_tokenizer import AdapterTokenizer
+from weft.text.chat_parser import ALL_MARKS
+from weft.text.reader import TokenReader
+from weft.text.sandbox.jobs import LoadTokenizer
+from weft.text.sandbox.limits import MAX_TEMPLATE_BYTES
+from weft.text.sandbox.pool import Sandbox
 from weft.text.tokenizer import Tokenizer
 
-MAX_BYTES = {"tokenizer.json": 64 << 20, "chat_template.jinja": 1 << 20}
+MAX_BYTES = {"tokenizer.json": 64 << 20, "chat_template.jinja": MAX_TEMPLATE_BYTES}
 """How large these files may be; any other may have MAX_OTHER_BYTES."""
 MAX_OTHER_BYTES = 8 << 20
 MAX_KEPT = 32
@@ -30,16 +37,12 @@ NO_FORMS = (
 )
 """The answer to requests of an adapter whose tokenizer does not extend the base's."""
 
-_TOKENIZER, _CONFIG, _, _ADDED, _TEMPLATE = TOKENIZER_FILES
-_GENERATION_TAG = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")
-"""Transformers' own, which marks the text of assistants."""
-
 
 @dataclass(frozen=True, slots=True)
 class OwnTokenizer:
     """What an adapter's texts are read and written with, in place of the base's."""
 
-    tokenizer: Tokenizer
+    tokenizer: TokenReader
     """It has the base's chat template if the adapter brings none."""
     eos_ids: tuple[int, ...]
     """These tokens end its outputs, as the model's own do."""
@@ -51,9 +54,12 @@ class AdapterTokenizers:
     """The tokenizers of adapters, by the adapters' names. `read` and `load` are for any thread, the
     rest for one."""
 
-    def __init__(self, base: Tokenizer | None) -> None:
-        """If `base` is None, texts are not served and nothing is ever loaded."""
+    def __init__(self, base: Tokenizer | None, ignore: bool = False) -> None:
+        """If `base` is None, texts are not served and nothing is ever loaded. With `ignore`,
+        adapters use the base's tokenizer and template whatever they bring."""
         self.base = base
+        self.sandbox = Sandbox()
+        self._ignore = ignore
         self._by_name: dict[str, OwnTokenizer] = {}
         self._kept: OrderedDict[str, OwnTokenizer | None] = OrderedDict()
         """What was loaded, by a digest of the files."""
@@ -71,18 +77,25 @@ class AdapterTokenizers:
     def load(self, files: Mapping[str, bytes]) -> OwnTokenizer | None:
         """The tokenizer that these files are, or None if it is the base's. This is slow.
 
-        Raises AdapterInvalid, naming the file, for what is malformed or asks for remote code.
+        Raises AdapterInvalid, naming the file, for what is malformed, asks for remote code, or
+        takes too much time or memory; if adapters' tokenizers are ignored, for added tokens.
         """
         if self.base is None or not files:
             return None
+        if self._ignore:
+            _check_ignored(files, self.base)
+            return None
         digest = _digest(files)
         with self._lock:
-            if digest not in self._kept:
-                self._kept[digest] = _load(files, self.base)
-                if len(self._kept) > MAX_KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(digest)
-            return self._kept[digest]
+            if digest in self._kept:
+                self._kept.move_to_end(digest)
+                return self._kept[digest]
+        own = self._load(files, self.base)
+        with self._lock:
+            self._kept[digest] = own
+            if len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+        return own
 
     def put(self, name: str, own: OwnTokenizer | None) -> None:
         """Requests of this adapter use `own` from now on; None stands for the base's."""
@@ -94,6 +107,32 @@ class AdapterTokenizers:
     def get(self, name: str) -> OwnTokenizer | None:
         """The tokenizer of this adapter, or None if it has the base's."""
         return self._by_name.get(name)
+
+    def _load(self, files: Mapping[str, bytes], base: Tokenizer) -> OwnTokenizer | None:
+        first = next(iter(files))
+        with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as folder:
+            job = LoadTokenizer(
+                dict(files), self._base_files, base.class_name, base.fingerprint, folder, ALL_MARKS
+            )
+            loaded = self.sandbox.load(job, first)
+        template = loaded.template or base.chat_template
+        if loaded.vocabulary is not None and loaded.material is not None:
+            own = AdapterTokenizer(loaded.vocabulary, template, loaded.eos_ids, loaded.material)
+            return OwnTokenizer(own, own.eos_ids, own.extends(base, base.vocab()))
+        if template == base.chat_template:
+            return None
+        if not base.is_portable:
+            _refuse(first, "this model's tokenizer can't be used with adapters' chat templates")
+        _ = base.material  # it is made once for all copies of the base
+        return OwnTokenizer(base.with_template(template), (), True)
+
+    @cached_property
+    def _base_files(self) -> dict[str, bytes]:
+        """The files of the base's tokenizer."""
+        assert self.base is not None
+        with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as name:
+            self.base.save(Path(name))
+            return {file.name: file.read_bytes() for file in Path(name).iterdir() if file.is_file()}
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -119,74 +158,33 @@ def _digest(files: Mapping[str, bytes]) -> str:
     return sha.hexdigest()
 
 
-def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is none."""
-    if name not in files:
-        return {}
+# -- adapters whose tokenizers are ignored ---------------------------------------------------------
+
+
+class _AddedToken(msgspec.Struct):
+    id: int
+    content: str
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[_AddedToken] = []
+
+
+def _check_ignored(files: Mapping[str, bytes], base: Tokenizer) -> None:
+    """Raises AdapterInvalid for a tokenizer with tokens that the base's lacks."""
+    name, _, _, more, _ = TOKENIZER_FILES
     try:
-        found = json.loads(files[name])
-    except (ValueError, RecursionError) as error:
-        _refuse(name, f"not JSON ({str(error)[:200]})")
-    if not isinstance(found, dict):
-        _refuse(name, "does not hold an object")
-    return found
-
-
-# -- loading ---------------------------------------------------------------------------------------
-
-
-def _load(files: Mapping[str, bytes], base: Tokenizer) -> OwnTokenizer | None:
-    own = _tokenizer(files, base)
-    template = own.chat_template
-    if template is not None:
-        _check_template(template, _TEMPLATE if _TEMPLATE in files else _CONFIG)
-    own = own.with_template(template or base.chat_template)
-    for token, token_id in _object(files, _ADDED).items():
-        if own.id_of(token) != token_id:
-            _refuse(_ADDED, f"{token[:80]!r} has another id in the tokenizer, or none")
-    if own.fingerprint != base.fingerprint:
-        return OwnTokenizer(own, own.eos_ids, own.extends(base))
-    if own.chat_template == base.chat_template:
-        return None
-    return OwnTokenizer(base.with_template(own.chat_template), (), True)
-
-
-def _tokenizer(files: Mapping[str, bytes], base: Tokenizer) -> Tokenizer:
-    """The tokenizer that these files describe; what is missing is the base's. It is loaded from
-    copies in a folder of their own, so that nothing else can be read by way of them."""
-    config = _object(files, _CONFIG)
-    if config.get("auto_map"):
-        _refuse(_CONFIG, "auto_map asks for remote code, which is never run")
-    config = {name: value for name, value in config.items() if not name.endswith("_file")}
-    with tempfile.TemporaryDirectory(prefix="weft-tokenizer-") as name:
-        folder = Path(name)
-        if _TOKENIZER not in files or _CONFIG not in files:
-            base.save(folder)
-            of_base = json.loads((folder / _CONFIG).read_bytes())
-            if _TEMPLATE in files or "chat_template" in config:
-                of_base.pop("chat_template", None)
-                (folder / _TEMPLATE).unlink(missing_ok=True)
-            config = of_base | config
-        for file, content in files.items():
-            (folder / file).write_bytes(content)
-        config.setdefault("tokenizer_class", base.class_name)
-        (folder / _CONFIG).write_text(json.dumps(config))
-        try:
-            return Tokenizer.from_folder(folder)
-        except Exception as error:  # of whatever kind the broken file provokes
-            first = next((file for file in (_TOKENIZER, _CONFIG) if file in files), _TEMPLATE)
-            reason = " ".join(str(error).split()).replace(name, "")[:300]
-            _refuse(first, f"no tokenizer can be made of it ({reason})")
-
-
-def _check_template(template: str, file: str) -> None:
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    if len(template.encode(errors="replace")) > MAX_BYTES[_TEMPLATE]:
-        _refuse(file, "the chat template is larger than any that is served here")
-    try:
-        environment = ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols"])
-        environment.parse(_GENERATION_TAG.sub("", template))
-    except (TemplateError, RecursionError) as error:
-        _refuse(file, f"the chat template is malformed: {str(error)[:200]}")
+        added = msgspec.json.decode(files.get(name, b"{}"), type=_TokenizerFile).added_tokens
+        tokens = {token.content: (token.id, name) for token in added}
+        others = msgspec.json.decode(files.get(more, b"{}"), type=dict[str, int])
+        tokens |= {token: (token_id, more) for token, token_id in others.items()}
+    except (msgspec.DecodeError, RecursionError) as error:
+        _refuse(name, f"not read, to see whether it adds tokens ({error})")
+    vocab = base.vocab() if tokens else {}
+    for token, (token_id, file) in tokens.items():
+        if vocab.get(token) != token_id:
+            _refuse(
+                file,
+                f"{token[:80]!r} is no token of the base's, and this server ignores adapters'"
+                " tokenizers (--adapter-templates off)",
+            )

@@ -1,0 +1,100 @@
+"""Chat templates: what they are given, and how they write a conversation."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+from weft.core.errors import InvalidRequest
+
+
+def template_options(
+    template: str | None,
+    add_generation_prompt: bool = True,
+    template_kwargs: Mapping[str, Any] | None = None,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    continue_final_message: bool = False,
+) -> dict[str, Any]:
+    """What `apply_chat_template` of transformers gets beside the messages.
+
+    `tools` are functions in OpenAI's form. With `continue_final_message` the prompt ends inside
+    the last message, which the output continues. Raises InvalidRequest when there is no template,
+    or it doesn't show tools.
+    """
+    kwargs = dict(template_kwargs or {})
+    if reserved := sorted(_reserved() & kwargs.keys()):
+        raise InvalidRequest(
+            f"chat_template_kwargs may not hold {reserved[0]!r}", "chat_template_kwargs"
+        )
+    if template is None:
+        raise InvalidRequest("this model has no chat template", "messages")
+    if tools and not re.search(r"\btools\b", template):
+        raise InvalidRequest("this model's chat template takes no tools", "tools")
+    if continue_final_message and add_generation_prompt:
+        raise InvalidRequest(
+            "continue_final_message and add_generation_prompt exclude each other",
+            "continue_final_message",
+        )
+    return kwargs | {
+        "tools": [dict(tool) for tool in tools] if tools else None,
+        "add_generation_prompt": add_generation_prompt,
+        "continue_final_message": continue_final_message,
+    }
+
+
+@cache
+def _reserved() -> frozenset[str]:
+    """What templates get from us, and what is for transformers, not for them."""
+    from transformers import PreTrainedTokenizerBase
+
+    named = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
+    return frozenset({"messages", *named}) - {"self"}
+
+
+def render(
+    hf: Any, template: str | None, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]
+) -> str:
+    """The text of a conversation. `hf` is a tokenizer of transformers, whose own template is used
+    if `template` is None.
+
+    Arguments of earlier calls may be JSON text: templates get what it stands for. Raises
+    InvalidRequest when the template refuses the messages.
+    """
+    try:
+        return str(
+            hf.apply_chat_template(
+                [_with_parsed_arguments(m) for m in messages],
+                chat_template=template,
+                tokenize=False,
+                **options,
+            )
+        )
+    except Exception as error:  # templates raise whatever they like
+        raise InvalidRequest(
+            f"the chat template refuses these messages: {error}", "messages"
+        ) from error
+
+
+def _with_parsed_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """The message as templates expect it: the arguments of its calls are objects, not JSON."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return dict(message)
+    return {**message, "tool_calls": [_with_parsed_call(call) for call in calls]}
+
+
+def _with_parsed_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(function["arguments"])
+    except (ValueError, RecursionError):
+        return call
+    if not isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**function, "arguments": arguments}}
