@@ -12,7 +12,7 @@ that nothing of it is computed again, until others need that: then the youngest 
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,13 +20,10 @@ from dataclasses import dataclass, field
 from weft.schedule.cache import Cache
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import Admitted, StepPlan
-from weft.schedule.queue import FairQueue
+from weft.schedule.queue import Account, FairQueue
 from weft.schedule.sequence import Sequence
 from weft.schedule.slots import Load
 from weft.schedule.turns import Turns
-
-OUTPUT_WEIGHT = 2.0
-"""What a token of the output counts for in a tenant's service; one of the prompt counts 1."""
 
 
 @dataclass
@@ -123,6 +120,10 @@ class Batch:
     def full(self) -> bool:
         return not self._free_rows
 
+    @property
+    def num_free(self) -> int:
+        return len(self._free_rows)
+
     def join(self, seq: Sequence) -> None:
         """A request begins to wait, at its place by arrival."""
         if not seq.account.num_waiting and self.waiting.num_tenants > 1:
@@ -155,6 +156,7 @@ class Batch:
         draft.admitted.append(seq.admitted(adapter_wait_s))
         insort(self.running, seq)
         draft.schedule(seq)
+        self._charge(seq)
         return True
 
     def grow(self, seq: Sequence, draft: Draft) -> bool:
@@ -164,13 +166,22 @@ class Batch:
             if self._parked:
                 self._strip(self._parked[-1])
                 continue
-            victim = self.running[-1]
+            victim = self._last_of_largest(seq) if self.waiting.contended else self.running[-1]
             self.park(victim)
             self._strip(victim)
             if victim is seq:
                 return False
         draft.new_blocks.append((seq.row, len(seq.holding.blocks) - 1, block))
         return True
+
+    def _last_of_largest(self, seq: Sequence) -> Sequence:
+        """The youngest request of the tenant that has most blocks for its weight, of those that
+        come no earlier than `seq`: what comes earlier may be in the draft."""
+        blocks: Counter[Account] = Counter()
+        for each in self.running:
+            blocks[each.account] += len(each.holding.blocks)
+        later = {s.account: s for s in self.running[bisect_left(self.running, seq) :]}
+        return later[max(later, key=lambda account: blocks[account] / account.weight)]
 
     def park(self, seq: Sequence) -> None:
         """Put a running request back to the queue, at its place by arrival, with its blocks."""
@@ -199,15 +210,16 @@ class Batch:
             self._charge(seq)
 
     def _charge(self, seq: Sequence) -> None:
-        seq.bill.charge_output(len(seq.tokens), OUTPUT_WEIGHT)
+        seq.bill.settle(seq.computed, len(seq.tokens))
 
     def _count_prompt(self, seq: Sequence) -> None:
-        """Count and charge the tokens with which a request came, when it is admitted first."""
+        """Count the tokens with which a request came, when it is admitted first."""
         if seq.num_cached < 0:
             seq.num_cached = min(seq.computed, seq.num_prompt)
             self.totals.prompt_tokens += len(seq.tokens)
             self.totals.cached_tokens += seq.computed
-            seq.account.charge(len(seq.tokens) - seq.computed)
+            seq.bill.charged = seq.computed
+        seq.bill.admitted_with = seq.bill.charged
 
     def _leave(self, seq: Sequence) -> None:
         """Give back a row. The adapter's lease ends with the last step in flight, as loads are
@@ -240,4 +252,4 @@ class Batch:
         assert sorted(s for s in self.waiting if s.holding.blocks) == self._parked
         tenants = Counter(s.account.name for s in requests)
         assert tenants == {a.name: a.num_open for a in self.waiting.accounts if a.num_open}
-        assert all(s.num_prompt <= s.bill.charged <= len(s.tokens) for s in requests)
+        assert all(0 <= s.bill.admitted_with <= s.bill.charged <= len(s.tokens) for s in requests)

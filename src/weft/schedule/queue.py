@@ -131,6 +131,11 @@ class FairQueue(Generic[T]):
         return len(self._accounts)
 
     @property
+    def contended(self) -> bool:
+        """Whether seats are shared, and several tenants want them."""
+        return bool(self._tenants) and len(self._accounts) - self._num_idle > 1
+
+    @property
     def accounts(self) -> tuple[Account, ...]:
         return tuple(self._accounts.values())
 
@@ -164,10 +169,13 @@ class FairQueue(Generic[T]):
         self._num_idle = MAX_IDLE // 2
 
     def _floor(self) -> float:
-        """The counter to which a tenant is lifted that comes to wait."""
+        """The counter to which a tenant is lifted that comes to wait. Where nobody waits and
+        seats are shared, it is that of the one from whom it may get some."""
         lane = self._first()
         if lane is not None:
             return lane.account.counter
+        if seated := [a for a in self._accounts.values() if a.num_seats and self._tenants]:
+            return max(seated, key=lambda a: a.num_seats / a.weight).counter
         return self._last.counter if self._last else 0.0
 
     # -- requests ------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from weft.schedule.cache import Cache
 from weft.schedule.limits import SchedulerLimits, check_request
 from weft.schedule.plan import Matcher, StepPlan, StepResult
 from weft.schedule.sequence import AdapterUse, Sequence
+from weft.schedule.shares import Shares
 from weft.schedule.slots import AdapterSlots
 from weft.schedule.turns import Turns
 
@@ -61,6 +62,7 @@ class Scheduler:
         self._orders = 0
         self._by_id: dict[str, Sequence] = {}
         self._batch = Batch(limits.max_num_seqs, cache, self._turns, tenant_weights)
+        self._shares = Shares()
         self._planned: dict[int, list[Sequence]] = {}
         """The sequences of the steps in flight, one for each entry of the plan."""
 
@@ -152,11 +154,11 @@ class Scheduler:
         draft = Draft(self._steps, self._limits)
         for seq in self._turns.begin(now, self._batch.running):
             self._batch.park(seq)
+        if contended := self._batch.waiting.contended:
+            self._share(draft)
         self._plan_decodes(draft)
-        for seq in draft.chunks:
-            if not draft.full:
-                draft.schedule(seq)
-        self._plan_waiting(draft)
+        self._plan_chunks(draft, contended)
+        self._plan_waiting(draft, contended)
         if draft.rows:
             self._planned[draft.step] = draft.sequences
         return draft.plan(self._turns.end())
@@ -252,7 +254,7 @@ class Scheduler:
                 if known > len(seq.holding.blocks) * block_size and not self._batch.grow(
                     seq, draft
                 ):
-                    break
+                    continue
                 sequences.append(seq)
                 rows.append(seq.row)
                 starts.append(computed)
@@ -263,19 +265,45 @@ class Scheduler:
         draft.num_samples = [1] * len(rows)
         draft.num_left -= len(rows)
 
-    def _plan_waiting(self, draft: Draft) -> None:
+    def _share(self, draft: Draft) -> None:
+        """Park running requests of tenants that have more than their shares."""
+        batch = self._batch
+        batch.charge_running()
+        budget = draft.num_left - len(batch.running)
+        for seq in self._shares.begin(
+            batch.running, batch.num_free, budget, self._cache.block_size
+        ):
+            batch.park(seq)
+
+    def _plan_chunks(self, draft: Draft, contended: bool) -> None:
+        """Plan what running prompts lack, the oldest first; where tenants contend, the prompts
+        first of the one that was served least."""
+        kept = 0
+        if contended and draft.chunks:
+            draft.chunks.sort(key=lambda seq: (seq.account.counter, seq.order))
+            kept = 0 if self._batch.full else self._shares.kept(draft.num_left, draft.chunks)
+        draft.num_left -= kept
+        for seq in draft.chunks:
+            if not draft.full:
+                draft.schedule(seq)
+        draft.num_left += kept
+
+    def _plan_waiting(self, draft: Draft, contended: bool) -> None:
+        self._shares.end()
         if self._batch.waiting.num_waiting_tenants > 1:
             self._batch.charge_running()
         if not self._batch.full and not draft.full:
             self._turns.look_again()
-        ahead = 0
+        ahead, short = 0, False
         with self._batch.waiting.walk() as walk:
             for seq in walk:
                 if ahead or self._batch.full or draft.full:
                     ahead += 1
                     if ahead > PREFETCH:
                         break
-                    self._turns.prefetch(seq.digest)
+                    ready = self._turns.prefetch(seq.digest)
+                    if contended and not short and ready and seq.can_run:
+                        self._shares.claim(seq)
                 elif seq.rules.compiling:
                     self._turns.prefetch(seq.digest)
                 elif seq.in_flight:
@@ -285,7 +313,8 @@ class Scheduler:
                 elif self._batch.admit(seq, draft):
                     walk.take()
                 else:
-                    ahead = 1
+                    ahead, short = 1, True
+                    self._shares.claim_blocks(seq)
 
     # -- the end of a request ------------------------------------------------------------------
 

@@ -12,6 +12,9 @@ from weft.schedule.masks import BadSequences
 from weft.schedule.plan import Admitted, Matcher
 from weft.schedule.queue import Account
 
+OUTPUT_WEIGHT = 2.0
+"""What a token of the output counts for in a tenant's service; one of the prompt counts 1."""
+
 
 class OutputRules:
     """What the output of one request may hold, and where it ends."""
@@ -108,18 +111,30 @@ def find_invocation(prompt_ids: list[int], invocation: Iterable[int]) -> int | N
 class Bill:
     """What a request has charged to the account of its tenant."""
 
-    __slots__ = ("account", "charged")
+    __slots__ = ("_came", "account", "admitted_with", "charged")
 
     def __init__(self, account: Account, num_tokens: int) -> None:
+        """`num_tokens`: those with which the request comes."""
+        self._came = num_tokens
         self.account = account
-        self.charged = num_tokens
-        """How many of its tokens are charged, or will be with its first admission."""
+        self.charged = 0
+        """How many of its tokens are charged, or need not be as they were cached."""
+        self.admitted_with = 0
+        """How many were when the request was admitted last."""
 
-    def charge_output(self, num_tokens: int, weight: float) -> None:
-        """Charge the output since the last call; what is computed again is free. `num_tokens`:
-        all tokens that the request has now."""
-        self.account.charge(weight * (num_tokens - self.charged))
-        self.charged = num_tokens
+    @property
+    def progress(self) -> int:
+        """How many tokens it has computed or made since then that it had not before."""
+        return self.charged - self.admitted_with
+
+    def settle(self, computed: int, num_tokens: int) -> None:
+        """Charge what is new since the last call. `num_tokens`: all tokens that it has now."""
+        came, before = self._came, self.charged
+        now = num_tokens if num_tokens > came else min(computed, came)
+        if now > before:
+            prompt = min(now, came) - min(before, came)
+            self.account.charge(prompt + OUTPUT_WEIGHT * (now - before - prompt))
+            self.charged = now
 
 
 class Sequence:
@@ -192,6 +207,11 @@ class Sequence:
     @property
     def account(self) -> Account:
         return self.bill.account
+
+    @property
+    def can_run(self) -> bool:
+        """Whether a waiting request lacks nothing of its own, as far as its tenant may have it."""
+        return not (self.in_flight or self.rules.compiling or self.account.at_cap)
 
     def take_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
         """Take those that follow the computed position `start`. A preempted prompt is computed

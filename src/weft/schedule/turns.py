@@ -179,10 +179,12 @@ class Turns:
             wait.since = self._now
         return False
 
-    def prefetch(self, digest: str | None) -> None:
-        """Start the load for a request that can't be admitted yet anyway."""
-        if digest is not None and digest not in self._leases and digest not in self._yielding:
-            self._claim(digest)
+    def prefetch(self, digest: str | None) -> bool:
+        """Start the load for a request that can't be admitted yet anyway. Returns whether its
+        adapter is no reason for that."""
+        if digest is None:
+            return True
+        return digest not in self._yielding and (digest in self._leases or self._claim(digest))
 
     def end(self) -> list[Load]:
         """End the planning of a step, and return the loads to start with it."""

@@ -1,0 +1,157 @@
+"""Who makes way in a full batch, so that each tenant has its share of it.
+
+A tenant alone has the whole device. When another one comes, running requests of the first are
+*parked*, the youngest first, until both have seats by their weights:
+
+    seats    a a a a a a a a      a alone
+             a a a a a a b b      b comes; each step as many of a's make way as b's prompts fit in
+             a a a a b b b b      and it stops here: to take more would turn the two around
+
+What counts is service, the counters of `weft.schedule.queue`; seats are how it comes. So requests
+make way only for a tenant that waits, whose request could run at once, and that was served less:
+
+- one without any seat, where the other has several;
+- one with fewer seats for its weight, even after the exchange, that was served less by `SLICE`;
+- one without any seat that was served less by `SLICE`: so more tenants than seats take turns.
+
+A request makes way only after `MIN_RUN` tokens of its own that it had never computed before. So
+all requests get on, whatever has to be computed again. Where KV blocks are short instead of seats,
+the same is done with blocks, for the request that is next.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+from weft.schedule.queue import Account
+from weft.schedule.sequence import Sequence
+
+MIN_RUN = 16
+"""Tokens that a request computes, or makes, before it has to make way."""
+SLICE = 128.0
+"""How much more service for its weight a tenant has had before it gives its last seat away, or
+one to somebody who has seats: what is less is chance."""
+
+
+class Shares:
+    """Owner of the claims: requests that found no room in the last step, and lack nothing else."""
+
+    def __init__(self) -> None:
+        self._claims: list[Sequence] = []
+        self._short: Sequence | None = None
+
+    def claim(self, seq: Sequence) -> None:
+        """A waiting request lacks a row, or a part of the step's tokens."""
+        self._claims.append(seq)
+
+    def claim_blocks(self, seq: Sequence) -> None:
+        """A waiting request, which is next, lacks KV blocks."""
+        self._short = seq
+
+    def begin(
+        self, running: list[Sequence], num_free: int, budget: int, block_size: int
+    ) -> list[Sequence]:
+        """Begin a step: the running requests that are to be parked.
+
+        num_free: rows that are free. budget: how many tokens of prompts the step may compute.
+        """
+        if self._short is not None:
+            if self._short.row >= 0 or self._short.done:
+                return []
+            return Exchange(running, block_size).victims([self._short])
+        if len(self._claims) <= num_free:
+            return []
+        return Exchange(running).victims(_fitting(self._claims[num_free:], budget))
+
+    def end(self) -> None:
+        """Forget the claims of the last step; those of this one may come."""
+        self._claims = []
+        self._short = None
+
+    def kept(self, budget: int, chunks: list[Sequence]) -> int:
+        """How many tokens running prompts leave to waiting ones of tenants served less: half."""
+        least = min(seq.account.counter for seq in chunks)
+        return budget // 2 if any(s.account.counter < least for s in self._claims) else 0
+
+
+def _fitting(claims: Iterable[Sequence], budget: int) -> Iterator[Sequence]:
+    """The claims that the step can serve: within its tokens, and the seats of their tenants."""
+    seats: Counter[Account] = Counter()
+    for seq in claims:
+        account = seq.account
+        seats[account] += 1
+        taken = account.num_seats + seats[account]
+        if (
+            seq.row >= 0
+            or seq.done
+            or (account.max_seats is not None and taken > account.max_seats)
+        ):
+            continue
+        if budget <= 0:
+            return
+        budget -= len(seq.tokens) - seq.computed
+        yield seq
+
+
+class Exchange:
+    """Takes rows, or blocks if `block_size` is given, from running requests for waiting ones. All
+    counters are up to date."""
+
+    def __init__(self, running: Iterable[Sequence], block_size: int = 0) -> None:
+        self._block_size = block_size
+        self._held: Counter[Account] = Counter()
+        self._movable: dict[Account, list[Sequence]] = defaultdict(list)
+        """Requests that may make way, by tenant, the youngest last."""
+        self._served: dict[Account, float] = {}
+        for seq in running:
+            account = seq.account
+            self._held[account] += self._size(seq)
+            self._served[account] = account.counter
+            # Without its blocks a request is computed again: that may cost a part of it only.
+            least = max(MIN_RUN, len(seq.tokens) // 4) if block_size else MIN_RUN
+            if seq.bill.progress >= least:
+                self._movable[account].append(seq)
+
+    def victims(self, claims: Iterable[Sequence]) -> list[Sequence]:
+        """The running requests that make way for these, those first that have the first claim."""
+        refused: set[Account] = set()
+        found: list[Sequence] = []
+        for claim in claims:
+            if claim.account not in refused:
+                victim = self._victim(claim)
+                if victim is None:
+                    refused.add(claim.account)
+                else:
+                    found.append(victim)
+        return found
+
+    def _victim(self, claim: Sequence) -> Sequence | None:
+        own, held, served = claim.account, self._held, self._served
+        served.setdefault(own, own.counter)
+        others = [each for each in self._movable if each is not own and self._yields(each, claim)]
+        if not others:
+            return None
+        other = max(others, key=lambda each: (held[each] / each.weight, served[each]))
+        victim = self._movable[other].pop()
+        if not self._movable[other]:
+            del self._movable[other]
+        held[other] -= self._size(victim)
+        held[own] += self._size(claim)
+        served[own] += (len(claim.tokens) - claim.computed) / own.weight
+        return victim
+
+    def _yields(self, other: Account, claim: Sequence) -> bool:
+        """Whether the youngest request of `other` makes way for this claim."""
+        own, held = claim.account, self._held
+        lead = self._served[other] - self._served[own]
+        left = held[other] - self._size(self._movable[other][-1])
+        if not held[own] and (lead > SLICE or (lead > 0 and left > 0)):
+            return True
+        return lead > SLICE and (held[own] + self._size(claim)) / own.weight <= left / other.weight
+
+    def _size(self, seq: Sequence) -> int:
+        """What a request takes of what is short."""
+        if not self._block_size:
+            return 1
+        return len(seq.holding.blocks) or -(-len(seq.tokens) // self._block_size)
