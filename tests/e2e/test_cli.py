@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import fields
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ import tiny
 import typer
 from typer.testing import CliRunner
 
-from weft.cli.args import keys_from_environment, parse_lora_modules, spread_lora_modules
+from weft.cli.args import ServeFlags, parse_lora_modules, spread_lora_modules
 from weft.cli.main import app
 from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs, engine_args
-from weft.core.errors import ConfigError
+from weft.core.errors import ConfigError, Unauthorized
+from weft.registry.tenants_file import parse_tenants
 from weft.terminal.options import engine_parameters, parse_bytes, parse_weights, show_bytes
 
 BASE = str(tiny.BASE)
@@ -108,9 +110,28 @@ def test_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_keys_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEFT_API_KEY", raising=False)
-    assert keys_from_environment() == []
+    assert ServeFlags().keys() == []
     monkeypatch.setenv("WEFT_API_KEY", "one, two,")
-    assert keys_from_environment() == ["one", "two"]
+    assert ServeFlags().keys() == ["one", "two"]
+    assert ServeFlags(api_key=["three"]).keys() == ["three"]
+    with pytest.raises(ConfigError, match="WEFT_API_KEY"):
+        ServeFlags(tenants=Path("tenants.toml")).tenants_file()
+
+
+def test_a_new_key_is_printed_with_the_lines_for_the_file() -> None:
+    flags = ["--role", "use", "--role", "publish", "--days", "3"]
+    made = CliRunner().invoke(app, ["key", "new", "acme", *flags])
+    assert made.exit_code == 0, made.output
+    secret, _, lines = made.output.partition("\n\n")
+    keys = parse_tenants(lines).keychain()
+    caller = keys.caller(secret.encode(), datetime.now(UTC))
+    assert (caller.tenant, caller.roles) == ("acme", {"use", "publish"})
+    assert secret not in lines and len(secret) > 40
+    with pytest.raises(Unauthorized, match="Expired"):
+        keys.caller(secret.encode(), datetime.now(UTC) + timedelta(days=4))
+    dotted = CliRunner().invoke(app, ["key", "new", "a.b", "--id", "x"])
+    assert parse_tenants(dotted.output.partition("\n\n")[2]).members["a.b"].keys[0].id == "x"
+    assert CliRunner().invoke(app, ["key", "new", "a/b"]).exit_code == 1
 
 
 def test_weights_of_tenants() -> None:

@@ -71,6 +71,14 @@ def test_a_file_says_all_of_its_tenants() -> None:
     assert parse_tenants("") == Directory()
 
 
+def test_the_example_of_the_documentation_is_read() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    example = page.partition("```toml\n")[2].partition("```")[0]
+    found = parse_tenants(example)
+    assert found.members.keys() == {"acme", "ops"}
+    assert found.members["ops"].keys[0].roles == {"admin"}
+
+
 KEY = f'{{id = "k", sha256 = "{"0" * 64}", roles = ["use"]}}'
 
 

@@ -26,7 +26,7 @@ from weft.registry.tenants import Keychain
 logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
-PROBES = frozenset({"/health"})
+PROBES = frozenset({"/health", "/ready"})
 """These routes always answer without a key, as probes have none."""
 STATE = frozenset({"/metrics", "/version"})
 """These do so unless there are tenants, who must not learn of each other from them."""

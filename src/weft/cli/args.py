@@ -13,6 +13,7 @@ import typer
 
 from weft.core.errors import ConfigError
 from weft.registry import AdapterRoots, Sources
+from weft.registry.tenants_file import TenantsFile
 from weft.terminal.options import ADAPTERS, MODEL
 
 HTTP = "HTTP server"
@@ -24,6 +25,13 @@ _HELP = {
     "--api-key": "Serve only requests with this key as their bearer token; NAME=KEY gives it the"
     " name of a tenant, =KEY none to a key that holds a =. Repeatable. Better:"
     " WEFT_API_KEY=KEY,KEY in the environment, as others can see a command line.",
+    "--tenants": "A TOML file of those who share the server: their keys, roles, shares and grants."
+    " SIGHUP reads it again. It takes the place of --api-key.",
+    "--audit-log": "Write a line of JSON to this file for each change of adapters or tenants: who,"
+    " when, from where. SIGHUP opens it again; - is stderr.",
+    "--metrics-port": "Serve /metrics and /health without a key on this port, and /metrics only"
+    " there.",
+    "--metrics-host": "The address of --metrics-port.",
     "--allowed-origins": "Let web pages of this origin call the server from a browser; * for all."
     " Repeatable. Default: none.",
     "--max-queue": "How many requests may wait beyond --max-num-seqs; further ones get status 429."
@@ -63,6 +71,10 @@ class ServeFlags:
     port: Annotated[int, _flag("--port", "PORT", min=0, max=65535)] = 8000
     served_model_name: Annotated[list[str] | None, _flag("--served-model-name", "NAME")] = None
     api_key: Annotated[list[str] | None, _flag("--api-key", "KEY")] = None
+    tenants: Annotated[Path | None, _flag("--tenants", "FILE")] = None
+    audit_log: Annotated[Path | None, _flag("--audit-log", "FILE")] = None
+    metrics_port: Annotated[int | None, _flag("--metrics-port", "PORT", min=0, max=65535)] = None
+    metrics_host: Annotated[str, _flag("--metrics-host")] = "127.0.0.1"
     allowed_origins: Annotated[list[str] | None, _flag("--allowed-origins", "ORIGIN")] = None
     max_queue: Annotated[int | None, _flag("--max-queue", "N", min=0)] = None
     request_timeout: Annotated[float | None, _flag("--request-timeout", "SECONDS")] = None
@@ -101,6 +113,21 @@ class ServeFlags:
                 raise module.refused("the name is given twice")
             names.add(module.name)
         return modules
+
+    def tenants_file(self) -> TenantsFile | None:
+        """Who shares the server. Raises ConfigError."""
+        if self.tenants is None:
+            return None
+        if self.keys():
+            message = "--tenants has all keys; give none with --api-key or WEFT_API_KEY"
+            raise ConfigError(message, "tenants")
+        roots = [root.expanduser().absolute() for root in self.lora_root or ()]
+        return TenantsFile(self.tenants, roots)
+
+    def keys(self) -> list[str]:
+        """The keys of the command line, else those in WEFT_API_KEY, separated by commas."""
+        given = os.environ.get("WEFT_API_KEY", "").split(",")
+        return self.api_key or [key.strip() for key in given if key.strip()]
 
     def roots(self, modules: Iterable[LoraModule]) -> AdapterRoots:
         """What may be read while serving: --lora-root, and the folders of the modules."""
@@ -151,11 +178,6 @@ def _from_json(text: str) -> list[tuple[str, str]]:
             f" objects, got {text!r}",
             "lora_modules",
         ) from None
-
-
-def keys_from_environment() -> list[str]:
-    """The keys in WEFT_API_KEY, separated by commas."""
-    return [key.strip() for key in os.environ.get("WEFT_API_KEY", "").split(",") if key.strip()]
 
 
 def spread_lora_modules(args: list[str]) -> list[str]:

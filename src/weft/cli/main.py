@@ -15,6 +15,7 @@ from weft import __version__
 from weft.bench.cli.commands import bench
 from weft.bench.cli.kernels import tune
 from weft.cli.args import ServeFlags, spread_lora_modules
+from weft.cli.keys import key
 from weft.core.config import MAX_RANK, LoraArgs, engine_args
 from weft.terminal.options import ending_in_one_line, with_engine_options, with_flags
 
@@ -26,6 +27,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+app.add_typer(key, name="key")
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]

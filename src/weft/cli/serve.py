@@ -22,7 +22,8 @@ from rich.table import Table
 from weft.api import ApiSettings, create_app
 from weft.api.http import READER_TIMEOUT_S
 from weft.api.settings import parse_key
-from weft.cli.args import LoraModule, ServeFlags, keys_from_environment
+from weft.cli.args import LoraModule, ServeFlags
+from weft.cli.front import FrontDoor, served_beside
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError
 from weft.core.messages import EngineClient
@@ -59,6 +60,7 @@ class _Start:
     modules: list[LoraModule]
     """The adapters to load before serving."""
     roots: AdapterRoots
+    door: FrontDoor
 
 
 def run(engine: EngineArgs, flags: ServeFlags) -> None:
@@ -66,7 +68,8 @@ def run(engine: EngineArgs, flags: ServeFlags) -> None:
     start."""
     api = _api_settings(engine, flags)
     modules = flags.modules(api.served_model_names)
-    start = _Start(engine, flags, api, modules, flags.roots(modules))
+    door = FrontDoor(flags.tenants_file(), flags.audit_log)
+    start = _Start(engine, flags, api, modules, flags.roots(modules), door)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_run_server(start))
 
@@ -75,8 +78,11 @@ def _api_settings(engine: EngineArgs, flags: ServeFlags) -> ApiSettings:
     running = engine.scheduler.max_num_seqs
     waiting = 4 * running if flags.max_queue is None else flags.max_queue
     tools, reasoning = flags.tool_call_parser, flags.reasoning_parser
-    keys = tuple(flags.api_key or keys_from_environment())
+    keys = tuple(flags.keys())
     weights = engine.scheduler.tenant_weights
+    if weights and flags.tenants is not None:
+        message = "--tenant-weights: the file of --tenants has the weights"
+        raise ConfigError(message, "tenant_weights")
     named = {parse_key(key).name for key in keys} - {""}
     return ApiSettings(
         served_model_names=tuple(flags.served_model_name or [engine.model.model]),
@@ -84,6 +90,7 @@ def _api_settings(engine: EngineArgs, flags: ServeFlags) -> ApiSettings:
         request_timeout_s=flags.request_timeout,
         api_keys=keys,
         tenants={name: Tenant(name, weights.get(name, 1.0)) for name in named},
+        metrics_apart=flags.metrics_port is not None,
         allowed_origins=tuple(flags.allowed_origins or ()),
         allow_hub_adapters=flags.allow_hub_adapters,
         tool_call_parser=None if tools == "none" else tools,
@@ -111,9 +118,15 @@ async def _run_server(start: _Start) -> None:
     task = asyncio.current_task()
     assert task is not None
     _on_signals(task.cancel)
-    with contextlib.closing(_bind(flags.host, flags.port)) as listener:
+    start.door.on_hangup()
+    with contextlib.ExitStack() as bound:
+        listener = bound.enter_context(contextlib.closing(_bind(flags.host, flags.port)))
+        beside = None
+        if flags.metrics_port is not None:
+            beside = _bind(flags.metrics_host, flags.metrics_port)
+            bound.enter_context(contextlib.closing(beside))
         try:
-            await _start_and_serve(start, listener, traces)
+            await _start_and_serve(start, listener, beside, traces)
         except asyncio.CancelledError:
             logger.info("stopped before the start was complete")
         finally:
@@ -121,7 +134,12 @@ async def _run_server(start: _Start) -> None:
                 await asyncio.to_thread(traces.close)
 
 
-async def _start_and_serve(start: _Start, listener: socket.socket, traces: Traces | None) -> None:
+async def _start_and_serve(
+    start: _Start,
+    listener: socket.socket,
+    beside: socket.socket | None,
+    traces: Traces | None,
+) -> None:
     console = Console()
     model = start.engine.model.model
     with console.status(f"Loading {model}"):
@@ -130,18 +148,31 @@ async def _start_and_serve(start: _Start, listener: socket.socket, traces: Trace
     try:
         if start.api.tenants:
             await engine.set_tenants(list(start.api.tenants.values()))
+        await start.door.tell(engine)
         registry = AdapterRegistry(start.api.served_model_names, model)
-        app = create_app(engine, registry, tokenizers, start.roots, start.api, traces)
+        app = create_app(
+            engine,
+            registry,
+            tokenizers,
+            start.roots,
+            start.api,
+            traces,
+            start.door.tenants,
+            start.door.audit,
+        )
         # The operator's own adapters may lie anywhere, so this has sources of its own.
         publisher = Publisher(engine, registry, tokenizers, Sources(), LoopExecutor())
         await _load_adapters(console, start.modules, publisher)
-        summary = _summary(engine.info, registry, _url(start.flags.host, listener))
+        flags = start.flags
+        metrics_url = None if beside is None else _url(flags.metrics_host, beside)
+        summary = _summary(engine.info, registry, _url(flags.host, listener), metrics_url)
         _on_signals(lambda: None)
         # The garbage collector must not look at what is there by now: it would hold up all streams
         # for some hundred milliseconds.
         gc.collect()
         gc.freeze()
-        await _serve_http(app, start.flags, engine, listener, lambda: console.print(summary))
+        async with served_beside(app.state.metrics_app, beside):
+            await _serve_http(app, flags, engine, listener, lambda: console.print(summary))
     finally:
         await engine.close()
 
@@ -284,7 +315,9 @@ def http_config(app: FastAPI, **options: Any) -> uvicorn.Config:
     )
 
 
-def _summary(info: EngineInfo, registry: AdapterRegistry, url: str) -> Panel:
+def _summary(
+    info: EngineInfo, registry: AdapterRegistry, url: str, metrics_url: str | None
+) -> Panel:
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
@@ -302,6 +335,8 @@ def _summary(info: EngineInfo, registry: AdapterRegistry, url: str) -> Panel:
     )
     rows.add_row("Engine start", in_words(info.start_s))
     rows.add_row("URL", f"[link={url}]{url}[/link]/v1")
+    if metrics_url is not None:
+        rows.add_row("Metrics", f"[link={metrics_url}]{metrics_url}[/link]/metrics")
     return Panel(rows, title="Weft is ready", title_align="left", expand=False)
 
 

@@ -1,0 +1,100 @@
+"""What surrounds the serving of requests: tenants and the audit log, which SIGHUP renews, and an
+address for metrics alone."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from weft.api.audit import AuditEntry, AuditLog
+from weft.core.errors import ConfigError, EngineDead
+from weft.core.messages import EngineClient
+from weft.registry.tenants_file import TenantsFile
+
+logger = logging.getLogger(__name__)
+
+
+class FrontDoor:
+    """The tenants and the audit log of a server. Its engine is told of the tenants."""
+
+    def __init__(self, tenants: TenantsFile | None, audit_log: Path | None) -> None:
+        """Raises ConfigError."""
+        self.tenants = tenants
+        try:
+            self.audit = AuditLog(audit_log)
+        except OSError as error:
+            message = f"--audit-log {audit_log}: {error.strerror}"
+            raise ConfigError(message, "audit_log") from error
+        self._reloads = tenants is not None or audit_log is not None
+        self._engine: EngineClient | None = None
+        self._telling: asyncio.Task[None] | None = None
+
+    def on_hangup(self) -> None:
+        """Let SIGHUP renew both from now on, if there is one of them."""
+        if self._reloads:
+            asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.renew)
+
+    async def tell(self, engine: EngineClient) -> None:
+        """Tell the engine of the tenants, now and whenever they change."""
+        self._engine = engine
+        await self._tell()
+
+    def renew(self) -> None:
+        """Go on in a new audit log if the old one was moved away, and read the tenants again. What
+        can't be read stays as it was, and the log says why."""
+        try:
+            self.audit.reopen()
+        except OSError as error:
+            logger.error("the audit log can't be opened again: %s", error)
+        if self.tenants is None:
+            return
+        source = str(self.tenants.path)
+        try:
+            changes = self.tenants.reload()
+        except ConfigError as error:
+            logger.error("the tenants stay as they were: %s", error.message)
+            self.audit.write(AuditEntry("reload", source=source, outcome=error.kind))
+            return
+        for change in changes:
+            self.audit.write(AuditEntry(change.action, change.name, source, subject=change.tenant))
+        logger.info("the tenants were read again: %d changes", len(changes))
+        self._telling = asyncio.get_running_loop().create_task(self._tell())
+
+    async def _tell(self) -> None:
+        if self._engine is not None and self.tenants is not None:
+            with contextlib.suppress(EngineDead):  # it is told again when it has started again
+                await self._engine.set_tenants(self.tenants.directory.tenants)
+
+
+class _BesideServer(uvicorn.Server):
+    """A server that leaves signals to the one beside which it runs."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+@contextlib.asynccontextmanager
+async def served_beside(app: FastAPI, listener: socket.socket | None) -> AsyncIterator[None]:
+    """A context in which the application is served on this listener; None: nowhere."""
+    if listener is None:
+        yield
+        return
+    config = uvicorn.Config(
+        app, http="h11", ws="none", log_config=None, server_header=False, lifespan="off"
+    )
+    server = _BesideServer(config)
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        yield
+    finally:
+        server.should_exit = server.force_exit = True
+        await asyncio.wait({serving})

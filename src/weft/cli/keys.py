@@ -1,0 +1,66 @@
+"""`weft key`: keys for the tenants of a server."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from datetime import UTC, datetime, timedelta
+from typing import Annotated
+
+import typer
+
+from weft.core.errors import ConfigError
+from weft.terminal.options import ending_in_one_line
+
+key = typer.Typer(help="Make keys for tenants.", no_args_is_help=True)
+
+
+@key.callback()
+def _key() -> None:
+    """Make keys for tenants."""
+
+
+@key.command()
+def new(
+    tenant: Annotated[str, typer.Argument(metavar="TENANT", help="Whose key it is.")],
+    role: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="use|publish|admin",
+            help="What it is for: to use models, to load and unload the tenant's adapters, or"
+            " everything. Repeatable. Default: use.",
+        ),
+    ] = None,
+    key_id: Annotated[
+        str | None,
+        typer.Option("--id", metavar="ID", help="What logs call it. Default: a new name."),
+    ] = None,
+    days: Annotated[
+        int | None,
+        typer.Option(metavar="N", help="For how many days it is good. Default: for ever.", min=1),
+    ] = None,
+) -> None:
+    """Print a new random key, and the lines for it in the file of `weft serve --tenants`.
+
+    The key is kept nowhere: the file has only its digest.
+    """
+    from weft.registry.tenants_file import parse_tenants
+
+    secret = f"weft-{secrets.token_urlsafe(32)}"
+    roles = ", ".join(f'"{each}"' for each in dict.fromkeys(role or ["use"]))
+    key_id = key_id or f"{tenant}-{secrets.token_hex(4)}"
+    lines = [
+        f'[[tenants."{tenant}".keys]]' if "." in tenant else f"[[tenants.{tenant}.keys]]",
+        f'id = "{key_id}"',
+        f'sha256 = "{hashlib.sha256(secret.encode()).hexdigest()}"',
+        f"roles = [{roles}]",
+    ]
+    if days is not None:
+        expires = datetime.now(UTC) + timedelta(days=days)
+        lines.append(f"expires = {expires.isoformat(timespec='seconds')}")
+    with ending_in_one_line():
+        try:
+            parse_tenants("\n".join(lines))
+        except ConfigError as error:
+            raise ConfigError(f"no such key can be in the file: {error.message}") from None
+    typer.echo(f"{secret}\n\n" + "\n".join(lines))

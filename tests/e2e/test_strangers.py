@@ -1,0 +1,113 @@
+"""Tenants of a real server: strangers' adapters, a file that changes, an audit log that is moved,
+and metrics on an address of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import Server, serving, until
+from tiny import ADAPTERS
+
+ACME, GLOBEX = list(ADAPTERS)[:2]
+
+
+def tenants(**may_use: list[str]) -> str:
+    roles = {"acme": '["use", "publish"]', "globex": '["use", "publish"]', "ops": '["admin"]'}
+    text = ""
+    for name, its in roles.items():
+        digest = hashlib.sha256(f"{name}-key".encode()).hexdigest()
+        text += f"[tenants.{name}]\nmay_use = {json.dumps(may_use.get(name, []))}\n"
+        text += f'keys = [{{id = "{name}-1", sha256 = "{digest}", roles = {its}}}]\n'
+    return text
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    root = tmp_path_factory.mktemp("root")
+    for tenant, name in (("acme", ACME), ("globex", GLOBEX)):
+        shutil.copytree(ADAPTERS[name], root / tenant / "mine")
+    (root / "tenants.toml").write_text(tenants())
+    flags = ["--tenants", str(root / "tenants.toml"), "--audit-log", str(root / "audit.jsonl")]
+    with serving(root, *flags, "--metrics-port", "0", adapters=[]) as running:
+        yield running
+
+
+def ask(server: Server, who: str, method: str, path: str, **body: Any) -> httpx.Response:
+    headers = {"authorization": f"Bearer {who}-key"}
+    return httpx.request(method, server.url + path, headers=headers, json=body or None, timeout=60)
+
+
+def status(server: Server, who: str, model: str) -> int:
+    body = {"model": model, "prompt": [5, 6], "max_tokens": 1}
+    return ask(server, who, "POST", "/v1/completions", **body).status_code
+
+
+def audited(path: Path) -> list[tuple[str | None, str, str | None, str]]:
+    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [(x["tenant"] or x["subject"], x["action"], x["name"], x["outcome"]) for x in lines]
+
+
+def test_strangers_share_a_server(server: Server) -> None:
+    """The attack: one tenant lists, uses, replaces and deletes another's adapter, or takes its
+    name; then a grant comes with SIGHUP, and a broken file changes nothing."""
+    for tenant in ("acme", "globex"):
+        load = {"lora_name": "mine", "lora_path": "mine"}
+        answer = ask(server, tenant, "POST", "/v1/load_lora_adapter", **load)
+        assert answer.status_code == 200, answer.text
+    theirs = {"lora_name": "globex/mine", "lora_path": "mine", "load_inplace": True}
+    assert ask(server, "acme", "POST", "/v1/load_lora_adapter", **theirs).status_code == 403
+    shadow = theirs | {"lora_name": "base:globex/mine"}
+    assert ask(server, "acme", "POST", "/v1/load_lora_adapter", **shadow).status_code == 403
+    assert ask(server, "acme", "DELETE", "/v1/loras/globex/mine").status_code == 404
+    listed = ask(server, "acme", "GET", "/v1/models").json()["data"]
+    assert [card["id"] for card in listed] == ["base", "acme/mine"]
+    assert status(server, "acme", "base:globex/mine") == 404
+    assert status(server, "globex", "base:globex/mine") == status(server, "acme", "mine") == 200
+    assert httpx.get(f"{server.url}/v1/models").status_code == 401
+
+    file, log = server.root / "tenants.toml", server.root / "audit.jsonl"
+    log.rename(server.root / "audit.1")
+    file.write_text(tenants(acme=["globex/*"]))
+    os.kill(server.process.pid, signal.SIGHUP)
+    until(lambda: bool(audited(log)), "the file is not read again")
+    assert status(server, "acme", "globex/mine") == 200
+    assert ask(server, "acme", "DELETE", "/v1/loras/globex/mine").status_code == 403
+    file.write_text(tenants() + "x = 1\n")
+    os.kill(server.process.pid, signal.SIGHUP)
+    until(lambda: "the tenants stay as they were" in server.log.read_text(), "no complaint")
+    assert status(server, "acme", "globex/mine") == 200
+    assert audited(server.root / "audit.1") == [
+        ("acme", "load", "acme/mine", "done"),
+        ("globex", "load", "globex/mine", "done"),
+        ("acme", "load", "globex/mine", "permission_denied"),
+        ("acme", "load", "base:globex/mine", "permission_denied"),
+        ("acme", "unload", "globex/mine", "adapter_not_found"),
+    ]
+    assert audited(log) == [
+        ("acme", "grant", "globex/*", "done"),
+        ("acme", "unload", "globex/mine", "permission_denied"),
+        (None, "reload", None, "config_error"),
+    ]
+
+
+def test_metrics_have_an_address_of_their_own(server: Server) -> None:
+    found = re.search(r"(http://[0-9.]+:\d+)/metrics", server.log.read_text())
+    assert found is not None
+    assert "weft:engine_up 1" in httpx.get(f"{found[1]}/metrics").text
+    assert httpx.get(f"{found[1]}/health").status_code == 200
+    assert httpx.get(f"{found[1]}/v1/models").status_code == 404
+    assert ask(server, "ops", "GET", "/metrics").status_code == 404
+    assert httpx.get(f"{server.url}/metrics").status_code == 401
+    assert httpx.get(f"{server.url}/version").status_code == 401
+    assert ask(server, "acme", "GET", "/version").status_code == 403
+    assert httpx.get(f"{server.url}/health").status_code == 200
