@@ -675,7 +675,7 @@ def test_missing_files_are_named(saved: Path, tmp_path: Path, name: str):
         load(tmp_path)
     assert caught.value.param == name
     (tmp_path / name).mkdir()
-    with pytest.raises(AdapterNotFound):
+    with pytest.raises(AdapterInvalid, match=f"{name}: it is no regular file"):
         load(tmp_path)
 
 

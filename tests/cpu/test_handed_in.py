@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
+import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,11 @@ from handed_in import becomes
 from http_api import Web, World, run
 from toy_tokenizers import byte_level
 
-from weft.checkpoint.read import read_source
+from weft.checkpoint import fields
+from weft.checkpoint.kinds import parse_config
+from weft.checkpoint.read import max_tensors, parse_stored, read_source
 from weft.core.adapters import AdapterInfo, AdapterSource
-from weft.core.errors import AdapterNotFound, AdapterUnavailable
+from weft.core.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable
 from weft.core.folders import Deadline
 from weft.core.targets import TargetTable
 
@@ -94,3 +99,68 @@ def test_the_halves_of_an_adapter_belong_together(tmp_path: Path, table: TargetT
         read_source(source, table, 8, Deadline())
     with pytest.raises(AdapterNotFound, match="has no file"):
         read_source(source.again(), table, 8, Deadline())
+
+
+# what is parsed ---------------------------------------------------------------------------------
+
+ENTRY = {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+
+
+def with_header(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
+HEADERS = {
+    "tensors": json.dumps({f"base_model.model.{i}": ENTRY for i in range(200_000)}).encode(),
+    "objects": b'{"a":[' + b"{}," * 300_000 + b"{}]}",
+    "sizes": b'{"a":{"dtype":"F32","data_offsets":[0,0],"shape":[' + b"0," * 400_000 + b"0]}}",
+    "bytes": b'{"__metadata__":{"a":"' + b"a" * (9 << 20) + b'"}}',
+}
+
+
+@pytest.mark.parametrize("header", HEADERS.values(), ids=HEADERS.keys())
+def test_large_headers_are_refused_at_once(table: TargetTable, header: bytes) -> None:
+    begin = time.thread_time()
+    with pytest.raises(AdapterInvalid):
+        parse_stored(with_header(header), table)
+    assert time.thread_time() - begin < 0.5
+
+
+def test_the_largest_header_is_parsed_fast(table: TargetTable) -> None:
+    """It has as many tensors as there may be for the base."""
+    number = max_tensors(table)
+    assert number >= 8 * len(table.targets)
+    header = {f"base_model.model.{i}": ENTRY for i in range(number)}
+    begin = time.thread_time()
+    assert len(parse_stored(with_header(json.dumps(header).encode()), table)) == number
+    assert time.thread_time() - begin < 0.5
+    with pytest.raises(AdapterInvalid, match="more tensors"):
+        parse_stored(with_header(json.dumps({**header, "more": ENTRY}).encode()), table)
+
+
+PATTERNS = {
+    "one": {"|".join(f"{i}x{j}" for j in range(30)): 4 for i in range(2000)},
+    "names": {f"model.layers.{i}.q_proj": 4 for i in range(2000)},
+}
+
+
+@pytest.mark.parametrize("patterns", PATTERNS)
+def test_configs_are_parsed_within_a_budget(patterns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fields, "Work", partial(fields.Work, budget_s=0.2))
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["q_proj"]}
+    config |= {"rank_pattern": PATTERNS[patterns]}
+    begin = time.thread_time()
+    if patterns == "one":
+        with pytest.raises(AdapterInvalid, match="rank_pattern"):
+            parse_config(json.dumps(config).encode(), 8)
+    else:
+        assert parse_config(json.dumps(config).encode(), 8).rank_of("model.layers.9.q_proj") == 4
+    assert time.thread_time() - begin < 2.0
+
+
+def test_deep_configs_are_refused() -> None:
+    deep: object = 1
+    for _ in range(40):
+        deep = [deep]
+    with pytest.raises(AdapterInvalid, match="nested too deeply"):
+        parse_config(json.dumps({"peft_type": "LORA", "eva_config": deep}).encode(), 8)

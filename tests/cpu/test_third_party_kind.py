@@ -19,6 +19,7 @@ from weft.checkpoint import kinds
 from weft.checkpoint.examine import examine
 from weft.checkpoint.read import read_adapter
 from weft.core.errors import AdapterInvalid
+from weft.core.folders import Folder
 from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
 
@@ -75,7 +76,7 @@ def test_it_is_checked_and_refused_as_built_in_kinds_are(tmp_path: Path) -> None
     folder = tmp_path / "theirs"
     make_adapter(base, Kind(OPTIONS, config=VBLoRAConfig), folder)
     image = load_image(folder, table, torch.float32, 16)
-    told = examine(read_adapter(folder, table, 16), table, "float32", 16)
+    told = examine(read_adapter(Folder(str(folder)), table, 16), table, "float32", 16)
     assert told is not None and told.layout == image.layout and image.conversion_error == 0.0
     saved = json.loads((folder / "adapter_config.json").read_text())
     for change in ({"topk": 0}, {"vector_length": 5}, {"r": 17}, {"brand_new": 1}):

@@ -98,10 +98,11 @@ class PeftConfig:
             if leaves_out := self._leaves_out(module):
                 refuse(*leaves_out)
         if isinstance(self.target_modules, tuple):
+            adapted = {ending for module in modules for ending in _endings(module)}
             for entry in self.target_modules:
-                meant = [module for module in known if _ends_with(module, entry)]
-                if any(_ends_with(module, entry) for module in modules):
+                if entry in adapted:
                     continue
+                meant = [module for module in known if _ends_with(module, entry)]
                 if not meant or not all(map(self._leaves_out, meant)):
                     refuse("target_modules", f"no tensor of the file is for {show(entry)}")
 
@@ -134,9 +135,15 @@ def _ends_with(module: str, entry: str) -> bool:
     return module == entry or module.endswith("." + entry)
 
 
+def _endings(module: str) -> frozenset[str]:
+    """What lists may call a module: its name from any '.' on."""
+    parts = module.split(".")
+    return frozenset(".".join(parts[i:]) for i in range(len(parts)))
+
+
 def _selects(modules: Modules, module: str, default: bool) -> bool:
     if modules is None:
         return default
     if isinstance(modules, Pattern):
         return modules.fullmatch(module)
-    return any(_ends_with(module, entry) for entry in modules)
+    return not _endings(module).isdisjoint(modules)

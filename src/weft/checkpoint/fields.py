@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import regex
 
@@ -31,12 +31,41 @@ _NOT_THE_SAME = re.compile(r"\[\[|\[\^?:|--|&&|~~|\|\||(?<!\\)\{(?!\d*(,\d*)?\})
 """Set operations, POSIX classes and fuzzy counts: `regex` reads them otherwise than `re`."""
 
 
+_MODULE = re.compile(r"\w+(\.\w+)*", re.ASCII)
+
+
 class Work:
-    """Seconds that the patterns of one field may still take."""
+    """What the patterns of one field may still take: seconds, to compile and to match them."""
 
     def __init__(self, field: str, budget_s: float = 2.0) -> None:
         self.field = field
         self.budget_s = budget_s
+        self._compiled: dict[str, regex.Pattern[str]] = {}
+
+    def check(self, source: str) -> None:
+        """Raise `re.error` or `regex.error` unless the expression is one for both."""
+        begin = time.thread_time()
+        re.compile(source)
+        self.budget_s -= time.thread_time() - begin
+        self._compile(source)
+
+    def fullmatch(self, source: str, name: str) -> bool:
+        compiled = self._compiled.get(source) or self._compile(source)
+        start = time.monotonic()
+        try:
+            found = compiled.fullmatch(name, timeout=max(self.budget_s, 1e-3), concurrent=True)
+        except TimeoutError:
+            refuse(self.field, "its patterns take too long to match")
+        self.budget_s -= time.monotonic() - start
+        return found is not None
+
+    def _compile(self, source: str) -> regex.Pattern[str]:
+        begin = time.thread_time()
+        compiled = self._compiled[source] = regex.compile(source)
+        self.budget_s -= time.thread_time() - begin
+        if self.budget_s < 0:
+            refuse(self.field, "its patterns take too long to compile")
+        return compiled
 
 
 class PatternError(ValueError):
@@ -45,47 +74,58 @@ class PatternError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One compiled expression. A match that exceeds the budget raises AdapterInvalid."""
+    """One expression. If its field's budget is exceeded, a match raises AdapterInvalid."""
 
-    whole: regex.Pattern[str]
-    in_module: regex.Pattern[str]
+    source: str
     work: Work
+    literals: tuple[tuple[int, str], ...] = ()
+    """What stands where between the '.' of a module's name, which most expressions are: they are
+    compared without an engine. Empty for any other expression."""
 
     def fullmatch(self, name: str) -> bool:
         """Whether the expression matches the whole name, as `re.fullmatch` does."""
-        return self._matches(self.whole, name)
+        if self.literals:
+            return len(name) == len(self.source) and self._is_at(0, name)
+        return self.work.fullmatch(self.source, name)
 
     def matches_module(self, name: str) -> bool:
         """PEFT's rule for the keys of patterns: the expression matches from a '.' on."""
-        return self._matches(self.in_module, name)
+        if self.literals:
+            start = len(name) - len(self.source)
+            return (start == 0 or (start > 0 and name[start - 1] == ".")) and self._is_at(
+                start, name
+            )
+        return self.work.fullmatch(_in_module(self.source), name)
 
-    def _matches(self, compiled: regex.Pattern[str], name: str) -> bool:
-        start = time.monotonic()
-        try:
-            found = compiled.fullmatch(name, timeout=max(self.work.budget_s, 1e-3), concurrent=True)
-        except TimeoutError:
-            refuse(self.work.field, "its patterns take too long to match")
-        self.work.budget_s -= time.monotonic() - start
-        return found is not None
+    def _is_at(self, start: int, name: str) -> bool:
+        return all(name.startswith(text, start + at) for at, text in self.literals)
 
 
 def compile_pattern(source: str, work: Work) -> Pattern:
     """Raises PatternError."""
     if len(source) > _MAX_LENGTH:
         raise PatternError(f"is longer than {_MAX_LENGTH} characters")
+    if _MODULE.fullmatch(source):
+        parts = re.finditer(r"[^.]+", source)
+        return Pattern(source, work, tuple((part.start(), part[0]) for part in parts))
     if _NOT_THE_SAME.search(source):
         raise PatternError("holds a set operation, a '[:' or a '{' that is no count")
-    in_module = rf"(.*\.)?({source})$"
     try:
-        re.compile(source)
-        re.compile(in_module)
-        return Pattern(regex.compile(source), regex.compile(in_module), work)
+        work.check(source)
+        work.check(_in_module(source))
     except (re.error, regex.error, OverflowError, RecursionError, ValueError) as error:
         raise PatternError(str(error)) from None
+    return Pattern(source, work)
+
+
+def _in_module(source: str) -> str:
+    return rf"(.*\.)?({source})$"
 
 
 # -- fields ----------------------------------------------------------------------------------------
 
+MAX_DEPTH = 32
+"""How many lists and objects may lie in one another."""
 MAX_ENTRIES = 2048
 """The largest number of entries in any list or object of the config."""
 
@@ -106,7 +146,19 @@ def load_object(text: bytes) -> dict[str, object]:
         refuse(CONFIG_FILE, f"not JSON ({shown_name(str(error))})")
     if not isinstance(fields, dict):
         refuse(CONFIG_FILE, "does not hold an object")
+    if _is_deep(fields):
+        refuse(CONFIG_FILE, "nested too deeply")
     return fields
+
+
+def _is_deep(value: object) -> bool:
+    level: list[Any] = [value]
+    for _ in range(MAX_DEPTH):
+        inner = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [each for some in inner for each in some if isinstance(each, dict | list)]
+        if not level:
+            return False
+    return True
 
 
 def is_off(value: object) -> bool:

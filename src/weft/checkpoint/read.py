@@ -29,9 +29,17 @@ if TYPE_CHECKING:
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_HEADER_BYTES = 16 << 20
+MAX_TENSORS = 1 << 17
+"""No file may hold more; how many may be in one for some base is in `max_tensors`."""
 MAX_DIMENSIONS = 8
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """What weights may be stored in: torch's names by safetensors' names."""
+
+_METADATA_BYTES, _METADATA_OBJECTS = 1 << 20, 1 << 14
+"""What a header may have besides tensors."""
+_ENTRY_BYTES = 384
+"""What a header may take for a tensor."""
+_ENTRY = {"dtype", "shape", "data_offsets"}
 
 _CHUNK = 1 << 18
 """Values compared in one go."""
@@ -166,21 +174,25 @@ class Stored:
         return self.data.view(np.dtype(self.dtype))[start:end].astype(np.float32, copy=False)
 
 
-def parse_stored(weights: bytes | memoryview) -> dict[str, Stored]:
-    """The tensors of a safetensors file by name.
+def parse_stored(
+    weights: bytes | memoryview, table: TargetTable | None = None
+) -> dict[str, Stored]:
+    """The tensors of a safetensors file by name; with the `table` of a base, no header is looked
+    into that no adapter for that base can have.
 
     They are views of `weights`, or of one copy where those can't be written to: other threads run
     while a large copy is made, which is not so while libraries make many small ones.
     Raises AdapterInvalid for a malformed file or a dtype other than float32, float16, bfloat16.
     """
-    header = _parse_header(weights)
+    header = _parse_header(weights, max_tensors(table) if table else MAX_TENSORS)
     data = np.frombuffer(weights, np.uint8, offset=8 + int.from_bytes(weights[:8], "little"))
     if not data.flags.writeable:
         data = data.copy()
+    entries = [(*_entry(name, spec), name) for name, spec in header.items()]
+    entries.sort()
     end = 0
     found: dict[str, Stored] = {}
-    for name, spec in sorted(header.items(), key=_begin):
-        dtype, shape, begin, stop = _entry(name, spec)
+    for begin, stop, dtype, shape, name in entries:
         if begin != end or stop > len(data):
             where = "overlap others, leave a hole or exceed the file"
             refuse(WEIGHTS_FILE, f"malformed: the data of {shown_name(name)} {where}")
@@ -189,6 +201,13 @@ def parse_stored(weights: bytes | memoryview) -> dict[str, Stored]:
     if end != len(data):
         refuse(WEIGHTS_FILE, "malformed: it is longer than its tensors")
     return found
+
+
+def max_tensors(table: TargetTable) -> int:
+    """An upper bound for the tensors of any adapter. No kind has more than eight for a target, or
+    two for each of its experts; the rest is room for kinds from outside."""
+    targets = sum(12 + 2 * (table.copies(t.kind) - 1) for t in table.targets)
+    return min(MAX_TENSORS, 64 + targets + 4 * len(table.norms))
 
 
 def _max_weight_bytes(table: TargetTable, max_rank: int) -> int:
@@ -213,15 +232,20 @@ def _refuse_pickle(folder: Folder) -> None:
             refuse(name, f"pickle files are never opened here; {remedy}")
 
 
-def _parse_header(weights: bytes | memoryview) -> dict[str, object]:
+def _parse_header(weights: bytes | memoryview, max_tensors: int) -> dict[str, object]:
     """What the file says of each tensor. It must lie inside the file and name none twice."""
     length = int.from_bytes(weights[:8], "little")
     if len(weights) < 8 or length > len(weights) - 8:
         refuse(WEIGHTS_FILE, "malformed: it ends before its header does")
-    if length > MAX_HEADER_BYTES:
+    if length > min(MAX_HEADER_BYTES, _METADATA_BYTES + max_tensors * _ENTRY_BYTES):
         refuse(WEIGHTS_FILE, f"malformed: its header has {length} bytes")
+    text = bytes(weights[8 : 8 + length])
+    if text.count(b'"data_offsets"') > max_tensors:
+        refuse(WEIGHTS_FILE, f"holds more tensors than any adapter for this base ({max_tensors})")
+    if text.count(b"{") > max_tensors + _METADATA_OBJECTS:
+        refuse(WEIGHTS_FILE, "malformed: its header has too many objects")
     try:
-        header = json.loads(bytes(weights[8 : 8 + length]), object_pairs_hook=_distinct)
+        header = json.loads(text, object_pairs_hook=_distinct)
     except RecursionError:
         refuse(WEIGHTS_FILE, "malformed: its header is nested too deeply")
     except ValueError as error:
@@ -239,26 +263,19 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _begin(item: tuple[str, object]) -> tuple[int, ...]:
-    """Where a tensor's data begin and end, for sorting; what is malformed comes first."""
-    spec = item[1]
-    offsets = spec.get("data_offsets") if isinstance(spec, dict) else None
-    return _sizes(offsets) or ()
-
-
-def _entry(name: str, spec: object) -> tuple[str, tuple[int, ...], int, int]:
-    """Dtype and shape of a tensor, and where it lies in the data, in bytes."""
-    if not isinstance(spec, dict) or spec.keys() != {"dtype", "shape", "data_offsets"}:
+def _entry(name: str, spec: object) -> tuple[int, int, str, tuple[int, ...]]:
+    """Where a tensor lies in the data, in bytes, its dtype, and its shape."""
+    if not isinstance(spec, dict) or spec.keys() != _ENTRY:
         refuse(name, "malformed: it needs dtype, shape and data_offsets")
     dtype = DTYPES.get(spec["dtype"]) if isinstance(spec["dtype"], str) else None
     if dtype is None:
         refuse(name, f"has the dtype {show(spec['dtype'])}; only {', '.join(DTYPES)} are served")
     shape, offsets = _sizes(spec["shape"]), _sizes(spec["data_offsets"])
-    if shape is None or offsets is None or len(offsets) != 2 or len(shape) > MAX_DIMENSIONS:
+    if shape is None or offsets is None or len(offsets) != 2:
         refuse(name, "malformed: its shape or its place is not a list of sizes")
     if math.prod(shape) * item_bytes(dtype) != offsets[1] - offsets[0]:
         refuse(name, f"malformed: its data do not have the size of the shape {show(shape)}")
-    return dtype, shape, *offsets
+    return offsets[0], offsets[1], dtype, shape
 
 
 def item_bytes(dtype: str) -> int:
@@ -266,10 +283,13 @@ def item_bytes(dtype: str) -> int:
 
 
 def _sizes(value: object) -> tuple[int, ...] | None:
-    """None unless it is a list of integers that a size in memory can be."""
-    if isinstance(value, list) and all(type(i) is int and 0 <= i < 1 << 48 for i in value):
-        return tuple(value)
-    return None
+    """None unless it is a short list of integers that a size in memory can be."""
+    if not isinstance(value, list) or len(value) > MAX_DIMENSIONS:
+        return None
+    for size in value:
+        if type(size) is not int or not 0 <= size < 1 << 48:
+            return None
+    return tuple(value)
 
 
 # -- an adapter in memory --------------------------------------------------------------------------

@@ -75,7 +75,7 @@ def sort_adapter(
     tensor that nothing is made of, and for an error above the tolerance.
     """
     config = parse_config(files.config, max_rank)
-    kind, tensors = find_kind(config.peft_type), parse_stored(files.weights)
+    kind, tensors = find_kind(config.peft_type), parse_stored(files.weights, table)
     adapter = PeftAdapter(kind, config, tensors, table, max_rank, tolerance, max_added_tokens)
     with np.errstate(all="ignore"):  # what is too large shows as infinite in the image
         parts = kind.sort(adapter)
