@@ -16,6 +16,8 @@ from toy_tokenizers import byte_level
 from weft.api.admission import Admission
 from weft.core.errors import InvalidRequest, Overloaded
 from weft.core.tenants import Caps, Tenant
+from weft.registry import AdapterRegistry
+from weft.serving.quotas import Quotas
 
 KEYS = ["flood=f", "victim=v", "nobody"]
 
@@ -171,3 +173,80 @@ def test_without_tenants_all_share_prefixes(make: Any) -> None:
         assert world.engine.requests[-1].cache_salt == ":mine"
 
     run(world, scenario)
+
+
+def test_caps_on_adapters(make: Any) -> None:
+    """Each namespace has its own; what is refused leaves nothing in the engine."""
+    caps = Caps(max_adapters=2, max_adapter_bytes=250)
+    world = make(tenants={"a": Tenant("a", caps=caps), "b": Tenant("b")})
+
+    async def scenario(web: Web) -> None:
+        async def load(name: str, **more: Any) -> httpx.Response:
+            return await web.load(name, world.adapter(name.replace("/", "-"), name), **more)
+
+        for name in ("a/1", "a/2", "b/1", "b/2", "b/3", "1", "2", "3"):
+            assert (await load(name)).status_code == 200
+        answer = await load("a/3")
+        assert answer.status_code == 400 and "may have 2" in answer.text
+        assert answer.json()["error"]["code"] == "adapter_conflict", answer.text
+        assert (await load("a/2")).status_code == 200, "it is there already"
+        held = set(world.engine.holders)
+        world.registry.retire("b/1")
+        world.engine.num_bytes = 151
+        answer = await load("a/2", load_inplace=True)
+        assert answer.status_code == 400 and "may take 250" in answer.text
+        assert (await load("b/1")).status_code == 200
+        assert set(world.engine.holders) == held
+        world.engine.num_bytes = 100
+        assert (await web.unload("a/1")).status_code == 200
+        assert (await load("a/3")).status_code == 200
+
+    run(world, scenario)
+
+
+def test_loads_leave_room_for_others() -> None:
+    """One tenant's loads take three quarters of the places, in their order; what is beyond its
+    cap is refused."""
+    tenants = {"a": Tenant("a"), "b": Tenant("b"), "c": Tenant("c", caps=Caps(max_loads=2))}
+    quotas = Quotas(AdapterRegistry(["base"], "/"), tenants, max_loads=4)
+    ended: dict[str, asyncio.Event] = {}
+    under_way: list[str] = []
+
+    async def load(name: str) -> None:
+        ended[name] = asyncio.Event()
+        async with quotas.load(name):
+            under_way.append(name)
+            quotas.check()
+            await ended[name].wait()
+        quotas.check()
+
+    async def scenario() -> None:
+        async def start(*names: str) -> list[asyncio.Task[None]]:
+            tasks = [asyncio.create_task(load(name)) for name in names]
+            await asyncio.sleep(0.01)
+            return tasks
+
+        async def end(*names: str) -> None:
+            for name in names:
+                ended[name].set()
+            await asyncio.sleep(0.01)
+
+        tasks = await start(*(f"a/{i}" for i in range(6)))
+        assert under_way == ["a/0", "a/1", "a/2"]
+        tasks += await start("b/0")
+        assert under_way[3:] == ["b/0"], "it need not wait"
+        tasks += await start("c/0", "c/1")
+        with pytest.raises(Overloaded) as refused:
+            await load("c/2")
+        assert refused.value.headers["retry-after"]
+        await end("a/0")
+        assert under_way[4:] == ["c/0"], "a tenant with fewer is first"
+        tasks[3].cancel()
+        await end("b/0", "c/0")
+        assert under_way[5:] == ["c/1", "a/4"], "a/3 has left"
+        await end("a/1", "a/2", "a/4", "c/1")
+        await end("a/5")
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert under_way[7:] == ["a/5"] and quotas._running.total() == 0
+
+    asyncio.run(scenario())

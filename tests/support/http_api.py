@@ -76,6 +76,8 @@ class EchoEngine:
         """How long an abort takes."""
         self.in_use: list[AdapterRef | None] = []
         self.tenants: list[Tenant] = []
+        self.num_bytes = 100
+        """The size of adapters that are held from now on."""
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         self.requests.append(request)
@@ -156,7 +158,7 @@ class EchoEngine:
         self.adapters[digest] = byte_level().encode(content, add_special_tokens=False)
         if self.on_hold is not None:
             await self.on_hold()
-        return AdapterInfo(digest, path, 4, 100, ("q_proj",))
+        return AdapterInfo(digest, path, 4, self.num_bytes, ("q_proj",))
 
     async def release(self, digest: str, holder: str) -> None:
         used = [ref for ref in self.in_use if ref is not None]

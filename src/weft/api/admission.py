@@ -22,15 +22,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from weft.core.errors import InvalidRequest, Overloaded
-from weft.core.tenants import Tenant
+from weft.core.tenants import Tenant, tenant_in
 
 _RECENT_S = 30.0
 _UNKNOWN_RETRY_S, _MAX_RETRY_S = 5, 30
-
-
-def tenant_in(tenants: Mapping[str, Tenant], name: str) -> Tenant:
-    """The tenant of this name. All whose names nobody has configured are one, named ""."""
-    return tenants.get(name) or tenants.get("") or Tenant("")
 
 
 class _Open:

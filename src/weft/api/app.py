@@ -60,7 +60,7 @@ def create_app(
     metrics = Metrics(settings.served_model_names[0])
     sources, executor = Sources(roots, settings.allow_hub_adapters), LoopExecutor()
     service = Service(engine, registry, tokenizer, settings, metrics, executor, traces, tenants)
-    publisher = Publisher(engine, registry, tokenizer, sources, executor)
+    publisher = Publisher(engine, registry, tokenizer, sources, executor, settings.tenants)
     desk = AdapterDesk(service, publisher, executor, audit or AuditLog(None), tenants)
 
     @asynccontextmanager

@@ -8,7 +8,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any
 
-from weft.api.admission import Admission, tenant_in
+from weft.api.admission import Admission
 from weft.api.callers import Tenants, caller_var
 from weft.api.middleware import TraceSink, watched
 from weft.api.schemas import AdapterWeight
@@ -18,6 +18,7 @@ from weft.core.errors import EngineDead, InvalidRequest, Unauthorized
 from weft.core.messages import EngineClient
 from weft.core.requests import EngineRequest, TokenLogprob
 from weft.core.stats import EngineStats
+from weft.core.tenants import tenant_in
 from weft.metrics import Metrics
 from weft.registry import Access, AdapterRegistry, Caller
 from weft.serving import Intake, Language, Pinned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weft.core.errors import ConfigError
@@ -50,3 +51,8 @@ class Tenant:
     def __post_init__(self) -> None:
         if not 0 < self.weight < float("inf"):
             raise ConfigError(f"weight must be more than 0, got {self.weight}", "weight")
+
+
+def tenant_in(tenants: Mapping[str, Tenant], name: str) -> Tenant:
+    """The tenant of this name. All whose names nobody has configured are one, named ""."""
+    return tenants.get(name) or tenants.get("") or Tenant("")

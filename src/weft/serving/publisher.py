@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
@@ -15,7 +16,9 @@ from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
 from weft.core.errors import AdapterUnavailable, EngineDead, WeftError
 from weft.core.folders import Folder
 from weft.core.messages import EngineClient
+from weft.core.tenants import Tenant
 from weft.registry import AdapterRegistry, Sources
+from weft.serving.quotas import Quotas
 from weft.text import AdapterTokenizers, OwnTokenizer
 
 logger = logging.getLogger(__name__)
@@ -143,9 +146,12 @@ class Publisher:
         tokenizers: AdapterTokenizers,
         sources: Sources,
         executor: Executor,
+        tenants: Mapping[str, Tenant] = MappingProxyType({}),
     ) -> None:
+        """`tenants` are those whose caps bind; they may change."""
         self._engine = engine
         self._registry = registry
+        self._quotas = Quotas(registry, tenants)
         self._tokenizers = tokenizers
         self._sources = sources
         self._executor = executor
@@ -168,7 +174,7 @@ class Publisher:
         device, until the same name is loaded without it, or unloaded. The load goes on when the
         caller is cancelled. `sources` says where it may come from, if
         not from where all may.
-        Raises AdapterError, InvalidRequest, EngineDead.
+        Raises AdapterError, InvalidRequest, Overloaded, EngineDead.
         """
         sources = sources or self._sources
         path = sources.plain(path)
@@ -192,6 +198,7 @@ class Publisher:
             async with self._turn(name):
                 info = await hold()
                 try:
+                    self._quotas.check_bytes(name, info)
                     ref = self._registry.publish(
                         name, info, path, replace, self._release_soon, pinned
                     )
@@ -216,17 +223,16 @@ class Publisher:
         self, name: str, path: str, replace: bool, pinned: bool, sources: Sources
     ) -> AdapterRef:
         blocking = self._executor.blocking
-        with (
-            self._registry.reserve(name, path),
-            await blocking(lambda: sources.open(path)) as folder,
-        ):
-            files = await blocking(lambda: self._tokenizers.read(folder))
-            own = await blocking(lambda: self._tokenizers.load(files))
+        with self._registry.reserve(name, path):
+            async with self._quotas.load(name):
+                with await blocking(lambda: sources.open(path)) as folder:
+                    files = await blocking(lambda: self._tokenizers.read(folder))
+                    own = await blocking(lambda: self._tokenizers.load(files))
 
-            async def hold() -> AdapterInfo:
-                return await self._hold(name, folder, files, pinned)
+                    async def hold() -> AdapterInfo:
+                        return await self._hold(name, folder, files, pinned)
 
-            return await self.publish(name, path, hold, own, replace, pinned)
+                    return await self.publish(name, path, hold, own, replace, pinned)
 
     async def _hold(
         self, name: str, folder: Folder, files: Mapping[str, bytes], pinned: bool
