@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft import api
 from weft.core.adapters import AdapterInfo, WeightedAdapter
 from weft.core.errors import (
     AdapterConflict,
@@ -319,3 +320,10 @@ def test_no_caller_ever_gets_a_name_that_it_may_not_see(
         except AdapterNotFound:
             assert owner.get(asked) != tenant and owner.get(f"{tenant}/{asked}") != tenant
     registry.check()
+
+
+def test_routes_know_the_registry_by_a_callers_view_only() -> None:
+    """So that none of them, or of those to come, forgets to ask who asks."""
+    files = Path(api.__file__).parent.rglob("*.py")
+    knowing = {file.name for file in files if "AdapterRegistry" in file.read_text()}
+    assert knowing == {"app.py", "service.py"}

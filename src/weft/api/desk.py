@@ -10,7 +10,8 @@ from weft.serving import LoopExecutor, Publisher
 
 
 class AdapterDesk:
-    """Loads and unloads adapters as the caller of the request under way may do it."""
+    """Loads and unloads adapters as the caller of the request under way may do it. What has begun
+    goes on when the client leaves, and is written down when it has ended."""
 
     def __init__(
         self,
@@ -32,13 +33,15 @@ class AdapterDesk:
 
     async def unload(self, name: str) -> str:
         """As `Publisher.unload`; returns the adapter's whole name. Raises PermissionDenied too."""
+        return await self._executor.to_the_end(self._unload(name))
+
+    async def _unload(self, name: str) -> str:
         with self._audit.entry("unload", name) as entry:
             whole = entry.name = self._service.access.to_retire(name)
             entry.digest = (await self._publisher.unload(whole)).digest
             return whole
 
     async def _load(self, name: str, path: str, replace: bool, pinned: bool) -> str:
-        """This goes on when the client leaves, and is written down when it has ended."""
         with self._audit.entry("load", name, path) as entry:
             access = self._service.access
             whole = entry.name = access.to_publish(name)
