@@ -19,6 +19,8 @@ from weft.core.errors import (
 )
 from weft.core.files import ADAPTER_FILES
 from weft.registry import AdapterRegistry, AdapterRoots, Lease, ModelCard
+from weft.registry.access import Access
+from weft.registry.tenants import Caller
 
 
 def info(digest: str, path: str = "/adapters/x") -> AdapterInfo:
@@ -325,6 +327,52 @@ class RegistryMachine(RuleBasedStateMachine):
 
 TestRegistryMachine = RegistryMachine.TestCase
 TestRegistryMachine.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+
+
+# names ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("other", ["b\u043et", "bot\ufe0f", "bo\u115ft"])
+def test_names_that_look_like_another_are_refused(other: str) -> None:
+    """Whichever comes first, and of the base's names too."""
+    for first, second in (("bot", other), (other, "bot")):
+        registry = AdapterRegistry(["b\u0430se"], "/base")
+        registry.publish(first, info("d1"), "/a")
+        with pytest.raises(AdapterConflict, match="looks like") as caught:
+            publish(registry, second)
+        assert caught.value.param == "lora_name"
+        with pytest.raises(AdapterConflict, match="looks like"), registry.reserve(second, "/b"):
+            pass
+        with pytest.raises(AdapterConflict, match="looks like"):
+            publish(registry, "base")
+        registry.retire(first)
+        publish(registry, second)
+        registry.check()
+
+
+def test_names_in_ascii_are_told_apart() -> None:
+    registry = AdapterRegistry(["base"], "/base")
+    for name in ("bot", "Bot", "b0t", "bo-t", "café", "cafe", "日本", "бот"):
+        publish(registry, name)
+    registry.check()
+
+
+def publish(registry: AdapterRegistry, name: str) -> None:
+    registry.publish(name, info(f"digest of {name}"), "/a")
+
+
+def test_names_are_looked_up_in_one_form() -> None:
+    registry = AdapterRegistry(["base"], "/base")
+    access = Access(registry, Caller())
+    name = access.to_publish("cafe\u0301 \uff21\uff11")
+    assert name == "caf\u00e9 A1"
+    publish(registry, name)
+    for spelled in (name, "cafe\u0301 A1", "base:cafe\u0301 \uff211"):
+        with access.resolve(spelled) as lease:
+            assert lease.ref is not None and lease.ref.name == name
+    assert access.to_retire("cafe\u0301 A1") == name
+    with pytest.raises(InvalidRequest, match="NFKC"):
+        publish(registry, "cafe\u0301")
 
 
 # paths ----------------------------------------------------------------------------------------

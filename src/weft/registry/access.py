@@ -22,6 +22,7 @@ from weft.core.errors import (
     ModelNotFound,
     PermissionDenied,
 )
+from weft.registry.names import one_form
 from weft.registry.registry import AdapterCard, AdapterRegistry, Lease, ModelCard
 from weft.registry.tenants import Caller, Role
 
@@ -52,6 +53,7 @@ class Access:
         """As `AdapterRegistry.resolve_sum`. Raises PermissionDenied, InvalidRequest,
         ModelNotFound."""
         self.need("use")
+        adapters = [replace(each, name=one_form(each.name)) for each in adapters]
         if self._is_admin:
             return self._registry.resolve_sum(adapters)
         whole: list[WeightedAdapter] = []
@@ -97,6 +99,7 @@ class Access:
         PermissionDenied, InvalidRequest, AdapterConflict.
         """
         self.need("publish")
+        name = one_form(name)
         if self._is_admin:
             return name
         tenant = self.caller.tenant
@@ -117,6 +120,7 @@ class Access:
         """The whole name of the adapter that the caller calls `name` and may unload. Raises
         PermissionDenied, AdapterNotFound."""
         self.need("publish")
+        name = one_form(name)
         if self._is_admin:
             return name
         whole = self._find(name)
@@ -132,7 +136,10 @@ class Access:
     def _model(self, model: str) -> str:
         """The name in the registry of what the caller calls `model`. Raises ModelNotFound."""
         bases = self._registry.base_names
-        if self._is_admin or model in bases:
+        if model in bases:
+            return model
+        model = one_form(model)
+        if self._is_admin:
             return model
         prefixes = ("", *(f"{base}:" for base in bases))
         for prefix in prefixes:

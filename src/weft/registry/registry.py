@@ -22,6 +22,7 @@ from weft.core.adapters import (
     sum_of,
 )
 from weft.core.errors import AdapterConflict, AdapterNotFound, InvalidRequest, ModelNotFound
+from weft.registry.names import appearance, one_form
 
 MAX_NAME_LENGTH = 200
 """Characters."""
@@ -104,6 +105,8 @@ class AdapterRegistry:
         self.base_names = tuple(dict.fromkeys(base_names))
         self._base_root = base_root
         self._live: dict[str, _Version] = {}
+        self._looks = {appearance(name): name for name in self.base_names}
+        """The base's names and the live ones, by what they look like."""
         self._draining: set[_Version] = set()
         self._last_version: dict[str, int] = {}
         self._loading: dict[str, list[str]] = {}
@@ -184,6 +187,7 @@ class AdapterRegistry:
         ref = AdapterRef(name, number, info.digest)
         self._last_version[name] = number
         self._live[name] = _Version(ref, info, path, pinned)
+        self._looks[appearance(name)] = name
         if old is not None:
             self._retire(old, on_drained)
         return ref
@@ -197,6 +201,7 @@ class AdapterRegistry:
         version = self._live.pop(name, None)
         if version is None:
             raise AdapterNotFound(f"The lora adapter {name!r} cannot be found", "lora_name")
+        del self._looks[appearance(name)]
         self._retire(version, on_drained)
         return version.ref
 
@@ -243,6 +248,8 @@ class AdapterRegistry:
             live = self._live.get(version.ref.name)
             assert live is None or live.ref.version > version.ref.version
         assert all(self._loading.values()), "a reservation without a load"
+        names = {*self._live, *self.base_names}
+        assert self._looks == {appearance(name): name for name in names}, "two look the same"
 
     def _find(self, model: str) -> _Version | None:
         """Find the version that `model` names, or None if it is the base model."""
@@ -294,8 +301,12 @@ class AdapterRegistry:
             why = "must not begin or end with a space"
         elif "," in name or ".." in name or name[0] in "/\\":
             why = "must not hold ',' or '..', nor begin with '/' or '\\'"
+        elif name != one_form(name):
+            why = "must be in Unicode's form NFKC"
         else:
             self.check_prefix(name)
+            if self._looks.get(appearance(name), name) != name:
+                raise AdapterConflict(f"{name!r} looks like another adapter's name", "lora_name")
             return
         raise InvalidRequest(f"lora_name {why}", "lora_name")
 

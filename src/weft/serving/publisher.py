@@ -18,6 +18,7 @@ from weft.core.folders import Folder
 from weft.core.messages import EngineClient
 from weft.core.tenants import Tenant
 from weft.registry import AdapterRegistry, Sources
+from weft.registry.names import one_form
 from weft.serving.quotas import Quotas
 from weft.text import AdapterTokenizers, OwnTokenizer
 
@@ -176,7 +177,7 @@ class Publisher:
         not from where all may.
         Raises AdapterError, InvalidRequest, Overloaded, EngineDead.
         """
-        sources = sources or self._sources
+        name, sources = one_form(name), sources or self._sources
         path = sources.plain(path)
         return await self._executor.to_the_end(self._load(name, path, replace, pinned, sources))
 
@@ -194,6 +195,7 @@ class Publisher:
         `path` is shown as where it came from, and `own` is the tokenizer of its texts. Raises what
         `hold` raises, and AdapterConflict.
         """
+        name = one_form(name)
         with self._registry.reserve(name, path):
             async with self._turn(name):
                 info = await hold()
@@ -213,7 +215,7 @@ class Publisher:
 
         It is released also when the caller is cancelled. Raises AdapterNotFound.
         """
-        drained = asyncio.Event()
+        name, drained = one_form(name), asyncio.Event()
         ref = self._registry.retire(name, lambda _: drained.set())
         self._tokenizers.put(name, None)
         await self._executor.to_the_end(self._release_after(drained, ref))

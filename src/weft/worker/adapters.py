@@ -321,6 +321,8 @@ def _refused(source: AdapterSource, error: Exception) -> WeftError:
 def _typed(error: Exception) -> WeftError:
     if isinstance(error, WeftError):
         return error
+    if isinstance(error, OSError) and error.strerror:  # its text has the path
+        return AdapterUnavailable(f"{type(error).__name__}: {error.strerror}", "lora_path")
     return AdapterUnavailable(to_wire(error)[1], "lora_path")
 
 

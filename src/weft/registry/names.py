@@ -1,0 +1,34 @@
+"""Adapters' names in one form, and which of them look the same.
+
+The table has what a reader takes for a Latin letter or an ASCII sign in common fonts: Cyrillic,
+Greek and Armenian letters, Latin ones from outside ASCII, and dashes. It is a small part of
+Unicode's (UTS 39); no library for it is both kept up and small.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+
+_LOOKS = {
+    "a": "аɑα", "b": "Ьƅ", "c": "сϲⅽ", "d": "ԁɗ", "e": "еҽ℮", "g": "ɡց", "h": "һհ", "i": "іıɩι",
+    "j": "јϳ", "k": "кκĸ", "l": "ӏɭǀ∣", "m": "м", "n": "ոռ", "o": "оοσօ", "p": "рρ", "q": "ԛգ",
+    "r": "гᴦ", "s": "ѕƽ", "u": "υսʋ", "v": "νѵ", "w": "ԝѡա", "x": "хχ", "y": "уүγʏ", "z": "ᴢ",
+    "A": "АΑ", "B": "ВΒ", "C": "СϹ", "D": "Ꭰ", "E": "ЕΕ", "F": "Ϝ", "G": "Ԍ", "H": "НΗ", "I": "ІΙӀ",
+    "J": "ЈͿ", "K": "КΚ", "L": "Լ", "M": "МΜϺ", "N": "Ν", "O": "ОΟՕ", "P": "РΡ", "Q": "Ԛ",
+    "S": "ЅՏ", "T": "ТΤ", "U": "Ս", "V": "Ѵ", "W": "Ԝ", "X": "ХΧ", "Y": "УΥҮ", "Z": "Ζ",
+    "3": "ЗӠƷ", "6": "б", "-": "‐‑‒–—―−⁃", "/": "⁄∕╱", ".": "․", ":": "ːˑ։׃∶", "_": "ˍ",
+}  # fmt: skip
+_IGNORED = "\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0"
+"""Printable, and seen as nothing; variation selectors are too."""
+_TABLE = {ord(char): ascii for ascii, chars in _LOOKS.items() for char in chars}
+_TABLE |= dict.fromkeys([*map(ord, _IGNORED), *range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0)], "")
+
+
+def one_form(name: str) -> str:
+    """The form of Unicode, NFKC, in which a name is kept and looked up."""
+    return name if name.isascii() else unicodedata.normalize("NFKC", name)
+
+
+def appearance(name: str) -> str:
+    """The same for names that look the same; those in ASCII are told apart."""
+    return name if name.isascii() else one_form(name.translate(_TABLE))
