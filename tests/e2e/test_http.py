@@ -335,7 +335,7 @@ def test_an_answer_that_takes_too_long(make: Any, prompt: Any) -> None:
 
 
 def test_a_body_that_never_ends(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weft.api.http.BODY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("weft.api.reading.BODY_TIMEOUT_S", 0.05)
     with served(make()) as url, raw(url) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
         answer = b"".join(iter(lambda: client.recv(4096), b""))

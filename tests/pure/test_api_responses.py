@@ -242,7 +242,13 @@ def test_forms_and_forced_calls(world: World) -> None:
             {"text": {"format": {"type": "json_object"}}, "tools": [TIME]},
             "text.format",
         ),
-        ({"nonsense": 1}, "nonsense"),
+        ({"top_logprobs": 21}, "top_logprobs"),
+        ({"truncation": "some"}, "truncation"),
+        ({"reasoning": {"effort": "some"}}, "reasoning.effort"),
+        (
+            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
+            "input[0].encrypted_content",
+        ),
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])

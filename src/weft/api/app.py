@@ -25,6 +25,7 @@ from weft.api.middleware import (
     TraceHeaders,
     TraceSink,
 )
+from weft.api.reading import IGNORED
 from weft.api.routes_adapters import adapter_routes
 from weft.api.routes_chat import chat_routes
 from weft.api.routes_completions import completion_routes
@@ -105,6 +106,6 @@ def _add_middleware(
             allow_origins=settings.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID, "retry-after"],
+            expose_headers=[REQUEST_ID, IGNORED, "retry-after"],
         )
     app.add_middleware(RequestIds)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, TypeVar
+from enum import Enum
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
@@ -12,30 +13,70 @@ from weft.core.errors import InvalidRequest
 from weft.core.sampling import StructuredOutputs
 
 T = TypeVar("T")
-Harmless = tuple[Any, ...] | None
-"""Values of a field that change nothing; None stands for all values."""
 
-_HINTS = {"functions": "; use tools", "function_call": "; use tool_choice"}
+MAX_MESSAGES = 2048
+"""Messages of a conversation, content parts of a message, calls in one."""
+MAX_TOOLS = 512
+
+
+class Take(Enum):
+    """What becomes of a field that no value makes matter."""
+
+    SILENTLY = "it can't change the answer"
+    NAMED = "it is a hint that is not followed, and the answer names it as ignored"
+
+
+Known = tuple[Any, ...] | Take
+"""What becomes of a known field that is not served: a tuple has the values that ask for nothing,
+and others are refused."""
+
+_INSTEAD = {"functions": "; use tools", "function_call": "; use tool_choice"}
+
+
+def ignored_fields(
+    given: Mapping[str, Any] | None,
+    known: Mapping[str, Known],
+    prefix: str = "",
+    strict: bool = False,
+) -> list[str]:
+    """The names of the fields that are accepted without effect, though the client may expect one:
+    hints, and fields that are not known at all. Null asks for nothing.
+
+    Raises InvalidRequest, naming the field, for a known one whose value would have to change the
+    answer, and if `strict` for an unknown one.
+    """
+    ignored: list[str] = []
+    for name, value in (given or {}).items():
+        take = known.get(name, Take.NAMED)
+        field = prefix + name
+        if strict and name not in known:
+            raise InvalidRequest(f"unknown field: {field}", field)
+        if value is None or take is Take.SILENTLY:
+            continue
+        if take is Take.NAMED:
+            ignored.append(field)
+        elif value not in take:
+            hint = _INSTEAD.get(field, "")
+            raise InvalidRequest(f"{field} is not supported by this version{hint}", field)
+    return ignored
 
 
 class OpenBody(BaseModel):
-    """Takes any field; `refuse_extra` says which are meant."""
+    """Takes any field. `known` says what becomes of those that are not declared here."""
 
     model_config = ConfigDict(extra="allow", strict=True)
+    known: ClassVar[Mapping[str, Known]] = {}
 
-    def refuse_extra(self, known: Mapping[str, Harmless], prefix: str = "") -> None:
-        """Raise InvalidRequest, naming the field, for an extra field that is unknown or not served.
+    def ignored(self, strict: bool) -> list[str]:
+        """As `ignored_fields`."""
+        return ignored_fields(self.model_extra, self.known, strict=strict)
 
-        `known` has the values of known fields that ask for nothing, as null always does.
-        """
-        for name, value in (self.model_extra or {}).items():
-            if name not in known:
-                raise InvalidRequest(f"unknown field: {prefix}{name}", prefix + name)
-            harmless = known[name]
-            if harmless is not None and value is not None and value not in harmless:
-                field = prefix + name
-                hint = _HINTS.get(field, "")
-                raise InvalidRequest(f"{field} is not supported by this version{hint}", field)
+
+class LenientBody(BaseModel):
+    """Takes any field, and forgets those that are not declared here: a part of a conversation, to
+    which clients add marks of their own."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
 
 
 class ClosedBody(BaseModel):
@@ -56,20 +97,21 @@ TextOr = Annotated[
 
 FUNCTION_NAME = "^[a-zA-Z0-9_.-]{1,64}$"
 
-_NOT_SERVED: dict[str, Harmless] = {
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "refusal": (),
-}
+
+def bounded(most: int, least: int = 0) -> Any:
+    """The bounds of a list, which is refused at its first fault."""
+    return Field(min_length=least, max_length=most, fail_fast=True)
 
 
-class ContentPart(OpenBody):
+class ContentPart(LenientBody):
     type: str
     text: str | None = None
 
 
-class CalledFunction(ClosedBody):
+ContentParts = Annotated[list[ContentPart], bounded(MAX_MESSAGES)]
+
+
+class CalledFunction(LenientBody):
     name: str = Field(min_length=1)
     arguments: str
     """JSON text."""
@@ -85,12 +127,10 @@ class CalledFunction(ClosedBody):
         return arguments
 
 
-class ToolCall(ClosedBody):
+class ToolCall(LenientBody):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = None
-    """Clients leave this over from a stream; it is ignored."""
 
     def to_template(self, where: str) -> dict[str, Any]:
         """The call as chat templates expect it: the arguments are an object."""
@@ -100,19 +140,23 @@ class ToolCall(ClosedBody):
 
 
 class Message(OpenBody):
+    """What is not declared here and not `known` is forgotten."""
+
+    known = {"audio": (), "function_call": (), "refusal": ("",)}
+
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: TextOr[list[ContentPart]] | None = None
+    content: TextOr[ContentParts] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     """What an assistant thought before it answered; `reasoning` is its other name."""
     reasoning: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], bounded(MAX_MESSAGES)] | None = None
     tool_call_id: str | None = None
 
     def to_template(self, index: int) -> dict[str, Any]:
         """The message as chat templates expect it: content is one string."""
         where = f"messages[{index}]."
-        self.refuse_extra(_NOT_SERVED, where)
+        ignored_fields(self.model_extra, self.known, where)
         for name, role in _ROLE_OF_FIELD.items():
             if getattr(self, name) and self.role != role:
                 raise InvalidRequest(f"{where}{name} needs role {role!r}", where + name)
@@ -140,7 +184,6 @@ class Message(OpenBody):
                     f"content of type {part.type!r} is not supported, only text",
                     f"{where}content[{n}].type",
                 )
-            part.refuse_extra({}, f"{where}content[{n}].")
             texts.append(part.text)
         return "\n".join(texts)
 
@@ -164,6 +207,8 @@ class Function(ClosedBody):
 class Tool(ClosedBody):
     type: Literal["function"]
     function: Function
+    cache_control: Any = None
+    """A hint of Anthropic's clients; it changes nothing."""
 
     def to_template(self) -> dict[str, Any]:
         """The tool as chat templates expect it: parameters are always there."""
@@ -184,7 +229,7 @@ class NamedTool(ClosedBody):
 class Conversation(BaseModel):
     """The fields that say how messages become a prompt."""
 
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], bounded(MAX_TOOLS)] | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -33,13 +33,16 @@ class AnswerHead:
     """It names the adapter version that answers, so that clients can tell when it changes."""
     include_usage: bool
     """Whether chunks have a field for the usage, which only a last one fills."""
+    request_id: str
+    """What the engine calls the request. Nobody else's has that id, whatever clients choose."""
 
     @classmethod
     def new(cls, prefix: str, body: GenerationBody, pinned: Pinned) -> AnswerHead:
         ref = pinned.lease.ref
         fingerprint = f"fp_{ref.digest[:16]}" if ref is not None else None
-        answer_id, created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
-        return cls(answer_id, created, body.model, fingerprint, body.include_usage)
+        own, created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
+        given = body.answer_id or own
+        return cls(given, created, body.model, fingerprint, body.include_usage, own)
 
     def chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = {
@@ -136,6 +139,31 @@ def truncated(
     return prompt_ids[-keep:]
 
 
+def check_logprobs(
+    service: Service, params: SamplingParams, prompts: Sequence[list[int]], num_choices: int
+) -> None:
+    """Raises InvalidRequest if more log-probabilities are asked for than are told at a time: in
+    one step, or of all prompts together."""
+    settings = service.settings
+    if params.logprobs is not None:
+        count = len(prompts) * num_choices * (params.logprobs + 1)
+        if count > (most := settings.max_step_logprobs):
+            raise InvalidRequest(
+                f"prompts, n and logprobs make {count} log-probabilities for each step, and there"
+                f" may be {most}",
+                "logprobs",
+            )
+    if params.prompt_logprobs is not None:
+        num_tokens = num_choices * sum(map(len, prompts))
+        count = num_tokens * (params.prompt_logprobs + 1)
+        if count > (most := settings.max_prompt_logprobs):
+            raise InvalidRequest(
+                f"prompts, n and prompt_logprobs make {count} log-probabilities, and there may be"
+                f" {most}",
+                "prompt_logprobs",
+            )
+
+
 def token_text(tokenizer: TokenReader | None, token_id: int, as_id: bool = False) -> str:
     """How a token is shown: its text; its bytes when they are no text; its id if all else fails
     or the client wants ids."""
@@ -196,7 +224,7 @@ class CompletionLogprobs:
         self._tokenizer = tokenizer
         self._num_top = body.logprobs or 0
         self._as_ids = bool(body.return_tokens_as_token_ids)
-        skips = tokenizer is not None and body.skip_special_tokens
+        skips = tokenizer is not None and body.skip_special_tokens is not False
         self._hidden = tokenizer.special_ids if tokenizer and skips else frozenset[int]()
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_chars = 0

@@ -1,4 +1,4 @@
-"""Reading bodies, errors in OpenAI's shape, clients that leave or are too slow, and events."""
+"""Errors in OpenAI's shape, answers, clients that leave or are too slow, and events."""
 
 from __future__ import annotations
 
@@ -11,31 +11,21 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from typing import Any, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from weft.core.errors import (
-    BodyTimeout,
-    BodyTooLarge,
-    InvalidRequest,
-    RequestTimeout,
-    UnsupportedMediaType,
-    WeftError,
-)
+from weft.core.errors import RequestTimeout, WeftError
 
 logger = logging.getLogger(__name__)
 
-BodyT = TypeVar("BodyT", bound=BaseModel)
 T = TypeVar("T")
 
 CLIENT_LEFT = 499
 """The status under which a request is counted whose client left before the answer."""
 
-BODY_TIMEOUT_S = 30.0
-"""How long a client may take to send its body."""
 READER_TIMEOUT_S = 120.0
 """How long a stream waits for a client that does not read, at least; it is looked at four times as
 often. Meanwhile the request goes on, and its tokens, at most max_tokens, are kept."""
@@ -100,77 +90,11 @@ def error_response(error: BaseException) -> Response:
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-def invalid(error: ValidationError) -> InvalidRequest:
-    """The first complaint about a body, naming the field: `messages[0].content`."""
-    first = error.errors(include_url=False)[0]
-    if first["type"] == "json_invalid":
-        return InvalidRequest(f"the body is not valid JSON: {first['msg']}")
-    param = field_path(first["loc"])
-    if first["type"] == "missing":
-        return InvalidRequest(f"{param} is required", param)
-    if first["type"] == "union_tag_invalid":
-        tags = first["ctx"]["expected_tags"].replace("<", "").replace(">", "")
-        return InvalidRequest(f"{param}.type must be one of {tags}", f"{param}.type")
-    return InvalidRequest(f"{param or 'the body'}: {first['msg']}", param)
-
-
-def field_path(loc: tuple[int | str, ...]) -> str | None:
-    """Write `("messages", 0, "content", "str")` as `messages[0].content`: names of union members
-    are no fields, and are left out."""
-    path = ""
-    for part in loc:
-        if isinstance(part, int):
-            path += f"[{part}]"
-        elif (path and not part.isidentifier()) or part in _UNION_MEMBERS:
-            continue
-        else:
-            path += f".{part}" if path else part
-    return path or None
-
-
-_UNION_MEMBERS = frozenset({"str", "int", "bool", "float"})
-
-
 async def handle_error(_: Request, error: Exception) -> Response:
     return error_response(error)
 
 
-# -- bodies and answers ----------------------------------------------------------------------------
-
-
-async def read_body(request: Request, model: type[BodyT], max_bytes: int) -> BodyT:
-    """The body as `model`. Raises InvalidRequest naming the field, BodyTooLarge, BodyTimeout or
-    UnsupportedMediaType."""
-    media_type = request.headers.get("content-type", "application/json").partition(";")[0]
-    if media_type.strip().lower() != "application/json":
-        raise UnsupportedMediaType("the content-type of a body must be application/json")
-    try:
-        async with asyncio.timeout(BODY_TIMEOUT_S):
-            body = await _read(request, max_bytes)
-    except TimeoutError:
-        raise BodyTimeout(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
-    if not body:
-        raise InvalidRequest("the body is empty; a JSON object is expected")
-    try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        raise invalid(error) from None
-
-
-async def _read(request: Request, max_bytes: int) -> bytes:
-    declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isdecimal() else 0
-    chunks: list[bytes] = []
-    if size <= max_bytes:
-        size = 0
-        async for chunk in request.stream():
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > max_bytes:
-                break
-    if size > max_bytes:
-        raise BodyTooLarge(f"the body is larger than {max_bytes} bytes")
-    return b"".join(chunks)
+# -- answers ---------------------------------------------------------------------------------------
 
 
 def json_response(

@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.api.callers import caller_of, caller_var, client_var
 from weft.api.http import CLIENT_LEFT, error_response
+from weft.api.reading import IGNORED
 from weft.core.errors import Unauthorized, to_wire
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.metrics import Metrics, RequestRecord
@@ -84,6 +85,8 @@ class Observe:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if ignored := scope.get(IGNORED):
+                    MutableHeaders(scope=message)[IGNORED] = ignored
             await send(message)
 
         try:
@@ -97,6 +100,8 @@ class Observe:
         finally:
             route = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.http_requests.labels(route, str(status)).inc()
+            if IGNORED in scope:
+                self._metrics.ignoring_requests.labels(route).inc()
 
 
 class RequireKey:

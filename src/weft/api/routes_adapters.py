@@ -10,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from weft.api.desk import AdapterDesk
-from weft.api.http import TEXT, body_of, json_response, read_body
+from weft.api.http import TEXT, body_of, json_response
+from weft.api.reading import read_body
 from weft.api.service import Service
 from weft.core.errors import AdapterPathRefused, InvalidRequest, WeftError
 from weft.core.stats import EngineStats

@@ -14,6 +14,7 @@ from weft.api.bodies import NamedTool
 from weft.api.generation import (
     AnswerHead,
     chat_logprobs,
+    check_logprobs,
     naming,
     num_choices,
     prompt_logprobs,
@@ -21,9 +22,11 @@ from weft.api.generation import (
     truncated,
     usage,
 )
-from weft.api.http import EventStream, answer, body_of, read_body
+from weft.api.http import EventStream, answer, body_of
+from weft.api.reading import read_request
 from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
+from weft.api.templating import newest_that_fit, template_kwargs
 from weft.core.errors import InvalidRequest
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams, StructuredOutputs
@@ -44,7 +47,16 @@ class Turn:
     `fields` has what the client calls the fields of SamplingParams, for `generation.naming`.
     """
 
-    def __init__(self, service: Service, body: ChatBody, pinned: Pinned, request_id: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: ChatBody,
+        pinned: Pinned,
+        request_id: str,
+        drops_oldest: bool = False,
+    ) -> None:
+        """`drops_oldest`: a conversation that is too long loses its oldest turns."""
+        self._drops_oldest = drops_oldest
         self._service = service
         self._body = body
         self._pinned = pinned
@@ -73,14 +85,8 @@ class Turn:
             (body.top_logprobs or 0) if body.logprobs else None,
             self._form(),
         )
-        ids = await self._service.encode_chat(
-            [m.to_template(i) for i, m in enumerate(body.messages)],
-            self._language,
-            tools=self._tools or None,
-            any_length=body.truncate_prompt_tokens is not None,
-            **body.template_options(),
-        )
-        prompt_ids = truncated(self._service, body, ids, params.max_tokens)
+        prompt_ids = await self._prompt_ids(params.max_tokens)
+        check_logprobs(self._service, params, [prompt_ids], self.num_choices)
         tenant = self._service.settings.tenant_of(self._pinned.name)
         self.requests = await self._service.intake.requests(
             self._request_id,
@@ -94,6 +100,27 @@ class Turn:
             cache_salt=self._service.salt(tenant, body.cache_salt),
         )
 
+    async def _prompt_ids(self, max_tokens: int | None) -> list[int]:
+        body, language = self._body, self._language
+        if body.chat_template is not None:
+            raise InvalidRequest("chat_template is not taken from requests", "chat_template")
+        template = self.tokenizer.chat_template if self.tokenizer else None
+        options = {
+            "tools": self._tools or None,
+            "any_length": body.truncate_prompt_tokens is not None,
+            **body.template_options(),
+            "template_kwargs": template_kwargs(body, template),
+        }
+
+        async def encode(messages: list[dict[str, Any]]) -> list[int]:
+            return await self._service.encode_chat(messages, language, **options)
+
+        messages = [m.to_template(i) for i, m in enumerate(body.messages)]
+        if self._drops_oldest:
+            room = self._service.intake.max_model_len - max(max_tokens or 1, 1)
+            return await newest_that_fit(messages, room, encode)
+        return truncated(self._service, body, await encode(messages), max_tokens)
+
     async def collect(self) -> list[Output]:
         """The whole outputs, in the order of the choices."""
         return await self._service.collect(self.requests, self._language, self._shown_ids())
@@ -105,9 +132,13 @@ class Turn:
     def reader(self) -> Reader:
         return Reader(self._parser(), one_call=self._body.parallel_tool_calls is False)
 
+    @property
+    def end_of_reasoning(self) -> int | None:
+        return self._dialect.end_of_reasoning
+
     def num_reasoning_tokens(self, output: Output) -> int:
         """How many tokens come up to the end of the reasoning; 0 if it does not end."""
-        end = self._dialect.end_of_reasoning
+        end = self.end_of_reasoning
         return output.token_ids.index(end) + 1 if end in output.token_ids else 0
 
     def _parser(self) -> ChatParser:
@@ -199,9 +230,9 @@ def chat_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody))
     async def create_chat_completion(request: Request) -> Response:
-        body = await read_body(request, ChatBody, service.settings.max_body_bytes)
+        body = await read_request(request, ChatBody, service.settings)
         body.check()
-        pinned = service.pin(body.model, body.adapters)
+        pinned = service.pin(body.model, body.adapters, body.lora_path)
         chat = _Chat(service, body, pinned)
         if body.stream:
             return EventStream(chat.chunks(), pinned.release)
@@ -216,7 +247,7 @@ class _Chat:
     def __init__(self, service: Service, body: ChatBody, pinned: Pinned) -> None:
         self._body = body
         self._head = AnswerHead.new("chatcmpl", body, pinned)
-        self._turn = Turn(service, body, pinned, self._head.id)
+        self._turn = Turn(service, body, pinned, self._head.request_id)
         self._wants_ids = bool(body.return_token_ids) or self._turn.tokenizer is None
 
     async def whole(self) -> dict[str, Any]:
@@ -240,16 +271,20 @@ class _Chat:
             async with aclosing(turn.run()) as merged:
                 async for i, delta in merged:
                     if not outputs[i].texts:
-                        yield self._opening(i)
+                        yield self._opening(i) | self._usage(i, outputs[i])
                     outputs[i].add(delta)
                     piece = readers[i].feed(delta)
                     if self._shows(delta, piece):
-                        yield self._head.chunk(
-                            _CHUNK, [self._chunk_choice(i, delta, piece, readers[i])]
-                        )
+                        choice = self._chunk_choice(i, delta, piece, readers[i])
+                        yield self._head.chunk(_CHUNK, [choice]) | self._usage(i, outputs[i])
         if self._body.include_usage:
             total = usage(turn.requests, outputs, turn.num_choices)
             yield self._head.chunk(_CHUNK, []) | {"usage": total}
+
+    def _usage(self, index: int, output: Output) -> dict[str, Any]:
+        """The usage of a choice so far, if each chunk is to have it."""
+        request = self._turn.requests[index]
+        return {"usage": usage([request], [output], 1)} if self._body.usage_in_all else {}
 
     def _whole_choice(self, index: int, output: Output) -> dict[str, Any]:
         reader = self._turn.reader()

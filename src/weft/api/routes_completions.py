@@ -13,6 +13,7 @@ from starlette.responses import Response
 from weft.api.generation import (
     AnswerHead,
     CompletionLogprobs,
+    check_logprobs,
     naming,
     num_choices,
     prompt_logprobs,
@@ -20,7 +21,8 @@ from weft.api.generation import (
     truncated,
     usage,
 )
-from weft.api.http import EventStream, answer, body_of, read_body
+from weft.api.http import EventStream, answer, body_of
+from weft.api.reading import read_request
 from weft.api.schemas import CompletionBody
 from weft.api.service import Output, Service
 from weft.core.errors import InvalidRequest
@@ -37,9 +39,9 @@ def completion_routes(service: Service) -> APIRouter:
 
     @router.post("/v1/completions", openapi_extra=body_of(CompletionBody))
     async def create_completion(request: Request) -> Response:
-        body = await read_body(request, CompletionBody, service.settings.max_body_bytes)
+        body = await read_request(request, CompletionBody, service.settings)
         body.check()
-        pinned = service.pin(body.model, body.adapters)
+        pinned = service.pin(body.model, body.adapters, body.lora_path)
         completion = _Completion(service, body, pinned)
         if body.stream:
             return EventStream(completion.chunks(), pinned.release)
@@ -89,10 +91,17 @@ class _Completion:
                     outputs[i].add(delta)
                     if first or self._shows(delta):
                         request = requests[i] if first else None
-                        yield self._head.chunk(_KIND, [self._choice(i, delta, shapes[i], request)])
+                        choice = self._choice(i, delta, shapes[i], request)
+                        yield self._head.chunk(_KIND, [choice]) | self._usage(
+                            requests[i], outputs[i]
+                        )
         if self._body.include_usage:
             total = usage(requests, outputs, self._num_choices)
             yield self._head.chunk(_KIND, []) | {"usage": total}
+
+    def _usage(self, request: EngineRequest, output: Output) -> dict[str, Any]:
+        """The usage of a choice so far, if each chunk is to have it."""
+        return {"usage": usage([request], [output], 1)} if self._body.usage_in_all else {}
 
     async def _requests(self, form: StructuredOutputs | None) -> list[EngineRequest]:
         body = self._body
@@ -105,10 +114,12 @@ class _Completion:
             params = replace(params, prompt_logprobs=asked)
         prompts = await self._prompts()
         self._check_count(len(prompts) * self._num_choices)
+        prompts = [truncated(self._service, body, ids, body.max_tokens) for ids in prompts]
+        check_logprobs(self._service, params, prompts, self._num_choices)
         tenant = self._service.settings.tenant_of(self._pinned.name)
         return await self._service.intake.requests(
-            self._head.id,
-            [truncated(self._service, body, ids, body.max_tokens) for ids in prompts],
+            self._head.request_id,
+            prompts,
             params,
             self._pinned,
             tenant,
@@ -174,7 +185,9 @@ class _Completion:
             return self._texts[index // self._num_choices]
         if self._tokenizer is None:
             return ""
-        return self._tokenizer.decode(request.prompt_ids, self._body.skip_special_tokens)
+        return self._tokenizer.decode(
+            request.prompt_ids, self._body.skip_special_tokens is not False
+        )
 
     def _logprobs(
         self, part: OutputDelta | Output, shape: CompletionLogprobs, echoed: EngineRequest | None

@@ -15,7 +15,8 @@ from starlette.responses import Response
 
 from weft.api.bodies import ClosedBody, Conversation, Message
 from weft.api.generation import token_text
-from weft.api.http import TEXT, body_of, handle_error, json_response, read_body
+from weft.api.http import TEXT, body_of, handle_error, json_response
+from weft.api.reading import read_body
 from weft.api.service import Service
 from weft.core.errors import EngineDead, InvalidRequest, WeftError
 from weft.metrics import CONTENT_TYPE

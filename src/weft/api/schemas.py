@@ -1,76 +1,97 @@
-"""Bodies of requests for an answer. A field that is not served is refused, never ignored."""
+"""Bodies of requests for an answer. What asks for more than is served is refused, never ignored."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeGuard
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from weft.api.bodies import (
+    MAX_MESSAGES,
     ClosedBody,
     Conversation,
-    Harmless,
+    Known,
     Message,
     NamedTool,
     OpenBody,
     ResponseFormat,
     StructuredBody,
+    Take,
+    TextOr,
     ToolChoice,
+    bounded,
+    ignored_fields,
 )
 from weft.core.adapters import MAX_PARTS, MAX_SCALE
 from weft.core.errors import InvalidRequest
-from weft.core.sampling import StructuredOutputs
+from weft.core.sampling import MAX_BAD_WORDS, MAX_STOP_STRINGS, StructuredOutputs
 
-HARMLESS: dict[str, Harmless] = {
-    "metadata": None,
-    "prompt_cache_key": None,
-    "prompt_cache_retention": None,
-    "safety_identifier": None,
-    "service_tier": None,
-    "store": None,
-    "user": None,
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model is to think before it answers."""
+
+HARMLESS: dict[str, Known] = {
+    "metadata": Take.SILENTLY,
+    "mm_processor_kwargs": Take.SILENTLY,
+    "prediction": Take.SILENTLY,
+    "priority": Take.NAMED,
+    "prompt_cache_key": Take.SILENTLY,
+    "prompt_cache_retention": Take.SILENTLY,
+    "safety_identifier": Take.SILENTLY,
+    "service_tier": Take.SILENTLY,
+    "store": Take.SILENTLY,
+    "user": Take.SILENTLY,
+    "verbosity": Take.NAMED,
 }
-"""Known fields that change no token of the answer."""
+"""Fields that change no token of the answer. `verbosity` would, if it were more than a hint."""
 
-_NOT_SERVED: dict[str, Harmless] = HARMLESS | {
+_KNOWN: dict[str, Known] = HARMLESS | {
     "audio": (),
     "best_of": (1,),
-    "chat_template": (),
+    "custom_logit_processor": (),
     "documents": ([],),
     "function_call": ("none", "auto"),
     "functions": ([],),
+    "kv_transfer_params": ({},),
     "length_penalty": (1,),
+    "logits_processors": ([],),
     "modalities": (["text"],),
-    "prediction": (),
-    "priority": (0,),
     "prompt_embeds": (),
-    "reasoning_effort": (),
     "spaces_between_special_tokens": (True,),
+    "stop_regex": ([],),
     "use_beam_search": (False,),
-    "verbosity": (),
+    "vllm_xargs": Take.NAMED,
     "web_search_options": (),
 }
-"""Fields of OpenAI's and vLLM's APIs that this version does not serve."""
+"""Fields of OpenAI's, vLLM's and SGLang's APIs that are not declared below."""
 
-_CHAT_NOT_SERVED = _NOT_SERVED | {
+_KNOWN_IN_CHATS = _KNOWN | {
     "add_special_tokens": (False,),
     "echo": (False,),
     "include_reasoning": (True,),
 }
-_COMPLETION_NOT_SERVED = _NOT_SERVED | {
+_KNOWN_IN_COMPLETIONS = _KNOWN | {
+    "chat_template": (),
+    "enable_thinking": Take.NAMED,
     "parallel_tool_calls": (True, False),
+    "reasoning_effort": Take.NAMED,
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
 
+MAX_PROMPTS = 1024
+MAX_LOGIT_BIASES = 1024
+MAX_STOP_IDS = 1024
+MAX_ALLOWED_IDS = 16_384
+MAX_ID_LENGTH = 128
+
 
 class StreamOptions(OpenBody):
-    include_usage: bool = False
+    known = {"include_obfuscation": Take.SILENTLY}  # noqa: RUF012
 
-    def check(self) -> None:
-        known = {"continuous_usage_stats": (False,), "include_obfuscation": None}
-        self.refuse_extra(known, "stream_options.")
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    """Whether each event of a choice has its usage so far."""
 
 
 class AdapterWeight(ClosedBody):
@@ -105,6 +126,12 @@ class GenerationBody(OpenBody):
     model: str
     adapters: AdapterSum | None = None
     cache_salt: CacheSalt | None = None
+    lora_path: str | None = None
+    """SGLang's name for the adapter; `model` then names that too, or the base."""
+    request_id: str | None = None
+    """The id of the answer."""
+    rid: str | list[str] | None = None
+    """SGLang's name of it."""
     max_tokens: int | None = None
     n: int | None = None
     """Choices for each prompt."""
@@ -115,17 +142,17 @@ class GenerationBody(OpenBody):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
     """By token id."""
     min_tokens: int | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
+    bad_words: Annotated[list[str], bounded(MAX_BAD_WORDS)] | None = None
+    allowed_token_ids: Annotated[list[int], bounded(MAX_ALLOWED_IDS)] | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
+    stop: TextOr[Annotated[list[str], bounded(MAX_STOP_STRINGS)]] | None = None
+    stop_token_ids: Annotated[list[int], bounded(MAX_STOP_IDS)] | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
     prompt_logprobs: int | None = None
     truncate_prompt_tokens: int | None = None
     """Only so many tokens of the prompt are kept, its last; -1: as many as fit."""
@@ -135,17 +162,28 @@ class GenerationBody(OpenBody):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
+    def ignored(self, strict: bool) -> list[str]:
+        names = super().ignored(strict)
+        for name in ("request_id", "rid"):
+            given = getattr(self, name)
+            if given is not None and not _is_id(given):
+                names.append(name)
+        options = self.stream_options
+        if options is not None:
+            names += ignored_fields(options.model_extra, options.known, "stream_options.", strict)
+        return names
+
     def check(self) -> None:
-        """Raises InvalidRequest for fields that are unknown, not served, or at odds."""
-        if self.stream_options is not None:
-            if not self.stream:
-                raise InvalidRequest("stream_options needs stream: true", "stream_options")
-            self.stream_options.check()
+        """Raises InvalidRequest for fields that are at odds."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream: true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs can't be streamed", "prompt_logprobs")
 
@@ -160,6 +198,9 @@ class GenerationBody(OpenBody):
         for kind in ("json", "regex", "grammar", "choice"):
             if (value := getattr(self, f"guided_{kind}")) is not None:
                 asked[f"guided_{kind}"] = StructuredBody(**{kind: value})
+        for name, kind in (("regex", "regex"), ("ebnf", "grammar")):
+            if (value := getattr(self, name)) is not None:
+                asked[name] = StructuredBody(**{kind: value})
         forms = {name: each.to_structured() for name, each in asked.items() if each is not None}
         found = [(form, name) for name, form in forms.items() if form is not None]
         if len(found) > 1:
@@ -168,36 +209,75 @@ class GenerationBody(OpenBody):
         return found[0] if found else (None, "")
 
     @property
+    def answer_id(self) -> str | None:
+        """What the client calls its answer, if it may be called that."""
+        return next((each for each in (self.request_id, self.rid) if _is_id(each)), None)
+
+    @property
     def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def usage_in_all(self) -> bool:
+        return bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+def _is_id(given: Any) -> TypeGuard[str]:
+    """Whether this is safe in answers and logs."""
+    if not isinstance(given, str):
+        return False
+    return 0 < len(given) <= MAX_ID_LENGTH and given.isascii() and given.isprintable()
+
+
+def _kind_of_prompt(prompt: Any) -> str:
+    """Which of a prompt's forms is meant, by its first item, so that one alone is read."""
+    if not isinstance(prompt, list):
+        return "<text>"
+    first = prompt[0] if prompt else 0
+    return (
+        "<texts>" if isinstance(first, str) else "<lists>" if isinstance(first, list) else "<ids>"
+    )
+
+
+_TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Prompt = Annotated[
+    Annotated[str, Tag("<text>")]
+    | Annotated[_TokenIds, Tag("<ids>")]
+    | Annotated[list[str], bounded(MAX_PROMPTS), Tag("<texts>")]
+    | Annotated[list[_TokenIds], bounded(MAX_PROMPTS), Tag("<lists>")],
+    Discriminator(_kind_of_prompt),
+]
 
 
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    known = _KNOWN_IN_COMPLETIONS
+
+    prompt: Prompt
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
-
-    def check(self) -> None:
-        super().check()
-        self.refuse_extra(_COMPLETION_NOT_SERVED)
 
 
 class ChatBody(GenerationBody, Conversation):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    known = _KNOWN_IN_CHATS
+
+    messages: Annotated[list[Message], bounded(MAX_MESSAGES, least=1)]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: Effort | None = None
+    enable_thinking: bool | None = None
+    """Whether the model thinks before it answers, if its chat template lets one choose."""
+    chat_template: str | None = None
 
     def check(self) -> None:
         super().check()
-        self.refuse_extra(_CHAT_NOT_SERVED)
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs: true", "top_logprobs")
         both = None not in (self.max_tokens, self.max_completion_tokens)

@@ -14,7 +14,7 @@ from weft.api.middleware import TraceSink, watched
 from weft.api.schemas import AdapterWeight
 from weft.api.settings import ApiSettings
 from weft.core.adapters import WeightedAdapter
-from weft.core.errors import EngineDead, InvalidRequest, Unauthorized
+from weft.core.errors import EngineDead, InvalidRequest, ModelNotFound, Unauthorized
 from weft.core.messages import EngineClient
 from weft.core.requests import EngineRequest, TokenLogprob
 from weft.core.stats import EngineStats
@@ -112,15 +112,22 @@ class Service:
             raise Unauthorized("this needs an API key")
         return Access(self._registry, caller or Caller())
 
-    def pin(self, model: str, adapters: list[AdapterWeight] | None = None) -> Pinned:
-        """Pin what `model` names, or the weighted sum of `adapters` on the base that it then must
-        name. The caller releases it. Raises PermissionDenied, ModelNotFound, InvalidRequest,
-        EngineDead, Overloaded."""
+    def pin(
+        self,
+        model: str,
+        adapters: list[AdapterWeight] | None = None,
+        lora_path: str | None = None,
+    ) -> Pinned:
+        """Pin what `model` names; or, on the base that it then must name, the adapter `lora_path`
+        or the weighted sum of `adapters`. The caller releases it. Raises PermissionDenied,
+        ModelNotFound, InvalidRequest, EngineDead, Overloaded."""
         if not self.engine.alive:
             raise EngineDead("the engine is not running")
         access = self.access
         self.admission.check(self.settings.tenant_of(model))
         pinned = self.intake.pin(access, model)
+        if lora_path:
+            return self._pin_beside(access, pinned, lora_path, adapters)
         if adapters is None:
             return pinned
         pinned.release()
@@ -146,6 +153,29 @@ class Service:
         if not self.settings.tenants or tenant_in(self.settings.tenants, tenant).shares_prefixes:
             return f":{asked}" if asked else ""
         return f"{len(tenant)}:{tenant}:{asked or ''}"
+
+    def _pin_beside(
+        self,
+        access: Access,
+        named: Pinned,
+        lora_path: str,
+        adapters: list[AdapterWeight] | None,
+    ) -> Pinned:
+        """The adapter that SGLang's clients name beside the model, which is given back."""
+        field = "lora_path"
+        with named:
+            if adapters is not None:
+                raise InvalidRequest("lora_path and adapters are both given", field)
+            try:
+                pinned = self.intake.pin(access, lora_path)
+            except ModelNotFound as error:
+                raise ModelNotFound(error.message, field) from None
+            if named.name not in (None, pinned.name):
+                pinned.release()
+                raise InvalidRequest(
+                    f"model names the adapter {named.name!r}, and lora_path another one", field
+                )
+            return pinned
 
     async def stats(self) -> EngineStats | None:
         """None when the engine does not answer."""

@@ -58,12 +58,20 @@ class ApiSettings:
     """Whether metrics are not served here, but on an address of their own."""
     allowed_origins: tuple[str, ...] = ()
     allow_hub_adapters: bool = False
-    max_body_bytes: int = 8 << 20
-    """A larger body is refused: reading one holds up everybody for up to a second or two."""
+    max_body_bytes: int = 1 << 20
+    """A larger body is refused: reading one holds up everybody."""
+    strict_fields: bool = False
+    """Whether unknown fields are refused instead of named as ignored."""
+    allow_request_templates: bool = False
+    """Whether requests may bring a chat template of their own."""
     max_prompts: int = 1024
     """Prompts of one completion request, each counted `n` times."""
     max_choices: int = 128
     """Choices (`n`) of one prompt."""
+    max_step_logprobs: int = 4096
+    """Log-probabilities that one request may ask for in a step: its sequences x (logprobs + 1)."""
+    max_prompt_logprobs: int = 1 << 18
+    """Those of its prompts: their tokens x n x (prompt_logprobs + 1)."""
     long_text_chars: int = 10_000
     """Texts beyond this are tokenized on a thread, off the event loop."""
     default_max_tokens: int = 16

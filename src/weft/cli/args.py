@@ -14,7 +14,7 @@ import typer
 from weft.core.errors import ConfigError
 from weft.registry import AdapterRoots, Sources
 from weft.registry.tenants_file import TenantsFile
-from weft.terminal.options import ADAPTERS, MODEL
+from weft.terminal.options import ADAPTERS, MODEL, parse_bytes
 
 HTTP = "HTTP server"
 
@@ -36,6 +36,12 @@ _HELP = {
     " Repeatable. Default: none.",
     "--max-queue": "How many requests may wait beyond --max-num-seqs; further ones get status 429."
     " Default: four times --max-num-seqs.",
+    "--max-body-size": "How large the body of a request may be, such as 512K or 4M. A body holds up"
+    " everybody while it is read.",
+    "--strict-fields": "Refuse requests with unknown fields instead of naming these as ignored in"
+    " the answer's x-weft-ignored.",
+    "--allow-request-templates": "Let requests bring a chat template, as chat_template. It is run"
+    " as those of adapters are.",
     "--request-timeout": "How long one answer may take before it is aborted. Default: no limit.",
     "--tool-call-parser": "How the model writes calls of tools. auto: as its chat template shows.",
     "--reasoning-parser": "Whether the model reasons between <think> and </think>, which is then"
@@ -78,6 +84,11 @@ class ServeFlags:
     allowed_origins: Annotated[list[str] | None, _flag("--allowed-origins", "ORIGIN")] = None
     max_queue: Annotated[int | None, _flag("--max-queue", "N", min=0)] = None
     request_timeout: Annotated[float | None, _flag("--request-timeout", "SECONDS")] = None
+    max_body_size: Annotated[
+        int, _flag("--max-body-size", "BYTES", parser=parse_bytes, show_default="1M")
+    ] = 1 << 20
+    strict_fields: Annotated[bool, _flag("--strict-fields")] = False
+    allow_request_templates: Annotated[bool, _flag("--allow-request-templates")] = False
     tool_call_parser: Annotated[
         Literal["auto", "none", "hermes", "llama3_json", "mistral"], _flag("--tool-call-parser")
     ] = "auto"

@@ -93,6 +93,9 @@ def _api_settings(engine: EngineArgs, flags: ServeFlags) -> ApiSettings:
         metrics_apart=flags.metrics_port is not None,
         allowed_origins=tuple(flags.allowed_origins or ()),
         allow_hub_adapters=flags.allow_hub_adapters,
+        max_body_bytes=flags.max_body_size,
+        strict_fields=flags.strict_fields,
+        allow_request_templates=flags.allow_request_templates,
         tool_call_parser=None if tools == "none" else tools,
         reasoning_parser=None if reasoning == "none" else reasoning,
     )

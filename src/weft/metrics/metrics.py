@@ -106,6 +106,12 @@ class Metrics:
             ["route", "status"],
             registry=self._registry,
         )
+        self.ignoring_requests = Counter(
+            "weft:ignoring_requests",
+            "Requests with fields that were accepted and ignored, by route.",
+            ["route"],
+            registry=self._registry,
+        )
         self._all = Tally(_FIRST_TOKEN_S, _PER_TOKEN_S, _QUEUE_S)
         """What all requests had together."""
         self._inter_token_s = Histogram(_PER_TOKEN_S)

@@ -1,0 +1,147 @@
+"""Reading the bodies of requests: in time, within limits, and as what they must be."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Sequence
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from weft.api.bodies import OpenBody
+from weft.api.settings import ApiSettings
+from weft.core.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
+
+BodyT = TypeVar("BodyT", bound=BaseModel)
+OpenT = TypeVar("OpenT", bound=OpenBody)
+
+BODY_TIMEOUT_S = 30.0
+"""How long a client may take to send its body."""
+
+MAX_OBJECTS = 10_000
+MAX_ARRAYS = 10_000
+MAX_MEMBERS = 20_000
+MAX_STRINGS = 50_000
+IGNORED = "x-weft-ignored"
+"""The header that names fields which were accepted and ignored; also where a request's scope has
+them."""
+MAX_NAMES, MAX_NAME_LENGTH = 16, 64
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
+
+_MAX_FAULTS = 1000
+"""With more faults than this, none is named: pydantic would describe them all first."""
+
+_BOUNDED = (
+    (b"{", MAX_OBJECTS, "objects"),
+    (b"[", MAX_ARRAYS, "lists"),
+    (b":", MAX_MEMBERS, "fields"),
+)
+
+
+async def read_body(request: Request, model: type[BodyT], max_bytes: int) -> BodyT:
+    """The body as `model`. Raises InvalidRequest naming the field, BodyTooLarge, BodyTimeout or
+    UnsupportedMediaType."""
+    media_type = request.headers.get("content-type", "application/json").partition(";")[0]
+    if media_type.strip().lower() != "application/json":
+        raise UnsupportedMediaType("the content-type of a body must be application/json")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            body = await _read(request, max_bytes)
+    except TimeoutError:
+        raise BodyTimeout(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
+    if not body:
+        raise InvalidRequest("the body is empty; a JSON object is expected")
+    check_counts(body)
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+async def read_request(request: Request, model: type[OpenT], settings: ApiSettings) -> OpenT:
+    """The body as `read_body` reads it. What it has beyond what is served is noted for the answer.
+    Raises InvalidRequest too for fields that must not be ignored."""
+    body = await read_body(request, model, settings.max_body_bytes)
+    if names := body.ignored(settings.strict_fields):
+        request.scope[IGNORED] = shown_names(names)
+    return body
+
+
+def shown_names(names: Sequence[str]) -> str:
+    """Names that a client chose, for a header: safe, and not too many."""
+    shown = [_UNSAFE.sub("_", name[:MAX_NAME_LENGTH]) for name in names[:MAX_NAMES]]
+    return ",".join(shown if len(names) <= MAX_NAMES else [*shown, "..."])
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    declared = request.headers.get("content-length", "")
+    size = int(declared) if declared.isdecimal() else 0
+    chunks: list[bytes] = []
+    if size <= max_bytes:
+        size = 0
+        async for chunk in request.stream():
+            chunks.append(chunk)
+            size += len(chunk)
+            if size > max_bytes:
+                break
+    if size > max_bytes:
+        raise BodyTooLarge(f"the body is larger than {max_bytes} bytes")
+    return b"".join(chunks)
+
+
+def check_counts(body: bytes) -> None:
+    """Raise InvalidRequest for JSON of more parts than are read at once without holding up others.
+
+    What texts hold does not count: a text of JSON's own signs is one string.
+    """
+    if all(body.count(sign) <= most for sign, most, _ in _BOUNDED):
+        return
+    # Two bytes that are no signs stand for an escape, and every other piece between quotes is
+    # outside of strings.
+    bare = body.replace(rb"\\", b"__").replace(rb"\"", b"__")
+    num_strings = bare.count(b'"') // 2
+    if num_strings > MAX_STRINGS:
+        raise _too_many(num_strings, "strings", MAX_STRINGS)
+    outside = b"".join(bare.split(b'"')[::2])
+    for sign, most, what in _BOUNDED:
+        if (count := outside.count(sign)) > most:
+            raise _too_many(count, what, most)
+
+
+def _too_many(count: int, what: str, most: int) -> InvalidRequest:
+    return InvalidRequest(f"the body has {count} {what}, and may have {most}")
+
+
+def invalid(error: ValidationError) -> InvalidRequest:
+    """The first complaint about a body, naming the field: `messages[0].content`."""
+    if error.error_count() > _MAX_FAULTS:
+        return InvalidRequest(f"the body has {error.error_count()} faults")
+    first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        return InvalidRequest(f"the body is not valid JSON: {first['msg']}")
+    param = field_path(first["loc"])
+    if first["type"] == "missing":
+        return InvalidRequest(f"{param} is required", param)
+    if first["type"] == "union_tag_invalid":
+        tags = first["ctx"]["expected_tags"].replace("<", "").replace(">", "")
+        return InvalidRequest(f"{param}.type must be one of {tags}", f"{param}.type")
+    return InvalidRequest(f"{param or 'the body'}: {first['msg']}", param)
+
+
+def field_path(loc: tuple[int | str, ...]) -> str | None:
+    """Write `("messages", 0, "content", "str")` as `messages[0].content`: names of union members
+    are no fields, and are left out."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif (path and not part.isidentifier()) or part in _UNION_MEMBERS:
+            continue
+        else:
+            path += f".{part}" if path else part
+    return path or None
+
+
+_UNION_MEMBERS = frozenset({"str", "int", "bool", "float"})
