@@ -3,6 +3,7 @@ written down."""
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 from collections.abc import Iterator
@@ -11,10 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
-from http_api import CHAT, COMPLETE, HI, Web, World, digest_of, run
+from http_api import CHAT, COMPLETE, HI, Web, World, digest_of, run, until
 from toy_tokenizers import byte_level
 
 from weft.api.audit import AuditLog
+from weft.cli.front import FrontDoor
+from weft.core.tenants import Caps, Tenant
 from weft.registry.tenants_file import TenantsFile
 
 
@@ -119,7 +122,9 @@ def asks(model: str) -> list[tuple[str, str, Any]]:
         ("POST", COMPLETE, {"model": model, "prompt": "a"}),
         ("POST", COMPLETE, {"model": model, "prompt": "a", "stream": True}),
         ("POST", COMPLETE, {"model": "base", "prompt": "a", "adapters": [{"name": model}]}),
+        ("POST", COMPLETE, {"model": "base", "prompt": "a", "lora_path": model}),
         ("POST", CHAT, {"model": model, "messages": HI}),
+        ("POST", CHAT, {"model": "base", "messages": HI, "lora_path": model}),
         ("POST", CHAT, {"model": "base", "messages": HI, "adapters": [{"name": model}]}),
         ("POST", "/v1/responses", {"model": model, "input": "a"}),
         ("POST", "/tokenize", {"model": model, "prompt": "a"}),
@@ -263,7 +268,7 @@ def test_keys_have_roles_and_expire(served: Served) -> None:
     async def scenario(web: Web) -> None:
         await served.fill(web)
         path = served.world.adapter("acme/other", "O")
-        for method, route, body in asks("globex/secret")[:9]:
+        for method, route, body in asks("globex/secret")[:11]:
             answer = await web.http.request(method, route, json=body, headers=as_("acme-ci"))
             assert answer.status_code == 403, route
             error = answer.json()["error"]
@@ -319,6 +324,30 @@ def test_metrics_may_have_an_address_of_their_own(tmp_path: Path) -> None:
             world.engine.alive = False
             assert (await apart.get("/health")).status_code == 503
             world.engine.alive = True
+
+    run(world, scenario)
+
+
+def test_the_engine_is_told_of_the_tenants_now_and_when_they_change(tmp_path: Path) -> None:
+    """Also of those that were read again while it started."""
+    file = tmp_path / "tenants.toml"
+    file.write_text("[tenants.a]\nweight = 2")
+    world = World(tmp_path, byte_level())
+
+    async def scenario(web: Web) -> None:
+        door = FrontDoor(TenantsFile(file), None)
+        file.write_text("[tenants.a]\nweight = 3")
+        door.renew()
+        await door.tell(world.engine)
+        assert world.engine.tenants == [Tenant("a", 3.0)]
+        file.write_text("[tenants.a]\n[tenants.b.caps]\nmax_seats = 2")
+        door.renew()
+        await until(lambda: len(world.engine.tenants) == 2)
+        assert world.engine.tenants[1] == Tenant("b", caps=Caps(max_seats=2))
+        file.write_text("[tenants.c]\nx = 1")
+        door.renew()
+        await asyncio.sleep(0)
+        assert [tenant.name for tenant in world.engine.tenants] == ["a", "b"]
 
     run(world, scenario)
 
