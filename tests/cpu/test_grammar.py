@@ -22,8 +22,12 @@ from transformers import AutoTokenizer
 
 from weft.core.errors import InvalidRequest, Overloaded, WeftError
 from weft.core.sampling import StructuredOutputs
+from weft.core.tenants import Caps, Tenant
 from weft.grammar import grammars as grammar
-from weft.grammar.grammars import GrammarMatcher, Grammars
+from weft.grammar.grammars import Grammars
+from weft.grammar.matcher import GrammarMatcher
+from weft.grammar.mother import FormAnswer, Limits
+from weft.grammar.processes import CompilerProcesses
 from weft.text import Tokenizer, load_tokenizer
 from weft.text.chat_parser import ChatParser
 from weft.text.tools import TOOL_FORMATS, tools_schema
@@ -290,6 +294,9 @@ def test_structural_tag(bench: Bench) -> None:
         ("NaN", StructuredOutputs(json='{"const": NaN}')),
         ("bytes", StructuredOutputs(json=f'{{"title": "{"é" * 40_000}"}}')),
         ("bytes", StructuredOutputs(choice=("x" * 40_000, "y" * 40_000))),
+        ("choices", StructuredOutputs(choice=tuple(map(str, range(5000))))),
+        ("repetitions", StructuredOutputs(regex="a?" * 9000 + "a" * 9000)),
+        ("repetitions", json_form({"pattern": "a?" * 9000})),
         ("deeper", StructuredOutputs(json='{"items":' * 5000 + "true" + "}" * 5000)),
         ("deeper", tag({"x": json.loads("[" * 200 + "]" * 200)})),
         ("parenthesis", StructuredOutputs(regex="(a")),
@@ -382,41 +389,81 @@ def test_what_a_server_lacks_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     grammars.close()
 
 
-def test_a_compilation_that_does_not_end_harms_nobody(
+def endless(number: int) -> StructuredOutputs:
+    """A form whose compilation does not end in a test's time."""
+    return StructuredOutputs(grammar="root ::= " + '"a"? ' * (6000 + number))
+
+
+def test_compilations_that_do_not_end_harm_nobody(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release = threading.Event()
-    compile_ = grammar.Compiler.matcher
-
-    def slow(self: grammar.Compiler, spec: StructuredOutputs) -> GrammarMatcher:
-        if spec.regex == "slow":
-            release.wait()
-        return compile_(self, spec)
-
-    monkeypatch.setattr(grammar.Compiler, "matcher", slow)
-    monkeypatch.setattr(grammar, "COMPILE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(grammar, "LIMITS", Limits(cpu_s=0.3))
     made = Bench(bench.tokenizer)
-    stuck, good = StructuredOutputs(regex="slow"), StructuredOutputs(regex="a")
-    try:
-        for n in range(3):
-            made.grammars.start(f"stuck {n}", stuck)
-        made.grammars.start("good", good)
-        outcomes = dict(made.wait(4))
-        assert isinstance(outcomes.pop("good"), GrammarMatcher)
-        assert all("takes longer" in str(error) for error in outcomes.values())
-        for n in range(10):
-            made.grammars.start(f"more {n}", stuck)
-        late = dict(made.wait(10))
-        assert any(isinstance(error, Overloaded) for error in late.values())
-        with pytest.raises(Overloaded):
-            made.compile(good)
-    finally:
-        release.set()
-    while made.grammars._num_stuck:
-        pass
-    made.compile(good)
+    names = [f"endless {n}" for n in range(5)]
+    for n, name in enumerate(names):
+        made.grammars.start(name, endless(n), "attacker")
+    made.grammars.start("good", StructuredOutputs(regex="a"), "victim")
+    outcomes = dict(made.wait(6))
+    assert list(outcomes).index("good") < 5
+    assert isinstance(outcomes.pop("good"), GrammarMatcher)
+    assert all("longer than 0.3 s" in str(error) for error in outcomes.values())
+    made.compile(StructuredOutputs(regex="b"))
     made.grammars.close()
     assert not any(thread.is_alive() for thread in made.grammars._threads)
+
+
+def test_a_compilation_has_its_memory(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar, "LIMITS", Limits(memory_bytes=8 << 20))
+    made = Bench(bench.tokenizer)
+    assert "takes more memory" in refusal(made, endless(0))
+    made.compile(StructuredOutputs(regex="a"))
+    made.grammars.close()
+
+
+def test_compilers_that_were_killed_are_replaced(bench: Bench) -> None:
+    bench.compile(StructuredOutputs(regex="before"))
+    assert bench.grammars._compilers is not None
+    mother = bench.grammars._compilers[1]._mother._process
+    mother.kill()
+    mother.wait()
+    bench.compile(StructuredOutputs(regex="after"))
+
+
+def test_a_form_is_compiled_once_for_all_who_ask(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[StructuredOutputs] = []
+    compile_ = CompilerProcesses.compile
+
+    def count(self: CompilerProcesses, form: StructuredOutputs) -> FormAnswer:
+        compiled.append(form)
+        return compile_(self, form)
+
+    monkeypatch.setattr(CompilerProcesses, "compile", count)
+    for n in range(128):
+        tenant, form = str(n % 3), json_form({"title": "same", "type": "integer"})
+        bench.grammars.start(str(n), form, tenant)
+    matchers = dict(bench.wait(128)).values()
+    assert len({id(matcher) for matcher in matchers}) == 128
+    assert all(isinstance(matcher, GrammarMatcher) for matcher in matchers)
+    bench.compile(json_form({"title": "same", "type": "integer"}))
+    assert len(compiled) == 1
+
+
+def test_masks_that_cost_too_much_are_refused_beforehand(bench: Bench) -> None:
+    assert "ambiguous" in refusal(bench, StructuredOutputs(regex="(a|b)*?" * 400))
+
+
+def test_a_tenant_has_so_many_forms_at_a_time(bench: Bench) -> None:
+    bench.grammars.set_tenants([Tenant("small", caps=Caps(max_forms=2))])
+    for n in range(4):
+        bench.grammars.start(f"small {n}", StructuredOutputs(regex=f"small {n}"), "small")
+        bench.grammars.start(f"other {n}", StructuredOutputs(regex=f"other {n}"), "other")
+    outcomes = dict(bench.wait(8))
+    bench.grammars.set_tenants([])
+    refused = [n for n in range(4) if isinstance(outcomes[f"small {n}"], Overloaded)]
+    assert refused and refused[0] >= 2
+    assert all(isinstance(outcomes[f"other {n}"], GrammarMatcher) for n in range(4))
 
 
 TOOLS = [

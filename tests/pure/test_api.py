@@ -345,6 +345,9 @@ def function(name: str) -> dict[str, Any]:
         (COMPLETE, {"prompt": "x", "guided_choice": []}, "guided_choice"),
         (COMPLETE, {"prompt": "x", "guided_regex": "a", "guided_json": {}}, "guided_regex"),
         (COMPLETE, {"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
+        (COMPLETE, {"prompt": "x", "guided_regex": "a?" * 9000}, "guided_regex"),
+        (COMPLETE, {"prompt": "x", "guided_grammar": "#" * 70_000}, "guided_grammar"),
+        (CHAT, {"structured_outputs": {"choice": ["a"] * 5000}}, "structured_outputs"),
         (COMPLETE, {"prompt": "x", "structured_outputs": {"yaml": ""}}, "structured_outputs.yaml"),
         (
             COMPLETE,

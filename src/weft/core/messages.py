@@ -15,6 +15,9 @@ from weft.core.tenants import Tenant
 @dataclass(frozen=True, slots=True)
 class Submit:
     request: EngineRequest
+    form_place: int | None = None
+    """Where both ends of a link between processes keep the request's form; see
+    `weft.fleet.forms`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ class Engine:
                 return Reply(call_id)
             case SetTenants(tenants):
                 self.scheduler.set_tenants(tenants)
+                self._grammars.set_tenants(tenants)
             case GetStats(call_id):
                 return Reply(call_id, stats=self.stats())
             case _:
@@ -98,8 +99,9 @@ class Engine:
             if request.adapter is not None and active_from is not None:
                 self._residency.ask(request.adapter.digest)
             self._loop.queue_times.receive(request.request_id)
-            if request.params.structured_outputs is not None:
-                self._grammars.start(request.request_id, request.params.structured_outputs)
+            form = request.params.structured_outputs
+            if form is not None:
+                self._grammars.start(request.request_id, form, request.tenant)
         return refused
 
     def abort(self, request_id: str) -> TokenEvent | None:

@@ -23,8 +23,9 @@ import zmq.asyncio
 
 from weft.core.config import EngineArgs
 from weft.core.errors import EngineDead
-from weft.core.messages import Command, Report, Started, Stop
+from weft.core.messages import Command, Report, Started, Stop, Submit
 from weft.fleet.client import LinkClient
+from weft.fleet.forms import ReceivedForms, SentForms
 from weft.metrics.logs import LogArgs, configure_logging, configured_logging
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class ProcessLink:
         atexit.register(self._process.kill)  # before multiprocessing waits for it
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._process.sentinel, self._ended)
+        self._forms = SentForms()
         self._receiver = asyncio.create_task(self._receive())
 
     @property
@@ -91,6 +93,8 @@ class ProcessLink:
         return self._process.pid
 
     def send(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            command = self._forms.pack(command.request)
         # A command to an engine that is gone is lost, of which `LinkClient.died` tells.
         with contextlib.suppress(zmq.Again):
             self._down.send(COMMANDS.encode(command), zmq.DONTWAIT)
@@ -173,11 +177,14 @@ def _pull(
     ends the process at once, as a start may take minutes."""
     commands = _socket(context, zmq.PULL)
     commands.bind(down)
+    forms = ReceivedForms()
     with contextlib.suppress(zmq.ContextTerminated):
         while True:
             command = COMMANDS.decode(commands.recv())
             if isinstance(command, Stop) and not started.is_set():
                 os._exit(0)
+            if isinstance(command, Submit):
+                command = forms.unpack(command)
             inbox.put(command)
             if isinstance(command, Stop):
                 break

@@ -88,6 +88,10 @@ _MAX_INTEGER = 2**53
 """Listed integers beyond it are rounded when xgrammar writes them."""
 _REFERENCE = re.compile(r"#(?:/(?:\$defs|definitions)/[^/]+)?")
 
+MAX_REPEATS = 1000
+"""How many repetitions a regular expression may have: the time that they take to be compiled, and
+to be followed, grows with the square of their number."""
+_REPEAT = re.compile(r"\\.|[*+?]|\{[0-9,]+\}", re.DOTALL)
 _ATOM = re.compile(r"\\(?:u[0-9a-fA-F]{4}|x[0-9a-fA-F]{2}|c[A-Za-z]|.)|\[\^?|.", re.DOTALL)
 _CLASS_WITHOUT = r"[^\ud800-\udfff"
 """The beginning of a class of what it names not, nor surrogates, which are no text."""
@@ -111,12 +115,20 @@ def enforceable(schema: object) -> Any:
     return checked
 
 
+def check_repeats(pattern: str) -> None:
+    """Raise InvalidRequest for a regular expression with too many repetitions."""
+    repeats = sum(not match[0].startswith("\\") for match in _REPEAT.finditer(pattern))
+    if repeats > MAX_REPEATS:
+        raise refusal(f"more than {MAX_REPEATS} repetitions in a regular expression")
+
+
 def enforceable_regex(pattern: str, in_json: bool = False) -> str:
     """The expression in xgrammar's dialect, with the meaning that it has elsewhere.
 
     Raises InvalidRequest for anchors inside, for escapes that xgrammar would read as letters, and,
     for a pattern of a JSON string, for characters that JSON must escape.
     """
+    check_repeats(pattern)
     atoms: list[str] = []
     in_class = ""
     for match in _ATOM.finditer(pattern):

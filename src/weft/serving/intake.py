@@ -17,6 +17,7 @@ from weft.core.errors import ContextLengthExceeded, InvalidRequest
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineInfo
+from weft.grammar.check import check_form
 from weft.registry import Access, AdapterRegistry, Lease
 from weft.serving.publisher import Executor
 from weft.text import AdapterTokenizers, Tokenizer, TokenReader
@@ -262,8 +263,10 @@ class Intake:
         """
         lease, language = pinned.lease, pinned.language
         params.check_vocab(language.vocab_size)
-        if params.structured_outputs is not None and not language.takes_forms:
-            raise InvalidRequest(NO_FORMS, "structured_outputs")
+        if params.structured_outputs is not None:
+            if not language.takes_forms:
+                raise InvalidRequest(NO_FORMS, "structured_outputs")
+            check_form(params.structured_outputs)
         bad = await self._bad_token_ids(params.bad_words, language, tenant)
         made: list[EngineRequest] = []
         for prompt_ids in prompts:

@@ -1,0 +1,51 @@
+"""What a form may be at most. It is checked before anything else is done with it, wherever it
+comes from, in time that is linear in its length."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from weft.core.sampling import StructuredOutputs
+from weft.grammar.schema import check_repeats, refusal
+
+MAX_BYTES = 64 * 1024
+"""The most bytes that the texts of one form may have together."""
+MAX_DEPTH = 128
+"""How deep brackets in JSON may be nested; xgrammar bounds other forms itself."""
+MAX_CHOICES = 4096
+_JSON_STRING = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+_BRACKET = re.compile(r"[\[\]{}]")
+
+
+def check_form(form: StructuredOutputs) -> None:
+    """Raise InvalidRequest for a form that is too large, or whose JSON is none."""
+    if len(form.choice) > MAX_CHOICES:
+        raise refusal(f"more than {MAX_CHOICES} choices")
+    texts = [form.json, form.regex, form.grammar, form.structural_tag, *form.choice]
+    if sum(len(text.encode(errors="replace")) for text in texts if text) > MAX_BYTES:
+        raise refusal(f"more than {MAX_BYTES} bytes")
+    if form.regex is not None:
+        check_repeats(form.regex)
+    for text in (form.json, form.structural_tag):
+        if text is not None:
+            parse(text)
+
+
+def parse(text: str) -> Any:
+    """JSON of bounded depth. Raises InvalidRequest."""
+    depth = deepest = 0
+    for bracket in _BRACKET.findall(_JSON_STRING.sub("", text)):
+        depth += 1 if bracket in "[{" else -1
+        deepest = max(deepest, depth)
+    if deepest > MAX_DEPTH:
+        raise refusal(f"nested deeper than {MAX_DEPTH} levels")
+    try:
+        return json.loads(text, parse_constant=_no_constant)
+    except ValueError as error:
+        raise refusal(f"invalid JSON: {error}") from error
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number")

@@ -1,0 +1,144 @@
+"""Forms to what xgrammar makes of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from weft.core.errors import WeftError
+from weft.core.sampling import StructuredOutputs
+from weft.grammar.check import parse
+from weft.grammar.matcher import GrammarMatcher
+from weft.grammar.schema import enforceable, enforceable_regex, refusal
+from weft.grammar.vocabulary import Vocabulary
+
+MAX_WHITESPACE = 32
+"""Characters in a row between the parts of JSON: models may else go on with it for ever."""
+
+_LOG_PREFIX = re.compile(r"^\[[\d:]+\] \S+:\d+: |Check failed: .*? is false: ")
+_BOUNDED_STRING = re.compile(r'^(\w+) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
+"""xgrammar's rule for the characters of a string with minLength or maxLength. It allows control
+characters, which JSON does not, and no escapes, which texts need."""
+_CHARACTER = (
+    r'\1 ::= ([^\\0-\\x1f\\"\\\\\\uD800-\\uDFFF] | "\\\\" [\\"\\\\/bfnrt] '
+    r'| "\\\\u00" [01] [0-9a-f])'
+)
+
+
+def refusal_of(error: Exception) -> WeftError:
+    """What to say of a form with which this happened."""
+    if isinstance(error, WeftError):
+        return error
+    reason = " ".join(_LOG_PREFIX.sub("", str(error)).split())
+    if isinstance(error, MemoryError) or "bad_alloc" in reason:
+        reason = "compiling it takes more memory than it may have"
+    return refusal(reason[:300])
+
+
+class Compiler:
+    """Compiles forms for one vocabulary. Safe to use from several threads."""
+
+    def __init__(self, vocabulary: Vocabulary, num_threads: int) -> None:
+        """Raises InvalidRequest if xgrammar is not installed."""
+        try:
+            import xgrammar
+        except ImportError as error:
+            raise refusal("this server lacks a package for it: pip install xgrammar") from error
+        self._xgrammar = xgrammar
+        self.vocabulary = vocabulary
+        info = xgrammar.TokenizerInfo(
+            list(vocabulary.spelled),
+            xgrammar.VocabType.RAW,
+            vocab_size=vocabulary.size,
+            stop_token_ids=list(vocabulary.eos_ids),
+        )
+        self._info = info
+        self._compiler = xgrammar.GrammarCompiler(
+            info, max_threads=num_threads, cache_enabled=False
+        )
+
+    def compile(self, form: StructuredOutputs) -> Any:
+        """The compiled form, without a regard to `begin_after_token`. Raises InvalidRequest, saying
+        in one line what is wrong with it."""
+        try:
+            compiled = self._compile(form)
+        except Exception as error:  # of the many kinds that xgrammar raises
+            raise refusal_of(error) from error
+        if not self._allows_anything(compiled):
+            raise refusal("no output has this form")
+        return compiled
+
+    def revive(self, text: str) -> Any:
+        """A compiled form that another process has written as text."""
+        return self._xgrammar.CompiledGrammar.deserialize_json(text, self._info)
+
+    def matcher(
+        self,
+        compiled: Any,
+        begin_after: int | None = None,
+        on_costly: Callable[[WeftError], None] = lambda _: None,
+    ) -> GrammarMatcher:
+        """A matcher at its beginning; see `GrammarMatcher`. Raises InvalidRequest."""
+        if begin_after is not None and not self._can_begin_after(begin_after):
+            raise refusal(f"token {begin_after} can't come before the form")
+        state = self._xgrammar.GrammarMatcher(compiled)
+        return GrammarMatcher(state, begin_after, self.vocabulary, on_costly)
+
+    def _can_begin_after(self, token_id: int) -> bool:
+        return 0 <= token_id < self.vocabulary.size and bool(self.vocabulary.spelled[token_id])
+
+    def _allows_anything(self, compiled: Any) -> bool:
+        words = np.zeros_like(self.vocabulary.eos)
+        self._xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(words)
+        return bool(words.any())
+
+    def _compile(self, spec: StructuredOutputs) -> Any:
+        if spec.json is not None:
+            return self._compiler.compile_grammar(self._json_grammar(parse(spec.json)))
+        if spec.json_object:
+            return self._compiler.compile_grammar(self._json_grammar({"type": "object"}))
+        if spec.regex is not None:
+            return self._compiler.compile_regex(enforceable_regex(spec.regex))
+        if spec.grammar is not None:
+            return self._compiler.compile_grammar(spec.grammar)
+        if spec.structural_tag is not None:
+            tag = parse(spec.structural_tag)
+        else:
+            choices = [{"type": "const_string", "value": choice} for choice in spec.choice]
+            tag = {"type": "structural_tag", "format": {"type": "or", "elements": choices}}
+        return self._compiler.compile_structural_tag(json.dumps(self._tag(tag)))
+
+    def _json_grammar(self, schema: object) -> str:
+        text = json.dumps(enforceable(schema), ensure_ascii=False)
+        grammar = self._xgrammar.Grammar.from_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
+        return _BOUNDED_STRING.sub(_CHARACTER, str(grammar))
+
+    def _tag(self, tag: Any) -> Any:
+        """A structural tag, or a part of one, with what it holds made enforceable."""
+        if isinstance(tag, list):
+            return [self._tag(part) for part in tag]
+        if not isinstance(tag, dict):
+            return tag
+        kind = tag.get("type")
+        if kind == "json_schema":
+            for key in sorted(tag.keys() - {"type", "json_schema"}):
+                if (key, tag[key]) != ("style", "json"):
+                    raise refusal(f"{key!r} of a json_schema in a structural tag is not supported")
+            return {"type": "grammar", "grammar": self._json_grammar(tag.get("json_schema"))}
+        if kind == "regex" and isinstance(tag.get("pattern"), str):
+            return {**tag, "pattern": enforceable_regex(tag["pattern"])}
+        if kind == "token" and isinstance(tag.get("token"), str):
+            return {**tag, "token": self._token_id(tag["token"])}
+        if kind == "qwen_xml_parameter":
+            raise refusal("'qwen_xml_parameter' in a structural tag is not supported")
+        return {key: self._tag(value) for key, value in tag.items()}
+
+    def _token_id(self, name: str) -> int:
+        token_id = self.vocabulary.id_of_special.get(name)
+        if token_id is None:
+            raise refusal(f"the tokenizer has no special token {name[:80]!r}")
+        return token_id

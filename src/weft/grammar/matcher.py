@@ -1,0 +1,91 @@
+"""What one request's output may have next, by its form."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from weft.core.errors import WeftError
+from weft.grammar.schema import refusal
+from weft.grammar.vocabulary import Vocabulary, Words
+
+BURST_S = 0.5
+STEP_S = 0.01
+"""A matcher may take this long for each token, on average, beyond a burst."""
+
+
+class GrammarMatcher:
+    """State of one request's output, for the engine's thread alone."""
+
+    def __init__(
+        self,
+        matcher: Any,
+        begin_after: int | None,
+        vocabulary: Vocabulary,
+        on_costly: Callable[[WeftError], None],
+    ) -> None:
+        """The form binds from the token after `begin_after` on; None: at once. `on_costly` is
+        called with the refusal when the matcher has taken more time than it may."""
+        self._matcher = matcher
+        self._begin_after = begin_after
+        self._vocabulary = vocabulary
+        self._on_costly = on_costly
+        self._ended = False
+        self._stuck = False
+        self._spent_s = -BURST_S
+
+    @property
+    def over(self) -> bool:
+        """Whether the output has the form already, or can't go on."""
+        return self._ended or self._stuck
+
+    def accept(self, token_id: int) -> None:
+        """A token was chosen: one that `fill` allowed.
+
+        Raises InvalidRequest, the end of the request, when the grammar can't go on after the
+        output so far, or has cost too much time.
+        """
+        if self._begin_after is not None:
+            if token_id == self._begin_after:
+                self._begin_after = None
+        elif self._stuck:
+            raise refusal("nothing that the tokenizer can write follows the output so far")
+        elif not self._ended:
+            self._advance(token_id)
+
+    def fill(self, words: Words) -> None:
+        """Keep the bits of the tokens that may come next, and clear all others. Where none may,
+        all but EOS stay, and `accept` refuses what is chosen. Tokens that an adapter adds are in
+        no form."""
+        known = np.zeros_like(self._vocabulary.eos)
+        known[: len(words)] = words[: len(known)]
+        allowed = self._vocabulary.before
+        if self._begin_after is None:
+            allowed = self._next(known)
+        words[:] = 0
+        words[: len(known)] = (allowed & known)[: len(words)]
+
+    def _next(self, known: Words) -> Words:
+        """What may come next where the form binds, of the `known` tokens."""
+        if self._ended:
+            return self._vocabulary.eos
+        allowed = np.zeros_like(known)
+        begin_s = time.thread_time()
+        self._matcher.fill_next_token_bitmask(allowed)
+        allowed &= self._vocabulary.any  # xgrammar sets bits beyond its vocabulary
+        self._spent_s += time.thread_time() - begin_s
+        self._stuck = not (allowed & known).any()
+        return self._vocabulary.before if self._stuck else allowed
+
+    def _advance(self, token_id: int) -> None:
+        begin_s = time.thread_time()
+        accepted = self._matcher.accept_token(token_id)
+        self._spent_s = max(self._spent_s + time.thread_time() - begin_s - STEP_S, -BURST_S)
+        self._ended = not accepted or self._matcher.is_terminated()
+        if self._spent_s > 0:
+            error = refusal("the grammar is too ambiguous to be followed in time")
+            self._on_costly(error)
+            raise error
