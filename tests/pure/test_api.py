@@ -347,7 +347,7 @@ def function(name: str) -> dict[str, Any]:
         (COMPLETE, {"prompt": "x", "structured_outputs": {}}, "structured_outputs"),
         (COMPLETE, {"prompt": "x", "guided_regex": "a?" * 9000}, "guided_regex"),
         (COMPLETE, {"prompt": "x", "guided_grammar": "#" * 70_000}, "guided_grammar"),
-        (CHAT, {"structured_outputs": {"choice": ["a"] * 5000}}, "structured_outputs"),
+        (COMPLETE, {"prompt": "x", "guided_choice": ["a"] * 5000}, "guided_choice"),
         (COMPLETE, {"prompt": "x", "structured_outputs": {"yaml": ""}}, "structured_outputs.yaml"),
         (
             COMPLETE,
