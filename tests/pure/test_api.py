@@ -270,7 +270,7 @@ def test_without_a_tokenizer(tmp_path: Path) -> None:
     world.check()
 
 
-def test_long_texts_are_tokenized_on_a_thread(tmp_path: Path) -> None:
+def test_long_texts_are_tokenized_elsewhere(tmp_path: Path) -> None:
     world = World(tmp_path, byte_level(), long_text_chars=5)
 
     async def scenario(web: Web) -> None:

@@ -122,7 +122,14 @@ class TextProcess:
     @property
     def spent(self) -> bool:
         """Whether it must be replaced: it has ended, or wants to."""
-        return self._worn or self._status is not None
+        if self._worn or self._status is not None:
+            return True
+        self._connection.setblocking(False)
+        try:  # nothing is to be read now but the end
+            self._connection.recv(1)
+        except BlockingIOError:
+            return False
+        return True
 
     def ask(self, job: Job, material: Material | None, cpu_s: float) -> Answer:
         """Its answer. Raises ProcessEnded if none comes in time."""
