@@ -156,6 +156,12 @@ def test_help_and_version() -> None:
     assert "--lora-modules" in CliRunner().invoke(app, ["serve", "--help"]).stdout
 
 
+def test_flags_of_other_servers_are_answered_with_what_takes_their_place() -> None:
+    for flag, instead in (("--model=x", "weft serve BASE"), ("--max-cpu-loras", "host-memory")):
+        done = CliRunner().invoke(app, ["serve", BASE, flag, "3"])
+        assert done.exit_code == 2 and instead in done.output
+
+
 def test_an_unknown_flag_is_a_usage_error() -> None:
     done = CliRunner().invoke(app, ["serve", BASE, "--max-lorass", "3"])
     assert done.exit_code == 2 and "--max-lorass" in done.stderr

@@ -298,6 +298,7 @@ def test_urls() -> None:
     for given in ("host:1", "http://host:1", "http://host:1/", "http://host:1/v1", "host:1/v1/"):
         assert plain_url(given) == "http://host:1"
     assert plain_url("https://host/weft/v1") == "https://host/weft"
+    assert plain_url("host:1/metrics") == "http://host:1"
 
 
 class _Left(Exception):

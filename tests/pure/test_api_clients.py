@@ -214,6 +214,32 @@ def test_lora_path_beside_the_model(world: World) -> None:
     run(world, scenario)
 
 
+def test_an_unknown_model_is_answered_with_one_like_it(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        await web.load("reverse", world.adapter("reverse", "r"))
+        for asked, meant in (("revrese", "reverse"), ("bsae", "base"), ("x" * 70, ""), ("q", "")):
+            error = (await web.post(COMPLETE, {"model": asked, "prompt": "x"})).json()["error"]
+            hint = f"; did you mean '{meant}'?" if meant else ""
+            assert error["message"] == f"The model '{asked}' does not exist{hint}"
+            assert (await web.get(f"/v1/models/{asked}")).json()["error"] == error
+
+    run(world, scenario)
+
+
+def test_templates_of_requests(tmp_path: Path) -> None:
+    world = World(tmp_path, thinking(), BIG, allow_request_templates=True)
+
+    async def scenario(web: Web) -> None:
+        await web.chat(chat_template="{{ messages[0].content }}{{ mood }}!")
+        assert prompt_of(world) == "hi!"
+        for template in ("{{ messages[0].content.x.y }}", "{% if %}"):
+            body = {"model": "base", "messages": HI, "chat_template": template}
+            assert (await web.post(CHAT, body)).status_code == 400
+
+    run(world, scenario)
+    world.check()
+
+
 def test_ids_of_clients(world: World) -> None:
     async def scenario(web: Web) -> None:
         for field in ("request_id", "rid"):

@@ -309,3 +309,13 @@ def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
 
     run(world, scenario)
     world.check()
+
+
+@pytest.mark.parametrize("cut", ["\n</tool_c", "\n<", "\n", ""])
+def test_a_call_that_is_cut_inside_its_last_mark(world: World, cut: str) -> None:
+    async def scenario(web: Web) -> None:
+        whole, chunks = await both(web, CALL.partition("\n</")[0] + cut, tools=[WEATHER])
+        assert whole["message"]["content"] is None and not joined(chunks, "content")
+        assert calls_of(chunks)[0]["function"]["arguments"] == PARIS
+
+    run(world, scenario)

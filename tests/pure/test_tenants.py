@@ -312,7 +312,9 @@ def test_no_caller_ever_gets_a_name_that_it_may_not_see(
                     ref = access.resolve_sum([WeightedAdapter(asked)]).ref
                 assert ref is None or ref.name in allowed
             except ModelNotFound as error:
-                assert error.message == missing
+                said, _, meant = error.message.partition("; did you mean ")
+                assert said == missing
+                assert not meant or access.card(meant[1:-2]), "only what it may see"
         try:
             assert owner[access.to_retire(asked)] == tenant
         except PermissionDenied:

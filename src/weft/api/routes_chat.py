@@ -102,12 +102,15 @@ class Turn:
 
     async def _prompt_ids(self, max_tokens: int | None) -> list[int]:
         body, language = self._body, self._language
-        if body.chat_template is not None:
-            raise InvalidRequest("chat_template is not taken from requests", "chat_template")
-        template = self.tokenizer.chat_template if self.tokenizer else None
+        own = body.chat_template or None
+        if own is not None and not self._service.settings.allow_request_templates:
+            message = "chat_template is not taken from requests (--allow-request-templates)"
+            raise InvalidRequest(message, "chat_template")
+        template = own or (self.tokenizer.chat_template if self.tokenizer else None)
         options = {
             "tools": self._tools or None,
             "any_length": body.truncate_prompt_tokens is not None,
+            "own_template": own,
             **body.template_options(),
             "template_kwargs": template_kwargs(body, template),
         }

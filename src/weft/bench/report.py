@@ -53,10 +53,11 @@ class Report:
 def show(
     report: Report, environment: Mapping[str, object], plot: Path | None, record: Path | None
 ) -> None:
-    """Print the table, write the plot unless None, and end with the line of JSON, which goes to
-    the end of `record` too."""
+    """Print the table and write the plot unless None. The line of JSON goes to the end of `record`,
+    and is printed last unless a person looks at it."""
     console = Console()
-    if not console.is_terminal:
+    is_watched = console.is_terminal
+    if not is_watched:
         console = Console(width=FILE_WIDTH)
     console.print(Text(report.title, "bold"))
     console.print(report.shown)
@@ -76,7 +77,8 @@ def show(
     if record is not None:
         with record.open("a", encoding="utf-8") as file:
             file.write(text + "\n")
-    print(text, flush=True)
+    if not is_watched:
+        print(text, flush=True)
 
 
 def check_plot(plot: Path | None) -> None:

@@ -14,7 +14,7 @@ from typer.core import TyperCommand
 from weft import __version__
 from weft.bench.cli.commands import bench
 from weft.bench.cli.kernels import tune
-from weft.cli.args import ServeFlags, spread_lora_modules
+from weft.cli.args import INSTEAD, ServeFlags, spread_lora_modules
 from weft.cli.keys import key
 from weft.core.config import MAX_RANK, LoraArgs, engine_args
 from weft.terminal.options import ending_in_one_line, with_engine_options, with_flags
@@ -52,9 +52,13 @@ def weft(
 
 
 class _ServeCommand(TyperCommand):
-    """Takes several adapters after one --lora-modules, as vLLM does."""
+    """Takes several adapters after one --lora-modules, as vLLM does, and says what takes the place
+    of flags that are not there."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        for name in (arg.partition("=")[0] for arg in args):
+            if name in INSTEAD:
+                raise typer.BadParameter(f"there is no {name}: {INSTEAD[name]}", ctx)
         return super().parse_args(ctx, spread_lora_modules(args))
 
 

@@ -96,9 +96,9 @@ def fetch(url: str) -> Scrape:
 
 
 def plain_url(given: str) -> str:
-    """`localhost:8000/v1/` as http://localhost:8000."""
+    """`localhost:8000/v1/` and `localhost:8000/metrics` as http://localhost:8000."""
     url = given if "://" in given else f"http://{given}"
-    return url.rstrip("/").removesuffix("/v1").rstrip("/")
+    return url.rstrip("/").removesuffix("/metrics").removesuffix("/v1").rstrip("/")
 
 
 @dataclass(frozen=True, slots=True)

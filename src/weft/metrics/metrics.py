@@ -276,7 +276,7 @@ def _add_residency(
     gpu, cpu = set(stats.resident_adapters), set(stats.host_adapters)
     # One series, whose value is the time: readers take the series with the largest value.
     requests = labels(
-        max_lora=str(info.max_loras),
+        max_lora=str(max(info.max_loras, len(gpu))),
         running_lora_adapters=_joined(stats.resident_adapters, names_of),
         waiting_lora_adapters=_joined(stats.waiting_adapters, names_of),
     )

@@ -11,8 +11,11 @@ caller may not see is answered as if it did not exist.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from difflib import get_close_matches
+from itertools import islice
 
 from weft.core.adapters import WeightedAdapter
 from weft.core.errors import (
@@ -25,6 +28,9 @@ from weft.core.errors import (
 from weft.registry.names import one_form
 from weft.registry.registry import AdapterCard, AdapterRegistry, Lease, ModelCard
 from weft.registry.tenants import Caller, Role
+
+_MAX_COMPARED, _MAX_COMPARED_CHARS = 500, 64
+"""How many names are looked at to find the one that was meant, and how long these may be."""
 
 
 class Access:
@@ -47,7 +53,8 @@ class Access:
     def resolve(self, model: str) -> Lease:
         """As `AdapterRegistry.resolve`. Raises PermissionDenied, ModelNotFound."""
         self.need("use")
-        return self._registry.resolve(self._model(model))
+        with self._suggesting(model):
+            return self._registry.resolve(self._model(model))
 
     def resolve_sum(self, adapters: Sequence[WeightedAdapter]) -> Lease:
         """As `AdapterRegistry.resolve_sum`. Raises PermissionDenied, InvalidRequest,
@@ -68,7 +75,8 @@ class Access:
 
     def card(self, model: str) -> ModelCard:
         """As `AdapterRegistry.card`. Raises ModelNotFound."""
-        return self._shown(self._registry.card(self._model(model)))
+        with self._suggesting(model):
+            return self._shown(self._registry.card(self._model(model)))
 
     def models(self) -> list[ModelCard]:
         """The base's names, then the adapters that the caller may use, by their whole names."""
@@ -146,6 +154,22 @@ class Access:
             if model.startswith(prefix) and (whole := self._find(model[len(prefix) :])):
                 return whole
         raise ModelNotFound(f"The model {model!r} does not exist", "model")
+
+    @contextmanager
+    def _suggesting(self, model: str) -> Iterator[None]:
+        """Inside this context, an error about an unknown model names one that the caller may use
+        and may have meant."""
+        try:
+            yield
+        except ModelNotFound as error:
+            own = f"{self.caller.tenant}/"
+            seen = filter(self._means, islice(self._registry.names(), _MAX_COMPARED))
+            names = (*self._registry.base_names, *(name.removeprefix(own) for name in seen))
+            short = [name for name in names if len(name) <= _MAX_COMPARED_CHARS]
+            if len(model) > _MAX_COMPARED_CHARS or not (like := get_close_matches(model, short, 1)):
+                raise
+            message = f"{error.message}; did you mean {like[0]!r}?"
+            raise ModelNotFound(message, error.param) from None
 
     def _find(self, name: str) -> str | None:
         """The whole name of the adapter that the caller calls `name`; None if it sees none."""

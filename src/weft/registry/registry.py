@@ -210,6 +210,10 @@ class AdapterRegistry:
         version = self._live.get(name)
         return version.info if version else None
 
+    def names(self) -> Iterator[str]:
+        """The adapters' names, in the order of their publication."""
+        return iter(self._live)
+
     def models(self) -> list[ModelCard]:
         """List the base's names first, then adapters in the order of their publication."""
         base = [ModelCard(name, self._base_root, None) for name in self.base_names]

@@ -33,6 +33,10 @@ _MESSAGE_CHARS = 16
 """A message counts as at least so many characters, when it is asked how much work it is."""
 
 
+_CLIENTS = "its client"
+"""Who wrote a template that came with a request."""
+
+
 @dataclass(frozen=True, slots=True)
 class Language:
     """The base model's language, or that of an adapter which brings a tokenizer, a chat template
@@ -160,28 +164,36 @@ class Intake:
         *,
         any_length: bool = False,
         tenant: str = "",
+        own_template: str | None = None,
         **template: Any,
     ) -> list[int]:
         """The prompt ids of a conversation whose messages are as chat templates expect them.
 
-        `template` is passed on to `template_options`. If the template knows no developers, their
-        messages become the system's. Raises InvalidRequest, ContextLengthExceeded, Overloaded.
+        `own_template` came with the request, and takes the place of the language's; `template` is
+        passed on to `template_options`. If the template knows no developers, their messages become
+        the system's. Raises InvalidRequest, ContextLengthExceeded, Overloaded.
         """
         tokenizer = self.tokenizer_of(language, "messages")
+        if own_template is not None and not tokenizer.is_portable:
+            raise InvalidRequest("chat_template can't be run for this tokenizer", "chat_template")
+        written_by = own_template or tokenizer.chat_template
         if not any_length:
             self._check_length(tokenizer, _num_chars(messages), "messages")
-        if "developer" not in (tokenizer.chat_template or ""):
+        if "developer" not in (written_by or ""):
             messages = [
                 {**m, "role": "system"} if m.get("role") == "developer" else m for m in messages
             ]
         size = _work(messages) + _work(list(template.values()))
-        if isinstance(tokenizer, Tokenizer) and not language.author:
+        if isinstance(tokenizer, Tokenizer) and not (language.author or own_template):
             chat = partial(tokenizer.chat, messages, **template)
             if not self._goes_away(tokenizer, size):
                 return await self._here(size, chat)
-        options = template_options(tokenizer.chat_template, **template)
-        job = Chat(tokenizer.template_for(options["tools"]), _json([list(messages), options]))
-        owner = Owner(language.author, tenant)
+        options = template_options(written_by, **template)
+        job = Chat(
+            own_template or tokenizer.template_for(options["tools"]),
+            _json([list(messages), options]),
+        )
+        owner = Owner(_CLIENTS if own_template else language.author, tenant)
         return _ids(await self._away(Call(job, tokenizer, owner, "messages", size)))[0]
 
     async def decode(self, ids: Sequence[int], language: Language, tenant: str = "") -> str:

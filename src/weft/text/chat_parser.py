@@ -61,7 +61,7 @@ class ChatParser:
     - `<think>` at the beginning, with white space before and a line break after it
     - `</think>`, with a line break before and up to two after it
     - marks around calls, with the white space beside them, and what a call has but name and
-      arguments
+      arguments; also the mark after a call that is cut off at the end of the output
 
     A call is given out as soon as its name and the beginning of its arguments are known. What
     turns out to be no call before that is content, untouched; what follows valid JSON after it,
@@ -248,8 +248,10 @@ class ChatParser:
             return self._begin_call(num_spaces + len(separator))
         if end and text.startswith(end):
             self._take(num_spaces + len(end))
-        elif (not text or end.startswith(text)) and not final:
-            return False
+        elif not text or end.startswith(text):
+            if not final:
+                return False
+            self._take(len(self._text) if text else 0)  # the output was cut inside the mark
         self._in_list = False
         self._at_start = False
         self._step = self._answer
