@@ -4,23 +4,36 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
+import resource
+import shutil
 import threading
 import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
-from handed_in import becomes
+from handed_in import CONFIG, PLACES, WEIGHTS, Files, becomes, displace, hostile_contents, lay
 from http_api import Web, World, run
+from other_kinds import make, make_adapter
+from peft import LoraConfig
+from serving import serving_here
+from tiny import ADAPTERS, BASE
 from toy_tokenizers import byte_level
 
 from weft.checkpoint import fields
+from weft.checkpoint.examine import examine
 from weft.checkpoint.kinds import parse_config
 from weft.checkpoint.read import max_tensors, parse_stored, read_source
 from weft.core.adapters import AdapterInfo, AdapterSource
-from weft.core.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable
-from weft.core.folders import Deadline
+from weft.core.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterUnavailable
+from weft.core.files import TOKENIZER_FILES
+from weft.core.folders import Deadline, read_aside
 from weft.core.targets import TargetTable
+from weft.registry import AdapterRoots
 
 SECRET = "what lies outside"
 FILE = "chat_template.jinja"
@@ -47,7 +60,7 @@ def test_a_template_that_flips_into_a_link_or_a_fifo(tmp_path: Path) -> None:
         flipping = threading.Thread(target=flip)
         flipping.start()
         try:
-            for _ in range(40):
+            for _ in range(12):
                 answer = await web.load("a", path, load_inplace=True)
                 assert answer.status_code in (200, 400, 404, 503), answer.text
                 assert str(tmp_path / "outside") not in answer.text
@@ -164,3 +177,113 @@ def test_deep_configs_are_refused() -> None:
         deep = [deep]
     with pytest.raises(AdapterInvalid, match="nested too deeply"):
         parse_config(json.dumps({"peft_type": "LORA", "eva_config": deep}).encode(), 8)
+
+
+# a corpus ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    folder = tmp_path_factory.mktemp("good")
+    make_adapter(folder, make(LoraConfig, r=2, target_modules=["q_proj"]))
+    return {name: (folder / name).read_bytes() for name in (CONFIG, WEIGHTS)}
+
+
+def memory() -> int:
+    """Bytes that this process has."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize()
+
+
+def open_files() -> set[Path]:
+    return {path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()}
+
+
+def verdict(roots: AdapterRoots, path: str, table: TargetTable) -> str:
+    """What is said of a folder that a client names: as the API opens it, and as the engine does."""
+    try:
+        with roots.open(path) as folder:
+            source = AdapterSource(folder.path, root=folder.root, identity=folder.identity)
+            for name in TOKENIZER_FILES:
+                folder.read(name, 1 << 20)
+        files = read_aside(lambda deadline: read_source(source, table, 16, deadline))
+        examine(files, table, "float16", 16)
+    except AdapterError as error:
+        assert error.message.isprintable() and len(error.message) < 1500
+        assert not re.search(r"/(?:root|tmp|proc/self/mem|etc)/", error.message), error.message
+        return error.kind
+    return "good"
+
+
+def test_a_corpus_of_hostile_folders(tmp_path: Path, table: TargetTable, good: Files) -> None:
+    """Each is refused with a typed error or is served; nothing crashes, hangs or is left behind."""
+    root = tmp_path / "root"
+    root.mkdir()
+    (tmp_path / "outside").write_bytes(b"{}")
+    roots, said = AdapterRoots([root]), Counter[str]()
+    assert verdict(roots, lay(root / "good", good).name, table) == "good"
+    before, files, threads = memory(), open_files(), threading.active_count()
+
+    def judge(path: str) -> str:
+        begin = time.monotonic()
+        kind = verdict(roots, path, table)
+        assert time.monotonic() - begin < 20, "it takes too long"
+        said[kind] += 1
+        return kind
+
+    for number, (name, content) in enumerate(hostile_contents(good)):
+        folder = lay(root / str(number), content)
+        kind = judge(folder.name)
+        assert kind != "good" or name.startswith(("config", "header: metadata", "values")), name
+        shutil.rmtree(folder)
+    for name in (CONFIG, WEIGHTS, *TOKENIZER_FILES):
+        for what in PLACES:
+            folder = lay(root / "odd", good)
+            displace(folder / name, what)
+            kind = judge("odd")
+            harmless = name in TOKENIZER_FILES and what in HARMLESS
+            assert harmless or kind != "good" or not (folder / name).exists(), (name, what)
+            shutil.rmtree(folder)
+    for path in HOSTILE_PATHS:
+        assert judge(path) in ("adapter_path_refused", "adapter_not_found"), path
+    assert said.total() >= 400 and said["good"] < said.total() / 4, said
+    assert {"adapter_invalid", "adapter_not_found", "adapter_path_refused"} <= said.keys()
+    assert memory() - before < 300 << 20
+    assert open_files() == files and threading.active_count() <= threads
+    assert not Path("/tmp/weft-was-here").exists()
+
+
+HARMLESS = ("empty", "link to nothing", "unreadable")
+HOSTILE_PATHS = [
+    *("", "/", "..", "../outside", "good/..", "good/../../outside", "/etc", "/proc/self/cwd"),
+    *("good/" + CONFIG, "//good\0", "good\n", "a" * 5000, "a/" * 3000, "\ud800", "/dev/stdin"),
+    *("~", "~root", "$HOME", "%2e%2e/outside", "good\\..", "\u202egood", "/proc/self/fd/0"),
+    *("good/./none", "."),
+]
+
+
+def test_some_of_them_by_a_real_server(tmp_path: Path) -> None:
+    """An adapter beside them goes on answering, and there is no answer without a type."""
+    shutil.copytree(ADAPTERS["upper"], tmp_path / "upper")
+    content = {name: (tmp_path / "upper" / name).read_bytes() for name in (CONFIG, WEIGHTS)}
+    corpus = list(hostile_contents(content))[::16]
+    for number, (_, files) in enumerate(corpus):
+        lay(tmp_path / f"h{number}", files)
+    for what in PLACES:
+        displace(lay(tmp_path / what.replace("/", "."), content) / WEIGHTS, what)
+    paths = [path.name for path in sorted(tmp_path.iterdir()) if path.name != "upper"]
+    with serving_here(tmp_path, BASE) as url, httpx.Client(base_url=url, timeout=60) as client:
+
+        def load(name: str, path: str) -> httpx.Response:
+            body = {"lora_name": name, "lora_path": path}
+            return client.post("/v1/load_lora_adapter", json=body)
+
+        assert load("upper", "upper").status_code == 200
+        with ThreadPoolExecutor(4) as threads:
+            answers = list(threads.map(load, paths, paths))
+        for path, answer in zip(paths, answers, strict=True):
+            assert answer.status_code in (200, 400, 404), (path, answer.text)
+            assert str(tmp_path) not in answer.text
+        assert sum(answer.status_code != 200 for answer in answers) > len(paths) * 3 // 4
+        prompt = {"model": "upper", "prompt": [5, 6, 7], "max_tokens": 2}
+        assert client.post("/v1/completions", json=prompt).status_code == 200

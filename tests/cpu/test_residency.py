@@ -117,12 +117,14 @@ class FakeDisk:
         self.reads: list[tuple[str, str | None]] = []
         self.gate = threading.Event()
         self.gate.set()
+        self.slow: set[str] = set()
+        """Paths whose reads the gate holds up; all, if there are none."""
 
     def read_adapter(self, source: AdapterSource) -> Any:
         """The image itself stands for the folder's content."""
         path, expect_digest = source.path, source.digest
         self.reads.append((path, expect_digest))
-        assert self.gate.wait(PATIENCE_S)
+        assert path not in (self.slow or {path}) or self.gate.wait(PATIENCE_S)
         found = self.files[path]
         if isinstance(found, Exception):
             raise found
@@ -851,6 +853,18 @@ def test_many_registrations_hold_up_no_load(world: World) -> None:
     world.load("a")
     world.disk.gate.set()
     assert all(isinstance(world.wait(), Answer) for _ in range(20))
+
+
+def test_slow_folders_hold_up_no_other_registration(world: World) -> None:
+    world.disk.slow = {f"/{number}" for number in range(MAX_REGISTERING - 1)}
+    world.disk.gate.clear()
+    for number in range(MAX_REGISTERING + 3):
+        world.disk.files[f"/{number}"] = image(str(number), 1)
+        world.begin(number, f"/{number}")
+    good = [world.wait() for _ in range(4)]
+    assert [answer.call_id for answer in good if isinstance(answer, Answer)] == [3, 4, 5, 6]
+    world.disk.gate.set()
+    assert all(isinstance(world.wait(), Answer) for _ in world.disk.slow)
 
 
 def test_ten_thousand_loads_leave_nothing(tmp_path: Path) -> None:

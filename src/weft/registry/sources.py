@@ -16,6 +16,9 @@ from weft.core.folders import Folder, Roots, read_aside
 
 logger = logging.getLogger(__name__)
 
+MAX_PATH_LENGTH = 4096
+"""Characters of a path that a client names."""
+
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 """`org/name`, or `org/name@revision`: a branch, a tag or a commit."""
 
@@ -35,6 +38,8 @@ class AdapterRoots:
         """
         if not path or not path.isprintable() or ".." in Path(path).parts:
             raise _refused(path, "must be a plain path without '..'")
+        if len(path) > MAX_PATH_LENGTH:
+            raise _refused(path, f"is longer than {MAX_PATH_LENGTH} characters")
         refused = not self._roots.paths
         for root in self._roots.paths:
             try:
@@ -43,7 +48,7 @@ class AdapterRoots:
                 refused = refused or error.errno == EXDEV
         if refused:
             raise _refused(path, "is outside the folders given with --lora-root")
-        raise AdapterNotFound(f"lora_path {path!r}: no such folder", "lora_path")
+        raise AdapterNotFound(f"lora_path {path[:200]!r}: no such folder", "lora_path")
 
     def hold(self, path: str) -> bool:
         """Whether a root has something under this relative path, be it allowed or not."""
@@ -139,7 +144,7 @@ def _refuse_hub(hub_id: str) -> Folder:
 
 
 def _refused(path: str, why: str) -> AdapterPathRefused:
-    return AdapterPathRefused(f"lora_path {path!r} {why}", "lora_path")
+    return AdapterPathRefused(f"lora_path {path[:200]!r} {why}", "lora_path")
 
 
 def is_hub_id(text: str) -> bool:
