@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from errno import EXDEV
 from pathlib import Path
 from urllib.parse import unquote
@@ -80,7 +80,11 @@ class Sources:
     ) -> None:
         """Without `folders`, any folder may be read."""
         self._folders = folders or AnyFolder()
-        self._fetch = fetch_adapter if allow_hub else _refuse_hub
+        opened = self._folders.open
+        self._ways: dict[str, Callable[[str], Folder]] = {
+            "file": lambda path: read_aside(lambda _: opened(path)),
+            "hf": fetch_adapter if allow_hub else _refuse_hub,
+        }
 
     def plain(self, name: str) -> str:
         """The same name as Weft shows it: a path without a scheme, or a URI of another scheme.
@@ -93,7 +97,7 @@ class Sources:
             return name
         if scheme == "file" and (path := place.removeprefix("localhost")).startswith("/"):
             return unquote(path)
-        if scheme != "hf":
+        if scheme == "file" or scheme not in self._ways:
             raise AdapterPathRefused(
                 f"{scheme}:// is not served like this, only file:///folder and hf://org/name",
                 "lora_path",
@@ -110,13 +114,13 @@ class Sources:
         AdapterUnavailable, AdapterError.
         """
         plain = self.plain(name)
-        _, separator, place = plain.partition("://")
+        scheme, separator, place = plain.partition("://")
         if separator:
-            return self._fetch(place)
+            return self._ways[scheme](place)
         if not self._on_hub(plain):
-            return read_aside(lambda _: self._folders.open(plain))
+            return self._ways["file"](plain)
         try:
-            return self._fetch(plain)
+            return self._ways["hf"](plain)
         except AdapterError as error:
             kind = AdapterNotFound if isinstance(error, AdapterPathRefused) else type(error)
             message = f"there is no folder {plain}, and {error.message}"
