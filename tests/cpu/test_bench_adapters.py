@@ -22,7 +22,16 @@ from typer.testing import CliRunner
 
 from weft.bench import churn, cold, peers
 from weft.bench.optimum import fewest_loads
-from weft.bench.simulator import DeviceModel, Memory, Replay, digest_of, jain, replay, sizes_of
+from weft.bench.simulator import (
+    DeviceModel,
+    Memory,
+    Replay,
+    digest_of,
+    gap,
+    jain,
+    replay,
+    sizes_of,
+)
 from weft.bench.traces import BURST, NUM_TENANTS, Ask, Trace, TraceKind
 from weft.bench.workload import Choice, Lengths
 from weft.cli.main import app
@@ -143,8 +152,8 @@ def of(*asks: Ask) -> Trace:
     return Trace("by hand", (16,) * (1 + max(ask.adapter for ask in asks)), asks)
 
 
-def lru(trace: Trace, room: Memory, model: DeviceModel = MODEL) -> Replay:
-    return replay(trace, "lru", room, model)
+def lru(trace: Trace, room: Memory, model: DeviceModel = MODEL, shares: bool = False) -> Replay:
+    return replay(trace, "lru", room, model, shares)
 
 
 def test_a_lone_request_waits_for_the_disk_and_the_link() -> None:
@@ -176,7 +185,20 @@ def test_no_more_loads_run_at_once_than_there_are_loaders() -> None:
     assert found.residency_s == pytest.approx([load_s, load_s, 2 * load_s, 2 * load_s])
 
 
+def test_a_crowd_has_a_hundred_tenants() -> None:
+    assert {ask.tenant for ask in draw("crowd", 100, 1500).asks} == set(range(100))
+
+
+def test_two_tenants_are_served_alike_whatever_they_send() -> None:
+    """Within a tenth over any ten seconds: one sends long prompts, the other wants long answers."""
+    shapes = ((800, 20), (30, 200))
+    asks = [Ask(0.0, i % 2, i % 2, *shapes[i % 2]) for i in range(800)]
+    gaps = lru(of(*asks), memory(2), DeviceModel(step_s=0.06), shares=True).gaps
+    assert gaps and max(gaps) < 0.1
+
+
 def test_shares() -> None:
+    assert gap([4, 6, 5]) == pytest.approx(0.4) and gap([0, 0]) == 0.0
     assert jain([5, 5, 5]) == 1.0
     assert jain([9, 0, 0]) == pytest.approx(1 / 3)
     assert jain([0, 0]) == 1.0

@@ -10,13 +10,17 @@ from typing import Any
 
 import httpx
 import pytest
+from engine_thread import start_in_process
 from http_api import CHAT, COMPLETE, HI, Web, World, run, until
+from tiny import BASE
 from toy_tokenizers import byte_level
 
+from weft.api import ApiSettings, create_app
 from weft.api.admission import Admission
+from weft.core.config import engine_args
 from weft.core.errors import InvalidRequest, Overloaded
 from weft.core.tenants import Caps, Tenant
-from weft.registry import AdapterRegistry
+from weft.registry import AdapterRegistry, AdapterRoots
 from weft.serving.quotas import Quotas
 
 KEYS = ["flood=f", "victim=v", "nobody"]
@@ -248,5 +252,54 @@ def test_loads_leave_room_for_others() -> None:
         await end("a/5")
         await asyncio.gather(*tasks, return_exceptions=True)
         assert under_way[7:] == ["a/5"] and quotas._running.total() == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_flood_keeps_nobody_else_waiting_for_a_seat() -> None:
+    """Over a real engine: another tenant's request overtakes a flood that fills all seats, and
+    what had to make way goes on with the same tokens. What one tenant asked, another can't tell."""
+    flood, small = {"max_tokens": 80, "ignore_eos": True}, {"max_tokens": 4}
+    greedy = {"prompt": list(range(3, 60)), "temperature": 0, "return_token_ids": True}
+
+    async def scenario() -> None:
+        args = {
+            "num_threads": 1,
+            "num_blocks": 1000,
+            "max_num_seqs": 4,
+            "adapter_cache_dir": "none",
+        }
+        engine = await start_in_process(engine_args(str(BASE), **args))
+        settings = ApiSettings(("base",), api_keys=tuple(KEYS))
+        await engine.set_tenants(list(settings.tenants.values()))
+        registry = AdapterRegistry(["base"], str(BASE))
+        app = create_app(engine, registry, None, AdapterRoots([]), settings)
+        http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://weft")
+
+        async def ask(key: str, **body: Any) -> Any:
+            head = {"authorization": f"Bearer {key}"}
+            answer = await http.post(COMPLETE, json={"model": "base", **body}, headers=head)
+            assert answer.status_code == 200, answer.text
+            return answer.json()
+
+        def cached(answer: Any) -> int:
+            return answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+        try:
+            async with http:
+                assert [cached(await ask(key, **greedy, **small)) for key in "fvv"] == [0, 0, 48]
+                assert cached(await ask("v", **greedy, **small, cache_salt="x")) == 0
+                alone = await ask("f", **greedy, **flood)
+                tasks = [asyncio.create_task(ask("f", **greedy, **flood)) for _ in range(6)]
+                while (await engine.stats()).num_running < 4:
+                    await asyncio.sleep(0.01)
+                for key in ("v", "nobody"):
+                    await ask(key, **greedy, **small)
+                    assert not any(task.done() for task in tasks)
+                assert (await engine.stats()).preemptions > 0
+                for answer in await asyncio.gather(*tasks):
+                    assert answer["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
+        finally:
+            await engine.close()
 
     asyncio.run(scenario())

@@ -47,6 +47,8 @@ class SimulationPlan:
     rate: float
     """Requests per second."""
     seed: int
+    shares: bool = False
+    """Whether tenants share seats too, or only the order of admission."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,9 @@ class SimulationRow:
     output_tokens_per_s: float
     fairness: float | None
     """Jain's index over tenants with waiting requests, or None if there never were two of them."""
+    gap: float | None
+    """How far tenants with waiting requests were apart in ten seconds, as a part of the mean, at
+    worst; None if there never were two of them for so long."""
     loads: int
     preemptions: int
     seconds: float
@@ -104,7 +109,7 @@ def simulate(plan: SimulationPlan, model: DeviceModel, advance: Advance) -> list
         for count in plan.adapters:
             trace = kind.draw(count, plan.ranks, plan.num_requests, plan.rate, plan.seed)
             for policy in plan.policies:
-                found = replay(trace, policy, plan.memory, model)
+                found = replay(trace, policy, plan.memory, model, plan.shares)
                 rows.append(_row(trace, policy, found, plan.memory, model))
                 advance()
     return rows
@@ -129,6 +134,7 @@ def _row(
         tenant_p99_ms=float(np.median([_percentile_ms(w, 99) for w in by_tenant.values()])),
         output_tokens_per_s=found.output_tokens / found.seconds,
         fairness=float(np.mean(found.fairness)) if found.fairness else None,
+        gap=max(found.gaps, default=None),
         loads=found.num_loads,
         preemptions=found.num_preemptions,
         seconds=found.seconds,
@@ -149,7 +155,7 @@ def _rounded(row: SimulationRow) -> dict[str, object]:
 def simulation_table(rows: Sequence[SimulationRow]) -> Table:
     """A table of the rows; its columns are the fields of `SimulationRow`, with waits in ms."""
     figures = ("hit\nrate", "best", "wait\np50", "wait\np99", "load\np99", "tenant\np99")
-    columns = ("adapt-\ners", "policy", *figures, "tok/s", "fair")
+    columns = ("adapt-\ners", "policy", *figures, "tok/s", "fair", "gap")
     table = new_table("", "trace", *columns, dense=True)
     table.columns[2].justify = "left"
     for _, group in groupby(rows, key=lambda row: (row.trace, row.adapters)):
@@ -164,7 +170,7 @@ def simulation_table(rows: Sequence[SimulationRow]) -> Table:
                 f"{row.optimum:.2f}",
                 *map(_show_ms, waits),
                 f"{row.output_tokens_per_s:,.0f}",
-                "-" if row.fairness is None else f"{row.fairness:.2f}",
+                *("-" if part is None else f"{part:.2f}" for part in (row.fairness, row.gap)),
                 end_section=row is of_group[-1],
             )
     return table

@@ -7,27 +7,29 @@ how long things take: steps, which run one after the other, and loads, which run
 from __future__ import annotations
 
 import heapq
-from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from weft.bench.traces import Ask, Trace
 from weft.core.adapters import AdapterRef
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams
+from weft.core.tenants import Tenant
 from weft.schedule.cache import Cache
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import StepPlan, StepResult
 from weft.schedule.policy import find_policy
 from weft.schedule.scheduler import Scheduler
+from weft.schedule.sequence import OUTPUT_WEIGHT
 from weft.schedule.slots import AdapterSlots, Load
 
 ELEMENT_BYTES = 2
 IDLE_S = 0.02
 """Seconds for which the engine sleeps when it finds nothing to run, as
 `weft.engine.serve.WAIT_S`."""
-WINDOW_S = 1.0
-"""Fairness is looked at second by second."""
+WINDOW_S, LONG_WINDOW_S = 1.0, 10.0
+"""Fairness is looked at second by second, and how far tenants are apart in ten seconds."""
 MAX_RESIDENT = 4096
 
 
@@ -88,6 +90,9 @@ class Replay:
     seconds: float = 0.0
     fairness: list[float] = field(default_factory=list)
     """Jain's index of each second in which several tenants had requests waiting all the time."""
+    gaps: list[float] = field(default_factory=list)
+    """For each ten seconds, how far those tenants were apart in what they were served, prompts
+    and answers weighed as the scheduler does: the most less the least, as a part of the mean."""
 
     @property
     def hit_rate(self) -> float:
@@ -104,13 +109,20 @@ def sizes_of(trace: Trace, model: DeviceModel) -> dict[str, int]:
     return {digest_of(k): rank * model.rank_bytes for k, rank in enumerate(trace.ranks)}
 
 
-def replay(trace: Trace, policy: str, memory: Memory, model: DeviceModel) -> Replay:
-    """Replay all requests of a trace to their end. The same arguments give the same result."""
-    return _Simulator(trace, policy, memory, model).run()
+def replay(
+    trace: Trace, policy: str, memory: Memory, model: DeviceModel, shares: bool = False
+) -> Replay:
+    """Replay all requests of a trace to their end. The same arguments give the same result.
+
+    shares: whether tenants share seats too, as those that have keys do; else only their order.
+    """
+    return _Simulator(trace, policy, memory, model, shares).run()
 
 
 class _Simulator:
-    def __init__(self, trace: Trace, policy: str, memory: Memory, model: DeviceModel) -> None:
+    def __init__(
+        self, trace: Trace, policy: str, memory: Memory, model: DeviceModel, shares: bool
+    ) -> None:
         self._asks = trace.asks
         self._model = model
         self._bytes = sizes_of(trace, model)
@@ -122,7 +134,11 @@ class _Simulator:
             _limits(), Cache(1 << 15, 16, share_prefixes=False), self._slots
         )
         self._loads = _Loads(model, self._bytes, memory.host_bytes)
-        self._fairness = _Fairness()
+        if shares:
+            names = {_name(ask.tenant) for ask in trace.asks}
+            self._scheduler.set_tenants([Tenant(name) for name in sorted(names)])
+        self._fairness = _Fairness(WINDOW_S, jain)
+        self._gaps = _Fairness(LONG_WINDOW_S, gap, OUTPUT_WEIGHT)
         self._now = 0.0
         self._arrived = 0
         self._admitted: set[int] = set()
@@ -147,7 +163,7 @@ class _Simulator:
         found.num_loads, found.num_evictions = self._slots.num_loads, self._slots.num_evictions
         found.num_preemptions = self._scheduler.totals.preemptions
         found.seconds = self._now
-        found.fairness = self._fairness.by_window
+        found.fairness, found.gaps = self._fairness.by_window, self._gaps.by_window
         self._scheduler.check()
         return found
 
@@ -160,7 +176,8 @@ class _Simulator:
             refused = self._scheduler.add(_request(request_id, ask))
             assert refused is None, refused
             self._open.add(request_id)
-            self._fairness.wait(ask.tenant)
+            for each in (self._fairness, self._gaps):
+                each.wait(ask.tenant)
             self._arrived += 1
 
     def _admit(self, plan: StepPlan) -> None:
@@ -174,8 +191,8 @@ class _Simulator:
                 came_s = self._loads.came_s[digest]
                 self._replay.wait_s[index] = self._now - ask.arrival_s
                 self._replay.residency_s[index] = max(0.0, came_s - ask.arrival_s)
-                self._fairness.begin(ask.tenant)
-                self._fairness.serve(ask.tenant, ask.prompt_tokens)
+                for each in (self._fairness, self._gaps):
+                    each.begin(ask.tenant, ask.prompt_tokens)
 
     def _step(self, plan: StepPlan) -> None:
         num_adapters = len(self._scheduler.running_adapters())
@@ -184,11 +201,14 @@ class _Simulator:
         self._now += moved * ELEMENT_BYTES / self._model.move_bytes_per_s
         for event in self._scheduler.commit(plan, StepResult([[0]] * sum(plan.num_samples))):
             self._replay.output_tokens += len(event.token_ids)
-            self._fairness.serve(self._asks[int(event.request_id)].tenant, len(event.token_ids))
+            tenant = self._asks[int(event.request_id)].tenant
+            for each in (self._fairness, self._gaps):
+                each.serve(tenant, len(event.token_ids))
             if event.finish_reason is not None:
                 assert event.finish_reason == "length", event
                 self._open.remove(event.request_id)
-        self._fairness.look(self._now)
+        for each in (self._fairness, self._gaps):
+            each.look(self._now)
 
     def _sleep(self) -> None:
         """Let time pass until something comes."""
@@ -198,7 +218,8 @@ class _Simulator:
             if not self._open:
                 coming = coming[-1:]
         self._now = max(self._now, min(coming))
-        self._fairness.look(self._now)
+        for each in (self._fairness, self._gaps):
+            each.look(self._now)
 
 
 class _Loads:
@@ -249,23 +270,29 @@ class _Loads:
 
 
 class _Fairness:
-    """Counts the tokens that tenants with waiting requests get, second by second."""
+    """Compares what tenants with waiting requests get, in one window of time after the other."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self, window_s: float, compare: Callable[[list[float]], float], output_weight: float = 1.0
+    ) -> None:
+        self._window_s = window_s
+        self._compare = compare
+        self._output_weight = output_weight
         self._waiting: Counter[int] = Counter()
-        self._served: Counter[int] = Counter()
+        self._served: defaultdict[int, float] = defaultdict(float)
         self._backlogged: set[int] | None = None
-        self._end_s = WINDOW_S
+        self._end_s = window_s
         self.by_window: list[float] = []
 
     def wait(self, tenant: int) -> None:
         self._waiting[tenant] += 1
 
-    def begin(self, tenant: int) -> None:
+    def begin(self, tenant: int, prompt_tokens: int) -> None:
         self._waiting[tenant] -= 1
+        self._served[tenant] += prompt_tokens
 
-    def serve(self, tenant: int, num_tokens: int) -> None:
-        self._served[tenant] += num_tokens
+    def serve(self, tenant: int, output_tokens: int) -> None:
+        self._served[tenant] += output_tokens * self._output_weight
 
     def look(self, now: float) -> None:
         waiting = {tenant for tenant, count in self._waiting.items() if count}
@@ -273,16 +300,26 @@ class _Fairness:
         if now < self._end_s:
             return
         if len(self._backlogged) > 1:
-            self.by_window.append(jain([self._served[t] for t in self._backlogged]))
+            self.by_window.append(self._compare([self._served[t] for t in self._backlogged]))
         self._served.clear()
         self._backlogged = None
-        self._end_s = now + WINDOW_S
+        self._end_s = now + self._window_s
 
 
-def jain(shares: list[int]) -> float:
+def jain(shares: list[float]) -> float:
     """Jain's index: 1 when all have the same, 1/n when one has everything."""
     total = sum(shares)
     return total**2 / (len(shares) * sum(s * s for s in shares)) if total else 1.0
+
+
+def gap(shares: list[float]) -> float:
+    """How much more than the least the most is, as a part of the mean."""
+    total = sum(shares)
+    return (max(shares) - min(shares)) * len(shares) / total if total else 0.0
+
+
+def _name(tenant: int) -> str:
+    return f"tenant-{tenant}"
 
 
 def _request(request_id: str, ask: Ask) -> EngineRequest:
@@ -290,7 +327,7 @@ def _request(request_id: str, ask: Ask) -> EngineRequest:
     params = SamplingParams(max_tokens=ask.output_tokens, ignore_eos=True)
     ref = AdapterRef(digest, 1, digest)
     prompt_ids = [0] * ask.prompt_tokens
-    return EngineRequest(request_id, prompt_ids, params, ref, tenant=f"tenant-{ask.tenant}", seed=0)
+    return EngineRequest(request_id, prompt_ids, params, ref, tenant=_name(ask.tenant), seed=0)
 
 
 def _limits() -> SchedulerLimits:

@@ -11,6 +11,10 @@ from weft.bench.workload import Arrival, Lengths, rng_of, zipf
 from weft.core.errors import ConfigError
 
 NUM_TENANTS = 8
+CROWD = 100
+"""Tenants in the trace `crowd`."""
+CROWD_RATE = 10.0
+"""How many times as fast as in other traces requests come there."""
 BURST = 16
 """Requests that come at once in the trace `bursts`."""
 FLOOD_SHARE, FLOOD_AT = 0.5, 0.25
@@ -46,12 +50,13 @@ class TraceKind:
 
     `zipf:EXPONENT` asks for adapter k in proportion to (k+1)^-EXPONENT. `uniform` asks for all
     alike. In `bursts` 16 requests come at once, and half of them ask for one adapter that is new
-    each time. In `flood` the first of 8 tenants sends half of all requests at once. Adapter k
-    belongs to tenant k % 8.
+    each time. In `flood` the first of 8 tenants sends half of all requests at once. In `crowd`
+    100 tenants send ten times as many as are served; half of them have answers a quarter as
+    long, the others prompts. Adapter k belongs to tenant k % 8, in `crowd` to tenant k % 100.
     """
 
     name: str
-    kind: Literal["zipf", "bursts", "flood"]
+    kind: Literal["zipf", "bursts", "flood", "crowd"]
     exponent: float
 
     @classmethod
@@ -65,7 +70,9 @@ class TraceKind:
                 return cls("uniform", "zipf", 0.0)
             case (("bursts" | "flood"), ""):
                 return cls(kind, "bursts" if kind == "bursts" else "flood", 1.0)
-        wanted = "a list of zipf:EXPONENT, uniform, bursts, flood"
+            case "crowd", "":
+                return cls(kind, "crowd", 0.0)
+        wanted = "a list of zipf:EXPONENT, uniform, bursts, flood, crowd"
         raise ConfigError(f"--trace takes {wanted}; got {text!r}", "trace")
 
     def draw(
@@ -82,8 +89,14 @@ class TraceKind:
             _flood(adapters, times, num_adapters, rng_of(seed, 2))
         prompts = PROMPT.draw(count, rng_of(seed, 3))
         outputs = OUTPUT.draw(count, rng_of(seed, 4))
+        num_tenants = NUM_TENANTS
+        if self.kind == "crowd":
+            num_tenants = CROWD
+            times = [t / CROWD_RATE for t in times]
+            prompts = [n // 4 + 1 if k % 2 else n for k, n in zip(adapters, prompts, strict=True)]
+            outputs = [n if k % 2 else n // 4 + 1 for k, n in zip(adapters, outputs, strict=True)]
         asks = [
-            Ask(t, k, k % NUM_TENANTS, prompt, output)
+            Ask(t, k, k % num_tenants, prompt, output)
             for t, k, prompt, output in zip(times, adapters, prompts, outputs, strict=True)
         ]
         of_adapter = rng_of(seed, 5).choice(np.array(ranks), num_adapters)

@@ -209,7 +209,7 @@ class SimulateFlags:
             metavar="NAME,...",
             help="zipf:EXPONENT, the first adapters much more often; uniform; bursts, 16 requests"
             " at once of which half ask for one adapter; flood, one tenant of eight sends half of"
-            " all requests at once.",
+            " all requests at once; crowd, a hundred tenants who always wait.",
             rich_help_panel=WORKLOAD,
         ),
     ] = "zipf:1.0,uniform,bursts,flood"
@@ -256,6 +256,13 @@ class SimulateFlags:
             help="How many requests arrive per second.", min=0.001, rich_help_panel=WORKLOAD
         ),
     ] = 80.0
+    shares: Annotated[
+        bool,
+        typer.Option(
+            help="Tenants share seats too, as those with keys do, and not the order alone.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = False
     seed: Seed = 0
     plot: Plot = Path("weft-bench-simulate.png")
     no_plot: NoPlot = False
@@ -288,5 +295,6 @@ def simulate(
             num_requests=flags.num_requests,
             rate=flags.rate,
             seed=flags.seed,
+            shares=flags.shares,
         )
         done(run_simulate(plan))
