@@ -29,7 +29,8 @@ from rich.console import Console
 from rich.table import Table
 
 from weft.api import ApiSettings, create_app
-from weft.cli.serve import http_config, new_event_loop
+from weft.cli.connections import http_config
+from weft.cli.serve import new_event_loop
 from weft.core.messages import Command, Started, Submit, Tokens
 from weft.core.requests import TokenEvent
 from weft.core.stats import EngineInfo

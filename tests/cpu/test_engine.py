@@ -36,6 +36,7 @@ from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
 from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.engine.engine import Engine
 from weft.fleet import client as client_module
+from weft.fleet import process as process_module
 from weft.fleet.client import LinkClient
 from weft.fleet.process import start_process
 from weft.text import load_tokenizer
@@ -473,7 +474,7 @@ def test_a_killed_process_ends_open_streams() -> None:
                     await call
         await assert_dead(client)
         await client.close()
-        assert not link._folder.exists()
+        assert not link._folder.path.exists()
 
     asyncio.run(go())
 
@@ -483,6 +484,7 @@ def test_a_start_that_is_cancelled(
 ) -> None:
     """The process ends by itself, without an engine, and nothing is left."""
     monkeypatch.setattr(client_module, "CLOSE_S", 60.0)
+    monkeypatch.setattr(process_module, "END_S", 60.0)
 
     async def go() -> None:
         others = set(multiprocessing.active_children())
@@ -555,7 +557,7 @@ def test_a_failed_start(
         link: Any = client._link
         assert not client.alive
         if start is start_process:
-            assert not link._process.is_alive() and not link._folder.exists()
+            assert not link._process.is_alive() and not link._folder.path.exists()
         else:
             assert not link._thread.is_alive()
 

@@ -26,6 +26,7 @@ from weft.core.errors import (
     AdapterUnavailable,
     ConfigError,
     EngineDead,
+    RequestRefused,
     WeftError,
     from_wire,
 )
@@ -33,7 +34,7 @@ from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineInfo, EngineStats
 from weft.core.tenants import Caps, Tenant
-from weft.fleet import supervisor
+from weft.fleet import supervisor, vitals
 from weft.fleet.supervisor import Supervisor, start_supervised
 from weft.text import load_tokenizer
 
@@ -87,6 +88,7 @@ class Fake:
         """Whether what was held was said to be checked."""
         self.tenants: list[Tenant] = []
         self.asked = 0
+        self.lost: list[EngineRequest] = []
         self.closed = False
         self._dead = asyncio.Event()
 
@@ -95,6 +97,8 @@ class Fake:
         return not self._dead.is_set()
 
     def die(self) -> None:
+        self.world.error = EngineDead("the fake is dead")
+        self.world.error.killed = self.world.killed
         self._dead.set()
 
     def died(self, error: WeftError) -> None:
@@ -103,7 +107,7 @@ class Fake:
 
     async def ended(self) -> WeftError:
         await self._dead.wait()
-        return EngineDead("the fake is dead")
+        return self.world.error
 
     async def _wait(self, work: Awaitable[Any]) -> Any:
         """The result of `work`, unless the engine dies first."""
@@ -111,16 +115,19 @@ class Fake:
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             if not self.alive:
-                raise EngineDead("the fake is dead")
+                raise self.world.error
             return both[0].result()
         finally:
             for each in both:
                 each.cancel()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
-        await self._wait(asyncio.sleep(0))
+        if self.alive:
+            self.lost.append(request)
+        await self._wait(self.world.first_gate.wait())
         yield TokenEvent(request.request_id, [1])
         await self._wait(self.world.gate.wait())
+        self.lost.remove(request)
         yield TokenEvent(request.request_id, [2], finish_reason="stop")
 
     async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
@@ -162,9 +169,15 @@ class World:
         self.failures: list[Exception] = []
         self.starts_s: list[float] = []
         self.given_up: list[str] = []
+        self.killed = False
+        """Whether engines that die were killed."""
+        self.error = EngineDead("the fake is dead")
         self.gate = asyncio.Event()
         """Closed, holds and streams wait."""
         self.gate.set()
+        self.first_gate = asyncio.Event()
+        """Closed, requests wait for their first token."""
+        self.first_gate.set()
         self.start_gate = asyncio.Event()
         self.start_gate.set()
 
@@ -205,6 +218,10 @@ Test = Callable[[World, Supervisor], Coroutine[Any, Any, None]]
 async def hold(client: Supervisor, path: str, holder: str = "", pinned: bool = False) -> None:
     """Hold what is in a folder, for the folder's name unless another holder is given."""
     await client.hold(AdapterSource(path), holder or path[1:], pinned)
+
+
+def request_of(token: int) -> EngineRequest:
+    return EngineRequest(f"r{token}", [token], GREEDY, seed=0)
 
 
 def request_to(ref: AdapterRef | None = None) -> EngineRequest:
@@ -270,6 +287,52 @@ def test_tenants_are_told_again(fake: Callable[[Test], None]) -> None:
         world.start_gate.set()
         await until(lambda: client.alive)
         assert world.engine.tenants == second
+
+    fake(test)
+
+
+async def die_with(world: World, client: Supervisor, tokens: str) -> list[WeftError | None]:
+    """Let the engine die while requests with these prompts are open; how each ended."""
+    world.gate.clear()
+    readers = [
+        asyncio.ensure_future(outcome(client.generate(request_of(int(token))))) for token in tokens
+    ]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    if not all(reader.done() for reader in readers):
+        await restarted(world, client)
+    world.gate.set()
+    return await asyncio.gather(*readers)
+
+
+def test_requests_that_engines_die_of_are_refused(fake: Callable[[Test], None]) -> None:
+    async def test(world: World, client: Supervisor) -> None:
+        assert all(isinstance(e, EngineDead) for e in await die_with(world, client, "123"))
+        assert all(isinstance(e, EngineDead) for e in await die_with(world, client, "145"))
+        [refused] = await die_with(world, client, "1")
+        assert isinstance(refused, RequestRefused) and "prompt" in refused.message
+        assert await outcome(client.generate(request_of(2))) is None
+        world.killed = True
+        for _ in range(3):
+            assert all(isinstance(e, EngineDead) for e in await die_with(world, client, "67"))
+        assert client.restarts == 5, "killed from outside, no request is to blame"
+        assert await outcome(client.generate(request_of(6))) is None
+
+    fake(test)
+
+
+def test_who_may_be_to_blame_is_tried_alone(fake: Callable[[Test], None]) -> None:
+    """Two were open at two deaths; only the one that was alone at the third is refused."""
+
+    async def test(world: World, client: Supervisor) -> None:
+        for _ in range(2):
+            assert all(isinstance(e, EngineDead) for e in await die_with(world, client, "12"))
+        world.first_gate.clear()
+        assert all(isinstance(e, EngineDead) for e in await die_with(world, client, "123"))
+        world.first_gate.set()
+        assert isinstance(await outcome(client.generate(request_of(1))), RequestRefused)
+        for token in (2, 3):
+            assert await outcome(client.generate(request_of(token))) is None
 
     fake(test)
 
@@ -603,7 +666,9 @@ def test_an_engine_holds_what_survived(changes: list[Change]) -> None:
 # -- over real processes -----------------------------------------------------------------------
 
 
-def test_a_killed_engine_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_engine_comes_back(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Killed under 100 streams; it is back by itself, and its adapters answer as before, but for
     those whose files are not what they were. Then it hangs, and is closed while it is started."""
     caplog.set_level(logging.WARNING)
@@ -661,14 +726,23 @@ def test_a_killed_engine_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFix
         await client.hold(AdapterSource(str(folders["sort"])), "sort")
         assert await says(client, "world", refs["sort"]) == answer("sort", "world")
 
+        assert not client.troubles
+        monkeypatch.setattr(vitals, "HANG_S", 2.0)
+        end(client, signal.SIGSTOP)
+        await until(lambda: "no sign of life" in "".join(client.troubles))
+        assert client.alive
+        end(client, signal.SIGCONT)
+        await until(lambda: not client.troubles)
+
         client._watchdog_s = 1.0
         end(client, signal.SIGSTOP)
         await until(lambda: not client.alive)
+        assert client.troubles
         await asyncio.sleep(0.3)
         assert client.restarts == 1, "it is being started"
         link: Any = client._engine
         await client.close()
-        assert not client.alive and not link._link._folder.exists()
+        assert not client.alive and not link._link._folder.path.exists()
 
     run(go())
     lines = [record.message for record in caplog.records]

@@ -19,7 +19,7 @@ from toy_tokenizers import byte_level
 from weft.api import ApiSettings, create_app
 from weft.api.audit import AuditLog
 from weft.api.callers import Tenants
-from weft.cli.serve import http_config
+from weft.cli.connections import http_config
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
 from weft.core.errors import AdapterInvalid, AdapterNotFound, EngineDead
 from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
@@ -58,6 +58,7 @@ class EchoEngine:
     def __init__(self, info: EngineInfo = INFO) -> None:
         self.info = info
         self.alive = True
+        self.troubles: list[str] = []
         self.adapters: dict[str, list[int]] = {}
         self.requests: list[EngineRequest] = []
         self.answers: list[list[int]] = []
@@ -294,9 +295,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def served(world: World) -> Iterator[str]:
+def served(world: World, **options: Any) -> Iterator[str]:
     """The application on a loopback port, on a thread."""
-    config = http_config(world.app, port=0, log_level="error", lifespan="on")
+    config = http_config(world.app, port=0, log_level="error", lifespan="on", **options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()

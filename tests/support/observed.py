@@ -41,6 +41,7 @@ class ScriptedEngine:
     def __init__(self) -> None:
         self.info = INFO
         self.alive = True
+        self.troubles: list[str] = []
         self.hangs = False
         """After the script, forever."""
         self.script = [

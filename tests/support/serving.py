@@ -23,7 +23,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny import ADAPTERS, BASE
 
 from weft.api import ApiSettings, create_app
-from weft.cli.serve import http_config
+from weft.cli.connections import http_config
 from weft.core.config import engine_args
 from weft.registry import AdapterRegistry, AdapterRoots
 
@@ -72,15 +72,21 @@ def command_of(pid: int) -> bytes:
 
 @contextmanager
 def serving(
-    root: Path, *flags: str, adapters: list[str] | Mapping[str, Path], model: Path = BASE
+    root: Path,
+    *flags: str,
+    adapters: list[str] | Mapping[str, Path],
+    model: Path = BASE,
+    max_files: int | None = None,
 ) -> Iterator[Server]:
-    """`adapters`: folders by name, or names of examples."""
+    """`adapters`: folders by name, or names of examples. `max_files`: that it may have open."""
     folders = adapters if isinstance(adapters, Mapping) else ADAPTERS
     modules = [f"{name}={folders[name]}" for name in adapters]
     command = [sys.executable, "-m", "weft", "serve", str(model)]
     command += ["--port", "0", "--served-model-name", "base", "--lora-root", str(root)]
     command += ["--num-threads", "1", "--kv-cache-memory", "64M", "--adapter-memory", "64M"]
     command += [*flags, *(["--lora-modules", *modules] if modules else [])]
+    if max_files is not None:
+        command = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(max_files), *command]
     log = root / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen(

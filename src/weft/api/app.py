@@ -15,6 +15,7 @@ from weft.api.audit import AuditLog
 from weft.api.callers import Tenants, keychain_of
 from weft.api.desk import AdapterDesk
 from weft.api.http import ERRORS, handle_error
+from weft.api.loop_watch import LoopWatch
 from weft.api.middleware import (
     PROBES,
     REQUEST_ID,
@@ -64,9 +65,12 @@ def create_app(
     publisher = Publisher(engine, registry, tokenizer, sources, executor, settings.tenants)
     desk = AdapterDesk(service, publisher, executor, audit or AuditLog(None), tenants)
 
+    watch = LoopWatch()
+
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
+        async with watch.watching():
+            yield
         await executor.close()
 
     # No /docs: its page would load scripts from elsewhere.
@@ -80,10 +84,11 @@ def create_app(
         exception_handlers={WeftError: handle_error, HTTPException: handle_error},
     )
     app.state.request_timeout_s = settings.request_timeout_s
-    for routes in (chat_routes, completion_routes, response_routes, tokenize_routes, server_routes):
+    for routes in (chat_routes, completion_routes, response_routes, tokenize_routes):
         app.include_router(routes(service))
+    app.include_router(server_routes(service, watch))
     app.include_router(adapter_routes(service, desk))
-    app.state.metrics_app = metrics_app(service)
+    app.state.metrics_app = metrics_app(service, watch)
     _add_middleware(app, metrics, settings, tenants)
     if traces is not None:
         app.add_middleware(TraceHeaders)

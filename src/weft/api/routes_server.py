@@ -16,15 +16,16 @@ from starlette.responses import Response
 from weft.api.bodies import ClosedBody, Conversation, Message
 from weft.api.generation import token_text
 from weft.api.http import TEXT, body_of, handle_error, json_response
+from weft.api.loop_watch import LoopWatch
 from weft.api.reading import read_body
 from weft.api.service import Service
-from weft.core.errors import EngineDead, InvalidRequest, WeftError
+from weft.core.errors import EngineDead, InvalidRequest, NotReady, WeftError
 from weft.metrics import CONTENT_TYPE
 from weft.registry import ModelCard
 from weft.serving import Language
 
 
-def server_routes(service: Service) -> APIRouter:
+def server_routes(service: Service, watch: LoopWatch) -> APIRouter:
     router = APIRouter()
     created = int(time.time())
 
@@ -65,7 +66,7 @@ def server_routes(service: Service) -> APIRouter:
         service.access.need("admin")
         return json_response({"version": version("weft")})
 
-    router.include_router(health_routes(service))
+    router.include_router(health_routes(service, watch))
     if not service.settings.metrics_apart:
 
         @router.get("/metrics", response_class=Response, responses=TEXT)
@@ -77,7 +78,7 @@ def server_routes(service: Service) -> APIRouter:
     return router
 
 
-def health_routes(service: Service) -> APIRouter:
+def health_routes(service: Service, watch: LoopWatch) -> APIRouter:
     router = APIRouter()
 
     @router.get("/health", response_class=Response)
@@ -87,10 +88,19 @@ def health_routes(service: Service) -> APIRouter:
             raise EngineDead("the engine is not running")
         return Response(status_code=200)
 
+    @router.get("/ready", response_class=Response)
+    async def ready() -> Response:
+        """Answers 200 while all is well, else 503 and what is wrong: the engine is down or hangs,
+        its loading of adapters does, or the server itself was blocked just now."""
+        troubles = [*service.engine.troubles, *watch.troubles()]
+        if troubles:
+            raise NotReady("; ".join(troubles))
+        return Response(status_code=200)
+
     return router
 
 
-def metrics_app(service: Service) -> FastAPI:
+def metrics_app(service: Service, watch: LoopWatch) -> FastAPI:
     """What is served on an address of its own, to those who run the server: metrics and health.
     It asks for no key."""
     app = FastAPI(
@@ -100,7 +110,7 @@ def metrics_app(service: Service) -> FastAPI:
         redoc_url=None,
         exception_handlers={WeftError: handle_error, HTTPException: handle_error},
     )
-    app.include_router(health_routes(service))
+    app.include_router(health_routes(service, watch))
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:

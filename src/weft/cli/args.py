@@ -43,6 +43,8 @@ _HELP = {
     "--allow-request-templates": "Let requests bring a chat template, as chat_template. It is run"
     " as those of adapters are.",
     "--request-timeout": "How long one answer may take before it is aborted. Default: no limit.",
+    "--max-connections-per-address": "How many connections one address may have. 0: any number, as"
+    " behind a proxy that makes all of them. Default: half of what the limit of open files allows.",
     "--tool-call-parser": "How the model writes calls of tools. auto: as its chat template shows.",
     "--reasoning-parser": "Whether the model reasons between <think> and </think>, which is then"
     " told apart from its answer. auto: if its chat template shows it.",
@@ -89,6 +91,9 @@ class ServeFlags:
     ] = 1 << 20
     strict_fields: Annotated[bool, _flag("--strict-fields")] = False
     allow_request_templates: Annotated[bool, _flag("--allow-request-templates")] = False
+    max_connections_per_address: Annotated[
+        int | None, _flag("--max-connections-per-address", "N", min=0)
+    ] = None
     tool_call_parser: Annotated[
         Literal["auto", "none", "hermes", "llama3_json", "mistral"], _flag("--tool-call-parser")
     ] = "auto"

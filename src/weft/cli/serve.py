@@ -11,7 +11,8 @@ import signal
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,6 +24,8 @@ from weft.api import ApiSettings, create_app
 from weft.api.http import READER_TIMEOUT_S
 from weft.api.settings import parse_key
 from weft.cli.args import LoraModule, ServeFlags
+from weft.cli.connections import ConnectionLimits, connection_limits, http_config
+from weft.cli.deadline import end_within
 from weft.cli.front import FrontDoor, served_beside
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError
@@ -43,11 +46,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-FORCED_S = 10
+FORCED_S = 3
 """How long after the shut-down time-out connections are cut."""
-KEEP_ALIVE_S = 75
-"""How long an idle connection stays open. Clients and proxies keep theirs for up to a minute, and
-must be the first to close: a request that crosses the server's close is lost."""
+HARD_END_S = 5
+"""How long after the shut-down time-out the process is ended, whatever hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class _Start:
     """The adapters to load before serving."""
     roots: AdapterRoots
     door: FrontDoor
+    connections: ConnectionLimits
 
 
 def run(engine: EngineArgs, flags: ServeFlags) -> None:
@@ -69,7 +72,8 @@ def run(engine: EngineArgs, flags: ServeFlags) -> None:
     api = _api_settings(engine, flags)
     modules = flags.modules(api.served_model_names)
     door = FrontDoor(flags.tenants_file(), flags.audit_log)
-    start = _Start(engine, flags, api, modules, flags.roots(modules), door)
+    limits = connection_limits(flags.max_connections_per_address)
+    start = _Start(engine, flags, api, modules, flags.roots(modules), door, limits)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_run_server(start))
 
@@ -120,7 +124,12 @@ async def _run_server(start: _Start) -> None:
         traces = open_traces(flags.otlp_endpoint)
     task = asyncio.current_task()
     assert task is not None
-    _on_signals(task.cancel)
+
+    def stop() -> None:
+        end_within(flags.shutdown_timeout + HARD_END_S)
+        task.cancel()
+
+    _on_signals(stop)
     start.door.on_hangup()
     with contextlib.ExitStack() as bound:
         listener = bound.enter_context(contextlib.closing(_bind(flags.host, flags.port)))
@@ -175,7 +184,7 @@ async def _start_and_serve(
         gc.collect()
         gc.freeze()
         async with served_beside(app.state.metrics_app, beside):
-            await _serve_http(app, flags, engine, listener, lambda: console.print(summary))
+            await _serve_http(app, start, engine, listener, lambda: console.print(summary))
     finally:
         await engine.close()
 
@@ -270,6 +279,11 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self._on_started()
 
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if not self.should_exit:
+            end_within(self._shutdown_timeout_s + HARD_END_S)
+        super().handle_exit(sig, frame)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         close_later = asyncio.create_task(self._close_engine_later())
         await super().shutdown(sockets)
@@ -283,13 +297,15 @@ class _Server(uvicorn.Server):
 
 async def _serve_http(
     app: FastAPI,
-    flags: ServeFlags,
+    start: _Start,
     engine: EngineClient,
     listener: socket.socket,
     on_started: Callable[[], None],
 ) -> None:
+    flags = start.flags
     config = http_config(
         app,
+        start.connections,
         log_level="info" if flags.log_level == "debug" else "warning",
         access_log=flags.log_level == "debug",  # as each costs time
         timeout_graceful_shutdown=flags.shutdown_timeout + FORCED_S,
@@ -299,23 +315,6 @@ async def _serve_http(
         await server.serve([listener])
     except OSError as error:
         raise _port_refused(flags.host, flags.port, error) from error
-
-
-def http_config(app: FastAPI, **options: Any) -> uvicorn.Config:
-    """What is the same for all servers of the application.
-
-    They parse with h11 also where httptools is installed: that takes a fifth less time for a chunk,
-    but loses the body of a request that offers HTTP/2, as Java's client does, and lets a head grow
-    without bound.
-    """
-    return uvicorn.Config(
-        app,
-        http="h11",
-        log_config=None,
-        server_header=False,
-        timeout_keep_alive=KEEP_ALIVE_S,
-        **options,
-    )
 
 
 def _summary(

@@ -3,6 +3,7 @@
     WeftError
     ├── InvalidRequest              400  a request's field is wrong; `param` names it
     │   ├── ContextLengthExceeded   400  prompt and answer are longer than the context
+    │   ├── RequestRefused          400  engines died of requests like this one
     │   ├── BodyTooLarge            413  the body has more bytes than the operator allows
     │   ├── BodyTimeout             408  the body did not come in time
     │   └── UnsupportedMediaType    415  the body is not said to be JSON
@@ -19,6 +20,7 @@
     ├── Overloaded                  429  the queue is full; `retry_after_s` says when to try again
     ├── RequestTimeout              504  it took longer than the operator allows
     ├── EngineDead                  503  the engine process is gone
+    ├── NotReady                    503  something hangs; only `/ready` answers so
     ├── Unreachable                 502  a server that was asked does not answer, or is not Weft
     └── ConfigError                 500  the server can't start like this; `param` names the flag
 
@@ -54,6 +56,10 @@ class InvalidRequest(WeftError):
 
 class ContextLengthExceeded(InvalidRequest):
     kind = "context_length_exceeded"
+
+
+class RequestRefused(InvalidRequest):
+    kind = "request_refused"
 
 
 class BodyTooLarge(InvalidRequest):
@@ -143,6 +149,13 @@ class RequestTimeout(WeftError):
 class EngineDead(WeftError):
     status = 503
     kind = "engine_dead"
+    killed = False
+    """Whether its process was killed from outside, for which no request is to blame."""
+
+
+class NotReady(WeftError):
+    status = 503
+    kind = "not_ready"
 
 
 class Unreachable(WeftError):

@@ -92,7 +92,15 @@ class Reply:
     error: tuple[str, str, str | None] | None = None
 
 
-Report = Started | StartFailed | Tokens | Reply
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """A sign of life, sent every second."""
+
+    busy_s: dict[str, float]
+    """For how many seconds parts of the engine have not got on: `step`, and its threads."""
+
+
+Report = Started | StartFailed | Tokens | Reply | Pulse
 
 
 class EngineClient(Protocol):
@@ -105,6 +113,10 @@ class EngineClient(Protocol):
     @property
     def alive(self) -> bool:
         """Whether requests can be served now."""
+
+    @property
+    def troubles(self) -> Sequence[str]:
+        """Why requests can't be served now, or some of them can't; empty if all is well."""
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         """Run a request and yield its events; only the last one has `finish_reason` set.

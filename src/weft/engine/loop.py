@@ -6,9 +6,12 @@ after step N+1 was launched, so that planning and building hide behind the devic
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NoReturn
 
 from weft.core.errors import WeftError
 from weft.core.requests import TokenEvent
@@ -19,6 +22,8 @@ from weft.schedule.plan import Admitted, Matcher, StepPlan
 from weft.schedule.scheduler import Scheduler
 from weft.worker.inputs import RowState
 from weft.worker.protocol import Flight, Worker
+
+logger = logging.getLogger(__name__)
 
 PollGrammars = Callable[[], Sequence[tuple[str, Matcher | WeftError]]]
 PollAdapters = Callable[[], Sequence[LoadEnded]]
@@ -62,6 +67,16 @@ class QueueTimes:
         return event._replace(queue_s=waited[0], adapter_wait_s=waited[1])
 
 
+class _Failed:
+    """A step that could not be launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> NoReturn:
+        raise self._error
+
+
 class Loop:
     """Runs steps over parts that others own."""
 
@@ -98,12 +113,40 @@ class Loop:
             self.queue_times.begin(admitted, now)
         if not plan.empty:
             self.steps += 1
-            self._flights.append((plan, self._worker.step(self._rows.build(plan))))
-        while len(self._flights) > (0 if plan.empty else self._ahead):
+            self._flights.append((plan, self._launch(plan)))
+        ahead = 0 if plan.empty or self._scheduler.trials.groups else self._ahead
+        while len(self._flights) > ahead:
             planned, flight = self._flights.popleft()
-            events += self._scheduler.commit(planned, flight.result())
+            try:
+                result = flight.result()
+            except Exception as error:
+                events += self._recover(planned, error)
+            else:
+                events += self._scheduler.commit(planned, result)
         self.idle = plan.empty and not self._flights and not events
         return self.queue_times.stamp(events)
+
+    def _launch(self, plan: StepPlan) -> Flight:
+        try:
+            return self._worker.step(self._rows.build(plan))
+        except Exception as error:
+            return _Failed(error)
+
+    def _recover(self, plan: StepPlan, error: Exception) -> list[TokenEvent]:
+        """A step has failed; those launched after it computed with what it should have made, so
+        they are void too. Raises an error if the device, or every step, fails from now on."""
+        logger.error("a step failed; its requests are tried again in parts", exc_info=error)
+        plans = [plan, *(planned for planned, _ in self._flights)]
+        for _, flight in self._flights:
+            with suppress(Exception):
+                flight.result()
+        self._flights.clear()
+        self._worker.settle()
+        reason = WeftError(f"the request could not be computed: {type(error).__name__}")
+        events = self._scheduler.fail(plans, reason)
+        if self._scheduler.trials.hopeless:
+            raise error
+        return events
 
     def _apply_grammars(self) -> list[TokenEvent]:
         events = [self._scheduler.grammar_ended(*ended) for ended in self._poll_grammars()]

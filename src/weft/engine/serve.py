@@ -5,19 +5,43 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
+import time
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
 from weft.core.config import EngineArgs
 from weft.core.errors import WeftError, to_wire
-from weft.core.messages import Command, Report, Started, StartFailed, Stop, Tokens, Wake
+from weft.core.messages import Command, Pulse, Report, Started, StartFailed, Stop, Tokens, Wake
 from weft.engine.build import build_engine
 from weft.engine.engine import Engine
 
 SWITCH_S = 5e-4
 """How long a thread keeps the interpreter while others want it: a tenth of Python's own choice."""
+PULSE_S = 1.0
+"""The time between two signs of life."""
 WAIT_S = 0.02
 """How long a step without work waits for a command while requests wait for something else."""
+
+
+class Progress:
+    """When the engine's thread began what it is at; any thread may ask."""
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None
+
+    def begin(self) -> None:
+        """It begins a step, and the commands ahead of it."""
+        self._since_s = time.monotonic()
+
+    def rest(self) -> None:
+        """It waits for something to do."""
+        self._since_s = None
+
+    @property
+    def busy_s(self) -> float:
+        since_s = self._since_s
+        return 0.0 if since_s is None else time.monotonic() - since_s
 
 
 def settle_process() -> None:
@@ -36,24 +60,35 @@ def run_engine(
     args: EngineArgs,
     inbox: SimpleQueue[Command],
     emit: Callable[[Report], None],
-    alone: bool = False,
+    pulse: Callable[[Pulse], None] | None = None,
 ) -> None:
-    """Build an engine and serve until Stop, or report why not. `alone`: in a process of its own."""
+    """Build an engine and serve until Stop, or report why not. In a process of its own it has a
+    `pulse`, which is called on another thread."""
     try:
         engine = build_engine(args, wake=lambda: inbox.put(Wake()))
     except WeftError as error:
         emit(StartFailed(to_wire(error)))
         return
-    if alone:
+    progress = Progress()
+    if pulse is not None:
         settle_process()
+        threading.Thread(target=_beat, args=(engine, progress, pulse), daemon=True).start()
     emit(Started(engine.info))
-    serve(engine, inbox, emit)
+    serve(engine, inbox, emit, progress)
 
 
-def serve(engine: Engine, inbox: SimpleQueue[Command], emit: Callable[[Report], None]) -> None:
+def serve(
+    engine: Engine,
+    inbox: SimpleQueue[Command],
+    emit: Callable[[Report], None],
+    progress: Progress,
+) -> None:
     """Run until Stop. Every request that was submitted gets its terminal event."""
     while True:
-        for command in _commands(inbox, engine):
+        progress.rest()
+        commands = _commands(inbox, engine)
+        progress.begin()
+        for command in commands:
             if isinstance(command, Stop):
                 emit(Tokens(engine.close()))
                 return
@@ -62,6 +97,13 @@ def serve(engine: Engine, inbox: SimpleQueue[Command], emit: Callable[[Report], 
                 emit(report)
         for report in engine.step():
             emit(report)
+
+
+def _beat(engine: Engine, progress: Progress, pulse: Callable[[Pulse], None]) -> None:
+    """Give signs of life until the process ends."""
+    while True:
+        pulse(Pulse({"step": progress.busy_s, **engine.stuck_s()}))
+        time.sleep(PULSE_S)
 
 
 def _commands(inbox: SimpleQueue[Command], engine: Engine) -> list[Command]:

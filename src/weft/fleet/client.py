@@ -19,6 +19,7 @@ from weft.core.messages import (
     Command,
     GetStats,
     Hold,
+    Pulse,
     Release,
     Reply,
     Report,
@@ -32,6 +33,7 @@ from weft.core.messages import (
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
 from weft.core.tenants import Tenant
+from weft.fleet.vitals import Vitals
 
 CLOSE_S = 10.0
 """How long `close` waits for the engine to end by itself."""
@@ -60,6 +62,9 @@ class LinkClient:
         self._streams: dict[str, _Stream] = {}
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count()
+        self._vitals = Vitals()
+        self.lost: list[EngineRequest] = []
+        """The requests that were open when the engine died."""
 
     async def start(self, link: Link) -> LinkClient:
         """Wait until the engine is ready, and return this client. Raises what the start failed
@@ -81,11 +86,15 @@ class LinkClient:
     def alive(self) -> bool:
         return self._info is not None and self._dead is None
 
+    @property
+    def troubles(self) -> list[str]:
+        return self._vitals.troubles() if self.alive else ["the engine is not running"]
+
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         self._send(Submit(request))
-        stream = self._streams[request.request_id] = _Stream(self._loop)
+        stream = self._streams[request.request_id] = _Stream(self._loop, request)
         ended = False
         try:
             while not ended:
@@ -146,6 +155,8 @@ class LinkClient:
                 future = self._calls.pop(call_id, None)
                 if future is not None and not future.done():
                     _resolve(future, report)
+            case Pulse():
+                self._vitals.hear(report)
             case Started(info) if not self._started.done():
                 self._started.set_result(info)
             case StartFailed(error) if not self._started.done():
@@ -159,6 +170,7 @@ class LinkClient:
             return
         self._dead = error
         self._ended.set()
+        self.lost = [stream.request for stream in self._streams.values()]
         if not self._started.done():
             self._started.set_exception(error)
         for stream in self._streams.values():
@@ -187,10 +199,11 @@ class LinkClient:
 class _Stream:
     """The events of one request that its reader has not taken yet."""
 
-    __slots__ = ("_items", "_loop", "_waiter")
+    __slots__ = ("_items", "_loop", "_waiter", "request")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, request: EngineRequest) -> None:
         self._loop = loop
+        self.request = request
         self._items: list[TokenEvent | WeftError] = []
         self._waiter: asyncio.Future[None] | None = None
 

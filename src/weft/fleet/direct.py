@@ -43,6 +43,7 @@ class DirectClient:
         self._wakeups: SimpleQueue[None] = SimpleQueue()
         self.engine = build_engine(args, wake=lambda: self._wakeups.put(None))
         self.alive = True
+        self.troubles: tuple[str, ...] = ()
         self._call_ids = itertools.count()
         self._replies: dict[int, Reply] = {}
         self._inboxes: dict[str, _Inbox] = {}

@@ -8,12 +8,9 @@ import contextlib
 import logging
 import multiprocessing
 import os
-import shutil
 import signal
-import tempfile
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Generic, TypeAlias, TypeVar, get_args
 
@@ -23,9 +20,11 @@ import zmq.asyncio
 
 from weft.core.config import EngineArgs
 from weft.core.errors import EngineDead
-from weft.core.messages import Command, Report, Started, Stop, Submit
+from weft.core.messages import Command, Pulse, Report, Started, Stop, Submit
+from weft.core.processes import die_with_parent
 from weft.fleet.client import LinkClient
 from weft.fleet.forms import ReceivedForms, SentForms
+from weft.fleet.sockets import SocketFolder
 from weft.metrics.logs import LogArgs, configure_logging, configured_logging
 
 logger = logging.getLogger(__name__)
@@ -35,6 +34,8 @@ Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 FLUSH_MS = 1000
 """How long the engine's end waits until its last reports have been sent."""
+END_S = 3.0
+"""How long the process may take to end by itself. It has nothing to lose."""
 
 
 class Codec(Generic[T]):
@@ -68,9 +69,9 @@ class ProcessLink:
 
     def __init__(self, args: EngineArgs, client: LinkClient) -> None:
         self._client = client
-        self._folder = Path(tempfile.mkdtemp(prefix="weft-"))
+        self._folder = SocketFolder()
         self._context = zmq.asyncio.Context()
-        down, up = (f"ipc://{self._folder}/{name}" for name in ("commands", "reports"))
+        down, up = (self._folder.address(name) for name in ("commands", "reports"))
         self._down = _socket(zmq.Context.shadow(self._context.underlying), zmq.PUSH)
         self._down.connect(down)  # not bind: sending to nobody must not block the event loop
         self._up = _socket(self._context, zmq.PULL)
@@ -100,7 +101,7 @@ class ProcessLink:
             self._down.send(COMMANDS.encode(command), zmq.DONTWAIT)
 
     async def join(self, timeout_s: float) -> None:
-        await asyncio.to_thread(self._process.join, timeout_s)
+        await asyncio.to_thread(self._process.join, min(timeout_s, END_S))
         if self._process.is_alive():
             logger.warning("the engine has not ended by itself and is killed")
             self._process.kill()
@@ -118,7 +119,9 @@ class ProcessLink:
 
     def _report_death(self) -> None:
         code = self._process.exitcode
-        self._client.died(EngineDead(f"the engine process ended with exit code {code}"))
+        error = EngineDead(f"the engine process ended with exit code {code}")
+        error.killed = code == -signal.SIGKILL
+        self._client.died(error)
 
     def _close(self) -> None:
         atexit.unregister(self._process.kill)
@@ -127,7 +130,7 @@ class ProcessLink:
         self._down.close()
         self._up.close()
         self._context.term()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._folder.remove()
 
 
 def _socket(context: Any, kind: int) -> Any:
@@ -141,9 +144,9 @@ def _main(args: EngineArgs, down: str, up: str, logs: LogArgs | None) -> None:
     """Run the engine process. It ends by Stop, by an error, or when its parent is gone."""
     if logs is not None:
         configure_logging(logs.level, logs.json)
+    _end_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to both; the parent decides
         signal.signal(number, signal.SIG_IGN)
-    _end_with_parent()
     started = threading.Event()
     inbox: SimpleQueue[Command] = SimpleQueue()
     context: Context = zmq.Context()
@@ -154,6 +157,16 @@ def _main(args: EngineArgs, down: str, up: str, logs: LogArgs | None) -> None:
     reports.linger = FLUSH_MS
     reports.connect(up)
 
+    beats: Any = None
+
+    def pulse(report: Pulse) -> None:
+        """Called on a thread, which has a socket of its own that nobody waits for in the end."""
+        nonlocal beats
+        if beats is None:
+            beats = _socket(zmq.Context(), zmq.PUSH)
+            beats.connect(up)
+        beats.send(REPORTS.encode(report))
+
     def emit(report: Report) -> None:
         if isinstance(report, Started):
             started.set()
@@ -161,7 +174,7 @@ def _main(args: EngineArgs, down: str, up: str, logs: LogArgs | None) -> None:
 
     code = 0
     try:
-        run_engine(args, inbox, emit, alone=True)
+        run_engine(args, inbox, emit, pulse)
     except Exception:
         logger.exception("the engine failed")
         code = 1
@@ -193,8 +206,9 @@ def _pull(
 
 def _end_with_parent() -> None:
     parent = multiprocessing.parent_process()
-    if parent is None:
+    if parent is None or parent.pid is None:
         return
+    die_with_parent(parent.pid)
 
     def watch(join: Callable[[], None]) -> None:
         join()

@@ -4,7 +4,8 @@
                                └──(a start fails)──> down, and after a pause another start
 
 Requests that were open when the engine died end with EngineDead, and so do those that come while
-it is down. An engine answers between two steps; one that gives no answer for long is ended.
+it is down. Those that engines die of are refused; see `weft.fleet.suspects`. An engine answers
+between two steps; one that gives no answer for long is ended.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ from dataclasses import dataclass, field
 
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.config import EngineArgs
-from weft.core.errors import AdapterUnavailable, EngineDead, WeftError, to_wire
+from weft.core.errors import AdapterUnavailable, EngineDead, RequestRefused, WeftError, to_wire
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
 from weft.core.tenants import Tenant
 from weft.fleet.client import LinkClient
+from weft.fleet.suspects import Suspects
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +80,7 @@ class Supervisor:
         """What engines are to hold, by digest."""
         self._tenants: tuple[Tenant, ...] | None = None
         """Who shares every engine; None until it was said."""
+        self._suspects = Suspects()
         self._task = asyncio.create_task(self._supervise())
 
     @property
@@ -89,6 +92,10 @@ class Supervisor:
         """Whether an engine is up, and holds all that it can of what it is to hold."""
         return self._down is None and self._engine.alive
 
+    @property
+    def troubles(self) -> list[str]:
+        return self._engine.troubles if self._down is None else [self._down]
+
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         if self._down is not None:
             return _ending(request.request_id, EngineDead(self._down))
@@ -99,7 +106,10 @@ class Supervisor:
             wanted = self._wanted.get(ref.digest)
             if wanted is not None and wanted.lost is not None:
                 return _ending(request.request_id, wanted.lost)
-        return self._engine.generate(request)
+        try:
+            return self._suspects.admit(request, self._engine.generate(request))
+        except RequestRefused as refused:
+            return _ending(request.request_id, refused)
 
     async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
         """The engines to come hold it too."""
@@ -153,6 +163,7 @@ class Supervisor:
             with self._watched(self._engine):
                 error = await self._engine.ended()
             died_s = clock()
+            self._suspects.died(self._engine.lost, error)
             logger.error("%s; it is started again", error.message)
             self._down = "the engine has died and is being started again"
             if died_s - started_s > MAX_PAUSE_S:

@@ -191,6 +191,20 @@ class Batch:
         insort(self._parked, seq)
         self.join(seq)
 
+    def roll_back(self, planned: Iterable[Sequence], starts: Iterable[int]) -> list[Sequence]:
+        """Take back a step that has no result: its sequences wait again. Returns each once."""
+        sequences: dict[Sequence, None] = {}
+        for seq, start in zip(planned, starts, strict=True):
+            seq.in_flight -= 1
+            seq.known, seq.computed = len(seq.tokens), min(seq.computed, start)
+            sequences[seq] = None
+        for seq in sequences:
+            if seq.row >= 0:
+                self.park(seq)
+            elif seq.in_flight == 0:
+                self._turns.end_lease(seq.adapter)
+        return list(sequences)
+
     def remove(self, seq: Sequence) -> None:
         """A request has ended, wherever it is; not during a walk of the queue."""
         self._charge(seq)

@@ -38,6 +38,7 @@ from weft.schedule.plan import Matcher, StepPlan, StepResult
 from weft.schedule.sequence import AdapterUse, Sequence
 from weft.schedule.shares import Shares
 from weft.schedule.slots import AdapterSlots
+from weft.schedule.trials import Trials
 from weft.schedule.turns import Turns
 
 PREFETCH = 32
@@ -58,13 +59,13 @@ class Scheduler:
         self._cache = cache
         self._slots = slots
         self._turns = Turns(slots, limits.max_loras, limits.max_adapter_wait)
-        self._steps = 0
-        self._orders = 0
+        self._steps = self._orders = 0
         self._by_id: dict[str, Sequence] = {}
         self._batch = Batch(limits.max_num_seqs, cache, self._turns, tenant_weights)
         self._shares = Shares()
         self._planned: dict[int, list[Sequence]] = {}
         """The sequences of the steps in flight, one for each entry of the plan."""
+        self.trials = Trials()
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -117,8 +118,7 @@ class Scheduler:
             raise refusal
 
     def grammar_ended(self, request_id: str, grammar: Matcher | WeftError) -> TokenEvent | None:
-        """The grammar of a waiting request is compiled, or can't be, which ends the request.
-        Ignored if the request is gone."""
+        """A waiting request's grammar is compiled, or can't be, which ends it, if it is here."""
         seq = self._by_id.get(request_id)
         if seq is None or not seq.rules.compiling:
             return None
@@ -161,6 +161,8 @@ class Scheduler:
         self._plan_waiting(draft, contended)
         if draft.rows:
             self._planned[draft.step] = draft.sequences
+        elif not self._planned:
+            self.trials.passed(())
         return draft.plan(self._turns.end())
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[TokenEvent]:
@@ -172,6 +174,8 @@ class Scheduler:
         """
         events: list[TokenEvent] = []
         planned, num_samples = self._planned.pop(plan.step, []), plan.num_samples
+        if not self.trials.quiet:
+            self.trials.passed({seq.request_id for seq in planned})
         for i, prompt_logprobs in result.prompt_logprobs.items():
             planned[i].take_prompt_logprobs(plan.starts[i], prompt_logprobs)
         k = 0
@@ -203,6 +207,12 @@ class Scheduler:
                 self._turns.end_lease(seq.adapter)
         self.totals.generated_tokens += sum(num_samples)
         return events
+
+    def fail(self, plans: list[StepPlan], error: WeftError) -> list[TokenEvent]:
+        """End who made the first of these steps fail, once that is known; all others wait again."""
+        failed, *_ = [self._batch.roll_back(self._planned.pop(p.step), p.starts) for p in plans]
+        blamed = self.trials.failed([seq.request_id for seq in failed if not seq.done])
+        return [self._finish(self._by_id[blamed], "error", error=error)] if blamed else []
 
     def _take(
         self, seq: Sequence, new: list[int], logprobs: list[TokenLogprob] | None
@@ -306,7 +316,7 @@ class Scheduler:
                         self._shares.claim(seq)
                 elif seq.rules.compiling:
                     self._turns.prefetch(seq.digest)
-                elif seq.in_flight:
+                elif seq.in_flight or not self.trials.admits(seq.request_id):
                     continue
                 elif seq.account.at_cap or not self._turns.ready(seq):
                     walk.skip()
@@ -376,6 +386,7 @@ class Scheduler:
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold, those of its parts included."""
         requests, running = list(self._by_id.values()), self._batch.running
+        self.trials.check()
         self._batch.check(requests)
         adapted = [s for s in requests if s.digest is not None]
         assert all(0 <= s.adapter.active_from < s.num_prompt for s in adapted)

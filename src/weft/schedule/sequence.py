@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from weft.core.errors import InvalidRequest, WeftError
+from weft.core.errors import InvalidRequest, WeftError, from_wire, to_wire
 from weft.core.requests import EngineRequest, TokenLogprob
 from weft.schedule.cache import NEVER, Holding
 from weft.schedule.limits import SchedulerLimits
@@ -67,8 +67,8 @@ class OutputRules:
             for matcher in (self.grammar, self.bad_sequences):
                 if matcher is not None:
                     matcher.accept(token)
-        except WeftError as error:
-            return error
+        except Exception as error:  # of any kind: nobody else need end with this request
+            return from_wire(to_wire(error))
         self.known_limit = min(self.limit, self.known_limit + 1)
         return None
 

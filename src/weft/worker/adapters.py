@@ -19,7 +19,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -47,6 +47,7 @@ from weft.worker.images import ImageStore
 from weft.worker.memory import HostMemory
 from weft.worker.protocol import LoadOrder, LoadResult, Origin, PackedAdapter, ProbeResult
 from weft.worker.selfcheck import SelfCheck
+from weft.worker.threads import WatchedThreads
 
 logger = logging.getLogger(__name__)
 
@@ -128,9 +129,9 @@ class AdapterLoader:
         self._images = images
         self._host = host
         self._clock = clock
-        self._loaders = ThreadPoolExecutor(NUM_LOADERS, thread_name_prefix="weft-loader")
-        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="weft-reader")
-        self._registrars = ThreadPoolExecutor(NUM_REGISTRARS, thread_name_prefix="weft-registrar")
+        self._loaders = WatchedThreads(NUM_LOADERS, "weft-loader")
+        self._readers = WatchedThreads(NUM_READERS, "weft-reader")
+        self._registrars = WatchedThreads(NUM_REGISTRARS, "weft-registrar")
 
     def pack(self, source: AdapterSource) -> Future[PackedAdapter | WeftError]:
         ended: Future[PackedAdapter | WeftError] = Future()
@@ -155,6 +156,13 @@ class AdapterLoader:
 
     def disk_stats(self) -> TierStats | None:
         return self._images.stats() if self._images is not None else None
+
+    def stuck_s(self) -> dict[str, float]:
+        return {
+            "loaders": self._loaders.look(),
+            "readers": self._readers.look(),
+            "registrars": self._registrars.look(),
+        }
 
     def close(self) -> None:
         self._readers.shutdown(cancel_futures=True)

@@ -116,6 +116,10 @@ class Worker(Protocol):
 
     def step(self, inputs: StepInputs) -> Flight: ...
 
+    def settle(self) -> None:
+        """Wait until nothing runs on the device any more. Raises what makes it unusable."""
+        ...
+
     def move(self, moves: Sequence[Move]) -> None:
         """Move images within adapter memory, after the steps launched so far, which find the
         images at their old places, and before later steps and the copies of later loads."""
@@ -148,6 +152,11 @@ class Worker(Protocol):
 
     def disk_stats(self) -> TierStats | None:
         """Figures of the image files; None if there are none."""
+
+    def stuck_s(self) -> dict[str, float]:
+        """For how many seconds its threads have not got on, by what they do. To be asked again and
+        again, by one thread, which need not be the one of the other verbs."""
+        ...
 
     def close(self) -> None:
         """Wait for what is under way, drop what waits, and let go of threads and memory."""

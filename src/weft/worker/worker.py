@@ -65,6 +65,10 @@ class DeviceWorker(Worker):
             return self._launch_cuda(inputs)
         return self._thread.submit(self._run_cpu, inputs)
 
+    def settle(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize(self.model.device)
+
     def move(self, moves: Sequence[Move]) -> None:
         if self._on_gpu:
             self.pool.move(moves)
@@ -103,6 +107,9 @@ class DeviceWorker(Worker):
 
     def disk_stats(self) -> TierStats | None:
         return self.adapters.disk_stats()
+
+    def stuck_s(self) -> dict[str, float]:
+        return self.adapters.stuck_s()
 
     def close(self) -> None:
         self.adapters.close()

@@ -1,0 +1,251 @@
+"""The connections of clients: how many there may be, and how long one may take to ask something.
+
+uvicorn parses and answers; it has no limits of its own for clients that connect and say nothing.
+`http_config` makes the configuration of all servers of the application.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import logging
+import resource
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from weft.api.http import error_response
+from weft.api.middleware import PROBES
+from weft.core.errors import Overloaded
+
+logger = logging.getLogger(__name__)
+
+HEAD_TIMEOUT_S = 10.0
+"""How long a client may take to send the head of a request, after it has connected or has sent the
+first byte."""
+KEEP_ALIVE_S = 75
+"""How long an idle connection stays open. Clients and proxies keep theirs for up to a minute, and
+must be the first to close: a request that crosses the server's close is lost."""
+MAX_FILES = 1 << 20
+"""The most open files that a process asks for; the system may allow any number."""
+RESERVED_FILES = 256
+"""Open files that connections leave to all else, such as an engine that is started again."""
+SPARE = 32
+"""Connections beyond the limit, on which only probes are answered."""
+WARN_S = 10.0
+"""How often the log tells of refused connections, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """How many connections may be open at a time."""
+
+    in_all: int
+    per_address: int
+    """From one address, or one IPv6 network of 64 bits; 0: no limit."""
+
+
+def connection_limits(per_address: int | None = None) -> ConnectionLimits:
+    """The limits that go with how many files this process may open, which is raised as far as the
+    system allows. `per_address` None: half of all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_FILES)
+    if soft == resource.RLIM_INFINITY:
+        soft = MAX_FILES
+    elif soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # some systems state more than they allow
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            soft = wanted
+    in_all = max(soft - RESERVED_FILES, soft // 2)
+    return ConnectionLimits(in_all, in_all // 2 if per_address is None else per_address)
+
+
+def http_config(
+    app: FastAPI, limits: ConnectionLimits | None = None, **options: Any
+) -> uvicorn.Config:
+    """What is the same for all servers of the application.
+
+    They parse with h11 also where httptools is installed: that takes a fifth less time for a chunk,
+    but loses the body of a request that offers HTTP/2, as Java's client does, and lets a head grow
+    without bound.
+    """
+    places = Places(limits or connection_limits())
+    return uvicorn.Config(
+        app,
+        http=partial(ClientConnection, places),  # type: ignore[arg-type]
+        ws="none",
+        log_config=None,
+        server_header=False,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        **options,
+    )
+
+
+class Places:
+    """Who has a connection.
+
+        0 ......................... limit ................. limit + SPARE
+          all requests are answered   only probes are         closed at once
+
+    Where all places are taken, the connection that has waited longest for a request makes room.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._by_address: Counter[str] = Counter()
+        self._open: dict[ClientConnection, str] = {}
+        """All connections, with the address that each is counted for."""
+        self._waiting: dict[ClientConnection, None] = {}
+        """Those without a request under way, that first which has waited longest."""
+        self._spare: set[ClientConnection] = set()
+        """Those that came when all places were taken."""
+        self._warned_s = -WARN_S
+
+    def take(self, connection: ClientConnection) -> bool:
+        """Give a new connection a place, unless there is none for it."""
+        address = _counted_as(connection.client)
+        limit = self._limits.per_address
+        if address and limit and self._by_address[address] >= limit:
+            self._warn(f"{address} has {limit} connections; further ones are refused")
+            return False
+        if self.is_full and self._waiting:
+            self._warn(f"there are {len(self._open)} connections; idle ones are closed")
+            longest = next(iter(self._waiting))
+            self.leave(longest)
+            longest.close_idle()
+        if len(self._open) >= self._limits.in_all + SPARE:
+            return False
+        if self.is_full:
+            self._spare.add(connection)
+        self._open[connection] = address
+        self._by_address[address] += 1
+        self._waiting[connection] = None
+        return True
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._open) >= self._limits.in_all
+
+    def is_spare(self, connection: ClientConnection) -> bool:
+        return connection in self._spare
+
+    def ask(self, connection: ClientConnection) -> None:
+        """A request has come on it."""
+        self._waiting.pop(connection, None)
+
+    def wait(self, connection: ClientConnection) -> None:
+        """Its request has been answered."""
+        if connection in self._open:
+            self._waiting[connection] = None
+
+    def leave(self, connection: ClientConnection) -> None:
+        """It is closed; it may be said again."""
+        address = self._open.pop(connection, None)
+        self._waiting.pop(connection, None)
+        self._spare.discard(connection)
+        if address is not None:
+            self._by_address[address] -= 1
+            if not self._by_address[address]:
+                del self._by_address[address]
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold."""
+        assert self._waiting.keys() | self._spare <= self._open.keys()
+        assert self._by_address == Counter(self._open.values())
+        assert len(self._open) <= self._limits.in_all + SPARE
+
+    def _warn(self, message: str) -> None:
+        if time.monotonic() - self._warned_s >= WARN_S:
+            self._warned_s = time.monotonic()
+            logger.warning("%s", message)
+
+
+def _counted_as(client: tuple[str, int] | None) -> str:
+    """The address, or network, that a client is counted for; "" if it has none."""
+    try:
+        address = ipaddress.ip_address(client[0].partition("%")[0] if client else "")
+    except ValueError:
+        return ""
+    if address.version == 6 and address.ipv4_mapped is None:
+        return str(ipaddress.ip_network((int(address) >> 64 << 64, 64)))
+    return str(address)
+
+
+class ClientConnection(H11Protocol):
+    """A connection whose client has to be done with a head in time. A request that states its
+    length in two ways is answered, and the last on its connection (RFC 9112, 6.1)."""
+
+    def __init__(self, places: Places, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._places = places
+        self._seen: object = None
+        """The newest request that `handle_events` found."""
+        self._head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if not self._places.take(self):
+            transport.abort()
+            return
+        if self._places.is_spare(self):
+            self.app = partial(_answer_probes, self.app)
+        self._limit_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._places.leave(self)
+        self._unlimit_head()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._asking and not self.transport.is_closing():
+            self._limit_head()
+
+    def handle_events(self) -> None:
+        super().handle_events()
+        if self._asking and self.cycle is not self._seen:
+            self._seen = self.cycle
+            self._unlimit_head()
+            self._places.ask(self)
+            names = {name for name, _ in self.headers}
+            if self._places.is_spare(self) or names >= {b"content-length", b"transfer-encoding"}:
+                self.headers.append(CLOSE_HEADER)
+
+    def on_response_complete(self) -> None:
+        self._places.wait(self)
+        super().on_response_complete()
+
+    def close_idle(self) -> None:
+        """Close it for others; nothing is under way on it."""
+        self.transport.abort()
+
+    @property
+    def _asking(self) -> bool:
+        """Whether a request is under way."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _limit_head(self) -> None:
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT_S, self.transport.abort)
+
+    def _unlimit_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+
+async def _answer_probes(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+    if scope["path"] in PROBES:
+        await app(scope, receive, send)
+    else:
+        error = Overloaded("the server has too many connections", retry_after_s=1)
+        await error_response(error)(scope, receive, send)

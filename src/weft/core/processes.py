@@ -1,0 +1,23 @@
+"""What processes that serve others have in common."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent(parent_pid: int) -> None:
+    """From now on the system kills this process when its parent is gone, or rather the thread that
+    started it, even where this one is stopped or hangs. Does nothing on systems other than Linux.
+    """
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError, AttributeError):  # a C library without it
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent_pid:  # it was gone before
+        os._exit(1)

@@ -1,0 +1,90 @@
+"""Which requests make steps fail: found by running them again in ever smaller groups.
+
+    a step of a b c d fails       groups  [a b] [c d]      the last one is tried first
+    c d are tried, and fail       groups  [a b] [c] [d]
+    d is tried, and fails         d is to blame
+    c is tried, and runs          c is cleared
+    a b are tried, and run        nobody is left: all is as before
+
+Meanwhile all others wait, and what is cleared runs on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+MAX_IN_VAIN = 3
+"""How often in a row all requests of a failed step may run when they are tried."""
+MAX_BLAMED = 8
+"""How many requests in a row may be to blame with no step between that runs."""
+
+
+class Trials:
+    """Owner of the groups that are still to be tried."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[str]] = []
+        """None of them is empty; the last one is on trial."""
+        self._in_vain = self._blamed = 0
+        self._found = False
+        """Whether one of those on trial was to blame."""
+
+    @property
+    def quiet(self) -> bool:
+        """Whether all is well, so that nobody need tell which steps run."""
+        return not (self.groups or self._in_vain or self._blamed)
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether steps fail whoever is in them."""
+        return self._in_vain >= MAX_IN_VAIN or self._blamed >= MAX_BLAMED
+
+    def admits(self, request_id: str) -> bool:
+        """Whether a request may be admitted now."""
+        return not self.groups or request_id in self.groups[-1]
+
+    def failed(self, request_ids: Collection[str]) -> str | None:
+        """A step with these requests failed. Returns the one to blame, if it is known now."""
+        suspects = self._take(request_ids) or [*dict.fromkeys(request_ids)]
+        if len(suspects) == 1:
+            self._found = True
+            self._blamed += 1
+            self._settle()
+            return suspects[0]
+        middle = len(suspects) // 2
+        rest = [[each for each in group if each not in suspects] for group in self.groups]
+        groups = [*rest, suspects[:middle], suspects[middle:]]
+        self.groups = [group for group in groups if group]
+        return None
+
+    def passed(self, request_ids: Collection[str]) -> None:
+        """A step with these requests ran. If none of the group was in it, none of them can run
+        now, and their turn is over."""
+        if request_ids:
+            self._blamed = 0
+        if self.groups:
+            if not self._take(request_ids):
+                self.groups.pop()
+            self._settle()
+        elif request_ids:
+            self._in_vain = 0
+
+    def _take(self, request_ids: Collection[str]) -> list[str]:
+        """Take those of the group out of it that are among these requests."""
+        group = self.groups.pop() if self.groups else []
+        taken = [each for each in group if each in request_ids]
+        if len(taken) < len(group):
+            self.groups.append([each for each in group if each not in request_ids])
+        return taken
+
+    def _settle(self) -> None:
+        """Count what came of the trials, if they are over."""
+        if not self.groups:
+            self._in_vain = 0 if self._found else self._in_vain + 1
+            self._found = False
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold."""
+        assert all(self.groups)
+        ids = [each for group in self.groups for each in group]
+        assert len(set(ids)) == len(ids), "in two groups"

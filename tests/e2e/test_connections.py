@@ -1,0 +1,267 @@
+"""Connections that cost a place, silent, slow or too many, beside others that are served; and ends
+of processes, whatever hangs in them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from http_api import COMPLETE, World, served, wait_until
+from hypothesis import given
+from hypothesis import strategies as st
+from serving import command_of, until
+from tiny import BASE
+from toy_tokenizers import byte_level
+
+from weft.cli import connections
+from weft.cli.connections import SPARE, ConnectionLimits, Places, connection_limits
+from weft.fleet.sockets import SocketFolder
+
+BODY = json.dumps({"model": "base", "prompt": "abc"}).encode()
+HEAD = f"POST {COMPLETE} HTTP/1.1\r\nhost: x\r\n".encode()
+ASK = HEAD + b"content-length: %d\r\n\r\n" % len(BODY) + BODY
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+CLIENTS: list[socket.socket] = []
+"""Those of this test."""
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path, byte_level())
+    yield made
+    made.check()
+    while CLIENTS:
+        CLIENTS.pop().close()
+
+
+def connect(url: str, source: str = "127.0.0.1") -> socket.socket:
+    host, port = url.removeprefix("http://").split(":")
+    CLIENTS.append(
+        socket.create_connection((host, int(port)), timeout=30, source_address=(source, 0))
+    )
+    return CLIENTS[-1]
+
+
+def is_closed(client: socket.socket, within_s: float = 30.0) -> bool:
+    client.settimeout(within_s)
+    try:
+        return not client.recv(4096)
+    except TimeoutError:
+        return False
+    except ConnectionError:
+        return True
+
+
+def answer(client: socket.socket, request: bytes) -> bytes:
+    """The answer, or as much as came before the connection was cut."""
+    got = b""
+    with contextlib.suppress(ConnectionError):
+        client.sendall(request)
+        while chunk := client.recv(65536):
+            got += chunk
+            head, end, body = got.partition(b"\r\n\r\n")
+            length = head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0]
+            if end and len(body) >= int(length or 0):
+                break
+    return got
+
+
+@contextlib.contextmanager
+def gated(world: World) -> Iterator[None]:
+    """Requests wait until the gate is set, or the block ends."""
+    world.engine.gate = asyncio.Event()
+    try:
+        yield
+    finally:
+        world.engine.gate.set()
+
+
+def drip(client: socket.socket, piece: bytes) -> bool:
+    """Whether the server cuts a client that sends a little now and then."""
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        try:
+            client.sendall(piece)
+        except ConnectionError:
+            return True
+        if is_closed(client, 0.1):
+            return True
+    return False
+
+
+def test_who_sends_no_head_in_time_is_cut(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Idle connections and requests under way are not."""
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1.0)
+    with served(world) as url, gated(world):
+        idle, waiting = connect(url), connect(url)
+        assert answer(idle, HEALTH).startswith(b"HTTP/1.1 200 ")
+        waiting.sendall(ASK)
+        wait_until(lambda: world.engine.num_open == 1)
+        silent, slow = connect(url), connect(url)
+        assert drip(slow, b"G") and is_closed(silent)
+        again = connect(url)
+        assert answer(again, HEALTH).startswith(b"HTTP/1.1 200 ")
+        assert drip(again, b"G"), "the time begins with the first byte of the next head"
+        early = b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n"
+        unread = connect(url)
+        assert answer(unread, early).startswith(b"HTTP/1.1 200 ")
+        assert drip(unread, b"x"), "its request has been answered, so its body may not go on"
+        assert answer(idle, HEALTH).startswith(b"HTTP/1.1 200 ")
+        world.engine.gate.set()
+        assert answer(waiting, b"").startswith(b"HTTP/1.1 200 ")
+
+
+def test_a_length_stated_in_two_ways_ends_the_connection(world: World) -> None:
+    """Who forwarded it may have taken its rest for another request."""
+    chunked = b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY)
+    both = HEAD + b"content-length: 4\r\ntransfer-encoding: chunked\r\n\r\n" + chunked
+    with served(world) as url:
+        client = connect(url)
+        client.sendall(both + HEALTH)
+        got = b"".join(iter(lambda: client.recv(65536), b""))
+        assert got.count(b"HTTP/1.1 ") == 1 and b"connection: close" in got.lower()
+
+
+def test_connections_of_one_address_are_bounded(world: World) -> None:
+    with served(world, limits=ConnectionLimits(100, 3)) as url:
+        mine = [connect(url) for _ in range(3)]
+        assert all(answer(each, HEALTH) for each in mine)
+        assert is_closed(connect(url))
+        assert answer(connect(url, "127.0.0.2"), HEALTH).startswith(b"HTTP/1.1 200 ")
+        mine[0].close()
+        wait_until(lambda: answer(connect(url), HEALTH).startswith(b"HTTP/1.1 200 "))
+
+
+def test_idle_connections_make_room_and_probes_have_their_own(world: World) -> None:
+    with served(world, limits=ConnectionLimits(4, 0)) as url, gated(world):
+        idle, *asking = (connect(url) for _ in range(4))
+        for each in asking:
+            each.sendall(ASK)
+        wait_until(lambda: world.engine.num_open == 3)
+        last = connect(url)
+        last.sendall(ASK)
+        wait_until(lambda: world.engine.num_open == 4)
+        assert is_closed(idle)
+        refused = answer(connect(url), ASK)
+        assert refused.startswith(b"HTTP/1.1 429 ") and b"connection: close" in refused.lower()
+        silent = [connect(url) for _ in range(SPARE + 10)]
+        assert answer(connect(url), HEALTH).startswith(b"HTTP/1.1 200 ")
+        assert is_closed(silent[0])
+        world.engine.gate.set()
+        for each in (*asking, last):
+            assert answer(each, b"").startswith(b"HTTP/1.1 200 ")
+        assert httpx.post(url + COMPLETE, content=BODY).status_code == 200
+
+
+class Client:
+    """As much of a connection as `Places` knows."""
+
+    def __init__(self, address: str) -> None:
+        self.client = (address, 1)
+        self.closed = False
+
+    def close_idle(self) -> None:
+        self.closed = True
+
+
+ADDRESSES = st.sampled_from(["10.0.0.1", "::ffff:10.0.0.1", "2001:db8::1", "2001:db8::2", ""])
+
+
+@given(st.lists(st.tuples(st.sampled_from(["take", "ask", "wait", "leave"]), ADDRESSES)))
+def test_places_are_counted_once(changes: list[tuple[str, str]]) -> None:
+    places = Places(ConnectionLimits(4, 3))
+    clients: list[Client] = []
+    for what, address in changes:
+        if what == "take":
+            client = Client(address)
+            if places.take(client):  # type: ignore[arg-type]
+                clients.append(client)
+        elif clients:
+            client = clients[len(address) % len(clients)]
+            getattr(places, what)(client)
+        clients = [c for c in clients if not c.closed and c in places._open]
+        places.check()
+    assert len(clients) == len(places._open)
+
+
+def test_the_limits_leave_files_for_the_rest() -> None:
+    limits = connection_limits()
+    assert 0 < limits.per_address <= limits.in_all
+    assert connection_limits(7).per_address == 7
+
+
+# -- ends ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hang", "why"),
+    [
+        ("threading.Thread(target=time.sleep, args=(600,)).start()", "has not ended in 1.5 s"),
+        ("ctypes.PyDLL(None).sleep(600)", "Timeout"),  # it holds the interpreter
+    ],
+)
+def test_a_process_that_hangs_is_ended(hang: str, why: str) -> None:
+    code = f"""
+import ctypes, threading, time
+from weft.cli.deadline import end_within
+end_within(1.5)
+{hang}
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    assert ended.returncode == 1 and why in ended.stderr.decode()
+
+
+START = f"""
+import asyncio
+from weft.core.config import engine_args
+from weft.fleet.client import LinkClient
+from weft.fleet.process import ProcessLink
+
+async def start():
+    link = ProcessLink(engine_args({str(BASE)!r}), LinkClient())
+    print(link.pid, link._folder.path, flush=True)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__":
+    asyncio.run(start())
+"""
+
+
+def test_a_stopped_engine_dies_with_its_parent(tmp_path: Path) -> None:
+    """What its folder holds is removed when another one is made."""
+    script = tmp_path / "start.py"
+    script.write_text(START)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        pid_text, path = parent.stdout.readline().decode().split()
+        pid = int(pid_text)
+        until(lambda: _ignores_sigterm(pid), "it does not start")
+        os.kill(pid, signal.SIGSTOP)
+        parent.kill()
+    until(lambda: not command_of(pid), "it is an orphan")
+    assert Path(path).exists()
+    mine = SocketFolder()
+    other = SocketFolder()
+    assert not Path(path).exists() and mine.path.exists()
+    for each in (mine, other):
+        each.remove()
+        assert not each.path.exists()
+
+
+def _ignores_sigterm(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/status").read_text()
+    ignored = int(status.partition("SigIgn:")[2].split()[0], 16)
+    return bool(ignored >> (signal.SIGTERM - 1) & 1)
