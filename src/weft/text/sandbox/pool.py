@@ -124,12 +124,15 @@ class Sandbox:
         left_s = self._refused_until_s.get(call.owner, 0.0) - now_s
         if left_s > 0:
             raise Overloaded(
-                f"{call.param}: the last text of this adapter had to be given up; try again later",
+                f"{call.param}: the last text for this template or tokenizer had to be given up;"
+                " try again later",
                 call.param,
                 int(left_s) + 1,
             )
         if sum(other.owner == call.owner for other in self._waiting) >= limits.MAX_WAITING:
-            raise Overloaded(f"{call.param}: too many texts wait for this adapter", call.param, 1)
+            raise Overloaded(
+                f"{call.param}: too many texts wait for this template or tokenizer", call.param, 1
+            )
 
     # -- one thread for each worker ----------------------------------------------------------------
 
@@ -181,7 +184,9 @@ class Sandbox:
 
     @staticmethod
     def _late(call: Call) -> WeftError:
-        return Overloaded(f"{call.param}: texts of this adapter take too long", call.param, 5)
+        return Overloaded(
+            f"{call.param}: texts for this template or tokenizer take too long", call.param, 5
+        )
 
     @staticmethod
     def _ready(worker: TextProcess | None, call: Call) -> TextProcess:
@@ -203,7 +208,7 @@ class Sandbox:
             call.answer.set_exception(InvalidRequest(said, call.param))
         except ProcessEnded as error:
             self._punish(call, time.monotonic() - begin_s)
-            what = "the adapter's template or tokenizer" if call.owner.author else "the text"
+            what = "this template or tokenizer" if call.owner.author else "the text"
             said = f"{call.param}: {what} can't be worked on: {error.why}"
             call.answer.set_exception(InvalidRequest(said, call.param))
         else:
