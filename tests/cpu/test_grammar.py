@@ -5,6 +5,7 @@ The model is a random walk over the tokens that the mask allows.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 import re
@@ -24,10 +25,12 @@ from weft.core.errors import InvalidRequest, Overloaded, WeftError
 from weft.core.sampling import StructuredOutputs
 from weft.core.tenants import Caps, Tenant
 from weft.grammar import grammars as grammar
+from weft.grammar import matcher as matcher_module
 from weft.grammar.grammars import Grammars
 from weft.grammar.matcher import GrammarMatcher
 from weft.grammar.mother import FormAnswer, Limits
 from weft.grammar.processes import CompilerProcesses
+from weft.grammar.vocabulary import Vocabulary
 from weft.text import Tokenizer, load_tokenizer
 from weft.text.chat_parser import ChatParser
 from weft.text.tools import TOOL_FORMATS, tools_schema
@@ -452,6 +455,43 @@ def test_a_form_is_compiled_once_for_all_who_ask(
 
 def test_masks_that_cost_too_much_are_refused_beforehand(bench: Bench) -> None:
     assert "ambiguous" in refusal(bench, StructuredOutputs(regex="(a|b)*?" * 400))
+
+
+class SuddenlySlow:
+    """In place of xgrammar's matcher: after the first token a mask takes seconds."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.has_ended = False
+
+    def fill_next_token_bitmask(self, words: np.ndarray) -> None:
+        words[:] = -1
+        if self.num_tokens:
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 600_000)
+            self.has_ended = True
+
+    def accept_token(self, token_id: int) -> bool:
+        self.num_tokens += 1
+        hashlib.pbkdf2_hmac("sha256", b"", b"", 4_000)
+        return True
+
+    def is_terminated(self) -> bool:
+        return False
+
+
+def test_a_mask_that_takes_long_holds_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matcher_module, "MASK_S", 0.05)
+    vocabulary = Vocabulary([b"a", b"b", b""], [2])
+    slow, costly = SuddenlySlow(), list[WeftError]()
+    matcher = GrammarMatcher(slow, None, vocabulary, costly.append)
+    words = np.full(1, -1, dtype=np.int32)
+    matcher.fill(words)
+    matcher.accept(0)
+    matcher.fill(words)
+    assert not slow.has_ended
+    with pytest.raises(InvalidRequest, match="ambiguous"):
+        matcher.accept(0)
+    assert len(costly) == 1
 
 
 def test_a_tenant_has_so_many_forms_at_a_time(bench: Bench) -> None:

@@ -80,7 +80,7 @@ class Compiler:
         self,
         compiled: Any,
         begin_after: int | None = None,
-        on_costly: Callable[[WeftError], None] = lambda _: None,
+        on_costly: Callable[[WeftError], None] | None = None,
     ) -> GrammarMatcher:
         """A matcher at its beginning; see `GrammarMatcher`. Raises InvalidRequest."""
         if begin_after is not None and not self._can_begin_after(begin_after):

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import numpy as np
 
 from weft.core.errors import WeftError
+from weft.grammar.aside import run_aside
 from weft.grammar.schema import refusal
 from weft.grammar.vocabulary import Vocabulary, Words
 
 BURST_S = 0.5
 STEP_S = 0.01
 """A matcher may take this long for each token, on average, beyond a burst."""
+MASK_S = 0.25
+"""The most of the processor's time that one mask may take while others wait for the step."""
+SLOW_MASK_S, SLOW_TOKEN_S = 2e-3, 2e-4
+"""After a mask or a token that took longer, the next mask may take much longer. Those of usual
+forms take a tenth of this."""
 
 
 class GrammarMatcher:
@@ -25,16 +32,19 @@ class GrammarMatcher:
         matcher: Any,
         begin_after: int | None,
         vocabulary: Vocabulary,
-        on_costly: Callable[[WeftError], None],
+        on_costly: Callable[[WeftError], None] | None,
     ) -> None:
         """The form binds from the token after `begin_after` on; None: at once. `on_costly` is
-        called with the refusal when the matcher has taken more time than it may."""
+        called with the refusal when the matcher has taken more time than it may; if it is None,
+        nobody waits, and one mask may take as long as it does."""
         self._matcher = matcher
         self._begin_after = begin_after
         self._vocabulary = vocabulary
         self._on_costly = on_costly
         self._ended = False
         self._stuck = False
+        self._slow = False
+        """Whether the next mask may take long."""
         self._spent_s = -BURST_S
 
     @property
@@ -73,19 +83,35 @@ class GrammarMatcher:
         if self._ended:
             return self._vocabulary.eos
         allowed = np.zeros_like(known)
-        begin_s = time.thread_time()
-        self._matcher.fill_next_token_bitmask(allowed)
+        taken_s = self._fill(allowed)
+        self._slow = taken_s > SLOW_MASK_S
+        self._spent_s += taken_s
+        if taken_s == inf:
+            return self._vocabulary.before
         allowed &= self._vocabulary.any  # xgrammar sets bits beyond its vocabulary
-        self._spent_s += time.thread_time() - begin_s
         self._stuck = not (allowed & known).any()
         return self._vocabulary.before if self._stuck else allowed
 
-    def _advance(self, token_id: int) -> None:
+    def _fill(self, allowed: Words) -> float:
+        """The processor's time that the mask took; infinity if it was given up."""
+        if self._slow and self._on_costly is not None:
+            matcher = self._matcher
+            taken_s = run_aside(lambda: matcher.fill_next_token_bitmask(allowed), MASK_S)
+            return inf if taken_s is None else taken_s
         begin_s = time.thread_time()
-        accepted = self._matcher.accept_token(token_id)
-        self._spent_s = max(self._spent_s + time.thread_time() - begin_s - STEP_S, -BURST_S)
-        self._ended = not accepted or self._matcher.is_terminated()
+        self._matcher.fill_next_token_bitmask(allowed)
+        return time.thread_time() - begin_s
+
+    def _advance(self, token_id: int) -> None:
+        if self._spent_s < inf:
+            begin_s = time.thread_time()
+            accepted = self._matcher.accept_token(token_id)
+            taken_s = time.thread_time() - begin_s
+            self._slow = self._slow or taken_s > SLOW_TOKEN_S
+            self._spent_s = max(self._spent_s + taken_s - STEP_S, -BURST_S)
+            self._ended = not accepted or self._matcher.is_terminated()
         if self._spent_s > 0:
             error = refusal("the grammar is too ambiguous to be followed in time")
-            self._on_costly(error)
+            if self._on_costly is not None:
+                self._on_costly(error)
             raise error
