@@ -21,7 +21,7 @@ from weft.schedule.cache import Cache
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import Admitted, StepPlan
 from weft.schedule.queue import Account, FairQueue
-from weft.schedule.sequence import Sequence
+from weft.schedule.sequence import OUTPUT_WEIGHT, Sequence
 from weft.schedule.slots import Load
 from weft.schedule.turns import Turns
 
@@ -114,6 +114,8 @@ class Batch:
         """Requests with a row, in the order of their arrival."""
         self._parked: list[Sequence] = []
         """Waiting requests with blocks, in the order of their arrival."""
+        self._charged_in = -1
+        """The step in which counters were brought up to date last."""
         self.totals = Totals()
 
     @property
@@ -217,11 +219,21 @@ class Batch:
         self._cache.release(seq.holding)
         self.waiting.close(seq.account)
 
-    def charge_running(self) -> None:
-        """Bring the tenants' counters up to date. They are looked at where several tenants wait,
-        so the loops that run for every token need not keep them."""
+    def charge_running(self, step: int = -1) -> None:
+        """Bring the tenants' counters up to date, once in a step if that is given. They are looked
+        at where several tenants want something, so the loops that run for every token need not
+        keep them."""
+        if step >= 0 and step == self._charged_in:
+            return
+        self._charged_in = step
         for seq in self.running:
-            self._charge(seq)
+            bill, num_tokens = seq.bill, len(seq.tokens)
+            if bill.charged < bill.came:
+                bill.settle(seq.computed, num_tokens)
+            else:  # the same for output alone, written flat
+                account = bill.account
+                account.counter += OUTPUT_WEIGHT * (num_tokens - bill.charged) / account.weight
+                bill.charged = num_tokens
 
     def _charge(self, seq: Sequence) -> None:
         seq.bill.settle(seq.computed, len(seq.tokens))

@@ -278,7 +278,9 @@ class Scheduler:
     def _share(self, draft: Draft) -> None:
         """Park running requests of tenants that have more than their shares."""
         batch = self._batch
-        batch.charge_running()
+        if not self._shares.pending:
+            return
+        batch.charge_running(draft.step)
         budget = draft.num_left - len(batch.running)
         for seq in self._shares.begin(
             batch.running, batch.num_free, budget, self._cache.block_size
@@ -290,6 +292,7 @@ class Scheduler:
         first of the one that was served least."""
         kept = 0
         if contended and draft.chunks:
+            self._batch.charge_running(draft.step)
             draft.chunks.sort(key=lambda seq: (seq.account.counter, seq.order))
             kept = 0 if self._batch.full else self._shares.kept(draft.num_left, draft.chunks)
         draft.num_left -= kept
@@ -301,7 +304,7 @@ class Scheduler:
     def _plan_waiting(self, draft: Draft, contended: bool) -> None:
         self._shares.end()
         if self._batch.waiting.num_waiting_tenants > 1:
-            self._batch.charge_running()
+            self._batch.charge_running(draft.step)
         if not self._batch.full and not draft.full:
             self._turns.look_again()
         ahead, short = 0, False

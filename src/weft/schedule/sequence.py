@@ -111,11 +111,11 @@ def find_invocation(prompt_ids: list[int], invocation: Iterable[int]) -> int | N
 class Bill:
     """What a request has charged to the account of its tenant."""
 
-    __slots__ = ("_came", "account", "admitted_with", "charged")
+    __slots__ = ("account", "admitted_with", "came", "charged")
 
     def __init__(self, account: Account, num_tokens: int) -> None:
         """`num_tokens`: those with which the request comes."""
-        self._came = num_tokens
+        self.came = num_tokens
         self.account = account
         self.charged = 0
         """How many of its tokens are charged, or need not be as they were cached."""
@@ -129,7 +129,7 @@ class Bill:
 
     def settle(self, computed: int, num_tokens: int) -> None:
         """Charge what is new since the last call. `num_tokens`: all tokens that it has now."""
-        came, before = self._came, self.charged
+        came, before = self.came, self.charged
         now = num_tokens if num_tokens > came else min(computed, came)
         if now > before:
             prompt = min(now, came) - min(before, came)

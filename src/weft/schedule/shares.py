@@ -41,6 +41,10 @@ class Shares:
         self._claims: list[Sequence] = []
         self._short: Sequence | None = None
 
+    @property
+    def pending(self) -> bool:
+        return bool(self._claims) or self._short is not None
+
     def claim(self, seq: Sequence) -> None:
         """A waiting request lacks a row, or a part of the step's tokens."""
         self._claims.append(seq)
@@ -62,6 +66,12 @@ class Shares:
             return Exchange(running, block_size).victims([self._short])
         if len(self._claims) <= num_free:
             return []
+        most = max((account.counter for account in {seq.account for seq in running}), default=0.0)
+        if not any(
+            most - own.counter > (SLICE if own.num_seats else 0.0)
+            for own in {seq.account for seq in self._claims}
+        ):
+            return []  # as most often: nobody is far enough ahead
         return Exchange(running).victims(_fitting(self._claims[num_free:], budget))
 
     def end(self) -> None:
