@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 
@@ -22,3 +23,14 @@ os.environ["XDG_CACHE_HOME"] = _caches.name
 # CI runs the same examples every time; elsewhere every run explores.
 settings.register_profile("weft", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("weft")
+
+
+def pytest_collection_finish() -> None:
+    """Python need not go through all that was imported whenever it looks for garbage."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At the end all is let go."""
+    gc.unfreeze()

@@ -1,4 +1,4 @@
-"""Ten thousand requests while adapters come, go, change under their names and are evicted.
+"""Thousands of requests while adapters come, go, change under their names and are evicted.
 
 Every answer must be that of the very version which its request had pinned. Room is scarce in all
 tiers, prompts share their beginnings, and many names point to the same content, so that a token
@@ -38,7 +38,7 @@ from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.serving import LoopExecutor, Publisher
 from weft.text import AdapterTokenizers, load_tokenizer
 
-NUM_REQUESTS = 10_000
+NUM_REQUESTS = 5_000
 NUM_TENANTS = 24
 NUM_OPEN = 288
 """Requests open at a time, more than may run."""

@@ -35,16 +35,16 @@ DECODES = [
     decode([5], [-1]),
     decode([9, 1, 16], [1, -1, 0], [True, False, True]),
     decode([3, 3], [0, 0]),
-    decode([12, 2, 7, 8, 13], [-1] * 5, [True] * 5),
+    decode([12, 2, 7, 13], [-1] * 4, [True] * 4),
     decode([2], [1]),
 ]
 MIXED = {
-    "prompt": mixed([9], [9], [-1], [True]),
+    "prompt": mixed([7], [7], [-1], [True]),
     "part of a prompt": mixed([5], [7], [0], [False]),
     "one token of a prompt": mixed([1, 1], [9, 4], [1, -1], [False, True]),
     "base": mixed([1, 3, 1], [30, 29, 4], [-1] * 3, [True] * 3, [True, False, False]),
-    "adapters": mixed([1, 6, 1, 3], [30, 20, 7, 31], [1, -1, 0, 0], [True, False, True, True]),
-    "full": mixed([2, 1, 5, 1, 3], [32, 1, 30, 32, 3], [0, 1, 1, -1, 0], [True] * 5),
+    "adapters": mixed([1, 3, 1, 2], [30, 20, 7, 31], [1, -1, 0, 0], [True, False, True, True]),
+    "full": mixed([2, 1, 3, 2], [32, 1, 30, 3], [0, 1, 1, -1], [True] * 4),
 }
 
 
@@ -138,8 +138,8 @@ def test_a_step_of_more_chunks_than_planned_has_no_graph(
     monkeypatch.setattr(graphs_module, "MAX_CHUNKS", 1)
     monkeypatch.setattr(graphs_module, "batch_sizes", lambda max_seqs: [max_seqs])
     graphs = model.graphs(lora=False, token_sizes=TOKEN_SIZES[:1])
-    assert graphs.run(mixed([2, 1, 1, 1], [5] * 4, [-1] * 4, [True] * 4)) is not None
-    assert graphs.run(mixed([2, 2, 1], [5] * 3, [-1] * 3, [True] * 3)) is None
+    assert graphs.run(mixed([2, 1, 1], [5] * 3, [-1] * 3, [True] * 3)) is not None
+    assert graphs.run(mixed([2, 2], [5] * 2, [-1] * 2, [True] * 2)) is None
 
 
 @pytest.mark.parametrize("max_rows", [1, 3, 8, 100, 256, 1000])

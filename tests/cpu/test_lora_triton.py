@@ -166,12 +166,12 @@ def test_mixed_ranks_and_odd_widths(dtype: torch.dtype) -> None:
 def test_a_row_does_not_see_the_others() -> None:
     """Alone, among others, in a segment of several tiles: the same bits."""
     pool = make_pool(RANKS, torch.float32)
-    slots = [-1, *[0] * 18, 1, 1, 3]
+    slots = [-1, *[0] * 17, 1, 3]
     inputs = make_inputs(pool, len(slots))
     backend = kernels.TritonBackend(pool, TUNING)
     together = run(backend, slots, inputs)
     check(pool, slots, inputs, together)
-    for t in (5, 18, 20, 21):
+    for t in (5, 17, 19):
         rows = slice(t, t + 1)
         assert same(run(backend, slots[rows], inputs, rows), together, rows), t
     assert same(run(backend, slots, inputs), together)

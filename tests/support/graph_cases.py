@@ -23,7 +23,7 @@ from weft.models.loading import dummy_weights
 from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import StepInputs
 
-BLOCK, MAX_LEN, MAX_ROWS, TOKEN_SIZES = 4, 32, 5, (6, 12)
+BLOCK, MAX_LEN, MAX_ROWS, TOKEN_SIZES = 4, 32, 4, (4, 8)
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

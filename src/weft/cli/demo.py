@@ -286,5 +286,5 @@ async def _status_of(client: AsyncOpenAI, model: str) -> int:
     try:
         await _answer(client, Question(model, "planet", ""))
     except APIStatusError as error:
-        return error.status_code
+        return int(error.status_code)
     return 200
