@@ -39,6 +39,7 @@ from weft.fleet import client as client_module
 from weft.fleet import process as process_module
 from weft.fleet.client import LinkClient
 from weft.fleet.process import start_process
+from weft.grammar.schema import FIELD
 from weft.text import load_tokenizer
 
 ARGS = engine_args(str(BASE), num_threads=1, num_blocks=512)
@@ -202,6 +203,41 @@ def test_all_parameters_reach_the_engine(bench: Bench) -> None:
     wrong = replace(request_of(), params=replace(GREEDY, stop_token_ids=(262,)))
     (event,) = bench.run(collect(bench.client, wrong))
     assert event.error is not None and event.error[2] == "stop_token_ids"
+
+
+def test_hostile_forms_harm_nobody(bench: Bench) -> None:
+    """Those that would take for ever, and those whose masks would: a stream goes on, and a good
+    form is served."""
+    hostile = [StructuredOutputs(regex="a?" * n + "a" * n) for n in range(9000, 9005)]
+    hostile += [StructuredOutputs(regex="(a|b)*?" * n) for n in (3000, 400)]
+
+    def asking(form: StructuredOutputs, tenant: str) -> EngineRequest:
+        params = replace(GREEDY, structured_outputs=form)
+        return replace(request_of(params=params), tenant=tenant)
+
+    async def go() -> None:
+        gaps: list[float] = []
+
+        async def stream() -> None:
+            before = time.monotonic()
+            async for _ in bench.client.generate(request_of(params=ENDLESS)):
+                gaps.append(time.monotonic() - before)
+                before = time.monotonic()
+
+        victim = asyncio.create_task(stream())
+        attacks = [
+            asyncio.create_task(collect(bench.client, asking(form, "attacker"))) for form in hostile
+        ]
+        await asyncio.sleep(0)
+        good = asking(StructuredOutputs(regex="[a-z]{3}[0-9]"), "victim")
+        assert re.fullmatch("[a-z]{3}[0-9]", text_of(await collect(bench.client, good)))
+        for events in await asyncio.gather(*attacks):
+            error = events[-1].error
+            assert error is not None and error[::2] == ("invalid_request_error", FIELD), error
+        await victim
+        assert max(gaps) < 8.0
+
+    bench.run(go())
 
 
 def test_closing_the_iterator_aborts(bench: Bench) -> None:
