@@ -277,15 +277,12 @@ class Scheduler:
 
     def _share(self, draft: Draft) -> None:
         """Park running requests of tenants that have more than their shares."""
-        batch = self._batch
-        if not self._shares.pending:
-            return
-        batch.charge_running(draft.step)
-        budget = draft.num_left - len(batch.running)
-        for seq in self._shares.begin(
-            batch.running, batch.num_free, budget, self._cache.block_size
-        ):
-            batch.park(seq)
+        if self._shares.pending:
+            running, budget = self._batch.running, draft.num_left - len(self._batch.running)
+            self._batch.charge_running(draft.step)
+            room = self._batch.num_free, budget, self._cache.block_size
+            for seq in self._shares.begin(running, *room):
+                self._batch.park(seq)
 
     def _plan_chunks(self, draft: Draft, contended: bool) -> None:
         """Plan what running prompts lack, the oldest first; where tenants contend, the prompts
