@@ -17,7 +17,18 @@ class Submit:
     request: EngineRequest
     form_place: int | None = None
     """Where both ends of a link between processes keep the request's form; see
-    `weft.fleet.forms`."""
+    `weft.fleet.sent`."""
+
+
+@dataclass(frozen=True, slots=True)
+class SubmitAgain:
+    """The same as the last Submit but for these, on a link between processes: another choice or
+    prompt of one request of a client."""
+
+    request_id: str
+    seed: int
+    prompt_ids: list[int] | None
+    """None: the same prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +75,7 @@ class Stop:
     """Abort all requests and end."""
 
 
-Command = Submit | Abort | Hold | Release | SetTenants | GetStats | Wake | Stop
+Command = Submit | SubmitAgain | Abort | Hold | Release | SetTenants | GetStats | Wake | Stop
 
 
 @dataclass(frozen=True, slots=True)

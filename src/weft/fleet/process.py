@@ -20,10 +20,10 @@ import zmq.asyncio
 
 from weft.core.config import EngineArgs
 from weft.core.errors import EngineDead
-from weft.core.messages import Command, Pulse, Report, Started, Stop, Submit
+from weft.core.messages import Command, Pulse, Report, Started, Stop, Submit, SubmitAgain
 from weft.core.processes import die_with_parent
 from weft.fleet.client import LinkClient
-from weft.fleet.forms import ReceivedForms, SentForms
+from weft.fleet.sent import ReceivedRequests, SentRequests
 from weft.fleet.sockets import SocketFolder
 from weft.metrics.logs import LogArgs, configure_logging, configured_logging
 
@@ -86,7 +86,7 @@ class ProcessLink:
         atexit.register(self._process.kill)  # before multiprocessing waits for it
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._process.sentinel, self._ended)
-        self._forms = SentForms()
+        self._sent = SentRequests()
         self._receiver = asyncio.create_task(self._receive())
 
     @property
@@ -95,7 +95,7 @@ class ProcessLink:
 
     def send(self, command: Command) -> None:
         if isinstance(command, Submit):
-            command = self._forms.pack(command.request)
+            command = self._sent.pack(command.request)
         # A command to an engine that is gone is lost, of which `LinkClient.died` tells.
         with contextlib.suppress(zmq.Again):
             self._down.send(COMMANDS.encode(command), zmq.DONTWAIT)
@@ -190,14 +190,14 @@ def _pull(
     ends the process at once, as a start may take minutes."""
     commands = _socket(context, zmq.PULL)
     commands.bind(down)
-    forms = ReceivedForms()
+    received = ReceivedRequests()
     with contextlib.suppress(zmq.ContextTerminated):
         while True:
             command = COMMANDS.decode(commands.recv())
             if isinstance(command, Stop) and not started.is_set():
                 os._exit(0)
-            if isinstance(command, Submit):
-                command = forms.unpack(command)
+            if isinstance(command, Submit | SubmitAgain):
+                command = received.unpack(command)
             inbox.put(command)
             if isinstance(command, Stop):
                 break

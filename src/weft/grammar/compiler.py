@@ -16,9 +16,6 @@ from weft.grammar.matcher import GrammarMatcher
 from weft.grammar.schema import enforceable, enforceable_regex, refusal
 from weft.grammar.vocabulary import Vocabulary
 
-MAX_WHITESPACE = 32
-"""Characters in a row between the parts of JSON: models may else go on with it for ever."""
-
 _LOG_PREFIX = re.compile(r"^\[[\d:]+\] \S+:\d+: |Check failed: .*? is false: ")
 _BOUNDED_STRING = re.compile(r'^(\w+) ::= \(\(\[\^\\"\\\\\\r\\n\]\)\)$', re.MULTILINE)
 """xgrammar's rule for the characters of a string with minLength or maxLength. It allows control
@@ -113,8 +110,11 @@ class Compiler:
         return self._compiler.compile_structural_tag(json.dumps(self._tag(tag)))
 
     def _json_grammar(self, schema: object) -> str:
+        """JSON without white space between its parts: weak models else write little but that."""
         text = json.dumps(enforceable(schema), ensure_ascii=False)
-        grammar = self._xgrammar.Grammar.from_json_schema(text, max_whitespace_cnt=MAX_WHITESPACE)
+        grammar = self._xgrammar.Grammar.from_json_schema(
+            text, any_whitespace=False, separators=(",", ":")
+        )
         return _BOUNDED_STRING.sub(_CHARACTER, str(grammar))
 
     def _tag(self, tag: Any) -> Any:
