@@ -14,7 +14,8 @@ from tiny import ADAPTERS, BASE, ask
 from weft import LLM, SamplingParams
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import StructuredOutputs
-from weft.text import bad_token_ids, load_tokenizer
+from weft.text import load_tokenizer
+from weft.text.tokenizer import bad_token_ids
 
 TOKENIZER = load_tokenizer(str(BASE))
 PROMPT = TOKENIZER.chat(ask("hello"))

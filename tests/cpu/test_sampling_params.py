@@ -26,7 +26,8 @@ from weft.core.requests import TokenEvent
 from weft.core.sampling import StructuredOutputs
 from weft.engine.loop import QueueTimes
 from weft.schedule.plan import Admitted
-from weft.text import OutputStream, StopStrings, bad_token_ids, load_tokenizer
+from weft.text import OutputStream, StopStrings, load_tokenizer
+from weft.text.tokenizer import bad_token_ids
 
 TOKENIZER = load_tokenizer(str(BASE))
 EOS = 2
