@@ -349,13 +349,17 @@ def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
 
 def _work(value: object) -> int:
     """How much work it may be to write this by a template, in characters."""
-    if isinstance(value, str):
-        return len(value)
-    if isinstance(value, Mapping):
-        return _MESSAGE_CHARS + sum(_work(key) + _work(item) for key, item in value.items())
-    if isinstance(value, list | tuple):
-        return _MESSAGE_CHARS + sum(map(_work, value))
-    return 1
+    size, todo = 0, [value]  # without recursion, however deep it is
+    while todo:
+        each = todo.pop()
+        size += len(each) if isinstance(each, str) else 1
+        if isinstance(each, Mapping):
+            size += _MESSAGE_CHARS
+            todo += [*each.keys(), *each.values()]
+        elif isinstance(each, list | tuple):
+            size += _MESSAGE_CHARS
+            todo += each
+    return size
 
 
 def _author(language: Language) -> str:
