@@ -16,7 +16,7 @@ from weft.llm import RequestOutput
 from weft.text import Tokenizer, load_tokenizer
 
 NAMES: list[str | None] = [*ADAPTERS, None]
-WORDS_EACH = 2
+WORDS_EACH = 4
 WORD_TOKENS, LONG_TOKENS = 24, 10
 EOS = 2
 MIN_MARGIN = 1e-3

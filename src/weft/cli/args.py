@@ -7,14 +7,16 @@ import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from weft.core.errors import ConfigError
 from weft.registry import AdapterRoots, Sources
-from weft.registry.tenants_file import TenantsFile
 from weft.terminal.options import ADAPTERS, MODEL, parse_bytes
+
+if TYPE_CHECKING:
+    from weft.registry.tenants_file import TenantsFile
 
 HTTP = "HTTP server"
 
@@ -137,6 +139,8 @@ class ServeFlags:
         if self.keys():
             message = "--tenants has all keys; give none with --api-key or WEFT_API_KEY"
             raise ConfigError(message, "tenants")
+        from weft.registry.tenants_file import TenantsFile  # pydantic takes its time to import
+
         roots = [root.expanduser().absolute() for root in self.lora_root or ()]
         return TenantsFile(self.tenants, roots)
 
