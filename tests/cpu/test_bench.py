@@ -265,7 +265,7 @@ class Missing:
         if name.partition(".")[0] in SERVER_ONLY:
             raise ModuleNotFoundError(name)
 
-SERVER_ONLY = "fastapi starlette uvicorn msgspec zmq prometheus_client".split()
+SERVER_ONLY = "fastapi starlette uvicorn zmq prometheus_client".split()
 sys.meta_path.insert(0, Missing())
 from weft.bench import decode
 from weft.cli.main import app

@@ -32,7 +32,7 @@ from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineStats
 from weft.engine.build import build_engine
 from weft.engine.engine import Engine
-from weft.engine.serve import serve
+from weft.engine.serve import Progress, serve
 from weft.fleet.client import LinkClient
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.serving import LoopExecutor, Publisher
@@ -83,7 +83,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
 
         monkeypatch.setattr(engine, "step", checked_step)
         emit(Started(engine.info))
-        serve(engine, inbox, emit)
+        serve(engine, inbox, emit, Progress())
 
     monkeypatch.setattr(engine_thread, "run_engine", run_engine)
     return started

@@ -26,9 +26,10 @@ from weft.core.sampling import StructuredOutputs
 from weft.core.tenants import Caps, Tenant
 from weft.grammar import grammars as grammar
 from weft.grammar import matcher as matcher_module
+from weft.grammar.compiler import Limits
 from weft.grammar.grammars import Grammars
 from weft.grammar.matcher import GrammarMatcher
-from weft.grammar.mother import FormAnswer, Limits
+from weft.grammar.mother import FormAnswer
 from weft.grammar.processes import CompilerProcesses
 from weft.grammar.vocabulary import Vocabulary
 from weft.text import Tokenizer, load_tokenizer

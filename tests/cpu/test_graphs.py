@@ -139,6 +139,8 @@ def test_a_step_of_more_chunks_than_planned_has_no_graph(
     monkeypatch.setattr(graphs_module, "batch_sizes", lambda max_seqs: [max_seqs])
     graphs = model.graphs(lora=False, token_sizes=TOKEN_SIZES[:1])
     assert graphs.run(mixed([2, 1, 1], [5] * 3, [-1] * 3, [True] * 3)) is not None
+    monkeypatch.setattr(graphs_module, "MAX_CHUNKS", 0)
+    graphs = model.graphs(lora=False, token_sizes=TOKEN_SIZES[:1])
     assert graphs.run(mixed([2, 2], [5] * 2, [-1] * 2, [True] * 2)) is None
 
 

@@ -27,7 +27,7 @@ from weft.core.sampling import StructuredOutputs
 from weft.engine.loop import QueueTimes
 from weft.schedule.plan import Admitted
 from weft.text import OutputStream, StopStrings, load_tokenizer
-from weft.text.tokenizer import bad_token_ids
+from weft.text.tokenizer import bad_token_ids, spellings
 
 TOKENIZER = load_tokenizer(str(BASE))
 EOS = 2
@@ -264,18 +264,19 @@ def test_bad_token_ids() -> None:
     tokenizer = toy_tokenizers.byte_level()
 
     def spelled(*words: str) -> set[str]:
-        ids = bad_token_ids(tokenizer, words)
+        encoded = [tokenizer.encode(text, False) for text in spellings(words)]
+        ids = bad_token_ids(words, encoded)
         assert all(ids) and len(set(ids)) == len(ids)
         return {tokenizer.decode(each) for each in ids}
 
-    assert bad_token_ids(tokenizer, []) == bad_token_ids(None, []) == ()
+    assert bad_token_ids([], []) == ()
     assert spelled("x") == {"x"}, "what ends like a shorter one needs no entry of its own"
     assert spelled("  tx") == {"tx", " tx"}, "a token of its own after a space"
     assert spelled("\n") == {"\n"}
     assert spelled("日本", "é") == {"日本", "é"}
     assert spelled("the", "he") == {"the", "he"}, "the first as th-e, so not the second's letters"
     with pytest.raises(InvalidRequest) as caught:
-        bad_token_ids(None, ["x"])
+        bad_token_ids(["x"], [[], [5]])
     assert caught.value.param == "bad_words"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,17 @@ def refusal_of(error: Exception) -> WeftError:
     if isinstance(error, MemoryError) or "bad_alloc" in reason:
         reason = "compiling it takes more memory than it may have"
     return refusal(reason[:300])
+
+
+class Limits(NamedTuple):
+    """What the process that compiles one form may take."""
+
+    cpu_s: float = 10.0
+    """How long the processor may work on it."""
+    wall_s: float = 60.0
+    """How long that may take by the clock, on a machine that has others to serve too."""
+    memory_bytes: int = 1 << 30
+    """How much memory it may take beyond what it was forked with."""
 
 
 class Compiler:

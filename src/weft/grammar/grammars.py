@@ -21,9 +21,8 @@ from weft.core.errors import InvalidRequest, WeftError, from_wire, to_wire
 from weft.core.sampling import StructuredOutputs
 from weft.core.tenants import Tenant
 from weft.grammar.check import check_form
-from weft.grammar.compiler import Compiler
+from weft.grammar.compiler import Compiler, Limits
 from weft.grammar.matcher import GrammarMatcher
-from weft.grammar.mother import Limits
 from weft.grammar.processes import CompilerProcesses
 from weft.grammar.schema import refusal
 from weft.grammar.vocabulary import Vocabulary
@@ -215,9 +214,8 @@ class Grammars:
                 if tokenizer is None:
                     raise refusal("a form needs a tokenizer, and none is loaded")
                 vocabulary = Vocabulary.of(tokenizer, self._vocab_size, self._eos_ids)
-                processes = CompilerProcesses(
-                    vocabulary, LIMITS
-                )  # they start while xgrammar is imported
+                # They start while xgrammar is imported.
+                processes = CompilerProcesses(vocabulary, LIMITS)
                 self._compilers = Compiler(vocabulary, num_threads=2), processes
             return self._compilers
 

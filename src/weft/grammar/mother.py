@@ -28,7 +28,7 @@ import msgspec
 
 from weft.core.errors import WeftError, to_wire
 from weft.core.sampling import StructuredOutputs
-from weft.grammar.compiler import Compiler, refusal_of
+from weft.grammar.compiler import Compiler, Limits, refusal_of
 from weft.grammar.schema import refusal
 from weft.grammar.trial import try_masks
 from weft.grammar.vocabulary import Vocabulary
@@ -41,17 +41,6 @@ MAX_COMPILED_BYTES = 32 << 20
 NICENESS = 5
 COMMAND = "from weft.grammar.mother import main; main()"
 _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
-
-
-class Limits(NamedTuple):
-    """What the process that compiles one form may take."""
-
-    cpu_s: float = 10.0
-    """How long the processor may work on it."""
-    wall_s: float = 60.0
-    """How long that may take by the clock, on a machine that has others to serve too."""
-    memory_bytes: int = 1 << 30
-    """How much memory it may take beyond what it was forked with."""
 
 
 class Setup(NamedTuple):

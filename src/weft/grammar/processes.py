@@ -14,11 +14,11 @@ import msgspec
 
 from weft.core.errors import Overloaded, from_wire
 from weft.core.sampling import StructuredOutputs
+from weft.grammar.compiler import Limits
 from weft.grammar.mother import (
     COMMAND,
     MAX_COMPILED_BYTES,
     FormAnswer,
-    Limits,
     Setup,
 )
 from weft.grammar.schema import FIELD, refusal

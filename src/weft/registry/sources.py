@@ -175,7 +175,7 @@ def fetch_adapter(hub_id: str) -> Folder:
             raise AdapterNotFound(
                 f"the Hugging Face hub has no {hub_id!r}, or it is not public", "lora_path"
             ) from error
-        logger.warning("%s can't be fetched from the Hugging Face hub: %s", hub_id, error)
+        logger.info("%s can't be fetched from the Hugging Face hub: %s", hub_id, error)
         raise AdapterError(
             f"{hub_id!r} can't be fetched from the Hugging Face hub: {_reason(error)}",
             "lora_path",
