@@ -26,7 +26,8 @@ def test_tokens(
     part = interleaved(workload)
     assert_right(run(llm, part), part)
     stats = llm.stats()
-    assert (stats.preemptions > 0) == (stats.adapter_evictions > 0) == bool(options)
+    assert bool(stats.adapter_evictions) == bool(options)
+    assert options or not stats.preemptions
 
 
 def test_logits_in_16_bits(make_llm: MakeLLM, workload: list[tuple[Case, Expected]]) -> None:
