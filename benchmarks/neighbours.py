@@ -142,6 +142,15 @@ ATTACKS = {
         "/v1/completions",
         lambda _: completion(prompt="lorem ipsum " * 650_000, truncate_prompt_tokens=8),
     ),
+    "largest-text": Attack(
+        "1 MB of text, to be truncated",
+        "/v1/completions",
+        lambda _: completion(prompt="lorem ipsum " * 80_000, truncate_prompt_tokens=8),
+    ),
+    "most-messages": Attack(
+        "2,000 messages of 450 characters",
+        body=lambda _: chat(messages=[{"role": "user", "content": "lorem " * 75}] * 2000),
+    ),
     "empty-messages": Attack(
         "280,000 empty messages",
         body=lambda _: chat(messages=[{"role": "user", "content": ""}] * 280_000),
