@@ -288,8 +288,8 @@ def test_what_is_not_there(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     done = check(adapter, base=base)
     assert (done.exit_code, done.stdout) == (2, "")
-    [line] = done.stderr.splitlines()
-    assert line.startswith("weft: error: ") and said in line
+    [line] = [each for each in done.stderr.splitlines() if each.startswith("weft: error: ")]
+    assert said in line
 
 
 def test_an_adapter_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
