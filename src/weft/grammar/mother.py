@@ -12,7 +12,6 @@ the other end of the socket closes. This process itself never looks at a form.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import os
 import resource
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from weft.core.errors import WeftError, to_wire
+from weft.core.processes import die_with_parent, forbid_new_privileges
 from weft.core.sampling import StructuredOutputs
 from weft.grammar.compiler import Compiler, Limits, refusal_of
 from weft.grammar.schema import refusal
@@ -40,7 +40,6 @@ MAX_COMPILED_BYTES = 32 << 20
 """The longest text of a compiled form."""
 NICENESS = 5
 COMMAND = "from weft.grammar.mother import main; main()"
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 
 
 class Setup(NamedTuple):
@@ -133,14 +132,11 @@ def _fork(connection: Connection, compiler: Compiler, limits: Limits) -> None:
 
 
 def _confine(mother: int, connection: int, limits: Limits) -> None:
-    """Take from this child what it needs not: it may compute for a while, and answer."""
+    """Take from this child all that it does not need: it may compute for a while, and answer."""
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
     signal.setitimer(signal.ITIMER_REAL, limits.wall_s)
-    prctl = ctypes.CDLL(None).prctl
-    for what, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_NO_NEW_PRIVS, 1)):
-        prctl(what, *map(ctypes.c_ulong, (value, 0, 0, 0)))
-    if os.getppid() != mother:
-        os._exit(1)
+    die_with_parent(mother)
+    forbid_new_privileges()
     os.closerange(0, connection)
     os.closerange(connection + 1, 1024)
     os.nice(NICENESS)

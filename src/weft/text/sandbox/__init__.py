@@ -1,1 +1,1 @@
-"""TextProcess processes for texts that nobody trusts: they can be killed, and have limits."""
+"""Worker processes for texts that nobody trusts: they have limits, and can be killed."""

@@ -9,7 +9,6 @@ It is told what to do over a socket that keeps the borders of messages:
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import os
 import resource
@@ -19,11 +18,11 @@ import struct
 import sys
 import time
 
+from weft.core.processes import die_with_parent, forbid_new_privileges
 from weft.text.sandbox.limits import FILE_BYTES, MEMORY_BYTES, WorkerKind
 from weft.text.sandbox.work import serve
 
 PID = struct.Struct("<i")
-_PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 
 
 def main() -> None:
@@ -80,12 +79,9 @@ def _fork(control: socket.socket, fd: int, kind: WorkerKind) -> int:
 
 
 def _confine(kind: WorkerKind, mother: int, connection: int) -> None:
-    """Take from this process what it needs not: it may compute, and speak by its socket."""
-    prctl = ctypes.CDLL(None).prctl
-    for what, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_NO_NEW_PRIVS, 1)):
-        prctl(what, *map(ctypes.c_ulong, (value, 0, 0, 0)))
-    if os.getppid() != mother:
-        os._exit(1)
+    """Take from this process all that it does not need: it may compute, and speak by its socket."""
+    die_with_parent(mother)
+    forbid_new_privileges()
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(null, standard)
