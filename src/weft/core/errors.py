@@ -13,6 +13,8 @@
     ├── AdapterError                400  an adapter can't be loaded, changed or unloaded
     │   ├── AdapterInvalid          400  its files are not served; `param` names the field or tensor
     │   ├── AdapterConflict         400  the name is taken, or too much would be pinned
+    │   ├── GenerationConflict      409  somebody else changed the name in the registry first
+    │   ├── QuotaExceeded           429  the tenant has published as much as it may
     │   ├── AdapterPathRefused      400  the path is not one that may be read
     │   ├── AdapterNotFound         404  there is no such adapter or path
     │   └── AdapterUnavailable      503  it was accepted once, but can't be made resident now
@@ -20,6 +22,7 @@
     ├── Overloaded                  429  the queue is full; `retry_after_s` says when to try again
     ├── RequestTimeout              504  it took longer than the operator allows
     ├── EngineDead                  503  the engine process is gone
+    ├── RegistryUnavailable         503  the shared registry does not answer: no changes now
     ├── NotReady                    503  something hangs; only `/ready` answers so
     ├── Unreachable                 502  a server that was asked does not answer, or is not Weft
     └── ConfigError                 500  the server can't start like this; `param` names the flag
@@ -109,6 +112,16 @@ class AdapterConflict(AdapterError):
     kind = "adapter_conflict"
 
 
+class GenerationConflict(AdapterConflict):
+    status = 409
+    kind = "generation_conflict"
+
+
+class QuotaExceeded(AdapterError):
+    status = 429
+    kind = "quota_exceeded"
+
+
 class AdapterPathRefused(AdapterError):
     kind = "adapter_path_refused"
 
@@ -151,6 +164,11 @@ class EngineDead(WeftError):
     kind = "engine_dead"
     killed = False
     """Whether its process was killed from outside, for which no request is to blame."""
+
+
+class RegistryUnavailable(WeftError):
+    status = 503
+    kind = "registry_unavailable"
 
 
 class NotReady(WeftError):

@@ -1,0 +1,130 @@
+"""What a shared registry keeps, and the changes that can be made to it.
+
+A *name* such as `acme/sql` has numbered versions (`acme/sql@v7`), which never change, and a
+*route*: to which of them requests for the bare name go, and with which weights. Each change of a
+name raises its *generation* by one; a change may state the generation that it expects, and is
+refused if another came first.
+
+All records are immutable, hold plain data only, and are written as JSON.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from msgspec import Struct
+
+
+class Version(Struct, frozen=True, omit_defaults=True):
+    """One immutable content of an adapter. Its files are a blob of the same registry."""
+
+    digest: str
+    """sha256 of its content, in hex."""
+    num_bytes: int
+    """The size of its files."""
+    source: str = ""
+    """Where it came from, as its publisher wrote it."""
+    base: str = ""
+    """The base model that it was checked against; empty if nobody has checked it."""
+    metadata: dict[str, str] = {}
+    """What its publisher wants to be kept with it, such as the training step."""
+
+
+class Share(Struct, frozen=True, array_like=True):
+    """A version that takes a part of a name's requests."""
+
+    number: int
+    """1 for `v1`."""
+    weight: float
+    """Its part of the requests is this, divided by the sum of the route's weights."""
+
+
+class Route(Struct, frozen=True, omit_defaults=True):
+    """Where requests for a bare name go. It is empty for a name that was removed, or has versions
+    but was never released."""
+
+    shares: tuple[Share, ...] = ()
+    shadow: int | None = None
+    """The version that also runs these requests; nobody sees its answers, only its metrics."""
+
+
+class Name(Struct, frozen=True, omit_defaults=True):
+    """All that a registry knows of one name at one time."""
+
+    generation: int = 0
+    """How many changes there were. A name that is not there has generation 0; one that was removed
+    keeps counting."""
+    versions: dict[int, str] = {}
+    """The digest of each number. A number is never given twice."""
+    route: Route = Route()
+    pinned: bool = False
+    """Whether nodes keep the routed versions on their devices."""
+    removed_at: float | None = None
+    """When it was removed, in seconds since 1970; None while it exists."""
+
+
+class Publish(Struct, frozen=True, tag="publish", omit_defaults=True):
+    """Add a version to a name. Content that the name has already keeps its number."""
+
+    name: str
+    version: Version
+    release: bool = True
+    """Whether all requests for the bare name go to it from now on."""
+    pinned: bool = False
+    expect: int | None = None
+    """The generation that the name must have; None for any."""
+
+
+class Release(Struct, frozen=True, tag="release", omit_defaults=True):
+    """Let requests for a name go to versions that it has."""
+
+    name: str
+    route: Route
+    expect: int | None = None
+
+
+class Remove(Struct, frozen=True, tag="remove", omit_defaults=True):
+    """Forget a name. Its content stays until nobody needs it and a grace period is over; a later
+    name of the same spelling continues its generations and numbers."""
+
+    name: str
+    expect: int | None = None
+
+
+class SetTenant(Struct, frozen=True, tag="set_tenant", omit_defaults=True):
+    """Create a tenant, or replace all that is known of it: caps, quotas, keys (hashed), grants."""
+
+    name: str
+    settings: str
+    """The tenant's table of a tenants file, as JSON. The registry's reader checks it by the same
+    model as the file."""
+    expect: int | None = None
+
+
+class RemoveTenant(Struct, frozen=True, tag="remove_tenant", omit_defaults=True):
+    """Forget a tenant. Its adapters stay; only admins reach them."""
+
+    name: str
+    expect: int | None = None
+
+
+Change: TypeAlias = Publish | Release | Remove | SetTenant | RemoveTenant
+
+
+class Done(Struct, frozen=True, tag="done", omit_defaults=True):
+    """What an accepted change has brought about."""
+
+    generation: int
+    number: int | None = None
+    """The version's number, after a `Publish`."""
+
+
+class Refused(Struct, frozen=True, tag="refused"):
+    """Why a change was not made. Every reader of the log comes to the same result."""
+
+    kind: Literal["conflict", "not_found", "quota", "invalid"]
+    """conflict: the name has another generation than was expected."""
+    message: str
+
+
+Result: TypeAlias = Done | Refused
