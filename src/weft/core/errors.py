@@ -13,7 +13,7 @@
     ├── AdapterError                400  an adapter can't be loaded, changed or unloaded
     │   ├── AdapterInvalid          400  its files are not served; `param` names the field or tensor
     │   ├── AdapterConflict         400  the name is taken, or too much would be pinned
-    │   ├── GenerationConflict      409  somebody else changed the name in the registry first
+    │   │   └── GenerationConflict  409  somebody else changed the name in the registry first
     │   ├── QuotaExceeded           429  the tenant has published as much as it may
     │   ├── AdapterPathRefused      400  the path is not one that may be read
     │   ├── AdapterNotFound         404  there is no such adapter or path
