@@ -1,0 +1,78 @@
+"""What the ranks of a model do together.
+
+A model may be spread over several devices, each of which is a *rank* and computes a share of
+every layer. What one rank computes of a layer's output is a partial sum, or some of its columns.
+The operations here make the whole of it, on every rank, to the same bits.
+
+Shapes: T rows, n columns of one rank.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class Ranks(Protocol):
+    """One rank's view of all of them. Every rank calls the same operations in the same order, with
+    tensors of the same shape. Operations are queued on the current stream, and can be captured in
+    CUDA graphs."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank, from 0 on."""
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+
+    def sum(self, x_Tn: Tensor) -> Tensor:
+        """The sum of `x` over all ranks, with the same bits on each of them. Ranks are added in a
+        fixed order, so that a row's bits do not depend on how many rows there are. `x` may be
+        overwritten, and the result may be `x`."""
+
+    def gather_columns(self, x_Tn: Tensor) -> Tensor:
+        """The columns of all ranks side by side, in the order of the ranks: (T, n * size)."""
+
+    def barrier(self) -> None:
+        """Wait on the host until all ranks have come here."""
+
+
+class Alone:
+    """One rank that has all of the model: everything is there already."""
+
+    rank = 0
+    size = 1
+
+    def sum(self, x_Tn: Tensor) -> Tensor:
+        return x_Tn
+
+    def gather_columns(self, x_Tn: Tensor) -> Tensor:
+        return x_Tn
+
+    def barrier(self) -> None:
+        return
+
+
+ALONE = Alone()
+
+
+class Solo:
+    """One of several ranks that computes by itself, without waiting for others. Sums have its own
+    part alone, and its own columns stand for those of the others: what comes out has the right
+    shape, but is not what the model says. The check of adapters looks at single layers, for which
+    that does not matter."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self.rank, self.size = ranks.rank, ranks.size
+
+    def sum(self, x_Tn: Tensor) -> Tensor:
+        return x_Tn
+
+    def gather_columns(self, x_Tn: Tensor) -> Tensor:
+        return torch.cat([x_Tn] * self.size, -1)
+
+    def barrier(self) -> None:
+        return
