@@ -27,6 +27,11 @@ class Caps:
     """Adapters that are being loaded."""
     max_forms: int | None = None
     """Structured outputs that are being compiled."""
+    max_stored_bytes: int | None = None
+    """Bytes of all versions that its names keep in a shared registry."""
+    max_publishes_per_hour: int | None = None
+    """Versions that it may add to a shared registry. So many may come at once; the allowance is
+    whole again an hour later."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -15,8 +15,9 @@ from typing import Literal, TypeAlias
 from msgspec import Struct
 
 
-class Version(Struct, frozen=True, omit_defaults=True):
-    """One immutable content of an adapter. Its files are a blob of the same registry."""
+class Version(Struct, frozen=True, omit_defaults=True, gc=False):
+    """One immutable content of an adapter, as one name knows it. Its files are a blob of the same
+    registry."""
 
     digest: str
     """sha256 of its content, in hex."""
@@ -30,7 +31,7 @@ class Version(Struct, frozen=True, omit_defaults=True):
     """What its publisher wants to be kept with it, such as the training step."""
 
 
-class Share(Struct, frozen=True, array_like=True):
+class Share(Struct, frozen=True, array_like=True, gc=False):
     """A version that takes a part of a name's requests."""
 
     number: int
@@ -39,7 +40,7 @@ class Share(Struct, frozen=True, array_like=True):
     """Its part of the requests is this, divided by the sum of the route's weights."""
 
 
-class Route(Struct, frozen=True, omit_defaults=True):
+class Route(Struct, frozen=True, omit_defaults=True, gc=False):
     """Where requests for a bare name go. It is empty for a name that was removed, or has versions
     but was never released."""
 
@@ -48,19 +49,36 @@ class Route(Struct, frozen=True, omit_defaults=True):
     """The version that also runs these requests; nobody sees its answers, only its metrics."""
 
 
-class Name(Struct, frozen=True, omit_defaults=True):
+class HistoryEntry(Struct, frozen=True, array_like=True, gc=False):
+    """One change of a name."""
+
+    generation: int
+    """The name's generation after it."""
+    time: float
+    """Seconds since 1970, by the clock of whoever made the change; never less than before."""
+    actor: str
+    """Who asked for it, as the one who made the change says."""
+    what: str
+    """The change in a few words, such as `publish v7` or `release v7 90, v8 10`."""
+
+
+class Name(Struct, frozen=True, omit_defaults=True, gc=False):
     """All that a registry knows of one name at one time."""
 
     generation: int = 0
     """How many changes there were. A name that is not there has generation 0; one that was removed
     keeps counting."""
-    versions: dict[int, str] = {}
-    """The digest of each number. A number is never given twice."""
+    versions: dict[int, Version] = {}
+    """The newest versions by number, and older ones while the route names them. A number is never
+    given twice."""
     route: Route = Route()
     pinned: bool = False
     """Whether nodes keep the routed versions on their devices."""
     removed_at: float | None = None
-    """When it was removed, in seconds since 1970; None while it exists."""
+    """When it was removed, in seconds since 1970; None while it exists. A removed name keeps its
+    versions until somebody publishes it again, but no route leads to them."""
+    history: tuple[HistoryEntry, ...] = ()
+    """Its last changes, the oldest first."""
 
 
 class Publish(Struct, frozen=True, tag="publish", omit_defaults=True):
@@ -89,6 +107,14 @@ class Remove(Struct, frozen=True, tag="remove", omit_defaults=True):
 
     name: str
     expect: int | None = None
+
+
+class TenantRecord(Struct, frozen=True, gc=False):
+    """What a registry knows of one tenant."""
+
+    generation: int
+    settings: str
+    """As in `SetTenant`."""
 
 
 class SetTenant(Struct, frozen=True, tag="set_tenant", omit_defaults=True):
