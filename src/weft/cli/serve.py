@@ -30,6 +30,7 @@ from weft.cli.front import FrontDoor, served_beside
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError
 from weft.core.messages import EngineClient
+from weft.core.processes import leave_out_torch
 from weft.core.stages import in_words
 from weft.core.stats import EngineInfo
 from weft.core.tenants import Tenant
@@ -69,6 +70,7 @@ class _Start:
 def run(engine: EngineArgs, flags: ServeFlags) -> None:
     """Serve until SIGTERM or SIGINT, which are a normal end. Raises WeftError when that can't
     start."""
+    leave_out_torch()  # the engine's process has it
     api = _api_settings(engine, flags)
     modules = flags.modules(api.served_model_names)
     door = FrontDoor(flags.tenants_file(), flags.audit_log)

@@ -28,3 +28,11 @@ def forbid_new_privileges() -> None:
     the program's file says. Linux only."""
     one, none = ctypes.c_ulong(1), ctypes.c_ulong(0)
     ctypes.CDLL(None).prctl(_PR_SET_NO_NEW_PRIVS, one, none, none, none)
+
+
+def leave_out_torch() -> None:
+    """From now on this process does without torch, unless it has imported that already. Tokenizers
+    of transformers work without it, and importing both together takes seconds and 300 MB."""
+    if "torch" not in sys.modules:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # importing it fails from now on
+        os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"  # of torch, which is not there

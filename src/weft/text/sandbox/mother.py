@@ -18,7 +18,7 @@ import struct
 import sys
 import time
 
-from weft.core.processes import die_with_parent, forbid_new_privileges
+from weft.core.processes import die_with_parent, forbid_new_privileges, leave_out_torch
 from weft.text.sandbox.limits import FILE_BYTES, MEMORY_BYTES, WorkerKind
 from weft.text.sandbox.work import serve
 
@@ -53,7 +53,7 @@ def _import(kind: WorkerKind) -> None:
     if kind is WorkerKind.TEXTS:
         import tokenizers  # noqa: F401
     elif "transformers" not in sys.modules:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers don't need it
+        leave_out_torch()
         from transformers import AutoTokenizer  # noqa: F401
 
         from weft.text.sandbox.work import rehearse

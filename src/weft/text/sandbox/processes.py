@@ -47,7 +47,6 @@ class Mother:
         # It has no secrets: neither keys nor tokens are in its environment.
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment |= {
-            "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
             "PYTHONPATH": os.pathsep.join(path or os.curdir for path in sys.path),
             "TOKENIZERS_PARALLELISM": "false",
             "HF_HUB_OFFLINE": "1",
