@@ -7,10 +7,8 @@ import contextlib
 import gc
 import importlib.util
 import logging
-import os
 import signal
 import socket
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
@@ -242,21 +240,13 @@ async def _load(start: _Start) -> tuple[EngineClient, Tokenizer | None]:
     try:
         tokenizer = None
         if not start.flags.skip_tokenizer_init:
-            tokenizer = await asyncio.to_thread(_tokenizer, model.model, model.revision)
+            tokenizer = await asyncio.to_thread(load_tokenizer, model.model, model.revision)
         return await engine, tokenizer
     except BaseException:
         engine.cancel()
         with contextlib.suppress(asyncio.CancelledError, WeftError):
             await (await engine).close()
         raise
-
-
-def _tokenizer(model: str, revision: str | None) -> Tokenizer:
-    """The model's tokenizer, without torch, which transformers would import if it could. That takes
-    seconds and hundreds of megabytes, and only engines, in processes of their own, compute."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # it would say what is missing
-    sys.modules.setdefault("torch", None)  # type: ignore[arg-type]
-    return load_tokenizer(model, revision)
 
 
 async def _load_adapters(console: Console, modules: list[LoraModule], publisher: Publisher) -> None:
