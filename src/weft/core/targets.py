@@ -33,10 +33,10 @@ ALIGN = 64
 Kind = Literal["linear", "embedding", "head", "experts"]
 """experts: a linear layer that is there `TargetTable.num_experts` times."""
 
-Axis = Literal["column", "row", "vocab", "experts"]
-"""How a weight is cut for several devices. column: each takes a share of every part of the output.
-row: each takes a share of the input, and the outputs are summed. vocab: each takes some tokens.
-experts: each takes some experts."""
+Axis = Literal["column", "row", "vocab"]
+"""How a weight is cut for several ranks; see `weft.core.shards`. column: each takes a share of
+every part of the output. row: each takes a share of the input, and the outputs are summed. vocab:
+each takes some tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Packed:
     names: tuple[str, ...]
     bias: bool = False
     axis: Axis | None = None
-    """None: every device has all of it."""
+    """None: every rank has all of it."""
 
     @property
     def widths(self) -> tuple[int, ...]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from weft.core.errors import ConfigError
 from weft.kernels.attention import Attend, AttentionBatch, KVCache, write_kv
 from weft.kernels.attention.sdpa import torch_attend
+from weft.kernels.collective.base import Ranks
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
@@ -112,6 +113,14 @@ class Ops:
         if delta is not None:
             x_TI += delta.whole()
         return rms_norm(x_TI, weight_I, eps)
+
+    def sum_and_norm(
+        self, x_TI: Tensor, weight_I: Tensor, eps: float, delta: Product, ranks: Ranks
+    ) -> Tensor:
+        """Add to x, in place, the sum over ranks of `delta` with what is pending of it on each, and
+        norm x. This is where most of a model's sums over ranks are, so that one operation may do
+        all of it."""
+        return self.rms_norm(x_TI, weight_I, eps, Product(ranks.sum(delta.whole())))
 
     def silu_and_mul(self, gate_up: Product) -> Tensor:
         """Compute what the function `silu_and_mul` does."""

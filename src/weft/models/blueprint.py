@@ -1,7 +1,7 @@
 """The shape of a model as one table, from its configuration.
 
 Each row is a packed layer: the key of its weight, the projections in it as PEFT and checkpoints
-name them, its sizes, and how it is cut for several devices. What is loaded, which targets adapters
+name them, its sizes, and how it is cut for several ranks. What is loaded, which targets adapters
 have, which group of the adapters' memory belongs to which layer of the decoder: all of it is read
 from this table.
 """
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from weft.core.shards import Shard
 from weft.core.targets import Packed, TargetTable, build_table
-from weft.models.config import ModelConfig, MoeConfig
+from weft.models.config import ModelConfig, MoeConfig, share_of
 
 EMBED, HEAD, LAST_NORM = "embed", "head", "model.norm"
 """Keys of the weights outside the layers, and the name of the last norm."""
@@ -20,7 +21,7 @@ EMBED, HEAD, LAST_NORM = "embed", "head", "model.norm"
 def target_table(config: ModelConfig) -> TargetTable:
     """The embedding, the layers of each block, and last the head."""
     vocab, hidden = config.vocab_size, config.hidden_size
-    rows = [Packed(EMBED, "embedding", vocab, (hidden,), ("model.embed_tokens",), axis="vocab")]
+    rows = [Packed(EMBED, "embedding", vocab, (hidden,), ("model.embed_tokens",))]
     for i in range(config.num_layers):
         moe = experts_of(config, i)
         rows += _attention(config, i)
@@ -32,6 +33,21 @@ def target_table(config: ModelConfig) -> TargetTable:
         tied=config.tie_word_embeddings,
         num_experts=config.moe.num_experts if config.moe else 1,
     )
+
+
+def model_shard(config: ModelConfig, rank: int, size: int) -> Shard:
+    """What one of `size` ranks has of the model. Raises ConfigError for what can't be divided."""
+    return Shard(target_table(config), target_table(share_of(config, size)), rank, size)
+
+
+def num_parameters(table: TargetTable) -> int:
+    """How many parameters a model of this table has; a tied head counts once."""
+    found = sum(norm.size for norm in table.norms)
+    for group, *_ in table.by_key.values():
+        if group.kind != "head" or not table.tied:
+            found += table.copies(group.kind) * group.in_features * group.out_features
+        found += group.out_features if group.packed.bias else 0
+    return found
 
 
 def experts_of(config: ModelConfig, layer: int) -> MoeConfig | None:
@@ -74,14 +90,12 @@ def _experts(moe: MoeConfig, hidden: int, i: int) -> list[Packed]:
     name, inner = f"model.layers.{i}.mlp.", moe.intermediate_size
     pair = _named(name, "experts.gate_proj", "experts.up_proj")
     one, down = _named(name, "experts.gate_up_proj"), _named(name, "experts.down_proj")
-    gate_up = Packed(
-        f"{i}.experts_gate_up", "experts", hidden, (inner, inner), pair, axis="experts"
-    )
+    gate_up = Packed(f"{i}.experts_gate_up", "experts", hidden, (inner, inner), pair, axis="column")
     return [
         Packed(f"{i}.router", "linear", hidden, (moe.num_experts,), _named(name, "gate")),
         gate_up,
         replace(gate_up, names=one),
-        Packed(f"{i}.experts_down", "experts", inner, (hidden,), down, axis="experts"),
+        Packed(f"{i}.experts_down", "experts", inner, (hidden,), down, axis="row"),
     ]
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -87,6 +87,33 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even, got {self.head_dim}", "head_dim")
         self.rope.check(self.head_dim)
+
+
+def share_of(config: ModelConfig, size: int) -> ModelConfig:
+    """The shape of what one of `size` ranks computes: some of the heads, and a share of the widths
+    of the MLP and of the experts. Where there are fewer key and value heads than ranks, several
+    ranks have the same ones. The vocabulary stays whole; see `weft.core.shards`.
+
+    Raises ConfigError, naming the field, for what can't be divided."""
+    moe, kv = config.moe, config.num_kv_heads
+    widths = {"num_attention_heads": config.num_heads, "vocab_size": config.vocab_size}
+    if moe is None or not all(moe.layers):
+        widths["intermediate_size"] = config.intermediate_size
+    if moe is not None:
+        widths["intermediate_size of experts"] = moe.intermediate_size
+    if kv % size and size % kv:
+        widths["num_key_value_heads"] = kv
+    for name, width in widths.items():
+        if width % size:
+            message = f"--tensor-parallel-size {size} does not divide the model's {name} {width}"
+            raise ConfigError(message, "tensor_parallel_size")
+    return replace(
+        config,
+        num_heads=config.num_heads // size,
+        num_kv_heads=max(kv // size, 1),
+        intermediate_size=config.intermediate_size // size,
+        moe=moe and replace(moe, intermediate_size=moe.intermediate_size // size),
+    )
 
 
 @dataclass(frozen=True, slots=True)

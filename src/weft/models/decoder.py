@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from weft.kernels.attention import KVCache
+from weft.kernels.collective.base import ALONE, Ranks
 from weft.kernels.ops import Ops, Product
 from weft.models.blueprint import EMBED, HEAD, LAST_NORM, experts_of, layer_norms
 from weft.models.config import ModelConfig
 from weft.models.layers import Embedding, Head, HeadNorm, Linear, RmsNorm, StepContext, WidthNorm
-from weft.models.loading import Weights
 from weft.models.moe import Experts, SparseMlp, is_capturable
 from weft.models.rope import RopeTable
+from weft.models.weights import Weights
 
 __all__ = ["Decoder", "StepContext"]
 
@@ -30,18 +31,27 @@ Rope = tuple[Tensor, Tensor]
 class Decoder:
     """A causal language model over flat token rows and a paged KV cache."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, ops: Ops, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        ops: Ops,
+        max_model_len: int,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        """`config` and `weights` are those of this rank's share."""
         self.config = config
         self.dtype, self.device = weights.dtype, weights.embed.device
-        self.num_logits = len(weights.head)
-        parts = _Builder(config, weights, ops)
+        self.num_logits = config.vocab_size
+        self._ranks = ranks
+        parts = _Builder(config, weights, ops, ranks)
         self._embed = Embedding(weights.embed, parts.group(EMBED))
         layers = range(config.num_layers)
         self._layers = [_Layer(parts, i) for i in layers]
         names = [f"model.layers.{i}.{name}" for i in layers for name in layer_norms(config)]
         self._norms = [parts.norm(name) for name in (*names, LAST_NORM)]
         """Two for each layer, of its attention and of its MLP, and the last one."""
-        self._head = Head(weights.head, parts.group(HEAD))
+        self._head = Head(weights.head, parts.group(HEAD), ranks)
         self._rope = RopeTable(config.rope, config.head_dim, max_model_len, self.dtype, self.device)
 
     def forward(self, ids_T: Tensor, step: StepContext, kv: Iterable[KVCache]) -> Tensor:
@@ -50,8 +60,9 @@ class Decoder:
         x_TI = self._embed(ids_T, step)
         rope = self._rope.at(step.positions_T)
         layers = zip(self._layers, kv, strict=True)
-        blocks = _post_norm if self.config.post_norm else _pre_norm
-        return blocks(x_TI, layers, iter(self._norms), rope, step)
+        if self.config.post_norm:
+            return _post_norm(x_TI, layers, iter(self._norms), rope, step, self._ranks)
+        return _pre_norm(x_TI, layers, iter(self._norms), rope, step)
 
     @property
     def is_capturable(self) -> bool:
@@ -90,7 +101,7 @@ def _pre_norm(
     x_TI: Tensor, layers: _Layers, norms: Iterator[RmsNorm], rope: Rope, step: StepContext
 ) -> Tensor:
     """`x += attend(norm(x)); x += mlp(norm(x))` for each layer, and the norm of what comes out.
-    The addition and the norm that follows it are one operation."""
+    The sum over ranks, the addition and the norm that follows it are one operation."""
     normed_TI = next(norms)(x_TI, step)
     for layer, cache in layers:
         delta = layer.attend(normed_TI, rope, step, cache)
@@ -101,12 +112,17 @@ def _pre_norm(
 
 
 def _post_norm(
-    x_TI: Tensor, layers: _Layers, norms: Iterator[RmsNorm], rope: Rope, step: StepContext
+    x_TI: Tensor,
+    layers: _Layers,
+    norms: Iterator[RmsNorm],
+    rope: Rope,
+    step: StepContext,
+    ranks: Ranks,
 ) -> Tensor:
     """`x += norm(attend(x)); x += norm(mlp(x))` for each layer, and the norm of what comes out."""
     for layer, cache in layers:
-        x_TI += next(norms)(layer.attend(x_TI, rope, step, cache).whole(), step)
-        x_TI += next(norms)(layer.mlp(x_TI, step).whole(), step)
+        x_TI += next(norms)(ranks.sum(layer.attend(x_TI, rope, step, cache).whole()), step)
+        x_TI += next(norms)(ranks.sum(layer.mlp(x_TI, step).whole()), step)
     return next(norms)(x_TI, step)
 
 
@@ -117,6 +133,7 @@ class _Builder:
     config: ModelConfig
     weights: Weights
     ops: Ops
+    ranks: Ranks
 
     def group(self, key: str) -> int:
         (group,) = self.weights.table.by_key[key]
@@ -132,7 +149,8 @@ class _Builder:
 
     def norm(self, name: str) -> RmsNorm:
         index = self.weights.table.norms_by_name[name].index
-        return RmsNorm(self.weights.norms[name], self.config.rms_norm_eps, index, self.ops)
+        weight_I, eps = self.weights.norms[name], self.config.rms_norm_eps
+        return RmsNorm(weight_I, eps, index, self.ops, self.ranks)
 
     def qk_norm(self, layer: int) -> HeadNorm | WidthNorm | None:
         """The norms over q and k, if the model has them."""
@@ -141,7 +159,7 @@ class _Builder:
             return None
         q, k = self.norm(of + "q_norm"), self.norm(of + "k_norm")
         if config.qk_norm == "width":
-            return WidthNorm(q, k)
+            return WidthNorm(q, k, self.ranks)
         q_HD = q.weight_I.expand(config.num_heads, -1)
         weight_ND = torch.cat((q_HD, k.weight_I.expand(config.num_kv_heads, -1)))
         return HeadNorm(weight_ND, config.num_heads, q.index, k.index)

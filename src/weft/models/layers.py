@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch
+from weft.kernels.collective.base import Ranks
 from weft.kernels.linear import Weight
 from weft.kernels.lora.base import LoraStep, NormStep, VocabularyStep
 from weft.kernels.ops import Ops, Product
@@ -42,13 +44,28 @@ class RmsNorm:
     index: int
     """Its number in the model's TargetTable."""
     ops: Ops
+    ranks: Ranks
 
     def __call__(self, x_TI: Tensor, step: StepContext, delta: Product | None = None) -> Tensor:
-        """The norm of `x`, or of its sum with `delta`, which is added to it in place."""
-        y_TI = self.ops.rms_norm(x_TI, self.weight_I, self.eps, delta)
+        """The norm of `x`, or of its sum with `delta`, which is added to it in place. A `delta` is
+        a rank's part of a sum over ranks."""
+        if delta is None or self.ranks.size == 1:
+            y_TI = self.ops.rms_norm(x_TI, self.weight_I, self.eps, delta)
+        else:
+            y_TI = self.ops.sum_and_norm(x_TI, self.weight_I, self.eps, delta, self.ranks)
         if step.norms is not None:
             for start, stop, weight_I in step.norms.of(self.index):
                 y_TI[start:stop] = self.ops.rms_norm(x_TI[start:stop], weight_I, self.eps)
+        return y_TI
+
+    def scaled(self, x_TI: Tensor, mean_T: Tensor, step: StepContext) -> Tensor:
+        """The norm of rows whose mean squares, fp32 (T,), are known, as they have more columns than
+        those of x."""
+        x_TI = x_TI.float() * (mean_T + self.eps).rsqrt()[:, None]
+        y_TI = x_TI * self.weight_I
+        if step.norms is not None:
+            for start, stop, weight_I in step.norms.of(self.index):
+                y_TI[start:stop] = x_TI[start:stop] * weight_I
         return y_TI
 
 
@@ -81,16 +98,26 @@ class HeadNorm:
 
 @dataclass(frozen=True, slots=True)
 class WidthNorm:
-    """The norms over all heads' q at once, and over all heads' k, ahead of rope."""
+    """The norms over all heads' q at once, and over all heads' k, ahead of rope. The heads of all
+    ranks count."""
 
     q: RmsNorm
     k: RmsNorm
+    ranks: Ranks
 
     def __call__(self, qkv: Product, step: StepContext) -> Product:
         """Norm the columns of q and k, which come first, in place."""
         qkv_TO = qkv.whole()
         q_size, k_size = len(self.q.weight_I), len(self.k.weight_I)
         q_TO, k_TO = qkv_TO[:, :q_size], qkv_TO[:, q_size : q_size + k_size]
+        if self.ranks.size > 1:
+            squares_T2 = torch.stack([x.float().square().mean(1) for x in (q_TO, k_TO)], 1)
+            means_T2 = self.ranks.sum(squares_T2) / self.ranks.size
+            for norm, x_TO, mean_T in zip(
+                (self.q, self.k), (q_TO, k_TO), means_T2.t(), strict=True
+            ):
+                x_TO.copy_(norm.scaled(x_TO, mean_T, step))
+            return Product(qkv_TO)
         q_TO.copy_(self.q(q_TO.contiguous(), step))
         k_TO.copy_(self.k(k_TO.contiguous(), step))
         return Product(qkv_TO)
@@ -142,13 +169,15 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The output projection, over sampled rows; a tied one shares the embedding's tensor."""
+    """The output projection, over sampled rows; a tied one shares the embedding's tensor. Each rank
+    computes the logits of some tokens, and adapters change the logits of all."""
 
     weight_VI: Tensor
     group: int
+    ranks: Ranks
 
     def __call__(self, x_NI: Tensor, step: StepContext) -> Tensor:
-        y_NV = F.linear(x_NI, self.weight_VI)
+        y_NV = self.ranks.gather_columns(F.linear(x_NI, self.weight_VI))
         if step.lora is not None:
             step.lora.head(y_NV, x_NI, self.group)
         if step.vocabulary is not None:

@@ -14,6 +14,7 @@ from weft.core.stages import Stages
 from weft.kernels.lora import AdapterPool, make_backend
 from weft.kernels.ops import make_ops
 from weft.kernels.quant import rounds_inputs
+from weft.models.blueprint import num_parameters
 from weft.models.config import resolve_model
 from weft.models.decoder import Decoder, allocate_kv_cache
 from weft.models.loading import LoadedModel, load_model
@@ -74,7 +75,7 @@ def build_worker(args: EngineArgs, stages: Stages) -> DeviceWorker:
         device=str(model.device),
         vocab_size=model.config.vocab_size,
         eos_token_ids=tuple(model.config.eos_token_ids),
-        num_parameters=model.weights.num_parameters,
+        num_parameters=num_parameters(model.shard.whole),
         max_model_len=max_model_len,
         num_blocks=num_blocks,
         num_slots=pool.num_slots,

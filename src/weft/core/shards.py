@@ -1,0 +1,86 @@
+"""How a model is cut for several ranks: which rows, columns and entries belong to each of them.
+
+The table of the whole model and that of one rank's share have the same rows, and all cuts follow
+from their sizes. A *column* layer gives each rank a share of every part of its output, a *row*
+layer a share of its input, so that a column layer's output is what the row layer behind it takes:
+
+    x ──> q, k, v of some heads ──> attention ──> o of these heads ──┐
+    x ──> ...                                                        (+) the sum over ranks
+    x ──> gate, up of some columns ──> silu, times ──> down ─────────┘
+
+Key and value heads that are fewer than ranks are there on several of them. The base's tensors and
+those of adapters are cut alike: A as the columns of W, B as its rows. Only the vocabulary is not.
+Embeddings are whole on every rank; the head's weight is cut by tokens, but its logits are gathered
+before adapters change them, so that what adapters have for the head is whole, too.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from weft.core.targets import Norm, Target, TargetTable
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """What one of `size` ranks has of a model."""
+
+    whole: TargetTable
+    """The table of the whole model."""
+    own: TargetTable
+    """The table of a rank's share, which is the same for all ranks."""
+    rank: int
+    size: int
+
+    def outputs(self, target: Target) -> tuple[slice, ...]:
+        """The entries of the target's output that are the rank's, in order: rows of W and B,
+        entries of vectors. `target`: of either table."""
+        return self._slices(self._parts(self.whole, target), self._parts(self.own, target))
+
+    def inputs(self, target: Target) -> slice:
+        """The entries of the target's input that are the rank's: columns of W and A."""
+        whole, own = (table.groups[target.group].in_features for table in (self.whole, self.own))
+        return self._share(whole, own)
+
+    def norm(self, norm: Norm) -> tuple[slice, ...]:
+        """The entries of a norm's weight that are the rank's."""
+        index = norm.index
+        return (self._share(self.whole.norms[index].size, self.own.norms[index].size),)
+
+    def weight_rows(self, target: Target) -> tuple[slice, ...]:
+        """The rows of W that the rank has: those of `outputs`, but for the head its own tokens."""
+        if target.kind == "head":
+            vocab = target.out_features
+            return (self._share(vocab, vocab // self.size),)
+        return self.outputs(target)
+
+    def adds_vectors(self, target: Target) -> bool:
+        """Whether the rank adds what is added to the output once: a bias, or an adapter's shift.
+        The outputs of row layers are summed, so there the first rank alone does."""
+        return self.rank == 0 or self.own.groups[target.group].packed.axis != "row"
+
+    def _slices(self, whole: tuple[int, ...], own: tuple[int, ...]) -> tuple[slice, ...]:
+        found: list[slice] = []
+        start = 0
+        for size, own_size in zip(whole, own, strict=True):
+            share = self._share(size, own_size)
+            found.append(slice(start + share.start, start + share.stop))
+            start += size
+        return tuple(found)
+
+    def _share(self, whole: int, own: int) -> slice:
+        """Equal shares in the order of ranks; where there are fewer, neighbours have the same."""
+        start = self.rank * whole // self.size // own * own
+        return slice(start, start + own)
+
+    def _parts(self, table: TargetTable, target: Target) -> tuple[int, ...]:
+        """The parts of the packed layer that the target's output consists of."""
+        group = table.groups[target.group]
+        if len(group.slices) < len(group.packed.parts):
+            return group.packed.parts
+        return (group.slices[target.slice - group.slices[0].slice].out_features,)
+
+
+def unsharded(table: TargetTable) -> Shard:
+    """All of a model on one rank."""
+    return Shard(table, table, 0, 1)

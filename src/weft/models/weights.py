@@ -1,0 +1,187 @@
+"""The weights of a model, and where each tensor of a checkpoint goes in them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from weft.core.shards import Shard
+from weft.core.targets import Group, Norm, Target, TargetTable
+from weft.kernels.linear import DenseWeight, Weight
+from weft.models.blueprint import EMBED, HEAD
+from weft.models.config import MoeConfig
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """All weights of a model, or of one rank's share, in one dtype and on one device; of a whole
+    model also the `weft.checkpoint.base.BaseWeights` of its adapters."""
+
+    table: TargetTable
+    """Of what is here."""
+    matrices: dict[str, Weight]
+    """By key, (out, in); the embedding's is (vocab, hidden), the experts' (experts, out, in). A
+    tied head is the embedding's tensor, or a rank's rows of it."""
+    biases: dict[str, Tensor]
+    """By key, (out,); there is none where the model lacks it, and where another rank adds it."""
+    norms: dict[str, Tensor]
+    """By name, (size,)."""
+
+    def dense(self, key: str) -> Tensor:
+        """A matrix that is never quantized."""
+        matrix = self.matrices[key]
+        assert isinstance(matrix, DenseWeight), key
+        return matrix.values_OI
+
+    @property
+    def embed(self) -> Tensor:
+        return self.dense(EMBED)
+
+    @property
+    def head(self) -> Tensor:
+        return self.dense(HEAD)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embed.dtype
+
+    def weight(self, target: Target) -> Tensor:
+        if target.kind == "embedding":
+            return self.embed.t()
+        matrix = self.matrices[self.table.groups[target.group].packed.key]
+        return _rows(matrix.dequantized(self.dtype), target)
+
+    def bias(self, target: Target) -> Tensor | None:
+        bias = self.biases.get(self.table.groups[target.group].packed.key)
+        return None if bias is None else _rows(bias, target)
+
+    def norm(self, norm: Norm) -> Tensor:
+        return self.norms[norm.name]
+
+
+def _rows(packed: Tensor, target: Target) -> Tensor:
+    """What belongs to a target in its group's matrix or bias."""
+    return packed[target.offset : target.offset + target.out_features]
+
+
+class Place(NamedTuple):
+    """Where a tensor of the whole model goes: which of its rows and columns belong into a view of a
+    weight."""
+
+    view: Tensor | None
+    """None: nowhere."""
+    shape: tuple[int, ...]
+    """Of the whole tensor, whose last two dimensions are rows and columns; of a vector, rows."""
+    rows: tuple[slice, ...]
+    columns: slice | None = None
+    """None: it is a vector."""
+
+    def fill(self, source: Any) -> None:
+        """Copy from a tensor, or from one in a file that is read by slices."""
+        if self.view is None:
+            return
+        end = 0
+        for rows in self.rows:
+            start, end = end, end + rows.stop - rows.start
+            if self.columns is None:
+                self.view[start:end].copy_(source[rows])
+                continue
+            index = (*[slice(None)] * (len(self.shape) - 2), rows, self.columns)
+            self.view[..., start:end, :].copy_(source[index])
+
+
+def place_of(shard: Shard, targets: tuple[Target, ...], view: Tensor) -> Place:
+    """The place of a tensor with the weights of neighbouring targets, of all experts if `view` has
+    those."""
+    first = targets[0]
+    rows, columns = _rows_of(targets, [shard.weight_rows(t) for t in targets]), shard.inputs(first)
+    shape = sum(t.out_features for t in targets), first.in_features
+    if first.kind == "embedding":
+        return Place(view, shape[::-1], (columns,), rows[0])
+    return Place(view, (*view.shape[:-2], *shape), rows, columns)
+
+
+def place_of_bias(shard: Shard, targets: tuple[Target, ...], view: Tensor | None) -> Place:
+    rows = _rows_of(targets, [shard.outputs(t) for t in targets])
+    return Place(view, (sum(t.out_features for t in targets),), rows)
+
+
+def _rows_of(targets: tuple[Target, ...], slices: list[tuple[slice, ...]]) -> tuple[slice, ...]:
+    """The slices of each target as those of all of them together."""
+    shifts = [target.offset - targets[0].offset for target in targets]
+    return tuple(
+        slice(shift + s.start, shift + s.stop)
+        for shift, each in zip(shifts, slices, strict=True)
+        for s in each
+    )
+
+
+def places_of(weights: Weights, shard: Shard, moe: MoeConfig | None) -> dict[str, Place]:
+    """Where each tensor of the checkpoint goes."""
+    places = {
+        f"{norm.name}.weight": Place(weights.norms[norm.name], (norm.size,), shard.norm(norm))
+        for norm in shard.whole.norms
+    }
+    for group, own in zip(shard.whole.groups, shard.own.groups, strict=True):
+        key, names = group.packed.key, [_stored_name(name, moe) for name in group.packed.names]
+        if group.kind == "experts":
+            assert moe is not None
+            places |= _expert_places(shard, group, weights.dense(key), moe)
+        elif group.kind in ("embedding", "head"):
+            if group.kind == "embedding" or not shard.whole.tied:
+                places[f"{names[0]}.weight"] = place_of(shard, group.slices, weights.dense(key))
+        else:
+            views = weights.dense(key).split_with_sizes(own.packed.widths)
+            for name, target, view in zip(names, group.slices, views, strict=True):
+                places[f"{name}.weight"] = place_of(shard, (target,), view)
+        if group.packed.bias:
+            bias = weights.biases.get(key)
+            for name, target, mine in zip(names, group.slices, own.slices, strict=True):
+                part = None if bias is None else _rows(bias, mine)
+                places[f"{name}.bias"] = place_of_bias(shard, (target,), part)
+    return places
+
+
+def _stored_name(name: str, moe: MoeConfig | None) -> str:
+    """The name of a projection in checkpoints, which may call an MLP with experts otherwise."""
+    if moe is not None and name.endswith(".mlp.gate"):
+        return name.removesuffix("mlp.gate") + f"{moe.names[0]}.gate"
+    return name
+
+
+def _expert_places(
+    shard: Shard, group: Group, matrix_EOI: Tensor, moe: MoeConfig
+) -> dict[str, Place]:
+    """The places of a tensor for each expert and projection."""
+    mlp, *projections = moe.names
+    called = dict(zip(("gate_proj", "up_proj", "down_proj"), projections, strict=True))
+    return {
+        f"{s.name.partition('mlp.')[0]}{mlp}.experts.{expert}.{called[s.suffix]}.weight": (
+            place_of(shard, (s,), _rows(matrix_EOI[expert], own))
+        )
+        for s, own in zip(group.slices, shard.own.groups[group.index].slices, strict=True)
+        if s.suffix in called
+        for expert in range(moe.num_experts)
+    }
+
+
+def whole_places(
+    weights: Weights, shard: Shard, moe: MoeConfig | None
+) -> dict[str, tuple[Place, list[str]]]:
+    """Where tensors of mixtures of experts go in checkpoints that transformers stores as it holds
+    them: the place, and the names in `places_of` that it stands for."""
+    if moe is None:
+        return {}
+    found: dict[str, tuple[Place, list[str]]] = {}
+    for groups in shard.whole.by_key.values():
+        key, last = groups[0].packed.key, groups[-1].slices[0].name
+        place = place_of(shard, groups[0].slices, weights.dense(key))
+        if groups[0].kind == "experts":
+            names = [n for g in groups for n in _expert_places(shard, g, weights.dense(key), moe)]
+            found[last] = place, names
+        elif last.endswith(".mlp.gate"):
+            found[f"{last}.weight"] = place, [f"{_stored_name(last, moe)}.weight"]
+    return found

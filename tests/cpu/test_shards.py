@@ -1,0 +1,90 @@
+"""A model that is cut for several ranks computes what the whole one does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from adapter_kinds import FAMILIES, VOCAB, make_base
+from rank_threads import on_ranks
+
+from weft.core.errors import ConfigError
+from weft.kernels.attention import make_batch
+from weft.kernels.collective.base import ALONE, Ranks
+from weft.kernels.ops import Ops
+from weft.models.blueprint import model_shard
+from weft.models.config import ModelConfig, load_model_config, share_of
+from weft.models.decoder import Decoder, StepContext, allocate_kv_cache
+from weft.models.loading import dummy_weights, load_weights
+from weft.models.weights import Weights
+
+TOKENS = 11
+
+
+def load(folder: Path, ranks: Ranks) -> tuple[ModelConfig, Weights]:
+    config = load_model_config(folder)
+    shard = model_shard(config, ranks.rank, ranks.size)
+    weights = load_weights(folder, config, torch.float32, "cpu", shard=shard)
+    return share_of(config, ranks.size), weights
+
+
+def logits(folder: Path, ranks: Ranks) -> torch.Tensor:
+    """Of two sequences at every position."""
+    config, weights = load(folder, ranks)
+    decoder = Decoder(config, weights, Ops(), 64, ranks)
+    kv = allocate_kv_cache(config, 6, 4, torch.float32, "cpu")
+    batch = make_batch([TOKENS] * 2, [TOKENS] * 2, [[0, 1, 2], [3, 4, 5]], 4)
+    step = StepContext(torch.arange(TOKENS).repeat(2), batch, None)
+    ids = torch.randint(VOCAB, (2 * TOKENS,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        return decoder.logits(decoder.forward(ids, step, kv), step)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_compute_the_logits_of_the_whole_model(family: str, tmp_path: Path) -> None:
+    """With four ranks, two of them have the same key and value heads."""
+    model = make_base(FAMILIES[family], tmp_path)
+    whole = logits(tmp_path, ALONE)
+    for size in (2, 4):
+        first, *others = on_ranks(size, lambda ranks: logits(tmp_path, ranks))
+        torch.testing.assert_close(first, whole, atol=1e-4, rtol=1e-4)
+        assert all(torch.equal(first, other) for other in others)
+    held = [load(tmp_path, ranks)[1] for ranks in on_ranks(2, lambda ranks: ranks)]
+    sizes = [sum(m.shape.numel() for m in weights.matrices.values()) for weights in held]
+    kept = held[0].embed.numel() + sum(m.numel() for n, m in weights_of(model) if "router" in n)
+    assert sizes[0] == sizes[1] < kept + sum(m.numel() for _, m in weights_of(model)) * 0.6
+
+
+def weights_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [(name, weight) for name, weight in model.named_parameters() if weight.dim() > 1]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "mixtral"])
+def test_random_weights_are_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
+    FAMILIES[family].save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(FAMILIES[family].to_json_string(use_diff=False))
+    config = replace(load_model_config(tmp_path), attention_out_bias=True)
+    whole = dummy_weights(config, torch.float32, "cpu")
+    for rank in range(2):
+        shard = model_shard(config, rank, 2)
+        own = dummy_weights(config, torch.float32, "cpu", shard=shard)
+        for target, mine in zip(shard.whole.targets, shard.own.targets, strict=True):
+            if target.kind != "linear":
+                continue
+            rows = torch.cat([torch.arange(VOCAB * 99)[s] for s in shard.outputs(target)])
+            expected = whole.weight(target)[rows][:, shard.inputs(target)]
+            assert torch.equal(own.weight(mine), expected), target.name
+            bias, all_of_it = own.bias(mine), whole.bias(target)
+            if all_of_it is None or not shard.adds_vectors(target):
+                assert bias is None
+            else:
+                assert torch.equal(bias, all_of_it[rows])
+
+
+def test_what_does_not_divide_is_refused_by_name(tmp_path: Path) -> None:
+    FAMILIES["llama"].save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="num_attention_heads 4") as caught:
+        model_shard(load_model_config(tmp_path), 0, 3)
+    assert caught.value.param == "tensor_parallel_size"
