@@ -6,9 +6,21 @@ written under a key never changes; it can only be deleted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from threading import Lock
+from typing import BinaryIO, Final, Protocol
+
+from weft.core.errors import ConfigError, RegistryUnavailable
+
+_STALE_S: Final = 24 * 3600.0
+"""After this time a file that was not finished belongs to nobody."""
 
 
 class Store(Protocol):
@@ -16,13 +28,21 @@ class Store(Protocol):
     raises RegistryUnavailable if the store does not answer; whether a `put` has happened is then
     unknown."""
 
+    uri: str
+    """What it is called in messages."""
+
+    def reopen(self) -> Store:
+        """Another handle on the same store, which shares no cache with this one."""
+        ...
+
     def put(self, key: str, content: bytes) -> bool:
         """Write a key that is not there yet, whole or not at all, and durably. Returns False, and
         changes nothing, if it is there."""
         ...
 
     def put_file(self, key: str, file: BinaryIO) -> bool:
-        """As `put`, with the rest of an open file of any size."""
+        """As `put`, with the rest of an open file of any size. Where two write the same key at the
+        same time, their content must be the same."""
         ...
 
     def get(self, key: str) -> bytes | None:
@@ -46,3 +66,217 @@ class Store(Protocol):
         """The folder of this machine in which the keys of a prefix lie as files; None for a store
         that is elsewhere."""
         ...
+
+
+def open_store(uri: str) -> Store:
+    """The store of a URI: `s3://`, `gs://` or `az://` with a bucket and a prefix, else a folder,
+    which is made if it is not there. Raises ConfigError."""
+    scheme, found, rest = uri.partition("://")
+    if not found or scheme == "file":
+        return DirectoryStore(Path(rest if found else uri))
+    try:
+        from weft.registry.buckets import BucketStore
+    except ImportError as error:
+        message = f"{uri}: buckets need one more package: pip install 'weft[buckets]'"
+        raise ConfigError(message, "registry") from error
+    return BucketStore(uri)
+
+
+class MemoryStore:
+    """A store for one process, which is gone with it."""
+
+    uri = "memory"
+
+    def __init__(self) -> None:
+        self._contents: dict[str, bytes] = {}
+        self._lock = Lock()
+
+    def reopen(self) -> MemoryStore:
+        return self
+
+    def put(self, key: str, content: bytes) -> bool:
+        with self._lock:
+            if key in self._contents:
+                return False
+            self._contents[key] = content
+            return True
+
+    def put_file(self, key: str, file: BinaryIO) -> bool:
+        return self.put(key, file.read())
+
+    def get(self, key: str) -> bytes | None:
+        return self._contents.get(key)
+
+    def get_file(self, key: str, file: BinaryIO) -> bool:
+        content = self.get(key)
+        if content is None:
+            return False
+        file.write(content[file.seek(0, os.SEEK_END) :])
+        return True
+
+    def list(self, prefix: str) -> Iterator[str]:
+        with self._lock:
+            return iter([key for key in self._contents if key.startswith(prefix)])
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._contents.pop(key, None)
+
+    def folder(self, prefix: str) -> Path | None:
+        return None
+
+
+class DirectoryStore:
+    """A folder of a local disk, or of one that several machines mount, such as NFS. A key is
+    written to a file aside, which is flushed and then linked to its place: that takes effect at
+    once, and fails if the place is taken."""
+
+    def __init__(self, root: Path) -> None:
+        """Makes the folder if it is not there. Raises ConfigError."""
+        self.uri = str(root)
+        self._root = root.absolute()
+        self._aside = self._root / "aside"
+        try:
+            self._aside.mkdir(parents=True, exist_ok=True)
+            for unfinished in self._aside.iterdir():
+                with suppress(FileNotFoundError):
+                    if unfinished.stat().st_mtime < time.time() - _STALE_S:
+                        unfinished.unlink()
+        except OSError as error:
+            message = f"the registry can't be in {root}: {error.strerror}"
+            raise ConfigError(message, "registry") from error
+
+    def reopen(self) -> DirectoryStore:
+        return DirectoryStore(self._root)
+
+    def put(self, key: str, content: bytes) -> bool:
+        return self._written(key, lambda file: file.write(content))
+
+    def put_file(self, key: str, file: BinaryIO) -> bool:
+        return self._written(key, lambda copy: shutil.copyfileobj(file, copy, 1 << 20))
+
+    def get(self, key: str) -> bytes | None:
+        with self._answering():
+            try:
+                return self._path(key).read_bytes()
+            except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                return None
+
+    def get_file(self, key: str, file: BinaryIO) -> bool:
+        with self._answering():
+            try:
+                kept = self._path(key).open("rb")
+            except FileNotFoundError:
+                return False
+            with kept:
+                kept.seek(file.seek(0, os.SEEK_END))
+                shutil.copyfileobj(kept, file, 1 << 20)
+            return True
+
+    def list(self, prefix: str) -> Iterator[str]:
+        with self._answering():
+            top = self._path(prefix.removesuffix("/"))
+            found = [Path(f, n) for f, _, names in os.walk(top, onerror=_others) for n in names]
+        return (str(path.relative_to(self._root)) for path in found)
+
+    def delete(self, key: str) -> None:
+        path = self._path(key)
+        with self._answering():
+            path.unlink(missing_ok=True)
+            for folder in path.relative_to(self._root).parents[:-2]:
+                with suppress(OSError):
+                    (self._root / folder).rmdir()
+
+    def folder(self, prefix: str) -> Path | None:
+        return self._path(prefix.removesuffix("/"))
+
+    def _path(self, key: str) -> Path:
+        if {"", ".", ".."} & set(key.split("/")):
+            raise ValueError(f"not a key: {key!r}")
+        return self._root / key
+
+    def _written(self, key: str, write: Callable[[BinaryIO], object]) -> bool:
+        path = self._path(key)
+        aside = self._aside / secrets.token_hex(16)
+        with self._answering():
+            try:
+                with aside.open("xb") as file:
+                    write(file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                return self._linked(aside, path)
+            finally:
+                aside.unlink(missing_ok=True)
+
+    def _linked(self, aside: Path, path: Path) -> bool:
+        """Link a file to its place, and see to it that the place outlives a loss of power."""
+        while True:
+            try:
+                path.hardlink_to(aside)
+            except FileExistsError:
+                return False
+            except FileNotFoundError:
+                # Whoever deletes the last file of a folder may delete the folder once more.
+                _make_folder(path.parent)
+            else:
+                _flush_folder(path.parent)
+                return True
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            message = f"the registry {self.uri} does not answer: {error.strerror or error}"
+            raise RegistryUnavailable(message) from error
+
+
+def _others(error: OSError) -> None:
+    """Listing is done with what is missing, and fails with all else."""
+    if not isinstance(error, FileNotFoundError):
+        raise error
+
+
+def _make_folder(folder: Path) -> None:
+    if not folder.parent.is_dir():
+        _make_folder(folder.parent)
+    folder.mkdir(exist_ok=True)
+    _flush_folder(folder.parent)
+
+
+def _flush_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def probe(store: Store) -> None:
+    """Prove that of several who write the same key one wins, and that all see it at once: on this
+    store, with the rights that this process has. Raises ConfigError and RegistryUnavailable."""
+    key = f"probe/{secrets.token_hex(8)}"
+    handles = [store, store.reopen()]
+    contents = [f"writer {i}".encode() for i in range(4)]
+    try:
+        with ThreadPoolExecutor(len(contents)) as writers:
+            tries = [writers.submit(handles[i % 2].put, key, c) for i, c in enumerate(contents)]
+            winners = [
+                content for content, one in zip(contents, tries, strict=True) if one.result()
+            ]
+        if len(winners) > 1 or store.put(key, b"late"):
+            _refuse_store(store, "lets several writers create the same key")
+        # A put that is repeated after a lost answer may find its own key.
+        if any(handle.get(key) not in (winners or contents) for handle in handles):
+            _refuse_store(store, "does not show what was just written")
+        if any(key not in handle.list("probe/") for handle in handles):
+            _refuse_store(store, "does not list what was just written")
+    finally:
+        store.delete(key)
+    if handles[1].get(key) is not None:
+        _refuse_store(store, "shows what was just deleted")
+
+
+def _refuse_store(store: Store, what: str) -> None:
+    message = f"the registry {store.uri} can't be there: this file system or bucket {what}"
+    raise ConfigError(message, "registry")

@@ -1,0 +1,245 @@
+"""A registry's log: numbered entries, each written once, whoever comes first.
+
+    log/00000000000000000007   an entry; the write of this key is the moment of the change
+    snap/000000000003          the state after three epochs of entries
+    end/000000000002           a mark, never deleted: entries of this epoch may be gone
+
+All of it is sans-I/O: an operation is a generator that yields requests to a store and is sent
+their answers, so that tests can interrupt it at every request.
+
+A store has one useful promise, that a key is written once. Deleting old entries breaks it: a writer
+that slept meanwhile would find an old key free again, and believe in its change. So `collect`
+writes the mark of an epoch before it deletes any of its entries, and what is read or written in an
+epoch counts only if its mark is *afterwards* still absent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
+
+import msgspec
+
+from weft.core.errors import RegistryUnavailable
+from weft.registry.records import Result
+from weft.registry.state import FORMAT, Entry, Op, State
+
+_MAX_AHEAD: Final = 32
+"""How many entries are read at once by who has fallen behind."""
+_MAX_LISTED: Final = 10
+
+
+class Put(NamedTuple):
+    """Write a key that is not there yet. The answer is whether it was not."""
+
+    key: str
+    content: bytes
+
+
+class Get(NamedTuple):
+    """Read keys, in any order or side by side. The answer has the content of each, or None."""
+
+    keys: tuple[str, ...]
+
+
+class ListKeys(NamedTuple):
+    """List the keys that begin so."""
+
+    prefix: str
+
+
+class Delete(NamedTuple):
+    """Delete a key, if it is there."""
+
+    key: str
+
+
+Request: TypeAlias = Put | Get | ListKeys | Delete
+_T = TypeVar("_T")
+Steps: TypeAlias = Generator[Request, Any, _T]
+"""Requests to a store, one after the other. An operation may be given up at each of them, when the
+store does not answer, and begun anew."""
+
+
+def entry_key(seq: int) -> str:
+    return f"log/{seq:020d}"
+
+
+def snapshot_key(epoch: int) -> str:
+    """Where the state after so many epochs is kept."""
+    return f"snap/{epoch:012d}"
+
+
+def end_key(epoch: int) -> str:
+    return f"end/{epoch:012d}"
+
+
+class Log:
+    """One reader and writer of a log, and what it has read. One operation runs at a time."""
+
+    def __init__(self, state: State | None = None) -> None:
+        self.state = State() if state is None else state
+        self._sent: dict[str, int] = {}
+        """By nonce: the last entry that an op was to be in."""
+        self._to_save: State | None = None
+        """The state at the end of the last epoch, if its snapshot may be missing."""
+        self._ended_here = False
+        """Whether it was this writer that ended that epoch."""
+
+    def boot(self) -> Steps[None]:
+        """Begin with the newest snapshot, if there is one, and read on from there."""
+        if (yield from _list("snap/")):
+            yield from self._load(0)
+        yield from self.poll()
+
+    def poll(self) -> Steps[None]:
+        """Read what is committed by now. If nothing is new, that takes two reads."""
+        ahead = 1
+        while True:
+            first = self.state.seq + 1
+            last = min(first + ahead - 1, self._last_of_epoch(first))
+            found = yield from _get([entry_key(seq) for seq in range(first, last + 1)])
+            if (yield from self._jumped(first)):
+                continue
+            for content in found:
+                if content is None:
+                    return
+                self._take(content)
+            ahead = min(2 * ahead, _MAX_AHEAD)
+
+    def commit(self, ops: Sequence[Op], now: float) -> Steps[dict[str, Result | None]]:
+        """Try once to make changes, all in one entry. Returns, by nonce, what has become of those
+        that are settled; None if nobody can tell any more. The others are to be tried again: some
+        other entry came first. `now` is in seconds since 1970."""
+        settled = self._settled(ops)
+        ops = tuple(op for op in ops if op.nonce not in settled)
+        if not ops:
+            return settled
+        seq = self.state.seq + 1
+        self._sent = dict.fromkeys((op.nonce for op in ops), seq)
+        content = msgspec.json.encode(Entry(now, ops))
+        won = yield from _put(entry_key(seq), content)
+        if not (yield from self._jumped(seq)):
+            if won:
+                self._take(content)
+                self._ended_here |= seq % self.state.epoch == 0
+            else:
+                yield from self.poll()
+        return settled | self._settled(ops)
+
+    def was_sent(self, op: Op) -> bool:
+        """Whether an op that is not settled may be in the log all the same."""
+        return op.nonce in self._sent
+
+    def save(self) -> Steps[None]:
+        """Write the snapshot of the last epoch, if it falls to this writer; it is for those who
+        have just committed. Who ended the epoch does it at once, others if it is still missing a
+        while later."""
+        state = self._to_save
+        if state is None:
+            return
+        key = snapshot_key(state.seq // state.epoch)
+        if not self._ended_here:
+            if self.state.seq < state.seq + state.epoch // 8:
+                return
+            if key in (yield from _list("snap/")):
+                self._to_save = None
+                return
+        yield from _put(key, state.dump())
+        self._to_save, self._ended_here = None, False
+
+    def collect(self) -> Steps[list[str]]:
+        """Delete the entries that the newest snapshot makes needless, and older snapshots. It may
+        run at any time, several times at once, and end at any place. Returns what was deleted."""
+        snapshots = sorted((yield from _list("snap/")))
+        if not snapshots:
+            return []
+        newest = _number(snapshots[-1])
+        length = self.state.epoch
+        entries = yield from _list("log/")
+        old = sorted(key for key in entries if _number(key) <= newest * length)
+        for epoch in sorted({(_number(key) - 1) // length for key in old}):
+            yield from _put(end_key(epoch), b"over")
+        needless = old + snapshots[:-1]
+        for key in needless:
+            yield Delete(key)
+        return needless
+
+    def _take(self, content: bytes) -> None:
+        try:
+            entry = _entries.decode(content)
+            if entry.format != FORMAT:
+                raise ValueError(f"its format is {entry.format}, not {FORMAT}")
+        except (ValueError, msgspec.DecodeError) as error:
+            message = f"{entry_key(self.state.seq + 1)} of the registry can't be read: {error}"
+            raise RegistryUnavailable(message) from error
+        self.state = self.state.apply(entry)
+        if self.state.seq % self.state.epoch == 0:
+            self._to_save, self._ended_here = self.state, False
+
+    def _jumped(self, seq: int) -> Steps[bool]:
+        """Whether the epoch of this entry is over, so that nothing seen in it counts. If it is,
+        the state comes from the newest snapshot."""
+        over = yield from self._is_over((seq - 1) // self.state.epoch)
+        if over:
+            yield from self._load(seq)
+        return over
+
+    def _load(self, least: int) -> Steps[None]:
+        """Take the newest snapshot, which has `least` entries or more. One that is deleted between
+        listing and reading has a newer one beside it."""
+        for _ in range(_MAX_LISTED):
+            keys = yield from _list("snap/")
+            newest = max(keys, default=snapshot_key(0))
+            (content,) = yield from _get([newest])
+            if content is None:
+                continue
+            try:
+                state = State.load(content)
+            except (ValueError, msgspec.DecodeError) as error:
+                message = f"{newest} of the registry can't be read: {error}"
+                raise RegistryUnavailable(message) from error
+            if state.seq >= least:
+                self.state, self._to_save = state, None
+                return
+        raise RegistryUnavailable("the registry's newest snapshot is missing")
+
+    def _is_over(self, epoch: int) -> Steps[bool]:
+        (mark,) = yield from _get([end_key(epoch)])
+        return mark is not None
+
+    def _settled(self, ops: Iterable[Op]) -> dict[str, Result | None]:
+        """What has become of those ops of which it is known, or can't be known any more."""
+        settled: dict[str, Result | None] = {}
+        for op in ops:
+            sent = self._sent.get(op.nonce)
+            result = self.state.result(op.nonce)
+            if result is not None or (sent is not None and sent < self.state.oldest_result()):
+                settled[op.nonce] = result
+        return settled
+
+    def _last_of_epoch(self, seq: int) -> int:
+        length = self.state.epoch
+        return ((seq - 1) // length + 1) * length
+
+
+def _put(key: str, content: bytes) -> Steps[bool]:
+    new: bool = yield Put(key, content)
+    return new
+
+
+def _get(keys: Sequence[str]) -> Steps[list[bytes | None]]:
+    contents: list[bytes | None] = yield Get(tuple(keys))
+    return contents
+
+
+def _list(prefix: str) -> Steps[list[str]]:
+    keys: list[str] = yield ListKeys(prefix)
+    return keys
+
+
+def _number(key: str) -> int:
+    return int(key.rpartition("/")[2])
+
+
+_entries = msgspec.json.Decoder(Entry)

@@ -1,0 +1,325 @@
+"""One process's view of a shared registry, and its way to change it.
+
+A thread reads what is new a few times a second, sooner when something hints that there is news,
+and makes the changes that were asked for: all that wait go into one entry of the log.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Lock, RLock, Thread
+from types import TracebackType
+from typing import Final, Self, TypeVar
+
+import msgspec
+
+from weft.core.errors import (
+    AdapterNotFound,
+    GenerationConflict,
+    InvalidRequest,
+    QuotaExceeded,
+    RegistryUnavailable,
+    WeftError,
+)
+from weft.registry.log import Delete, Get, ListKeys, Log, Put, Request, Steps
+from weft.registry.records import Change, Done, HistoryEntry, Refused, Result
+from weft.registry.state import Op, State
+from weft.registry.stores import Store, probe
+
+_T = TypeVar("_T")
+Told = Callable[[State, frozenset[str]], None]
+
+PATIENCE_S: Final = 5.0
+"""How long a change is tried again while the store does not answer."""
+MAX_CHANGE_BYTES: Final = 1 << 20
+_MAX_ENTRY_BYTES: Final = 4 << 20
+_ERRORS: Final[dict[str, type[WeftError]]] = {
+    "conflict": GenerationConflict,
+    "not_found": AdapterNotFound,
+    "quota": QuotaExceeded,
+    "invalid": InvalidRequest,
+}
+_ops = msgspec.json.Decoder(Op)
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    """A change that somebody waits for."""
+
+    op: Op
+    num_bytes: int
+    future: Future[Done]
+    until: float
+    """When it is given up if the store does not answer, by the monotonic clock."""
+
+
+class SharedRegistry:
+    """A view of a registry that follows it, and commits changes to it."""
+
+    def __init__(self, store: Store, *, poll_s: float = 0.25, writer: str = "") -> None:
+        """Proves that the store can hold a registry, and reads it. `writer` begins the marks of
+        this process's changes in the log. Raises ConfigError, RegistryUnavailable."""
+        probe(store)
+        self.store = store
+        self._ask = _Driver(store)
+        self._log = Log()
+        self._ask.run(self._log.boot())
+        self.state = self._log.state
+        self._answered_at = time.monotonic()
+        self._poll_s = poll_s
+        self._writer = writer
+        self._polls = (0, 0)
+        """The numbers of the last poll that was begun, and of the last one that was answered."""
+        self._driving = RLock()
+        """Held by whoever works on the log."""
+        self._queue = Lock()
+        """Held for a moment by whoever changes what waits."""
+        self._waiting: dict[str, _Waiting] = {}
+        self._told: list[Told] = []
+        self._news = Event()
+        self._closed = Event()
+        self._thread: Thread | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Follow the registry from now on. A second call does nothing."""
+        with self._queue:
+            if self._thread is None and not self._closed.is_set():
+                self._thread = Thread(target=self._follow, name="registry", daemon=True)
+                self._thread.start()
+                if folder := self.store.folder("log/"):
+                    folder.mkdir(exist_ok=True)
+                    args = (folder, self, self._closed)
+                    Thread(target=_watch, args=args, name="registry-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """Make the changes that wait, and stop. Later ones are refused."""
+        self._closed.set()
+        self._news.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    # -- read ----------------------------------------------------------------------------------
+
+    def poll(self) -> None:
+        """Read what is committed by now. Raises RegistryUnavailable."""
+        begun, _ = self._polls
+        with self._driving:
+            last, answered = self._polls
+            if answered > begun:
+                return
+            self._polls = (last + 1, answered)
+            self._drive(self._log.poll())
+            self._polls = (last + 1, last + 1)
+
+    def hint(self) -> None:
+        """Read soon, as somebody says that there is news."""
+        self._news.set()
+
+    def listen(self, told: Told) -> None:
+        """Call `told` with each new state and the names that changed, which may be none when
+        tenants did. The calls come one after the other, from the thread that has read the news,
+        and nothing is read or committed until they return."""
+        with self._driving:
+            self._told.append(told)
+
+    def history(self, name: str) -> list[HistoryEntry]:
+        """The last changes of a name, the oldest first."""
+        found = self.state.names.get(name)
+        return list(found.history) if found else []
+
+    def stale_s(self) -> float:
+        """Seconds since the store last answered."""
+        return time.monotonic() - self._answered_at
+
+    # -- change --------------------------------------------------------------------------------
+
+    def change(self, change: Change, actor: str = "") -> Done:
+        """Make a change, and wait until it is committed. Raises what `submit` says."""
+        return self.submit(change, actor).result()
+
+    def submit(self, change: Change, actor: str = "") -> Future[Done]:
+        """Make a change soon. `actor` is who asks for it, for the history.
+
+        The future raises GenerationConflict, QuotaExceeded, AdapterNotFound, InvalidRequest; and
+        RegistryUnavailable if the store does not answer for some seconds: the message says whether
+        the change may have been made all the same.
+        """
+        future: Future[Done] = Future()
+        future.set_running_or_notify_cancel()
+        op = Op(f"{self._writer}{secrets.token_hex(12)}", actor, change)
+        try:
+            content = msgspec.json.encode(op)
+            op = _ops.decode(content)
+        except (TypeError, ValueError, msgspec.MsgspecError) as error:
+            raise InvalidRequest(f"the change is not well formed: {error}") from error
+        if len(content) > MAX_CHANGE_BYTES:
+            message = f"the change takes {len(content)} bytes, and {MAX_CHANGE_BYTES} are allowed"
+            raise InvalidRequest(message)
+        until = time.monotonic() + PATIENCE_S
+        self.start()
+        with self._queue:
+            if self._closed.is_set():
+                raise RegistryUnavailable("the registry is being closed")
+            self._waiting[op.nonce] = _Waiting(op, len(content), future, until)
+        self._news.set()
+        return future
+
+    # -- the thread ----------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        while True:
+            try:
+                if not self._commit():
+                    self.poll()
+            except RegistryUnavailable as error:
+                self._give_up(error)
+            if self._closed.is_set() and not self._waiting:
+                return
+            self._news.wait(self._poll_s)
+            self._news.clear()
+
+    def _commit(self) -> bool:
+        """Make what waits, and what comes meanwhile, in as few entries as it takes. Returns whether
+        there was anything."""
+        lost = 0
+        any_waited = False
+        while batch := self._batch():
+            any_waited = True
+            begun = time.monotonic()
+            with self._driving:
+                settled = self._drive(self._log.commit(batch, time.time()))
+            for nonce, result in settled.items():
+                self._settle(nonce, result)
+            if settled:
+                lost = 0
+                with self._driving:
+                    self._drive(self._log.save())
+            else:
+                # Others wait less the longer they have waited, so that everybody's turn comes.
+                lost += 1
+                time.sleep(random.random() * (time.monotonic() - begun) / lost)
+        return any_waited
+
+    def _batch(self) -> list[Op]:
+        with self._queue:
+            waiting = list(self._waiting.values())
+        batch: list[Op] = []
+        num_bytes = 0
+        for each in waiting:
+            num_bytes += each.num_bytes
+            if batch and num_bytes > _MAX_ENTRY_BYTES:
+                break
+            batch.append(each.op)
+        return batch
+
+    def _settle(self, nonce: str, result: Result | None) -> None:
+        with self._queue:
+            future = self._waiting.pop(nonce).future
+        match result:
+            case Done():
+                future.set_result(result)
+            case Refused():
+                future.set_exception(_ERRORS[result.kind](result.message))
+            case None:
+                message = "nobody can tell any more whether the change was made: look at the name"
+                future.set_exception(RegistryUnavailable(message))
+
+    def _give_up(self, error: RegistryUnavailable) -> None:
+        """Tell those who have waited long enough that the store does not answer."""
+        now = time.monotonic()
+        with self._queue:
+            over = [each for each in self._waiting.values() if each.until < now]
+            for each in over:
+                del self._waiting[each.op.nonce]
+        for each in over:
+            sent = self._log.was_sent(each.op)
+            made = "it is not known whether the change was made" if sent else "nothing was changed"
+            each.future.set_exception(RegistryUnavailable(f"{error.message}; {made}"))
+
+    def _drive(self, steps: Steps[_T]) -> _T:
+        """Run an operation of the log, and tell others what it has read, even if it fails half
+        way."""
+        try:
+            result = self._ask.run(steps)
+            self._answered_at = time.monotonic()
+            return result
+        finally:
+            old, self.state = self.state, self._log.state
+            if self.state is not old:
+                self._tell(old)
+
+    def _tell(self, old: State) -> None:
+        changed = self.state.names.changed_since(old.names)
+        if changed or self.state.tenants is not old.tenants:
+            for told in self._told:
+                try:
+                    told(self.state, changed)
+                except Exception:
+                    _log.exception("a listener of the registry failed")
+
+
+class _Driver:
+    """Asks a store what an operation of the log requests."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        is_near = store.folder("log/") is not None
+        self._readers = None if is_near else ThreadPoolExecutor(8, "registry-read")
+
+    def run(self, steps: Steps[_T]) -> _T:
+        """Raises RegistryUnavailable."""
+        try:
+            request = next(steps)
+            while True:
+                request = steps.send(self._answer(request))
+        except StopIteration as end:
+            result: _T = end.value
+            return result
+
+    def _answer(self, request: Request) -> object:
+        match request:
+            case Put():
+                return self._store.put(request.key, request.content)
+            case Get():
+                return self._get(request.keys)
+            case ListKeys():
+                return list(self._store.list(request.prefix))
+            case Delete():
+                self._store.delete(request.key)
+                return None
+
+    def _get(self, keys: Sequence[str]) -> list[bytes | None]:
+        if self._readers is None or len(keys) == 1:
+            return [self._store.get(key) for key in keys]
+        return list(self._readers.map(self._store.get, keys))
+
+
+def _watch(folder: Path, registry: SharedRegistry, closed: Event) -> None:
+    """Hint at what this machine writes to a folder. What other machines write to a shared file
+    system is not seen here, so that reading goes on without hints."""
+    try:
+        import watchfiles
+    except ImportError:
+        return
+    for _ in watchfiles.watch(folder, stop_event=closed, step=1, debounce=20, recursive=False):
+        registry.hint()

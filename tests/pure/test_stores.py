@@ -1,0 +1,160 @@
+"""All stores of a shared registry keep the same promises."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from buckets import new_bucket, s3_server
+
+from weft.core.errors import ConfigError, RegistryUnavailable
+from weft.registry.stores import DirectoryStore, MemoryStore, Store, open_store, probe
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[None]:
+    with s3_server():
+        yield
+
+
+@pytest.fixture(params=["memory", "directory", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "memory":
+        return MemoryStore()
+    if request.param == "directory":
+        return open_store(str(tmp_path / "registry"))
+    request.getfixturevalue("s3")
+    return open_store(new_bucket())
+
+
+class TestStore:
+    def test_a_key_is_written_once(self, store: Store) -> None:
+        assert store.put("log/1", b"first")
+        assert not store.put("log/1", b"second")
+        assert not store.reopen().put("log/1", b"third")
+        assert store.get("log/1") == store.reopen().get("log/1") == b"first"
+
+    def test_one_of_many_writers_wins(self, store: Store) -> None:
+        handles = [store, store.reopen()]
+        contents = [str(i).encode() * 1000 for i in range(8)]
+        with ThreadPoolExecutor(8) as pool:
+            won = list(pool.map(lambda i: handles[i % 2].put("log/7", contents[i]), range(8)))
+        assert won.count(True) == 1
+        assert store.get("log/7") == contents[won.index(True)]
+
+    def test_what_is_missing_is_none(self, store: Store) -> None:
+        assert store.get("log/1") is None
+        assert not store.get_file("log/1", io.BytesIO())
+        assert list(store.list("log/")) == []
+        store.delete("log/1")
+
+    def test_a_deleted_key_is_free_again(self, store: Store) -> None:
+        store.put("a/b/c", b"old")
+        store.delete("a/b/c")
+        assert store.get("a/b/c") is None and list(store.list("a/")) == []
+        assert store.put("a/b/c", b"new")
+
+    def test_lists_what_lies_below_a_prefix(self, store: Store) -> None:
+        keys = {"blobs/sha256/ab/DONE", "blobs/sha256/ab/config.json", "blobs/sha256/abc/DONE"}
+        for key in {*keys, "blobsy", "log/1"}:
+            store.put(key, b"")
+        assert set(store.list("blobs/")) == keys
+        assert len(list(store.list("blobs/sha256/ab/"))) == 2
+
+    @pytest.mark.parametrize("size", [0, 10, 18 << 20], ids=["empty", "small", "large"])
+    def test_files_come_back_whole(self, store: Store, size: int) -> None:
+        content = os.urandom(size)
+        file = io.BytesIO(b"skipped" + content)
+        file.seek(7)
+        assert store.put_file("blobs/x", file)
+        assert not store.put_file("blobs/x", io.BytesIO(content))
+        found = io.BytesIO()
+        assert store.get_file("blobs/x", found)
+        assert found.getvalue() == content
+
+    def test_a_download_goes_on_where_it_ended(self, store: Store) -> None:
+        store.put("blobs/x", b"0123456789")
+        file = io.BytesIO(b"01234")
+        assert store.get_file("blobs/x", file) and store.get_file("blobs/x", file)
+        assert file.getvalue() == b"0123456789"
+
+    def test_the_probe_leaves_nothing_behind(self, store: Store) -> None:
+        probe(store)
+        assert not list(store.list("probe/"))
+
+    def test_a_folder_has_the_keys_as_files(self, store: Store) -> None:
+        store.put("blobs/x/config.json", b"{}")
+        folder = store.folder("blobs/x/")
+        if isinstance(store, DirectoryStore):
+            assert folder is not None and (folder / "config.json").read_bytes() == b"{}"
+        else:
+            assert folder is None
+
+
+class Overwriting(MemoryStore):
+    """As a file system that does not know put-if-absent."""
+
+    def put(self, key: str, content: bytes) -> bool:
+        self._contents[key] = content
+        return True
+
+
+class Stale(MemoryStore):
+    """As a mount that answers from a cache of its own."""
+
+    def reopen(self) -> MemoryStore:
+        return MemoryStore()
+
+
+class Unlisted(MemoryStore):
+    def list(self, prefix: str) -> Iterator[str]:
+        return iter(())
+
+
+class TestProbe:
+    @pytest.mark.parametrize(
+        ("store", "why"),
+        [
+            (Overwriting(), "several writers create the same key"),
+            (Stale(), "several writers|does not show what was just written"),
+            (Unlisted(), "does not list"),
+        ],
+    )
+    def test_refuses_what_can_not_hold_a_registry(self, store: Store, why: str) -> None:
+        with pytest.raises(ConfigError, match=why):
+            probe(store)
+
+    def test_says_that_a_bucket_is_not_there(self, s3: None) -> None:
+        with pytest.raises(RegistryUnavailable, match="does not answer"):
+            probe(open_store("s3://nobody-has-made-it/x"))
+
+
+class TestDirectory:
+    def test_what_was_never_finished_is_deleted_after_a_day(self, tmp_path: Path) -> None:
+        DirectoryStore(tmp_path)
+        old, new = tmp_path / "aside/old", tmp_path / "aside/new"
+        for path in (old, new):
+            path.touch()
+        os.utime(old, (0, 0))
+        DirectoryStore(tmp_path)
+        assert new.exists() and not old.exists()
+
+    def test_keys_stay_inside(self, tmp_path: Path) -> None:
+        store = DirectoryStore(tmp_path)
+        for key in ("../x", "/etc/passwd", "a//b", "a/./b", ""):
+            with pytest.raises(ValueError, match="not a key"):
+                store.put(key, b"")
+
+    def test_a_file_in_its_place_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        with pytest.raises(ConfigError, match="can't be in"):
+            open_store(str(tmp_path / "file"))
+
+
+def test_other_uris_are_refused() -> None:
+    with pytest.raises(ConfigError, match="a folder, or begins with"):
+        open_store("ftp://host/x")
