@@ -3,12 +3,16 @@
     python benchmarks/neighbours.py --seconds 10
 
 For each attack, a server of its own with `examples/tiny` is started, with one named key for the
-victim and another for the attacker. The victim streams short answers all the time; the attacker
-sends what the attack is made of as fast as the server takes it, from a process of its own. What
-counts is how long the victim waits for its first token, the worst gap between two of its tokens,
-and whether it is ever refused.
+victim and another for the attacker. The victim streams short answers all the time, alone at first;
+then the attacker sends what the attack is made of as fast as the server takes it, from a process of
+its own. What counts is how long the victim waits for its first token, the worst gap between two of
+its tokens, and whether it is ever refused.
 
-`--command "CMD"` measures another `weft`, such as an older version in its own environment.
+`--command "CMD"` measures another `weft`. `--before "CMD"` measures an older version too, in the
+same run, and shows it beside the other:
+
+    git archive COMMIT src | tar x -C DIR
+    python benchmarks/neighbours.py --before "env PYTHONPATH=DIR/src python -m weft"
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +140,6 @@ def copied(root: Path, name: str) -> Path:
 LOAD = "/v1/load_lora_adapter"
 LOOPS = "{% for a in range(90000) %}" * 4 + "x" + "{% endfor %}" * 4
 ATTACKS = {
-    "none": Attack("nothing", clients=0),
     "long-text": Attack(
         "8 MB of text, to be truncated",
         "/v1/completions",
@@ -189,6 +192,11 @@ ATTACKS = {
     ),
     "slow-tokenizer": Attack("an adapter with a slow tokenizer", LOAD, with_slow_tokenizer),
     "large-header": Attack("adapters of 200,000 tensors", LOAD, with_large_header, clients=2),
+    "fair-share": Attack(
+        "16 streams, half of the seats",
+        body=lambda _: chat(max_tokens=480, ignore_eos=True, stream=True),
+        clients=16,
+    ),
     "long-answers": Attack(
         "100 requests of 480 tokens",
         body=lambda _: chat(max_tokens=480, ignore_eos=True),
@@ -206,7 +214,8 @@ ATTACKS = {
     ),
     "silent-sockets": Attack("800 connections that say nothing", clients=0, sockets=800),
 }
-"""By name. Those that load an adapter go on with requests for it, and with the load again."""
+"""By name. Those that load an adapter go on with requests for it, and with the load again. The
+fair share is no attack: it is what any neighbour may use, with which the floods compare."""
 
 
 # -- the attacker ----------------------------------------------------------------------------------
@@ -286,10 +295,9 @@ async def victim(url: str, seconds: float) -> list[Outcome]:
 
 
 @dataclass(frozen=True)
-class Row:
-    """What the victim saw beside one attack. Times are in milliseconds."""
+class Waits:
+    """How long the victim waited. Times are in milliseconds."""
 
-    attack: str
     requests: int
     p50_ms: float
     """Until the first token, like the next."""
@@ -298,25 +306,42 @@ class Row:
     """The longest time between two tokens of one answer, or until the first one."""
     errors: dict[str, int]
 
+    @classmethod
+    def of(cls, outcomes: list[Outcome]) -> Waits:
+        firsts = sorted(
+            1e3 * ((o.chunk_s[0] if o.chunk_s else o.end_s or 0.0) - (o.sent_s or 0.0))
+            for o in outcomes
+        )
+        gaps = [
+            1e3 * (after - before)
+            for o in outcomes
+            for before, after in zip([o.sent_s or 0.0, *o.chunk_s], o.chunk_s, strict=False)
+        ]
+        return cls(
+            requests=len(outcomes),
+            p50_ms=round(statistics.median(firsts), 1),
+            p99_ms=round(firsts[min(len(firsts) - 1, int(0.99 * len(firsts)))], 1),
+            gap_ms=round(max(gaps, default=1e3 * PATIENCE_S), 1),
+            errors=dict(Counter(o.error for o in outcomes if o.error)),
+        )
 
-def row_of(attack: str, outcomes: list[Outcome]) -> Row:
-    firsts = sorted(
-        1e3 * ((o.chunk_s[0] if o.chunk_s else o.end_s or 0.0) - (o.sent_s or 0.0))
-        for o in outcomes
-    )
-    gaps = [
-        1e3 * (after - before)
-        for o in outcomes
-        for before, after in zip([o.sent_s or 0.0, *o.chunk_s], o.chunk_s, strict=False)
-    ]
-    return Row(
-        attack=attack,
-        requests=len(outcomes),
-        p50_ms=round(statistics.median(firsts), 1),
-        p99_ms=round(firsts[min(len(firsts) - 1, int(0.99 * len(firsts)))], 1),
-        gap_ms=round(max(gaps, default=1e3 * PATIENCE_S), 1),
-        errors=dict(Counter(o.error for o in outcomes if o.error)),
-    )
+
+@dataclass(frozen=True)
+class Row:
+    """What the victim saw of one attack."""
+
+    attack: str
+    alone: Waits
+    """On the same server, just before the attack."""
+    now: Waits
+    before: Waits | None
+    """On the older server, if there is one."""
+
+    @property
+    def added_s(self) -> float:
+        """By how much the attack made the victim wait longer, at worst."""
+        p99_ms = self.now.p99_ms - self.alone.p99_ms
+        return max(p99_ms, self.now.gap_ms - self.alone.gap_ms) / 1e3
 
 
 # -- the server ------------------------------------------------------------------------------------
@@ -346,11 +371,13 @@ def serving(command: list[str], root: Path) -> Iterator[str]:
         process.wait()
 
 
-def measure(name: str, command: list[str], seconds: float) -> Row:
+def measure(name: str, command: list[str], seconds: float) -> tuple[Waits, Waits]:
+    """What the victim saw alone, and then beside the attack."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         root = Path(folder)
         with serving(command, root) as url:
             asyncio.run(victim(url, 2.0))  # warms up what the first requests compile
+            alone = Waits.of(asyncio.run(victim(url, seconds / 2)))
             # The attack goes on a little longer than the victim asks.
             attacker = multiprocessing.get_context("spawn").Process(
                 target=attack_for, args=(name, url, root, seconds + 2.0)
@@ -358,10 +385,33 @@ def measure(name: str, command: list[str], seconds: float) -> Row:
             attacker.start()
             try:
                 time.sleep(2.0)
-                return row_of(name, asyncio.run(victim(url, seconds)))
+                return alone, Waits.of(asyncio.run(victim(url, seconds)))
             finally:
                 attacker.kill()
                 attacker.join()
+
+
+def row_for(name: str, command: str, before: str | None, seconds: float) -> Row:
+    alone, now = measure(name, shlex.split(command), seconds)
+    older = None if before is None else measure(name, shlex.split(before), seconds)[1]
+    return Row(name, alone, now, older)
+
+
+def show(rows: list[Row]) -> None:
+    """Print the rows; each figure is in milliseconds, alone / now / before."""
+    table = new_table(
+        "A victim beside each attack: alone / now / before", "attack", "p50 ms", "p99 ms",
+        "worst gap ms", "failed",
+    )  # fmt: skip
+    for row in rows:
+        waits = [each for each in (row.alone, row.now, row.before) if each is not None]
+        figures = [
+            " / ".join(f"{getattr(each, name):,.0f}" for each in waits)
+            for name in ("p50_ms", "p99_ms", "gap_ms")
+        ]
+        failed = " / ".join(str(sum(each.errors.values())) for each in waits)
+        table.add_row(ATTACKS[row.attack].what, *figures, failed)
+    Console(width=120).print(table)
 
 
 def main() -> int:
@@ -371,22 +421,13 @@ def main() -> int:
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     parser.add_argument("--bound", type=float, default=1.0, help="seconds that one may add")
     parser.add_argument("--command", default=f"{shlex.quote(sys.executable)} -m weft")
+    parser.add_argument("--before", help="the command of an older version, to compare with")
     args = parser.parse_args()
-    names = list(dict.fromkeys(["none", *args.attacks]))
-    rows = [measure(name, shlex.split(args.command), args.seconds) for name in names]
-    table = new_table(
-        "A victim beside each attack", "attack", "requests", "p50 ms", "p99 ms", "worst gap ms",
-        "failed",
-    )  # fmt: skip
-    for row in rows:
-        failed = ", ".join(f"{count} {kind}" for kind, count in row.errors.items())
-        figures = (f"{row.p50_ms:,.0f}", f"{row.p99_ms:,.0f}", f"{row.gap_ms:,.0f}", failed)
-        table.add_row(ATTACKS[row.attack].what, str(row.requests), *figures)
-    Console(width=110).print(table)
-    alone = rows[0]
-    worst = max(max(r.p99_ms - alone.p99_ms, r.gap_ms - alone.gap_ms) for r in rows)
-    ok = worst <= 1e3 * args.bound and not any(row.errors for row in rows)
-    results = [vars(row) for row in rows]
+    names = list(dict.fromkeys(args.attacks))
+    rows = [row_for(name, args.command, args.before, args.seconds) for name in names]
+    show(rows)
+    ok = not any(row.added_s > args.bound or row.now.errors for row in rows)
+    results = [asdict(row) for row in rows]
     print(json.dumps({"ok": ok, "benchmark": "neighbours", "results": results}))
     return 0 if ok else 1
 
