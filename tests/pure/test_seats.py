@@ -116,6 +116,24 @@ def test_a_second_tenant_has_its_share_at_once(weight: float) -> None:
         h.verify(name)
 
 
+def test_a_burst_keeps_a_tenant_without_seats_waiting_for_one_step() -> None:
+    """Though none of the burst's requests has run for as long as it may."""
+    h = Harness(rows=4, num_blocks=200, budget=64, ahead=0, caching=False)
+    h.scheduler.set_tenants(BOTH)
+    for i in range(12):
+        h.add(request(f"a{i}", [1] * 2, 30, tenant="a", ignore_eos=True))
+    h.step()
+    assert seats(h) == {"a": 4}
+    h.add(request("b0", [2] * 2, 4, tenant="b", ignore_eos=True))
+    came = h.steps
+    h.step()
+    h.step()
+    assert h.begun["b0"][0] - came <= 2
+    h.run()
+    for name in h.requests:
+        h.verify(name)
+
+
 def test_without_tenants_nobody_makes_way() -> None:
     h = Harness(rows=4, num_blocks=60, caching=False)
     for i in range(8):

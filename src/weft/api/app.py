@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from weft.api.audit import AuditLog
-from weft.api.callers import Tenants, keychain_of
+from weft.api.callers import Tenants, keychain_of, tenant_of_key
 from weft.api.desk import AdapterDesk
 from weft.api.http import ERRORS, handle_error
 from weft.api.loop_watch import LoopWatch
@@ -54,7 +54,7 @@ def create_app(
 ) -> FastAPI:
     """The application; it neither starts nor closes the engine. `tokenizer`: the base's, with
     those of adapters that are loaded already; None: texts are not served. `state.metrics_app` is
-    what an address for metrics alone serves."""
+    what an address for metrics alone serves, `state.tenant_of_key` tells connections who sends."""
     if tenants is not None:
         settings = replace(settings, tenants=tenants.by_name)
     if not isinstance(tokenizer, AdapterTokenizers):
@@ -99,11 +99,12 @@ def _add_middleware(
     app: FastAPI, metrics: Metrics, settings: ApiSettings, tenants: Tenants | None
 ) -> None:
     """The one added last sees a request first. Preflight requests of browsers carry no key."""
+    given = keychain_of([parse_key(key) for key in settings.api_keys])
     if tenants is not None:
         app.add_middleware(RequireKey, keychain=lambda: tenants.keychain, open_paths=PROBES)
     elif settings.api_keys:
-        keychain = keychain_of([parse_key(key) for key in settings.api_keys])
-        app.add_middleware(RequireKey, keychain=lambda: keychain, open_paths=PROBES | STATE)
+        app.add_middleware(RequireKey, keychain=lambda: given, open_paths=PROBES | STATE)
+    app.state.tenant_of_key = lambda key: tenant_of_key(key, tenants.keychain if tenants else given)
     app.add_middleware(Observe, metrics=metrics)
     if settings.allowed_origins:
         app.add_middleware(

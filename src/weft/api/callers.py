@@ -52,3 +52,11 @@ def caller_of(authorization: str | None, keychain: Keychain) -> Caller:
     except Unauthorized as error:
         raise Unauthorized(f"{error.message}; {hint}") from None
     return caller
+
+
+def tenant_of_key(key: bytes, keychain: Keychain) -> str:
+    """The tenant whose key this is; "" if it is nobody's."""
+    try:
+        return keychain.caller(key, datetime.now(UTC)).tenant
+    except Unauthorized:
+        return ""

@@ -1,4 +1,5 @@
-"""The connections of clients: how many there may be, and how long one may take to ask something.
+"""The connections of clients: how many there may be, how long one may take to ask something, and
+whose requests are begun next.
 
 uvicorn parses and answers; it has no limits of its own for clients that connect and say nothing.
 `http_config` makes the configuration of all servers of the application.
@@ -10,9 +11,11 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import re
 import resource
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +29,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from weft.api.http import error_response
 from weft.api.middleware import PROBES
 from weft.core.errors import Overloaded
+from weft.core.fair_calls import FairCalls
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +47,12 @@ SPARE = 32
 """Connections beyond the limit, on which only probes are answered."""
 WARN_S = 10.0
 """How often the log tells of refused connections, at most."""
+BEGUN_EACH = 1
+"""How many requests of one tenant are begun in one pass of the event loop. Each takes about a
+millisecond, for which all streams wait."""
+_KEY = re.compile(rb"\r\nauthorization:[ \t]*bearer[ \t]+([^\r\n]+)", re.IGNORECASE)
+_KEY_WITHIN = 8192
+"""In how many bytes of a head the key is looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +88,10 @@ def http_config(
     but loses the body of a request that offers HTTP/2, as Java's client does, and lets a head grow
     without bound.
     """
-    places = Places(limits or connection_limits())
+    entrance = Entrance(limits or connection_limits(), app.state.tenant_of_key)
     return uvicorn.Config(
         app,
-        http=partial(ClientConnection, places),  # type: ignore[arg-type]
+        http=partial(ClientConnection, entrance),  # type: ignore[arg-type]
         ws="none",
         log_config=None,
         server_header=False,
@@ -180,13 +190,32 @@ def _counted_as(client: tuple[str, int] | None) -> str:
     return str(address)
 
 
-class ClientConnection(H11Protocol):
-    """A connection whose client has to be done with a head in time. A request that states its
-    length in two ways is answered, and the last on its connection (RFC 9112, 6.1)."""
+class Entrance:
+    """What all connections of a server share."""
 
-    def __init__(self, places: Places, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, limits: ConnectionLimits, tenant_of_key: Callable[[bytes], str]) -> None:
+        self.places = Places(limits)
+        self._tenant_of_key = tenant_of_key
+        self._in_turn = FairCalls(BEGUN_EACH)
+
+    def begin(self, head: bytes, call: Callable[[], object]) -> None:
+        """Call this when it is the turn of the tenant who sends this head of a request, as far as
+        the head is there. It is only a look at who may send it: nobody is let in for it."""
+        found = _KEY.search(head)
+        self._in_turn.call(self._tenant_of_key(found[1].strip()) if found else "", call)
+
+
+class ClientConnection(H11Protocol):
+    """A connection whose client has to be done with a head in time. Tenants take turns to have
+    their requests parsed and begun. A request that states its length in two ways is answered, and
+    the last on its connection (RFC 9112, 6.1)."""
+
+    def __init__(self, entrance: Entrance, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._places = places
+        self._entrance = entrance
+        self._places = entrance.places
+        self._in_line = False
+        """Whether it waits for its turn."""
         self._seen: object = None
         """The newest request that `handle_events` found."""
         self._head_timer: asyncio.TimerHandle | None = None
@@ -211,6 +240,21 @@ class ClientConnection(H11Protocol):
             self._limit_head()
 
     def handle_events(self) -> None:
+        """Handle what has been received: at once for the request under way, in turn for others."""
+        if self._asking:
+            super().handle_events()
+        elif not self._in_line:
+            self._in_line = True
+            received, _ = self.conn.trailing_data
+            self._entrance.begin(received[:_KEY_WITHIN], self._take_turn)
+            if self._in_line:
+                self.flow.pause_reading()
+
+    def _take_turn(self) -> None:
+        self._in_line = False
+        if self.transport.is_closing():
+            return
+        self.flow.resume_reading()
         super().handle_events()
         if self._asking and self.cycle is not self._seen:
             self._seen = self.cycle

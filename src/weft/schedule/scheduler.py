@@ -88,6 +88,8 @@ class Scheduler:
         self._by_id[request.request_id] = seq
         self._batch.join(seq)
         self._turns.arrive(use)
+        if self._batch.full and not account.num_seats and self._batch.waiting.contended:
+            self._shares.arrive(seq, self._turns.leased)
         return None
 
     def refuse(self, request_id: str, error: WeftError) -> TokenEvent:
@@ -120,14 +122,13 @@ class Scheduler:
     def grammar_ended(self, request_id: str, grammar: Matcher | WeftError) -> TokenEvent | None:
         """A waiting request's grammar is compiled, or can't be, which ends it, if it is here."""
         seq = self._by_id.get(request_id)
-        if seq is None or not seq.rules.compiling:
-            return None
-        try:
-            if isinstance(grammar, WeftError):
-                raise grammar
-            seq.rules.compiled(grammar, seq.request.output_ids)
-        except WeftError as error:
-            return self._finish(seq, "error", error=error)
+        if seq is not None and seq.rules.compiling:
+            try:
+                if isinstance(grammar, WeftError):
+                    raise grammar
+                seq.rules.compiled(grammar, seq.request.output_ids)
+            except WeftError as error:
+                return self._finish(seq, "error", error=error)
         return None
 
     # -- adapters ------------------------------------------------------------------------------
@@ -393,5 +394,4 @@ class Scheduler:
         assert all(s.known <= s.rules.limit for s in running)
         assert all(s.in_flight or s.known <= s.rules.known_limit for s in running)
         assert not any(s.rules.compiling for s in running)
-        if not requests:
-            assert self._planned or not self._turns.leased
+        assert requests or self._planned or not self._turns.leased

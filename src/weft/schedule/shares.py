@@ -15,14 +15,15 @@ make way only for a tenant that waits, whose request could run at once, and that
 - one without any seat that was served less by `SLICE`: so more tenants than seats take turns.
 
 A request makes way only after `MIN_RUN` tokens of its own that it had never computed before. So
-all requests get on, whatever has to be computed again. Where KV blocks are short instead of seats,
-the same is done with blocks, for the request that is next.
+all requests get on, whatever has to be computed again. Only a tenant without any seat need not
+wait for that where the other one keeps some: those requests are older, and get on. Where KV blocks
+are short instead of seats, the same is done with blocks, for the request that is next.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from weft.schedule.queue import Account
 from weft.schedule.sequence import Sequence
@@ -48,6 +49,12 @@ class Shares:
     def claim(self, seq: Sequence) -> None:
         """A waiting request lacks a row, or a part of the step's tokens."""
         self._claims.append(seq)
+
+    def arrive(self, seq: Sequence, leased: Container[str]) -> None:
+        """A request has come while the batch is full, of a tenant without any seat: the next step
+        need not find out first what it lacks. `leased`: the adapters that run."""
+        if seq.can_run and (seq.digest is None or seq.digest in leased):
+            self._claims.append(seq)
 
     def claim_blocks(self, seq: Sequence) -> None:
         """A waiting request, which is next, lacks KV blocks."""
@@ -111,17 +118,17 @@ class Exchange:
     def __init__(self, running: Iterable[Sequence], block_size: int = 0) -> None:
         self._block_size = block_size
         self._held: Counter[Account] = Counter()
-        self._movable: dict[Account, list[Sequence]] = defaultdict(list)
-        """Requests that may make way, by tenant, the youngest last."""
-        self._served: dict[Account, float] = {}
+        self._settled: dict[Account, list[Sequence]] = defaultdict(list)
+        self._fresh: dict[Account, list[Sequence]] = defaultdict(list)
+        """Requests that have run for long enough to make way, and those that have not: by tenant,
+        the youngest last."""
         for seq in running:
-            account = seq.account
-            self._held[account] += self._size(seq)
-            self._served[account] = account.counter
+            self._held[seq.account] += self._size(seq)
             # Without its blocks a request is computed again: that may cost a part of it only.
             least = max(MIN_RUN, len(seq.tokens) // 4) if block_size else MIN_RUN
-            if seq.bill.progress >= least:
-                self._movable[account].append(seq)
+            by_tenant = self._settled if seq.bill.progress >= least else self._fresh
+            by_tenant[seq.account].append(seq)
+        self._served = {account: account.counter for account in self._held}
 
     def victims(self, claims: Iterable[Sequence]) -> list[Sequence]:
         """The running requests that make way for these, those first that have the first claim."""
@@ -139,26 +146,30 @@ class Exchange:
     def _victim(self, claim: Sequence) -> Sequence | None:
         own, held, served = claim.account, self._held, self._served
         served.setdefault(own, own.counter)
-        others = [each for each in self._movable if each is not own and self._yields(each, claim)]
-        if not others:
+        from_whom = {other: seqs for other in served if (seqs := self._yielding(other, claim))}
+        if not from_whom:
             return None
-        other = max(others, key=lambda each: (held[each] / each.weight, served[each]))
-        victim = self._movable[other].pop()
-        if not self._movable[other]:
-            del self._movable[other]
+        other = max(from_whom, key=lambda each: (held[each] / each.weight, served[each]))
+        victim = from_whom[other].pop()
         held[other] -= self._size(victim)
         held[own] += self._size(claim)
         served[own] += (len(claim.tokens) - claim.computed) / own.weight
         return victim
 
-    def _yields(self, other: Account, claim: Sequence) -> bool:
-        """Whether the youngest request of `other` makes way for this claim."""
+    def _yielding(self, other: Account, claim: Sequence) -> list[Sequence]:
+        """Those requests of `other` of which the last one makes way for this claim; none if nobody
+        does."""
         own, held = claim.account, self._held
         lead = self._served[other] - self._served[own]
-        left = held[other] - self._size(self._movable[other][-1])
-        if not held[own] and (lead > SLICE or (lead > 0 and left > 0)):
-            return True
-        return lead > SLICE and (held[own] + self._size(claim)) / own.weight <= left / other.weight
+        if other is own or lead <= 0:
+            return []
+        if seqs := self._settled[other]:
+            left = held[other] - self._size(seqs[-1])
+            fair = (held[own] + self._size(claim)) / own.weight <= left / other.weight
+            if (lead > SLICE and (fair or not held[own])) or (left > 0 and not held[own]):
+                return seqs
+        alone = self._block_size or held[own] or held[other] < 2
+        return [] if alone else self._fresh[other]
 
     def _size(self, seq: Sequence) -> int:
         """What a request takes of what is short."""

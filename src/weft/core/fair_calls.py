@@ -1,0 +1,61 @@
+"""Work on the event loop, done in turns, so that nobody's work makes others wait for all of it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+Call = Callable[[], object]
+
+
+class FairCalls:
+    """Calls on the running event loop, of which each pass of the loop makes a few for each tenant.
+
+    One pass does all that is ready before it looks at anything else, so what a tenant has ready is
+    what others wait for. The rest of a tenant's calls waits here, in its order:
+
+        ready at once    a1 a2 a3 a4 a5 a6   b1
+        passes           a1 a2 b1 │ a3 a4 │ a5 a6        with two of each tenant
+    """
+
+    def __init__(self, most_each: int) -> None:
+        self._most_each = most_each
+        self._made: dict[str, int] = {}
+        """How many calls of each tenant this pass has made."""
+        self._waiting: dict[str, deque[Call]] = {}
+
+    def call(self, tenant: str, call: Call) -> None:
+        """Call this now, or in a later pass if the tenant has had its calls in this one."""
+        made = self._made.get(tenant, 0)
+        if made < self._most_each and tenant not in self._waiting:
+            if not self._made:
+                asyncio.get_running_loop().call_soon(self._begin)
+            self._made[tenant] = made + 1
+            call()
+        else:
+            self._waiting.setdefault(tenant, deque()).append(call)
+
+    def _begin(self) -> None:
+        """A pass begins."""
+        loop = asyncio.get_running_loop()
+        self._made = {}
+        now: list[Call] = []
+        for tenant, calls in list(self._waiting.items()):
+            self._made[tenant] = count = min(self._most_each, len(calls))
+            now += [calls.popleft() for _ in range(count)]
+            if not calls:
+                del self._waiting[tenant]
+        if self._made:
+            loop.call_soon(self._begin)
+        for call in now:
+            try:
+                call()
+            except Exception as error:  # as the loop does with its own
+                loop.call_exception_handler({"message": f"{call} failed", "exception": error})
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold."""
+        assert all(self._waiting.values())
+        assert self._made.keys() >= self._waiting.keys()
+        assert all(0 < count <= self._most_each for count in self._made.values())
