@@ -1,12 +1,12 @@
-"""Triton kernels compiled ahead: for a GPU that is not there, each time in another process, as this
-one interprets kernels."""
+"""Triton kernels compiled ahead, for a GPU that is not there."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
-import no_device
 import pytest
+from no_device import RunWithoutDevice
 
 pytest.importorskip("triton")
 
@@ -30,11 +30,15 @@ def compiled():
 """
 
 
-def run(folder: Path, code: str) -> str:
-    return no_device.run(folder, SETUP + code)
+Run = Callable[[str], str]
 
 
-def test_what_is_called_is_compiled_and_not_run(tmp_path: Path) -> None:
+@pytest.fixture
+def run(run_without_device: RunWithoutDevice, tmp_path: Path) -> Run:
+    return lambda code: run_without_device(tmp_path, SETUP + code)
+
+
+def test_what_is_called_is_compiled_and_not_run(run: Run) -> None:
     """Twice the same, spelled in two ways, and two others."""
     code = """
 with compiling_ahead():
@@ -45,10 +49,10 @@ with compiling_ahead():
 assert x.tolist() == [1.0] * 16
 print(sorted(len(kernel.asm["cubin"]) > 0 for kernel in compiled()))
 """
-    assert run(tmp_path, code).strip() == "[True, True, True, True]"
+    assert run(code).strip() == "[True, True, True, True]"
 
 
-def test_what_does_not_compile_is_told_and_not_skipped_later(tmp_path: Path) -> None:
+def test_what_does_not_compile_is_told_and_not_skipped_later(run: Run) -> None:
     code = """
 from triton.compiler.errors import CompilationError
 for attempt in range(2):
@@ -65,10 +69,10 @@ except CompilationError:
     print("told")
 print(len([kernel for kernel in compiled() if kernel is not None]))
 """
-    assert run(tmp_path, code).split() == ["told", "told", "told", "2"]
+    assert run(code).split() == ["told", "told", "told", "2"]
 
 
-def test_an_error_among_the_calls_leaves_nothing_behind(tmp_path: Path) -> None:
+def test_an_error_among_the_calls_leaves_nothing_behind(run: Run) -> None:
     code = """
 try:
     with compiling_ahead():
@@ -80,4 +84,4 @@ with compiling_ahead():
     call(3)
 print(hasattr(compiled()[-1], "asm"))
 """
-    assert run(tmp_path, code).split() == ["[]", "True"]
+    assert run(code).split() == ["[]", "True"]

@@ -1,5 +1,5 @@
 """What kernels that start early read before the kernels ahead of them have ended, seen in what they
-are compiled to: for a GPU that is not there, in another process, as this one interprets kernels.
+are compiled to, for a GPU that is not there.
 
 A loop over loads becomes copies that are under way rounds ahead, and the first of them stand
 before the loop. So a wait inside of it comes too late for them, however the source reads.
@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import no_device
 import pytest
+from no_device import RunWithoutDevice
 
 pytest.importorskip("triton")
 
@@ -54,10 +54,12 @@ for name, kernel in made.items():
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def compiled(
+    run_without_device: RunWithoutDevice, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """A folder of kernels in PTX."""
     folder = tmp_path_factory.mktemp("kernels")
-    no_device.run(folder, COMPILE)
+    run_without_device(folder, COMPILE)
     return folder
 
 

@@ -1,13 +1,22 @@
-"""Another process, which compiles kernels for a GPU that is not there; tests interpret them."""
+"""Code that compiles kernels for a GPU that is not there, in processes of its own, as the tests'
+process interprets kernels."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
-SETUP = '''
+import pytest
+
+RunWithoutDevice = Callable[[Path, str], str]
+
+MOTHER = '''
+import os, runpy, sys, traceback
+import torch
+import weft.kernels.compiling, weft.kernels.lora.triton_beside, weft.kernels.tuned
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
 
@@ -20,15 +29,51 @@ class NoDevice:
     def get_current_target(self):
         return GPUTarget("cuda", 90, 32)
 
+def run_script():
+    for fd, name in ((1, "printed"), (2, "errors")):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
+    code = 1
+    try:
+        os.environ["TRITON_CACHE_DIR"] = os.path.abspath("kernels")
+        runpy.run_path("script.py")
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
 driver.set_active(NoDevice())
+for line in sys.stdin:
+    child = os.fork()
+    if not child:
+        os.chdir(line.rstrip("\\n"))
+        run_script()
+    print(os.waitpid(child, 0)[1], flush=True)
 '''
 
 
-def run(folder: Path, code: str) -> str:
-    """What the code prints; it runs in `folder`."""
-    (folder / "script.py").write_text(SETUP + code)
-    env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder / "kernels")}
-    command = [sys.executable, "script.py"]
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture(scope="session")
+def run_without_device() -> Iterator[RunWithoutDevice]:
+    """Runs code in a folder, and returns what it prints. Each time it is a fresh process, forked
+    from one that has imported torch and Triton already, as that takes longer than most code."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    with subprocess.Popen(
+        [sys.executable, "-c", MOTHER],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
+    ) as mother:
+
+        def run(folder: Path, code: str) -> str:
+            (folder / "script.py").write_text(code)
+            assert mother.stdin is not None and mother.stdout is not None
+            mother.stdin.write(f"{folder}\n")
+            status = mother.stdout.readline()
+            assert status == "0\n", (folder / "errors").read_text()
+            return (folder / "printed").read_text()
+
+        yield run
