@@ -13,13 +13,13 @@ from weft.kernels.attention import sdpa
 from weft.kernels.attention.sdpa import torch_attend
 from weft.kernels.ops import (
     Ops,
+    activate_and_mul,
     apply_rope,
     make_ops,
+    reference_activate_and_mul,
     reference_rms_norm,
     reference_rope,
-    reference_silu_and_mul,
     rms_norm,
-    silu_and_mul,
 )
 
 
@@ -107,7 +107,7 @@ def test_norm_rope_and_activation_match_their_oracles(dtype: torch.dtype) -> Non
     weight = torch.randn(16, generator=generator).to(dtype)
     for w in (weight, None):
         close(rms_norm(x, w, 1e-6), reference_rms_norm(x, w, 1e-6))
-    close(silu_and_mul(x), reference_silu_and_mul(x))
+    close(activate_and_mul(x), reference_activate_and_mul(x))
     angle = torch.rand(5, 1, 8, generator=generator) * 6
     cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
     sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)

@@ -12,16 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -32,6 +36,7 @@ from weft.kernels.ops import Ops
 from weft.models.blueprint import num_parameters, target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model
 from weft.models.decoder import Decoder, StepContext, allocate_kv_cache, kv_bytes_per_block
+from weft.models.fields import READ, WITHOUT_EFFECT, check_fields
 from weft.models.loading import dummy_weights, load_weights
 from weft.models.rope import inverse_frequencies
 from weft.models.weights import Weights
@@ -151,6 +156,57 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attention_bias=True,
         tie_word_embeddings=True,
     ),
+    "olmo3": Olmo3Config(
+        **SIZES | {"num_hidden_layers": 4},
+        **NO_PAD,
+        sliding_window=6,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1000.0},
+            "full_attention": YARN["rope_parameters"],
+        },
+    ),
+    "smollm3": SmolLM3Config(**SIZES | {"num_hidden_layers": 4}, **NO_PAD),
+    "smollm3-window-bias": SmolLM3Config(
+        **SIZES,
+        **NO_PAD,
+        **YARN,
+        no_rope_layers=[0, 1, 0],
+        use_sliding_window=True,
+        sliding_window=5,
+        attention_bias=True,
+        mlp_bias=True,
+        tie_word_embeddings=False,
+    ),
+    "granite": GraniteConfig(
+        **SIZES,
+        **NO_PAD,
+        embedding_multiplier=12.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.0625,
+        logits_scaling=8.0,
+    ),
+    "granite-tied-bias": GraniteConfig(
+        **SIZES, **NO_PAD, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SIZES | {"num_hidden_layers": 7},
+        head_dim=12,
+        query_pre_attn_scalar=20,
+        sliding_window=6,
+        final_logit_softcapping=5.0,
+    ),
+    "gemma3-ropes": Gemma3TextConfig(
+        **SIZES,
+        head_dim=8,
+        sliding_window=5,
+        attention_bias=True,
+        tie_word_embeddings=False,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "rope_theta": 1000.0, "factor": 8.0},
+        },
+    ),
 }
 
 
@@ -257,7 +313,7 @@ LONGROPE = rope(
 def test_rope_frequencies_agree_with_transformers(settings: dict[str, Any], tmp_path: Path) -> None:
     hf = LlamaConfig(**SIZES, **settings, head_dim=64, architectures=["LlamaForCausalLM"])
     hf.save_pretrained(tmp_path)
-    ours, scale = inverse_frequencies(load_model_config(tmp_path).rope, 64)
+    ours, scale = inverse_frequencies(load_model_config(tmp_path).ropes[0], 64)
     kind = settings["rope_parameters"]["rope_type"]
     expected, expected_scale = ROPE_INIT_FUNCTIONS[kind](hf, torch.device("cpu"))
     torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
@@ -293,6 +349,23 @@ def test_contexts_in_which_longrope_would_change_are_not_served(
     assert not caplog.records
     assert limit("phi3-longrope") == 64, "and not 256"
     assert "up to 64 tokens are served, not of 256" in caplog.text
+
+
+@pytest.mark.parametrize("kind", {type(config) for config in CONFIGS.values()})
+def test_every_field_is_read_or_without_effect_or_at_its_default(
+    kind: type[PreTrainedConfig], caplog: pytest.LogCaptureFixture
+) -> None:
+    check_fields(kind())
+    for name in kind().to_dict().keys() - READ - WITHOUT_EFFECT:
+        config = kind()
+        config.__dict__[name] = "other"
+        with pytest.raises(ConfigError, match="is not served") as caught:
+            check_fields(config)
+        assert caught.value.param == name
+    config = kind()
+    config.new_in_some_release = 1
+    check_fields(config)
+    assert "new_in_some_release is not known to transformers" in caplog.text
 
 
 def test_half_precision_stays_close(tmp_path: Path) -> None:
@@ -478,10 +551,10 @@ def test_old_style_rope_fields_are_read(folder: Path) -> None:
     scaling = {"rope_type": "llama3", **LLAMA3["rope_parameters"]}
     del scaling["rope_theta"]
     edit_config(folder, rope_parameters=DROP, rope_theta=5000.0, rope_scaling=scaling)
-    rope_config = load_model_config(folder).rope
+    rope_config = load_model_config(folder).ropes[0]
     assert (rope_config.type, rope_config.theta, rope_config.factor) == ("llama3", 5000.0, 8.0)
     edit_config(folder, rope_scaling={"type": "linear", "factor": 3.0})
-    rope_config = load_model_config(folder).rope
+    rope_config = load_model_config(folder).ropes[0]
     assert (rope_config.type, rope_config.theta, rope_config.factor) == ("linear", 5000.0, 3.0)
 
 

@@ -205,9 +205,9 @@ def test_ops_add_what_is_pending(dtype: torch.dtype) -> None:
     )
     assert torch.equal(x, x_plain)
     y, more = random(3, 80), pending(80)
-    want = plain.silu_and_mul(Product(more.added_to(y)))
-    torch.testing.assert_close(triton.silu_and_mul(Product(y, more)), want, **close)
-    assert torch.equal(plain.silu_and_mul(Product(y, more)), want)
+    want = plain.activate_and_mul(Product(more.added_to(y)))
+    torch.testing.assert_close(triton.activate_and_mul(Product(y, more)), want, **close)
+    assert torch.equal(plain.activate_and_mul(Product(y, more)), want)
 
     batch = make_batch([1, 1, 1], [1, 1, 1], [[0], [1], [2]], 4)
     caches = [KVCache(torch.zeros(3, 4, 2, 8).to(dtype), torch.zeros(3, 4, 2, 8).to(dtype))]

@@ -18,7 +18,12 @@ import weft.kernels.triton_ops as kernels
 from weft.core.errors import ConfigError
 from weft.kernels.attention import AttentionBatch, KVCache, make_batch, reference_attend, write_kv
 from weft.kernels.attention.paged import Rounds
-from weft.kernels.ops import Ops, Product, reference_rms_norm, reference_silu_and_mul
+from weft.kernels.ops import (
+    Ops,
+    Product,
+    reference_activate_and_mul,
+    reference_rms_norm,
+)
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
 
@@ -130,7 +135,9 @@ def test_norm_and_activation_match_their_oracles(
     got = ops.rms_norm(x, weight, 1e-6, Product(delta))
     assert torch.equal(x, added)
     torch.testing.assert_close(got, reference_rms_norm(added, weight, 1e-6), **tolerance)
-    torch.testing.assert_close(ops.silu_and_mul(Product(x)), reference_silu_and_mul(x), **tolerance)
+    torch.testing.assert_close(
+        ops.activate_and_mul(Product(x)), reference_activate_and_mul(x), **tolerance
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -26,16 +26,20 @@ from peft import (
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GraniteConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
+    Olmo3Config,
     Phi3Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
     Qwen3Config,
     Qwen3MoeConfig,
+    SmolLM3Config,
 )
 
 VOCAB = 80
@@ -52,6 +56,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+WINDOW_AND_ALL = ["sliding_attention", "full_attention"]
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -66,6 +71,23 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         tie_word_embeddings=False,
     ),
     "olmo2": Olmo2Config(**SIZES, pad_token_id=None, tie_word_embeddings=False),
+    "olmo3": Olmo3Config(**SIZES, pad_token_id=None, sliding_window=24, layer_types=WINDOW_AND_ALL),
+    "smollm3": SmolLM3Config(**SIZES, pad_token_id=None, no_rope_layers=[1, 0]),
+    "granite": GraniteConfig(
+        **SIZES,
+        pad_token_id=None,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.25,
+        logits_scaling=2.0,
+    ),
+    "gemma3": Gemma3TextConfig(
+        **SIZES,
+        head_dim=16,
+        query_pre_attn_scalar=8,
+        sliding_window=24,
+        layer_types=WINDOW_AND_ALL,
+    ),
     # The first layer is dense.
     "qwen3-moe": Qwen3MoeConfig(
         **SIZES,
@@ -82,10 +104,11 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 BIASED = ("qwen2",)
-UNTIED = ("llama", "mistral", "qwen2", "phi3", "olmo2", "qwen3-moe", "mixtral")
-SERVED = ("llama-tied", "mistral", "qwen2", "qwen3-tied", "phi3", "olmo2", "qwen3-moe", "mixtral")
-"""One of each architecture."""
 MIXTURES = ("qwen3-moe", "mixtral")
+UNTIED = ("llama", "mistral", "qwen2", "phi3", "olmo2", "olmo3", "granite", *MIXTURES)
+NEWER = ("olmo3", "smollm3", "granite", "gemma3")
+SERVED = ("llama-tied", "mistral", "qwen2", "qwen3-tied", "phi3", "olmo2", *NEWER, *MIXTURES)
+"""One of each architecture."""
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from weft.checkpoint.refuse import refuse, show
 
 @dataclass(frozen=True)
 class PeftConfig:
-    """The fields that say what an adapter computes. Names of modules are PEFT's, such as
-    `model.layers.0.mlp.up_proj`."""
+    """The fields that say what an adapter computes. Modules are asked for by the base's names, such
+    as `model.layers.0.mlp.up_proj`."""
 
     peft_type: str
     options: Fields
@@ -43,6 +43,9 @@ class PeftConfig:
     """Token ids from whose last occurrence in the prompt on the adapter is active; (): always."""
     residual_init: str = ""
     """`init_lora_weights`, if it needs the base model that it left: see `check_residual`."""
+    naming: Mapping[str, str] = field(default_factory=dict)
+    """What the base's names of modules begin with, and what those of the model begin with that was
+    trained, if that has other names; see `weft.checkpoint.text_part`."""
 
     def rank_of(self, module: str) -> int:
         return _first_match(self.rank_pattern, self._key_of(module), self.r)
@@ -54,8 +57,16 @@ class PeftConfig:
     def selects_parameter(self, name: str) -> bool:
         return any(_ends_with(name, entry) for entry in self.target_parameters)
 
+    def _trained(self, module: str) -> str:
+        """What the model that was trained calls a module of the base."""
+        for own, theirs in self.naming.items():
+            if module.startswith(own):
+                return theirs + module.removeprefix(own)
+        return module
+
     def _key_of(self, module: str) -> str:
         """What patterns are matched with: the parameter, where that is what was asked for."""
+        module = self._trained(module)
         weight = module + ".weight"
         return weight if self.selects_parameter(weight) else module
 
@@ -91,7 +102,10 @@ class PeftConfig:
         for entry in self.target_parameters:
             if not any(_ends_with(key, entry) for key in keys.values()):
                 refuse("target_parameters", f"no tensor of the file is for {show(entry)}")
-        modules = [module for module, key in keys.items() if not self.selects_parameter(key)]
+        modules = [
+            self._trained(module) for module, key in keys.items() if not self.selects_parameter(key)
+        ]
+        known = [self._trained(module) for module in known]
         for module in modules:
             if not _selects(self.target_modules, module, default=True):
                 refuse("target_modules", f"does not select {module}, which the file adapts")

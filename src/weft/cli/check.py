@@ -12,8 +12,8 @@ from rich.filesize import decimal
 
 from weft.checkpoint.config import PeftConfig, layer_of
 from weft.checkpoint.examine import Examined, examine
-from weft.checkpoint.kinds import find_kind, parse_config
-from weft.checkpoint.read import DTYPES, MAX_CONFIG_BYTES, AdapterFiles, parse_stored, read_adapter
+from weft.checkpoint.kinds import find_kind, parse_config, parse_files
+from weft.checkpoint.read import DTYPES, MAX_CONFIG_BYTES, AdapterFiles, read_adapter
 from weft.checkpoint.refuse import show
 from weft.core.config import MAX_RANK
 from weft.core.errors import AdapterError, AdapterInvalid, ConfigError
@@ -232,9 +232,9 @@ def _facts(
     dtype: str,
     max_rank: int,
 ) -> CheckedFacts:
-    config = parse_config(files.config, max_rank)
+    config, tensors = parse_files(files, max_rank)
     trained_on = json.loads(files.config).get("base_model_name_or_path")
-    stored = {tensor.dtype for tensor in parse_stored(files.weights).values()}
+    stored = {tensor.dtype for tensor in tensors.values()}
     return CheckedFacts(
         kind=find_kind(config.peft_type).title,
         conversion_error=image.conversion_error,

@@ -173,6 +173,28 @@ def build_table(
     return TargetTable(tuple(groups), listed, tied, num_experts)
 
 
+TEXT_PREFIXES: tuple[tuple[str, str | None], ...] = (
+    ("language_model.model.", "model."),
+    ("language_model.lm_head.", "lm_head."),
+    ("model.language_model.", "model."),
+    ("model.vision_tower.", None),
+    ("model.multi_modal_projector.", None),
+    ("vision_tower.", None),
+    ("multi_modal_projector.", None),
+)
+"""How names of modules begin in models that see images too, and in their text model alone; None
+for what is no part of that. transformers has had two ways to call the text model."""
+
+
+def text_name(name: str) -> str | None:
+    """What a text model alone calls a module, tensor or parameter of a model that may see images
+    too; None if it belongs to another part of that model."""
+    for prefix, own in TEXT_PREFIXES:
+        if name.startswith(prefix):
+            return None if own is None else own + name.removeprefix(prefix)
+    return name
+
+
 @dataclass(frozen=True)
 class ImageLayout:
     """Where the parts of one adapter lie in its image, in elements from its start; what a slice,

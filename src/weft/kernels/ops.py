@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib import import_module
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,11 +21,15 @@ from weft.kernels.attention import Attend, AttentionBatch, KVCache, write_kv
 from weft.kernels.attention.sdpa import torch_attend
 from weft.kernels.collective.base import Ranks
 
+Activation = Literal["silu", "gelu_tanh"]
+
 
 def rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension of x (..., D), with weight (D,),
     computed in fp32; the result has x's dtype."""
-    return F.rms_norm(x_D, (x_D.shape[-1],), weight_D, eps)
+    if weight_D is None or weight_D.dtype == x_D.dtype:
+        return F.rms_norm(x_D, (x_D.shape[-1],), weight_D, eps)
+    return F.rms_norm(x_D.float(), (x_D.shape[-1],), weight_D.float(), eps).to(x_D.dtype)
 
 
 def reference_rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
@@ -35,16 +39,22 @@ def reference_rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tens
     return y if weight_D is None else y * weight_D
 
 
-def silu_and_mul(gate_up_TF: Tensor) -> Tensor:
-    """`silu(gate) * up` for gate and up packed along the last dimension: (T, 2 F) -> (T, F)."""
+def activate_and_mul(gate_up_TF: Tensor, activation: Activation = "silu") -> Tensor:
+    """`activation(gate) * up` for gate and up packed along the last dimension: (T, 2 F) -> (T, F).
+    gelu_tanh is the approximation of GELU by a tanh."""
     gate, up = gate_up_TF.chunk(2, -1)
-    return F.silu(gate).mul_(up)
+    active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return active.mul_(up)
 
 
-def reference_silu_and_mul(gate_up_TF: Tensor) -> Tensor:
-    """The oracle of `silu_and_mul`, in fp32."""
+def reference_activate_and_mul(gate_up_TF: Tensor, activation: Activation = "silu") -> Tensor:
+    """The oracle of `activate_and_mul`, in fp32."""
     gate, up = gate_up_TF.float().chunk(2, -1)
-    return (gate / (1 + (-gate).exp()) * up).to(gate_up_TF.dtype)
+    if activation == "silu":
+        active = gate / (1 + (-gate).exp())
+    else:
+        active = gate / 2 * (1 + ((2 / torch.pi) ** 0.5 * (gate + 0.044715 * gate**3)).tanh())
+    return (active * up).to(gate_up_TF.dtype)
 
 
 def apply_rope(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
@@ -107,24 +117,36 @@ class Ops:
         self.attend = attend
 
     def rms_norm(
-        self, x_TI: Tensor, weight_I: Tensor, eps: float, delta: Product | None = None
+        self,
+        x_TI: Tensor,
+        weight_I: Tensor,
+        eps: float,
+        delta: Product | None = None,
+        delta_scale: float = 1.0,
     ) -> Tensor:
-        """Norm rows as the function `rms_norm` does, after adding any `delta` to x in place."""
+        """Norm rows as the function `rms_norm` does, after adding any `delta * delta_scale` to x in
+        place."""
         if delta is not None:
-            x_TI += delta.whole()
+            x_TI.add_(delta.whole(), alpha=delta_scale)
         return rms_norm(x_TI, weight_I, eps)
 
     def sum_and_norm(
-        self, x_TI: Tensor, weight_I: Tensor, eps: float, delta: Product, ranks: Ranks
+        self,
+        x_TI: Tensor,
+        weight_I: Tensor,
+        eps: float,
+        delta: Product,
+        ranks: Ranks,
+        delta_scale: float = 1.0,
     ) -> Tensor:
-        """Add to x, in place, the sum over ranks of `delta` with what is pending of it on each, and
-        norm x. This is where most of a model's sums over ranks are, so that one operation may do
+        """Add to x, in place, the sum over ranks of `delta * delta_scale` with what is pending of
+        `delta` on each, and norm x. This is where most of a model's sums over ranks are, so that one operation may do
         all of it."""
-        return self.rms_norm(x_TI, weight_I, eps, Product(ranks.sum(delta.whole())))
+        return self.rms_norm(x_TI, weight_I, eps, Product(ranks.sum(delta.whole())), delta_scale)
 
-    def silu_and_mul(self, gate_up: Product) -> Tensor:
-        """Compute what the function `silu_and_mul` does."""
-        return silu_and_mul(gate_up.whole())
+    def activate_and_mul(self, gate_up: Product, activation: Activation = "silu") -> Tensor:
+        """Compute what the function `activate_and_mul` does."""
+        return activate_and_mul(gate_up.whole(), activation)
 
     def rope_and_write(
         self,
@@ -146,7 +168,7 @@ class Ops:
         H = qkv_TND.shape[1] - 2 * K
         qk_TND, v_TKD = qkv_TND.split_with_sizes((H + K, K), 1)
         if norm_ND is not None:
-            qk_TND = rms_norm(qk_TND, None, eps) * norm_ND
+            qk_TND = (rms_norm(qk_TND, None, eps) * norm_ND).to(qk_TND.dtype)
         q_THD, k_TKD = apply_rope(qk_TND, *rope).split_with_sizes((H, K), 1)
         write_kv(k_TKD, v_TKD, cache, batch)
         return q_THD

@@ -17,7 +17,7 @@ from torch import Tensor
 from weft.core.errors import ConfigError
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.attention.paged import PagedAttention
-from weft.kernels.ops import Ops, Pending, Product
+from weft.kernels.ops import Activation, Ops, Pending, Product
 from weft.kernels.triton_base import INTERPRETED, launch_options, starts_early
 
 
@@ -50,12 +50,15 @@ def _add_rms_norm(
     add_slot_ptr,
     width,
     eps,
+    delta_scale,
     ADD: tl.constexpr,
+    SCALED: tl.constexpr,
     BLOCK: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = rms_norm(x) or, with ADD, x += delta first; one program per row of `width`."""
+    """out = rms_norm(x) or, with ADD, x += delta first (times delta_scale if SCALED); one program
+    per row of `width`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i = tl.arange(0, BLOCK)
@@ -69,7 +72,10 @@ def _add_rms_norm(
     if ADD:
         delta = tl.load(delta_ptr + at, mask=i < width, other=0.0)
         delta = _with_pending(delta, add_ptr + at, has, i < width, PENDING)
-        x = (x.to(tl.float32) + delta.to(tl.float32)).to(x.dtype)
+        delta = delta.to(tl.float32)
+        if SCALED:
+            delta *= delta_scale
+        x = (x.to(tl.float32) + delta).to(x.dtype)
         tl.store(x_ptr + at, x, mask=i < width)
     wide = x.to(tl.float32)
     scale = 1 / tl.sqrt(tl.sum(wide * wide) / width + eps)
@@ -77,17 +83,22 @@ def _add_rms_norm(
 
 
 @triton.jit
-def _silu_and_mul(
+def _activate_and_mul(
     gate_up_ptr,
     out_ptr,
     add_ptr,
     add_slot_ptr,
     F,
+    GELU: tl.constexpr,
     BLOCK: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out (T, F) = silu(gate) * up of rows (gate, up); programs: row, block of columns."""
+    """out (T, F) = activation(gate) * up of rows (gate, up); programs: row, block of columns.
+
+    Both activations are gate * sigmoid(s): of silu, s is gate itself; that of GELU's approximation
+    follows from (1 + tanh(z)) / 2 = sigmoid(2 z).
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
@@ -101,7 +112,10 @@ def _silu_and_mul(
     gate = _with_pending(gate, add_ptr + at, has, f < F, PENDING)
     up = _with_pending(up, add_ptr + at + F, has, f < F, PENDING).to(tl.float32)
     wide = gate.to(tl.float32)
-    tl.store(out_ptr + row * F + f, (wide / (1 + tl.exp(-wide)) * up).to(gate.dtype), mask=f < F)
+    s = wide
+    if GELU:
+        s = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)  # 2 sqrt(2 / pi)
+    tl.store(out_ptr + row * F + f, (wide / (1 + tl.exp(-s)) * up).to(gate.dtype), mask=f < F)
 
 
 @triton.jit
@@ -184,7 +198,12 @@ class TritonOps(Ops):
         self._options = launch_options(starts_early(device))
 
     def rms_norm(
-        self, x_TI: Tensor, weight_I: Tensor, eps: float, delta: Product | None = None
+        self,
+        x_TI: Tensor,
+        weight_I: Tensor,
+        eps: float,
+        delta: Product | None = None,
+        delta_scale: float = 1.0,
     ) -> Tensor:
         delta_TI, pending = (x_TI, None) if delta is None else delta
         num_rows, width = x_TI.shape
@@ -199,7 +218,9 @@ class TritonOps(Ops):
                 *_pending(pending, x_TI),
                 width,
                 eps,
+                delta_scale,
                 ADD=delta is not None,
+                SCALED=delta_scale != 1,
                 BLOCK=block,
                 PENDING=pending is not None,
                 num_warps=min(max(block // 512, 1), 16),
@@ -207,17 +228,18 @@ class TritonOps(Ops):
             )
         return out_TI
 
-    def silu_and_mul(self, gate_up: Product) -> Tensor:
+    def activate_and_mul(self, gate_up: Product, activation: Activation = "silu") -> Tensor:
         gate_up_T2F, pending = gate_up
         num_rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
         out_TF = gate_up_T2F.new_empty(num_rows, width)
         if num_rows:
             grid = (num_rows, triton.cdiv(width, 1024))
-            _silu_and_mul[grid](
+            _activate_and_mul[grid](
                 gate_up_T2F,
                 out_TF,
                 *_pending(pending, gate_up_T2F),
                 width,
+                GELU=activation == "gelu_tanh",
                 BLOCK=1024,
                 PENDING=pending is not None,
                 num_warps=4,

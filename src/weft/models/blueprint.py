@@ -12,7 +12,8 @@ from dataclasses import replace
 
 from weft.core.shards import Shard
 from weft.core.targets import Packed, TargetTable, build_table
-from weft.models.config import ModelConfig, MoeConfig, share_of
+from weft.models.config import ModelConfig, share_of
+from weft.models.families import MoeConfig
 
 EMBED, HEAD, LAST_NORM = "embed", "head", "model.norm"
 """Keys of the weights outside the layers, and the name of the last norm."""
@@ -55,12 +56,16 @@ def experts_of(config: ModelConfig, layer: int) -> MoeConfig | None:
     return config.moe if config.moe is not None and config.moe.layers[layer] else None
 
 
-def layer_norms(config: ModelConfig) -> tuple[str, str]:
-    """The names within a layer of the norms of attention and of the MLP: ahead of them, or behind
-    them with `post_norm`."""
-    if config.post_norm:
-        return "post_attention_layernorm", "post_feedforward_layernorm"
-    return "input_layernorm", "post_attention_layernorm"
+def layer_norms(config: ModelConfig) -> tuple[str, ...]:
+    """The names within a layer of the norms around attention and MLP, in the order of their use."""
+    match config.blocks:
+        case "pre":
+            return "input_layernorm", "post_attention_layernorm"
+        case "post":
+            return "post_attention_layernorm", "post_feedforward_layernorm"
+        case "both":
+            first, second = "input_layernorm", "pre_feedforward_layernorm"
+            return first, "post_attention_layernorm", second, "post_feedforward_layernorm"
 
 
 def _attention(config: ModelConfig, i: int) -> list[Packed]:

@@ -1,46 +1,32 @@
-"""What a checkpoint's configuration says of the model, read once and checked.
-
-A family is a row of `FAMILIES`. Whatever Weft would compute wrongly is refused here, by name.
-"""
+"""What a checkpoint's configuration says of the model, read once and checked, and where the
+checkpoint is."""
 
 from __future__ import annotations
 
 import json
+<<<<<<< HEAD
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+=======
+from dataclasses import dataclass
+>>>>>>> 353ea93 (OLMo 3, SmolLM 3, Granite and Gemma 3, and the text models of Gemma 3 and Mistral 3 checkpoints that see images; unknown fields of configurations are refused by name)
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from weft.core.errors import ConfigError
+from weft.kernels.ops import Activation
+from weft.models.families import (
+    FAMILIES,
+    UNSCALED,
+    Blocks,
+    Family,
+    MoeConfig,
+    QkNorm,
+    Scales,
+)
+from weft.models.fields import check_fields
 from weft.models.rope_config import RopeConfig, context_limit, read_rope
 from weft.models.stated import read_stated
-
-QkNorm = Literal["head", "width"]
-"""head: each head on its own. width: all heads of a token at once."""
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """Layers whose MLP is a mixture of experts, each token going through `top_k` of them."""
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    """The inner width of one expert."""
-    normalize: bool
-    """Whether a token's weights are scaled to a sum of 1."""
-    round_weights: bool
-    """Whether the weights are rounded to the model's dtype before they multiply the experts'
-    outputs; else they stay float32."""
-    layers: tuple[bool, ...]
-    """Per layer: whether it has experts; others have a dense MLP."""
-    names: tuple[str, str, str, str]
-    """What checkpoints with a tensor per expert call the MLP, and an expert's gate, up and down."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts:
-            message = f"num_experts_per_tok must be in [1, {self.num_experts}], got {self.top_k}"
-            raise ConfigError(message, "num_experts_per_tok")
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +51,8 @@ class ModelConfig:
     """What the RMS norms of q and k, before rope, run over; None: there are none."""
     windows: tuple[int | None, ...]
     """Per layer: how many positions a token sees, its own included; None: all."""
-    rope: RopeConfig
+    ropes: tuple[RopeConfig | None, ...]
+    """Per layer; None: positions are not rotated."""
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     dtype: str
@@ -74,8 +61,11 @@ class ModelConfig:
     """None: all layers are dense."""
     fused: bool = False
     """Checkpoints and adapters have one projection for q, k and v, and one for gate and up."""
-    post_norm: bool = False
-    """Attention and MLP take the residual stream as it is, and what they return is normed."""
+    blocks: Blocks = "pre"
+    activation: Activation = "silu"
+    scales: Scales = UNSCALED
+    norm_offset: float = 0.0
+    """What is added to the weights of norms before they multiply."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -86,6 +76,7 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even, got {self.head_dim}", "head_dim")
+<<<<<<< HEAD
         self.rope.check(self.head_dim)
 
 
@@ -234,6 +225,10 @@ FAMILIES: dict[str, Family] = {
         post_norm=True,
     ),
 }
+=======
+        for rope in set(self.ropes) - {None}:
+            rope.check(self.head_dim)
+>>>>>>> 353ea93 (OLMo 3, SmolLM 3, Granite and Gemma 3, and the text models of Gemma 3 and Mistral 3 checkpoints that see images; unknown fields of configurations are refused by name)
 
 
 def load_model_config(path_or_id: str | Path, revision: str | None = None) -> ModelConfig:
@@ -243,9 +238,16 @@ def load_model_config(path_or_id: str | Path, revision: str | None = None) -> Mo
     """
     folder = resolve_model(path_or_id, revision, weights=False)
     raw = _read_json(folder / "config.json")
-    family = _family_of(raw)
-    hf = read_stated(raw) or _hf_config(folder)
-    return _build(family, hf, raw, _eos_token_ids(folder, raw))
+    architecture = _architecture_of(raw)
+    family = FAMILIES[architecture]
+    hf = read_stated(raw)
+    if hf is None:
+        hf = _hf_config(folder)
+        if family.text_of:
+            tied, hf = hf.tie_word_embeddings, hf.text_config
+            hf.tie_word_embeddings = tied
+        check_fields(hf)
+    return _build(architecture, hf, raw, _eos_token_ids(folder, raw))
 
 
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -294,7 +296,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _family_of(raw: dict[str, Any]) -> str:
+def _architecture_of(raw: dict[str, Any]) -> str:
     """The architecture, after checking the fields that rule a checkpoint out."""
     architectures = raw.get("architectures") or []
     name: str | None = architectures[0] if len(architectures) == 1 else None
@@ -306,10 +308,19 @@ def _family_of(raw: dict[str, Any]) -> str:
     for key in ("quantization_config", "compression_config"):
         if raw.get(key):
             raise ConfigError(f"{key} is set: quantized checkpoints are not served", key)
-    if raw.get("model_type") != FAMILIES[name].model_type:
-        message = f"model_type {raw.get('model_type')!r} does not belong to {name}"
-        raise ConfigError(message, "model_type")
+    family = FAMILIES[name]
+    _check_model_type(raw, family.text_of or family.model_type, name)
+    if family.text_of:
+        text = raw.get("text_config")
+        _check_model_type(text if isinstance(text, dict) else {}, family.model_type, name)
     return name
+
+
+def _check_model_type(raw: dict[str, Any], wanted: str, architecture: str) -> None:
+    found = raw.get("model_type")
+    if found != wanted:
+        message = f"model_type {found!r} does not belong to {architecture}, only {wanted!r}"
+        raise ConfigError(message, "model_type")
 
 
 def _hf_config(folder: Path) -> Any:
@@ -325,8 +336,9 @@ def _build(
     architecture: str, hf: Any, raw: dict[str, Any], eos_token_ids: tuple[int, ...]
 ) -> ModelConfig:
     family = FAMILIES[architecture]
-    if hf.hidden_act != "silu":
-        raise ConfigError(f"hidden_act {hf.hidden_act!r} is not served, only silu", "hidden_act")
+    ropes = family.ropes(hf)
+    distinct = [p for i, p in enumerate(ropes) if p not in ropes[:i]]
+    _check_activation(hf, family)
     return ModelConfig(
         architecture=architecture,
         vocab_size=hf.vocab_size,
@@ -343,14 +355,28 @@ def _build(
         mlp_bias=_flag(hf, family.mlp_bias),
         qk_norm=family.qk_norm,
         windows=family.windows(hf),
-        rope=read_rope(hf, family.partial_rotary),
-        max_position_embeddings=context_limit(hf),
+        ropes=tuple(None if p is None else read_rope(p, hf, family.partial_rotary) for p in ropes),
+        max_position_embeddings=min(context_limit(p, hf) for p in distinct),
         eos_token_ids=eos_token_ids,
         dtype=_dtype(raw),
         moe=family.moe(hf),
         fused=family.fused,
-        post_norm=family.post_norm,
+        blocks=family.blocks,
+        activation=family.activation,
+        scales=family.scales(hf),
+        norm_offset=family.norm_offset,
     )
+
+
+_ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
+"""What configurations call them."""
+
+
+def _check_activation(hf: Any, family: Family) -> None:
+    field, wanted = family.activation_field, _ACTIVATIONS[family.activation]
+    found = getattr(hf, field)
+    if found != wanted:
+        raise ConfigError(f"{field} {found!r} is not served, only {wanted}", field)
 
 
 def _flag(hf: Any, value: bool | str) -> bool:

@@ -14,10 +14,19 @@ from torch import Tensor
 
 from weft.kernels.attention import KVCache
 from weft.kernels.collective.base import ALONE, Ranks
-from weft.kernels.ops import Ops, Product
+from weft.kernels.ops import Activation, Ops, Product
 from weft.models.blueprint import EMBED, HEAD, LAST_NORM, experts_of, layer_norms
 from weft.models.config import ModelConfig
-from weft.models.layers import Embedding, Head, HeadNorm, Linear, RmsNorm, StepContext, WidthNorm
+from weft.models.layers import (
+    Embedding,
+    Head,
+    HeadNorm,
+    Linear,
+    RmsNorm,
+    StepContext,
+    WidthNorm,
+    with_offset,
+)
 from weft.models.moe import Experts, SparseMlp, is_capturable
 from weft.models.rope import RopeTable
 from weft.models.weights import Weights
@@ -50,19 +59,31 @@ class Decoder:
         self._layers = [_Layer(parts, i) for i in layers]
         names = [f"model.layers.{i}.{name}" for i in layers for name in layer_norms(config)]
         self._norms = [parts.norm(name) for name in (*names, LAST_NORM)]
-        """Two for each layer, of its attention and of its MLP, and the last one."""
+        """Those of each layer in the order of their use, and the last one."""
         self._head = Head(weights.head, parts.group(HEAD), ranks)
-        self._rope = RopeTable(config.rope, config.head_dim, max_model_len, self.dtype, self.device)
+        distinct = list(dict.fromkeys(config.ropes))
+        self._ropes = [
+            RopeTable(rope, config.head_dim, max_model_len, self.dtype, self.device)
+            for rope in distinct
+        ]
+        self._rope_of_layer = [distinct.index(rope) for rope in config.ropes]
+        scales = config.scales
+        embed_scale = torch.tensor(scales.embedding, dtype=torch.float32)
+        self._embed_scale = (
+            embed_scale.to(self.dtype) if scales.rounds_embedding else embed_scale
+        ).item()
 
     def forward(self, ids_T: Tensor, step: StepContext, kv: Iterable[KVCache]) -> Tensor:
         """Hidden states after the final norm, (T, I). Writes the rows' K and V to `kv`, which is
         asked for each layer's when its turn comes."""
         x_TI = self._embed(ids_T, step)
-        rope = self._rope.at(step.positions_T)
-        layers = zip(self._layers, kv, strict=True)
-        if self.config.post_norm:
-            return _post_norm(x_TI, layers, iter(self._norms), rope, step, self._ranks)
-        return _pre_norm(x_TI, layers, iter(self._norms), rope, step)
+        if self._embed_scale != 1:
+            x_TI *= self._embed_scale
+        ropes = [table.at(step.positions_T) for table in self._ropes]
+        rope_of_layer = (ropes[i] for i in self._rope_of_layer)
+        layers = zip(self._layers, kv, rope_of_layer, strict=True)
+        blocks = _BLOCKS[self.config.blocks]
+        return blocks(x_TI, layers, iter(self._norms), step, self._ranks)
 
     @property
     def is_capturable(self) -> bool:
@@ -72,7 +93,12 @@ class Decoder:
     def logits(self, x_NI: Tensor, step: StepContext) -> Tensor:
         """(N, V), for the sampled rows of what `forward` returned; wider if there are larger
         vocabularies in the step."""
-        return self._head(x_NI, step)
+        logits_NV, scales = self._head(x_NI, step), self.config.scales
+        if scales.logits != 1:
+            logits_NV /= scales.logits
+        if scales.logit_cap is not None:
+            logits_NV.div_(scales.logit_cap).tanh_().mul_(scales.logit_cap)
+        return logits_NV
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
@@ -98,32 +124,44 @@ def allocate_kv_cache(
 
 
 def _pre_norm(
-    x_TI: Tensor, layers: _Layers, norms: Iterator[RmsNorm], rope: Rope, step: StepContext
+    x_TI: Tensor, layers: _Layers, norms: Iterator[RmsNorm], step: StepContext, ranks: Ranks
 ) -> Tensor:
     """`x += attend(norm(x)); x += mlp(norm(x))` for each layer, and the norm of what comes out.
     The sum over ranks, the addition and the norm that follows it are one operation."""
     normed_TI = next(norms)(x_TI, step)
-    for layer, cache in layers:
+    for layer, cache, rope in layers:
         delta = layer.attend(normed_TI, rope, step, cache)
-        normed_TI = next(norms)(x_TI, step, delta)
+        normed_TI = next(norms)(x_TI, step, delta, layer.residual_scale)
         delta = layer.mlp(normed_TI, step)
-        normed_TI = next(norms)(x_TI, step, delta)
+        normed_TI = next(norms)(x_TI, step, delta, layer.residual_scale)
     return normed_TI
 
 
 def _post_norm(
-    x_TI: Tensor,
-    layers: _Layers,
-    norms: Iterator[RmsNorm],
-    rope: Rope,
-    step: StepContext,
-    ranks: Ranks,
+    x_TI: Tensor, layers: _Layers, norms: Iterator[RmsNorm], step: StepContext, ranks: Ranks
 ) -> Tensor:
     """`x += norm(attend(x)); x += norm(mlp(x))` for each layer, and the norm of what comes out."""
-    for layer, cache in layers:
+    for layer, cache, rope in layers:
         x_TI += next(norms)(ranks.sum(layer.attend(x_TI, rope, step, cache).whole()), step)
         x_TI += next(norms)(ranks.sum(layer.mlp(x_TI, step).whole()), step)
     return next(norms)(x_TI, step)
+
+
+def _both_norms(
+    x_TI: Tensor, layers: _Layers, norms: Iterator[RmsNorm], step: StepContext, ranks: Ranks
+) -> Tensor:
+    """`x += norm(attend(norm(x))); x += norm(mlp(norm(x)))` for each layer, and the norm of what
+    comes out."""
+    normed_TI = next(norms)(x_TI, step)
+    for layer, cache, rope in layers:
+        x_TI += next(norms)(ranks.sum(layer.attend(normed_TI, rope, step, cache).whole()), step)
+        normed_TI = next(norms)(x_TI, step)
+        x_TI += next(norms)(ranks.sum(layer.mlp(normed_TI, step).whole()), step)
+        normed_TI = next(norms)(x_TI, step)
+    return normed_TI
+
+
+_BLOCKS = {"pre": _pre_norm, "post": _post_norm, "both": _both_norms}
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +186,11 @@ class _Builder:
         return Experts(self.weights.dense(key), groups)
 
     def norm(self, name: str) -> RmsNorm:
-        index = self.weights.table.norms_by_name[name].index
-        weight_I, eps = self.weights.norms[name], self.config.rms_norm_eps
-        return RmsNorm(weight_I, eps, index, self.ops, self.ranks)
+        index, config = self.weights.table.norms_by_name[name].index, self.config
+        weight_I = with_offset(self.weights.norms[name], config.norm_offset)
+        return RmsNorm(
+            weight_I, config.rms_norm_eps, index, self.ops, self.ranks, config.norm_offset
+        )
 
     def qk_norm(self, layer: int) -> HeadNorm | WidthNorm | None:
         """The norms over q and k, if the model has them."""
@@ -162,13 +202,13 @@ class _Builder:
             return WidthNorm(q, k, self.ranks)
         q_HD = q.weight_I.expand(config.num_heads, -1)
         weight_ND = torch.cat((q_HD, k.weight_I.expand(config.num_kv_heads, -1)))
-        return HeadNorm(weight_ND, config.num_heads, q.index, k.index)
+        return HeadNorm(weight_ND, config.num_heads, q.index, k.index, config.norm_offset)
 
     def mlp(self, layer: int) -> DenseMlp | SparseMlp:
         moe = experts_of(self.config, layer)
         if moe is None:
             gate_up, down = self.linear(f"{layer}.gate_up"), self.linear(f"{layer}.down")
-            return DenseMlp(gate_up, down, self.ops)
+            return DenseMlp(gate_up, down, self.ops, self.config.activation)
         gate_up_E, down_E = (self.experts(f"{layer}.experts_{n}") for n in ("gate_up", "down"))
         return SparseMlp(self.linear(f"{layer}.router"), gate_up_E, down_E, moe, self.ops)
 
@@ -183,7 +223,9 @@ class _Layer:
         self._qk_norm = parts.qk_norm(index)
         self._ops = parts.ops
         self._eps = config.rms_norm_eps
-        self._scale = config.head_dim**-0.5
+        scale = config.scales.attention
+        self._scale = config.head_dim**-0.5 if scale is None else scale
+        self.residual_scale = config.scales.residual
         self._window = config.windows[index]
 
     def attend(self, x_TI: Tensor, rope: Rope, step: StepContext, cache: KVCache) -> Product:
@@ -198,7 +240,7 @@ class _Layer:
         return self._o(out_THD.flatten(1), step)
 
 
-_Layers = Iterable[tuple[_Layer, KVCache]]
+_Layers = Iterable[tuple[_Layer, KVCache, Rope]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +248,8 @@ class DenseMlp:
     gate_up: Linear
     down: Linear
     ops: Ops
+    activation: Activation
 
     def __call__(self, x_TI: Tensor, step: StepContext) -> Product:
-        return self.down(self.ops.silu_and_mul(self.gate_up(x_TI, step)), step)
+        inner_TF = self.ops.activate_and_mul(self.gate_up(x_TI, step), self.activation)
+        return self.down(inner_TF, step)

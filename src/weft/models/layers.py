@@ -35,26 +35,43 @@ class StepContext:
     """The vocabularies of the step's adapters; None: all rows have the base's."""
 
 
+def with_offset(weight: Tensor, offset: float) -> Tensor:
+    """The weights of a norm plus a constant, in fp32 unless there is none to add."""
+    return weight.float() + offset if offset else weight
+
+
 @dataclass(frozen=True, slots=True)
 class RmsNorm:
     """The RMS norm of rows, in which an adapter may have weights of its own for its rows."""
 
     weight_I: Tensor
+    """With its offset."""
     eps: float
     index: int
     """Its number in the model's TargetTable."""
     ops: Ops
     ranks: Ranks
+    offset: float = 0.0
+    """What is added to an adapter's weights."""
 
-    def __call__(self, x_TI: Tensor, step: StepContext, delta: Product | None = None) -> Tensor:
-        """The norm of `x`, or of its sum with `delta`, which is added to it in place. A `delta` is
-        a rank's part of a sum over ranks."""
+    def __call__(
+        self,
+        x_TI: Tensor,
+        step: StepContext,
+        delta: Product | None = None,
+        delta_scale: float = 1.0,
+    ) -> Tensor:
+        """The norm of `x`, or of its sum with `delta * delta_scale`, which is added to it in
+        place. A `delta` is a rank's part of a sum over ranks."""
         if delta is None or self.ranks.size == 1:
-            y_TI = self.ops.rms_norm(x_TI, self.weight_I, self.eps, delta)
+            y_TI = self.ops.rms_norm(x_TI, self.weight_I, self.eps, delta, delta_scale)
         else:
-            y_TI = self.ops.sum_and_norm(x_TI, self.weight_I, self.eps, delta, self.ranks)
+            y_TI = self.ops.sum_and_norm(
+                x_TI, self.weight_I, self.eps, delta, self.ranks, delta_scale
+            )
         if step.norms is not None:
-            for start, stop, weight_I in step.norms.of(self.index):
+            for start, stop, own_I in step.norms.of(self.index):
+                weight_I = with_offset(own_I, self.offset)
                 y_TI[start:stop] = self.ops.rms_norm(x_TI[start:stop], weight_I, self.eps)
         return y_TI
 
@@ -80,6 +97,8 @@ class HeadNorm:
     q_index: int
     k_index: int
     """Numbers of the two norms in the model's TargetTable."""
+    offset: float = 0.0
+    """What is added to an adapter's weights."""
 
     def __call__(self, num_rows: int, step: StepContext) -> Tensor:
         """The weights for all rows, (H + K, D); or row by row, (T, H + K, D)."""
@@ -90,9 +109,9 @@ class HeadNorm:
             return self.weight_ND
         weight_TND = self.weight_ND.repeat(num_rows, 1, 1)
         for start, stop, weight_D in q_own:
-            weight_TND[start:stop, : self.num_heads] = weight_D
+            weight_TND[start:stop, : self.num_heads] = with_offset(weight_D, self.offset)
         for start, stop, weight_D in k_own:
-            weight_TND[start:stop, self.num_heads :] = weight_D
+            weight_TND[start:stop, self.num_heads :] = with_offset(weight_D, self.offset)
         return weight_TND
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from weft.core.config import ModelArgs
 from weft.core.errors import ConfigError
 from weft.core.shards import Shard, unsharded
-from weft.core.targets import Group, TargetTable
+from weft.core.targets import Group, TargetTable, text_name
 from weft.kernels.linear import DenseWeight
 from weft.kernels.quant import Format, format_named
 from weft.models.blueprint import EMBED, HEAD, model_shard, target_table
@@ -114,7 +114,10 @@ def load_weights(
     unread = set(places)
     unknown: list[str] = []
     tied_head: Tensor | None = None
-    for name, stored in _stored_tensors(folder, device):
+    for stored_name, stored in _stored_tensors(folder, device):
+        name = text_name(stored_name)
+        if name is None:
+            continue
         if name in places:
             _check(name, stored, places[name].shape)
             places[name].fill(stored)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.kernels.lora.base import ExpertStep
 from weft.kernels.ops import Ops, Product
-from weft.models.config import MoeConfig
+from weft.models.families import MoeConfig
 from weft.models.layers import Linear, StepContext
 
 
@@ -118,7 +118,7 @@ class SparseMlp:
             # Ahead of the product: what it makes is read by kernels that start early, before what
             # the one right ahead of them wrote can be seen.
             lora = step.lora.experts(token_P, routing.expert_P)
-        inner_PF = self.ops.silu_and_mul(Product(self.gate_up(x_PI, ends_E, lora)))
+        inner_PF = self.ops.activate_and_mul(Product(self.gate_up(x_PI, ends_E, lora)))
         y_PI = self.down(inner_PF, ends_E, lora)
         y_TKI = y_PI[routing.place_P].view(*weight_TK.shape, -1)
         return Product((y_TKI * weight_TK[:, :, None]).sum(1).to(x_TI.dtype))

@@ -14,17 +14,20 @@ from weft.models.rope_config import RopeConfig
 
 
 class RopeTable:
-    """cos and sin of every position below `max_len`, computed in fp32 and kept in `dtype`."""
+    """cos and sin of every position below `max_len`, computed in fp32 and kept in `dtype`. Without
+    a `rope` they are 1 and 0, so that nothing is rotated."""
 
     def __init__(
         self,
-        rope: RopeConfig,
+        rope: RopeConfig | None,
         head_dim: int,
         max_len: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        freq_F, scale = inverse_frequencies(rope, head_dim)
+        freq_F, scale = torch.zeros(1), 1.0
+        if rope is not None:
+            freq_F, scale = inverse_frequencies(rope, head_dim)
         angle_MF = torch.arange(max_len, device=device).float()[:, None] * freq_F.to(device)
         cos, sin = angle_MF.cos() * scale, angle_MF.sin() * scale
         self._table_M2R = torch.stack(

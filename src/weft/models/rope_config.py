@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -60,13 +61,13 @@ class RopeConfig:
             )
 
 
-def context_limit(hf: Any) -> int:
-    """How many tokens a context may have.
+def context_limit(parameters: Mapping[str, Any] | None, hf: Any) -> int:
+    """How many tokens a context may have with these `rope_parameters`.
 
     longrope takes other frequencies for all positions as soon as a context is longer than the
     original one, which would make all of its cached keys wrong; such contexts are not served.
     """
-    p, limit = hf.rope_parameters or {}, int(hf.max_position_embeddings)
+    p, limit = parameters or {}, int(hf.max_position_embeddings)
     if p.get("rope_type") != "longrope" or p["short_factor"] == p["long_factor"]:
         return limit
     original = int(p["original_max_position_embeddings"])
@@ -80,12 +81,12 @@ def context_limit(hf: Any) -> int:
     return min(original, limit)
 
 
-def read_rope(hf: Any, partial: bool) -> RopeConfig:
+def read_rope(parameters: Mapping[str, Any] | None, hf: Any, partial: bool) -> RopeConfig:
     """Read `rope_parameters`, to which transformers also converts rope_theta and rope_scaling.
 
     `partial`: whether the family can rotate a part of each head. Raises ConfigError.
     """
-    p = dict(hf.rope_parameters or {})
+    p = dict(parameters or {})
     kind: RopeType | None = p.get("rope_type")
     if kind is None or kind not in get_args(RopeType):
         raise ConfigError(

@@ -7,6 +7,8 @@ that type is first read.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
@@ -17,8 +19,9 @@ from weft.checkpoint.config import PeftConfig
 from weft.checkpoint.fields import load_object
 from weft.checkpoint.kinds.base import Kind, PeftAdapter
 from weft.checkpoint.parts import AdapterParts
-from weft.checkpoint.read import AdapterFiles, parse_stored
+from weft.checkpoint.read import AdapterFiles, Stored, parse_stored
 from weft.checkpoint.refuse import refuse, show
+from weft.checkpoint.text_part import text_part
 from weft.core.config import MAX_ADDED_TOKENS, LoraArgs
 from weft.core.targets import TargetTable
 
@@ -61,6 +64,16 @@ def parse_config(text: bytes, max_rank: int) -> PeftConfig:
     return kind.parse(fields, max_rank)
 
 
+def parse_files(
+    files: AdapterFiles, max_rank: int, table: TargetTable | None = None
+) -> tuple[PeftConfig, Mapping[str, Stored]]:
+    """The config and the tensors, by the names that they have in a text model. Raises
+    AdapterInvalid."""
+    config = parse_config(files.config, max_rank)
+    tensors, naming = text_part(parse_stored(files.weights, table))
+    return replace(config, naming=naming), tensors
+
+
 def sort_adapter(
     files: AdapterFiles,
     table: TargetTable,
@@ -74,8 +87,8 @@ def sort_adapter(
     AdapterInvalid, naming the tensor or field, for what does not fit the base or the config, for a
     tensor that nothing is made of, and for an error above the tolerance.
     """
-    config = parse_config(files.config, max_rank)
-    kind, tensors = find_kind(config.peft_type), parse_stored(files.weights, table)
+    config, tensors = parse_files(files, max_rank, table)
+    kind = find_kind(config.peft_type)
     adapter = PeftAdapter(kind, config, tensors, table, max_rank, tolerance, max_added_tokens)
     with np.errstate(all="ignore"):  # what is too large shows as infinite in the image
         parts = kind.sort(adapter)

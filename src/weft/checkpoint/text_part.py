@@ -1,0 +1,42 @@
+"""Adapters of models that see images, as far as they adapt the text model.
+
+Such a model calls its text model's modules otherwise than the text model alone does, and so does an
+adapter that was trained on it:
+
+    base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight
+    base_model.model.language_model.model.layers.0.mlp.up_proj.lora_A.weight   (older)
+    base_model.model.model.layers.0.mlp.up_proj.lora_A.weight                  the text model alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weft.checkpoint.parts import PREFIX
+from weft.checkpoint.read import Stored
+from weft.checkpoint.refuse import refuse
+from weft.core.targets import TEXT_PREFIXES, text_name
+
+Naming = Mapping[str, str]
+"""What modules' names begin with in the text model alone, and in the model that was trained."""
+
+
+def text_part(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], Naming]:
+    """The tensors under the names that they have for the text model alone, and what becomes of
+    these names in the model that was trained. Raises AdapterInvalid for a tensor of another part
+    than the text model."""
+    found: dict[str, Stored] = {}
+    naming: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(PREFIX):
+            found[name] = tensor
+            continue
+        module = name.removeprefix(PREFIX)
+        own = text_name(module)
+        if own is None:
+            refuse(name, "adapts what sees images, and only the text model is served")
+        if own in found:
+            refuse(name, f"is the same as {found[own].name}")
+        found[PREFIX + own] = tensor
+        naming |= {to: prefix for prefix, to in TEXT_PREFIXES if to and module.startswith(prefix)}
+    return found, naming

@@ -1,0 +1,104 @@
+"""Which fields of a model's configuration are read, and which don't matter. All others must be at
+their default: a model that needs something else is refused by name, never served approximately."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from weft.core.errors import ConfigError
+
+logger = logging.getLogger(__name__)
+
+READ = frozenset(
+    {
+        "architectures",
+        "attention_bias",
+        "attention_multiplier",
+        "attn_logit_softcapping",
+        "decoder_sparse_step",
+        "dtype",
+        "embedding_multiplier",
+        "eos_token_id",
+        "final_logit_softcapping",
+        "head_dim",
+        "hidden_act",
+        "hidden_activation",
+        "hidden_size",
+        "intermediate_size",
+        "layer_types",
+        "logits_scaling",
+        "max_position_embeddings",
+        "mlp_bias",
+        "mlp_only_layers",
+        "model_type",
+        "moe_intermediate_size",
+        "no_rope_layers",
+        "norm_topk_prob",
+        "num_attention_heads",
+        "num_experts",
+        "num_experts_per_tok",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "num_local_experts",
+        "original_max_position_embeddings",
+        "query_pre_attn_scalar",
+        "residual_multiplier",
+        "rms_norm_eps",
+        "rope_parameters",
+        "sliding_window",
+        "tie_word_embeddings",
+        "use_bidirectional_attention",
+        "use_sliding_window",
+        "vocab_size",
+    }
+)
+"""Fields that decide what is computed, here or in transformers' reading of other fields."""
+
+WITHOUT_EFFECT = frozenset(
+    {
+        # what transformers makes of other fields that are read
+        "_sliding_window_pattern",
+        "max_window_layers",
+        "no_rope_layer_interval",
+        # the tokenizer's or the request's part
+        "bos_token_id",
+        "pad_token_id",
+        # training
+        "attention_dropout",
+        "embd_pdrop",
+        "initializer_range",
+        "output_router_logits",
+        "resid_pdrop",
+        "router_aux_loss_coef",
+        "router_jitter_noise",
+        # how transformers computes or answers, not what
+        "_attn_implementation_autoset",
+        "chunk_size_feed_forward",
+        "id2label",
+        "label2id",
+        "output_attentions",
+        "output_hidden_states",
+        "pretraining_tp",
+        "problem_type",
+        "return_dict",
+        "transformers_version",
+        "use_cache",
+        "_name_or_path",
+    }
+)
+
+
+def check_fields(hf: Any) -> None:
+    """Look at all fields of a configuration of transformers. Raises ConfigError for one that is
+    neither read nor without effect and has another value than its default."""
+    defaults = type(hf)().to_dict()
+    for name, value in hf.to_dict().items():
+        if name in READ or name in WITHOUT_EFFECT:
+            continue
+        if name not in defaults:
+            if value:
+                logger.warning("config.json: %s is not known to transformers; it is ignored", name)
+        elif value != defaults[name]:
+            message = f"{name} {value!r} is not served, only {defaults[name]!r}"
+            raise ConfigError(message, name)

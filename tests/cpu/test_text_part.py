@@ -1,0 +1,137 @@
+"""Checkpoints and adapters of models that also see images: their text model is served, and nothing
+else of them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_kinds import WINDOW_AND_ALL, randomise
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import (
+    AutoModelForImageTextToText,
+    Gemma3Config,
+    Mistral3Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
+
+from weft import LLM, SamplingParams
+from weft.core.errors import AdapterInvalid, ConfigError
+from weft.models.config import load_model_config
+
+TEXT: dict[str, Any] = {
+    "vocab_size": 80,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "head_dim": 8,
+    "image_size": 28,
+    "patch_size": 14,
+}
+CONFIGS: dict[str, PreTrainedConfig] = {
+    "gemma3": Gemma3Config(
+        text_config=TEXT | {"layer_types": WINDOW_AND_ALL, "sliding_window": 24},
+        vision_config=VISION | {"model_type": "siglip_vision_model"},
+        image_token_index=79,
+        boi_token_index=78,
+        eoi_token_index=77,
+        mm_tokens_per_image=4,
+    ),
+    "mistral3": Mistral3Config(
+        text_config=TEXT | {"model_type": "mistral"},
+        vision_config=VISION | {"model_type": "pixtral"},
+        image_token_index=79,
+        tie_word_embeddings=False,
+    ),
+}
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "num_threads": 1,
+    "num_blocks": 64,
+}
+PROMPT = [7, 1, 44, 9, 23, 6]
+STEPS = 8
+
+
+Base = tuple[PreTrainedModel, Path]
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Base:
+    folder = tmp_path_factory.mktemp(request.param)
+    torch.manual_seed(0)
+    model = AutoModelForImageTextToText.from_config(
+        CONFIGS[request.param], attn_implementation="eager"
+    ).eval()
+    model.save_pretrained(folder)
+    return model, folder
+
+
+@torch.inference_mode()
+def greedy(model: torch.nn.Module) -> list[int]:
+    ids = list(PROMPT)
+    for _ in range(STEPS):
+        ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+    return ids[len(PROMPT) :]
+
+
+def adapt(base: Base, folder: Path, targets: str) -> PeftModel:
+    """An adapter with random weights, and in one module a rank and an alpha of its own."""
+    one = "model.language_model.layers.0.self_attn.q_proj"
+    config = LoraConfig(
+        r=3, target_modules=targets, rank_pattern={f"^{one}$": 5}, alpha_pattern={one: 32}
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of other libraries, about each other
+        model = get_peft_model(copy.deepcopy(base[0]), config)
+    randomise(model)
+    model.save_pretrained(folder)
+    return model.eval()
+
+
+def test_text_is_answered_as_by_the_whole_model(base: Base, tmp_path: Path) -> None:
+    model, folder = base
+    adapted = adapt(base, tmp_path, r".*language_model.*\.(q|v|up|down)_proj")
+    params = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
+    with LLM(folder, {"adapted": tmp_path}, **OPTIONS) as llm:
+        own, other = llm.generate([PROMPT] * 2, params, [None, "adapted"])
+    assert own.token_ids == greedy(model)
+    assert other.token_ids == greedy(adapted) != own.token_ids
+
+
+def test_what_sees_images_is_not_served(base: Base, tmp_path: Path) -> None:
+    adapt(base, tmp_path, r".*vision_tower.*\.q_proj")
+    refused = pytest.raises(AdapterInvalid, match="only the text model is served")
+    with LLM(base[1], {}, **OPTIONS) as llm, refused as caught:
+        llm.load_adapter("seeing", tmp_path)
+    assert "vision_tower" in str(caught.value.param)
+
+
+def test_a_text_model_of_another_kind_is_refused(base: Base, tmp_path: Path) -> None:
+    config = json.loads((base[1] / "config.json").read_text())
+    config["text_config"]["model_type"] = "llama"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError) as caught:
+        load_model_config(tmp_path)
+    assert caught.value.param == "model_type"
