@@ -13,7 +13,8 @@ import pytest
 import tiny
 
 from weft.core.errors import ConfigError
-from weft.models.config import FAMILIES, ModelConfig, _build, _hf_config
+from weft.models.config import ModelConfig, _build, _hf_config
+from weft.models.families import FAMILIES
 from weft.models.stated import read_stated
 
 Raw = dict[str, Any]

@@ -140,8 +140,8 @@ class Ops:
         delta_scale: float = 1.0,
     ) -> Tensor:
         """Add to x, in place, the sum over ranks of `delta * delta_scale` with what is pending of
-        `delta` on each, and norm x. This is where most of a model's sums over ranks are, so that one operation may do
-        all of it."""
+        `delta` on each, and norm x. This is where most of a model's sums over ranks are, so that
+        one operation may do all of it."""
         return self.rms_norm(x_TI, weight_I, eps, Product(ranks.sum(delta.whole())), delta_scale)
 
     def activate_and_mul(self, gate_up: Product, activation: Activation = "silu") -> Tensor:

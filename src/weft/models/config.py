@@ -4,17 +4,11 @@ checkpoint is."""
 from __future__ import annotations
 
 import json
-<<<<<<< HEAD
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-=======
-from dataclasses import dataclass
->>>>>>> 353ea93 (OLMo 3, SmolLM 3, Granite and Gemma 3, and the text models of Gemma 3 and Mistral 3 checkpoints that see images; unknown fields of configurations are refused by name)
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weft.core.errors import ConfigError
-from weft.kernels.ops import Activation
 from weft.models.families import (
     FAMILIES,
     UNSCALED,
@@ -27,6 +21,9 @@ from weft.models.families import (
 from weft.models.fields import check_fields
 from weft.models.rope_config import RopeConfig, context_limit, read_rope
 from weft.models.stated import read_stated
+
+if TYPE_CHECKING:
+    from weft.kernels.ops import Activation
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,8 +73,9 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ConfigError(f"head_dim must be even, got {self.head_dim}", "head_dim")
-<<<<<<< HEAD
-        self.rope.check(self.head_dim)
+        for rope in set(self.ropes):
+            if rope is not None:
+                rope.check(self.head_dim)
 
 
 def share_of(config: ModelConfig, size: int) -> ModelConfig:
@@ -105,130 +103,6 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
         intermediate_size=config.intermediate_size // size,
         moe=moe and replace(moe, intermediate_size=moe.intermediate_size // size),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How one architecture's configuration is read. A string names the field that decides."""
-
-    model_type: str
-    windows: Callable[[Any], tuple[int | None, ...]]
-    attention_bias: bool | str = False
-    attention_out_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: QkNorm | None = None
-    fused: bool = False
-    post_norm: bool = False
-    partial_rotary: bool = False
-    """Whether rope may be for a part of each head's dimensions."""
-    moe: Callable[[Any], MoeConfig | None] = lambda hf: None
-
-
-def _no_windows(hf: Any) -> tuple[int | None, ...]:
-    return (None,) * int(hf.num_hidden_layers)
-
-
-def _one_window(hf: Any) -> tuple[int | None, ...]:
-    kind = "full_attention" if hf.sliding_window is None else "sliding_attention"
-    types = getattr(hf, "layer_types", None) or [kind]
-    if set(types) != {kind}:
-        raise ConfigError(
-            f"layer_types {sorted(set(types))} are not served for {hf.model_type} "
-            f"with sliding_window {hf.sliding_window}",
-            "layer_types",
-        )
-    return (hf.sliding_window,) * int(hf.num_hidden_layers)
-
-
-def _layer_windows(hf: Any) -> tuple[int | None, ...]:
-    of_type = {"full_attention": None}
-    if hf.sliding_window is not None:
-        of_type["sliding_attention"] = hf.sliding_window
-    types = list(hf.layer_types)
-    if len(types) != hf.num_hidden_layers or not set(types) <= set(of_type):
-        raise ConfigError(
-            f"layer_types must name one of {', '.join(of_type)} for each of the "
-            f"{hf.num_hidden_layers} layers (use_sliding_window {hf.use_sliding_window}), "
-            f"got {types}",
-            "layer_types",
-        )
-    return tuple(of_type[t] for t in types)
-
-
-def _qwen3_moe(hf: Any) -> MoeConfig | None:
-    step = hf.decoder_sparse_step
-    if step < 1:
-        message = f"decoder_sparse_step must be positive, got {step}"
-        raise ConfigError(message, "decoder_sparse_step")
-    layers = tuple(
-        i not in hf.mlp_only_layers and hf.num_experts > 0 and (i + 1) % step == 0
-        for i in range(hf.num_hidden_layers)
-    )
-    if not any(layers):
-        return None
-    return MoeConfig(
-        num_experts=hf.num_experts,
-        top_k=hf.num_experts_per_tok,
-        intermediate_size=hf.moe_intermediate_size,
-        normalize=bool(hf.norm_topk_prob),
-        round_weights=True,
-        layers=layers,
-        names=("mlp", "gate_proj", "up_proj", "down_proj"),
-    )
-
-
-def _mixtral(hf: Any) -> MoeConfig:
-    return MoeConfig(
-        num_experts=hf.num_local_experts,
-        top_k=hf.num_experts_per_tok,
-        intermediate_size=hf.intermediate_size,
-        normalize=True,
-        round_weights=False,
-        layers=(True,) * int(hf.num_hidden_layers),
-        names=("block_sparse_moe", "w1", "w3", "w2"),
-    )
-
-
-FAMILIES: dict[str, Family] = {
-    "LlamaForCausalLM": Family(
-        "llama",
-        _no_windows,
-        attention_bias="attention_bias",
-        attention_out_bias="attention_bias",
-        mlp_bias="mlp_bias",
-    ),
-    "MistralForCausalLM": Family("mistral", _one_window),
-    "Qwen2ForCausalLM": Family("qwen2", _layer_windows, attention_bias=True),
-    "Qwen3ForCausalLM": Family(
-        "qwen3",
-        _layer_windows,
-        attention_bias="attention_bias",
-        attention_out_bias="attention_bias",
-        qk_norm="head",
-    ),
-    "Qwen3MoeForCausalLM": Family(
-        "qwen3_moe",
-        _one_window,
-        attention_bias="attention_bias",
-        attention_out_bias="attention_bias",
-        qk_norm="head",
-        moe=_qwen3_moe,
-    ),
-    "MixtralForCausalLM": Family("mixtral", _one_window, moe=_mixtral),
-    "Phi3ForCausalLM": Family("phi3", _one_window, fused=True, partial_rotary=True),
-    "Olmo2ForCausalLM": Family(
-        "olmo2",
-        _no_windows,
-        attention_bias="attention_bias",
-        attention_out_bias="attention_bias",
-        qk_norm="width",
-        post_norm=True,
-    ),
-}
-=======
-        for rope in set(self.ropes) - {None}:
-            rope.check(self.head_dim)
->>>>>>> 353ea93 (OLMo 3, SmolLM 3, Granite and Gemma 3, and the text models of Gemma 3 and Mistral 3 checkpoints that see images; unknown fields of configurations are refused by name)
 
 
 def load_model_config(path_or_id: str | Path, revision: str | None = None) -> ModelConfig:

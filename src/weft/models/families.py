@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from weft.core.errors import ConfigError
-from weft.kernels.ops import Activation
+
+if TYPE_CHECKING:
+    from weft.kernels.ops import Activation
 
 QkNorm = Literal["head", "width"]
 """head: each head on its own. width: all heads of a token at once."""
