@@ -1,4 +1,4 @@
-"""What all Triton kernels share: questions about the device, and two functions of kernels."""
+"""What all Triton kernels share: questions about the device, and functions of kernels."""
 
 from __future__ import annotations
 
@@ -46,3 +46,22 @@ def wait_for(flag_ptr, num):
     while tl.atomic_add(flag_ptr, 0, sem="acquire") != num:
         pass
     tl.debug_barrier()
+
+
+@triton.jit
+def has_pending(slot_at, PENDING: tl.constexpr):
+    """Whether adapters add to a row. No kernel of a step writes its slot, so that it can be read
+    before the kernel ahead has ended."""
+    has = False
+    if PENDING:
+        has = tl.load(slot_at) >= 0
+    return has
+
+
+@triton.jit
+def with_pending(y, add_at, has, mask, PENDING: tl.constexpr):
+    """y and what adapters add to it; see `weft.kernels.ops`."""
+    if PENDING:
+        add = tl.load(add_at, mask=mask, other=0.0)
+        y = tl.where(has, (y.to(tl.float32) + add).to(y.dtype), y)
+    return y

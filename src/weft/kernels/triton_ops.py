@@ -17,27 +17,16 @@ from torch import Tensor
 from weft.core.errors import ConfigError
 from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.attention.paged import PagedAttention
+from weft.kernels.collective.base import Ranks
+from weft.kernels.collective.peers import PeerRanks
 from weft.kernels.ops import Activation, Ops, Pending, Product
-from weft.kernels.triton_base import INTERPRETED, launch_options, starts_early
-
-
-@triton.jit
-def _has_pending(slot_at, PENDING: tl.constexpr):
-    """Whether adapters add to a row. No kernel of a step writes its slot, so that it can be read
-    before the kernel ahead has ended."""
-    has = False
-    if PENDING:
-        has = tl.load(slot_at) >= 0
-    return has
-
-
-@triton.jit
-def _with_pending(y, add_at, has, mask, PENDING: tl.constexpr):
-    """y and what adapters add to it; see `weft.kernels.ops`."""
-    if PENDING:
-        add = tl.load(add_at, mask=mask, other=0.0)
-        y = tl.where(has, (y.to(tl.float32) + add).to(y.dtype), y)
-    return y
+from weft.kernels.triton_base import (
+    INTERPRETED,
+    has_pending,
+    launch_options,
+    starts_early,
+    with_pending,
+)
 
 
 @triton.jit
@@ -65,13 +54,13 @@ def _add_rms_norm(
     row = tl.program_id(0).to(tl.int64)
     at = row * width + i
     weight = tl.load(weight_ptr + i, mask=i < width, other=0.0).to(tl.float32)
-    has = _has_pending(add_slot_ptr + row, PENDING)
+    has = has_pending(add_slot_ptr + row, PENDING)
     if PDL:  # what the kernel ahead writes is read from here on
         tl.extra.cuda.gdc_wait()
     x = tl.load(x_ptr + at, mask=i < width, other=0.0)
     if ADD:
         delta = tl.load(delta_ptr + at, mask=i < width, other=0.0)
-        delta = _with_pending(delta, add_ptr + at, has, i < width, PENDING)
+        delta = with_pending(delta, add_ptr + at, has, i < width, PENDING)
         delta = delta.to(tl.float32)
         if SCALED:
             delta *= delta_scale
@@ -104,13 +93,13 @@ def _activate_and_mul(
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row * 2 * F + f
-    has = _has_pending(add_slot_ptr + row, PENDING)
+    has = has_pending(add_slot_ptr + row, PENDING)
     if PDL:
         tl.extra.cuda.gdc_wait()
     gate = tl.load(gate_up_ptr + at, mask=f < F, other=0.0)
     up = tl.load(gate_up_ptr + at + F, mask=f < F, other=0.0)
-    gate = _with_pending(gate, add_ptr + at, has, f < F, PENDING)
-    up = _with_pending(up, add_ptr + at + F, has, f < F, PENDING).to(tl.float32)
+    gate = with_pending(gate, add_ptr + at, has, f < F, PENDING)
+    up = with_pending(up, add_ptr + at + F, has, f < F, PENDING).to(tl.float32)
     wide = gate.to(tl.float32)
     s = wide
     if GELU:
@@ -152,7 +141,7 @@ def _rope_and_write(
         tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1)
-    has = _has_pending(add_slot_ptr + t, PENDING)
+    has = has_pending(add_slot_ptr + t, PENDING)
     if PDL:
         tl.extra.cuda.gdc_wait()
     d = tl.arange(0, BLOCK)
@@ -160,14 +149,14 @@ def _rope_and_write(
     at = qkv_ptr + t * row_stride + n * D
     x = tl.load(at + d, mask=ok, other=0.0)
     add_at = add_ptr + (t * tl.num_programs(1) + n) * D
-    x = _with_pending(x, add_at + d, has, ok, PENDING)
+    x = with_pending(x, add_at + d, has, ok, PENDING)
     slot = tl.load(slot_ptr + t)
     written = d < tl.where(slot < 0, 0, D)
     if n < H + K:
         turns = d < R
         swapped_d = tl.where(d < R // 2, d + R // 2, d - R // 2)
         swapped = tl.load(at + swapped_d, mask=turns, other=0.0)
-        swapped = _with_pending(swapped, add_at + swapped_d, has, turns, PENDING)
+        swapped = with_pending(swapped, add_at + swapped_d, has, turns, PENDING)
         swapped = swapped.to(tl.float32)
         y = x.to(tl.float32)
         if NORM:
@@ -227,6 +216,21 @@ class TritonOps(Ops):
                 **self._options,
             )
         return out_TI
+
+    def sum_and_norm(
+        self,
+        x_TI: Tensor,
+        weight_I: Tensor,
+        eps: float,
+        delta: Product,
+        ranks: Ranks,
+        delta_scale: float = 1.0,
+    ) -> Tensor:
+        if not isinstance(ranks, PeerRanks):
+            return super().sum_and_norm(x_TI, weight_I, eps, delta, ranks, delta_scale)
+        y_TI, pending = delta
+        added = None if pending is None else (pending.add_TO, pending.slot_T)
+        return ranks.sum_and_norm(x_TI, weight_I, eps, y_TI, added, delta_scale)
 
     def activate_and_mul(self, gate_up: Product, activation: Activation = "silu") -> Tensor:
         gate_up_T2F, pending = gate_up

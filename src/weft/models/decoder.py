@@ -131,9 +131,9 @@ def _pre_norm(
     normed_TI = next(norms)(x_TI, step)
     for layer, cache, rope in layers:
         delta = layer.attend(normed_TI, rope, step, cache)
-        normed_TI = next(norms).over_ranks(x_TI, step, delta, layer.residual_scale)
+        normed_TI = next(norms)(x_TI, step, delta, layer.residual_scale)
         delta = layer.mlp(normed_TI, step)
-        normed_TI = next(norms).over_ranks(x_TI, step, delta, layer.residual_scale)
+        normed_TI = next(norms)(x_TI, step, delta, layer.residual_scale)
     return normed_TI
 
 
@@ -151,14 +151,13 @@ def _both_norms(
     x_TI: Tensor, layers: _Layers, norms: Iterator[RmsNorm], step: StepContext, ranks: Ranks
 ) -> Tensor:
     """`x += norm(attend(norm(x))); x += norm(mlp(norm(x)))` for each layer, and the norm of what
-    comes out. The addition and the norm that follows it are one operation."""
+    comes out."""
     normed_TI = next(norms)(x_TI, step)
     for layer, cache, rope in layers:
-        delta_TI = ranks.sum(layer.attend(normed_TI, rope, step, cache).whole())
-        delta_TI = next(norms)(delta_TI, step)
-        normed_TI = next(norms)(x_TI, step, Product(delta_TI))
-        delta_TI = next(norms)(ranks.sum(layer.mlp(normed_TI, step).whole()), step)
-        normed_TI = next(norms)(x_TI, step, Product(delta_TI))
+        x_TI += next(norms)(ranks.sum(layer.attend(normed_TI, rope, step, cache).whole()), step)
+        normed_TI = next(norms)(x_TI, step)
+        x_TI += next(norms)(ranks.sum(layer.mlp(normed_TI, step).whole()), step)
+        normed_TI = next(norms)(x_TI, step)
     return normed_TI
 
 

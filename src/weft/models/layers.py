@@ -62,21 +62,13 @@ class RmsNorm:
         delta_scale: float = 1.0,
     ) -> Tensor:
         """The norm of `x`, or of its sum with `delta * delta_scale`, which is added to it in
-        place."""
-        y_TI = self.ops.rms_norm(x_TI, self.weight_I, self.eps, delta, delta_scale)
-        return self._with_own(y_TI, x_TI, step)
-
-    def over_ranks(
-        self, x_TI: Tensor, step: StepContext, delta: Product, delta_scale: float
-    ) -> Tensor:
-        """The same, where `delta` is one rank's part of a sum over ranks."""
-        if self.ranks.size == 1:
-            return self(x_TI, step, delta, delta_scale)
-        y_TI = self.ops.sum_and_norm(x_TI, self.weight_I, self.eps, delta, self.ranks, delta_scale)
-        return self._with_own(y_TI, x_TI, step)
-
-    def _with_own(self, y_TI: Tensor, x_TI: Tensor, step: StepContext) -> Tensor:
-        """`y`, in which the rows of adapters that have a norm of their own are normed by it."""
+        place. A `delta` is a rank's part of a sum over ranks."""
+        if delta is None or self.ranks.size == 1:
+            y_TI = self.ops.rms_norm(x_TI, self.weight_I, self.eps, delta, delta_scale)
+        else:
+            y_TI = self.ops.sum_and_norm(
+                x_TI, self.weight_I, self.eps, delta, self.ranks, delta_scale
+            )
         if step.norms is not None:
             for start, stop, own_I in step.norms.of(self.index):
                 weight_I = with_offset(own_I, self.offset)

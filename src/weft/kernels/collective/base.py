@@ -9,6 +9,7 @@ Shapes: T rows, n columns of one rank.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -76,3 +77,13 @@ class Solo:
 
     def barrier(self) -> None:
         return
+
+
+def sum_in_order(parts: Sequence[Tensor]) -> Tensor:
+    """What `Ranks.sum` is to give, from the tensors of all ranks: their sum in fp32, in the order
+    of the ranks, rounded once."""
+    first, *others = parts
+    total = first.float()
+    for other in others:
+        total = total + other.float()
+    return total.to(first.dtype)

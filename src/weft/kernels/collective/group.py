@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from weft.kernels.collective.base import sum_in_order
+
 
 class GroupRanks:
     """`Ranks` over the default process group, in which this process is one rank."""
@@ -18,10 +20,7 @@ class GroupRanks:
         if x_Tn.is_cuda:
             dist.all_reduce(x_Tn)
             return x_Tn
-        first, *others = self._gather(x_Tn)
-        for other in others:
-            first += other
-        return first
+        return sum_in_order(self._gather(x_Tn))
 
     def gather_columns(self, x_Tn: Tensor) -> Tensor:
         return torch.cat(self._gather(x_Tn), -1)

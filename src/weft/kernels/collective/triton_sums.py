@@ -1,0 +1,216 @@
+"""Sums over ranks that write to each other's memory, with what a decoder layer does next.
+
+Shapes: T token rows, I columns, S ranks.
+
+Every rank has an *inbox*, memory that all ranks can write to. A program sends a row of its rank's
+partial sum to the inboxes of the others, takes theirs out of its own, and adds all of them in the
+order of the ranks:
+
+    rank 0   y[t] ---------> inbox of 1       takes y[t] of 1 ---> y0 + y1 ---> add, norm
+    rank 1   y[t] ---------> inbox of 0       takes y[t] of 0 ---> y0 + y1 ---> add, norm
+
+**There are no flags.** An empty place has all bits set, which is a NaN that nobody sends: one that
+is to be sent is replaced by another. So a number is there as soon as its place is not empty, and
+numbers may arrive in any order. Who has taken a row leaves its places empty again.
+
+**No number is overwritten or taken twice.** Each row has two sets of places that take turns. Its
+`uses` are counted, alike on all ranks, as they launch the same sums. A rank writes to a place again
+two uses later. By then its own use in between has ended, for which it needed what the reader sent
+in that use; and the reader sent that when its kernel before, which had emptied the place, was over.
+
+**No cycle of waits is possible.** Kernels here wait for nothing but the same sum on other ranks.
+
+- All programs of a launch run at once, as there are no more than the device has processors.
+  Kernels ahead on the stream end by themselves, and are over before a program sends anything.
+  Kernels behind may start early, and wait, but not before all programs here have their places.
+- Programs go through their rows in rising order. Take the lowest row that some rank has not
+  finished: all programs that it is left to have come to it. Each sends its partial sum before it
+  waits, so what they wait for arrives.
+
+Kernels of other streams end by themselves, and at most delay a start. Sums of one rank must not be
+under way side by side: all are launched on one stream, in the same order on all ranks.
+
+**Two shots** send less where there are many ranks: each row has an owner, t % S, that takes the
+partial sums of the others, and sends them the whole. Both ways give the same bits.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from weft.kernels.triton_base import has_pending, with_pending
+
+
+@triton.jit
+def _send(inbox_ptrs, to, places, bits, mask):
+    """Write a row to the inbox of rank `to`."""
+    inbox = tl.multiple_of(tl.load(inbox_ptrs + to).to(tl.pointer_type(bits.dtype)), 16)
+    tl.store(inbox + places, bits, mask=mask)
+
+
+@triton.jit
+def _take(inbox_ptrs, rank, places, mask, BITS: tl.constexpr):
+    """Wait until a row is in the inbox of this rank, and leave its places empty."""
+    inbox = tl.multiple_of(tl.load(inbox_ptrs + rank).to(tl.pointer_type(BITS)), 16)
+    bits = tl.load(inbox + places, mask=mask, other=0, volatile=True)
+    while tl.max((bits == -1).to(tl.int32)) != 0:
+        bits = tl.load(inbox + places, mask=mask, other=0, volatile=True)
+    tl.store(inbox + places, tl.full(bits.shape, -1, BITS), mask=mask)
+    return bits
+
+
+@triton.jit
+def _bits_of(x, BITS: tl.constexpr):
+    """The bits of x, none of which look like an empty place."""
+    bits = x.to(BITS, bitcast=True)
+    return tl.where(bits == -1, (1 << (BITS.primitive_bitwidth - 1)) - 1, bits).to(BITS)
+
+
+@triton.jit
+def _sum_taken(
+    own,
+    inbox_ptrs,
+    places,
+    apart,
+    mask,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    """The sum of all ranks' rows in their order, rounded once: its own, and what the others send to
+    places `apart` from each other."""
+    total = tl.zeros(own.shape, tl.float32)
+    for other in tl.static_range(SIZE):
+        bits = own
+        if other != RANK:
+            bits = _take(inbox_ptrs, RANK, places + other * apart, mask, own.dtype)
+        part = bits.to(DTYPE, bitcast=True).to(tl.float32)
+        if other == 0:
+            total = part
+        else:
+            total += part
+    return total.to(DTYPE)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def sum_rows(
+    y_ptr,
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    add_ptr,
+    add_slot_ptr,
+    inbox_ptrs,
+    uses_ptr,
+    num_rows,
+    eps,
+    y_scale,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    TWO_SHOT: tl.constexpr,
+    NORM: tl.constexpr,
+    PENDING: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out = the sum over ranks of y and of what is pending; with NORM, x += that sum * y_scale
+    and out = rms_norm(x). Programs share the rows.
+
+    y, x, out (T, WIDTH); add fp32 (T, WIDTH) and add_slot int32 (T,), see `weft.kernels.ops`;
+    inbox_ptrs int64 (SIZE,), addresses of inboxes, each with 2 x SIZE x ROWS places of ROW numbers;
+    uses int32 (ROWS,). T is at most ROWS, and WIDTH at most ROW, so that offsets fit in 32 bits.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    DTYPE: tl.constexpr = y_ptr.dtype.element_ty
+    BITS: tl.constexpr = tl.int16 if DTYPE.primitive_bitwidth == 16 else tl.int32
+    i = tl.arange(0, BLOCK)
+    mask = i < WIDTH
+    if NORM:
+        weight = tl.load(weight_ptr + i, mask=mask, other=0.0)
+    if PDL:  # what the kernel ahead writes is read from here on
+        tl.extra.cuda.gdc_wait()
+    apart: tl.constexpr = ROWS * ROW
+    for t in tl.range(tl.program_id(0), num_rows, tl.num_programs(0), num_stages=1):
+        at = t * WIDTH + i
+        uses = tl.load(uses_ptr + t)
+        y = tl.load(y_ptr + at, mask=mask, other=0.0)
+        if NORM:
+            x = tl.load(x_ptr + at, mask=mask, other=0.0)
+        has = has_pending(add_slot_ptr + t, PENDING)
+        y = with_pending(y, add_ptr + at, has, mask, PENDING)
+        own = _bits_of(y, BITS)
+        places = ((uses & 1) * (SIZE * ROWS) + t) * ROW + i
+        if TWO_SHOT:
+            owner = t % SIZE
+            if owner == RANK:
+                total = _sum_taken(own, inbox_ptrs, places, apart, mask, RANK, SIZE, DTYPE)
+                bits = _bits_of(total, BITS)
+                for other in tl.static_range(SIZE):
+                    if other != RANK:
+                        _send(inbox_ptrs, other, places + RANK * apart, bits, mask)
+            else:
+                _send(inbox_ptrs, owner, places + RANK * apart, own, mask)
+                bits = _take(inbox_ptrs, RANK, places + owner * apart, mask, BITS)
+            total = bits.to(DTYPE, bitcast=True)
+        else:
+            for other in tl.static_range(SIZE):
+                if other != RANK:
+                    _send(inbox_ptrs, other, places + RANK * apart, own, mask)
+            total = _sum_taken(own, inbox_ptrs, places, apart, mask, RANK, SIZE, DTYPE)
+        if NORM:
+            x = (x.to(tl.float32) + total.to(tl.float32) * y_scale).to(DTYPE)
+            tl.store(x_ptr + at, x, mask=mask)
+            wide = x.to(tl.float32)
+            scale = 1 / tl.sqrt(tl.sum(wide * wide) / WIDTH + eps)
+            total = (wide * scale * weight.to(tl.float32)).to(DTYPE)
+        tl.store(out_ptr + at, total, mask=mask)
+        tl.store(uses_ptr + t, uses + 1)
+
+
+@triton.jit(do_not_specialize=["first", "num_pieces"])
+def gather_pieces(
+    x_ptr,
+    out_ptr,
+    inbox_ptrs,
+    uses_ptr,
+    first,
+    num_pieces,
+    width,
+    BLOCK: tl.constexpr,
+    ROW: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out (T, SIZE * width) = the columns x (T, width) of all ranks side by side, of the pieces of
+    BLOCK columns from `first` on. Each goes through inboxes as a row of a sum does: see
+    `sum_rows`."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    BITS: tl.constexpr = tl.int16 if x_ptr.dtype.element_ty.primitive_bitwidth == 16 else tl.int32
+    num_blocks = tl.cdiv(width, BLOCK)
+    for i in tl.range(tl.program_id(0), num_pieces, tl.num_programs(0), num_stages=1):
+        uses = tl.load(uses_ptr + i)
+        row = ((first + i) // num_blocks).to(tl.int64)
+        column = (first + i) % num_blocks * BLOCK + tl.arange(0, BLOCK)
+        mask = column < width
+        x = tl.load(x_ptr + row * width + column, mask=mask, other=0.0)
+        own = _bits_of(x, BITS)
+        places = ((uses & 1) * (SIZE * ROWS) + i) * ROW + tl.arange(0, BLOCK)
+        for other in tl.static_range(SIZE):
+            if other != RANK:
+                _send(inbox_ptrs, other, places + RANK * ROWS * ROW, own, mask)
+        at = out_ptr + row * SIZE * width + column
+        for other in tl.static_range(SIZE):
+            bits = own
+            if other != RANK:
+                bits = _take(inbox_ptrs, RANK, places + other * ROWS * ROW, mask, BITS)
+            tl.store(at + other * width, bits.to(x.dtype, bitcast=True), mask=mask)
+        tl.store(uses_ptr + i, uses + 1)
