@@ -214,14 +214,14 @@ def test_a_bare_name_is_ones_own_and_then_a_shared_one() -> None:
     ):
         with pytest.raises(ModelNotFound):
             acme.resolve(model)
-    assert [card.id for card in acme.models()] == [
+    assert [card.id for card in acme.models().cards] == [
         "tiny",
         "org/tiny",
         "acme/sql",
         "globex/x",
         "chat",
     ]
-    assert {card.id: card.root for card in acme.models()} == {
+    assert {card.id: card.root for card in acme.models().cards} == {
         "tiny": "tiny", "org/tiny": "org/tiny", "acme/sql": "/srv/acme/sql",
         "globex/x": "globex/x", "chat": "chat",
     }  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import threading
 import time
@@ -19,6 +18,7 @@ from toy_tokenizers import byte_level
 from weft.api import ApiSettings, create_app
 from weft.api.audit import AuditLog
 from weft.api.callers import Tenants
+from weft.checkpoint.read import AdapterFiles
 from weft.cli.connections import http_config
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
 from weft.core.errors import AdapterInvalid, AdapterNotFound, EngineDead
@@ -26,6 +26,8 @@ from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
 from weft.core.stats import EngineInfo, EngineStats
 from weft.core.tenants import Tenant
 from weft.registry import AdapterRegistry, AdapterRoots
+from weft.registry.shared import SharedRegistry
+from weft.serving.follower import Follower, VersionFiles
 from weft.text import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -192,7 +194,8 @@ class EchoEngine:
 
 def digest_of(content: str) -> str:
     """What the engine calls an adapter of this content."""
-    return hashlib.sha256(content.encode()).hexdigest()
+    weights = content.encode()
+    return AdapterFiles(b"{}", weights).digest
 
 
 class World:
@@ -205,6 +208,7 @@ class World:
         info: EngineInfo = INFO,
         tenants_file: Tenants | None = None,
         audit: AuditLog | None = None,
+        shared: tuple[SharedRegistry, VersionFiles] | None = None,
         **settings: Any,
     ) -> None:
         self.folder = folder
@@ -219,19 +223,24 @@ class World:
             ApiSettings(**settings),
             tenants=tenants_file,
             audit=audit,
+            shared=shared,
         )
+        self.follower: Follower | None = self.app.state.follower
 
     def adapter(self, name: str, content: str) -> str:
         """An adapter's folder whose answers end in `content`."""
         folder = self.folder / name
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / "adapter_model.safetensors").write_text(content)
+        (folder / "adapter_config.json").write_text("{}")
         return str(folder)
 
     def check(self) -> None:
         """Nothing is leaked: no open request, no lease."""
         assert self.engine.num_open == 0
         self.registry.check()
+        if self.follower is not None:
+            self.follower.check()
         for ref in list(self.registry.adapters()):
             drained: list[AdapterRef] = []
             self.registry.retire(ref.name, drained.append)

@@ -30,15 +30,19 @@ from weft.api.reading import IGNORED
 from weft.api.routes_adapters import adapter_routes
 from weft.api.routes_chat import chat_routes
 from weft.api.routes_completions import completion_routes
+from weft.api.routes_registry import registry_routes
 from weft.api.routes_responses import response_routes
 from weft.api.routes_server import metrics_app, server_routes, tokenize_routes
-from weft.api.service import Service
+from weft.api.service import DIGEST, VERSION, Service
 from weft.api.settings import ApiSettings, parse_key
 from weft.core.errors import WeftError
 from weft.core.messages import EngineClient
 from weft.metrics import Metrics
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
+from weft.registry.shared import SharedRegistry
 from weft.serving import LoopExecutor, Publisher
+from weft.serving.follower import Follower, VersionFiles
+from weft.serving.releases import Releases
 from weft.text import AdapterTokenizers, Tokenizer
 
 
@@ -51,19 +55,26 @@ def create_app(
     traces: TraceSink | None = None,
     tenants: Tenants | None = None,
     audit: AuditLog | None = None,
+    shared: tuple[SharedRegistry, VersionFiles] | None = None,
 ) -> FastAPI:
     """The application; it neither starts nor closes the engine. `tokenizer`: the base's, with
     those of adapters that are loaded already; None: texts are not served. `state.metrics_app` is
-    what an address for metrics alone serves, `state.tenant_of_key` tells connections who sends."""
+    what an address for metrics alone serves, `state.tenant_of_key` tells connections who sends.
+    With a `shared` registry, whose names are then the only ones, `state.follower` is to be started
+    before the application serves."""
     if tenants is not None:
         settings = replace(settings, tenants=tenants.by_name)
     if not isinstance(tokenizer, AdapterTokenizers):
         tokenizer = AdapterTokenizers(tokenizer)
     metrics = Metrics(settings.served_model_names[0])
     sources, executor = Sources(roots, settings.allow_hub_adapters), LoopExecutor()
-    service = Service(engine, registry, tokenizer, settings, metrics, executor, traces, tenants)
     publisher = Publisher(engine, registry, tokenizer, sources, executor, settings.tenants)
-    desk = AdapterDesk(service, publisher, executor, audit or AuditLog(None), tenants)
+    follower = Follower(*shared, registry, publisher) if shared is not None else None
+    releases = Releases(follower, publisher, sources, executor) if follower is not None else None
+    service = Service(
+        engine, registry, tokenizer, settings, metrics, executor, traces, tenants, follower
+    )
+    desk = AdapterDesk(service, publisher, releases, executor, audit or AuditLog(None), tenants)
 
     watch = LoopWatch()
 
@@ -72,6 +83,8 @@ def create_app(
         async with watch.watching():
             yield
         await executor.close()
+        if follower is not None:
+            await follower.close()
 
     # No /docs: its page would load scripts from elsewhere.
     app = FastAPI(
@@ -84,15 +97,21 @@ def create_app(
         exception_handlers={WeftError: handle_error, HTTPException: handle_error},
     )
     app.state.request_timeout_s = settings.request_timeout_s
-    for routes in (chat_routes, completion_routes, response_routes, tokenize_routes):
-        app.include_router(routes(service))
-    app.include_router(server_routes(service, watch))
-    app.include_router(adapter_routes(service, desk))
+    _add_routes(app, service, desk, watch)
+    app.state.follower = follower
     app.state.metrics_app = metrics_app(service, watch)
     _add_middleware(app, metrics, settings, tenants)
     if traces is not None:
         app.add_middleware(TraceHeaders)
     return app
+
+
+def _add_routes(app: FastAPI, service: Service, desk: AdapterDesk, watch: LoopWatch) -> None:
+    for routes in (chat_routes, completion_routes, response_routes, tokenize_routes):
+        app.include_router(routes(service))
+    app.include_router(server_routes(service, watch))
+    for changes in (adapter_routes, registry_routes):
+        app.include_router(changes(service, desk))
 
 
 def _add_middleware(
@@ -112,6 +131,6 @@ def _add_middleware(
             allow_origins=settings.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID, IGNORED, "retry-after"],
+            expose_headers=[REQUEST_ID, IGNORED, VERSION, DIGEST, "retry-after"],
         )
     app.add_middleware(RequestIds)

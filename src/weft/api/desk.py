@@ -1,12 +1,19 @@
-"""Changing adapters for whoever asks: in whose namespace, from which folders, written down."""
+"""Changing adapters for whoever asks: in whose namespace, from which folders, written down.
+
+Where there is a shared registry, each change is one of that, and so of all servers that follow it.
+"""
 
 from __future__ import annotations
 
 from weft.api.audit import AuditLog
-from weft.api.callers import Tenants
+from weft.api.callers import Tenants, caller_var
 from weft.api.service import Service
+from weft.core.errors import InvalidRequest
 from weft.registry import Access, AdapterRoots, Sources
+from weft.registry.records import Name
+from weft.registry.releases import shown_route
 from weft.serving import LoopExecutor, Publisher
+from weft.serving.releases import Order, Releases, Wait
 
 
 class AdapterDesk:
@@ -17,40 +24,77 @@ class AdapterDesk:
         self,
         service: Service,
         publisher: Publisher,
+        releases: Releases | None,
         executor: LoopExecutor,
         audit: AuditLog,
         tenants: Tenants | None,
     ) -> None:
+        """`releases` changes the shared registry, if there is one."""
         self._service = service
         self._publisher = publisher
+        self._shared = releases
         self._executor = executor
         self._audit = audit
         self._tenants = tenants
 
-    async def load(self, name: str, path: str, replace: bool = False, pinned: bool = False) -> str:
-        """As `Publisher.load`; returns the adapter's whole name. Raises PermissionDenied too."""
-        return await self._executor.to_the_end(self._load(name, path, replace, pinned))
+    async def load(
+        self,
+        name: str,
+        path: str,
+        replace: bool = False,
+        pinned: bool = False,
+        wait: Wait = "here",
+    ) -> str:
+        """As `Publisher.load` or `Releases.load`; returns the adapter's whole name. Raises
+        PermissionDenied too."""
+        return await self._executor.to_the_end(self._load(name, path, replace, pinned, wait))
 
-    async def unload(self, name: str) -> str:
-        """As `Publisher.unload`; returns the adapter's whole name. Raises PermissionDenied too."""
-        return await self._executor.to_the_end(self._unload(name))
+    async def unload(self, name: str, wait: Wait = "here") -> str:
+        """As `Publisher.unload` or `Releases.remove`; returns the adapter's whole name. Raises
+        PermissionDenied too."""
+        return await self._executor.to_the_end(self._unload(name, wait))
 
-    async def _unload(self, name: str) -> str:
+    async def release(
+        self, name: str, order: Order | None, expect: int | None = None, wait: Wait = "here"
+    ) -> tuple[str, Name]:
+        """As `Releases.release`; returns the whole name, and what the registry has of it then.
+        Raises PermissionDenied too, and InvalidRequest without a shared registry."""
+        return await self._executor.to_the_end(self._release(name, order, expect, wait))
+
+    async def _unload(self, name: str, wait: Wait) -> str:
         with self._audit.entry("unload", name) as entry:
             whole = entry.name = self._service.access.to_retire(name)
-            entry.digest = (await self._publisher.unload(whole)).digest
+            if self._shared is None:
+                entry.digest = (await self._publisher.unload(whole)).digest
+            else:
+                entry.digest = await self._shared.remove(whole, _actor(), wait)
             return whole
 
-    async def _load(self, name: str, path: str, replace: bool, pinned: bool) -> str:
+    async def _load(self, name: str, path: str, replace: bool, pinned: bool, wait: Wait) -> str:
         with self._audit.entry("load", name, path) as entry:
             access = self._service.access
             whole = entry.name = access.to_publish(name)
             if replace and access.digest_of(whole) is not None:
                 entry.action = "replace"
             sources = self._sources(access)
-            ref = await self._publisher.load(whole, path, replace, pinned, sources)
-            entry.digest = ref.digest
+            if self._shared is None:
+                ref = await self._publisher.load(whole, path, replace, pinned, sources)
+                entry.digest = ref.digest
+            else:
+                load = self._shared.load(whole, path, sources, replace, pinned, _actor(), wait)
+                entry.digest = await load
             return whole
+
+    async def _release(
+        self, name: str, order: Order | None, expect: int | None, wait: Wait
+    ) -> tuple[str, Name]:
+        with self._audit.entry("rollback" if order is None else "release", name) as entry:
+            if self._shared is None:
+                raise InvalidRequest("this server has no shared registry (--registry)")
+            whole = entry.name = self._service.access.to_retire(name)
+            now = await self._shared.release(whole, order, expect, _actor(), wait)
+            entry.source = shown_route(now.route)
+            return whole, now
 
     def _sources(self, access: Access) -> Sources | None:
         """Where a tenant's adapters may come from; None for those who may load from all roots."""
@@ -58,3 +102,9 @@ class AdapterDesk:
             return None
         folders = AdapterRoots(self._tenants.directory.lora_roots(access.caller.tenant))
         return Sources(folders, self._service.settings.allow_hub_adapters)
+
+
+def _actor() -> str:
+    """Who sends the request under way, as a registry's history names it."""
+    caller = caller_var.get()
+    return f"{caller.tenant}/{caller.key_id}".strip("/") if caller is not None else ""

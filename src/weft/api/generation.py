@@ -40,6 +40,8 @@ class AnswerHead:
     def new(cls, prefix: str, body: GenerationBody, pinned: Pinned) -> AnswerHead:
         ref = pinned.lease.ref
         fingerprint = f"fp_{ref.digest[:16]}" if ref is not None else None
+        if ref is not None and ref.name != ref.bare:
+            fingerprint = f"{fingerprint}_v{ref.version}"
         own, created = f"{prefix}-{uuid.uuid4().hex}", int(time.time())
         given = body.answer_id or own
         return cls(given, created, body.model, fingerprint, body.include_usage, own)

@@ -126,13 +126,17 @@ async def _disconnected(receive: Receive) -> None:
 
 
 async def answer(
-    request: Request, work: Coroutine[Any, Any, dict[str, Any]], release: Callable[[], None]
+    request: Request,
+    work: Coroutine[Any, Any, dict[str, Any]],
+    release: Callable[[], None],
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
     """The JSON answer that `work` gives, unless the client leaves first. Calls `release` at the
     end. Raises RequestTimeout."""
     try:
         async with _in_time(request.scope):
-            return json_response(await unless_client_leaves(_disconnected(request.receive), work))
+            body = await unless_client_leaves(_disconnected(request.receive), work)
+            return json_response(body, headers=headers)
     except ClientDisconnect:
         return Response(status_code=CLIENT_LEFT)
     finally:
@@ -168,9 +172,11 @@ class EventStream(Response):
         self,
         chunks: AsyncGenerator[dict[str, Any], None],
         release: Callable[[], None],
+        headers: Mapping[str, str] | None = None,
         typed: bool = False,
     ) -> None:
-        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        own = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        super().__init__(headers=own | dict(headers or {}))
         del self.headers["content-length"]
         self._chunks = chunks
         self._release = release

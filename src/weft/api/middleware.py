@@ -182,7 +182,7 @@ class Watch:
     def __init__(self, request: EngineRequest, model_name: str, metrics: Metrics) -> None:
         self._metrics = metrics
         self._tenant = request.tenant
-        self._adapter = request.adapter.name if request.adapter else None
+        self._adapter = request.adapter.bare if request.adapter else None
         self._start_s = time.monotonic()
         self.record = RequestRecord(
             request_id=request.request_id,

@@ -16,6 +16,7 @@ from weft.api.service import Service
 from weft.core.errors import AdapterPathRefused, InvalidRequest, WeftError
 from weft.core.stats import EngineStats
 from weft.registry import AdapterCard
+from weft.serving.releases import WAITS, Wait
 
 
 class UnloadBody(BaseModel):
@@ -23,6 +24,9 @@ class UnloadBody(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True)
     lora_name: str = Field(min_length=1)
+    wait: Wait = "here"
+    """What the answer to a change of a shared registry waits for: `commit`, that it can't be lost;
+    `here`, that this server does what it says; `all`, that all servers do."""
 
 
 class LoadBody(UnloadBody):
@@ -177,7 +181,7 @@ def _dynamo_routes(service: Service, desk: AdapterDesk) -> APIRouter:
         body = await read_body(request, SourceBody, service.settings.max_body_bytes)
         body.check()
         try:
-            name = await desk.load(body.lora_name, body.source.uri, pinned=body.pinned)
+            name = await desk.load(body.lora_name, body.source.uri, False, body.pinned, body.wait)
         except WeftError as error:
             if error.param == "lora_path":
                 error.param = "source.uri"
@@ -185,9 +189,10 @@ def _dynamo_routes(service: Service, desk: AdapterDesk) -> APIRouter:
         return _done("loaded", name)
 
     @router.delete("/v1/loras/{name:path}", response_model=AdapterDone)
-    async def remove_adapter(name: str) -> Response:
-        """Answers when the adapter's running requests have ended."""
-        return _done("unloaded", await desk.unload(name))
+    async def remove_adapter(name: str, request: Request) -> Response:
+        """Answers when the adapter's running requests have ended. `wait` may be in the query."""
+        wait = wait_in(request)
+        return _done("unloaded", await desk.unload(name, wait))
 
     return router
 
@@ -195,12 +200,23 @@ def _dynamo_routes(service: Service, desk: AdapterDesk) -> APIRouter:
 async def _load(desk: AdapterDesk, request: Request, max_body_bytes: int) -> str:
     body = await read_body(request, LoadBody, max_body_bytes)
     body.check()
-    return await desk.load(body.lora_name, body.lora_path, body.load_inplace, body.pinned)
+    return await desk.load(
+        body.lora_name, body.lora_path, body.load_inplace, body.pinned, body.wait
+    )
 
 
 async def _unload(desk: AdapterDesk, request: Request, max_body_bytes: int) -> str:
     body = await read_body(request, UnloadBody, max_body_bytes)
-    return await desk.unload(body.lora_name)
+    return await desk.unload(body.lora_name, body.wait)
+
+
+def wait_in(request: Request) -> Wait:
+    """The scope in a request's query. Raises InvalidRequest."""
+    given = request.query_params.get("wait", "here")
+    for scope in WAITS:
+        if given == scope:
+            return scope
+    raise InvalidRequest(f"wait must be one of {', '.join(WAITS)}", "wait")
 
 
 def _shown(card: AdapterCard, stats: EngineStats | None) -> ShownAdapter:

@@ -235,11 +235,12 @@ def chat_routes(service: Service) -> APIRouter:
     async def create_chat_completion(request: Request) -> Response:
         body = await read_request(request, ChatBody, service.settings)
         body.check()
-        pinned = service.pin(body.model, body.adapters, body.lora_path)
+        pinned = await service.pin(body, request.headers)
         chat = _Chat(service, body, pinned)
+        headers = service.headers_of(pinned)
         if body.stream:
-            return EventStream(chat.chunks(), pinned.release)
-        return await answer(request, chat.whole(), pinned.release)
+            return EventStream(chat.chunks(), pinned.release, headers)
+        return await answer(request, chat.whole(), pinned.release, headers)
 
     return router
 

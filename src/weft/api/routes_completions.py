@@ -41,11 +41,12 @@ def completion_routes(service: Service) -> APIRouter:
     async def create_completion(request: Request) -> Response:
         body = await read_request(request, CompletionBody, service.settings)
         body.check()
-        pinned = service.pin(body.model, body.adapters, body.lora_path)
+        pinned = await service.pin(body, request.headers)
         completion = _Completion(service, body, pinned)
+        headers = service.headers_of(pinned)
         if body.stream:
-            return EventStream(completion.chunks(), pinned.release)
-        return await answer(request, completion.whole(), pinned.release)
+            return EventStream(completion.chunks(), pinned.release, headers)
+        return await answer(request, completion.whole(), pinned.release, headers)
 
     return router
 

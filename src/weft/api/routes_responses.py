@@ -32,13 +32,14 @@ def response_routes(service: Service) -> APIRouter:
         body = await read_request(request, ResponsesBody, service.settings)
         with naming(FIELDS):
             chat = body.to_chat()
-        pinned = service.pin(body.model, body.adapters, body.lora_path)
+        pinned = await service.pin(body, request.headers)
         response_id = f"resp_{uuid.uuid4().hex}"
         turn = Turn(service, chat, pinned, response_id, drops_oldest=body.truncation == "auto")
         made = _Response(response_id, body, chat, turn)
+        headers = service.headers_of(pinned)
         if body.stream:
-            return EventStream(made.events(), pinned.release, typed=True)
-        return await answer(request, made.whole(), pinned.release)
+            return EventStream(made.events(), pinned.release, headers, typed=True)
+        return await answer(request, made.whole(), pinned.release, headers)
 
     return router
 

@@ -24,6 +24,18 @@ from weft.metrics import CONTENT_TYPE
 from weft.registry import ModelCard
 from weft.serving import Language
 
+PAGE, MAX_PAGE = 1000, 10_000
+"""Models that are listed at a time, by default and at most."""
+
+
+def _page_size(given: str | None, default: int | None) -> int | None:
+    """Raises InvalidRequest."""
+    if given is None:
+        return default
+    if not (given.isascii() and given.isdecimal() and 1 <= int(given[:9]) <= MAX_PAGE):
+        raise InvalidRequest(f"limit must be in [1, {MAX_PAGE}], got {given[:20]}", "limit")
+    return int(given)
+
 
 def server_routes(service: Service, watch: LoopWatch) -> APIRouter:
     router = APIRouter()
@@ -34,7 +46,8 @@ def server_routes(service: Service, watch: LoopWatch) -> APIRouter:
         cards = service.access.adapter_cards()
         stats = await service.stats() if cards else None
         digests = stats.quarantined_adapters if stats else ()
-        return {card.ref.name for card in cards if card.ref.digest in digests}
+        refused = [card.ref for card in cards if card.ref.digest in digests]
+        return {name for ref in refused for name in (ref.name, ref.bare)}
 
     def shown(card: ModelCard, refused: set[str]) -> dict[str, Any]:
         return {
@@ -49,16 +62,24 @@ def server_routes(service: Service, watch: LoopWatch) -> APIRouter:
         }
 
     @router.get("/v1/models")
-    async def list_models() -> Response:
+    async def list_models(request: Request) -> Response:
         """The base model under each of its names, then the adapters. Those that failed their check
-        when they were loaded again are quarantined: their requests are refused."""
+        when they were loaded again are quarantined: their requests are refused.
+
+        The query `limit` asks for so many of them, and `after` for those that follow an id. A
+        server with a shared registry gives 1,000 at a time by default, and others give all.
+        """
+        query = request.query_params
+        limit = _page_size(query.get("limit"), None if service.follower is None else PAGE)
+        page = service.access.models(query.get("after", ""), limit)
         refused = await quarantined()
-        cards = [shown(card, refused) for card in service.access.models()]
-        return json_response({"object": "list", "data": cards})
+        cards = [shown(card, refused) for card in page.cards]
+        more = {} if limit is None else {"has_more": page.has_more}
+        return json_response({"object": "list", "data": cards, **more})
 
     @router.get("/v1/models/{model:path}")
     async def retrieve_model(model: str) -> Response:
-        card = service.access.card(model)
+        card = await service.card(model)
         return json_response(shown(card, await quarantined()))
 
     @router.get("/version")
@@ -91,11 +112,13 @@ def health_routes(service: Service, watch: LoopWatch) -> APIRouter:
     @router.get("/ready", response_class=Response)
     async def ready() -> Response:
         """Answers 200 while all is well, else 503 and what is wrong: the engine is down or hangs,
-        its loading of adapters does, or the server itself was blocked just now."""
+        its loading of adapters does, or the server itself was blocked just now. A server that
+        can't reach its shared registry serves on: it answers 200, and for how long that is so."""
         troubles = [*service.engine.troubles, *watch.troubles()]
         if troubles:
             raise NotReady("; ".join(troubles))
-        return Response(status_code=200)
+        remark = service.follower.trouble if service.follower is not None else None
+        return Response(remark, 200, media_type=None if remark is None else "text/plain")
 
     return router
 
@@ -156,7 +179,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     async def tokenize(request: Request) -> Response:
         body = await read_body(request, TokenizeBody, service.settings.max_body_bytes)
         body.check()
-        language = service.language_of(body.model)
+        language = await service.language_of(body.model)
         ids = await _encode(service, body, language)
         answer: dict[str, Any] = {
             "count": len(ids),
@@ -173,7 +196,7 @@ def tokenize_routes(service: Service) -> APIRouter:
     @router.post("/detokenize", openapi_extra=body_of(DetokenizeBody))
     async def detokenize(request: Request) -> Response:
         body = await read_body(request, DetokenizeBody, service.settings.max_body_bytes)
-        language = service.language_of(body.model)
+        language = await service.language_of(body.model)
         if body.tokens:
             service.intake.check_ids(body.tokens, "tokens", language)
         tenant = service.settings.tenant_of(None)

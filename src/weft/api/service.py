@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+from urllib.parse import quote
+
+from starlette.datastructures import Headers
 
 from weft.api.admission import Admission
 from weft.api.callers import Tenants, caller_var
@@ -19,13 +23,45 @@ from weft.core.messages import EngineClient
 from weft.core.requests import EngineRequest, TokenLogprob
 from weft.core.stats import EngineStats
 from weft.core.tenants import tenant_in
-from weft.metrics import Metrics
-from weft.registry import Access, AdapterRegistry, Caller
+from weft.metrics import Metrics, RegistryView
+from weft.registry import Access, AdapterRegistry, Caller, ModelCard
 from weft.serving import Intake, Language, Pinned
+from weft.serving.follower import Follower
 from weft.serving.publisher import Executor
 from weft.text import AdapterTokenizers, OutputDelta, OutputStream, TokenReader
 from weft.text.chat_parser import END_THINK, detect_reasoning
 from weft.text.tools import detect_tool_format
+
+STICKY = "x-weft-sticky"
+"""The header whose requests all get the same version of a name."""
+VERSION, DIGEST = "x-weft-adapter", "x-weft-digest"
+"""The headers of answers that name the version that made them."""
+
+
+class ModelChoice(Protocol):
+    """What a body says of the model that is to answer."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def adapters(self) -> list[AdapterWeight] | None: ...
+
+    @property
+    def lora_path(self) -> str | None: ...
+
+    @property
+    def model_extra(self) -> dict[str, Any] | None: ...
+
+
+def sticky_of(body: ModelChoice, headers: Headers) -> str:
+    """What decides which of several versions answers: the header, the client's user, or else the
+    request itself."""
+    given = body.model_extra or {}
+    for said in (headers.get(STICKY), given.get("safety_identifier"), given.get("user")):
+        if isinstance(said, str) and said:
+            return said
+    return uuid.uuid4().hex
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,9 +129,12 @@ class Service:
         executor: Executor,
         traces: TraceSink | None = None,
         tenants: Tenants | None = None,
+        follower: Follower | None = None,
     ) -> None:
+        """`follower` follows a shared registry, if there is one."""
         self.engine = engine
         self._registry, self._tenants = registry, tenants
+        self.follower = follower
         self.settings = settings
         self.metrics = metrics
         self._model_name, self._traces = settings.served_model_names[0], traces
@@ -110,25 +149,31 @@ class Service:
         caller = caller_var.get()
         if caller is None and self._tenants is not None:
             raise Unauthorized("this needs an API key")
-        return Access(self._registry, caller or Caller())
+        names = self.follower.names if self.follower is not None else None
+        return Access(self._registry, caller or Caller(), names)
 
-    def pin(
-        self,
-        model: str,
-        adapters: list[AdapterWeight] | None = None,
-        lora_path: str | None = None,
-    ) -> Pinned:
+    async def pin(self, body: ModelChoice, headers: Headers) -> Pinned:
         """Pin what `model` names; or, on the base that it then must name, the adapter `lora_path`
-        or the weighted sum of `adapters`. The caller releases it. Raises PermissionDenied,
-        ModelNotFound, InvalidRequest, EngineDead, Overloaded."""
+        or the weighted sum of `adapters`. The caller releases it.
+
+        A version of a shared registry is loaded first. Raises PermissionDenied, ModelNotFound,
+        InvalidRequest, EngineDead, Overloaded; AdapterUnavailable or RegistryUnavailable.
+        """
         if not self.engine.alive:
             raise EngineDead("the engine is not running")
-        access = self.access
+        access, model, lora_path = self.access, body.model, body.lora_path
         self.admission.check(self.settings.tenant_of(model))
+        adapters = [WeightedAdapter(a.name, a.scale) for a in body.adapters or ()]
+        if self.follower is not None:
+            sticky = sticky_of(body, headers)
+            model = await self._ready(access, model, sticky, "model")
+            lora_path = lora_path and await self._ready(access, lora_path, sticky, "lora_path")
+            names = [await self._ready(access, a.name, sticky, "adapters") for a in adapters]
+            adapters = [WeightedAdapter(n, a.scale) for n, a in zip(names, adapters, strict=True)]
         pinned = self.intake.pin(access, model)
         if lora_path:
-            return self._pin_beside(access, pinned, lora_path, adapters)
-        if adapters is None:
+            return self._pin_beside(access, pinned, lora_path, body.adapters is not None)
+        if body.adapters is None:
             return pinned
         pinned.release()
         if pinned.lease.ref is not None:
@@ -136,16 +181,48 @@ class Service:
                 f"adapters are summed on the base model; model must name that, not {model!r}",
                 "adapters",
             )
-        return self.intake.pin_sum(access, [WeightedAdapter(a.name, a.scale) for a in adapters])
+        return self.intake.pin_sum(access, adapters)
 
-    def language_of(self, model: str | None) -> Language:
-        """The language of a model that is not pinned. Raises PermissionDenied, ModelNotFound."""
-        return self.intake.language_of(self.access, model)
+    async def _ready(self, access: Access, model: str, sticky: str, field: str) -> str:
+        """As `Follower.ready`, of which there is one."""
+        assert self.follower is not None
+        try:
+            return await self.follower.ready(access, model, sticky)
+        except ModelNotFound as error:
+            raise ModelNotFound(error.message, field) from None
+
+    def headers_of(self, pinned: Pinned) -> dict[str, str]:
+        """The headers of an answer that say which version of a shared registry made it."""
+        ref = pinned.lease.ref
+        if self.follower is None or ref is None:
+            return {}
+        return {VERSION: quote(ref.name, safe="/@:,"), DIGEST: f"sha256:{ref.digest}"}
+
+    async def language_of(self, model: str | None) -> Language:
+        """The language of a model that is not pinned. Raises PermissionDenied, ModelNotFound;
+        AdapterUnavailable or RegistryUnavailable."""
+        access = self.access
+        if self.follower is not None and model is not None:
+            model = await self._ready(access, model, "", "model")
+        return self.intake.language_of(access, model)
+
+    async def card(self, model: str) -> ModelCard:
+        """Describe a model. Raises ModelNotFound, RegistryUnavailable."""
+        try:
+            return self.access.card(model)
+        except ModelNotFound:
+            if self.follower is None:
+                raise
+        await self.follower.look_again()
+        return self.access.card(model)
 
     async def exposition(self) -> bytes:
         """The metrics of everybody, in Prometheus' text format."""
-        stats = await self.stats()
-        return self.metrics.render(self.engine.info, stats, self._registry.adapters())
+        stats, follower = await self.stats(), self.follower
+        view = None
+        if follower is not None:
+            view = RegistryView(follower.names.state.seq, follower.shared.stale_s())
+        return self.metrics.render(self.engine.info, stats, self._registry.adapters(), view)
 
     def salt(self, tenant: str, asked: str | None) -> str:
         """With whom a tenant's request shares cached prefixes: with those of the same salt. Each
@@ -159,18 +236,18 @@ class Service:
         access: Access,
         named: Pinned,
         lora_path: str,
-        adapters: list[AdapterWeight] | None,
+        sums_too: bool,
     ) -> Pinned:
         """The adapter that SGLang's clients name beside the model, which is given back."""
         field = "lora_path"
         with named:
-            if adapters is not None:
+            if sums_too:
                 raise InvalidRequest("lora_path and adapters are both given", field)
             try:
                 pinned = self.intake.pin(access, lora_path)
             except ModelNotFound as error:
                 raise ModelNotFound(error.message, field) from None
-            if named.name not in (None, pinned.name):
+            if named.lease.ref not in (None, pinned.lease.ref):
                 pinned.release()
                 raise InvalidRequest(
                     f"model names the adapter {named.name!r}, and lora_path another one", field

@@ -325,10 +325,8 @@ def _summary(
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
-    cards = registry.models()
-    bases = [card.id for card in cards if card.parent is None]
-    adapters = [card.id for card in cards if card.parent is not None]
-    rows.add_row("Model", ", ".join(bases))
+    adapters = list(registry.names())
+    rows.add_row("Model", ", ".join(registry.base_names))
     rows.add_row("", f"{info.architecture}, {_count(info.num_parameters)} parameters, {info.dtype}")
     rows.add_row("Device", info.device)
     tokens = info.num_blocks * info.block_size

@@ -20,8 +20,14 @@ class AdapterRef:
     """One immutable adapter version. `digest` (sha256, hex) keys slots, KV and images."""
 
     name: str
+    """That of a version in a shared registry has its number too: `acme/sql@v7`."""
     version: int
     digest: str
+
+    @property
+    def bare(self) -> str:
+        """The name without a number, under which metrics count."""
+        return self.name.removesuffix(f"@v{self.version}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ class Adapters:
 
     def _hold_known(self, call: Hold, digest: str) -> AdapterInfo:
         self._catalog.pin(digest, self._pin(digest, call.holder, call.pinned))
+        self._catalog.add_source(digest, call.source)
         self._holders.hold(digest, call.holder, call.pinned)
         return self._catalog.info(digest)
 

@@ -143,8 +143,7 @@ class Catalog:
         if source is None:
             known.from_memory = True
         else:
-            others = [other for other in known.sources if other.path != source.path]
-            known.sources = (source.again(), *others[: MAX_PATHS - 1])
+            self.add_source(image.digest, source)
         self._hold(image, known.kept)
         known.info = AdapterInfo(
             image.digest,
@@ -158,6 +157,12 @@ class Catalog:
             image.layout.vocab_size,
         )
         return self.info(image.digest)
+
+    def add_source(self, digest: str, source: AdapterSource) -> None:
+        """Let a known adapter be read from this folder first from now on."""
+        known = self.known[digest]
+        others = [other for other in known.sources if other.path != source.path]
+        known.sources = (source.again(), *others[: MAX_PATHS - 1])
 
     def pin(self, digest: str, pinned: bool) -> None:
         """Pin a known adapter, or unpin it. Raises AdapterConflict if too much would be pinned."""

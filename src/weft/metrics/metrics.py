@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections import Counter as Counts
 from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
@@ -20,7 +21,7 @@ from weft.core.stats import LOAD_BOUNDS_S, LOAD_STAGES, EngineInfo, EngineStats,
 from weft.metrics.exposition import Bounds, Exposition, Histogram, Labels, labels
 from weft.metrics.tallies import OTHER, Tallies, Tally
 
-__all__ = ["CONTENT_TYPE", "Metrics"]
+__all__ = ["CONTENT_TYPE", "Metrics", "RegistryView"]
 
 Adapters = Mapping[AdapterRef, AdapterInfo]
 
@@ -89,6 +90,13 @@ _HISTOGRAMS = (
         "queue_s",
     ),
 )
+
+
+class RegistryView(NamedTuple):
+    """How far a server has followed a shared registry."""
+
+    seq: int
+    stale_s: float
 
 
 class Metrics:
@@ -166,13 +174,25 @@ class Metrics:
 
     # -- scrapes --------------------------------------------------------------------------------
 
-    def render(self, info: EngineInfo, stats: EngineStats | None, adapters: Adapters) -> bytes:
+    def render(
+        self,
+        info: EngineInfo,
+        stats: EngineStats | None,
+        adapters: Adapters,
+        view: RegistryView | None = None,
+    ) -> bytes:
         """The text of one scrape.
 
         `stats` is None when the engine does not answer, and `adapters` are the live versions.
+        `view` is of the shared registry, if there is one.
         """
         out = Exposition()
         out.gauge("weft:engine_up", "1 while the engine answers.", [("", stats is not None)])
+        if view is not None:
+            text = "Changes of the shared registry that this server knows."
+            out.gauge("weft:registry_seq", text, [("", view.seq)])
+            text = "Seconds since the shared registry last answered."
+            out.gauge("weft:registry_stale_seconds", text, [("", view.stale_s)])
         cache = labels(block_size=str(info.block_size), num_gpu_blocks=str(info.num_blocks))
         out.gauge("vllm:cache_config_info", "The KV cache.", [(cache, 1)])
         if stats is not None:
@@ -259,10 +279,10 @@ def _add_tenants(out: Exposition, shown: Iterable[tuple[str, Tally]]) -> None:
 
 
 def _names_of(adapters: Adapters) -> dict[str, list[str]]:
-    """The live names of each digest."""
+    """The live names of each digest; versions of one name have the same."""
     names: dict[str, list[str]] = {}
     for ref in adapters:
-        names.setdefault(ref.digest, []).append(ref.name)
+        names.setdefault(ref.digest, []).append(ref.bare)
     return names
 
 
@@ -288,17 +308,17 @@ def _add_residency(
     out.gauge(
         "vllm:lora_adapter_loaded",
         "Adapters in device memory and in the host cache.",
-        _loaded(stats, names_of),
+        dict(_loaded(stats, names_of)).items(),
     )
     out.gauge(
         "vllm:lora_adapter_load_seconds",
         "What the last load to the device took, of adapters in memory.",
-        [
-            (labels(adapter_name=name), stats.adapters[digest].last_load_s)
+        {
+            labels(adapter_name=name): stats.adapters[digest].last_load_s
             for digest in gpu | cpu
             if digest in stats.adapters
             for name in names_of.get(digest, ())
-        ],
+        }.items(),
     )
     fastest = Counts(
         "gpu" if ref.digest in gpu else "cpu" if ref.digest in cpu else "disk" for ref in adapters

@@ -5,17 +5,19 @@
     acme/sql          acme's: for acme itself, and for those who were granted it
     base:NAME         the same as NAME
 
-All routes look names up, list and change them through an `Access`, and nowhere else. What its
-caller may not see is answered as if it did not exist.
+Where there is a shared registry, each of them may be followed by a version: `acme/sql@v7`. All
+routes look names up, list and change them through an `Access`, and nowhere else. What its caller
+may not see is answered as if it did not exist.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from difflib import get_close_matches
-from itertools import islice
+from itertools import chain, islice
+from typing import NamedTuple, Protocol
 
 from weft.core.adapters import WeightedAdapter
 from weft.core.errors import (
@@ -33,13 +35,53 @@ _MAX_COMPARED, _MAX_COMPARED_CHARS = 500, 64
 """How many names are looked at to find the one that was meant, and how long these may be."""
 
 
+class Names(Protocol):
+    """Which adapters' names there are: an `AdapterRegistry`'s, or those of a shared registry."""
+
+    def split(self, name: str) -> tuple[str, str]:
+        """The name, and the version that is named with it, such as `@v7`, or ""."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Whether there is an adapter of this whole name."""
+        ...
+
+    def digest(self, name: str) -> str | None:
+        """The content that the name has, or most of its requests get; None without one."""
+        ...
+
+    def names(self, namespaces: Collection[str] | None = None, after: str = "") -> Iterator[str]:
+        """The names that come after this one. Those outside of the `namespaces` may be left out;
+        "" is that of names without a "/". Raises InvalidRequest (`after`)."""
+        ...
+
+    def card(self, model: str) -> ModelCard:
+        """Describe a base model or an adapter by its whole name. Raises ModelNotFound."""
+        ...
+
+    def check_new(self, name: str) -> None:
+        """Raises InvalidRequest or AdapterConflict for a name that nobody may give."""
+        ...
+
+
+class Page(NamedTuple):
+    """Some of the models that a caller may use, in their order."""
+
+    cards: list[ModelCard]
+    has_more: bool
+
+
 class Access:
     """One caller's view of a registry. An admin's names are those of the registry itself."""
 
-    __slots__ = ("_is_admin", "_registry", "caller")
+    __slots__ = ("_is_admin", "_names", "_registry", "caller")
 
-    def __init__(self, registry: AdapterRegistry, caller: Caller) -> None:
+    def __init__(
+        self, registry: AdapterRegistry, caller: Caller, names: Names | None = None
+    ) -> None:
+        """`names` are those of a shared registry, of whose versions `registry` has some."""
         self._registry = registry
+        self._names: Names = names or registry
         self.caller = caller
         self._is_admin = caller.may("admin")
 
@@ -60,12 +102,9 @@ class Access:
         """As `AdapterRegistry.resolve_sum`. Raises PermissionDenied, InvalidRequest,
         ModelNotFound."""
         self.need("use")
-        adapters = [replace(each, name=one_form(each.name)) for each in adapters]
-        if self._is_admin:
-            return self._registry.resolve_sum(adapters)
         whole: list[WeightedAdapter] = []
         for each in adapters:
-            name = self._find(each.name)
+            name = self._find(one_form(each.name))
             if name is None:
                 raise ModelNotFound(f"The adapter {each.name!r} does not exist", "adapters")
             whole.append(replace(each, name=name))
@@ -73,30 +112,43 @@ class Access:
 
     # -- look ----------------------------------------------------------------------------------
 
+    def find(self, model: str) -> str | None:
+        """The whole name of an adapter, with the version if one is named; None for a base model.
+        Raises PermissionDenied, ModelNotFound."""
+        self.need("use")
+        with self._suggesting(model):
+            whole = self._model(model)
+            return None if whole in self._registry.base_names else whole
+
     def card(self, model: str) -> ModelCard:
         """As `AdapterRegistry.card`. Raises ModelNotFound."""
         with self._suggesting(model):
-            return self._shown(self._registry.card(self._model(model)))
+            return self._shown(self._names.card(self._model(model)))
 
-    def models(self) -> list[ModelCard]:
-        """The base's names, then the adapters that the caller may use, by their whole names."""
-        cards = self._registry.models()
-        shown = [card for card in cards if card.parent is None or self._means(card.id)]
-        return [self._shown(card) for card in shown]
+    def models(self, after: str = "", limit: int | None = None) -> Page:
+        """The base's names, then the adapters that the caller may use, by their whole names: at
+        most `limit` of those that come after one. Raises InvalidRequest (`after`)."""
+        bases = self._registry.base_names
+        if after in bases:
+            bases, after = bases[bases.index(after) + 1 :], ""
+        elif after:
+            bases = ()
+        names = filter(self._means, self._names.names(self._namespaces(), after))
+        models = chain(bases, names)
+        cards = [self._shown(self._names.card(model)) for model in islice(models, limit)]
+        return Page(cards, limit is not None and next(models, None) is not None)
 
     def adapter_cards(self) -> list[AdapterCard]:
-        """The adapters that the caller may use."""
-        cards = self._registry.adapter_cards()
+        """The adapters that the caller may use, of those that this process has loaded."""
         return [
             card if self.caller.owns(card.ref.name) else replace(card, path=card.ref.name)
-            for card in cards
-            if self._means(card.ref.name)
+            for card in self._registry.adapter_cards()
+            if self._means(self._names.split(card.ref.name)[0])
         ]
 
     def digest_of(self, whole: str) -> str | None:
         """The content of the adapter of this whole name, if there is one that the caller sees."""
-        info = self._registry.info(whole) if self.caller.sees(whole) else None
-        return info.digest if info is not None else None
+        return self._names.digest(whole) if self.caller.sees(whole) else None
 
     # -- change --------------------------------------------------------------------------------
 
@@ -109,6 +161,7 @@ class Access:
         self.need("publish")
         name = one_form(name)
         if self._is_admin:
+            self._names.check_new(name)
             return name
         tenant = self.caller.tenant
         namespace, slash, rest = name.partition("/")
@@ -122,6 +175,7 @@ class Access:
         if rest in self._registry.base_names:
             raise AdapterConflict(f"{rest!r} is the base model's name", "lora_name")
         self._registry.check_prefix(rest)
+        self._names.check_new(f"{tenant}/{rest}")
         return f"{tenant}/{rest}"
 
     def to_retire(self, name: str) -> str:
@@ -147,8 +201,6 @@ class Access:
         if model in bases:
             return model
         model = one_form(model)
-        if self._is_admin:
-            return model
         prefixes = ("", *(f"{base}:" for base in bases))
         for prefix in prefixes:
             if model.startswith(prefix) and (whole := self._find(model[len(prefix) :])):
@@ -163,7 +215,8 @@ class Access:
             yield
         except ModelNotFound as error:
             own = f"{self.caller.tenant}/"
-            seen = filter(self._means, islice(self._registry.names(), _MAX_COMPARED))
+            some = islice(self._names.names(self._namespaces()), _MAX_COMPARED)
+            seen = filter(self._means, some)
             names = (*self._registry.base_names, *(name.removeprefix(own) for name in seen))
             short = [name for name in names if len(name) <= _MAX_COMPARED_CHARS]
             if len(model) > _MAX_COMPARED_CHARS or not (like := get_close_matches(model, short, 1)):
@@ -172,10 +225,20 @@ class Access:
             raise ModelNotFound(message, error.param) from None
 
     def _find(self, name: str) -> str | None:
-        """The whole name of the adapter that the caller calls `name`; None if it sees none."""
-        names = (name,) if "/" in name else (f"{self.caller.tenant}/{name}", name)
-        live = self._registry.info
-        return next((n for n in names if self.caller.sees(n) and live(n) is not None), None)
+        """The whole name of the adapter that the caller calls `name`, with the version if one is
+        named; None if it sees none."""
+        name, version = self._names.split(name)
+        whole = "/" in name or self._is_admin
+        names = (name,) if whole else (f"{self.caller.tenant}/{name}", name)
+        found = next((n for n in names if self.caller.sees(n) and self._names.has(n)), None)
+        return found and found + version
+
+    def _namespaces(self) -> set[str] | None:
+        """Where the adapters are that the caller may see; None for anywhere."""
+        if self._is_admin:
+            return None
+        granted = (name.partition("/")[0] for name in self.caller.may_use)
+        return {"", self.caller.tenant, *granted}
 
     def _means(self, whole: str) -> bool:
         """Whether the caller gets this adapter when it asks for its whole name: a shared one may

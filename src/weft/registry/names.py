@@ -1,4 +1,4 @@
-"""Adapters' names in one form, and which of them look the same.
+"""Adapters' names: which may be given, their one form, and which of them look the same.
 
 The table has what a reader takes for a Latin letter or an ASCII sign in common fonts: Cyrillic,
 Greek and Armenian letters, Latin ones from outside ASCII, and dashes. It is a small part of
@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import unicodedata
 
+from weft.core.errors import InvalidRequest
+
+MAX_NAME_LENGTH = 200
+"""Characters."""
 _LOOKS = {
     "a": "аɑα", "b": "Ьƅ", "c": "сϲⅽ", "d": "ԁɗ", "e": "еҽ℮", "g": "ɡց", "h": "һհ", "i": "іıɩι",
     "j": "јϳ", "k": "кκĸ", "l": "ӏɭǀ∣", "m": "м", "n": "ոռ", "o": "оοσօ", "p": "рρ", "q": "ԛգ",
@@ -32,3 +36,22 @@ def one_form(name: str) -> str:
 def appearance(name: str) -> str:
     """The same for names that look the same; those in ASCII are told apart."""
     return name if name.isascii() else one_form(name.translate(_TABLE))
+
+
+def check_name(name: str) -> None:
+    """Raises InvalidRequest unless a name is safe in URLs, labels, logs and paths."""
+    if not name:
+        why = "must not be empty"
+    elif len(name) > MAX_NAME_LENGTH:
+        why = f"must not be longer than {MAX_NAME_LENGTH} characters"
+    elif not name.isprintable():
+        why = "must not hold control characters"
+    elif name != name.strip():
+        why = "must not begin or end with a space"
+    elif "," in name or ".." in name or name[0] in "/\\":
+        why = "must not hold ',' or '..', nor begin with '/' or '\\'"
+    elif name != one_form(name):
+        why = "must be in Unicode's form NFKC"
+    else:
+        return
+    raise InvalidRequest(f"lora_name {why}", "lora_name")

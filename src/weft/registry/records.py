@@ -60,6 +60,8 @@ class HistoryEntry(Struct, frozen=True, array_like=True, gc=False):
     """Who asked for it, as the one who made the change says."""
     what: str
     """The change in a few words, such as `publish v7` or `release v7 90, v8 10`."""
+    route: Route = Route()
+    """Where its requests went after it."""
 
 
 class Name(Struct, frozen=True, omit_defaults=True, gc=False):

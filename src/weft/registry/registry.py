@@ -9,7 +9,7 @@ version can't vanish between them. All of it is called from one event loop; noth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,10 +22,7 @@ from weft.core.adapters import (
     sum_of,
 )
 from weft.core.errors import AdapterConflict, AdapterNotFound, InvalidRequest, ModelNotFound
-from weft.registry.names import appearance, one_form
-
-MAX_NAME_LENGTH = 200
-"""Characters."""
+from weft.registry.names import appearance, check_name
 
 OnDrained = Callable[[AdapterRef], None]
 
@@ -103,7 +100,7 @@ class AdapterRegistry:
         if not base_names:
             raise ValueError("a base model needs a name")
         self.base_names = tuple(dict.fromkeys(base_names))
-        self._base_root = base_root
+        self.base_root = base_root
         self._live: dict[str, _Version] = {}
         self._looks = {appearance(name): name for name in self.base_names}
         """The base's names and the live ones, by what they look like."""
@@ -136,7 +133,7 @@ class AdapterRegistry:
         """Describe what `model` names, as `resolve` understands it. Raises ModelNotFound."""
         version = self._find(model)
         if version is None:
-            return ModelCard(model, self._base_root, None)
+            return ModelCard(model, self.base_root, None)
         return ModelCard(version.ref.name, version.path, self.base_names[0])
 
     @contextmanager
@@ -167,15 +164,18 @@ class AdapterRegistry:
         replace: bool = False,
         on_drained: OnDrained | None = None,
         pinned: bool = False,
+        number: int | None = None,
     ) -> AdapterRef:
         """Let `name` point to the content that `info` tells of. `path` is shown as its root;
         `pinned` says whether this name keeps the content on the device.
 
         The same content again keeps the version. Other content under a taken name needs
         `replace`: the old version is then retired, and `on_drained` called once it is drained.
-        Raises InvalidRequest, AdapterConflict.
+        With a `number`, the name is that of a version in a shared registry, such as `acme/sql@v7`,
+        which always has the same content. Raises InvalidRequest, AdapterConflict.
         """
-        self._check_name(name)
+        if number is None:
+            self._check_name(name)
         old = self._live.get(name)
         if old is not None and old.ref.digest == info.digest:
             old.info, old.path, old.pinned = info, path, pinned
@@ -183,7 +183,8 @@ class AdapterRegistry:
         if old is not None and not replace:
             message = f"The lora adapter {name!r} has already been loaded with other content"
             raise AdapterConflict(message, "lora_name")
-        number = self._last_version.get(name, 0) + 1
+        if number is None:
+            number = self._last_version.get(name, 0) + 1
         ref = AdapterRef(name, number, info.digest)
         self._last_version[name] = number
         self._live[name] = _Version(ref, info, path, pinned)
@@ -210,16 +211,29 @@ class AdapterRegistry:
         version = self._live.get(name)
         return version.info if version else None
 
-    def names(self) -> Iterator[str]:
-        """The adapters' names, in the order of their publication."""
-        return iter(self._live)
+    # -- names, as `access.Names` has it -------------------------------------------------------
 
-    def models(self) -> list[ModelCard]:
-        """List the base's names first, then adapters in the order of their publication."""
-        base = [ModelCard(name, self._base_root, None) for name in self.base_names]
-        parent = self.base_names[0]
-        live = self._live.items()
-        return base + [ModelCard(name, version.path, parent) for name, version in live]
+    def split(self, name: str) -> tuple[str, str]:
+        return name, ""  # there are no versions to be named here
+
+    def has(self, name: str) -> bool:
+        return name in self._live
+
+    def digest(self, name: str) -> str | None:
+        version = self._live.get(name)
+        return version.ref.digest if version else None
+
+    def names(self, namespaces: Collection[str] | None = None, after: str = "") -> Iterator[str]:
+        """In the order of their publication."""
+        names = iter(self._live)
+        if after and after not in names:  # which takes all up to this one from the iterator
+            raise InvalidRequest(f"after: there is no model {after!r}", "after")
+        return names
+
+    def check_new(self, name: str) -> None:
+        self._check_name(name)
+
+    # ------------------------------------------------------------------------------------------
 
     def adapters(self) -> dict[AdapterRef, AdapterInfo]:
         """What the engine said of each live version."""
@@ -250,7 +264,11 @@ class AdapterRegistry:
         for version in self._draining:
             assert version.retired and version.leases > 0, "drained, but still held"
             live = self._live.get(version.ref.name)
-            assert live is None or live.ref.version > version.ref.version
+            assert (
+                live is None
+                or live.ref.digest == version.ref.digest
+                or (live.ref.version > version.ref.version)
+            )
         assert all(self._loading.values()), "a reservation without a load"
         names = {*self._live, *self.base_names}
         assert self._looks == {appearance(name): name for name in names}, "two look the same"
@@ -292,27 +310,13 @@ class AdapterRegistry:
                 version.on_drained(version.ref)
 
     def _check_name(self, name: str) -> None:
-        """Raises InvalidRequest unless `name` is safe in URLs, labels, logs and paths."""
+        """Raises InvalidRequest and AdapterConflict for a name that can't be given."""
         if name in self.base_names:
             raise AdapterConflict(f"{name!r} is the base model's name", "lora_name")
-        if not name:
-            why = "must not be empty"
-        elif len(name) > MAX_NAME_LENGTH:
-            why = f"must not be longer than {MAX_NAME_LENGTH} characters"
-        elif not name.isprintable():
-            why = "must not hold control characters"
-        elif name != name.strip():
-            why = "must not begin or end with a space"
-        elif "," in name or ".." in name or name[0] in "/\\":
-            why = "must not hold ',' or '..', nor begin with '/' or '\\'"
-        elif name != one_form(name):
-            why = "must be in Unicode's form NFKC"
-        else:
-            self.check_prefix(name)
-            if self._looks.get(appearance(name), name) != name:
-                raise AdapterConflict(f"{name!r} looks like another adapter's name", "lora_name")
-            return
-        raise InvalidRequest(f"lora_name {why}", "lora_name")
+        check_name(name)
+        self.check_prefix(name)
+        if self._looks.get(appearance(name), name) != name:
+            raise AdapterConflict(f"{name!r} looks like another adapter's name", "lora_name")
 
     def check_prefix(self, name: str) -> None:
         """Raises InvalidRequest for a name that would stand in the way of `base:adapter`."""

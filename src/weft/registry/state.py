@@ -295,7 +295,7 @@ def _written(
     state: State, key: str, new: Name, actor: str, what: str, number: int | None
 ) -> tuple[State, Done]:
     generation = new.generation + 1
-    happened = HistoryEntry(generation, state.time, actor, what)
+    happened = HistoryEntry(generation, state.time, actor, what, new.route)
     history = (*new.history, happened)[-KEPT_HISTORY:]
     new = replace(new, generation=generation, history=history)
     return replace(state, names=state.names.having(key, new)), Done(generation, number)

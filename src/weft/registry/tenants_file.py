@@ -25,7 +25,7 @@ from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationErro
 
 from weft.core.errors import ConfigError
 from weft.core.tenants import Caps, Tenant
-from weft.registry.registry import MAX_NAME_LENGTH
+from weft.registry.names import MAX_NAME_LENGTH
 from weft.registry.tenants import Change, Directory, Member, Role, TenantKey
 
 MAX_FILE_BYTES = 16 << 20

@@ -63,8 +63,8 @@ class Pinned(AbstractContextManager["Pinned"]):
 
     @property
     def name(self) -> str | None:
-        """The adapter's name, or those of a sum; None for the base model."""
-        return self.lease.ref.name if self.lease.ref is not None else None
+        """The adapter's name without a version, or those of a sum; None for the base model."""
+        return self.lease.ref.bare if self.lease.ref is not None else None
 
     def release(self) -> None:
         """Give the adapter back. A second call does nothing."""

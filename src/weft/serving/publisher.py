@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
@@ -19,6 +21,7 @@ from weft.core.messages import EngineClient
 from weft.core.tenants import Tenant
 from weft.registry import AdapterRegistry, Sources
 from weft.registry.names import one_form
+from weft.registry.records import Version
 from weft.serving.quotas import Quotas
 from weft.text import AdapterTokenizers, OwnTokenizer
 
@@ -133,6 +136,13 @@ def _result(work: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("this must not be called while the same object is at work")
 
 
+class Tried(NamedTuple):
+    """An adapter that the engine accepts."""
+
+    folder: Folder
+    info: AdapterInfo
+
+
 class Publisher:
     """Keeps the engine's adapters equal to the registry's.
 
@@ -196,53 +206,116 @@ class Publisher:
         `hold` raises, and AdapterConflict.
         """
         name = one_form(name)
+
+        def publish(info: AdapterInfo) -> AdapterRef:
+            self._quotas.check_bytes(name, info)
+            return self._registry.publish(name, info, path, replace, self._release_soon, pinned)
+
         with self._registry.reserve(name, path):
-            async with self._turn(name):
-                info = await hold()
-                try:
-                    self._quotas.check_bytes(name, info)
-                    ref = self._registry.publish(
-                        name, info, path, replace, self._release_soon, pinned
-                    )
-                except WeftError:
-                    await self._release(AdapterRef(name, 0, info.digest))
-                    raise
-                self._tokenizers.put(name, own)
-                return ref
+            return await self._publish(name, hold, own, publish)
+
+    async def load_version(
+        self, name: str, number: int, version: Version, open_it: Callable[[], Folder], pinned: bool
+    ) -> AdapterRef:
+        """Make a version of a shared registry servable as `name@v7`, from the folder that
+        `open_it` finds. To repeat it changes nothing but the pin. Raises AdapterError, Overloaded,
+        EngineDead."""
+        key, source = f"{name}@v{number}", version.source or name
+
+        def publish(info: AdapterInfo) -> AdapterRef:
+            return self._registry.publish(key, info, source, pinned=pinned, number=number)
+
+        async with self._quotas.place(name), self.opened(open_it) as (folder, files, own):
+
+            async def hold() -> AdapterInfo:
+                return await self._hold(key, folder, files, pinned, version.digest)
+
+            return await self._publish(key, hold, own, publish)
+
+    @asynccontextmanager
+    async def tried(self, name: str, open_it: Callable[[], Folder]) -> AsyncIterator[Tried]:
+        """A context in which the engine has accepted an adapter that is to get this name, and
+        holds it for nobody who makes requests. Raises AdapterError, Overloaded, EngineDead."""
+        async with self._quotas.place(name), self.opened(open_it) as (folder, files, _):
+            holder = f"{name} tried {uuid.uuid4().hex}"
+            info = await self._hold(holder, folder, files, pinned=False)
+            try:
+                yield Tried(folder, info)
+            finally:
+                self._executor.later(self._release(AdapterRef(holder, 0, info.digest)))
+
+    async def _publish(
+        self,
+        name: str,
+        hold: Callable[[], Awaitable[AdapterInfo]],
+        own: OwnTokenizer | None,
+        publish: Callable[[AdapterInfo], AdapterRef],
+    ) -> AdapterRef:
+        async with self._turn(name):
+            info = await hold()
+            try:
+                ref = publish(info)
+            except WeftError:
+                await self._release(AdapterRef(name, 0, info.digest))
+                raise
+            self._tokenizers.put(name, own)
+            return ref
 
     async def unload(self, name: str) -> AdapterRef:
         """Forget the name at once; returns when its requests have ended and it is released.
 
         It is released also when the caller is cancelled. Raises AdapterNotFound.
         """
-        name, drained = one_form(name), asyncio.Event()
+        ref, end = self._retire(one_form(name))
+        await self._executor.to_the_end(end)
+        return ref
+
+    def retire(self, name: str) -> Coroutine[Any, Any, None]:
+        """Forget the name at once. What is returned ends when its requests have ended and it is
+        released. Raises AdapterNotFound."""
+        return self._retire(name)[1]
+
+    def _retire(self, name: str) -> tuple[AdapterRef, Coroutine[Any, Any, None]]:
+        drained = asyncio.Event()
         ref = self._registry.retire(name, lambda _: drained.set())
         self._tokenizers.put(name, None)
-        await self._executor.to_the_end(self._release_after(drained, ref))
-        return ref
+        return ref, self._release_after(drained, ref)
 
     async def _load(
         self, name: str, path: str, replace: bool, pinned: bool, sources: Sources
     ) -> AdapterRef:
-        blocking = self._executor.blocking
         with self._registry.reserve(name, path):
-            async with self._quotas.load(name):
-                with await blocking(lambda: sources.open(path)) as folder:
-                    files = await blocking(lambda: self._tokenizers.read(folder))
-                    own = await blocking(lambda: self._tokenizers.load(files))
+            async with self._quotas.load(name), self.opened(lambda: sources.open(path)) as opened:
+                folder, files, own = opened
 
-                    async def hold() -> AdapterInfo:
-                        return await self._hold(name, folder, files, pinned)
+                async def hold() -> AdapterInfo:
+                    return await self._hold(name, folder, files, pinned)
 
-                    return await self.publish(name, path, hold, own, replace, pinned)
+                return await self.publish(name, path, hold, own, replace, pinned)
+
+    @asynccontextmanager
+    async def opened(
+        self, open_it: Callable[[], Folder]
+    ) -> AsyncIterator[tuple[Folder, Mapping[str, bytes], OwnTokenizer | None]]:
+        """A context with an open folder, the files of its tokenizer, and that."""
+        blocking = self._executor.blocking
+        with await blocking(open_it) as folder:
+            files = await blocking(lambda: self._tokenizers.read(folder))
+            yield folder, files, await blocking(lambda: self._tokenizers.load(files))
 
     async def _hold(
-        self, name: str, folder: Folder, files: Mapping[str, bytes], pinned: bool
+        self,
+        name: str,
+        folder: Folder,
+        files: Mapping[str, bytes],
+        pinned: bool,
+        digest: str | None = None,
     ) -> AdapterInfo:
         """Let the engine hold what lies in an open folder. It must be the same folder there, and
         the tokenizer's `files`, which were read here before, must be the same afterwards: so the
-        two halves of an adapter belong together, whoever writes to the folder meanwhile."""
-        source = AdapterSource(folder.path, root=folder.root, identity=folder.identity)
+        two halves of an adapter belong together, whoever writes to the folder meanwhile. With a
+        `digest`, the folder must have that content."""
+        source = AdapterSource(folder.path, digest, root=folder.root, identity=folder.identity)
         info = await self._engine.hold(source, name, pinned)
         try:
             if await self._executor.blocking(lambda: self._tokenizers.read(folder)) != files:

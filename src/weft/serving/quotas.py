@@ -56,13 +56,20 @@ class Quotas:
     async def load(self, name: str) -> AsyncIterator[None]:
         """Hold a place for a load, for which it may have to wait. Raises AdapterConflict for one
         adapter too many, and Overloaded for too many loads."""
-        tenant = self._tenant(name)
-        with self._counted(name, tenant):
-            await self._enter(tenant)
-            try:
+        with self._counted(name, self._tenant(name)):
+            async with self.place(name):
                 yield
-            finally:
-                self._leave(tenant.name)
+
+    @asynccontextmanager
+    async def place(self, name: str) -> AsyncIterator[None]:
+        """Hold a place for a load that adds no adapter to those of this server. Raises Overloaded
+        for too many loads."""
+        tenant = self._tenant(name)
+        await self._enter(tenant)
+        try:
+            yield
+        finally:
+            self._leave(tenant.name)
 
     def _tenant(self, name: str) -> Tenant:
         namespace, slash, _ = name.partition("/")

@@ -1,0 +1,137 @@
+"""The names of a shared registry in the order in which they are listed."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from heapq import merge
+from itertools import islice
+
+from weft.core.errors import AdapterConflict, InvalidRequest, ModelNotFound
+from weft.registry.names import MAX_NAME_LENGTH, appearance, check_name
+from weft.registry.records import Name
+from weft.registry.registry import ModelCard
+from weft.registry.releases import main_number, number_of, split
+from weft.registry.shared import SharedRegistry
+from weft.registry.state import State
+
+_VERSION_LENGTH = 12
+"""Characters that are left for a version behind a name."""
+
+
+class SharedNames:
+    """What names there are in a shared registry, as `access.Names`. What is asked of one name is
+    answered from the newest state; lists are sorted, and follow it by `update`."""
+
+    def __init__(self, shared: SharedRegistry, base_names: Sequence[str], base_root: str) -> None:
+        """The base's names and root are as in `AdapterRegistry`."""
+        self._shared = shared
+        self._base_names, self._base_root = tuple(base_names), base_root
+        self._sorted: dict[str, list[str]] = {}
+        """The names in each namespace that requests may use without a version; "" has those
+        without a namespace."""
+        self._looks: dict[str, set[str]] = {}
+        """Names that are not in ASCII, by what they look like."""
+        for name, entry in shared.state.names.items():
+            if self._is_listed(entry):
+                self._sorted.setdefault(_namespace(name), []).append(name)
+                self._add_look(name)
+        for names in self._sorted.values():
+            names.sort()
+
+    @property
+    def state(self) -> State:
+        return self._shared.state
+
+    @property
+    def base(self) -> str:
+        """What requests call the base model."""
+        return self._base_names[0]
+
+    def entry(self, name: str) -> Name | None:
+        """What the registry knows of a name that is there."""
+        entry = self._shared.state.names.get(name)
+        return entry if entry is not None and entry.removed_at is None else None
+
+    def update(self, changed: Iterable[str]) -> None:
+        """Follow what became of these names."""
+        for name in changed:
+            names = self._sorted.setdefault(_namespace(name), [])
+            place = bisect_left(names, name)
+            was_there = place < len(names) and names[place] == name
+            if not self._is_listed(self.entry(name)):
+                if was_there:
+                    del names[place]
+                    self._looks.get(appearance(name), set()).discard(name)
+            elif not was_there:
+                insort(names, name)
+                self._add_look(name)
+
+    # -- as access.Names -----------------------------------------------------------------------
+
+    def split(self, name: str) -> tuple[str, str]:
+        return split(name)
+
+    def has(self, name: str) -> bool:
+        return self.entry(name) is not None
+
+    def digest(self, name: str) -> str | None:
+        entry = self.entry(name)
+        number = main_number(entry.route) if entry else None
+        return entry.versions[number].digest if entry and number else None
+
+    def names(self, namespaces: Collection[str] | None = None, after: str = "") -> Iterator[str]:
+        """They are sorted, and must be gone through before the next `update`."""
+        chosen = self._sorted if namespaces is None else namespaces
+        lists = [self._sorted[each] for each in chosen if each in self._sorted]
+        return merge(*(islice(names, bisect_right(names, after), None) for names in lists))
+
+    def card(self, model: str) -> ModelCard:
+        if model in self._base_names:
+            return ModelCard(model, self._base_root, None)
+        name, wanted = split(model)
+        entry = self.entry(name)
+        number = entry and (number_of(entry, wanted) if wanted else main_number(entry.route))
+        if entry is None or (wanted and number is None):
+            raise ModelNotFound(f"The model {model!r} does not exist", "model")
+        source = entry.versions[number].source if number else ""
+        return ModelCard(model, source or model, self._base_names[0])
+
+    def check_new(self, name: str) -> None:
+        check_name(name)
+        if len(name) > MAX_NAME_LENGTH - _VERSION_LENGTH:
+            most = MAX_NAME_LENGTH - _VERSION_LENGTH
+            raise InvalidRequest(
+                f"lora_name must not be longer than {most} characters", "lora_name"
+            )
+        if split(name)[1]:
+            message = "lora_name must not end like a version: those are made by the registry"
+            raise InvalidRequest(message, "lora_name")
+        if name in self._base_names:
+            raise AdapterConflict(f"{name!r} is the base model's name", "lora_name")
+        look = appearance(name)
+        others = self._looks.get(look, set()) - {name}
+        if others or (look != name and (self.has(look) or look in self._base_names)):
+            raise AdapterConflict(f"{name!r} looks like another adapter's name", "lora_name")
+
+    # ------------------------------------------------------------------------------------------
+
+    def _is_listed(self, entry: Name | None) -> bool:
+        return entry is not None and bool(entry.route.shares)
+
+    def _add_look(self, name: str) -> None:
+        if not name.isascii():
+            self._looks.setdefault(appearance(name), set()).add(name)
+
+    def check(self) -> None:
+        """Raises AssertionError when an invariant is broken."""
+        there = {n for n, entry in self._shared.state.names.items() if self._is_listed(entry)}
+        assert {name for names in self._sorted.values() for name in names} == there
+        for namespace, names in self._sorted.items():
+            assert names == sorted(set(names))
+            assert all(_namespace(name) == namespace for name in names)
+
+
+def _namespace(name: str) -> str:
+    namespace, slash, _ = name.partition("/")
+    return namespace if slash else ""

@@ -1,0 +1,297 @@
+"""A process follows a shared registry: versions are loaded when they are needed, and go when no
+route leads to them any more."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Protocol
+
+from weft.core.errors import (
+    AdapterError,
+    AdapterUnavailable,
+    ModelNotFound,
+    RegistryUnavailable,
+    WeftError,
+)
+from weft.core.folders import Folder
+from weft.registry import Access, AdapterRegistry
+from weft.registry.records import Change, Done, Version
+from weft.registry.releases import choose, number_of, numbers_of, split
+from weft.registry.shared import SharedRegistry
+from weft.registry.shared_names import SharedNames
+from weft.registry.state import State
+from weft.serving.publisher import Publisher
+
+logger = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.1
+"""Unknown names make this process look into the store at most as often."""
+LOOK_TIMEOUT_S = 5.0
+"""How long a request for an unknown name waits for the store."""
+FAILED_S = 5.0
+"""For how long a version that could not be loaded is not tried again."""
+MAX_FAILED = 1024
+STALE_S = 10.0
+"""When the registry has not answered for so long, `/ready` says so."""
+BOOT_LOADS = 16
+"""Versions that are loaded side by side when this process starts."""
+_ATTEMPTS = 3
+"""How often a version is loaded for a request that finds it gone again."""
+
+
+class VersionFiles(Protocol):
+    """The contents of a registry's versions, by digest."""
+
+    def put(self, files: Folder) -> Version: ...
+
+    def open(self, digest: str) -> Folder: ...
+
+
+class Follower:
+    """Loads versions of a shared registry into one engine, and lets go of them. All methods are
+    called from one event loop. `check()` states the invariants.
+
+    A version is known here as `acme/sql@v7`. It is loaded when a request first needs it, or at once
+    if its name is pinned or has another version here already. When a name changes, the versions
+    that its route does not name any more take no new requests.
+    """
+
+    def __init__(
+        self,
+        shared: SharedRegistry,
+        blobs: VersionFiles,
+        registry: AdapterRegistry,
+        publisher: Publisher,
+    ) -> None:
+        self.shared, self.blobs = shared, blobs
+        self.names = SharedNames(shared, registry.base_names, registry.base_root)
+        self._registry = registry
+        self._publisher = publisher
+        self._loop: asyncio.AbstractEventLoop | None = None
+        """The one that all of it is called from; None before the start."""
+        self._here: dict[str, dict[int, bool]] = {}
+        """By name: the versions that are loaded, and whether they are pinned."""
+        self._loading: dict[str, asyncio.Task[None]] = {}
+        self._leaving: dict[str, asyncio.Task[None]] = {}
+        """Versions that take no new requests, until their last one has ended."""
+        self._failed: dict[str, tuple[float, str]] = {}
+        """Until when a version is not tried again, and why."""
+        self._look: asyncio.Task[None] | None = None
+        """The next look into the store, which has not begun yet."""
+        self._looked_s = 0.0
+        self._looking = asyncio.Lock()
+
+    async def start(self, eager: bool) -> None:
+        """Follow the registry from now on, and load what is pinned, or (`eager`) all that routes
+        name. What can't be loaded is logged, and tried again when it is asked for."""
+        self._loop = asyncio.get_running_loop()
+        self.shared.listen(self._told)
+        self.shared.start()
+        entries = self.names.state.names
+        pinned = [name for name, entry in entries.items() if entry.pinned]
+        others = [name for name, entry in entries.items() if not entry.pinned]
+        place = asyncio.Semaphore(BOOT_LOADS)
+
+        async def load(name: str, number: int) -> None:
+            async with place:
+                with suppress(WeftError):  # it is logged where it happens
+                    await self.load(name, number)
+
+        for names in (pinned, others) if eager else (pinned,):
+            wanted = [(name, n) for name in names for n in numbers_of(entries[name].route)]
+            await asyncio.gather(*(load(name, number) for name, number in wanted))
+
+    async def close(self) -> None:
+        """Stop following. What is loaded stays until the engine ends."""
+        tasks = [*self._loading.values(), *self._leaving.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self.shared.close)
+
+    # -- requests ------------------------------------------------------------------------------
+
+    async def ready(self, access: Access, model: str, sticky: str) -> str:
+        """The name under which the version that answers a request for `model` is loaded here;
+        base models keep theirs.
+
+        `sticky` decides which of several versions it is, as `releases.choose` says. Whoever gets
+        the name pins it before anything else happens. A name that is not known is looked up in the
+        store first. Raises PermissionDenied, ModelNotFound, AdapterUnavailable,
+        RegistryUnavailable.
+        """
+        for _ in range(_ATTEMPTS):
+            try:
+                found = self._find(access, model, sticky)
+            except ModelNotFound:
+                await self.look_again()
+                found = self._find(access, model, sticky)
+            if found is None:
+                return model
+            key = version_name(*found)
+            if self._registry.has(key):
+                return key
+            await self.load(*found)
+        raise AdapterUnavailable(f"{model!r} changes too often to be loaded", "model")
+
+    def _find(self, access: Access, model: str, sticky: str) -> tuple[str, int] | None:
+        """The name and the version that a model means; None for a base. Raises ModelNotFound."""
+        whole = access.find(model)
+        if whole is None:
+            return None
+        name, wanted = split(whole)
+        entry = self.names.entry(name)
+        if entry is None:
+            raise ModelNotFound(f"The model {model!r} does not exist", "model")
+        number = number_of(entry, wanted) if wanted else None
+        if wanted and number is None:
+            raise ModelNotFound(f"{name!r} has no version {wanted[1:]}", "model")
+        if number is None and not entry.route.shares:
+            raise ModelNotFound(f"no version of {name!r} is released", "model")
+        return name, number or choose(name, entry.route, sticky)
+
+    async def look_again(self) -> None:
+        """Read what the store has by now. All who ask before a look has begun share it. Raises
+        RegistryUnavailable."""
+        if self._look is None:
+            self._look = asyncio.create_task(self._look_soon())
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                await asyncio.shield(self._look)
+        except TimeoutError:
+            raise RegistryUnavailable("the registry does not answer; try again later") from None
+
+    async def _look_soon(self) -> None:
+        async with self._looking:
+            await asyncio.sleep(self._looked_s + LOOK_EVERY_S - time.monotonic())
+            self._look, self._looked_s = None, time.monotonic()
+            await asyncio.to_thread(self.shared.poll)
+
+    # -- versions ------------------------------------------------------------------------------
+
+    async def load(self, name: str, number: int) -> None:
+        """Load a version unless it is here; all who want it wait for the same load. Raises
+        ModelNotFound, AdapterUnavailable, Overloaded, EngineDead."""
+        key = version_name(name, number)
+        until_s, failed = self._failed.get(key, (0.0, ""))
+        if failed and time.monotonic() < until_s:
+            raise AdapterUnavailable(failed, "model")
+        if number not in self._here.get(name, {}):
+            await asyncio.shield(self._loading.get(key) or self._begin(name, number))
+
+    async def settled(self, name: str) -> None:
+        """Wait until this process does what the registry says of a name now: the routed versions
+        are loaded, and requests of a name that is gone have ended. Raises as `load`."""
+        self._follow([name])
+        entry = self.names.entry(name)
+        for number in sorted(numbers_of(entry.route)) if entry else ():
+            await self.load(name, number)
+        leaving = [task for key, task in self._leaving.items() if split(key)[0] == name]
+        if entry is None and leaving:
+            await asyncio.wait(leaving)
+
+    def _told(self, _: State, changed: frozenset[str]) -> None:
+        """On the registry's thread: some names have changed."""
+        assert self._loop is not None
+        with suppress(RuntimeError):  # the event loop has ended
+            self._loop.call_soon_threadsafe(self._follow, changed)
+
+    def _follow(self, changed: Iterable[str]) -> None:
+        self.names.update(changed)
+        for name in changed:
+            self._settle(name)
+
+    def _settle(self, name: str) -> None:
+        """Begin what makes this process do what the registry says of a name now."""
+        entry, here = self.names.entry(name), self._here.get(name, {})
+        wanted = numbers_of(entry.route) if entry else set()
+        is_used = bool(here) or any(split(key)[0] == name for key in self._loading)
+        for number in here.keys() - wanted:
+            self._drop(name, number)
+        if entry is None or not (is_used or entry.pinned):
+            return
+        for number in wanted:
+            key = version_name(name, number)
+            if here.get(number) != entry.pinned and key not in self._loading:
+                self._failed.pop(key, None)
+                self._begin(name, number)
+
+    def _begin(self, name: str, number: int) -> asyncio.Task[None]:
+        """Begin to load a version, or to load it with another pin."""
+        key = version_name(name, number)
+        task = self._loading[key] = asyncio.create_task(self._load(name, number))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            del self._loading[key]
+            if not task.cancelled() and (error := task.exception()) is not None:
+                logger.warning("%s is not loaded: %s", key, error)
+
+        task.add_done_callback(ended)
+        return task
+
+    async def _load(self, name: str, number: int) -> None:
+        key, entry = version_name(name, number), self.names.entry(name)
+        version = entry.versions.get(number) if entry else None
+        if entry is None or version is None:
+            raise ModelNotFound(f"The model {key!r} does not exist", "model")
+        pinned, digest = entry.pinned and number in numbers_of(entry.route), version.digest
+        try:
+            await self._publisher.load_version(
+                name, number, version, lambda: self.blobs.open(digest), pinned
+            )
+        except (AdapterError, RegistryUnavailable) as error:
+            message = f"{key} can't be loaded: {error.message}"
+            self._failed[key] = time.monotonic() + FAILED_S, message
+            if len(self._failed) > MAX_FAILED:
+                del self._failed[next(iter(self._failed))]
+            raise AdapterUnavailable(message, "model") from error
+        self._failed.pop(key, None)
+        self._here.setdefault(name, {})[number] = pinned
+        if self.names.entry(name) is not entry:  # it has changed meanwhile
+            asyncio.get_running_loop().call_soon(self._settle, name)
+
+    def _drop(self, name: str, number: int) -> None:
+        """Let a version take no new requests, and forget it after its last one."""
+        here, key = self._here[name], version_name(name, number)
+        del here[number]
+        if not here:
+            del self._here[name]
+        task = self._leaving[key] = asyncio.create_task(self._publisher.retire(key))
+
+        def ended(task: asyncio.Task[None]) -> None:
+            if self._leaving.get(key) is task:
+                del self._leaving[key]
+
+        task.add_done_callback(ended)
+
+    # -- the registry --------------------------------------------------------------------------
+
+    async def submit(self, change: Change, actor: str) -> Done:
+        """Change the registry. Returns when the change is durable, and this process knows it.
+        Raises RegistryUnavailable, AdapterError, InvalidRequest."""
+        return await asyncio.shield(asyncio.wrap_future(self.shared.submit(change, actor)))
+
+    @property
+    def trouble(self) -> str | None:
+        """What is to be said of a registry that has not answered for long."""
+        stale_s = self.shared.stale_s()
+        if stale_s < STALE_S:
+            return None
+        return f"the registry has not answered for {stale_s:.0f} s; its last state is served"
+
+    def check(self) -> None:
+        """Raise AssertionError when an invariant is broken."""
+        self.names.check()
+        live = {ref.name for ref in self._registry.adapters()}
+        here = {version_name(name, n) for name, numbers in self._here.items() for n in numbers}
+        assert live == here, "what is served is not what is known to be here"
+        assert all(self._here.values()) and len(self._failed) <= MAX_FAILED
+
+
+def version_name(name: str, number: int) -> str:
+    """What this process calls a version."""
+    return f"{name}@v{number}"

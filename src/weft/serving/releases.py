@@ -1,0 +1,143 @@
+"""Changing a shared registry for whoever asks, and waiting until the change has come as far as it
+is to."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple, get_args
+
+from msgspec.structs import replace
+
+from weft.core.errors import (
+    AdapterConflict,
+    AdapterNotFound,
+    AdapterUnavailable,
+    GenerationConflict,
+    InvalidRequest,
+)
+from weft.registry import Sources
+from weft.registry.records import Name, Publish, Release, Remove
+from weft.registry.releases import main_number, released, rolled_back, split
+from weft.serving.follower import Follower
+from weft.serving.publisher import Executor, Publisher
+
+Wait = Literal["commit", "here", "all"]
+"""What a change waits for: that it is durable; that this server does what it says; that all do."""
+WAITS: tuple[Wait, ...] = get_args(Wait)
+_ATTEMPTS = 5
+
+
+class Order(NamedTuple):
+    """What a release is to do; see `registry.releases.released`."""
+
+    to: str | None = None
+    canary: float | None = None
+    shadow: str | None = None
+
+
+class Releases:
+    """Changes names of a shared registry. `actor` is who asks, for the history."""
+
+    def __init__(
+        self, follower: Follower, publisher: Publisher, sources: Sources, executor: Executor
+    ) -> None:
+        """`sources` says where adapters may come from."""
+        self._follower = follower
+        self._publisher = publisher
+        self._sources = sources
+        self._executor = executor
+
+    async def load(
+        self,
+        name: str,
+        path: str,
+        sources: Sources | None,
+        put_in_place: bool,
+        pinned: bool,
+        actor: str,
+        wait: Wait,
+    ) -> str:
+        """Publish an adapter under a name, and let all its requests go to it. Other content that
+        the name has needs `put_in_place`. Returns the digest.
+
+        The engine here must accept the adapter before anybody gets to know of it. Raises
+        AdapterError, InvalidRequest, Overloaded, EngineDead, RegistryUnavailable.
+        """
+        found = sources or self._sources
+        path = found.plain(path)
+        async with self._publisher.tried(name, lambda: found.open(path)) as tried:
+            version = await self._executor.blocking(lambda: self._follower.blobs.put(tried.folder))
+            if version.digest != tried.info.digest:
+                message = "the adapter's files changed while it was loaded"
+                raise AdapterUnavailable(message, "lora_path")
+            base = self._follower.names.base
+            change = Publish(name, replace(version, source=path, base=base), pinned=pinned)
+            await self._publish(change, put_in_place, actor)
+            await self.wait(name, wait)
+        return version.digest
+
+    async def _publish(self, change: Publish, put_in_place: bool, actor: str) -> None:
+        """Make the change. Raises AdapterConflict for a name that has other content, unless that
+        may be replaced."""
+        for attempt in range(_ATTEMPTS):
+            entry = self._follower.names.state.names.get(change.name, Name())
+            number = main_number(entry.route)
+            other = number and entry.versions[number].digest != change.version.digest
+            if other and not put_in_place:
+                message = f"The lora adapter {change.name!r} has already been loaded with other"
+                raise AdapterConflict(f"{message} content", "lora_name")
+            expect = None if put_in_place else entry.generation
+            try:
+                await self._follower.submit(replace(change, expect=expect), actor)
+                return
+            except GenerationConflict:
+                if attempt == _ATTEMPTS - 1:
+                    raise
+
+    async def remove(self, name: str, actor: str, wait: Wait) -> str | None:
+        """Forget a name. With the scope `here`, its requests have ended. Returns the digest that
+        most of them got. Raises AdapterNotFound, InvalidRequest, RegistryUnavailable."""
+        if split(name)[1]:
+            message = "lora_name: a version can't be unloaded alone; release another one instead"
+            raise InvalidRequest(message, "lora_name")
+        digest = self._follower.names.digest(name)
+        try:
+            await self._follower.submit(Remove(name), actor)
+        except AdapterNotFound as error:
+            message = f"The lora adapter {name!r} cannot be found"
+            raise AdapterNotFound(message, "lora_name") from error
+        await self.wait(name, wait)
+        return digest
+
+    async def release(
+        self, name: str, order: Order | None, expect: int | None, actor: str, wait: Wait
+    ) -> Name:
+        """Change a name's route as ordered, or go back to the one before; `registry.releases` says
+        what that means. Returns what the registry has of the name then.
+
+        The name must be at the generation `expect`, if one is given. Raises InvalidRequest,
+        AdapterNotFound, GenerationConflict, RegistryUnavailable.
+        """
+        for attempt in range(_ATTEMPTS):
+            entry = self.entry(name)
+            route = rolled_back(name, entry) if order is None else released(name, entry, *order)
+            generation = entry.generation if expect is None else expect
+            try:
+                await self._follower.submit(Release(name, route, generation), actor)
+                break
+            except GenerationConflict:  # by which this process knows the newest state
+                if expect is not None or attempt == _ATTEMPTS - 1:
+                    raise
+        await self.wait(name, wait)
+        return self.entry(name)
+
+    def entry(self, name: str) -> Name:
+        """What the registry knows of a name. Raises AdapterNotFound."""
+        entry = self._follower.names.entry(name)
+        if entry is None:
+            raise AdapterNotFound(f"The registry has no adapter {name!r}", "name")
+        return entry
+
+    async def wait(self, name: str, wait: Wait) -> None:
+        """Wait until the newest change of a name has come so far."""
+        if wait != "commit":
+            await self._follower.settled(name)
