@@ -15,7 +15,8 @@ epoch counts only if its mark is *afterwards* still absent.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
@@ -166,16 +167,17 @@ class Log:
         return needless
 
     def _take(self, content: bytes) -> None:
-        try:
+        self.state = self._after(content)
+        if self.state.seq % self.state.epoch == 0:
+            self._to_save, self._ended_here = self.state, False
+
+    def _after(self, content: bytes) -> State:
+        """The state after an entry that is written so."""
+        with _reading(entry_key(self.state.seq + 1)):
             entry = _entries.decode(content)
             if entry.format != FORMAT:
                 raise ValueError(f"its format is {entry.format}, not {FORMAT}")
-        except (ValueError, msgspec.DecodeError) as error:
-            message = f"{entry_key(self.state.seq + 1)} of the registry can't be read: {error}"
-            raise RegistryUnavailable(message) from error
-        self.state = self.state.apply(entry)
-        if self.state.seq % self.state.epoch == 0:
-            self._to_save, self._ended_here = self.state, False
+        return self.state.apply(entry)
 
     def _jumped(self, seq: int) -> Steps[bool]:
         """Whether the epoch of this entry is over, so that nothing seen in it counts. If it is,
@@ -194,15 +196,15 @@ class Log:
             (content,) = yield from _get([newest])
             if content is None:
                 continue
-            try:
-                state = State.load(content)
-            except (ValueError, msgspec.DecodeError) as error:
-                message = f"{newest} of the registry can't be read: {error}"
-                raise RegistryUnavailable(message) from error
+            state = self._loaded(newest, content)
             if state.seq >= least:
                 self.state, self._to_save = state, None
                 return
         raise RegistryUnavailable("the registry's newest snapshot is missing")
+
+    def _loaded(self, key: str, content: bytes) -> State:
+        with _reading(key):
+            return State.load(content)
 
     def _is_over(self, epoch: int) -> Steps[bool]:
         (mark,) = yield from _get([end_key(epoch)])
@@ -221,6 +223,15 @@ class Log:
     def _last_of_epoch(self, seq: int) -> int:
         length = self.state.epoch
         return ((seq - 1) // length + 1) * length
+
+
+@contextmanager
+def _reading(key: str) -> Iterator[None]:
+    """Nobody goes on from what can't be read: it may be of a newer version, or damaged."""
+    try:
+        yield
+    except (ValueError, msgspec.DecodeError) as error:
+        raise RegistryUnavailable(f"{key} of the registry can't be read: {error}") from error
 
 
 def _put(key: str, content: bytes) -> Steps[bool]:

@@ -136,9 +136,9 @@ class State(Struct, frozen=True):
         """Write it as a snapshot."""
         return msgspec.json.encode(
             _Snapshot(
-                FORMAT, self.epoch, self.seq, self.time, dict(self.names), dict(self.tenants),
-                dict(self.removed_tenants), dict(self.usage), dict(self.results),
-                dict(self.results_before),
+                FORMAT, self.epoch, self.seq, self.time, self.names.plain(), self.tenants.plain(),
+                self.removed_tenants.plain(), self.usage.plain(), self.results.plain(),
+                self.results_before.plain(),
             )
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import TypeVar, overload
 
 _V = TypeVar("_V")
 _D = TypeVar("_D")
-_PARTS = 512
+_PARTS = 256
 
 
 class Table(Mapping[str, _V]):
@@ -21,14 +21,14 @@ class Table(Mapping[str, _V]):
 
     def __init__(self, items: Mapping[str, _V] | None = None) -> None:
         empty: dict[str, _V] = {}
-        self._parts = (empty,) * _PARTS
-        self._len = 0
-        if items:
-            parts: list[dict[str, _V]] = [{} for _ in range(_PARTS)]
-            for key, value in items.items():
-                parts[hash(key) % _PARTS][key] = value
-            self._parts = tuple(parts)
-            self._len = len(items)
+        parts = [empty] * _PARTS
+        for key, value in (items or {}).items():
+            at = hash(key) % _PARTS
+            if parts[at] is empty:
+                parts[at] = {}
+            parts[at][key] = value
+        self._parts = tuple(parts)
+        self._len = len(items or ())
 
     def __getitem__(self, key: str) -> _V:
         return self._parts[hash(key) % _PARTS][key]
@@ -52,12 +52,23 @@ class Table(Mapping[str, _V]):
 
     def having(self, key: str, value: _V) -> Table[_V]:
         """A copy in which `key` has this value."""
-        return self._copy(key, {**self._parts[hash(key) % _PARTS], key: value})
+        part = self._parts[hash(key) % _PARTS].copy()
+        part[key] = value
+        return self._copy(key, part)
 
     def lacking(self, key: str) -> Table[_V]:
         """A copy without `key`, which may be missing already."""
-        part = self._parts[hash(key) % _PARTS]
-        return self._copy(key, {k: v for k, v in part.items() if k != key})
+        part = self._parts[hash(key) % _PARTS].copy()
+        part.pop(key, None)
+        return self._copy(key, part)
+
+    def plain(self) -> dict[str, _V]:
+        """All of it as a dict."""
+        together: dict[str, _V] = {}
+        for part in self._parts:
+            if part:
+                together.update(part)
+        return together
 
     def changed_since(self, old: Table[_V]) -> frozenset[str]:
         """The keys whose values differ between an older table and this one. If this one was made
@@ -71,7 +82,9 @@ class Table(Mapping[str, _V]):
 
     def _copy(self, key: str, part: dict[str, _V]) -> Table[_V]:
         at = hash(key) % _PARTS
-        copy = Table[_V]()
-        copy._parts = (*self._parts[:at], part, *self._parts[at + 1 :])
+        parts = list(self._parts)
+        parts[at] = part
+        copy: Table[_V] = Table.__new__(Table)
+        copy._parts = tuple(parts)
         copy._len = self._len + len(part) - len(self._parts[at])
         return copy
