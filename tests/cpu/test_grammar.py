@@ -9,6 +9,7 @@ import hashlib
 import json
 import random
 import re
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+from http_api import wait_until
 from tiny import BASE
 from tokenizers import AddedToken
 from toy_tokenizers import byte_level, sentencepiece
@@ -410,7 +412,7 @@ def test_compilations_that_do_not_end_harm_nobody(
     outcomes = dict(made.wait(6))
     assert list(outcomes).index("good") < 5
     assert isinstance(outcomes.pop("good"), GrammarMatcher)
-    assert all("longer than 0.3 s" in str(error) for error in outcomes.values())
+    assert all("more than 0.3 s" in str(error) for error in outcomes.values())
     made.compile(StructuredOutputs(regex="b"))
     made.grammars.close()
     assert not any(thread.is_alive() for thread in made.grammars._threads)
@@ -431,6 +433,21 @@ def test_compilers_that_were_killed_are_replaced(bench: Bench) -> None:
     mother.kill()
     mother.wait()
     bench.compile(StructuredOutputs(regex="after"))
+
+
+def test_compilers_that_hang_are_seen(bench: Bench) -> None:
+    bench.compile(StructuredOutputs(regex="before"))
+    assert bench.grammars._compilers is not None
+    mother = bench.grammars._compilers[1]._mother._process
+    assert bench.grammars.stuck_s() == 0
+    mother.send_signal(signal.SIGSTOP)
+    try:
+        bench.grammars.start("stopped", StructuredOutputs(regex="during"))
+        wait_until(lambda: bench.grammars.stuck_s() > 0.1)
+    finally:
+        mother.send_signal(signal.SIGCONT)
+    assert isinstance(dict(bench.wait(1))["stopped"], GrammarMatcher)
+    wait_until(lambda: bench.grammars.stuck_s() == 0)
 
 
 def test_a_form_is_compiled_once_for_all_who_ask(

@@ -25,7 +25,7 @@ from weft.text.own import OwnTokenizer
 from weft.text.sandbox import limits, pool
 from weft.text.sandbox.jobs import Chat, Encode, Ids
 from weft.text.sandbox.pool import Call, Owner, Sandbox
-from weft.text.sandbox.processes import Mother
+from weft.text.sandbox.processes import shared_mother
 from weft.text.templates import template_options
 
 ENDLESS = "{% for a in range(99999) %}" * 4 + "{{ a }}" + "{% endfor %}" * 4
@@ -329,7 +329,7 @@ def test_a_killed_process_is_replaced() -> None:
     sandbox = Sandbox(num_workers=1)
     call = lambda: sandbox.submit(chat_call(TEMPLATE, Owner("a", "")))  # noqa: E731
     before = call().result(60)
-    mother = Mother.shared()._process
+    mother = shared_mother()._process
     pids = children_of(mother.pid)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)

@@ -19,11 +19,11 @@ from toy_tokenizers import byte_level
 
 from weft.api import loop_watch
 from weft.api.loop_watch import LoopWatch
+from weft.core import headway
 from weft.core.messages import Command, Pulse, Stop, Wake
 from weft.engine.serve import Progress, serve
 from weft.fleet import vitals
 from weft.fleet.vitals import Vitals
-from weft.worker import threads
 from weft.worker.threads import WatchedThreads
 
 
@@ -78,6 +78,8 @@ def test_the_signs_of_life_of_an_engine(monkeypatch: pytest.MonkeyPatch) -> None
     seen.hear(Pulse({"step": 9.0, "loaders": 11.0, "registrars": 12.0}))
     step, loaders, registrars = seen.troubles()
     assert "one step for 9 s" in step and "load" in loaders and "check new" in registrars
+    seen.hear(Pulse({"compilers": 9.0}))
+    assert "compile forms" in seen.troubles()[0]
     monkeypatch.setattr(vitals, "HANG_S", 0.01)
     seen.hear(Pulse({"step": 0.0}))
     time.sleep(0.02)
@@ -128,20 +130,20 @@ def test_threads_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with WatchedThreads(2, "test") as pool:
         pool.submit(go_on.wait, 30)
-        wait_until(lambda: len(pool._working) == 1)
-        pool.look()
+        wait_until(lambda: len(pool._headway._works) == 1)
+        pool.stuck_s()
         time.sleep(0.02)
-        assert pool.look() == 0, "another thread is free"
+        assert pool.stuck_s() == 0, "another thread is free"
         stuck = pool.submit(go_on.wait, 30)
-        wait_until(lambda: pool.look() > 0.05)
+        wait_until(lambda: pool.stuck_s() > 0.05)
         go_on.set()
         assert stuck.result(30)
-        wait_until(lambda: pool.look() == 0)
+        wait_until(lambda: pool.stuck_s() == 0)
         go_on.clear()
         pool.submit(go_on.wait, 30)
         pool.submit(compute)
         time.sleep(0.3)
-        assert pool.look() < 0.2, "it gets on"
-        monkeypatch.setattr(threads, "LONG_S", 0.1)
-        assert pool.look() >= 0.2, "it never ends"
+        assert pool.stuck_s() < 0.2, "it gets on"
+        monkeypatch.setattr(headway, "LONG_S", 0.1)
+        assert pool.stuck_s() >= 0.2, "it never ends"
         go_on.set()

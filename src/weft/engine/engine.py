@@ -173,7 +173,7 @@ class Engine:
 
     def stuck_s(self) -> dict[str, float]:
         """For how many seconds parts beside the step have not got on; see `Worker.stuck_s`."""
-        return self._worker.stuck_s()
+        return {**self._worker.stuck_s(), "compilers": self._grammars.stuck_s()}
 
     def check(self) -> None:
         """Raise AssertionError unless the invariants of all parts hold."""

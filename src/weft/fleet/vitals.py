@@ -12,6 +12,7 @@ PARTS = {
     "step": "the engine has been at one step for {:.0f} s",
     "loaders": "the threads that load adapters have not got on for {:.0f} s",
     "readers": "the threads that read new adapters have not got on for {:.0f} s",
+    "compilers": "the processes that compile forms have not got on for {:.0f} s",
     "registrars": "the threads that check new adapters have not got on for {:.0f} s",
 }
 

@@ -156,6 +156,11 @@ class Grammars:
         """The outcomes since the last call, by request id: a matcher, or why there is none."""
         return [self._ready.get() for _ in range(self._ready.qsize())]
 
+    def stuck_s(self) -> float:
+        """For how many seconds no form has got on, though some wait. Any thread."""
+        compilers = self._compilers
+        return 0.0 if compilers is None else compilers[1].stuck_s()
+
     def close(self) -> None:
         """End processes and threads."""
         with self._changed:
@@ -215,7 +220,7 @@ class Grammars:
                     raise refusal("a form needs a tokenizer, and none is loaded")
                 vocabulary = Vocabulary.of(tokenizer, self._vocab_size, self._eos_ids)
                 # They start while xgrammar is imported.
-                processes = CompilerProcesses(vocabulary, LIMITS)
+                processes = CompilerProcesses(vocabulary, LIMITS, MAX_AT_ONCE)
                 self._compilers = Compiler(vocabulary, num_threads=2), processes
             return self._compilers
 

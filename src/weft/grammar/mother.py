@@ -1,12 +1,7 @@
-"""The process that compiles forms: it forks a child for each, so that none can harm another.
+"""The process that those are forked from which compile one form each; see `weft.core.forked`.
 
-The engine starts it and tells it what to do over a socket that keeps the borders of messages:
-
-    b"V" and a connection     the vocabulary comes by it                  -> b"V" when all is ready
-    b"F" and a connection     fork a child: a form comes by it, and a `FormAnswer` goes back
-
-A child ends after its form, or is ended by the kernel when its time is over. All of it ends when
-the other end of the socket closes. This process itself never looks at a form.
+It finds the vocabulary at its standard input. A form comes to its worker as `StructuredOutputs`,
+and a `FormAnswer` goes back.
 """
 
 from __future__ import annotations
@@ -19,14 +14,15 @@ import signal
 import socket
 import sys
 import time
-from multiprocessing.connection import Connection
+from functools import partial
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
+from weft.core import frames
 from weft.core.errors import WeftError, to_wire
-from weft.core.processes import die_with_parent, forbid_new_privileges
+from weft.core.forked import Work, run_mother
 from weft.core.sampling import StructuredOutputs
 from weft.grammar.compiler import Compiler, Limits, refusal_of
 from weft.grammar.schema import refusal
@@ -38,12 +34,11 @@ CHEAP_S = 1.0
 to write and read it as text."""
 MAX_COMPILED_BYTES = 32 << 20
 """The longest text of a compiled form."""
-NICENESS = 5
 COMMAND = "from weft.grammar.mother import main; main()"
 
 
 class Setup(NamedTuple):
-    """What the mother is told at first: the parts of the `Vocabulary`, and limits."""
+    """What the mother finds at its standard input: the parts of the `Vocabulary`, and limits."""
 
     spelled: list[bytes]
     eos_ids: list[int]
@@ -70,24 +65,17 @@ class _StandIn(ModuleType):
         return type(name, (), {"__init__": lambda *_, **__: None})
 
 
-def main() -> None:
-    """`python -c COMMAND FD`: serve the socket of that number until its other end closes."""
+def main() -> NoReturn:
     _import_xgrammar()
-    control = socket.socket(fileno=int(sys.argv[1]))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for children
-    prepared: tuple[Compiler, Limits] | None = None
-    while True:
-        message, fds, _, _ = socket.recv_fds(control, 1, 1)
-        if not message:
-            os._exit(0)
-        connection = Connection(fds[0])
-        if message == b"V":
-            prepared = _prepare(connection)
-            control.send(message)
-        elif prepared is not None:
-            with contextlib.suppress(OSError):  # no process can be had: the other end will see it
-                _fork(connection, *prepared)
-        connection.close()
+    setup = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=Setup)
+    compiler = Compiler(Vocabulary(setup.spelled, setup.eos_ids), num_threads=1)
+    for form in (StructuredOutputs(choice=("a",)), StructuredOutputs(regex="a(")):
+        with contextlib.suppress(WeftError):  # it is about what is imported on the way
+            compiler.compile(form)
+    gc.collect()
+    gc.freeze()
+    work = Work(partial(_serve, compiler, setup.limits), setup.limits.memory_bytes)
+    run_mother(lambda _: work)
 
 
 def _import_xgrammar() -> None:
@@ -106,62 +94,26 @@ def _import_xgrammar() -> None:
         os.execv(sys.executable, [sys.executable, "-P", "-c", COMMAND, sys.argv[1], "whole"])
 
 
-def _prepare(connection: Connection) -> tuple[Compiler, Limits]:
-    setup = msgspec.msgpack.decode(connection.recv_bytes(), type=Setup)
-    compiler = Compiler(Vocabulary(setup.spelled, setup.eos_ids), num_threads=1)
-    for form in (StructuredOutputs(choice=("a",)), StructuredOutputs(regex="a(")):
-        with contextlib.suppress(WeftError):  # it is about what is imported on the way
-            compiler.compile(form)
-    gc.collect()
-    gc.freeze()
-    return compiler, setup.limits
-
-
-def _fork(connection: Connection, compiler: Compiler, limits: Limits) -> None:
-    mother = os.getpid()
-    if os.fork():
-        return
-    try:
-        _confine(mother, connection.fileno(), limits)
-        form = msgspec.msgpack.decode(connection.recv_bytes(), type=StructuredOutputs)
-        answer = _answer(form, compiler)
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        connection.send_bytes(msgspec.msgpack.encode(answer))
-    finally:
-        os._exit(0)
-
-
-def _confine(mother: int, connection: int, limits: Limits) -> None:
-    """Take from this child all that it does not need: it may compute for a while, and answer."""
+def _serve(compiler: Compiler, limits: Limits, connection: socket.socket) -> None:
     signal.setitimer(signal.ITIMER_PROF, limits.cpu_s)
     signal.setitimer(signal.ITIMER_REAL, limits.wall_s)
-    die_with_parent(mother)
-    forbid_new_privileges()
-    os.closerange(0, connection)
-    os.closerange(connection + 1, 1024)
-    os.nice(NICENESS)
-    memory = _pages(0) * resource.getpagesize() + limits.memory_bytes
-    for limit, most in (
-        (resource.RLIMIT_AS, memory),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NPROC, 0),
-    ):
-        resource.setrlimit(limit, (most, most))
+    form = msgspec.msgpack.decode(frames.receive(connection), type=StructuredOutputs)
+    answer = _answer(form, compiler)
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    frames.send(connection, msgspec.msgpack.encode(answer))
 
 
-def _pages(column: int) -> int:
-    """Memory of this process, in pages: all of it (0), or what is resident (1)."""
-    with open("/proc/self/statm") as file:  # noqa: PTH123  # pathlib is slower
-        return int(file.read().split()[column])
+def _resident_bytes() -> int:
+    """How much memory this process has had at most."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _answer(form: StructuredOutputs, compiler: Compiler) -> FormAnswer:
-    before, begin_s = _pages(1), time.process_time()
+    before, begin_s = _resident_bytes(), time.process_time()
     try:
         compiled = compiler.compile(form)
         taken_s = time.process_time() - begin_s
-        resident_bytes = (_pages(1) - before) * resource.getpagesize()
+        resident_bytes = _resident_bytes() - before
         try_masks(compiler, compiled)
         text = compiled.serialize_json() if taken_s > CHEAP_S else ""
         if len(text) > MAX_COMPILED_BYTES:

@@ -159,9 +159,9 @@ class AdapterLoader:
 
     def stuck_s(self) -> dict[str, float]:
         return {
-            "loaders": self._loaders.look(),
-            "readers": self._readers.look(),
-            "registrars": self._registrars.look(),
+            "loaders": self._loaders.stuck_s(),
+            "readers": self._readers.stuck_s(),
+            "registrars": self._registrars.stuck_s(),
         }
 
     def close(self) -> None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from weft.core.errors import AdapterInvalid, InvalidRequest, Overloaded, WeftError, from_wire
+from weft.core.forked import ProcessEnded
 from weft.text.sandbox import limits
 from weft.text.sandbox.jobs import (
     Answer,
@@ -20,7 +21,7 @@ from weft.text.sandbox.jobs import (
     Refused,
 )
 from weft.text.sandbox.limits import WorkerKind
-from weft.text.sandbox.processes import ProcessEnded, TextProcess
+from weft.text.sandbox.processes import TextProcess
 
 
 class Owner(NamedTuple):

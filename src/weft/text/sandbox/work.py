@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
+from weft.core import frames
 from weft.core.errors import InvalidRequest, WeftError, to_wire
-from weft.text.sandbox import frames
 from weft.text.sandbox.jobs import (
     Answer,
     Answered,
