@@ -38,7 +38,7 @@ from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.serving import LoopExecutor, Publisher
 from weft.text import AdapterTokenizers, load_tokenizer
 
-NUM_REQUESTS = 5_000
+NUM_REQUESTS = 2_500
 NUM_TENANTS = 24
 NUM_OPEN = 288
 """Requests open at a time, more than may run."""
@@ -246,7 +246,7 @@ def test_no_token_comes_from_a_wrong_version(engines: list[Engine], tmp_path: Pa
     ended = ("stop", "length", "left", "unknown")
     assert sum(counts[how] for how in ended) == NUM_REQUESTS
     assert counts["unknown"] < NUM_REQUESTS / 10
-    assert min(counts[what] for what in (*ended, "cached", "outlived", "loads", "unloads")) > 50
+    assert min(counts[what] for what in (*ended, "cached", "outlived", "loads", "unloads")) > 25
     engines[0].check()
 
 

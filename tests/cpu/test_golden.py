@@ -30,7 +30,12 @@ from weft import SamplingParams
 
 __all__ = ["workload"]
 
-BACKENDS = pytest.mark.parametrize("backend", ["torch", "reference"])
+BACKENDS = pytest.mark.parametrize(
+    ("backend", "overlap"),
+    [("torch", False), ("torch", True), ("reference", False)],
+    ids=["torch-plain", "torch-overlap", "reference-plain"],
+)
+"""A loop knows nothing of the backend: the slow one runs in one of them."""
 
 
 def test_the_workload_is_what_the_others_rely_on(workload: list[tuple[Case, Expected]]) -> None:
@@ -39,7 +44,6 @@ def test_the_workload_is_what_the_others_rely_on(workload: list[tuple[Case, Expe
     assert min(len(c.prompt_ids) for c, _ in workload if not c.word) > 100
 
 
-@LOOPS
 @BACKENDS
 def test_each_adapter_alone(
     make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str
@@ -50,7 +54,6 @@ def test_each_adapter_alone(
         assert_right(run(llm, part), part)
 
 
-@LOOPS
 @BACKENDS
 def test_mixed_batch(
     make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str
@@ -61,7 +64,6 @@ def test_mixed_batch(
     assert llm.stats().preemptions == llm.stats().adapter_evictions == 0
 
 
-@LOOPS
 @BACKENDS
 def test_tight_memory(
     make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str
@@ -103,7 +105,6 @@ def test_prefix_is_not_shared_across_adapters(
         assert (output.text, output.num_cached_tokens) == (answer(name, "hello"), 0)
 
 
-@LOOPS
 @BACKENDS
 def test_first_logprobs(
     make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str

@@ -235,12 +235,12 @@ def test_requests_answer_right_while_their_adapters_move(
         words = [w for w in tiny.tasks.words(seed=3, n=400) if len(w) == tiny.tasks.MIN_LENGTH]
         asked: dict[str, tuple[str, str]] = {}
         for i in itertools.count():
-            if len(asked) < 120 and i % 2 == 0:
+            if len(asked) < 60 and i % 2 == 0:
                 which, word = rng.randrange(len(names)), rng.choice(words)
                 asked[str(i)] = (names[which], word)
                 traffic.submit(str(i), refs[which], word)
             traffic.step()
-            if len(asked) == 120 and not engine.scheduler.busy:
+            if len(asked) == 60 and not engine.scheduler.busy:
                 break
         for request, (task, word) in asked.items():
             assert traffic.text(request) == tiny.answer(task, word)[:MAX_TOKENS], task

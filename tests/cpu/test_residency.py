@@ -867,7 +867,7 @@ def test_slow_folders_hold_up_no_other_registration(world: World) -> None:
     assert all(isinstance(world.wait(), Answer) for _ in world.disk.slow)
 
 
-def test_ten_thousand_loads_leave_nothing(tmp_path: Path) -> None:
+def test_thousands_of_loads_leave_nothing(tmp_path: Path) -> None:
     """Through all tiers, with failures and adapters that come and go."""
     made = _world(host_bytes=40 * 4096, folder=tmp_path / "cache", arena=True)
     world = next(made)
@@ -894,14 +894,14 @@ def test_ten_thousand_loads_leave_nothing(tmp_path: Path) -> None:
         world.checked = True
         world.check()
 
-    churn(2001)
+    churn(999)
     before, threads = sys.getallocatedblocks(), threading.active_count()
-    churn(7999)
-    assert sys.getallocatedblocks() - before < 2000 and threading.active_count() == threads
+    churn(3000)
+    assert sys.getallocatedblocks() - before < 500 and threading.active_count() == threads
     world.pool.broken = False
     assert len(saved(world, len(names))) == len(list((tmp_path / "cache").iterdir()))
     device = world.residency.tiers()["device"]
-    assert device.hits + device.misses >= 9_999
+    assert device.hits + device.misses >= 3_999
     for name in names:
         world.catalog.forget(name)
     host = world.residency.host
