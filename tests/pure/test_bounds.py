@@ -19,6 +19,7 @@ EXCEPTIONS: dict[str, str] = {}
 """By path and name: why it is larger."""
 SHARED_NAMES = {
     "Matcher": "the protocol that plans know a grammar by, and the one that xgrammar's fills",
+    "Release": "an engine lets go of an adapter; a shared registry lets requests go to a version",
 }
 """Names of several classes: why they are the same."""
 

@@ -167,3 +167,18 @@ def test_a_snapshot_of_a_newer_format_is_refused() -> None:
     store.content["end/000000000000"] = b"over"
     with pytest.raises(RegistryUnavailable, match="newest snapshot is missing"):
         store.run(Log(State(epoch=4)).poll())
+
+
+def test_what_is_settled_is_told_before_more_is_sent() -> None:
+    """Else, if the store did not answer then, it would be forgotten that the op was sent."""
+    store = Requests()
+    log = a_log(store, 0)
+    op, more = Op("late", "", Publish("name", A)), Op("more", "", Publish("name", A))
+    steps = log.commit([op], 0.0)
+    put = next(steps)
+    assert isinstance(put, Put)
+    store.content[put.key] = put.content
+    steps.close()
+    store.run(log.poll())
+    assert store.run(log.commit([op, more], 0.0)) == {"late": Done(1, 1)}
+    assert store.asked == []

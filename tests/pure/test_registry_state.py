@@ -10,12 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weft.registry.frozen_map import FrozenMap
 from weft.registry.records import (
     Change,
     Done,
     Name,
+    NotDone,
     Publish,
-    Refused,
     Release,
     Remove,
     RemoveTenant,
@@ -27,7 +28,6 @@ from weft.registry.records import (
     Version,
 )
 from weft.registry.state import KEPT_HISTORY, KEPT_VERSIONS, Entry, Op, State
-from weft.registry.table import Table
 
 A, B, C = (Version(letter * 64, 10) for letter in "abc")
 
@@ -52,7 +52,7 @@ class Changes:
     def refused(self, change: Change) -> str:
         before = self.state
         result = self.make(change)
-        assert isinstance(result, Refused)
+        assert isinstance(result, NotDone)
         assert self.state.names == before.names and self.state.tenants == before.tenants
         return f"{result.kind}: {result.message}"
 
@@ -243,7 +243,7 @@ def _is_one_change(before: State, after: State, op: Op) -> None:
     """A change that was made has raised one generation by one; a refused one nothing."""
     changed = after.names.changed_since(before.names)
     match after.result(op.nonce):
-        case Refused():
+        case NotDone():
             assert not changed and after.tenants == before.tenants
         case Done(generation=generation):
             assert op.change.expect in (None, generation - 1)
@@ -256,7 +256,7 @@ def _is_one_change(before: State, after: State, op: Op) -> None:
 @settings(max_examples=50)
 @given(st.lists(st.tuples(st.text("abc", max_size=2), st.none() | st.integers(0, 3))))
 def test_a_table_is_a_mapping_that_never_changes(steps: list[tuple[str, int | None]]) -> None:
-    table: Table[int] = Table()
+    table: FrozenMap[int] = FrozenMap()
     model: dict[str, int] = {}
     for key, value in steps:
         before, old = table, dict(model)
@@ -270,5 +270,5 @@ def test_a_table_is_a_mapping_that_never_changes(steps: list[tuple[str, int | No
         assert dict(table) == model and len(table) == len(model)
         assert table.changed_since(before) == {k for k in [key] if old.get(k) != model.get(k)}
         assert (key in table) == (key in model) and table.get(key) == model.get(key)
-    assert table == Table(model)
-    assert Table(model).changed_since(Table()) == model.keys()
+    assert table == FrozenMap(model)
+    assert FrozenMap(model).changed_since(FrozenMap()) == model.keys()

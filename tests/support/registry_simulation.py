@@ -31,7 +31,7 @@ from weft.registry.log import (
     entry_key,
     snapshot_key,
 )
-from weft.registry.records import Done, Publish, Refused, Remove, Result, SetTenant, Version
+from weft.registry.records import Done, NotDone, Publish, Remove, Result, SetTenant, Version
 from weft.registry.state import KEPT_HISTORY, Entry, Op, State
 
 NAMES = ("t/a", "t/b", "u/a")
@@ -325,7 +325,7 @@ def violations(schedule: Schedule) -> Iterator[str]:
                         mine is None or mine.generation != generation
                     ):
                         yield "an acknowledged change is lost"
-                case Refused(kind=kind):
+                case NotDone(kind=kind):
                     if mine is not None:
                         yield "a change was refused and made"
                     if kind == "quota" and not _may_be_full(schedule.calls, call):

@@ -112,13 +112,11 @@ class Log:
         """Try once to make changes, all in one entry. Returns, by nonce, what has become of those
         that are settled; None if nobody can tell any more. The others are to be tried again: some
         other entry came first. `now` is in seconds since 1970."""
-        settled = self._settled(ops)
-        ops = tuple(op for op in ops if op.nonce not in settled)
-        if not ops:
+        if settled := self._settled(ops):
             return settled
         seq = self.state.seq + 1
         self._sent = dict.fromkeys((op.nonce for op in ops), seq)
-        content = msgspec.json.encode(Entry(now, ops))
+        content = msgspec.json.encode(Entry(now, tuple(ops)))
         won = yield from _put(entry_key(seq), content)
         if not (yield from self._jumped(seq)):
             if won:
@@ -126,7 +124,7 @@ class Log:
                 self._ended_here |= seq % self.state.epoch == 0
             else:
                 yield from self.poll()
-        return settled | self._settled(ops)
+        return self._settled(ops)
 
     def was_sent(self, op: Op) -> bool:
         """Whether an op that is not settled may be in the log all the same."""

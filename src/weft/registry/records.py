@@ -147,7 +147,7 @@ class Done(Struct, frozen=True, tag="done", omit_defaults=True):
     """The version's number, after a `Publish`."""
 
 
-class Refused(Struct, frozen=True, tag="refused"):
+class NotDone(Struct, frozen=True, tag="refused"):
     """Why a change was not made. Every reader of the log comes to the same result."""
 
     kind: Literal["conflict", "not_found", "quota", "invalid"]
@@ -155,4 +155,4 @@ class Refused(Struct, frozen=True, tag="refused"):
     message: str
 
 
-Result: TypeAlias = Done | Refused
+Result: TypeAlias = Done | NotDone

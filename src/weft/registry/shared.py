@@ -29,7 +29,7 @@ from weft.core.errors import (
     WeftError,
 )
 from weft.registry.log import Delete, Get, ListKeys, Log, Put, Request, Steps
-from weft.registry.records import Change, Done, HistoryEntry, Refused, Result
+from weft.registry.records import Change, Done, HistoryEntry, NotDone, Result
 from weft.registry.state import Op, State
 from weft.registry.stores import Store, probe
 
@@ -238,7 +238,7 @@ class SharedRegistry:
         match result:
             case Done():
                 future.set_result(result)
-            case Refused():
+            case NotDone():
                 future.set_exception(_ERRORS[result.kind](result.message))
             case None:
                 message = "nobody can tell any more whether the change was made: look at the name"

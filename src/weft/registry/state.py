@@ -16,13 +16,14 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from weft.registry.frozen_map import FrozenMap
 from weft.registry.records import (
     Change,
     Done,
     HistoryEntry,
     Name,
+    NotDone,
     Publish,
-    Refused,
     Release,
     Remove,
     RemoveTenant,
@@ -33,7 +34,6 @@ from weft.registry.records import (
     TenantRecord,
     Version,
 )
-from weft.registry.table import Table
 
 FORMAT: Final = 1
 EPOCH: Final = 1024
@@ -94,17 +94,17 @@ class State(Struct, frozen=True):
     time: float = 0.0
     """When the last one was written. A clock that is behind that of an earlier writer counts as
     showing the same time."""
-    names: Table[Name] = Table()
+    names: FrozenMap[Name] = FrozenMap()
     """Removed ones too: their `removed_at` is not None."""
-    tenants: Table[TenantRecord] = Table()
-    removed_tenants: Table[int] = Table()
+    tenants: FrozenMap[TenantRecord] = FrozenMap()
+    removed_tenants: FrozenMap[int] = FrozenMap()
     """The generations that tenants had when they were removed."""
-    usage: Table[Usage] = Table()
+    usage: FrozenMap[Usage] = FrozenMap()
     """By namespace: what a name has before its first slash."""
-    results: Table[Result] = Table()
+    results: FrozenMap[Result] = FrozenMap()
     """What became of each op of the newest entries, by nonce: those of this epoch so far, or of
     the whole last one if nothing came after it."""
-    results_before: Table[Result] = Table()
+    results_before: FrozenMap[Result] = FrozenMap()
     """The same for the epoch before."""
     epoch: int = EPOCH
 
@@ -112,13 +112,13 @@ class State(Struct, frozen=True):
         """The state after one more entry."""
         state = self
         if self.seq % self.epoch == 0:
-            state = replace(state, results=Table(), results_before=self.results)
+            state = replace(state, results=FrozenMap(), results_before=self.results)
         state = replace(state, seq=self.seq + 1, time=max(self.time, entry.time))
         for op in entry.ops:
             result: Result
             try:
                 state, result = _made(state, op.change, op.actor)
-            except _Refusal as refusal:
+            except _NotMade as refusal:
                 result = refusal.refused
             state = replace(state, results=state.results.having(op.nonce, result))
         return state
@@ -149,8 +149,8 @@ class State(Struct, frozen=True):
         if s.format != FORMAT:
             raise ValueError(f"its format is {s.format}, and this version of Weft reads {FORMAT}")
         return cls(
-            s.seq, s.time, Table(s.names), Table(s.tenants), Table(s.removed_tenants),
-            Table(s.usage), Table(s.results), Table(s.results_before), s.epoch,
+            s.seq, s.time, FrozenMap(s.names), FrozenMap(s.tenants), FrozenMap(s.removed_tenants),
+            FrozenMap(s.usage), FrozenMap(s.results), FrozenMap(s.results_before), s.epoch,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -188,17 +188,17 @@ _NOBODY = Name()
 _NOTHING = Usage()
 
 
-class _Refusal(Exception):
-    def __init__(self, refused: Refused) -> None:
+class _NotMade(Exception):
+    def __init__(self, refused: NotDone) -> None:
         self.refused = refused
 
 
 def _refuse(kind: Literal["conflict", "not_found", "quota", "invalid"], message: str) -> NoReturn:
-    raise _Refusal(Refused(kind, message))
+    raise _NotMade(NotDone(kind, message))
 
 
 def _made(state: State, change: Change, actor: str) -> tuple[State, Done]:
-    """Make a change. Raises _Refusal."""
+    """Make a change. Raises _NotMade."""
     match change:
         case Publish():
             return _publish(state, change, actor)

@@ -14,7 +14,7 @@ _D = TypeVar("_D")
 _PARTS = 256
 
 
-class Table(Mapping[str, _V]):
+class FrozenMap(Mapping[str, _V]):
     """A mapping from strings that never changes. Any thread may read it."""
 
     __slots__ = ("_len", "_parts")
@@ -50,13 +50,13 @@ class Table(Mapping[str, _V]):
     def __len__(self) -> int:
         return self._len
 
-    def having(self, key: str, value: _V) -> Table[_V]:
+    def having(self, key: str, value: _V) -> FrozenMap[_V]:
         """A copy in which `key` has this value."""
         part = self._parts[hash(key) % _PARTS].copy()
         part[key] = value
         return self._copy(key, part)
 
-    def lacking(self, key: str) -> Table[_V]:
+    def lacking(self, key: str) -> FrozenMap[_V]:
         """A copy without `key`, which may be missing already."""
         part = self._parts[hash(key) % _PARTS].copy()
         part.pop(key, None)
@@ -70,7 +70,7 @@ class Table(Mapping[str, _V]):
                 together.update(part)
         return together
 
-    def changed_since(self, old: Table[_V]) -> frozenset[str]:
+    def changed_since(self, old: FrozenMap[_V]) -> frozenset[str]:
         """The keys whose values differ between an older table and this one. If this one was made
         from it, the time goes by how much was changed."""
         changed: set[str] = set()
@@ -80,11 +80,11 @@ class Table(Mapping[str, _V]):
                 changed.update(k for k in keys if before.get(k) != after.get(k))
         return frozenset(changed)
 
-    def _copy(self, key: str, part: dict[str, _V]) -> Table[_V]:
+    def _copy(self, key: str, part: dict[str, _V]) -> FrozenMap[_V]:
         at = hash(key) % _PARTS
         parts = list(self._parts)
         parts[at] = part
-        copy: Table[_V] = Table.__new__(Table)
+        copy: FrozenMap[_V] = FrozenMap.__new__(FrozenMap)
         copy._parts = tuple(parts)
         copy._len = self._len + len(part) - len(self._parts[at])
         return copy
