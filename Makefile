@@ -36,11 +36,11 @@ imports: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
 # Two workers of one thread each: the tests start many small processes. A file stays together, as
-# its tests share engines; the tier with the longest files comes first and that with the shortest
+# its tests share engines (see tests/conftest.py); the tier with the longest files comes first and that with the shortest
 # last, so that both workers end at about the same time.
 pytest: $(VENV)/.installed-test
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest tests/{e2e,cpu,pure} \
-	  -n 2 --dist loadfile --no-loadscope-reorder
+	  -n 2 --dist loadgroup --no-loadscope-reorder
 
 quick: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/pure -n 2

@@ -14,6 +14,7 @@ import gc
 import os
 import tempfile
 
+import pytest
 from hypothesis import settings
 
 # Images of adapters, of every process that tests start.
@@ -23,6 +24,14 @@ os.environ["XDG_CACHE_HOME"] = _caches.name
 # CI runs the same examples every time; elsewhere every run explores.
 settings.register_profile("weft", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("weft")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `--dist loadgroup` a file's tests stay together, as they share engines, and so do files
+    that name the same group, as they share a server."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 def pytest_collection_finish() -> None:

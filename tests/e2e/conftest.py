@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from engines import make_llm, make_module_llm
 from no_device import run_without_device
+from shared_server import shared_server
 
-__all__ = ["make_llm", "make_module_llm", "run_without_device"]
+__all__ = ["make_llm", "make_module_llm", "run_without_device", "shared_server"]

@@ -10,17 +10,21 @@ import sys
 import tomllib
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
 import tiny
 import typer
+from engine_thread import start_in_process
 from typer.testing import CliRunner
 
+from weft.cli import serve
 from weft.cli.args import ServeFlags, parse_lora_modules, spread_lora_modules
 from weft.cli.main import app
 from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs, engine_args
 from weft.core.errors import ConfigError, Unauthorized
+from weft.fleet.supervisor import start_supervised
 from weft.registry.tenants_file import parse_tenants
 from weft.terminal.options import engine_parameters, parse_bytes, parse_weights, show_bytes
 
@@ -212,12 +216,18 @@ def test_an_engine_that_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
     assert not [x for x in written.err.splitlines() if " WARNING " not in x]
 
 
-def test_a_broken_adapter_at_the_start_is_named(tmp_path: Path) -> None:
+def test_a_broken_adapter_at_the_start_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        serve, "start_supervised", partial(start_supervised, start=start_in_process)
+    )
     for file in tiny.ADAPTERS["upper"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"use_dora": True}))
-    line = refusal("serve", BASE, "--port", "0", *SMALL, "--lora-modules", f"mine={tmp_path}")
+    flags = ("--log-level", "warning", "--lora-modules", f"mine={tmp_path}")
+    line = refusal("serve", BASE, "--port", "0", *SMALL, *flags)
     assert f"adapter 'mine' ({tmp_path}): use_dora" in line
 
 

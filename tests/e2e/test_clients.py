@@ -21,19 +21,15 @@ import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
 from pydantic import BaseModel, Field
-from serving import Server, serving, until
-from tiny import ADAPTERS, BASE, answer, ask
+from serving import Server, until
+from shared_server import KEY, MODELS
+from tiny import ADAPTERS, answer, ask
 
-KEY = "secret"
+pytestmark = pytest.mark.xdist_group("shared_server")
+
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "planet"}]
 PROMPT = "<|bos|><|user|>planet<|end|><|assistant|>"
 NO_SPACE = {str(6 + ord(char)): -100 for char in "\t\n\r "}
-TEMPLATE = """\
-{{ bos_token }}{% if tools and messages[0].role == 'system' %}<|system|>{{ tools | tojson }}<|end|>\
-{% endif %}{% for m in messages %}{{ '<|' + m.role + '|>' }}\
-{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}\
-{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\
-<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
 
 
 class Paint(BaseModel):
@@ -75,15 +71,9 @@ def offline() -> Iterator[None]:
     assert not asked
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("root")
-    model = shutil.copytree(BASE, root / "model")
-    (model / "chat_template.jinja").write_text(TEMPLATE)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
-    with serving(root, "--api-key", KEY, model=model, adapters=["upper", "repeat"]) as running:
-        yield running
+@pytest.fixture
+def server(shared_server: Server) -> Server:
+    return shared_server
 
 
 @pytest.fixture
@@ -103,7 +93,7 @@ def http(server: Server) -> Iterator[httpx.Client]:
 
 
 def test_openai_models(client: OpenAI) -> None:
-    assert [m.id for m in client.models.list()] == ["base", "upper", "repeat"]
+    assert [m.id for m in client.models.list()] == MODELS
     assert client.models.retrieve("upper").id == "upper"
     for model in ("upper", "base:upper"):
         said = client.chat.completions.create(model=model, messages=HI, temperature=0)
@@ -371,7 +361,7 @@ def test_openai_async(server: Server) -> None:
 
     async def run() -> None:
         async with async_openai(server) as made:
-            assert [m.id async for m in made.models.list()] == ["base", "upper", "repeat"]
+            assert [m.id async for m in made.models.list()] == MODELS
             said, text, arguments, answered = await asyncio.gather(
                 whole(made), streamed(made), called(made), response(made)
             )
@@ -575,7 +565,7 @@ def test_controllers_load_and_unload(http: httpx.Client, server: Server) -> None
     added = post("/v1/load_lora_adapter").text
     assert added == "Success: LoRA adapter 'late' added successfully."
     assert answers() == answer("reverse", "planet")
-    assert set(http.get("/v1/loras").json()["loras"]) == {"upper", "repeat", "late"}
+    assert set(http.get("/v1/loras").json()["loras"]) == {*MODELS[1:], "late"}
     removed = post("/v1/unload_lora_adapter").text
     assert removed == "Success: LoRA adapter 'late' removed successfully."
     assert answers() is None

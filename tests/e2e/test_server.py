@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
-import signal
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
 import tiny
 from openai import AsyncOpenAI, OpenAI
-from serving import START_S, Server, command_of, serving, until
+from serving import START_S, Server, until
+from shared_server import LATE, MODELS
 from tiny import ADAPTERS
 
-LATE = next(iter(ADAPTERS))
-"""Not loaded at the start."""
-MAX_FILES = 600
-"""That the server may have open."""
-MODELS = ["base", *(name for name in ADAPTERS if name != LATE)]
+pytestmark = pytest.mark.xdist_group("shared_server")
 
 
 def expected(model: str, word: str) -> str:
     return tiny.answer(None if model == "base" else model, word)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    root = tmp_path_factory.mktemp("root")
-    with serving(root, adapters=MODELS[1:], max_files=MAX_FILES) as running:
-        yield running
+@pytest.fixture
+def server(shared_server: Server) -> Server:
+    return shared_server
 
 
 async def ask(client: AsyncOpenAI, model: str, word: str) -> str:
@@ -211,7 +202,7 @@ def traffic(server: Server) -> Iterator[list[bool]]:
             yield right
         finally:
             loop.call_soon_threadsafe(stop.set)
-            running.result(60)
+            running.result(START_S)
             loop.close()
     assert right and all(right)
 
@@ -309,78 +300,3 @@ def test_metrics_tell_the_adapters_in_one_series(server: Server) -> None:
     resident = info.labels["running_lora_adapters"].split(",")
     assert "upper" in resident and LATE not in resident
     assert metrics["weft:engine_up"][0].value == 1
-
-
-@pytest.fixture(scope="module")
-def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server with keys and room for one request."""
-    flags = "--api-key one --api-key two --max-num-seqs 1 --max-queue 0 --shutdown-timeout 1"
-    root = tmp_path_factory.mktemp("guarded")
-    with serving(root, *flags.split(), adapters=["upper"]) as running:
-        yield running
-
-
-def test_keys_and_the_queue(guarded: Server) -> None:
-    refused = httpx.get(f"{guarded.url}/v1/models", headers={"x-request-id": "mine"})
-    assert (refused.status_code, refused.headers["x-request-id"]) == (401, "mine")
-    with pytest.raises(openai.AuthenticationError):
-        guarded.client.models.list()
-    client = guarded.client.with_options(api_key="two")
-    assert [m.id for m in client.models.list()] == ["base", "upper"]
-    stream = _long_stream(client)
-    next(iter(stream))
-    with pytest.raises(openai.RateLimitError) as caught:
-        client.completions.create(model="base", prompt=ids_of("x"))
-    assert 1 <= int(caught.value.response.headers["retry-after"]) <= 30
-    stream.close()
-    until(lambda: _answers(client), "the place stays taken")
-
-
-def _answers(client: OpenAI) -> bool:
-    try:
-        return bool(client.completions.create(model="base:upper", prompt=ids_of("x")).choices)
-    except openai.RateLimitError:
-        return False
-
-
-def test_sigterm_ends_server_and_engine(guarded: Server) -> None:
-    """The last one with this server."""
-    engine = guarded.engine_pid()
-    stream = _long_stream(guarded.client.with_options(api_key="one"))
-    next(iter(stream))
-    os.killpg(guarded.process.pid, signal.SIGTERM)  # to the engine too, as systemd does
-    *_, last = stream
-    assert last.choices[0].finish_reason == "abort"
-    assert guarded.process.wait(30) == 0, guarded.log.read_text()
-    assert "Traceback" not in guarded.log.read_text()
-    until(lambda: not command_of(engine), "the engine is an orphan")
-
-
-def test_a_dead_engine_is_started_again(server: Server) -> None:
-    """The last one: others would notice. More connect and are silent than the server may have
-    open files; it still answers, and has some left for the new engine."""
-    host, port = server.url.removeprefix("http://").split(":")
-    silent = [
-        socket.create_connection((host, int(port)), 30, source_address=(f"127.0.0.{2 + i % 8}", 0))
-        for i in range(MAX_FILES + 100)
-    ]
-    stream = _long_stream(server.client)
-    next(iter(stream))
-    os.kill(server.engine_pid(), signal.SIGKILL)
-    with pytest.raises(openai.APIError) as caught:
-        for _ in stream:
-            pass
-    assert "engine" in str(caught.value)
-    health = httpx.get(f"{server.url}/health")
-    assert health.status_code == 503
-    assert health.json()["error"]["code"] == "engine_dead"
-    assert server.post("/v1/completions", model="base", prompt="x").status_code == 503
-    until(lambda: httpx.get(f"{server.url}/health").status_code == 200, "it stays down", START_S)
-    for model in MODELS:
-        assert asyncio.run(_ask_once(server, model, "planet")) == expected(model, "planet")
-    assert "ended with exit code" in server.log.read_text()
-    for each in silent:
-        each.close()
-    os.kill(server.engine_pid(), signal.SIGSTOP)
-    server.process.send_signal(signal.SIGINT)
-    assert server.process.wait(30) == 0

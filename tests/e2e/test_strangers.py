@@ -1,5 +1,5 @@
-"""Tenants of a real server: strangers' adapters, a file that changes, an audit log that is moved,
-and metrics on an address of their own."""
+"""Tenants of a real server with room for one request: strangers' adapters, a file that changes, an
+audit log that is moved, metrics on an address of their own, and its end."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import re
 import shutil
 import signal
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import Server, serving, until
+from serving import START_S, Server, command_of, serving, until
 from tiny import ADAPTERS
 
 ACME, GLOBEX = list(ADAPTERS)[:2]
@@ -38,8 +39,39 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         shutil.copytree(ADAPTERS[name], root / tenant / "mine")
     (root / "tenants.toml").write_text(tenants())
     flags = ["--tenants", str(root / "tenants.toml"), "--audit-log", str(root / "audit.jsonl")]
-    with serving(root, *flags, "--metrics-port", "0", adapters=[]) as running:
+    flags += ["--metrics-port", "0", "--max-num-seqs", "1"]
+    flags += ["--max-queue", "0", "--shutdown-timeout", "1"]
+    with serving(root, *flags, adapters=[]) as running:
         yield running
+        ends_by_sigterm(running)
+
+
+def ends_by_sigterm(server: Server) -> None:
+    """With its engine; and its last stream ends as streams do."""
+    engine = server.engine_pid()
+    with long_stream(server) as stream:
+        os.killpg(server.process.pid, signal.SIGTERM)  # to the engine too, as systemd does
+        *_, last, done = [line for line in stream if line]
+    assert done == "data: [DONE]"
+    [choice] = json.loads(last.removeprefix("data: "))["choices"]
+    assert choice["finish_reason"] == "abort"
+    assert server.process.wait(START_S) == 0, server.log.read_text()
+    assert "Traceback" not in server.log.read_text()
+    until(lambda: not command_of(engine), "the engine is an orphan")
+
+
+@contextmanager
+def long_stream(server: Server) -> Iterator[Iterator[str]]:
+    """The lines of a stream, which has begun."""
+    body = {"model": "base", "prompt": [5, 6], "max_tokens": 480, "ignore_eos": True}
+    headers = {"authorization": "Bearer acme-key"}
+    url = f"{server.url}/v1/completions"
+    with httpx.stream(
+        "POST", url, headers=headers, json={**body, "stream": True}, timeout=60
+    ) as answer:
+        lines = answer.iter_lines()
+        assert next(lines).startswith("data: {")
+        yield lines
 
 
 def ask(server: Server, who: str, method: str, path: str, **body: Any) -> httpx.Response:
@@ -98,6 +130,16 @@ def test_strangers_share_a_server(server: Server) -> None:
         ("acme", "unload", "globex/mine", "permission_denied"),
         (None, "reload", None, "config_error"),
     ]
+
+
+def test_a_full_server_says_when_to_come_again(server: Server) -> None:
+    refused = httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "mine"})
+    assert (refused.status_code, refused.headers["x-request-id"]) == (401, "mine")
+    body = {"model": "base", "prompt": [5, 6], "max_tokens": 1}
+    with long_stream(server):
+        answer = ask(server, "acme", "POST", "/v1/completions", **body)
+    assert answer.status_code == 429 and 1 <= int(answer.headers["retry-after"]) <= 30
+    until(lambda: status(server, "acme", "base") == 200, "the place stays taken")
 
 
 def test_metrics_have_an_address_of_their_own(server: Server) -> None:

@@ -40,16 +40,19 @@ class Server:
     root: Path
     """Its --lora-root."""
     log: Path
+    api_key: str = "none"
 
     @property
     def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        return OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
 
     def async_client(self) -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+        url = f"{self.url}/v1"
+        return AsyncOpenAI(base_url=url, api_key=self.api_key, max_retries=0, timeout=60)
 
     def post(self, path: str, **body: object) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=60)
+        headers = {"authorization": f"Bearer {self.api_key}"}
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
 
     def metrics(self) -> dict[str, list[Any]]:
         text = httpx.get(f"{self.url}/metrics", timeout=30).text
@@ -77,6 +80,7 @@ def serving(
     adapters: list[str] | Mapping[str, Path],
     model: Path = BASE,
     max_files: int | None = None,
+    api_key: str | None = None,
 ) -> Iterator[Server]:
     """`adapters`: folders by name, or names of examples. `max_files`: that it may have open."""
     folders = adapters if isinstance(adapters, Mapping) else ADAPTERS
@@ -85,6 +89,7 @@ def serving(
     command += ["--port", "0", "--served-model-name", "base", "--lora-root", str(root)]
     command += ["--num-threads", "1", "--kv-cache-memory", "64M", "--adapter-memory", "64M"]
     command += [*flags, *(["--lora-modules", *modules] if modules else [])]
+    command += [] if api_key is None else ["--api-key", api_key]
     if max_files is not None:
         command = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(max_files), *command]
     log = root / "server.log"
@@ -93,7 +98,7 @@ def serving(
             command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        yield Server(process, _wait_for_url(process, log), root, log)
+        yield Server(process, _wait_for_url(process, log), root, log, api_key or "none")
     finally:
         process.terminate()
         try:
