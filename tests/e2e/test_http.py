@@ -8,15 +8,13 @@ import json
 import random
 import socket
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from http_api import CHAT, COMPLETE, HI, Web, World, run, served, until, wait_until
-from toy_tokenizers import byte_level
+from http_api import CHAT, COMPLETE, HI, MakeWorld, Web, run, served, until, wait_until
 
 from weft.api import ApiSettings
 from weft.api.admission import Admission
@@ -27,24 +25,11 @@ from weft.text import OutputStream
 ASK = {"model": "base", "prompt": "abc"}
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Any]:
-    made: list[World] = []
-
-    def build(**settings: Any) -> World:
-        made.append(World(tmp_path, byte_level(), **settings))
-        return made[-1]
-
-    yield build
-    for world in made:
-        world.check()
-
-
 # the queue ----------------------------------------------------------------------------------------
 
 
-def test_requests_beyond_the_queue_are_refused(make: Any) -> None:
-    world = make(max_open=2)
+def test_requests_beyond_the_queue_are_refused(make_world: MakeWorld) -> None:
+    world = make_world(max_open=2)
     world.engine.gate = asyncio.Event()
 
     async def scenario(web: Web) -> None:
@@ -70,9 +55,9 @@ def test_requests_beyond_the_queue_are_refused(make: Any) -> None:
     ("path", "body"), [(COMPLETE, ASK), (CHAT, {"model": "base", "messages": HI})]
 )
 def test_every_route_takes_a_place(
-    make: Any, path: str, body: dict[str, Any], stream: bool
+    make_world: MakeWorld, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    world = make(max_open=1)
+    world = make_world(max_open=1)
     world.engine.gate = asyncio.Event()
 
     async def scenario(web: Web) -> None:
@@ -88,8 +73,8 @@ def test_every_route_takes_a_place(
     run(world, scenario)
 
 
-def test_places_are_all_or_none(make: Any) -> None:
-    world = make(max_open=3)
+def test_places_are_all_or_none(make_world: MakeWorld) -> None:
+    world = make_world(max_open=3)
     world.engine.gate = asyncio.Event()
 
     async def scenario(web: Web) -> None:
@@ -108,9 +93,9 @@ def test_places_are_all_or_none(make: Any) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_every_place_is_given_back_once(make: Any, seed: int) -> None:
+def test_every_place_is_given_back_once(make_world: MakeWorld, seed: int) -> None:
     """Whatever becomes of the requests: answers, errors, refusals, clients that leave."""
-    world = make(max_open=6)
+    world = make_world(max_open=6)
     chance = random.Random(seed)
 
     async def one(web: Web) -> None:
@@ -183,8 +168,8 @@ def test_retry_after_follows_the_throughput(monkeypatch: pytest.MonkeyPatch) -> 
 # keys ---------------------------------------------------------------------------------------------
 
 
-def test_keys(make: Any) -> None:
-    world = make(api_keys=["one", "two"])
+def test_keys(make_world: MakeWorld) -> None:
+    world = make_world(api_keys=["one", "two"])
 
     async def scenario(web: Web) -> None:
         guarded = (
@@ -213,9 +198,9 @@ def test_keys(make: Any) -> None:
     run(world, scenario)
 
 
-def test_keys_name_tenants(make: Any) -> None:
+def test_keys_name_tenants(make_world: MakeWorld) -> None:
     """Where any key has a name, requests whose key has none are one tenant."""
-    world = make(api_keys=["plain", "acme=secret", "=a=b", "c2VjcmV0=="])
+    world = make_world(api_keys=["plain", "acme=secret", "=a=b", "c2VjcmV0=="])
 
     async def scenario(web: Web) -> None:
         load = {"lora_name": "a/b", "lora_path": world.adapter("a", "x")}
@@ -268,8 +253,8 @@ def test_settings_are_checked() -> None:
 # ids ----------------------------------------------------------------------------------------------
 
 
-def test_request_ids(make: Any) -> None:
-    world = make()
+def test_request_ids(make_world: MakeWorld) -> None:
+    world = make_world()
     seen: list[str | None] = []
     echo = world.engine.generate
 
@@ -310,8 +295,8 @@ def test_request_ids(make: Any) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["abc", ["abc", "de"]])
-def test_an_answer_that_takes_too_long(make: Any, prompt: Any) -> None:
-    world = make(request_timeout_s=0.05)
+def test_an_answer_that_takes_too_long(make_world: MakeWorld, prompt: Any) -> None:
+    world = make_world(request_timeout_s=0.05)
     engine = world.engine
 
     async def scenario(web: Web) -> None:
@@ -334,9 +319,9 @@ def test_an_answer_that_takes_too_long(make: Any, prompt: Any) -> None:
     run(world, scenario)
 
 
-def test_a_body_that_never_ends(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_never_ends(make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("weft.api.reading.BODY_TIMEOUT_S", 0.05)
-    with served(make()) as url, raw(url) as client:
+    with served(make_world()) as url, raw(url) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99\r\n\r\n{")
         answer = b"".join(iter(lambda: client.recv(4096), b""))
         head, _, body = answer.partition(b"\r\n\r\n")
@@ -345,8 +330,8 @@ def test_a_body_that_never_ends(make: Any, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("piece", [b"x: " + b"y" * 997, b"x" * 1000, b"x: y\r\n" * 200])
-def test_a_head_that_never_ends(make: Any, piece: bytes) -> None:
-    with served(make()) as url, raw(url) as client:
+def test_a_head_that_never_ends(make_world: MakeWorld, piece: bytes) -> None:
+    with served(make_world()) as url, raw(url) as client:
         client.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n")
         with contextlib.suppress(ConnectionError):
             for _ in range(100_000):
@@ -355,7 +340,7 @@ def test_a_head_that_never_ends(make: Any, piece: bytes) -> None:
         assert httpx.get(f"{url}/v1/models", headers={"x": "y" * 4000}).status_code == 200
 
 
-def test_a_request_that_offers_http_2_keeps_its_body(make: Any) -> None:
+def test_a_request_that_offers_http_2_keeps_its_body(make_world: MakeWorld) -> None:
     """As Java's client sends it."""
     body = json.dumps(ASK).encode()
     lines = (
@@ -366,7 +351,7 @@ def test_a_request_that_offers_http_2_keeps_its_body(make: Any) -> None:
         "upgrade: h2c",
         "http2-settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA",
     )
-    with served(make()) as url, raw(url) as client:
+    with served(make_world()) as url, raw(url) as client:
         client.sendall("\r\n".join((*lines, "", "")).encode() + body)
         assert client.recv(4096).startswith(b"HTTP/1.1 200 ")
 
@@ -376,14 +361,16 @@ def raw(url: str) -> socket.socket:
     return socket.create_connection((host, int(port)), timeout=10)
 
 
-def test_a_client_that_does_not_read_is_cut(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_does_not_read_is_cut(
+    make_world: MakeWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its request ends, and others are served meanwhile."""
     monkeypatch.setattr("weft.api.http.READER_TIMEOUT_S", 0.3)
     feed = OutputStream.feed
     monkeypatch.setattr(
         OutputStream, "feed", lambda self, event: replace(feed(self, event), text="x" * 100_000)
     )
-    world = make()
+    world = make_world()
     engine = world.engine
     ask = {**ASK, "prompt": [[7] * 4] * 40, "max_tokens": 60, "ignore_eos": True, "stream": True}
     with served(world) as url, raw(url) as client:
@@ -401,7 +388,7 @@ def test_a_client_that_does_not_read_is_cut(make: Any, monkeypatch: pytest.Monke
 # CORS ---------------------------------------------------------------------------------------------
 
 
-def test_no_origin_is_allowed_unless_named(make: Any) -> None:
+def test_no_origin_is_allowed_unless_named(make_world: MakeWorld) -> None:
     page = {"origin": "https://page.example"}
     preflight = page | {
         "access-control-request-method": "POST",
@@ -425,5 +412,5 @@ def test_no_origin_is_allowed_unless_named(make: Any) -> None:
         answer = await web.http.get("/health", headers={"origin": "https://other.example"})
         assert "access-control-allow-origin" not in answer.headers
 
-    run(make(), closed)
-    run(make(allowed_origins=["https://page.example"], api_keys=["k"]), opened)
+    run(make_world(), closed)
+    run(make_world(allowed_origins=["https://page.example"], api_keys=["k"]), opened)

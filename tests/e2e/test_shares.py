@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from engine_thread import start_in_process
-from http_api import CHAT, COMPLETE, HI, Web, World, run, until
+from http_api import CHAT, COMPLETE, HI, MakeWorld, Web, run, until
 from tiny import BASE
-from toy_tokenizers import byte_level
 
 from weft.api import ApiSettings, create_app
 from weft.api.admission import Admission
@@ -26,29 +23,16 @@ from weft.serving.quotas import Quotas
 KEYS = ["flood=f", "victim=v", "nobody"]
 
 
-@pytest.fixture
-def make(tmp_path: Path) -> Iterator[Any]:
-    made: list[World] = []
-
-    def build(**settings: Any) -> World:
-        made.append(World(tmp_path, byte_level(), **settings))
-        return made[-1]
-
-    yield build
-    for world in made:
-        world.check()
-
-
 async def ask(web: Web, key: str, path: str = COMPLETE, **body: Any) -> httpx.Response:
     head = {"authorization": f"Bearer {key}"}
     whole = {"model": "base", **({"messages": HI} if path == CHAT else {"prompt": "abc"}), **body}
     return await web.http.post(path, json=whole, headers=head)
 
 
-def test_a_flood_makes_nobody_else_wait_for_a_place(make: Any) -> None:
+def test_a_flood_makes_nobody_else_wait_for_a_place(make_world: MakeWorld) -> None:
     """One tenant's requests with many choices fill the server; others still get in, and the first
     is told to come again until the others have their shares."""
-    world = make(max_open=24, api_keys=KEYS)
+    world = make_world(max_open=24, api_keys=KEYS)
 
     async def scenario(web: Web) -> None:
         world.engine.gate = asyncio.Event()
@@ -69,9 +53,9 @@ def test_a_flood_makes_nobody_else_wait_for_a_place(make: Any) -> None:
     run(world, scenario)
 
 
-def test_made_up_prefixes_share_one_place(make: Any) -> None:
+def test_made_up_prefixes_share_one_place(make_world: MakeWorld) -> None:
     """Without named keys nobody gets places beyond the limit by the names of adapters."""
-    world = make(max_open=4)
+    world = make_world(max_open=4)
 
     async def scenario(web: Web) -> None:
         for i in range(4):
@@ -135,7 +119,7 @@ def test_places_follow_weights_and_are_bounded() -> None:
     assert admission.num_open == 0
 
 
-def test_prefixes_are_shared_within_a_tenant(make: Any) -> None:
+def test_prefixes_are_shared_within_a_tenant(make_world: MakeWorld) -> None:
     """All routes salt the cache by tenant, and by the client's own salt besides."""
     tenants = {
         "a": Tenant("a"),
@@ -143,7 +127,7 @@ def test_prefixes_are_shared_within_a_tenant(make: Any) -> None:
         "open": Tenant("open", shares_prefixes=True),
         "wide": Tenant("wide", shares_prefixes=True),
     }
-    world = make(api_keys=["a=1", "b=2", "open=3", "wide=4", "none"], tenants=tenants)
+    world = make_world(api_keys=["a=1", "b=2", "open=3", "wide=4", "none"], tenants=tenants)
 
     async def scenario(web: Web) -> None:
         async def salt(key: str, path: str = COMPLETE, **body: Any) -> str:
@@ -164,8 +148,8 @@ def test_prefixes_are_shared_within_a_tenant(make: Any) -> None:
     run(world, scenario)
 
 
-def test_without_tenants_all_share_prefixes(make: Any) -> None:
-    world = make()
+def test_without_tenants_all_share_prefixes(make_world: MakeWorld) -> None:
+    world = make_world()
 
     async def scenario(web: Web) -> None:
         assert (await web.load("t/x", world.adapter("x", "x"))).status_code == 200
@@ -179,10 +163,10 @@ def test_without_tenants_all_share_prefixes(make: Any) -> None:
     run(world, scenario)
 
 
-def test_caps_on_adapters(make: Any) -> None:
+def test_caps_on_adapters(make_world: MakeWorld) -> None:
     """Each namespace has its own; what is refused leaves nothing in the engine."""
     caps = Caps(max_adapters=2, max_adapter_bytes=250)
-    world = make(tenants={"a": Tenant("a", caps=caps), "b": Tenant("b")})
+    world = make_world(tenants={"a": Tenant("a", caps=caps), "b": Tenant("b")})
 
     async def scenario(web: Web) -> None:
         async def load(name: str, **more: Any) -> httpx.Response:

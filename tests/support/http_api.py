@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 from toy_tokenizers import byte_level
 
@@ -245,6 +246,23 @@ class World:
             drained: list[AdapterRef] = []
             self.registry.retire(ref.name, drained.append)
             assert drained, f"a lease of {ref.name} is left"
+
+
+MakeWorld = Callable[..., World]
+
+
+@pytest.fixture
+def make_world(tmp_path: Path) -> Iterator[MakeWorld]:
+    """Makes worlds of `ApiSettings`, which are checked when the test has ended."""
+    made: list[World] = []
+
+    def make(**settings: Any) -> World:
+        made.append(World(tmp_path, byte_level(), **settings))
+        return made[-1]
+
+    yield make
+    for world in made:
+        world.check()
 
 
 class Web:
