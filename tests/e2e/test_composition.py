@@ -47,7 +47,7 @@ from weft.fleet.client import LinkClient
 from weft.fleet.process import COMMANDS
 from weft.fleet.supervisor import Supervisor, start_supervised
 from weft.llm import AdapterChoice, RequestOutput
-from weft.registry import AdapterRegistry, AdapterRoots
+from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.text import load_tokenizer
 from weft.worker import build as worker_build
 from weft.worker.memory import HostMemory
@@ -234,8 +234,8 @@ class Server:
 
         engine = await start_supervised(self.args, start)
         settings = ApiSettings(served_model_names=["base", "alias"])
-        roots = AdapterRoots([self.folder, *ADAPTERS.values()])
-        self.app = create_app(engine, self.registry, TOKENIZER, roots, settings)
+        sources = Sources(AdapterRoots([self.folder, *ADAPTERS.values()]))
+        self.app = create_app(engine, self.registry, TOKENIZER, sources, settings)
         transport = httpx.ASGITransport(app=self.app)
         self.http = httpx.AsyncClient(transport=transport, base_url="http://weft")
         return engine

@@ -17,7 +17,7 @@ from weft.api.admission import Admission
 from weft.core.config import engine_args
 from weft.core.errors import InvalidRequest, Overloaded
 from weft.core.tenants import Caps, Tenant
-from weft.registry import AdapterRegistry, AdapterRoots
+from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.serving.quotas import Quotas
 
 KEYS = ["flood=f", "victim=v", "nobody"]
@@ -257,7 +257,7 @@ def test_a_flood_keeps_nobody_else_waiting_for_a_seat() -> None:
         settings = ApiSettings(("base",), api_keys=tuple(KEYS))
         await engine.set_tenants(list(settings.tenants.values()))
         registry = AdapterRegistry(["base"], str(BASE))
-        app = create_app(engine, registry, None, AdapterRoots([]), settings)
+        app = create_app(engine, registry, None, Sources(AdapterRoots([])), settings)
         http = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://weft")
 
         async def ask(key: str, **body: Any) -> Any:

@@ -264,7 +264,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_adapters_from_the_hub(tmp_path: Path, hub: list[Any]) -> None:
-    world = World(tmp_path / "root", byte_level(), allow_hub_adapters=True)
+    world = World(tmp_path / "root", byte_level(), allowed=["hf"])
     world.folder.mkdir()
     files = sorted(ADAPTER_FILES)
 
@@ -291,7 +291,7 @@ def test_adapters_from_the_hub(tmp_path: Path, hub: list[Any]) -> None:
 
 
 def test_a_folder_comes_before_the_hub(tmp_path: Path, hub: list[Any]) -> None:
-    world = World(tmp_path, byte_level(), allow_hub_adapters=True)
+    world = World(tmp_path, byte_level(), allowed=["hf"])
     (tmp_path / "acme").mkdir()
 
     async def scenario(web: Web) -> None:
@@ -308,7 +308,7 @@ def test_the_hub_is_off_unless_allowed(world: World, hub: list[Any]) -> None:
         for path, status in (("acme/a", 404), ("hf://acme/a", 400)):
             answer = await web.load("a", path)
             assert answer.status_code == status
-            assert "--allow-hub-adapters" in answer.json()["error"]["message"]
+            assert "--allow-sources hf" in answer.json()["error"]["message"]
         assert not hub
 
     run(world, scenario)
@@ -328,7 +328,7 @@ def test_the_hubs_cache_serves_without_a_network(
     (folder / "adapter_model.safetensors").write_text("C")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    world = World(tmp_path / "root", byte_level(), allow_hub_adapters=True)
+    world = World(tmp_path / "root", byte_level(), allowed=["hf"])
     world.folder.mkdir()
 
     async def scenario(web: Web) -> None:
@@ -345,7 +345,7 @@ def test_the_hubs_cache_serves_without_a_network(
 def test_a_slow_download_holds_up_nobody(
     tmp_path: Path, hub: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World(tmp_path / "root", byte_level(), allow_hub_adapters=True)
+    world = World(tmp_path / "root", byte_level(), allowed=["hf"])
     world.folder.mkdir()
 
     async def scenario(web: Web) -> None:

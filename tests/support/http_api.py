@@ -26,7 +26,9 @@ from weft.core.errors import AdapterInvalid, AdapterNotFound, EngineDead
 from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
 from weft.core.stats import EngineInfo, EngineStats
 from weft.core.tenants import Tenant
-from weft.registry import AdapterRegistry, AdapterRoots
+from weft.registry import AdapterRegistry, AdapterRoots, Sources
+from weft.registry.allowed import Allowed
+from weft.registry.contents import Contents
 from weft.registry.shared import SharedRegistry
 from weft.serving.follower import Follower, VersionFiles
 from weft.text import Tokenizer
@@ -210,6 +212,7 @@ class World:
         tenants_file: Tenants | None = None,
         audit: AuditLog | None = None,
         shared: tuple[SharedRegistry, VersionFiles] | None = None,
+        allowed: Sequence[str] = (),
         **settings: Any,
     ) -> None:
         self.folder = folder
@@ -220,7 +223,7 @@ class World:
             self.engine,
             self.registry,
             tokenizer,
-            AdapterRoots([folder]),
+            Sources(AdapterRoots([folder]), Allowed(allowed), Contents(None)),
             ApiSettings(**settings),
             tenants=tenants_file,
             audit=audit,

@@ -15,7 +15,7 @@ from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.requests import EngineRequest
 from weft.core.requests import TokenEvent as Event
 from weft.core.stats import EngineInfo, EngineStats
-from weft.registry import AdapterRegistry, AdapterRoots
+from weft.registry import AdapterRegistry, AdapterRoots, Sources
 
 DIGEST = "ab" * 32
 INFO = EngineInfo(
@@ -76,8 +76,8 @@ def serve(engine: ScriptedEngine, scenario: Scenario, traces: Any = None) -> Non
     registry = AdapterRegistry(["base"], "/models/tiny")
     info = AdapterInfo(DIGEST, "/adapters/sql", 4, 100, ("q_proj",))
     registry.publish("sql", info, "/adapters/sql")
-    roots = AdapterRoots([Path("/adapters")])
-    app = create_app(engine, registry, None, roots, ApiSettings(("base",)), traces)
+    sources = Sources(AdapterRoots([Path("/adapters")]))
+    app = create_app(engine, registry, None, sources, ApiSettings(("base",)), traces)
 
     async def run() -> None:
         transport = httpx.ASGITransport(app)

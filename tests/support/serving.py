@@ -25,7 +25,7 @@ from tiny import ADAPTERS, BASE
 from weft.api import ApiSettings, create_app
 from weft.cli.connections import http_config
 from weft.core.config import engine_args
-from weft.registry import AdapterRegistry, AdapterRoots
+from weft.registry import AdapterRegistry, AdapterRoots, Sources
 
 START_S = 240.0
 """How long a server, or its engine again, may take to start on a busy machine."""
@@ -119,7 +119,7 @@ def serving_here(root: Path, model: Path, **options: object) -> Iterator[str]:
         try:
             registry = AdapterRegistry(["base"], str(model))
             settings = ApiSettings(served_model_names=("base",))
-            app = create_app(engine, registry, None, AdapterRoots([root]), settings)
+            app = create_app(engine, registry, None, Sources(AdapterRoots([root])), settings)
             config = http_config(app, host="127.0.0.1", port=0, log_level="error", lifespan="on")
             server = uvicorn.Server(config)
             await server.serve()

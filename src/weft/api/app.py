@@ -38,7 +38,7 @@ from weft.api.settings import ApiSettings, parse_key
 from weft.core.errors import WeftError
 from weft.core.messages import EngineClient
 from weft.metrics import Metrics
-from weft.registry import AdapterRegistry, AdapterRoots, Sources
+from weft.registry import AdapterRegistry, Sources
 from weft.registry.shared import SharedRegistry
 from weft.serving import LoopExecutor, Publisher
 from weft.serving.follower import Follower, VersionFiles
@@ -50,7 +50,7 @@ def create_app(
     engine: EngineClient,
     registry: AdapterRegistry,
     tokenizer: Tokenizer | AdapterTokenizers | None,
-    roots: AdapterRoots,
+    sources: Sources,
     settings: ApiSettings,
     traces: TraceSink | None = None,
     tenants: Tenants | None = None,
@@ -58,23 +58,24 @@ def create_app(
     shared: tuple[SharedRegistry, VersionFiles] | None = None,
 ) -> FastAPI:
     """The application; it neither starts nor closes the engine. `tokenizer`: the base's, with
-    those of adapters that are loaded already; None: texts are not served. `state.metrics_app` is
-    what an address for metrics alone serves, `state.tenant_of_key` tells connections who sends.
-    With a `shared` registry, whose names are then the only ones, `state.follower` is to be started
-    before the application serves."""
+    those of adapters that are loaded already; None: texts are not served. `sources`: where clients'
+    adapters may come from. `state.metrics_app` is what an address for metrics alone serves,
+    `state.tenant_of_key` tells connections who sends. With a `shared` registry, whose names are
+    then the only ones, `state.follower` is to be started before the application serves."""
     if tenants is not None:
         settings = replace(settings, tenants=tenants.by_name)
     if not isinstance(tokenizer, AdapterTokenizers):
         tokenizer = AdapterTokenizers(tokenizer)
     metrics = Metrics(settings.served_model_names[0])
-    sources, executor = Sources(roots, settings.allow_hub_adapters), LoopExecutor()
+    executor = LoopExecutor()
     publisher = Publisher(engine, registry, tokenizer, sources, executor, settings.tenants)
     follower = Follower(*shared, registry, publisher) if shared is not None else None
-    releases = Releases(follower, publisher, sources, executor) if follower is not None else None
+    releases = Releases(follower, publisher, executor) if follower is not None else None
     service = Service(
         engine, registry, tokenizer, settings, metrics, executor, traces, tenants, follower
     )
-    desk = AdapterDesk(service, publisher, releases, executor, audit or AuditLog(None), tenants)
+    audit = audit or AuditLog(None)
+    desk = AdapterDesk(service, publisher, releases, sources, executor, audit, tenants)
 
     watch = LoopWatch()
 

@@ -25,6 +25,7 @@ class AdapterDesk:
         service: Service,
         publisher: Publisher,
         releases: Releases | None,
+        sources: Sources,
         executor: LoopExecutor,
         audit: AuditLog,
         tenants: Tenants | None,
@@ -33,6 +34,7 @@ class AdapterDesk:
         self._service = service
         self._publisher = publisher
         self._shared = releases
+        self._all = sources
         self._executor = executor
         self._audit = audit
         self._tenants = tenants
@@ -96,12 +98,12 @@ class AdapterDesk:
             entry.source = shown_route(now.route)
             return whole, now
 
-    def _sources(self, access: Access) -> Sources | None:
-        """Where a tenant's adapters may come from; None for those who may load from all roots."""
+    def _sources(self, access: Access) -> Sources:
+        """Where the caller's adapters may come from."""
         if self._tenants is None or access.caller.may("admin"):
-            return None
-        folders = AdapterRoots(self._tenants.directory.lora_roots(access.caller.tenant))
-        return Sources(folders, self._service.settings.allow_hub_adapters)
+            return self._all
+        roots = self._tenants.directory.lora_roots(access.caller.tenant)
+        return self._all.within(AdapterRoots(roots))
 
 
 def _actor() -> str:

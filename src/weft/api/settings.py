@@ -57,7 +57,6 @@ class ApiSettings:
     metrics_apart: bool = False
     """Whether metrics are not served here, but on an address of their own."""
     allowed_origins: tuple[str, ...] = ()
-    allow_hub_adapters: bool = False
     max_body_bytes: int = 1 << 20
     """A larger body is refused: reading one holds up everybody."""
     strict_fields: bool = False

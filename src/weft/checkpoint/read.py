@@ -6,7 +6,6 @@ that of the content served even when somebody writes to the folder meanwhile.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping
@@ -20,14 +19,14 @@ import numpy.typing as npt
 from weft.checkpoint.refuse import refuse, show, shown_name
 from weft.core.adapters import AdapterSource
 from weft.core.errors import AdapterNotFound, AdapterUnavailable
-from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
+from weft.core.files import CONFIG_FILE, MAX_BYTES, WEIGHTS_FILE, content_digest
 from weft.core.folders import Deadline, Folder, Roots
 from weft.core.targets import TargetTable
 
 if TYPE_CHECKING:
     import torch
 
-MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES = MAX_BYTES[CONFIG_FILE]
 MAX_HEADER_BYTES = 16 << 20
 MAX_TENSORS = 1 << 17
 """No file may hold more; how many may be in one for some base is in `max_tensors`."""
@@ -58,13 +57,8 @@ class AdapterFiles:
 
     @cached_property
     def digest(self) -> str:
-        """sha256 (hex) over, for config and weights in this order: the length as 8 bytes, little
-        endian, then the bytes of the file."""
-        sha = hashlib.sha256()
-        for content in (self.config, self.weights):
-            sha.update(len(content).to_bytes(8, "little"))
-            sha.update(content)
-        return sha.hexdigest()
+        """As `content_digest`."""
+        return content_digest(self.config, [self.weights], len(self.weights))
 
 
 def read_adapter(

@@ -13,6 +13,8 @@ import typer
 
 from weft.core.errors import ConfigError
 from weft.registry import AdapterRoots, Sources
+from weft.registry.allowed import Allowed
+from weft.registry.contents import MAX_ADAPTER_BYTES
 from weft.terminal.options import ADAPTERS, MODEL, parse_bytes
 
 if TYPE_CHECKING:
@@ -62,7 +64,11 @@ _HELP = {
     " request picks one by NAME as its model.",
     "--lora-root": "A folder below which adapters may be loaded while serving. Repeatable."
     " Default: only the folders of --lora-modules.",
-    "--allow-hub-adapters": "Let clients load adapters from the Hugging Face hub, as org/name.",
+    "--allow-sources": "Let clients load adapters from elsewhere: hf (the Hugging Face hub), https,"
+    " s3, gs, az, or a URI below which they lie, such as s3://bucket/adapters. Only a host that is"
+    " named in a URI may have an internal address. Repeatable, or with commas.",
+    "--max-adapter-size": "How large an adapter that is uploaded or downloaded may be, packed or"
+    " not, such as 500M or 4G.",
     "--adapter-templates": "Whether the tokenizers and chat templates that adapters bring are used,"
     " in processes with limits. off: the base's are used for all, and adapters that add tokens are"
     " refused.",
@@ -114,7 +120,11 @@ class ServeFlags:
         None
     )
     lora_root: Annotated[list[Path] | None, _flag("--lora-root", "FOLDER", ADAPTERS)] = None
-    allow_hub_adapters: Annotated[bool, _flag("--allow-hub-adapters", panel=ADAPTERS)] = False
+    allow_sources: Annotated[list[str] | None, _flag("--allow-sources", "SOURCE", ADAPTERS)] = None
+    max_adapter_size: Annotated[
+        int,
+        _flag("--max-adapter-size", "BYTES", ADAPTERS, parser=parse_bytes, show_default="4G"),
+    ] = MAX_ADAPTER_BYTES
     adapter_templates: Annotated[
         Literal["on", "off"], _flag("--adapter-templates", panel=ADAPTERS)
     ] = "on"
@@ -131,6 +141,10 @@ class ServeFlags:
                 raise module.refused("the name is given twice")
             names.add(module.name)
         return modules
+
+    def allowed(self) -> Allowed:
+        """From where clients may load adapters beside folders. Raises ConfigError."""
+        return Allowed(e for given in self.allow_sources or () for e in given.split(",") if e)
 
     def tenants_file(self) -> TenantsFile | None:
         """Who shares the server. Raises ConfigError."""

@@ -38,6 +38,8 @@ from weft.fleet.supervisor import start_supervised
 from weft.metrics.logs import configure_logging
 from weft.models.config import resolve_model
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
+from weft.registry.allowed import Allowed
+from weft.registry.contents import Contents, cache_folder
 from weft.serving import LoopExecutor, Publisher
 from weft.terminal.options import show_bytes
 from weft.text import AdapterTokenizers, Tokenizer, load_tokenizer
@@ -63,6 +65,7 @@ class _Start:
     modules: list[LoraModule]
     """The adapters to load before serving."""
     roots: AdapterRoots
+    allowed: Allowed
     door: FrontDoor
     connections: ConnectionLimits
 
@@ -75,7 +78,8 @@ def run(engine: EngineArgs, flags: ServeFlags) -> None:
     modules = flags.modules(api.served_model_names)
     door = FrontDoor(flags.tenants_file(), flags.audit_log)
     limits = connection_limits(flags.max_connections_per_address)
-    start = _Start(engine, flags, api, modules, flags.roots(modules), door, limits)
+    roots, allowed = flags.roots(modules), flags.allowed()
+    start = _Start(engine, flags, api, modules, roots, allowed, door, limits)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_run_server(start))
 
@@ -98,7 +102,6 @@ def _api_settings(engine: EngineArgs, flags: ServeFlags) -> ApiSettings:
         tenants={name: Tenant(name, weights.get(name, 1.0)) for name in named},
         metrics_apart=flags.metrics_port is not None,
         allowed_origins=tuple(flags.allowed_origins or ()),
-        allow_hub_adapters=flags.allow_hub_adapters,
         max_body_bytes=flags.max_body_size,
         strict_fields=flags.strict_fields,
         allow_request_templates=flags.allow_request_templates,
@@ -164,18 +167,23 @@ async def _start_and_serve(
             await engine.set_tenants(list(start.api.tenants.values()))
         await start.door.tell(engine)
         registry = AdapterRegistry(start.api.served_model_names, model)
+        lora = start.engine.lora
+        kept = cache_folder(lora.adapter_cache_dir)
+        contents = Contents(kept, lora.adapter_cache_bytes, registry.digests)
+        max_bytes = start.flags.max_adapter_size
         app = create_app(
             engine,
             registry,
             tokenizers,
-            start.roots,
+            Sources(start.roots, start.allowed, contents, max_bytes),
             start.api,
             traces,
             start.door.tenants,
             start.door.audit,
         )
         # The operator's own adapters may lie anywhere, so this has sources of its own.
-        publisher = Publisher(engine, registry, tokenizers, Sources(), LoopExecutor())
+        own = Sources(contents=contents)
+        publisher = Publisher(engine, registry, tokenizers, own, LoopExecutor())
         await _load_adapters(console, start.modules, publisher)
         flags = start.flags
         metrics_url = None if beside is None else _url(flags.metrics_host, beside)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable
+
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
@@ -18,3 +21,27 @@ TOKENIZER_FILES = (
 """The files of a tokenizer that an adapter may have of its own, in place of the base's."""
 
 ADAPTER_FILES = (*WEIGHT_FILES, *TOKENIZER_FILES)
+
+MAX_BYTES = {
+    CONFIG_FILE: 1 << 20,
+    "tokenizer.json": 64 << 20,
+    "tokenizer_config.json": 8 << 20,
+    "special_tokens_map.json": 8 << 20,
+    "added_tokens.json": 8 << 20,
+    "chat_template.jinja": 1 << 20,
+}
+"""How large these files may be. What the weights may have depends on where they go."""
+
+
+def content_digest(config: bytes, weights: Iterable[bytes | memoryview], num_bytes: int) -> str:
+    """The digest by which an adapter's content is known everywhere: sha256 (hex) over, for the
+    config and the weights in this order, the length as 8 bytes, little endian, then the bytes.
+
+    `weights` are the bytes of that file in as many pieces as they come, `num_bytes` in all.
+    """
+    sha = hashlib.sha256(len(config).to_bytes(8, "little"))
+    sha.update(config)
+    sha.update(num_bytes.to_bytes(8, "little"))
+    for piece in weights:
+        sha.update(piece)
+    return sha.hexdigest()

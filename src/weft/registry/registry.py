@@ -245,6 +245,10 @@ class AdapterRegistry:
         pinned = {v.ref.digest for v in live if v.pinned}
         return [AdapterCard(v.ref, v.info, v.path, v.ref.digest in pinned) for v in live]
 
+    def digests(self) -> set[str]:
+        """The contents of all versions that may still be used; for any thread."""
+        return {v.ref.digest for v in [*list(self._live.values()), *list(self._draining)]}
+
     def needs(self, ref: AdapterRef) -> bool:
         """Whether a version of the same name and content is live, or still has leases: until then
         the engine must hold that content for this name."""

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from copy import copy
 from errno import EXDEV
 from pathlib import Path
 from urllib.parse import unquote
@@ -13,11 +14,18 @@ from urllib.parse import unquote
 from weft.core.errors import AdapterError, AdapterNotFound, AdapterPathRefused
 from weft.core.files import ADAPTER_FILES
 from weft.core.folders import Folder, Roots, read_aside
+from weft.registry.allowed import BUCKETS, HUB, SCHEMES, WEB, Allowed
+from weft.registry.contents import MAX_ADAPTER_BYTES, Contents, cache_folder
+from weft.registry.download import download
+from weft.registry.unpack import unpack
 
 logger = logging.getLogger(__name__)
 
 MAX_PATH_LENGTH = 4096
 """Characters of a path that a client names."""
+
+UPLOAD = "upload"
+"""The scheme of what a client sent with its request."""
 
 _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 """`org/name`, or `org/name@revision`: a branch, a tag or a commit."""
@@ -73,38 +81,71 @@ class Sources:
 
     file   /folder, relative/folder, file:///folder
     hf     hf://org/name[@revision], and org/name[@revision] unless that is a folder
+    https  https://host/adapter.tar.gz, or https://host/folder with the files of an adapter
+    s3     s3://bucket/adapter.tar.gz, s3://bucket/folder; gs:// and az:// likewise
+
+    What comes from the web or a bucket may end in #sha256=HEX: the checksum of the tar, or the
+    digest of the adapter that is in the folder.
     """
 
     def __init__(
-        self, folders: AdapterRoots | AnyFolder | None = None, allow_hub: bool = True
+        self,
+        folders: AdapterRoots | AnyFolder | None = None,
+        allowed: Allowed | None = None,
+        contents: Contents | None = None,
+        max_bytes: int = MAX_ADAPTER_BYTES,
     ) -> None:
-        """Without `folders`, any folder may be read."""
+        """Without `folders`, any folder may be read; without `allowed`, all else may be. What is
+        downloaded is kept in `contents`, by default in the user's cache folder, and may have
+        `max_bytes`, packed or not."""
+        self._contents = contents or Contents(cache_folder())
         self._folders = folders or AnyFolder()
-        opened = self._folders.open
-        self._ways: dict[str, Callable[[str], Folder]] = {
-            "file": lambda path: read_aside(lambda _: opened(path)),
-            "hf": fetch_adapter if allow_hub else _refuse_hub,
-        }
+        self._allowed = allowed or Allowed.everything()
+        self._max_bytes = max_bytes
+        self._upload: Path | None = None
+
+    def within(self, folders: AdapterRoots) -> Sources:
+        """The same, but for the folders that may be read."""
+        other = copy(self)
+        other._folders = folders
+        return other
+
+    @property
+    def contents(self) -> Contents:
+        """Where what is downloaded is kept."""
+        return self._contents
+
+    @property
+    def max_bytes(self) -> int:
+        """How large an adapter from elsewhere may be, packed or not."""
+        return self._max_bytes
+
+    def with_upload(self, packed: Path) -> Sources:
+        """These sources, and one more, upload://NAME with any name: a tar or a safetensors file
+        that lies in a file of our own."""
+        more = copy(self)
+        more._upload = packed
+        return more
 
     def plain(self, name: str) -> str:
         """The same name as Weft shows it: a path without a scheme, or a URI of another scheme.
 
-        Raises AdapterPathRefused for a scheme that is not served, AdapterNotFound for what can't
-        be on the hub.
+        Raises AdapterPathRefused for what is not served, AdapterNotFound for what can't be on the
+        hub.
         """
         scheme, separator, place = name.partition("://")
         if not separator:
             return name
         if scheme == "file" and (path := place.removeprefix("localhost")).startswith("/"):
             return unquote(path)
-        if scheme == "file" or scheme not in self._ways:
-            raise AdapterPathRefused(
-                f"{scheme}:// is not served like this, only file:///folder and hf://org/name",
-                "lora_path",
-            )
-        if scheme == "hf" and not is_hub_id(place):
+        if scheme == HUB and not is_hub_id(place):
             message = f"{name!r} is not of the form hf://org/name[@revision]"
             raise AdapterNotFound(message, "lora_path")
+        if scheme in (*WEB, *BUCKETS):
+            self._allowed.check(name)
+        elif scheme != HUB and not (scheme == UPLOAD and self._upload):
+            served = ", ".join(f"{each}://" for each in ("file", *SCHEMES))
+            raise AdapterPathRefused(f"{scheme}:// is not served, only {served}", "lora_path")
         return name
 
     def open(self, name: str) -> Folder:
@@ -115,12 +156,14 @@ class Sources:
         """
         plain = self.plain(name)
         scheme, separator, place = plain.partition("://")
+        if scheme == HUB:
+            return self._from_hub(place)
         if separator:
-            return self._ways[scheme](place)
+            return self._from_afar(plain)
         if not self._on_hub(plain):
-            return self._ways["file"](plain)
+            return read_aside(lambda _: self._folders.open(plain))
         try:
-            return self._ways["hf"](plain)
+            return self._from_hub(plain)
         except AdapterError as error:
             kind = AdapterNotFound if isinstance(error, AdapterPathRefused) else type(error)
             message = f"there is no folder {plain}, and {error.message}"
@@ -138,13 +181,25 @@ class Sources:
     def _on_hub(self, path: str) -> bool:
         return is_hub_id(path) and not self._folders.hold(path)
 
+    def _from_hub(self, hub_id: str) -> Folder:
+        if not self._allowed.scheme(HUB):
+            raise AdapterPathRefused(
+                f"{hub_id!r}: adapters are fetched from the Hugging Face hub only with"
+                " --allow-sources hf",
+                "lora_path",
+            )
+        return fetch_adapter(hub_id)
 
-def _refuse_hub(hub_id: str) -> Folder:
-    raise AdapterPathRefused(
-        f"{hub_id!r}: adapters are fetched from the Hugging Face hub only with"
-        " --allow-hub-adapters",
-        "lora_path",
-    )
+    def _from_afar(self, uri: str) -> Folder:
+        with self._contents.stage() as stage:
+            if uri.startswith(f"{UPLOAD}://"):
+                assert self._upload is not None
+                files = stage / "adapter"
+                files.mkdir()
+                unpack(self._upload, files, self._max_bytes)
+            else:
+                files = download(uri, self._allowed, stage, self._max_bytes)
+            return self._contents.keep(files)
 
 
 def _refused(path: str, why: str) -> AdapterPathRefused:

@@ -20,6 +20,7 @@ from weft.core.folders import Folder
 from weft.core.messages import EngineClient
 from weft.core.tenants import Tenant
 from weft.registry import AdapterRegistry, Sources
+from weft.registry.allowed import shown
 from weft.registry.names import one_form
 from weft.registry.records import Version
 from weft.serving.quotas import Quotas
@@ -202,10 +203,10 @@ class Publisher:
     ) -> AdapterRef:
         """Let `name` mean the content that `hold` has the engine hold for it.
 
-        `path` is shown as where it came from, and `own` is the tokenizer of its texts. Raises what
-        `hold` raises, and AdapterConflict.
+        `path`, without what may be secret in it, is shown as where it came from, and `own` is the
+        tokenizer of its texts. Raises what `hold` raises, and AdapterConflict.
         """
-        name = one_form(name)
+        name, path = one_form(name), shown(path)
 
         def publish(info: AdapterInfo) -> AdapterRef:
             self._quotas.check_bytes(name, info)
@@ -284,7 +285,7 @@ class Publisher:
     async def _load(
         self, name: str, path: str, replace: bool, pinned: bool, sources: Sources
     ) -> AdapterRef:
-        with self._registry.reserve(name, path):
+        with self._registry.reserve(name, shown(path)):
             async with self._quotas.load(name), self.opened(lambda: sources.open(path)) as opened:
                 folder, files, own = opened
 

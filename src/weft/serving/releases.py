@@ -15,6 +15,7 @@ from weft.core.errors import (
     InvalidRequest,
 )
 from weft.registry import Sources
+from weft.registry.allowed import shown
 from weft.registry.records import Name, Publish, Release, Remove
 from weft.registry.releases import main_number, released, rolled_back, split
 from weft.serving.follower import Follower
@@ -37,20 +38,16 @@ class Order(NamedTuple):
 class Releases:
     """Changes names of a shared registry. `actor` is who asks, for the history."""
 
-    def __init__(
-        self, follower: Follower, publisher: Publisher, sources: Sources, executor: Executor
-    ) -> None:
-        """`sources` says where adapters may come from."""
+    def __init__(self, follower: Follower, publisher: Publisher, executor: Executor) -> None:
         self._follower = follower
         self._publisher = publisher
-        self._sources = sources
         self._executor = executor
 
     async def load(
         self,
         name: str,
         path: str,
-        sources: Sources | None,
+        sources: Sources,
         put_in_place: bool,
         pinned: bool,
         actor: str,
@@ -62,15 +59,14 @@ class Releases:
         The engine here must accept the adapter before anybody gets to know of it. Raises
         AdapterError, InvalidRequest, Overloaded, EngineDead, RegistryUnavailable.
         """
-        found = sources or self._sources
-        path = found.plain(path)
-        async with self._publisher.tried(name, lambda: found.open(path)) as tried:
+        path = sources.plain(path)
+        async with self._publisher.tried(name, lambda: sources.open(path)) as tried:
             version = await self._executor.blocking(lambda: self._follower.blobs.put(tried.folder))
             if version.digest != tried.info.digest:
                 message = "the adapter's files changed while it was loaded"
                 raise AdapterUnavailable(message, "lora_path")
             base = self._follower.names.base
-            change = Publish(name, replace(version, source=path, base=base), pinned=pinned)
+            change = Publish(name, replace(version, source=shown(path), base=base), pinned=pinned)
             await self._publish(change, put_in_place, actor)
             await self.wait(name, wait)
         return version.digest

@@ -15,19 +15,15 @@ from typing import NoReturn
 import msgspec
 
 from weft.core.errors import AdapterInvalid
-from weft.core.files import TOKENIZER_FILES
+from weft.core.files import MAX_BYTES, TOKENIZER_FILES
 from weft.core.folders import Deadline, Folder, read_aside
 from weft.text.adapter_tokenizer import AdapterTokenizer
 from weft.text.chat_parser import ALL_MARKS
 from weft.text.reader import TokenReader
 from weft.text.sandbox.jobs import LoadTokenizer
-from weft.text.sandbox.limits import MAX_TEMPLATE_BYTES
 from weft.text.sandbox.pool import Sandbox
 from weft.text.tokenizer import Tokenizer
 
-MAX_BYTES = {"tokenizer.json": 64 << 20, "chat_template.jinja": MAX_TEMPLATE_BYTES}
-"""How large these files may be; any other may have MAX_OTHER_BYTES."""
-MAX_OTHER_BYTES = 8 << 20
 MAX_KEPT = 32
 """How many tokenizers are kept, beside those in use, for adapters that bring the same files."""
 
@@ -145,7 +141,7 @@ def _refuse(file: str, why: str) -> NoReturn:
 def _read(folder: Folder, deadline: Deadline) -> dict[str, bytes]:
     files = {}
     for name in TOKENIZER_FILES:
-        if content := folder.read(name, MAX_BYTES.get(name, MAX_OTHER_BYTES), deadline):
+        if content := folder.read(name, MAX_BYTES[name], deadline):
             files[name] = bytes(content)
     return files
 

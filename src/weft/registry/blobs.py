@@ -1,0 +1,252 @@
+"""The contents of a registry's versions, by digest, in its store.
+
+    blobs/sha256/DIGEST/FILES     the list of its files: whoever writes it first says what they are
+    blobs/sha256/DIGEST/<file>    each of them
+    blobs/sha256/DIGEST/DONE      the same list, when all are there: only now it exists
+
+In a directory such a folder is an adapter like any other, and is served from where it is.
+"""
+
+from __future__ import annotations
+
+import io
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from weft.core.errors import (
+    AdapterConflict,
+    AdapterNotFound,
+    AdapterUnavailable,
+    RegistryUnavailable,
+)
+from weft.core.files import ADAPTER_FILES, MAX_BYTES, TOKENIZER_FILES
+from weft.core.folders import Deadline, Folder, Roots
+from weft.registry.contents import (
+    MAX_ADAPTER_BYTES,
+    Contents,
+    Listing,
+    StoredFile,
+    listing_of,
+    opened,
+)
+from weft.registry.records import Version
+from weft.registry.stores import Store
+
+BLOBS = "blobs/sha256/"
+FILES, DONE = "FILES", "DONE"
+DOOMED = "doomed/"
+RESCUED, SWEPT = b"rescued", b"swept"
+"""The verdicts on a content that a collector has doomed; see `weft.registry.sweep`."""
+ATTEMPTS = 3
+"""How often a download is begun again in vain, each time from where it stopped."""
+
+
+class Claim(msgspec.Struct, frozen=True):
+    """What FILES and DONE hold."""
+
+    listing: Listing
+    made_at: float
+    """When its publication began, in seconds since 1970."""
+
+
+def key_of(digest: str, name: str) -> str:
+    return f"{BLOBS}{digest}/{name}"
+
+
+def read_claim(store: Store, digest: str, name: str = DONE) -> Claim | None:
+    """What a blob consists of; None if there is none. Raises RegistryUnavailable."""
+    content = store.get(key_of(digest, name))
+    try:
+        return None if content is None else msgspec.json.decode(content, type=Claim)
+    except msgspec.DecodeError as error:
+        message = f"{key_of(digest, name)} is damaged: {error}"
+        raise RegistryUnavailable(message, "registry") from None
+
+
+def rescue(store: Store, digest: str) -> None:
+    """Stop the removal of a content that is about to be published. Raises RegistryUnavailable if
+    it has begun."""
+    for key in store.list(f"{DOOMED}{digest}/"):
+        if key.endswith(".at"):
+            verdict = key.removesuffix(".at") + ".verdict"
+            if not store.put(verdict, RESCUED) and store.get(verdict) != RESCUED:
+                message = "this content is being removed from the registry; publish it again soon"
+                raise RegistryUnavailable(message, "registry")
+
+
+class Blobs:
+    """The blobs of one registry; for any thread."""
+
+    def __init__(self, store: Store, contents: Contents | None = None) -> None:
+        """`contents` is where they are downloaded to, unless the store is a directory."""
+        self._store = store
+        self._contents = contents
+
+    def put(self, files: Folder | Mapping[str, BinaryIO | bytes]) -> Version:
+        """Publish the files of an adapter, by name, unless they are there already. A name may
+        point to the version that is returned if that is said within an hour.
+
+        Raises AdapterNotFound and AdapterInvalid for files that can't be an adapter's,
+        AdapterConflict if the same weights are there with another tokenizer or chat template, and
+        RegistryUnavailable.
+        """
+        with _streams(files) as streams:
+            listing = listing_of(streams)
+            rescue(self._store, listing.digest)
+            claim = self._claim(listing)
+            if read_claim(self._store, listing.digest) is None:
+                for file in listing.files:
+                    streams[file.name].seek(0)
+                    key = key_of(listing.digest, file.name)
+                    self._store.put_file(key, streams[file.name])
+                self._store.put(key_of(listing.digest, DONE), msgspec.json.encode(claim))
+        return Version(listing.digest, listing.num_bytes)
+
+    def exists(self, digest: str) -> bool:
+        """Whether a blob is there. Raises RegistryUnavailable."""
+        return read_claim(self._store, digest) is not None
+
+    def open(self, digest: str) -> Folder:
+        """The folder of this machine with exactly that content, which is downloaded if need be;
+        this may be slow. Raises AdapterNotFound, AdapterUnavailable, RegistryUnavailable."""
+        claim = read_claim(self._store, digest)
+        if claim is None:
+            raise AdapterNotFound(f"the registry has no content sha256:{digest}", "lora_path")
+        listing, path = claim.listing, self._store.folder(f"{BLOBS}{digest}/")
+        if path is not None:
+            _check_sizes(path, listing)
+            return Folder(str(path.resolve()), Roots([str(path.resolve())]))
+        if self._contents is None:
+            message = "this process has no folder for contents of a registry elsewhere"
+            raise AdapterUnavailable(message, "lora_path")
+        return self._contents.find(listing) or self._download(self._contents, listing)
+
+    def verify(self, digest: str) -> None:
+        """Read a whole blob. Raises AdapterNotFound if it is not there, AdapterUnavailable if it is
+        damaged, and RegistryUnavailable."""
+        claim = read_claim(self._store, digest)
+        if claim is None:
+            raise AdapterNotFound(f"the registry has no content sha256:{digest}", "lora_path")
+        with ExitStack() as held:
+            streams: dict[str, BinaryIO] = {}
+            for file in claim.listing.files:
+                stream = held.enter_context(tempfile.TemporaryFile())
+                if self._store.get_file(key_of(digest, file.name), stream):
+                    streams[file.name] = stream
+            if listing_of(streams) != claim.listing:
+                message = f"the content sha256:{digest} is damaged"
+                raise AdapterUnavailable(message, "lora_path")
+
+    def _claim(self, listing: Listing) -> Claim:
+        """Say what files the blob consists of, unless somebody has."""
+        claim = Claim(listing, time.time())
+        if self._store.put(key_of(listing.digest, FILES), msgspec.json.encode(claim)):
+            return claim
+        first = read_claim(self._store, listing.digest, FILES)
+        if first is None:
+            message = "this content is being removed from the registry; publish it again soon"
+            raise RegistryUnavailable(message, "registry")
+        if first.listing != listing:
+            differing = set(first.listing.files) ^ set(listing.files)
+            names = ", ".join(sorted({file.name for file in differing}))
+            raise AdapterConflict(
+                f"the registry has the same weights and {ADAPTER_FILES[0]} with other files beside"
+                f" them ({names}); change {ADAPTER_FILES[0]} too, such as by a field of your own",
+                names.partition(",")[0],
+            )
+        return first
+
+    def _download(self, contents: Contents, listing: Listing) -> Folder:
+        with contents.stage_of(listing) as stage:
+            if (found := contents.find(listing)) is not None:
+                return found
+            for file in listing.files:
+                self._fetch(listing.digest, file, stage / file.name)
+            with opened(stage) as streams:
+                whole = listing_of(streams) == listing
+            if not whole:
+                for file in listing.files:
+                    (stage / file.name).unlink(missing_ok=True)
+                message = f"the registry's content sha256:{listing.digest} is damaged"
+                raise AdapterUnavailable(message, "lora_path")
+            return contents.add(stage, listing)
+
+    def _fetch(self, digest: str, file: StoredFile, path: Path) -> None:
+        """Download one file, or the rest of it."""
+        attempts = 0
+        while not path.exists() or path.stat().st_size < file.num_bytes:
+            before = path.stat().st_size if path.exists() else -1
+            try:
+                with path.open("ab") as stream:
+                    found = self._store.get_file(key_of(digest, file.name), stream)
+            except RegistryUnavailable:
+                attempts = attempts + 1 if path.stat().st_size == before else 0
+                if attempts == ATTEMPTS:
+                    raise
+                continue
+            if not found or path.stat().st_size < file.num_bytes:
+                message = f"{file.name} of the registry's content sha256:{digest} is not whole"
+                raise AdapterUnavailable(message, "lora_path")
+
+
+def _check_sizes(path: Path, listing: Listing) -> None:
+    for file in listing.files:
+        try:
+            whole = (path / file.name).stat().st_size == file.num_bytes
+        except OSError:
+            whole = False
+        if not whole:
+            message = f"{file.name} of the registry's content sha256:{listing.digest} is damaged"
+            raise AdapterUnavailable(message, "lora_path")
+
+
+# -- what is put -----------------------------------------------------------------------------------
+
+
+@contextmanager
+def _streams(files: Folder | Mapping[str, BinaryIO | bytes]) -> Iterator[Mapping[str, BinaryIO]]:
+    """Open files that nobody changes. Those of a folder are read into memory first, since it may
+    belong to a stranger."""
+    if isinstance(files, Folder):
+        yield {name: io.BufferedReader(_Memory(view)) for name, view in _read(files)}
+    else:
+        yield {n: io.BytesIO(f) if isinstance(f, bytes) else f for n, f in files.items()}
+
+
+def _read(folder: Folder) -> Iterator[tuple[str, memoryview]]:
+    deadline = Deadline()
+    for name in ADAPTER_FILES:
+        view = folder.read(name, MAX_BYTES.get(name, MAX_ADAPTER_BYTES), deadline)
+        if view is not None and (len(view) or name not in TOKENIZER_FILES):
+            yield name, view
+
+
+class _Memory(io.RawIOBase):
+    """A file over memory that is not copied."""
+
+    def __init__(self, content: memoryview) -> None:
+        self._content = content
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: len(self._content)}[whence]
+        self._at = start + offset
+        return self._at
+
+    def readinto(self, target: memoryview) -> int:  # type: ignore[override]
+        piece = self._content[self._at : self._at + len(target)]
+        target[: len(piece)] = piece
+        self._at += len(piece)
+        return len(piece)

@@ -1,0 +1,248 @@
+"""Contents of adapters in a folder of this machine: what was downloaded or uploaded.
+
+    ROOT/contents/DIGEST-LISTING/   the files of one content, complete and never changed
+    ROOT/stage/...                  what is under way
+
+A content gets its place by a rename, so that processes may share the folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import cached_property
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+from msgspec import Struct
+
+from weft.core.config import MAX_RANK
+from weft.core.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable
+from weft.core.files import ADAPTER_FILES, CONFIG_FILE, MAX_BYTES, WEIGHTS_FILE, content_digest
+from weft.core.folders import Folder, Roots
+
+CHUNK = 1 << 20
+"""Bytes that are read, hashed or written at a time."""
+MAX_ADAPTER_BYTES = 4 << 30
+"""How large an adapter that comes from elsewhere may be by default, packed or not."""
+STALE_S = 24 * 3600.0
+"""What is under way for so long was left by a process that died."""
+
+
+class StoredFile(Struct, frozen=True, array_like=True):
+    """One file of a content."""
+
+    name: str
+    num_bytes: int
+    sha256: str
+
+
+class Listing(Struct, frozen=True):
+    """The files of one content, in the order of ADAPTER_FILES, and its digest."""
+
+    digest: str
+    files: tuple[StoredFile, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(file.num_bytes for file in self.files)
+
+    @property
+    def key(self) -> str:
+        """A name for exactly these files. The digest alone tells nothing of a tokenizer's."""
+        return f"{self.digest}-{hashlib.sha256(msgspec.json.encode(self)).hexdigest()[:16]}"
+
+
+def listing_of(files: Mapping[str, BinaryIO]) -> Listing:
+    """The listing of open files by name, which are read from their start to their end and must not
+    change. Raises AdapterNotFound unless both of WEIGHT_FILES are among them, and AdapterInvalid
+    for a file that no adapter has or that is too large."""
+    for name in files:
+        if name not in ADAPTER_FILES:
+            raise AdapterInvalid(f"{name}: no adapter has a file of this name", name)
+    for name in (CONFIG_FILE, WEIGHTS_FILE):
+        if name not in files:
+            raise AdapterNotFound(f"the adapter has no file {name}", name)
+    stored = [_stored(name, files[name]) for name in ADAPTER_FILES if name in files]
+    config, weights = files[CONFIG_FILE], files[WEIGHTS_FILE]
+    config.seek(0)
+    weights.seek(0)
+    num_bytes = next(file.num_bytes for file in stored if file.name == WEIGHTS_FILE)
+    digest = content_digest(config.read(), _pieces(weights), num_bytes)
+    return Listing(digest, tuple(stored))
+
+
+def _stored(name: str, file: BinaryIO) -> StoredFile:
+    sha, num_bytes, most = hashlib.sha256(), 0, MAX_BYTES.get(name)
+    file.seek(0)
+    for piece in _pieces(file):
+        sha.update(piece)
+        num_bytes += len(piece)
+        if most is not None and num_bytes > most:
+            raise AdapterInvalid(f"{name}: larger than {most} bytes", name)
+    return StoredFile(name, num_bytes, sha.hexdigest())
+
+
+def _pieces(file: BinaryIO) -> Iterator[bytes]:
+    while piece := file.read(CHUNK):
+        yield piece
+
+
+def check_content(folder: Path) -> None:
+    """Raise AdapterInvalid unless the files of a folder of our own can be an adapter's for some
+    base; whether they are for a certain one is for the engine to say."""
+    from weft.checkpoint.kinds import parse_config  # numpy takes its time to import
+    from weft.checkpoint.read import parse_stored
+
+    parse_config((folder / CONFIG_FILE).read_bytes(), MAX_RANK)
+    with (folder / WEIGHTS_FILE).open("rb") as file:
+        if not os.fstat(file.fileno()).st_size:
+            raise AdapterInvalid(f"{WEIGHTS_FILE}: it is empty", WEIGHTS_FILE)
+        weights = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    parse_stored(memoryview(weights))
+
+
+@contextmanager
+def opened(folder: Path) -> Iterator[dict[str, BinaryIO]]:
+    """The files of an adapter that lie in a folder of our own, open for reading."""
+    files: dict[str, BinaryIO] = {}
+    try:
+        for name in ADAPTER_FILES:
+            with suppress(FileNotFoundError):
+                files[name] = (folder / name).open("rb")
+        yield files
+    finally:
+        for file in files.values():
+            file.close()
+
+
+def cache_folder(images: str | None = None) -> Path | None:
+    """Where contents lie by default, or beside the images of --adapter-cache-dir; None for a
+    server that keeps nothing there (`none`)."""
+    if images == "none":
+        return None
+    if images is not None:
+        return Path(images) / "contents"
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "weft" / "contents"
+
+
+class Contents:
+    """The folder of contents; for any thread. When it has more than `max_bytes`, those that were
+    opened least recently are removed."""
+
+    def __init__(
+        self,
+        root: Path | None,
+        max_bytes: int = 32 << 30,
+        used: Callable[[], Collection[str]] = lambda: (),
+    ) -> None:
+        """The folder is made when it is needed. None: one that goes with this object. `used`: the
+        digests that this process serves now, which are never removed."""
+        self._given = root
+        self._max_bytes = max_bytes
+        self._used = used
+        self._lock = threading.RLock()
+
+    @cached_property
+    def _root(self) -> Path:
+        with self._lock:
+            if (root := self._given) is None:
+                root = Path(tempfile.mkdtemp(prefix="weft-contents-"))
+                weakref.finalize(self, shutil.rmtree, root, ignore_errors=True)
+            for name in ("contents", "stage"):
+                (root / name).mkdir(parents=True, exist_ok=True)
+            _clear(root / "stage")
+            return root.resolve()
+
+    def find(self, listing: Listing) -> Folder | None:
+        """The folder with exactly these files, if it is here."""
+        path = self._root / "contents" / listing.key
+        try:
+            for file in listing.files:
+                if (path / file.name).stat().st_size != file.num_bytes:
+                    shutil.rmtree(path, ignore_errors=True)  # the machine went down meanwhile
+                    return None
+            os.utime(path)
+            return Folder(str(path), Roots([str(path)]))
+        except OSError:
+            return None
+
+    @contextmanager
+    def stage(self) -> Iterator[Path]:
+        """An empty folder to put files into, which is gone at the end of the context."""
+        with tempfile.TemporaryDirectory(dir=self._root / "stage", prefix="new-") as path:
+            yield Path(path)
+
+    @contextmanager
+    def stage_of(self, listing: Listing) -> Iterator[Path]:
+        """The folder in which this content is put together by one at a time; the others wait. What
+        is in it at the end stays, to be gone on with, unless it was added."""
+        path = self._root / "stage" / listing.key
+        with path.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path.mkdir(exist_ok=True)
+            yield path
+
+    def keep(self, files: Path) -> Folder:
+        """Take over a folder of `stage`, with an adapter's files and nothing else. Raises
+        AdapterNotFound, AdapterInvalid, and AdapterUnavailable if there is no room."""
+        with opened(files) as streams:
+            listing = listing_of(streams)
+        check_content(files)
+        return self.add(files, listing)
+
+    def add(self, stage: Path, listing: Listing) -> Folder:
+        """Take a staged folder over, whose files are these. Raises AdapterUnavailable if there is
+        no room."""
+        self._make_room(listing)
+        if self.find(listing) is None:
+            with suppress(OSError):  # another process was quicker
+                stage.rename(self._root / "contents" / listing.key)
+        shutil.rmtree(stage, ignore_errors=True)
+        folder = self.find(listing)
+        if folder is None:
+            raise AdapterUnavailable("the adapter's files can't be kept on this machine")
+        return folder
+
+    def _make_room(self, listing: Listing) -> None:
+        with self._lock:
+            found: list[tuple[float, int, Path]] = []
+            for path in (self._root / "contents").iterdir():
+                with suppress(OSError):  # another process removed it
+                    size = sum(file.stat().st_size for file in path.iterdir())
+                    found.append((path.stat().st_mtime, size, path))
+            total = sum(size for _, size, _ in found) + listing.num_bytes
+            used = self._used()
+            for _, size, path in sorted(found):
+                if total <= self._max_bytes:
+                    return
+                if path.name != listing.key and path.name.partition("-")[0] not in used:
+                    shutil.rmtree(path, ignore_errors=True)
+                    total -= size
+            if total > self._max_bytes:
+                raise AdapterUnavailable(
+                    f"adapters from elsewhere would take {total} bytes on this machine with this"
+                    f" one, and may take {self._max_bytes}: raise --adapter-cache-bytes"
+                )
+
+
+def _clear(stage: Path) -> None:
+    """Remove what processes have left that died."""
+    for path in stage.iterdir():
+        with suppress(OSError):
+            if path.stat().st_mtime < time.time() - STALE_S:
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink()
