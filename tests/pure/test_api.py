@@ -38,6 +38,15 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.check()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """For requests that are refused, and so leave nothing behind."""
+    made = World(tmp_path_factory.mktemp("world"), byte_level(), max_prompts=8, max_choices=4)
+    yield made
+    assert not made.engine.requests
+    made.check()
+
+
 # Answers.
 
 
@@ -435,9 +444,8 @@ def function(name: str) -> dict[str, Any]:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_requests_name_the_field(
-    tmp_path: Path, path: str, body: dict[str, Any], param: str, stream: bool
+    shared: World, path: str, body: dict[str, Any], param: str, stream: bool
 ) -> None:
-    world = World(tmp_path, byte_level(), max_prompts=8, max_choices=4)
     stream = stream and "stream_options" not in body
 
     async def scenario(web: Web) -> None:
@@ -447,10 +455,9 @@ def test_bad_requests_name_the_field(
         assert set(error) == {"message", "type", "param", "code"}
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
         assert error["message"]
-        assert not world.engine.requests
+        assert not shared.engine.requests
 
-    run(world, scenario)
-    world.check()
+    run(shared, scenario)
 
 
 def test_fields_that_ask_for_nothing_are_accepted(world: World) -> None:

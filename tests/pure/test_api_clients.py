@@ -30,6 +30,15 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.check()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """For requests that are refused, and so leave nothing behind."""
+    made = World(tmp_path_factory.mktemp("world"), thinking(), BIG)
+    yield made
+    assert not made.engine.requests
+    made.check()
+
+
 def prompt_of(world: World) -> str:
     return thinking().decode(world.engine.requests[-1].prompt_ids)
 
@@ -162,7 +171,7 @@ def test_strict_fields(tmp_path: Path) -> None:
     ],
 )
 def test_what_would_change_the_answer_is_refused(
-    world: World, path: str, field: str, value: Any
+    shared: World, path: str, field: str, value: Any
 ) -> None:
     responses_only = field == "previous_response_id"
     if responses_only != (path == RESPONSES):
@@ -172,7 +181,7 @@ def test_what_would_change_the_answer_is_refused(
         answer = await web.post(path, {"model": "base", **dict(ROUTES)[path], field: value})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
 
-    run(world, scenario)
+    run(shared, scenario)
 
 
 @pytest.mark.parametrize("path", [COMPLETE, CHAT])
@@ -404,7 +413,7 @@ HOSTILE: list[tuple[str, bytes, str | None]] = [
 
 @pytest.mark.parametrize(("path", "content", "param"), HOSTILE)
 def test_large_bodies_are_refused_at_once(
-    world: World, path: str, content: bytes, param: str | None
+    shared: World, path: str, content: bytes, param: str | None
 ) -> None:
     async def scenario(web: Web) -> None:
         start_s = time.process_time()
@@ -415,7 +424,7 @@ def test_large_bodies_are_refused_at_once(
         assert error["param"] == param or (param is None and "the body has " in error["message"])
         assert took_s < 0.4, "it took seconds to describe all faults"
 
-    run(world, scenario)
+    run(shared, scenario)
 
 
 def test_counts_are_of_json_and_not_of_texts(world: World) -> None:
@@ -458,10 +467,10 @@ def test_counts_are_of_json_and_not_of_texts(world: World) -> None:
         ({"prompt": "x", "logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
     ],
 )
-def test_bounds_of_what_is_asked_for(world: World, fields: dict[str, Any], param: str) -> None:
+def test_bounds_of_what_is_asked_for(shared: World, fields: dict[str, Any], param: str) -> None:
     async def scenario(web: Web) -> None:
         answer = await web.post(COMPLETE, {"model": "base", **fields})
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-        assert not world.engine.requests
+        assert not shared.engine.requests
 
-    run(world, scenario)
+    run(shared, scenario)

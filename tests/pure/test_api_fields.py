@@ -21,6 +21,14 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.check()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """For tests that look only at their own last requests."""
+    made = World(tmp_path_factory.mktemp("world"), byte_level())
+    yield made
+    made.check()
+
+
 def ids(text: str) -> list[int]:
     return byte_level().encode(text, add_special_tokens=False)
 
@@ -241,23 +249,23 @@ FORMS = [
 
 @pytest.mark.parametrize(("field", "value", "form"), FORMS)
 def test_forms_reach_the_engine(
-    world: World, field: str, value: Any, form: StructuredOutputs | None
+    shared: World, field: str, value: Any, form: StructuredOutputs | None
 ) -> None:
     async def scenario(web: Web) -> None:
         await web.complete(**{field: value})
         await web.chat(**{field: value})
-        assert [r.params.structured_outputs for r in world.engine.requests] == [form, form]
+        assert [r.params.structured_outputs for r in shared.engine.requests[-2:]] == [form, form]
 
-    run(world, scenario)
+    run(shared, scenario)
 
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("field", "value"), [form[:2] for form in FORMS[1:]])
 def test_a_form_that_the_engine_refuses_is_named_as_the_client_did(
-    world: World, field: str, value: Any, stream: bool
+    shared: World, field: str, value: Any, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = InvalidRequest("structured_outputs: no such grammar", "structured_outputs")
-    world.engine.fail_after = (0, refused)
+    monkeypatch.setattr(shared.engine, "fail_after", (0, refused))
 
     async def scenario(web: Web) -> None:
         for path, what in ((COMPLETE, {"prompt": "x"}), (CHAT, {"messages": HI})):
@@ -267,4 +275,4 @@ def test_a_form_that_the_engine_refuses_is_named_as_the_client_did(
             assert (answer.status_code, error["param"]) == (400, field)
             assert error["message"] == f"{field}: no such grammar"
 
-    run(world, scenario)
+    run(shared, scenario)

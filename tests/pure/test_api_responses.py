@@ -33,6 +33,15 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.check()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """For requests that are refused, and so leave nothing behind."""
+    made = World(tmp_path_factory.mktemp("world"), thinking(), BIG)
+    yield made
+    assert not made.engine.requests
+    made.check()
+
+
 def ids(text: str) -> list[int]:
     return thinking().encode(text, add_special_tokens=False)
 
@@ -253,15 +262,15 @@ def test_forms_and_forced_calls(world: World) -> None:
 )
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_requests_name_the_field(
-    world: World, body: dict[str, Any], param: str, stream: bool
+    shared: World, body: dict[str, Any], param: str, stream: bool
 ) -> None:
     async def scenario(web: Web) -> None:
         answer = await web.post(PATH, {"model": "base", "input": "x", "stream": stream, **body})
         assert answer.status_code == 400, answer.text
         assert answer.json()["error"]["param"] == param
-        assert not world.engine.requests
+        assert not shared.engine.requests
 
-    run(world, scenario)
+    run(shared, scenario)
 
 
 def test_errors_of_the_engine(world: World) -> None:

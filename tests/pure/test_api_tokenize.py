@@ -18,6 +18,15 @@ def world(tmp_path: Path) -> Iterator[World]:
     made.check()
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """For requests that are refused, and so leave nothing behind."""
+    made = World(tmp_path_factory.mktemp("world"), thinking())
+    yield made
+    assert not made.engine.requests
+    made.check()
+
+
 def test_a_text_there_and_back(world: World) -> None:
     async def scenario(web: Web) -> None:
         for model in ({}, {"model": "alias"}):
@@ -111,14 +120,14 @@ def test_a_conversation(world: World) -> None:
     ],
 )
 def test_bad_requests_name_the_field(
-    world: World, path: str, body: dict[str, Any], status: int, param: str | None
+    shared: World, path: str, body: dict[str, Any], status: int, param: str | None
 ) -> None:
     async def scenario(web: Web) -> None:
         answer = await web.post(path, body)
         assert answer.status_code == status, answer.text
         assert answer.json()["error"]["param"] == (param or "continue_final_message")
 
-    run(world, scenario)
+    run(shared, scenario)
 
 
 def test_without_a_tokenizer(tmp_path: Path) -> None:
