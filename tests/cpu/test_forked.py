@@ -14,7 +14,7 @@ import pytest
 from http_api import wait_until
 
 from weft.core import frames
-from weft.core.forked import ForkedProcess, Mother, ProcessEnded, Work, run_mother
+from weft.core.forked import ForkedProcess, Mother, ProcessEnded, WorkerTask, run_mother
 
 ATTEMPTS: dict[str, Callable[[], object]] = {
     "connect": socket.socket,
@@ -46,7 +46,7 @@ def attempt(connection: socket.socket) -> None:
 
 
 def mother() -> None:
-    run_mother(lambda kind: Work(attempt, 64 << 20, 1 << 20 if kind == b"files" else 0))
+    run_mother(lambda kind: WorkerTask(attempt, 64 << 20, 1 << 20 if kind == b"files" else 0))
 
 
 @pytest.fixture(scope="module")

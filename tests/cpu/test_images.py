@@ -128,6 +128,8 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
     "the length": spoilt(lambda content: content.__setitem__(slice(12, 20), b"\xff" * 8)),
     "another's": lambda file: file.write_bytes(_other(file)) and None,
     "text": lambda file: file.write_text("hello" * 1000) and None,
+    "a link to the same content": lambda file: file.symlink_to(file.rename(f"{file}.moved")),
+    "a pipe that nobody writes to": lambda file: file.unlink() or os.mkfifo(file),
 }
 
 

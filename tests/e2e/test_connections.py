@@ -26,6 +26,7 @@ from toy_tokenizers import byte_level
 
 from weft.cli import connections
 from weft.cli.connections import SPARE, ConnectionLimits, Places, connection_limits
+from weft.cli.front import BESIDE, served_beside
 from weft.fleet.sockets import SocketFolder
 
 BODY = json.dumps({"model": "base", "prompt": "abc"}).encode()
@@ -164,6 +165,24 @@ def test_idle_connections_make_room_and_probes_have_their_own(world: World) -> N
         for each in (*asking, last):
             assert answer(each, b"").startswith(b"HTTP/1.1 200 ")
         assert httpx.post(url + COMPLETE, content=BODY).status_code == 200
+
+
+def test_the_address_for_metrics_has_limits_too(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1.0)
+
+    async def scenario(listener: socket.socket) -> None:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        async with served_beside(world.app.state.metrics_app, listener):
+            silent = [await asyncio.to_thread(connect, url) for _ in range(BESIDE.per_address)]
+            assert await asyncio.to_thread(is_closed, connect(url)), "one too many"
+            assert await asyncio.to_thread(is_closed, silent[-1]), "no head in time"
+            said = await asyncio.to_thread(answer, connect(url), HEALTH)
+            assert said.startswith(b"HTTP/1.1 200 ")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        asyncio.run(scenario(listener))
 
 
 class Client:

@@ -220,6 +220,7 @@ class Server(HTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.answers: list[str | None] = [text(100), text(101)]
         self.paths: list[str] = []
+        self.key = ""
 
     @property
     def url(self) -> str:
@@ -232,6 +233,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self.server.paths.append(self.path)
         answers = self.server.answers
+        if self.headers.get("authorization", "") != self.server.key:
+            self.send_error(401)
+            return
         answer = answers.pop(0) if len(answers) > 1 else answers[0]
         self.send_response(500 if answer is None else 200)
         self.end_headers()
@@ -261,6 +265,14 @@ def test_one_frame(server: Server) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     assert re.search(r"^sql .* 102 .* device", done.stdout, re.MULTILINE), done.stdout
     assert "/s" in done.stdout and server.paths == ["/metrics", "/metrics"]
+
+
+def test_a_server_that_asks_for_a_key(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.key = "Bearer secret"
+    with pytest.raises(Unreachable, match="status 401; is there a key"):
+        run_top(server.url, 0.1, once=True)
+    monkeypatch.setenv("WEFT_API_KEY", "secret")
+    assert weft_top(server.url, "--once", "--interval", "0.1").returncode == 0
 
 
 def test_a_server_that_is_not_there() -> None:

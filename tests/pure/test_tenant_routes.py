@@ -16,7 +16,9 @@ import pytest
 from http_api import CHAT, COMPLETE, HI, Web, World, digest_of, run, until
 from toy_tokenizers import byte_level
 
-from weft.api.audit import AuditLog
+from weft.api import audit as audit_module
+from weft.api.audit import AuditEntry, AuditLog
+from weft.api.callers import client_var
 from weft.cli.front import FrontDoor
 from weft.core.tenants import Caps, Tenant
 from weft.registry.tenants_file import TenantsFile
@@ -381,7 +383,7 @@ def test_changes_are_written_down_with_who_made_them(served: Served) -> None:
     assert first == {
         "tenant": "acme", "key": "acme-all", "client": "127.0.0.1", "request_id": "r1",
         "action": "load", "name": "acme/a", "source": str(served.world.folder / "acme/a"),
-        "digest": digest_of("A"), "subject": None, "outcome": "done",
+        "digest": digest_of("A"), "subject": None, "outcome": "done", "times": 1,
     }  # fmt: skip
     told = [(x["tenant"], x["key"], x["action"], x["name"], x["outcome"]) for x in lines[1:]]
     assert told == [
@@ -396,6 +398,46 @@ def test_changes_are_written_down_with_who_made_them(served: Served) -> None:
     text = served.log.read_text()
     for secret in ("hunter2", "t0ken", "Bearer"):
         assert secret not in text
+
+
+def test_who_is_refused_is_written_down_in_bounds(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each refusal once, however it is found out; a flood of them is a few lines and a number."""
+
+    async def scenario(web: Web) -> None:
+        await web.get("/v1/models")
+        await web.http.get("/v1/models", headers={"authorization": "Bearer made-up"})
+        await web.http.get("/metrics", headers=as_("acme-app"))
+        await web.http.delete("/v1/loras/x", headers=as_("acme-app"))
+        for _ in range(50):
+            await web.get("/v1/models")
+        monkeypatch.setattr(audit_module, "REFUSALS_S", 0.0)
+        await web.get("/v1/models")
+
+    run(served.world, scenario)
+    lines = served.audited()
+    told = [(x["key"], x["action"], x["name"], x["outcome"], x["times"]) for x in lines]
+    assert told[:4] == [
+        (None, "refuse", "/v1/models", "invalid_api_key", 1),
+        (None, "refuse", "/v1/models", "invalid_api_key", 1),
+        ("acme-app", "refuse", "/metrics", "permission_denied", 1),
+        ("acme-app", "unload", "x", "permission_denied", 1),
+    ]
+    first = told[0]
+    most = audit_module.MAX_REFUSALS
+    assert told[4:] == [first] * (most - 4) + [(None, "refuse", None, "repeated", 54 - most), first]
+    assert all(line["client"] == "127.0.0.1" for line in lines)
+
+
+def test_many_addresses_fill_no_disk(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path / "audit.jsonl")
+    for n in range(5000):
+        token = client_var.set(f"10.0.{n // 250}.{n % 250}")
+        log.refuse(AuditEntry("refuse", "/v1/models"))
+        client_var.reset(token)
+    num_lines = (tmp_path / "audit.jsonl").read_text().count("\n")
+    assert num_lines == audit_module.MAX_CLIENTS + audit_module.MAX_REFUSALS
 
 
 def test_the_audit_log_goes_on_in_a_new_file(tmp_path: Path) -> None:

@@ -101,7 +101,7 @@ def create_app(
     _add_routes(app, service, desk, watch)
     app.state.follower = follower
     app.state.metrics_app = metrics_app(service, watch)
-    _add_middleware(app, metrics, settings, tenants)
+    _add_middleware(app, metrics, audit, settings, tenants)
     if traces is not None:
         app.add_middleware(TraceHeaders)
     return app
@@ -116,7 +116,11 @@ def _add_routes(app: FastAPI, service: Service, desk: AdapterDesk, watch: LoopWa
 
 
 def _add_middleware(
-    app: FastAPI, metrics: Metrics, settings: ApiSettings, tenants: Tenants | None
+    app: FastAPI,
+    metrics: Metrics,
+    audit: AuditLog,
+    settings: ApiSettings,
+    tenants: Tenants | None,
 ) -> None:
     """The one added last sees a request first. Preflight requests of browsers carry no key."""
     given = keychain_of([parse_key(key) for key in settings.api_keys])
@@ -125,7 +129,7 @@ def _add_middleware(
     elif settings.api_keys:
         app.add_middleware(RequireKey, keychain=lambda: given, open_paths=PROBES | STATE)
     app.state.tenant_of_key = lambda key: tenant_of_key(key, tenants.keychain if tenants else given)
-    app.add_middleware(Observe, metrics=metrics)
+    app.add_middleware(Observe, metrics=metrics, audit=audit)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,

@@ -15,10 +15,11 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from weft.api.audit import AuditEntry, AuditLog, told_var
 from weft.api.callers import caller_of, caller_var, client_var
 from weft.api.http import CLIENT_LEFT, error_response
 from weft.api.reading import IGNORED
-from weft.core.errors import Unauthorized, to_wire
+from weft.core.errors import PermissionDenied, Unauthorized, to_wire
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.metrics import Metrics, RequestRecord
 from weft.metrics.logs import log_request, request_id_var
@@ -32,6 +33,7 @@ PROBES = frozenset({"/health", "/ready"})
 STATE = frozenset({"/metrics", "/version"})
 """These do so unless there are tenants, who must not learn of each other from them."""
 
+REFUSED = {Unauthorized.status: Unauthorized.kind, PermissionDenied.status: PermissionDenied.kind}
 _MAX_ID_LENGTH = 128
 
 
@@ -69,11 +71,13 @@ def _plain(own: str) -> bool:
 
 
 class Observe:
-    """Counts requests by route and status, and answers what nobody expected with a plain 500."""
+    """Counts requests by route and status, has those written down that are refused for who sends
+    them, and answers what nobody expected with a plain 500."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, audit: AuditLog) -> None:
         self._app = app
         self._metrics = metrics
+        self._audit = audit
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -85,10 +89,13 @@ class Observe:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                if status in REFUSED:
+                    self._audit.refuse(AuditEntry("refuse", scope["path"], outcome=REFUSED[status]))
                 if ignored := scope.get(IGNORED):
                     MutableHeaders(scope=message)[IGNORED] = ignored
             await send(message)
 
+        token = told_var.set([])
         try:
             await self._app(scope, receive, watch)
         except ClientDisconnect:
@@ -98,6 +105,7 @@ class Observe:
                 raise
             await error_response(error)(scope, receive, watch)
         finally:
+            told_var.reset(token)
             route = getattr(scope.get("route"), "path", "unmatched")
             self._metrics.http_requests.labels(route, str(status)).inc()
             if IGNORED in scope:

@@ -133,6 +133,7 @@ def metrics_app(service: Service, watch: LoopWatch) -> FastAPI:
         redoc_url=None,
         exception_handlers={WeftError: handle_error, HTTPException: handle_error},
     )
+    app.state.tenant_of_key = lambda _: ""
     app.include_router(health_routes(service, watch))
 
     @app.get("/metrics", response_class=Response)

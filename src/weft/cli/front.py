@@ -15,11 +15,15 @@ import uvicorn
 from fastapi import FastAPI
 
 from weft.api.audit import AuditEntry, AuditLog
+from weft.cli.connections import ConnectionLimits, http_config
 from weft.core.errors import ConfigError, EngineDead
 from weft.core.messages import EngineClient
 from weft.registry.tenants_file import TenantsFile
 
 logger = logging.getLogger(__name__)
+
+BESIDE = ConnectionLimits(64, 16)
+"""Connections to the address for metrics. They take from the files that `RESERVED_FILES` leaves."""
 
 
 class FrontDoor:
@@ -88,10 +92,7 @@ async def served_beside(app: FastAPI, listener: socket.socket | None) -> AsyncIt
     if listener is None:
         yield
         return
-    config = uvicorn.Config(
-        app, http="h11", ws="none", log_config=None, server_header=False, lifespan="off"
-    )
-    server = _BesideServer(config)
+    server = _BesideServer(http_config(app, BESIDE, lifespan="off"))
     serving = asyncio.create_task(server.serve([listener]))
     try:
         yield

@@ -119,12 +119,20 @@ def top(
     once: Annotated[
         bool, typer.Option("--once", help="Print what happens within one interval, and end.")
     ] = False,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="The key that is sent as the bearer token; with tenants, an admin's.",
+            envvar="WEFT_API_KEY",
+        ),
+    ] = None,
 ) -> None:
     """Watch a running server: load, latency, memory, and its busiest adapters."""
     from weft.cli.top import run_top
 
     with ending_in_one_line(), contextlib.suppress(KeyboardInterrupt):  # the way to leave it
-        run_top(url, interval, once)
+        run_top(url, interval, once, api_key or "")
 
 
 @app.command()

@@ -79,16 +79,20 @@ def parse(text: str, time_s: float) -> Scrape:
     return Scrape(time_s, series)
 
 
-def fetch(url: str) -> Scrape:
-    """The server's metrics now. Raises Unreachable."""
+def fetch(url: str, key: str = "") -> Scrape:
+    """The server's metrics now; `key` is sent as the bearer token. Raises Unreachable."""
     try:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=TIMEOUT_S) as answer:
+        request = urllib.request.Request(f"{url}/metrics")
+        if key:  # not to where the server may redirect to
+            request.add_unredirected_header("Authorization", f"Bearer {key}")
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
             return parse(answer.read().decode("utf-8", "replace"), time.time())
     except Unreachable as error:
         raise Unreachable(f"{url}{error.message}") from None
     except urllib.error.HTTPError as error:
         error.close()
-        raise Unreachable(f"{url}/metrics answers with status {error.code}") from None
+        hint = "; is there a key (--api-key)?" if error.code in (401, 403) else ""
+        raise Unreachable(f"{url}/metrics answers with status {error.code}{hint}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         why = getattr(reason, "strerror", None) or str(reason) or type(error).__name__

@@ -199,17 +199,19 @@ def run_top(
     url: str,
     interval_s: float,
     once: bool,
+    key: str = "",
     console: Console | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Show the server at `url` until interrupted; `once`, or without a terminal: one frame, whose
-    rates are of `interval_s`. Raises Unreachable when the server can't be read at the start."""
+    rates are of `interval_s`. `key` is sent with each request. Raises Unreachable when the server
+    can't be read at the start."""
     console = console or Console()
     url = plain_url(url)
-    first = fetch(url)
+    first = fetch(url, key)
     if once or not console.is_terminal:
         sleep(interval_s)
-        console.print(render(measure(fetch(url), first), url, ROWS_ONCE))
+        console.print(render(measure(fetch(url, key), first), url, ROWS_ONCE))
         return
     scrapes = deque([first])
     view = measure(first, first)
@@ -220,7 +222,7 @@ def run_top(
             live.update(render(view, url, max_rows, notice), refresh=True)
             sleep(interval_s)
             try:
-                scrapes.append(fetch(url))
+                scrapes.append(fetch(url, key))
             except Unreachable as error:
                 silent_s = time.time() - scrapes[-1].time_s
                 notice = f"{error.message}; the figures are {silent_s:.0f} s old"

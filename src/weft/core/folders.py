@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from contextlib import suppress
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from threading import Thread
 from typing import NoReturn, TypeVar
 
@@ -268,6 +268,20 @@ def _content(descriptor: int, name: str, max_bytes: int, deadline: Deadline) -> 
     if length > size:
         _refuse(name, "it grew while it was read")
     return content[:length]
+
+
+def open_beneath(folder: Path, name: str) -> int:
+    """A descriptor of the regular file of this name in a folder. Raises OSError: ELOOP or EINVAL if
+    there is something else, such as a link or a pipe."""
+    holder = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(name, _FILE, dir_fd=holder)
+    finally:
+        os.close(holder)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return descriptor
 
 
 def _is_a_name(path: str) -> bool:

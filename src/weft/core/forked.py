@@ -177,7 +177,7 @@ class ForkedProcess:
 # -- in the mother ---------------------------------------------------------------------------------
 
 
-class Work(NamedTuple):
+class WorkerTask(NamedTuple):
     """What a worker does, and what it may take."""
 
     run: Callable[[socket.socket], None]
@@ -188,7 +188,7 @@ class Work(NamedTuple):
     """How large a file may be that it writes; 0: it may not even open one."""
 
 
-def run_mother(prepare: Callable[[bytes], Work]) -> NoReturn:
+def run_mother(prepare: Callable[[bytes], WorkerTask]) -> NoReturn:
     """Fork workers until the other end of the socket closes whose number is the command's argument.
     `prepare` says what a worker of this kind does, and imports what that needs."""
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -208,7 +208,7 @@ def run_mother(prepare: Callable[[bytes], Work]) -> NoReturn:
         control.send(_NUMBER.pack(number))
 
 
-def _fork(control: socket.socket, connection: socket.socket, work: Work) -> int:
+def _fork(control: socket.socket, connection: socket.socket, work: WorkerTask) -> int:
     mother = os.getpid()
     try:
         pid = os.fork()
@@ -224,7 +224,7 @@ def _fork(control: socket.socket, connection: socket.socket, work: Work) -> int:
         os._exit(0)
 
 
-def _confine(mother: int, connection: int, work: Work) -> None:
+def _confine(mother: int, connection: int, work: WorkerTask) -> None:
     """Take from this process all that it does not need: it may compute, and speak by its socket."""
     die_with_parent(mother)
     forbid_new_privileges()

@@ -16,7 +16,7 @@ LONG_S = 60.0
 
 
 @dataclass(slots=True)
-class _Work:
+class _UnderWay:
     clock: Clock
     begun_s: float
     cpu_s: float
@@ -31,14 +31,14 @@ class Headway:
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
-        self._works: dict[int, _Work] = {}
+        self._works: dict[int, _UnderWay] = {}
         self._numbers = itertools.count()
 
     @contextmanager
     def of(self, clock: Clock) -> Iterator[None]:
         """A context in which one place is taken by work whose clock this is."""
         number, now = next(self._numbers), time.monotonic()
-        self._works[number] = _Work(clock, now, 0.0, now)
+        self._works[number] = _UnderWay(clock, now, 0.0, now)
         try:
             yield
         finally:

@@ -22,7 +22,7 @@ import msgspec
 
 from weft.core import frames
 from weft.core.errors import WeftError, to_wire
-from weft.core.forked import Work, run_mother
+from weft.core.forked import WorkerTask, run_mother
 from weft.core.sampling import StructuredOutputs
 from weft.grammar.compiler import Compiler, Limits, refusal_of
 from weft.grammar.schema import refusal
@@ -74,7 +74,7 @@ def main() -> NoReturn:
             compiler.compile(form)
     gc.collect()
     gc.freeze()
-    work = Work(partial(_serve, compiler, setup.limits), setup.limits.memory_bytes)
+    work = WorkerTask(partial(_serve, compiler, setup.limits), setup.limits.memory_bytes)
     run_mother(lambda _: work)
 
 

@@ -13,6 +13,7 @@ into memory that is there already takes as long as mapping.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
@@ -34,6 +35,7 @@ import torch
 
 from weft.checkpoint.pack import AdapterImage, allocate
 from weft.core.errors import ConfigError
+from weft.core.folders import open_beneath
 from weft.core.stats import TierStats
 from weft.core.targets import ImageLayout, TargetTable
 
@@ -109,9 +111,9 @@ class ImageStore:
         path = self._path(digest)
         image = None
         try:
-            with path.open("rb", buffering=0) as file:
+            with self._open(path) as file:
                 image = self._read(file, digest, into)
-            os.utime(path)
+                os.utime(file.fileno())
         except FileNotFoundError:
             pass
         except _Unfit as error:
@@ -154,6 +156,15 @@ class ImageStore:
 
     def _path(self, digest: str) -> Path:
         return self._folder / f"{digest}-{self._key[:16]}{SUFFIX}"
+
+    def _open(self, path: Path) -> io.FileIO:
+        """Open a file for reading, and nothing that stands in its place."""
+        try:
+            return io.FileIO(open_beneath(self._folder, path.name), "rb")
+        except OSError as error:
+            if error.errno in (errno.ELOOP, errno.EINVAL):
+                raise _Unfit("it is no regular file") from None
+            raise
 
     def _write(self, file: io.FileIO, image: AdapterImage) -> int:
         """Write an image; the size of the file in bytes."""

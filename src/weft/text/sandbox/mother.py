@@ -7,7 +7,7 @@ import sys
 import time
 from typing import NoReturn
 
-from weft.core.forked import Work, run_mother
+from weft.core.forked import WorkerTask, run_mother
 from weft.text.sandbox.limits import FILE_BYTES, MEMORY_BYTES, WorkerKind
 from weft.text.sandbox.work import serve
 
@@ -19,7 +19,7 @@ def main() -> NoReturn:
     run_mother(_prepare)
 
 
-def _prepare(kind: bytes) -> Work:
+def _prepare(kind: bytes) -> WorkerTask:
     """Import what workers of this kind can't import themselves. Only the first time is slow."""
     loads = kind[0] == WorkerKind.LOADS
     if kind[0] == WorkerKind.TEXTS:
@@ -33,4 +33,4 @@ def _prepare(kind: bytes) -> Work:
         rehearse()
     gc.collect()
     gc.freeze()
-    return Work(serve, MEMORY_BYTES, FILE_BYTES if loads else 0)
+    return WorkerTask(serve, MEMORY_BYTES, FILE_BYTES if loads else 0)
