@@ -30,6 +30,20 @@ _LLAMA: dict[str, object] = {
     "rms_norm_eps": 1e-5,
     "dtype": "bfloat16",
 }
+_QWEN3: dict[str, object] = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "dtype": "bfloat16",
+    "vocab_size": 151_936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40_960,
+    "sliding_window": None,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
+    "tie_word_embeddings": False,
+}
 PRESETS: dict[str, dict[str, object]] = {
     "tiny": _LLAMA
     | {
@@ -77,23 +91,32 @@ PRESETS: dict[str, dict[str, object]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
         "tie_word_embeddings": False,
     },
-    "qwen3-8b": {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "hidden_act": "silu",
-        "rms_norm_eps": 1e-6,
-        "dtype": "bfloat16",
-        "vocab_size": 151_936,
+    "llama-3-70b": _LLAMA
+    | {
+        "vocab_size": 128_256,
+        "hidden_size": 8192,
+        "intermediate_size": 28_672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 8192,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+        "tie_word_embeddings": False,
+    },
+    "qwen3-8b": _QWEN3
+    | {
         "hidden_size": 4096,
         "intermediate_size": 12_288,
         "num_hidden_layers": 36,
         "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40_960,
-        "sliding_window": None,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000.0},
-        "tie_word_embeddings": False,
+    },
+    "qwen3-32b": _QWEN3
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 25_600,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 64,
     },
     "qwen3-30b-a3b": {
         "architectures": ["Qwen3MoeForCausalLM"],

@@ -16,6 +16,7 @@ from weft.bench.cli.commands import bench
 from weft.bench.cli.kernels import tune
 from weft.cli.args import INSTEAD, ServeFlags, spread_lora_modules
 from weft.cli.keys import key
+from weft.cli.plan import plan
 from weft.core.config import MAX_RANK, LoraArgs, engine_args
 from weft.terminal.options import ending_in_one_line, with_engine_options, with_flags
 
@@ -185,4 +186,5 @@ def env(as_json: AsJson = False) -> None:
     typer.echo(json.dumps(collect()) if as_json else show_text(collect()))
 
 
+app.command()(plan)
 app.command()(tune)

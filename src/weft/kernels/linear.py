@@ -22,6 +22,10 @@ class Weight(Protocol):
     @property
     def shape(self) -> torch.Size: ...
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory that it takes on a GPU."""
+
     def apply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         """`x W^T + b` in x's dtype, (T, O)."""
 
@@ -38,6 +42,10 @@ class DenseWeight:
     @property
     def shape(self) -> torch.Size:
         return self.values_OI.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self.values_OI.nbytes
 
     def apply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         if x_TI.is_cuda and HAS_TRITON:

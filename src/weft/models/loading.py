@@ -56,7 +56,7 @@ def load_model(args: ModelArgs, rank: int = 0, size: int = 1) -> LoadedModel:
     config = load_model_config(args.model, args.revision)
     _check_context(args.max_model_len, config)  # before anything slow
     shard = model_shard(config, rank, size)
-    dtype = _dtype(args.dtype, config, device)
+    dtype = dtype_of(args.dtype, config, device)
     if args.load_format == "dummy":
         weights = dummy_weights(config, dtype, device, quantization=args.quantization, shard=shard)
     else:
@@ -80,7 +80,8 @@ def device_of(name: str, index: int | None = None) -> torch.device:
     return torch.device(name) if index is None else torch.device(name, index)
 
 
-def _dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+def dtype_of(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
+    """The dtype that auto, or another name, stands for."""
     if name == "auto":
         name = "float32" if device.type == "cpu" else config.dtype
         name = "bfloat16" if name == "float32" and device.type == "cuda" else name
@@ -108,7 +109,7 @@ def load_weights(
     ConfigError naming what is missing, has another shape or is quantized already."""
     form = None if quantization is None else format_named(quantization)
     shard = shard or unsharded(target_table(config))
-    weights = _allocate(shard, dtype, device, form)
+    weights = allocate_weights(shard, dtype, device, form)
     places = places_of(weights, shard, config.moe)
     whole = whole_places(weights, shard, config.moe)
     unread = set(places)
@@ -136,7 +137,7 @@ def load_weights(
         message = f"tie_word_embeddings is set, but {_HEAD_NAME} differs from the embedding"
         raise ConfigError(message, "tie_word_embeddings")
     del places, whole
-    _quantize(weights, form)
+    quantize_weights(weights, form)
     return weights
 
 
@@ -153,7 +154,7 @@ def dummy_weights(
     generator = torch.Generator(device=device).manual_seed(seed)
     form = None if quantization is None else format_named(quantization)
     shard = shard or unsharded(target_table(config))
-    weights = _allocate(shard, dtype, device, form)
+    weights = allocate_weights(shard, dtype, device, form)
 
     def fill(place: Place, whole: Tensor) -> None:
         place.fill(whole.normal_(std=0.02, generator=generator))
@@ -172,11 +173,11 @@ def dummy_weights(
             )
     for norm in weights.norms.values():
         norm.fill_(1.0)
-    _quantize(weights, form)
+    quantize_weights(weights, form)
     return weights
 
 
-def _allocate(
+def allocate_weights(
     shard: Shard, dtype: torch.dtype, device: torch.device | str, form: Format | None
 ) -> Weights:
     """Empty weights. On a CPU, matrices are (out, in) views of (in, out) memory, which products
@@ -222,7 +223,7 @@ def _empty_matrix(
     return torch.empty((outputs, inputs), dtype=dtype, device=device)
 
 
-def _quantize(weights: Weights, form: Format | None) -> None:
+def quantize_weights(weights: Weights, form: Format | None) -> None:
     """Quantize the layers' matrices one by one, so that both kinds exist for one at a time."""
     if form is None:
         return

@@ -48,6 +48,13 @@ class Weights:
     def dtype(self) -> torch.dtype:
         return self.embed.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        """The memory that they take on a GPU."""
+        own = [m for key, m in self.matrices.items() if key != HEAD or not self.table.tied]
+        vectors = (*self.biases.values(), *self.norms.values())
+        return sum(m.num_bytes for m in own) + sum(v.nbytes for v in vectors)
+
     def weight(self, target: Target) -> Tensor:
         if target.kind == "embedding":
             return self.embed.t()

@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from functools import wraps
@@ -93,9 +93,21 @@ def ending_in_one_line(status: int = 1, traceback: bool = False) -> Iterator[Non
 
 def with_engine_options(command: Callable[..., None]) -> Callable[..., None]:
     """Let `command`, which takes **options, have a flag for every field of EngineArgs' parts."""
+    return _with_parameters(command, engine_parameters())
+
+
+def with_some_options(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Do as `with_engine_options`, for the fields of these names alone."""
+    chosen = [p for p in engine_parameters() if p.name in names]
+    return lambda command: _with_parameters(command, chosen)
+
+
+def _with_parameters(
+    command: Callable[..., None], more: Sequence[inspect.Parameter]
+) -> Callable[..., None]:
     own = inspect.signature(command, eval_str=True)
     kept = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]
-    parameters = [*kept, *engine_parameters()]
+    parameters = [*kept, *more]
     command.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {p.name: p.annotation for p in parameters}
     return command

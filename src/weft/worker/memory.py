@@ -26,11 +26,31 @@ CPU_ADAPTER_BYTES = 2 << 30
 """Adapter memory on a CPU when nobody says how much it should be."""
 
 
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """Memory of a GPU, in bytes."""
+
+    total: int
+    free: int
+
+    def for_adapters(self, asked: int | float | None) -> int:
+        """The memory that adapters get; see `LoraArgs.adapter_memory` for what may be asked for."""
+        if asked is None:
+            return self.free // 8
+        return int(asked * self.total) if asked < 1 else int(asked)
+
+    def for_cache(self, args: CacheArgs) -> int:
+        """The memory that is left to the KV cache, when all else is allocated."""
+        unused = int(self.total * (1 - args.gpu_memory_utilization))
+        return self.free - unused - ACTIVATION_BYTES
+
+
 def adapter_bytes(asked: int | float | None, device: torch.device) -> int:
     """Bytes of adapter memory; see `LoraArgs.adapter_memory` for what may be asked for."""
-    if asked is None:
-        return CPU_ADAPTER_BYTES if device.type == "cpu" else free_bytes(device) // 8
-    return int(asked * total_bytes(device)) if asked < 1 else int(asked)
+    if asked is None and device.type == "cpu":
+        return CPU_ADAPTER_BYTES
+    free = free_bytes(device) if asked is None else 0
+    return GpuMemory(total_bytes(device), free).for_adapters(asked)
 
 
 def count_blocks(
@@ -41,8 +61,7 @@ def count_blocks(
         return args.num_blocks
     available = args.kv_cache_memory
     if device.type == "cuda":
-        reserve = int(total_bytes(device) * (1 - args.gpu_memory_utilization)) + ACTIVATION_BYTES
-        available = free_bytes(device) - reserve
+        available = GpuMemory(total_bytes(device), free_bytes(device)).for_cache(args)
     blocks = available // kv_bytes_per_block(config, args.block_size, dtype)
     if blocks < 1:
         raise ConfigError("no memory is left for the KV cache", "gpu_memory_utilization")

@@ -32,7 +32,8 @@ def quantize_weight_only(weight_OI: Tensor) -> Fp8Weight:
 
 def _quantize(weight_OI: Tensor, dynamic: bool) -> Fp8Weight:
     q_OI, scale_O = quantize_rows(weight_OI)
-    dense_OI = None if weight_OI.is_cuda else dequantized(q_OI, scale_O, weight_OI.dtype)
+    on_cpu = weight_OI.device.type == "cpu"
+    dense_OI = dequantized(q_OI, scale_O, weight_OI.dtype) if on_cpu else None
     return Fp8Weight(q_OI, scale_O, dynamic, dense_OI)
 
 
@@ -52,6 +53,10 @@ class Fp8Weight:
     @property
     def shape(self) -> torch.Size:
         return self.q_OI.shape
+
+    @property
+    def num_bytes(self) -> int:
+        return self.q_OI.nbytes + self.scale_O.nbytes
 
     def apply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
         if self.dense_OI is not None:

@@ -1,0 +1,112 @@
+"""What GPUs of a given size would hold of a model, worked out as workers do it, without a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from weft.core.config import EngineArgs
+from weft.core.errors import ConfigError
+from weft.core.targets import Target, TargetTable, layout_of
+from weft.kernels.quant import format_named
+from weft.models.blueprint import model_shard
+from weft.models.config import ModelConfig, share_of
+from weft.models.decoder import kv_bytes_per_block
+from weft.models.loading import allocate_weights, dtype_of, quantize_weights
+from weft.worker.memory import GpuMemory
+
+GPUS: dict[str, int] = {
+    "l4": 23_034,
+    "rtx-4090": 24_564,
+    "a100-40g": 40_960,
+    "l40s": 46_068,
+    "h100": 81_559,
+    "a100-80g": 81_920,
+    "h200": 143_771,
+    "b200": 183_359,
+}
+"""The memory of some GPUs by name, in MiB, as nvidia-smi shows it."""
+
+OTHER_BYTES = 3 << 29
+"""What CUDA, its libraries and the worker's smaller tensors take, roughly."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """What the memory of one of `size` GPUs would hold, in bytes."""
+
+    size: int
+    weights: int
+    adapter: int
+    """One adapter of the kind that is planned for."""
+    adapters: int
+    """The memory for adapters."""
+    kv_tokens: int
+    """Tokens of KV cache; less than 1 where all does not fit."""
+
+    @property
+    def num_adapters(self) -> int:
+        """How many such adapters are on the device at a time, at most."""
+        return self.adapters // self.adapter
+
+    @property
+    def fits(self) -> bool:
+        return self.kv_tokens > 0
+
+
+class RankPlan:
+    """The share that the first of `size` ranks has of a model, which none has more than. Raises
+    ConfigError for what can't be divided."""
+
+    def __init__(self, config: ModelConfig, args: EngineArgs, size: int) -> None:
+        self._args, self.size = args, size
+        self._shard, self._share = model_shard(config, 0, size), share_of(config, size)
+        self._dtype = dtype_of(args.model.dtype, config, torch.device("cuda"))
+
+    @property
+    def table(self) -> TargetTable:
+        """The table of the share."""
+        return self._shard.own
+
+    def adapter_bytes(self, rank: int, targets: Sequence[Target]) -> int:
+        """The bytes of an adapter of that rank on those projections."""
+        adapted = {target.slice for target in targets}
+        ranks = tuple(rank if t.slice in adapted else 0 for t in self.table.targets)
+        return layout_of(self.table, ranks).num_elements * self._dtype.itemsize
+
+    def memory(self, total: int, adapter: int, num_adapters: int | None) -> RankMemory:
+        """Divide a GPU's memory. `adapter`: the bytes of one. `num_adapters`: how many shall be
+        there at a time, in place of what the arguments say of adapter memory."""
+        weights = self._weight_bytes(total)
+        gpu = GpuMemory(total, total - OTHER_BYTES - weights)
+        adapters = gpu.for_adapters(self._args.lora.adapter_memory)
+        if num_adapters is not None:
+            adapters = num_adapters * adapter
+        left = GpuMemory(total, gpu.free - adapters).for_cache(self._args.cache)
+        block_size = self._args.cache.block_size
+        blocks = left // kv_bytes_per_block(self._share, block_size, self._dtype)
+        return RankMemory(self.size, weights, adapter, adapters, blocks * block_size)
+
+    def _weight_bytes(self, total: int) -> int:
+        """The bytes of the weights, or of those that they are quantized from if these do not fit:
+        all of them are there before the first one is quantized."""
+        weights = allocate_weights(self._shard, self._dtype, "meta", None)
+        loaded = weights.num_bytes
+        if self._args.model.quantization is None or loaded > total - OTHER_BYTES:
+            return loaded
+        quantize_weights(weights, format_named(self._args.model.quantization))
+        return weights.num_bytes
+
+
+def total_of(gpu: str | int) -> int:
+    """The memory of a GPU by its name in `GPUS`, or itself if it is a number of bytes. Raises
+    ConfigError."""
+    if isinstance(gpu, int):
+        return gpu
+    if gpu not in GPUS:
+        known = ", ".join(GPUS)
+        message = f"--gpu takes a number of bytes such as 48G, or one of {known}; got {gpu!r}"
+        raise ConfigError(message, "gpu")
+    return GPUS[gpu] << 20

@@ -1,0 +1,119 @@
+"""`weft plan`, against what a worker allocates, or would on a GPU."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from weft.bench.engine import AdapterShape, preset_folder
+from weft.cli.main import app
+from weft.core.config import EngineArgs, engine_args
+from weft.core.errors import ConfigError
+from weft.models.blueprint import model_shard
+from weft.models.config import ModelConfig, load_model_config, share_of
+from weft.models.loading import dummy_weights
+from weft.worker import memory
+from weft.worker.plan import GPUS, OTHER_BYTES, RankPlan, total_of
+
+SIZES = pytest.mark.parametrize("size", [1, 2])
+TOTAL = total_of("h200")
+GPU = torch.device("cuda")
+
+
+def model(name: str, **options: object) -> tuple[ModelConfig, EngineArgs]:
+    with preset_folder(name) as folder:
+        return load_model_config(folder), engine_args(folder, **options)
+
+
+@SIZES
+@pytest.mark.parametrize("quantization", [None, "fp8"])
+def test_weights_are_those_of_a_model(size: int, quantization: str | None) -> None:
+    config, args = model("tiny", dtype="bfloat16", quantization=quantization)
+    shard = model_shard(config, 0, size)
+    weights = dummy_weights(config, torch.bfloat16, "cpu", quantization=quantization, shard=shard)
+    matrices = {id(matrix): matrix for matrix in weights.matrices.values()}
+    others = (*weights.biases.values(), *weights.norms.values())
+    num_bytes = sum(m.num_bytes for m in matrices.values()) + sum(v.nbytes for v in others)
+    assert RankPlan(config, args, size).memory(TOTAL, 1, 0).weights == num_bytes
+
+
+@SIZES
+@pytest.mark.parametrize("asked", [None, 0.25, 4 << 30])
+def test_memory_is_divided_as_a_worker_does(
+    size: int, asked: int | float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, args = model("llama-3-8b", adapter_memory=asked)
+    plan = RankPlan(config, args, size)
+    adapter = plan.adapter_bytes(16, AdapterShape(16).of(plan.table))
+    found = plan.memory(TOTAL, adapter, None)
+    free = TOTAL - OTHER_BYTES - found.weights
+    monkeypatch.setattr(memory, "total_bytes", lambda device: TOTAL)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    assert memory.adapter_bytes(args.lora.adapter_memory, GPU) == found.adapters
+    free -= found.adapters
+    blocks = memory.count_blocks(args.cache, share_of(config, size), torch.bfloat16, GPU)
+    assert blocks * args.cache.block_size == found.kv_tokens
+    assert found.num_adapters * adapter <= found.adapters < (found.num_adapters + 1) * adapter
+
+
+def test_sizes_of_adapters() -> None:
+    """Known ones: of the 8B shape at rank 16, and half of it for half of the rank."""
+    config, args = model("llama-3-8b")
+    for size, mb in ((1, 83.9), (2, 56.6), (4, 43.0), (8, 36.2)):
+        plan = RankPlan(config, args, size)
+        adapted = AdapterShape(16).of(plan.table)
+        assert round(plan.adapter_bytes(16, adapted) / 1e6, 1) == mb
+        assert 2 * plan.adapter_bytes(8, adapted) == plan.adapter_bytes(16, adapted)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *arguments])
+    return result.exit_code, result.output
+
+
+def test_the_command() -> None:
+    status, text = run("llama-3-70b", "--adapters", "100")
+    assert status == 0
+    one, two = (line.split() for line in text.splitlines() if line.split()[:1] in (["1"], ["2"]))
+    assert one == ["1", "141.11", "GB", "does", "not", "fit"]
+    assert two[:3] == ["2", "71.61", "GB"] and two[5] == "100"
+    assert "q_proj,k_proj,v_proj,o_proj" in text
+
+
+def test_as_json() -> None:
+    status, text = run("qwen3-32b", "--gpu", "80G", "--tensor-parallel-size", "2,5,4", "--json")
+    facts = json.loads(text)
+    assert (status, facts["gpu_bytes"]) == (0, 80 << 30)
+    assert [each["size"] for each in facts["plans"]] == [2, 4]  # 5 does not divide its heads
+    assert all(each["fits"] for each in facts["plans"])
+
+
+def test_nothing_fits() -> None:
+    status, text = run("llama-3-8b", "--gpu", "l4", "--adapters", "200")
+    assert status == 0 and "does not fit" in text
+    status, _ = run("llama-3-70b", "--gpu", "l4", "--tensor-parallel-size", "1,2")
+    assert status == 1
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("llama-3-8b", "--gpu", "abacus"),
+        ("llama-3-8b", "--tensor-parallel-size", "3"),
+        ("llama-3-8b", "--targets", "nose_proj"),
+        ("no/such/model/here",),
+    ],
+)
+def test_what_can_not_be_planned(arguments: tuple[str, ...]) -> None:
+    assert run(*arguments)[0] == 2
+
+
+def test_names_of_gpus() -> None:
+    assert total_of(48 << 30) == 48 << 30
+    with pytest.raises(ConfigError, match="h200"):
+        total_of("h2000")
+    status, text = run("--help")
+    assert status == 0 and all(name in text for name in GPUS)
