@@ -158,3 +158,19 @@ class TestDirectory:
 def test_other_uris_are_refused() -> None:
     with pytest.raises(ConfigError, match="a folder, or begins with"):
         open_store("ftp://host/x")
+
+
+def test_a_folder_that_is_gone_does_not_answer(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "registry")
+    store.put("log/1", b"one")
+    away = (tmp_path / "registry").rename(tmp_path / "away")
+    for ask in (
+        lambda: store.get("log/2"),
+        lambda: store.get_file("log/2", io.BytesIO()),
+        lambda: list(store.list("log/")),
+        lambda: store.put("log/2", b"two"),
+    ):
+        with pytest.raises(RegistryUnavailable):
+            ask()
+    away.rename(tmp_path / "registry")
+    assert store.get("log/1") == b"one" and store.get("log/2") is None

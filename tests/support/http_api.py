@@ -19,18 +19,19 @@ from toy_tokenizers import byte_level
 from weft.api import ApiSettings, create_app
 from weft.api.audit import AuditLog
 from weft.api.callers import Tenants
-from weft.checkpoint.read import AdapterFiles
 from weft.cli.connections import http_config
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
 from weft.core.errors import AdapterInvalid, AdapterNotFound, EngineDead
+from weft.core.files import content_digest
 from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
 from weft.core.stats import EngineInfo, EngineStats
 from weft.core.tenants import Tenant
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.registry.allowed import Allowed
+from weft.registry.blobs import Blobs
 from weft.registry.contents import Contents
 from weft.registry.shared import SharedRegistry
-from weft.serving.follower import Follower, VersionFiles
+from weft.serving.follower import Follower
 from weft.text import Tokenizer
 
 CHAT = "/v1/chat/completions"
@@ -198,7 +199,7 @@ class EchoEngine:
 def digest_of(content: str) -> str:
     """What the engine calls an adapter of this content."""
     weights = content.encode()
-    return AdapterFiles(b"{}", weights).digest
+    return content_digest(b"{}", [weights], len(weights))
 
 
 class World:
@@ -211,7 +212,7 @@ class World:
         info: EngineInfo = INFO,
         tenants_file: Tenants | None = None,
         audit: AuditLog | None = None,
-        shared: tuple[SharedRegistry, VersionFiles] | None = None,
+        shared: tuple[SharedRegistry, Blobs] | None = None,
         allowed: Sequence[str] = (),
         **settings: Any,
     ) -> None:

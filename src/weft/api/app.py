@@ -39,9 +39,10 @@ from weft.core.errors import WeftError
 from weft.core.messages import EngineClient
 from weft.metrics import Metrics
 from weft.registry import AdapterRegistry, Sources
+from weft.registry.blobs import Blobs
 from weft.registry.shared import SharedRegistry
 from weft.serving import LoopExecutor, Publisher
-from weft.serving.follower import Follower, VersionFiles
+from weft.serving.follower import Follower
 from weft.serving.releases import Releases
 from weft.text import AdapterTokenizers, Tokenizer
 
@@ -55,7 +56,7 @@ def create_app(
     traces: TraceSink | None = None,
     tenants: Tenants | None = None,
     audit: AuditLog | None = None,
-    shared: tuple[SharedRegistry, VersionFiles] | None = None,
+    shared: tuple[SharedRegistry, Blobs] | None = None,
 ) -> FastAPI:
     """The application; it neither starts nor closes the engine. `tokenizer`: the base's, with
     those of adapters that are loaded already; None: texts are not served. `sources`: where clients'
@@ -128,7 +129,9 @@ def _add_middleware(
         app.add_middleware(RequireKey, keychain=lambda: tenants.keychain, open_paths=PROBES)
     elif settings.api_keys:
         app.add_middleware(RequireKey, keychain=lambda: given, open_paths=PROBES | STATE)
-    app.state.tenant_of_key = lambda key: tenant_of_key(key, tenants.keychain if tenants else given)
+    app.state.tenant_of_key = lambda key: tenant_of_key(
+        key, (tenants.keychain if tenants is not None else None) or given
+    )
     app.add_middleware(Observe, metrics=metrics, audit=audit)
     if settings.allowed_origins:
         app.add_middleware(

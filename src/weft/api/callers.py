@@ -29,7 +29,8 @@ class Tenants(Protocol):
     def directory(self) -> Directory: ...
 
     @property
-    def keychain(self) -> Keychain: ...
+    def keychain(self) -> Keychain | None:
+        """None: requests need no key, and may do everything."""
 
 
 def keychain_of(keys: Iterable[tuple[str, str]]) -> Keychain:

@@ -116,19 +116,22 @@ class RequireKey:
     """Lets only requests pass that carry a key as a bearer token, and keeps whose it is."""
 
     def __init__(
-        self, app: ASGIApp, keychain: Callable[[], Keychain], open_paths: Collection[str]
+        self, app: ASGIApp, keychain: Callable[[], Keychain | None], open_paths: Collection[str]
     ) -> None:
-        """`keychain` is asked at each request, as keys come and go; `open_paths` need none."""
+        """`keychain` is asked at each request, as keys come and go, and None stands for no need of
+        any; `open_paths` never need one."""
         self._app = app
         self._keychain = keychain
         self._open_paths = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in self._open_paths:
+        open_now = scope["type"] != "http" or scope["path"] in self._open_paths
+        keychain = None if open_now else self._keychain()
+        if keychain is None:
             await self._app(scope, receive, send)
             return
         try:
-            caller = caller_of(Headers(scope=scope).get("authorization"), self._keychain())
+            caller = caller_of(Headers(scope=scope).get("authorization"), keychain)
         except Unauthorized as error:
             await error_response(error)(scope, receive, send)
             return

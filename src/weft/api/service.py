@@ -147,7 +147,7 @@ class Service:
         """The models and adapters as whoever sent the request under way may use them. Raises
         Unauthorized."""
         caller = caller_var.get()
-        if caller is None and self._tenants is not None:
+        if caller is None and self._tenants is not None and self._tenants.keychain is not None:
             raise Unauthorized("this needs an API key")
         names = self.follower.names if self.follower is not None else None
         return Access(self._registry, caller or Caller(), names)

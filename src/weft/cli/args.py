@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,6 +19,8 @@ from weft.registry.contents import MAX_ADAPTER_BYTES
 from weft.terminal.options import ADAPTERS, MODEL, parse_bytes
 
 if TYPE_CHECKING:
+    from weft.registry.shared import SharedRegistry
+    from weft.registry.shared_tenants import SharedTenants
     from weft.registry.tenants_file import TenantsFile
 
 HTTP = "HTTP server"
@@ -69,6 +72,10 @@ _HELP = {
     " named in a URI may have an internal address. Repeatable, or with commas.",
     "--max-adapter-size": "How large an adapter that is uploaded or downloaded may be, packed or"
     " not, such as 500M or 4G.",
+    "--registry": "A folder or s3://BUCKET/PREFIX (gs, az) which says what adapters, versions and"
+    " tenants there are, to all servers that share it.",
+    "--registry-boot": "lazy: load a registry's adapters when they are first used. eager: load all"
+    " at the start. Pinned ones are loaded at the start in any case.",
     "--adapter-templates": "Whether the tokenizers and chat templates that adapters bring are used,"
     " in processes with limits. off: the base's are used for all, and adapters that add tokens are"
     " refused.",
@@ -125,6 +132,10 @@ class ServeFlags:
         int,
         _flag("--max-adapter-size", "BYTES", ADAPTERS, parser=parse_bytes, show_default="4G"),
     ] = MAX_ADAPTER_BYTES
+    registry: Annotated[str | None, _flag("--registry", "URI", ADAPTERS)] = None
+    registry_boot: Annotated[Literal["lazy", "eager"], _flag("--registry-boot", panel=ADAPTERS)] = (
+        "lazy"
+    )
     adapter_templates: Annotated[
         Literal["on", "off"], _flag("--adapter-templates", panel=ADAPTERS)
     ] = "on"
@@ -157,6 +168,39 @@ class ServeFlags:
 
         roots = [root.expanduser().absolute() for root in self.lora_root or ()]
         return TenantsFile(self.tenants, roots)
+
+    def shared_registry(self) -> SharedRegistry | None:
+        """The registry that this server is to follow, which is read. Raises ConfigError,
+        RegistryUnavailable."""
+        if self.registry is None:
+            return None
+        for given, name, instead in (
+            (self.lora_modules, "--lora-modules", "publish adapters into the registry"),
+            (self.tenants, "--tenants", "copy the file there once with weft tenants import"),
+            (self._named_keys(), "--api-key NAME=KEY", "the tenants are in the registry"),
+        ):
+            if given:
+                param = name.removeprefix("--").partition(" ")[0].replace("-", "_")
+                raise ConfigError(f"{name} can't be given with --registry: {instead}", param)
+        from weft.registry.shared import SharedRegistry  # not every server has one
+        from weft.registry.stores import open_store
+
+        return SharedRegistry(open_store(self.registry))
+
+    def shared_tenants(self, shared: SharedRegistry) -> SharedTenants:
+        """The tenants of that registry. A key of --api-key is the operator's, and may do
+        everything beside them."""
+        from weft.api.settings import parse_key
+        from weft.registry.shared_tenants import SharedTenants
+
+        secrets = [parse_key(key).secret.encode() for key in self.keys()]
+        roots = [root.expanduser().absolute() for root in self.lora_root or ()]
+        return SharedTenants(shared, [sha256(secret).digest() for secret in secrets], roots)
+
+    def _named_keys(self) -> list[str]:
+        from weft.api.settings import parse_key
+
+        return [name for key in self.keys() if (name := parse_key(key).name)]
 
     def keys(self) -> list[str]:
         """The keys of the command line, else those in WEFT_API_KEY, separated by commas."""

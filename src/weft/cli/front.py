@@ -8,7 +8,7 @@ import contextlib
 import logging
 import signal
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -18,6 +18,8 @@ from weft.api.audit import AuditEntry, AuditLog
 from weft.cli.connections import ConnectionLimits, http_config
 from weft.core.errors import ConfigError, EngineDead
 from weft.core.messages import EngineClient
+from weft.registry.shared_tenants import SharedTenants
+from weft.registry.tenants import Change
 from weft.registry.tenants_file import TenantsFile
 
 logger = logging.getLogger(__name__)
@@ -29,7 +31,7 @@ BESIDE = ConnectionLimits(64, 16)
 class FrontDoor:
     """The tenants and the audit log of a server. Its engine is told of the tenants."""
 
-    def __init__(self, tenants: TenantsFile | None, audit_log: Path | None) -> None:
+    def __init__(self, tenants: TenantsFile | SharedTenants | None, audit_log: Path | None) -> None:
         """Raises ConfigError."""
         self.tenants = tenants
         try:
@@ -37,12 +39,12 @@ class FrontDoor:
         except OSError as error:
             message = f"--audit-log {audit_log}: {error.strerror}"
             raise ConfigError(message, "audit_log") from error
-        self._reloads = tenants is not None or audit_log is not None
+        self._reloads = isinstance(tenants, TenantsFile) or audit_log is not None
         self._engine: EngineClient | None = None
         self._telling: asyncio.Task[None] | None = None
 
     def on_hangup(self) -> None:
-        """Let SIGHUP renew both from now on, if there is one of them."""
+        """Let SIGHUP renew the file of tenants and the audit log, if there is one of them."""
         if self._reloads:
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.renew)
 
@@ -58,7 +60,7 @@ class FrontDoor:
             self.audit.reopen()
         except OSError as error:
             logger.error("the audit log can't be opened again: %s", error)
-        if self.tenants is None:
+        if not isinstance(self.tenants, TenantsFile):
             return
         source = str(self.tenants.path)
         try:
@@ -67,9 +69,17 @@ class FrontDoor:
             logger.error("the tenants stay as they were: %s", error.message)
             self.audit.write(AuditEntry("reload", source=source, outcome=error.kind))
             return
+        logger.info("the tenants were read again: %d changes", len(changes))
+        self._changed(changes, source)
+
+    def follow(self) -> None:
+        """Take over what the registry says of the tenants by now, if they come from there."""
+        if isinstance(self.tenants, SharedTenants) and (changes := self.tenants.update()):
+            self._changed(changes, "the registry")
+
+    def _changed(self, changes: Sequence[Change], source: str) -> None:
         for change in changes:
             self.audit.write(AuditEntry(change.action, change.name, source, subject=change.tenant))
-        logger.info("the tenants were read again: %d changes", len(changes))
         self._telling = asyncio.get_running_loop().create_task(self._tell())
 
     async def _tell(self) -> None:

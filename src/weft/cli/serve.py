@@ -39,8 +39,11 @@ from weft.metrics.logs import configure_logging
 from weft.models.config import resolve_model
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.registry.allowed import Allowed
+from weft.registry.blobs import Blobs
 from weft.registry.contents import Contents, cache_folder
+from weft.registry.shared import SharedRegistry
 from weft.serving import LoopExecutor, Publisher
+from weft.serving.follower import Follower
 from weft.terminal.options import show_bytes
 from weft.text import AdapterTokenizers, Tokenizer, load_tokenizer
 
@@ -68,6 +71,8 @@ class _Start:
     allowed: Allowed
     door: FrontDoor
     connections: ConnectionLimits
+    shared: SharedRegistry | None
+    """What it follows."""
 
 
 def run(engine: EngineArgs, flags: ServeFlags) -> None:
@@ -76,10 +81,11 @@ def run(engine: EngineArgs, flags: ServeFlags) -> None:
     leave_out_torch()  # the engine's process has it
     api = _api_settings(engine, flags)
     modules = flags.modules(api.served_model_names)
-    door = FrontDoor(flags.tenants_file(), flags.audit_log)
     limits = connection_limits(flags.max_connections_per_address)
-    roots, allowed = flags.roots(modules), flags.allowed()
-    start = _Start(engine, flags, api, modules, roots, allowed, door, limits)
+    roots, shared = flags.roots(modules), flags.shared_registry()
+    tenants = flags.tenants_file() if shared is None else flags.shared_tenants(shared)
+    door = FrontDoor(tenants, flags.audit_log)
+    start = _Start(engine, flags, api, modules, roots, flags.allowed(), door, limits, shared)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_run_server(start))
 
@@ -157,7 +163,7 @@ async def _start_and_serve(
     beside: socket.socket | None,
     traces: Traces | None,
 ) -> None:
-    console = Console()
+    console, shared = Console(), start.shared
     model = start.engine.model.model
     with console.status(f"Loading {model}"):
         engine, tokenizer = await _load(start)
@@ -180,11 +186,14 @@ async def _start_and_serve(
             traces,
             start.door.tenants,
             start.door.audit,
+            None if shared is None else (shared, Blobs(shared.store, contents)),
         )
         # The operator's own adapters may lie anywhere, so this has sources of its own.
         own = Sources(contents=contents)
         publisher = Publisher(engine, registry, tokenizers, own, LoopExecutor())
         await _load_adapters(console, start.modules, publisher)
+        if shared is not None:
+            await _follow(console, start, shared, app.state.follower)
         flags = start.flags
         metrics_url = None if beside is None else _url(flags.metrics_host, beside)
         summary = _summary(engine.info, registry, _url(flags.host, listener), metrics_url)
@@ -265,6 +274,21 @@ async def _load_adapters(console: Console, modules: list[LoraModule], publisher:
                 await publisher.load(module.name, module.path)
             except WeftError as error:
                 raise module.refused(error.message) from error
+
+
+async def _follow(
+    console: Console, start: _Start, shared: SharedRegistry, follower: Follower
+) -> None:
+    loop = asyncio.get_running_loop()
+
+    def told(*_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop has ended
+            loop.call_soon_threadsafe(start.door.follow)
+
+    shared.listen(told)
+    with console.status("Loading adapters of the registry"):
+        await follower.start(start.flags.registry_boot == "eager")
+    start.door.follow()
 
 
 # -- serving -------------------------------------------------------------------------------------

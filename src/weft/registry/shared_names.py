@@ -45,8 +45,8 @@ class SharedNames:
 
     @property
     def base(self) -> str:
-        """What requests call the base model."""
-        return self._base_names[0]
+        """The base model's folder or its hub id."""
+        return self._base_root
 
     def entry(self, name: str) -> Name | None:
         """What the registry knows of a name that is there."""

@@ -160,6 +160,7 @@ class DirectoryStore:
             try:
                 return self._path(key).read_bytes()
             except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
+                self._check_there()
                 return None
 
     def get_file(self, key: str, file: BinaryIO) -> bool:
@@ -167,6 +168,7 @@ class DirectoryStore:
             try:
                 kept = self._path(key).open("rb")
             except FileNotFoundError:
+                self._check_there()
                 return False
             with kept:
                 kept.seek(file.seek(0, os.SEEK_END))
@@ -177,6 +179,7 @@ class DirectoryStore:
         with self._answering():
             top = self._path(prefix.removesuffix("/"))
             found = [Path(f, n) for f, _, names in os.walk(top, onerror=_others) for n in names]
+            self._check_there()
         return (str(path.relative_to(self._root)) for path in found)
 
     def delete(self, key: str) -> None:
@@ -194,6 +197,10 @@ class DirectoryStore:
         if {"", ".", ".."} & set(key.split("/")):
             raise ValueError(f"not a key: {key!r}")
         return self._root / key
+
+    def _check_there(self) -> None:
+        """Raises OSError if the folder is gone, or not mounted: its keys are not missing then."""
+        self._aside.stat()
 
     def _written(self, key: str, write: Callable[[BinaryIO], object]) -> bool:
         path = self._path(key)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -121,12 +121,14 @@ class Directory:
     def tenants(self) -> list[Tenant]:
         return [member.tenant for member in self.members.values()]
 
+    def entries(self) -> Iterator[tuple[bytes, Caller, datetime | None]]:
+        """All keys, as a `Keychain` takes them."""
+        for member in self.members.values():
+            for key in member.keys:
+                yield bytes.fromhex(key.sha256), member.caller(key), key.expires
+
     def keychain(self) -> Keychain:
-        return Keychain(
-            (bytes.fromhex(key.sha256), member.caller(key), key.expires)
-            for member in self.members.values()
-            for key in member.keys
-        )
+        return Keychain(self.entries())
 
     def lora_roots(self, tenant: str) -> tuple[Path, ...]:
         """The folders below which a tenant may load adapters. A tenant that is not there has

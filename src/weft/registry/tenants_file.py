@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -111,15 +111,40 @@ class TenantsFile:
 def parse_tenants(text: str, lora_roots: Sequence[Path] = ()) -> Directory:
     """What a file of tenants says; `lora_roots` are as in `TenantsFile`. Raises ConfigError, whose
     `param` is the place, such as `tenants.acme.keys[0].roles`."""
+    tables = _tables(text)
+    directory = Directory({name: _member(name, t, lora_roots) for name, t in tables.items()})
+    check_unique(directory.members)
+    return directory
+
+
+def tenants_as_json(text: str) -> dict[str, str]:
+    """The table of each tenant in such a file, as a shared registry keeps it. Raises ConfigError as
+    `parse_tenants`."""
+    parse_tenants(text)
+    return {n: t.model_dump_json(exclude_defaults=True) for n, t in _tables(text).items()}
+
+
+def read_tenant(name: str, settings: str, lora_roots: Sequence[Path] = ()) -> Member:
+    """A tenant whose table is this JSON; `lora_roots` are as in `TenantsFile`. Raises
+    ConfigError."""
     try:
-        file = _File.model_validate(tomllib.loads(text))
+        return _member(name, _Tenant.model_validate_json(settings), lora_roots)
+    except ValidationError as error:
+        _refuse_first(error, "tenants", name)
+
+
+def _tables(text: str) -> dict[str, _Tenant]:
+    try:
+        return dict(_File.model_validate(tomllib.loads(text)).tenants)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"it is not TOML: {error}", "tenants") from None
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-        _refuse(_place(part for part in first["loc"] if part != "[key]"), first["msg"])
-    _check_unique(file)
-    return Directory({name: _member(name, t, lora_roots) for name, t in file.tenants.items()})
+        _refuse_first(error)
+
+
+def _refuse_first(error: ValidationError, *place: str) -> NoReturn:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    _refuse(_place([*place, *(part for part in first["loc"] if part != "[key]")]), first["msg"])
 
 
 def _member(name: str, given: _Tenant, lora_roots: Sequence[Path]) -> Member:
@@ -136,7 +161,7 @@ def _member(name: str, given: _Tenant, lora_roots: Sequence[Path]) -> Member:
     )
 
 
-def _check_unique(file: _File) -> None:
+def check_unique(members: Mapping[str, Member]) -> None:
     """Raises ConfigError when a key, its id or a tenant's name is there twice."""
     seen: dict[tuple[str, str], str] = {}
 
@@ -145,9 +170,9 @@ def _check_unique(file: _File) -> None:
         if other != place:
             _refuse(place, f"it is the same as {other}")
 
-    for name, tenant in file.tenants.items():
+    for name, member in members.items():
         claim("tenant", name.lower(), _place(["tenants", name]))
-        for i, key in enumerate(tenant.keys):
+        for i, key in enumerate(member.keys):
             claim("id", key.id, _place(["tenants", name, "keys", i, "id"]))
             claim("sha256", key.sha256, _place(["tenants", name, "keys", i, "sha256"]))
 

@@ -8,7 +8,6 @@ import logging
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Protocol
 
 from weft.core.errors import (
     AdapterError,
@@ -17,9 +16,9 @@ from weft.core.errors import (
     RegistryUnavailable,
     WeftError,
 )
-from weft.core.folders import Folder
 from weft.registry import Access, AdapterRegistry
-from weft.registry.records import Change, Done, Version
+from weft.registry.blobs import Blobs
+from weft.registry.records import Change, Done
 from weft.registry.releases import choose, number_of, numbers_of, split
 from weft.registry.shared import SharedRegistry
 from weft.registry.shared_names import SharedNames
@@ -43,14 +42,6 @@ _ATTEMPTS = 3
 """How often a version is loaded for a request that finds it gone again."""
 
 
-class VersionFiles(Protocol):
-    """The contents of a registry's versions, by digest."""
-
-    def put(self, files: Folder) -> Version: ...
-
-    def open(self, digest: str) -> Folder: ...
-
-
 class Follower:
     """Loads versions of a shared registry into one engine, and lets go of them. All methods are
     called from one event loop. `check()` states the invariants.
@@ -63,7 +54,7 @@ class Follower:
     def __init__(
         self,
         shared: SharedRegistry,
-        blobs: VersionFiles,
+        blobs: Blobs,
         registry: AdapterRegistry,
         publisher: Publisher,
     ) -> None:

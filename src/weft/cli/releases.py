@@ -1,0 +1,150 @@
+"""`weft release`, `rollback`, `history` and `tenants`: a shared registry on the command line. They
+need no server: whoever can write to the registry may use them."""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weft.core.errors import AdapterNotFound, ConfigError
+from weft.terminal.options import ending_in_one_line
+
+if TYPE_CHECKING:
+    from weft.registry.records import Name, Route
+    from weft.registry.shared import SharedRegistry
+
+Registry = Annotated[
+    str, typer.Option("--registry", metavar="URI", help="The registry, as weft serve has it.")
+]
+NamedAdapter = Annotated[
+    str, typer.Argument(metavar="NAME", help="The adapter's whole name, such as acme/sql.")
+]
+tenants = typer.Typer(help="The tenants of a shared registry.", no_args_is_help=True)
+
+
+def release(
+    name: NamedAdapter,
+    registry: Registry,
+    to: Annotated[
+        str | None,
+        typer.Option(metavar="VERSION", help="The version that is to answer, such as v8."),
+    ] = None,
+    canary: Annotated[
+        float | None,
+        typer.Option(
+            metavar="PERCENT", help="How many of the requests it gets. Default: all of them."
+        ),
+    ] = None,
+    shadow: Annotated[
+        str | None,
+        typer.Option(
+            metavar="VERSION",
+            help="A version that runs the requests too. Nobody sees its answers, only its metrics.",
+        ),
+    ] = None,
+) -> None:
+    """Let requests for an adapter go to one of its versions, on all servers of a registry."""
+    from weft.registry.releases import released
+
+    with _opened(registry) as shared:
+        entry = _entry(shared, name)
+        _move(shared, name, entry, released(name, entry, to, canary, shadow))
+
+
+def rollback(name: NamedAdapter, registry: Registry) -> None:
+    """Let requests for an adapter go where they went before the version that came last."""
+    from weft.registry.releases import rolled_back
+
+    with _opened(registry) as shared:
+        entry = _entry(shared, name)
+        _move(shared, name, entry, rolled_back(name, entry))
+
+
+def history(name: NamedAdapter, registry: Registry) -> None:
+    """Print the last changes of an adapter's name, the newest first."""
+    with _opened(registry) as shared:
+        changes = shared.history(name)
+        if not changes:
+            raise AdapterNotFound(f"the registry has no adapter {name!r}", "name")
+        for change in reversed(changes):
+            when = datetime.fromtimestamp(change.time, UTC).isoformat(" ", "seconds")
+            actor = f"  ({change.actor})" if change.actor else ""
+            typer.echo(f"{change.generation:>5}  {when}  {change.what}{actor}")
+
+
+@tenants.callback()
+def _tenants() -> None:
+    """The tenants of a shared registry."""
+
+
+@tenants.command("import")
+def import_tenants(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="A file as weft serve --tenants takes it.")
+    ],
+    registry: Registry,
+) -> None:
+    """Make a registry's tenants those of a file: others are removed. Running servers follow."""
+    from weft.registry.records import RemoveTenant, SetTenant
+    from weft.registry.tenants_file import tenants_as_json
+
+    with _opened(registry) as shared:
+        try:
+            tables = tenants_as_json(file.read_text())
+        except OSError as error:
+            raise ConfigError(f"{file}: {error.strerror}", "file") from error
+        known = shared.state.tenants
+        changes = [
+            SetTenant(name, settings)
+            for name, settings in tables.items()
+            if name not in known or known[name].settings != settings
+        ]
+        gone = [RemoveTenant(name) for name in known if name not in tables]
+        under_way = [shared.submit(change, _actor()) for change in gone]
+        under_way += [shared.submit(change, _actor()) for change in changes]
+        for future in under_way:
+            future.result()
+        typer.echo(f"{len(changes)} tenants set, {len(gone)} removed, {len(tables)} in all")
+
+
+@tenants.command("list")
+def list_tenants(registry: Registry) -> None:
+    """Print the names of a registry's tenants."""
+    with _opened(registry) as shared:
+        for name in sorted(shared.state.tenants):
+            typer.echo(name)
+
+
+@contextmanager
+def _opened(uri: str) -> Iterator[SharedRegistry]:
+    from weft.registry.shared import SharedRegistry
+    from weft.registry.stores import open_store
+
+    with ending_in_one_line(), SharedRegistry(open_store(uri)) as shared:
+        yield shared
+
+
+def _entry(shared: SharedRegistry, name: str) -> Name:
+    entry = shared.state.names.get(name)
+    if entry is None or entry.removed_at is not None:
+        raise AdapterNotFound(f"the registry has no adapter {name!r}", "name")
+    return entry
+
+
+def _move(shared: SharedRegistry, name: str, entry: Name, route: Route) -> None:
+    from weft.registry.records import Release
+    from weft.registry.releases import shown_route
+
+    done = shared.change(Release(name, route, entry.generation), _actor())
+    typer.echo(f"{name}: {shown_route(route)} (generation {done.generation})")
+
+
+def _actor() -> str:
+    return f"{getpass.getuser()}@{socket.gethostname()}"

@@ -1,0 +1,134 @@
+"""Servers that share a registry in a folder: changes, releases, deaths, a store that is away."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from pathlib import Path
+from threading import Event
+
+import httpx
+import tiny
+from serving import Server, serving, until
+from tiny import ADAPTERS
+
+
+def weft(*args: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "weft", *args], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def ask(server: Server, model: str, word: str = "planet") -> httpx.Response:
+    body = {
+        "model": model,
+        "messages": [{"role": "user", "content": word}],
+        "temperature": 0,
+        "max_tokens": 32,
+    }
+    return server.post("/v1/chat/completions", **body)
+
+
+def text_of(answer: httpx.Response) -> str:
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["message"]["content"])
+
+
+def load(server: Server, name: str, adapter: str, **more: object) -> None:
+    path = str(ADAPTERS[adapter])
+    answer = server.post("/v1/load_lora_adapter", lora_name=name, lora_path=path, **more)
+    assert answer.status_code == 200, answer.text
+
+
+def test_two_servers_on_one_registry(tmp_path: Path) -> None:
+    store = tmp_path / "registry"
+    flags = ("--registry", str(store), "--lora-root", str(next(iter(ADAPTERS.values())).parent))
+    with ExitStack() as running:
+
+        def start(name: str, *more: str) -> Server:
+            (tmp_path / name).mkdir()
+            return running.enter_context(serving(tmp_path / name, *flags, *more, adapters=[]))
+
+        with ThreadPoolExecutor(2) as threads:
+            one, other = threads.map(start, ("one", "other"))
+        load(one, "task", "reverse")
+        load(one, "task", "repeat", load_inplace=True, pinned=True)
+        load(other, "gone", "upper", wait="commit")
+        assert text_of(ask(one, "gone")) == tiny.answer("upper", "planet")
+        assert text_of(ask(other, "task")) == tiny.answer("repeat", "planet")
+        assert text_of(ask(other, "task@v1")) == tiny.answer("reverse", "planet")
+        _move_under_load(one, other, store)
+        assert httpx.delete(f"{other.url}/v1/loras/gone", timeout=60).status_code == 200
+        until(lambda: ask(one, "gone").status_code == 404, "the adapter is still served")
+        _take_the_store_away(one, store)
+
+        os.kill(one.engine_pid(), signal.SIGKILL)
+        until(lambda: ask(one, "task").status_code == 200, "the engine is not up again")
+        assert text_of(ask(one, "task")) == tiny.answer("reverse", "planet")
+
+        for server in (one, other):
+            os.killpg(server.process.pid, signal.SIGKILL)
+        third = start("third", "--registry-boot", "eager")
+        assert third.post("/v1/completions", model="gone", prompt="x").status_code == 404
+        listed = httpx.get(f"{third.url}/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == ["base", "task"]
+        assert list(httpx.get(f"{third.url}/v1/loras").json()["loras"]) == ["task@v1"]
+        answer = ask(third, "task")
+        assert text_of(answer) == tiny.answer("reverse", "planet")
+        assert answer.headers["x-weft-adapter"] == "task@v1"
+
+
+def _move_under_load(one: Server, other: Server, store: Path) -> None:
+    """Move a route while requests run: each answer is that of the version that it names."""
+    stop, seen = Event(), set[tuple[str, str, str]]()
+    expected = {"task@v1": "reverse", "task@v2": "repeat"}
+
+    def client(server: Server) -> None:
+        for word in ("planet", "melody", "river") * 1000:
+            answer = ask(server, "task", word)
+            seen.add((answer.headers["x-weft-adapter"], word, text_of(answer)))
+            if stop.is_set():
+                return
+
+    with ThreadPoolExecutor(4) as threads:
+        clients = [threads.submit(client, server) for server in (one, other) for _ in range(2)]
+        try:
+            moved = one.post("/v1/registry/releases", name="task", to="v1")
+            assert moved.status_code == 200, moved.text
+            done = weft("release", "task", "--to", "v2", "--canary", "50", "--registry", str(store))
+            assert done.startswith("task: v1 50%, v2 50%")
+            both = {"task@v1", "task@v2"}
+            until(lambda: {version for version, _, _ in seen} == both, "one version never answers")
+            assert weft("rollback", "task", "--registry", str(store)).startswith("task: v1 (")
+        finally:
+            stop.set()
+        for each in clients:
+            each.result()
+    for version, word, text in seen:
+        assert text == tiny.answer(expected[version], word)
+    history = weft("history", "task", "--registry", str(store)).splitlines()
+    assert len(history) == 5 and "publish v1" in history[-1]
+    until(lambda: ask(other, "task").headers["x-weft-adapter"] == "task@v1", "it does not follow")
+
+
+def _take_the_store_away(server: Server, store: Path) -> None:
+    """Without its store a server serves what it knows, and refuses changes."""
+    away = store.rename(store.with_name("away"))
+    try:
+        assert text_of(ask(server, "task")) == tiny.answer("reverse", "planet")
+        answer = server.post("/v1/unload_lora_adapter", lora_name="task")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "registry_unavailable")
+        assert text_of(ask(server, "task")) == tiny.answer("reverse", "planet")
+        assert httpx.get(f"{server.url}/ready").status_code == 200
+        stale = server.metrics()["weft:registry_stale_seconds"][0].value
+        assert stale > 1
+    finally:
+        away.rename(store)
+    metrics = server.metrics
+    until(lambda: metrics()["weft:registry_stale_seconds"][0].value < 1, "the store is back")

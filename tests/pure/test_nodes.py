@@ -1,0 +1,446 @@
+"""Nodes that follow one registry: what is changed on one holds on all; versions and releases."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+from http_api import CHAT, COMPLETE, Web, World, digest_of
+from toy_tokenizers import byte_level
+
+from weft.core.errors import RegistryUnavailable
+from weft.registry.blobs import Blobs
+from weft.registry.records import RemoveTenant, SetTenant
+from weft.registry.shared import SharedRegistry
+from weft.registry.shared_tenants import SharedTenants
+from weft.registry.stores import DirectoryStore, Store
+from weft.registry.tenants_file import tenants_as_json
+
+
+class Fickle:
+    """A store that can be made not to answer."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self.away = False
+
+    def __getattr__(self, name: str) -> Any:
+        if self.away:
+            raise RegistryUnavailable("the store is away")
+        return getattr(self._store, name)
+
+    def reopen(self) -> Fickle:
+        return self
+
+
+class Node:
+    """One server of a fleet, with an engine of its own."""
+
+    def __init__(self, root: Path, tenants: bool = False, **settings: Any) -> None:
+        self.store = Fickle(DirectoryStore(root / "registry"))
+        self.shared = SharedRegistry(self.store, poll_s=0.02)
+        self.tenants = SharedTenants(self.shared, lora_roots=[root / "sources"])
+        if tenants:
+            settings["tenants_file"] = self.tenants
+        sources = root / "sources"
+        sources.mkdir(exist_ok=True)
+        blobs = Blobs(self.store)
+        self.world = World(sources, byte_level(), shared=(self.shared, blobs), **settings)
+        self.web = Web(self.world)
+        assert self.world.follower is not None
+        self.follower = self.world.follower
+
+    async def post(self, path: str, **body: Any) -> httpx.Response:
+        return await self.web.post(path, body)
+
+    async def load(self, name: str, content: str, **more: Any) -> httpx.Response:
+        return await self.web.load(name, self.world.adapter(f"{name}-{content}", content), **more)
+
+    async def ask(self, model: str, **body: Any) -> httpx.Response:
+        return await self.post(COMPLETE, model=model, prompt="abc", **body)
+
+    async def text(self, model: str) -> str:
+        answer = await self.ask(model)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["text"])
+
+    async def models(self, query: str = "") -> list[str]:
+        answer = await self.web.get(f"/v1/models{query}")
+        return [model["id"] for model in answer.json()["data"]]
+
+
+def fleet(
+    root: Path,
+    scenario: Callable[..., Awaitable[None]],
+    count: int = 2,
+    eager: bool = False,
+    tenants: bool = False,
+) -> None:
+    """Run a scenario over so many nodes of one registry."""
+
+    async def main() -> None:
+        nodes = [Node(root, tenants) for _ in range(count)]
+        try:
+            for node in nodes:
+                await node.follower.start(eager)
+            await asyncio.wait_for(scenario(*nodes), 120)
+            for node in nodes:
+                node.store.away = False
+                node.shared.poll()
+                await settled(node)
+        finally:
+            for node in nodes:
+                await node.follower.close()
+                await node.web.http.aclose()
+        for node in nodes:
+            node.world.check()
+
+    asyncio.run(main())
+
+
+async def settled(node: Node) -> None:
+    """Let a node do what it knows by now."""
+    await asyncio.sleep(0)
+    while node.follower._loading or node.follower._leaving:
+        await asyncio.sleep(0.002)
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    while not await condition():
+        await asyncio.sleep(0.005)
+
+
+def test_what_one_node_loads_all_serve_also_after_a_restart(tmp_path: Path) -> None:
+    async def scenario(one: Node, other: Node) -> None:
+        assert (await one.load("sql", "A")).status_code == 200
+        assert (await one.load("acme/bot", "B", wait="commit", pinned=True)).status_code == 200
+        assert await one.text("sql") == "cbaA"
+        assert await other.text("sql") == "cbaA"  # unknown there until now, so it looks it up
+        assert await other.text("base:acme/bot") == "cbaB"
+        assert await one.models() == await other.models() == ["base", "alias", "acme/bot", "sql"]
+        assert (await other.web.unload("sql")).status_code == 200
+        assert (await other.ask("sql")).status_code == 404
+
+        async def gone() -> bool:
+            return (await one.ask("sql")).status_code == 404 and len(one.world.engine.adapters) == 1
+
+        await until(gone)
+        assert (await one.web.unload("sql")).status_code == 404
+
+    async def restarted(node: Node) -> None:
+        assert list(node.world.engine.holders.values()) == [{"acme/bot@v1": True}]
+        assert await node.text("acme/bot") == "cbaB"
+        assert (await node.ask("sql")).status_code == 404
+
+    fleet(tmp_path, scenario)
+    fleet(tmp_path, restarted, count=1)
+
+
+def test_versions_are_named_in_requests_and_answers(tmp_path: Path) -> None:
+    async def scenario(node: Node) -> None:
+        for content in "AB":
+            assert (await node.load("sql", content, load_inplace=True)).status_code == 200
+        refused = await node.load("sql", "C")
+        assert refused.status_code == 400 and "other content" in refused.text
+        for model, text, version in (
+            ("sql", "cbaB", 2),
+            ("sql@v1", "cbaA", 1),
+            (f"sql@sha256:{digest_of('A')}", "cbaA", 1),
+            ("base:sql@v2", "cbaB", 2),
+        ):
+            answer = await node.ask(model)
+            assert answer.json()["choices"][0]["text"] == text
+            assert answer.headers["x-weft-adapter"] == f"sql@v{version}"
+            assert answer.headers["x-weft-digest"] == f"sha256:{digest_of(text[-1])}"
+            assert answer.json()["system_fingerprint"].endswith(f"_v{version}")
+        chunks = await node.web.chunks(COMPLETE, {"model": "sql@v1", "prompt": "abc"})
+        assert {chunk["system_fingerprint"][-3:] for chunk in chunks[:-1]} == {"_v1"}
+        chat = await node.post(CHAT, model="sql", messages=[{"role": "user", "content": "x"}])
+        assert chat.headers["x-weft-adapter"] == "sql@v2"
+        assert "x-weft-adapter" not in (await node.ask("base")).headers
+        for model in ("sql@v3", "sql@v0", f"sql@sha256:{'0' * 64}", "nobody@v1"):
+            missing = await node.ask(model)
+            assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
+        named = await node.load("sql@v9", "C")
+        assert named.status_code == 400 and "like a version" in named.text
+        alone = await node.web.unload("sql@v1")
+        assert alone.status_code == 400 and "can't be unloaded alone" in alone.text
+        summed = [{"name": "sql@v1", "scale": 0.5}, {"name": "sql@v2"}]
+        await node.ask("base", adapters=summed)
+        parts = node.world.engine.requests[-1].parts
+        assert {part.ref.name for part in parts} == {"sql@v1", "sql@v2"}
+
+    fleet(tmp_path, scenario, count=1)
+
+
+def test_a_release_moves_requests_at_once_and_none_mixes(tmp_path: Path) -> None:
+    async def scenario(one: Node, other: Node) -> None:
+        for content in "AB":
+            await one.load("sql", content, load_inplace=True)
+        stop = asyncio.Event()
+        seen: dict[str, set[str]] = {}
+
+        async def client(node: Node) -> None:
+            while not stop.is_set():
+                answer = await node.ask("sql")
+                assert answer.status_code == 200, answer.text
+                version = answer.headers["x-weft-adapter"]
+                seen.setdefault(version, set()).add(answer.json()["choices"][0]["text"])
+                await asyncio.sleep(0)
+
+        clients = [asyncio.create_task(client(node)) for node in (one, other) for _ in range(4)]
+        for to in ("v1", "v2", "1", f"sha256:{digest_of('B')}", "v1"):
+            answer = await one.post("/v1/registry/releases", name="sql", to=to)
+            assert answer.status_code == 200, answer.text
+            assert (await one.ask("sql")).headers["x-weft-adapter"] == (
+                "sql@v1" if "1" in to[:2] else "sql@v2"
+            )
+            await asyncio.sleep(0.05)
+        stop.set()
+        await asyncio.gather(*clients)
+        assert seen == {"sql@v1": {"cbaA"}, "sql@v2": {"cbaB"}}
+
+    fleet(tmp_path, scenario)
+
+
+def test_a_request_keeps_its_version_to_its_end(tmp_path: Path) -> None:
+    async def scenario(node: Node) -> None:
+        for content in "AB":
+            await node.load("sql", content, load_inplace=True)
+        engine = node.world.engine
+        engine.gate = asyncio.Event()
+        running = asyncio.create_task(node.ask("sql"))
+        while not engine.num_open:
+            await asyncio.sleep(0.002)
+        released = await node.post("/v1/registry/releases", name="sql", to="v1")
+        assert released.json()["route"] == [{"version": 1, "weight": 1.0}]
+        assert digest_of("B") in engine.adapters
+        removed = asyncio.create_task(node.web.unload("sql"))
+        await asyncio.sleep(0.05)
+        assert not removed.done(), "a request is still running"
+        engine.gate.set()
+        assert (await running).json()["choices"][0]["text"] == "cbaB"
+        assert (await removed).status_code == 200 and not engine.adapters
+
+    fleet(tmp_path, scenario, count=1)
+
+
+def test_canary_rollback_and_history(tmp_path: Path) -> None:
+    async def scenario(one: Node, other: Node) -> None:
+        for content in "AB":
+            await one.load("sql", content, load_inplace=True)
+        await one.post("/v1/registry/releases", name="sql", to="v1")
+        canary = await one.post("/v1/registry/releases", name="sql", to="v2", canary=30)
+        assert canary.json()["route"] == [
+            {"version": 1, "weight": 70.0},
+            {"version": 2, "weight": 30.0},
+        ]
+        generation = canary.json()["generation"]
+
+        async def version(node: Node, **more: Any) -> str:
+            return (await node.ask("sql", **more)).headers["x-weft-adapter"]
+
+        other.shared.poll()
+        for user in map(str, range(20)):
+            same = {await version(node, user=user) for node in (one, other) for _ in range(2)}
+            same.add(await version(one, safety_identifier=user, user="another"))
+            headers = {"x-weft-sticky": user}
+            body = {"model": "sql", "prompt": "abc", "user": "another"}
+            answer = await other.web.post(COMPLETE, body, headers=headers)
+            same.add(answer.headers["x-weft-adapter"])
+            assert len(same) == 1, "a user gets the same version everywhere"
+        assert {await version(one) for _ in range(100)} == {"sql@v1", "sql@v2"}
+
+        late = await other.post("/v1/registry/releases", name="sql", to="v2", expect=generation - 1)
+        assert (late.status_code, late.json()["error"]["code"]) == (409, "generation_conflict")
+        back = await other.post("/v1/registry/rollbacks", name="sql")
+        assert back.json()["route"] == [{"version": 1, "weight": 1.0}]
+        one.shared.poll()
+        shown = (await one.web.get("/v1/registry/names/sql")).json()
+        assert shown == back.json() and shown["generation"] == generation + 1
+        assert [change["change"].split()[0] for change in shown["history"]] == [
+            "release", "release", "release", "publish", "publish",
+        ]  # fmt: skip
+        for body, field in (
+            ({"to": "v7"}, "to"),
+            ({"to": "v1", "canary": 5}, "canary"),
+            ({"to": "v2", "canary": 100}, "canary"),
+            ({"canary": 5}, "to"),
+            ({"shadow": "v1"}, "shadow"),
+        ):
+            answer = await one.post("/v1/registry/releases", name="sql", **body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, field), body
+        assert (await one.post("/v1/registry/rollbacks", name="nobody")).status_code == 404
+
+    fleet(tmp_path, scenario)
+
+
+def test_a_node_without_the_store_serves_what_it_knows_and_changes_nothing(tmp_path: Path) -> None:
+    async def scenario(one: Node, other: Node) -> None:
+        await one.load("sql", "A")
+        assert await other.text("sql") == "cbaA"
+        other.store.away = True
+        for _ in range(3):
+            assert await other.text("sql") == "cbaA"
+        refused = await other.load("bot", "B")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (
+            503,
+            "registry_unavailable",
+        )
+        assert (await other.web.unload("sql")).status_code == 503
+        assert (await other.ask("bot")).status_code == 503, "nobody knows whether it is there"
+        assert await other.models() == ["base", "alias", "sql"]
+        await one.load("bot", "C")
+        ready = await other.web.get("/ready")
+        assert (ready.status_code, ready.text) == (200, "")
+        other.follower.shared.stale_s = lambda: 12.0  # type: ignore[method-assign]
+        ready = await other.web.get("/ready")
+        assert ready.status_code == 200 and "has not answered for 12 s" in ready.text
+        assert "weft:registry_stale_seconds 12.0" in (await other.web.get("/metrics")).text
+        other.store.away = False
+        assert await other.text("bot") == "cbaC"
+        metrics = (await other.web.get("/metrics")).text
+        assert f"weft:registry_seq {float(one.shared.state.seq)}" in metrics
+        assert 'weft:adapter_requests_total{adapter="bot",' in metrics, "under its bare name"
+
+    fleet(tmp_path, scenario)
+
+
+def test_unknown_names_do_not_flood_the_store(tmp_path: Path) -> None:
+    async def scenario(node: Node) -> None:
+        polls = 0
+        poll = node.shared.poll
+
+        def counted() -> None:
+            nonlocal polls
+            polls += threading.current_thread().name != "registry"  # which polls anyway
+            poll()
+
+        node.shared.poll = counted  # type: ignore[method-assign]
+        answers = await asyncio.gather(*(node.ask(f"nobody-{i}") for i in range(200)))
+        assert {answer.status_code for answer in answers} == {404}
+        assert polls <= 20
+
+    fleet(tmp_path, scenario, count=1)
+
+
+def test_models_come_in_pages(tmp_path: Path) -> None:
+    async def scenario(node: Node) -> None:
+        for name in ("c", "a", "acme/b"):
+            await node.load(name, name, wait="commit")
+        assert await node.models("?limit=3") == ["base", "alias", "a"]
+        assert await node.models("?limit=3&after=a") == ["acme/b", "c"]
+        assert await node.models("?limit=1&after=base") == ["alias"]
+        assert await node.models("?after=alias") == ["a", "acme/b", "c"]
+        first = (await node.web.get("/v1/models?limit=3")).json()
+        assert first["has_more"] and not (await node.web.get("/v1/models")).json()["has_more"]
+        card = (await node.web.get("/v1/models/acme/b")).json()
+        assert (card["id"], card["parent"]) == ("acme/b", "base")
+        for limit in ("0", "x", "10001", "9" * 30):
+            answer = await node.web.get(f"/v1/models?limit={limit}")
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "limit")
+
+    fleet(tmp_path, scenario, count=1)
+
+
+def test_a_version_that_no_node_can_load_harms_only_its_own_requests(tmp_path: Path) -> None:
+    async def scenario(one: Node, other: Node) -> None:
+        await one.load("sql", "A")
+        bad = await one.load("bad", "bad")
+        assert bad.status_code == 400 and await one.models() == ["base", "alias", "sql"]
+        blob = tmp_path / "registry/blobs/sha256" / digest_of("A") / "adapter_model.safetensors"
+        blob.write_text("AA")
+        answer = await other.ask("sql")
+        assert answer.status_code == 503 and "sql@v1 can't be loaded" in answer.text
+        blob.write_text("A")
+        other.follower._failed.clear()
+        assert await other.text("sql") == "cbaA"
+
+    fleet(tmp_path, scenario)
+
+
+TENANTS = f"""
+[tenants.acme]
+caps = {{ max_adapters = 1 }}
+keys = [{{ id = "a", sha256 = "{sha256(b"acme-key").hexdigest()}", roles = ["use", "publish"] }}]
+[tenants.globex]
+may_use = ["acme/bot"]
+keys = [{{ id = "g", sha256 = "{sha256(b"globex-key").hexdigest()}", roles = ["use", "publish"] }}]
+[tenants.ops]
+keys = [{{ id = "o", sha256 = "{sha256(b"ops-key").hexdigest()}", roles = ["admin"] }}]
+"""
+
+
+def test_tenants_of_the_registry_are_followed_and_see_what_is_theirs(tmp_path: Path) -> None:
+    async def scenario(one: Node, other: Node) -> None:
+        assert (await one.ask("base")).status_code == 200, "there are no tenants, so no keys"
+        for name, settings in tenants_as_json(TENANTS).items():
+            await one.follower.submit(SetTenant(name, settings), "me")
+        other.shared.poll()
+        for node in (one, other):
+            node.tenants.update()
+            assert (await node.ask("base")).status_code == 401
+
+        def key(name: str) -> dict[str, str]:
+            return {"authorization": f"Bearer {name}-key"}
+
+        async def post(node: Node, who: str, path: str, **body: Any) -> httpx.Response:
+            return await node.web.post(path, body, headers=key(who))
+
+        async def models(node: Node, who: str, query: str = "") -> list[str]:
+            answer = await node.web.http.get(f"/v1/models{query}", headers=key(who))
+            return [model["id"] for model in answer.json()["data"] if model["parent"]]
+
+        def load(name: str, folder: str) -> dict[str, str]:
+            return {"lora_name": name, "lora_path": one.world.adapter(folder, folder[-1])}
+
+        path = "/v1/load_lora_adapter"
+        assert (await post(one, "acme", path, **load("bot", "acme/A"))).status_code == 200
+        second = await post(one, "acme", path, **load("two", "acme/B"))
+        assert (second.status_code, second.json()["error"]["code"]) == (429, "quota_exceeded")
+        foreign = await post(one, "globex", path, **load("acme/x", "globex/C"))
+        assert foreign.status_code == 403
+        assert (await post(one, "ops", path, **load("common", "D"))).status_code == 200
+        other.shared.poll()
+        for model, who, status in (
+            ("bot", "acme", 200),
+            ("acme/bot@v1", "globex", 200),
+            ("bot", "globex", 404),
+            ("common", "globex", 200),
+            ("acme/bot", "ops", 200),
+        ):
+            body = {"model": model, "prompt": "abc"}
+            assert (await post(other, who, COMPLETE, **body)).status_code == status, (model, who)
+        await asyncio.sleep(0)
+        for who in ("globex", "acme"):
+            assert await models(other, who) == ["acme/bot", "common"]
+        assert await models(other, "ops", "?after=acme/bot&limit=5") == ["common"]
+        release = {"name": "acme/bot", "to": "v1"}
+        for who, status in (("acme", 200), ("globex", 403), ("ops", 200)):
+            answer = await post(other, who, "/v1/registry/releases", **release)
+            assert answer.status_code == status, who
+        shown = await other.web.http.get("/v1/registry/names/bot", headers=key("acme"))
+        assert [change["actor"] for change in shown.json()["history"]][::2] == ["ops/o", "acme/a"]
+        for name in ("acme", "globex", "ops"):
+            await one.follower.submit(RemoveTenant(name), "me")
+        one.tenants.update()
+        assert (await one.ask("base")).status_code == 401, "it does not become open again"
+
+    fleet(tmp_path, scenario, tenants=True)
+
+
+def test_an_eager_node_loads_all_when_it_starts(tmp_path: Path) -> None:
+    async def scenario(node: Node) -> None:
+        for name in ("a", "b"):
+            await node.load(name, name, wait="commit")
+
+    async def restarted(node: Node) -> None:
+        assert set(node.world.engine.adapters) == {digest_of("a"), digest_of("b")}
+
+    fleet(tmp_path, scenario, count=1)
+    fleet(tmp_path, restarted, count=1, eager=True)
