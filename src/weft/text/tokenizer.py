@@ -20,13 +20,33 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        return Tokenizer(AutoTokenizer.from_pretrained(path, revision=revision))
+        config = _plain_config(path, revision)
+        return Tokenizer(AutoTokenizer.from_pretrained(path, config=config, revision=revision))
     except Exception as error:  # of whatever kind the broken file provokes
         raise ConfigError(
             f"no tokenizer can be loaded from {path!r} ({error}); "
             "--skip-tokenizer-init serves token ids without one",
             "tokenizer",
         ) from error
+
+
+def _plain_config(path: str, revision: str | None) -> Any | None:
+    """The model's configuration as transformers' plain class, or None.
+
+    Where the tokenizer's class is named, AutoTokenizer wants no more of the model than the fields
+    of config.json. Left to itself, it imports the configuration's own class, and with it so much
+    of torch, where there is torch, that it takes two seconds.
+    """
+    from transformers import PreTrainedConfig
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    if not get_tokenizer_config(path, revision=revision).get("tokenizer_class"):
+        return None
+    try:
+        fields, _ = PreTrainedConfig.get_config_dict(path, revision=revision)
+    except OSError:
+        return None
+    return PreTrainedConfig.from_dict(fields, name_or_path=path)
 
 
 class Tokenizer(TokenReader):
