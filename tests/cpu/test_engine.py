@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 from engine_thread import start_in_process
 from http_api import INFO
+from patience import PATIENCE_S
 from tiny import ADAPTERS, BASE, answer, ask
 
 from weft.core.adapters import AdapterRef, AdapterSource
@@ -46,7 +47,6 @@ ARGS = engine_args(str(BASE), num_threads=1, num_blocks=512)
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 ENDLESS = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
 TOKENIZER = load_tokenizer(str(BASE))
-PATIENCE_S = 30.0
 
 Start = Callable[..., Awaitable[LinkClient]]
 STARTS: list[Start] = [start_in_process, start_process]
@@ -63,7 +63,7 @@ class Bench:
 
     def run(self, work: Awaitable[Any]) -> Any:
         async def limited() -> Any:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 return await work
 
         return self._runner.run(limited())
@@ -519,8 +519,8 @@ def test_a_start_that_is_cancelled(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The process ends by itself, without an engine, and nothing is left."""
-    monkeypatch.setattr(client_module, "CLOSE_S", 60.0)
-    monkeypatch.setattr(process_module, "END_S", 60.0)
+    monkeypatch.setattr(client_module, "CLOSE_S", PATIENCE_S)
+    monkeypatch.setattr(process_module, "END_S", PATIENCE_S)
 
     async def go() -> None:
         others = set(multiprocessing.active_children())

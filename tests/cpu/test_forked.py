@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from http_api import wait_until
+from patience import PATIENCE_S
 
 from weft.core import frames
 from weft.core.forked import ForkedProcess, Mother, ProcessEnded, WorkerTask, run_mother
@@ -56,7 +57,7 @@ def shared() -> Iterator[Mother]:
     made.close()
 
 
-def ask(process: ForkedProcess, what: str, within_s: float = 60.0) -> str:
+def ask(process: ForkedProcess, what: str, within_s: float = PATIENCE_S) -> str:
     until_s = time.monotonic() + within_s
     return process.ask(what.encode(), 100, until_s, within_s).decode()
 

@@ -18,6 +18,7 @@ import jsonschema
 import numpy as np
 import pytest
 from http_api import wait_until
+from patience import PATIENCE_S
 from tiny import BASE
 from tokenizers import AddedToken
 from toy_tokenizers import byte_level, sentencepiece
@@ -65,7 +66,7 @@ class Bench:
     def wait(self, num_outcomes: int = 1) -> list[tuple[str, GrammarMatcher | WeftError]]:
         outcomes: list[tuple[str, GrammarMatcher | WeftError]] = []
         while len(outcomes) < num_outcomes:
-            assert self._woken.wait(30)
+            assert self._woken.wait(PATIENCE_S)
             self._woken.clear()
             outcomes += self.grammars.poll()
         return outcomes

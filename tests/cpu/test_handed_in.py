@@ -19,6 +19,7 @@ import pytest
 from handed_in import CONFIG, PLACES, WEIGHTS, Files, becomes, displace, hostile_contents, lay
 from http_api import Web, World, run
 from other_kinds import make, make_adapter
+from patience import PATIENCE_S
 from peft import LoraConfig
 from serving import serving_here
 from tiny import ADAPTERS, BASE
@@ -272,7 +273,10 @@ def test_some_of_them_by_a_real_server(tmp_path: Path) -> None:
     for what in PLACES:
         displace(lay(tmp_path / what.replace("/", "."), content) / WEIGHTS, what)
     paths = [path.name for path in sorted(tmp_path.iterdir()) if path.name != "upper"]
-    with serving_here(tmp_path, BASE) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with (
+        serving_here(tmp_path, BASE) as url,
+        httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
+    ):
 
         def load(name: str, path: str) -> httpx.Response:
             body = {"lora_name": name, "lora_path": path}

@@ -16,6 +16,7 @@ import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from load_image import load_image
+from patience import PATIENCE_S
 from tables import build_table
 from tiny import ADAPTERS, BASE
 
@@ -139,7 +140,7 @@ class Slow:
         self.gate = threading.Event()
 
     def __call__(self, _: object) -> None:
-        assert self.gate.wait(10)
+        assert self.gate.wait(PATIENCE_S)
 
 
 def test_moves_wait_for_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +160,7 @@ def test_moves_wait_for_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None
         waiting.start()
         assert not ended.wait(0.05) and worker.pool.arena[10:12].tolist() == [0.0, 1.0]
         slow.gate.set()
-        waiting.join(10)
+        waiting.join(PATIENCE_S)
         assert ended.is_set()
         assert worker.pool.arena[8:13].tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
     finally:

@@ -20,6 +20,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 
 from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterInfo, AdapterSource
@@ -46,8 +47,6 @@ from weft.worker.adapters import AdapterLoader
 from weft.worker.images import ImageStore
 from weft.worker.memory import HostMemory
 from weft.worker.protocol import LoadOrder, LoadResult
-
-PATIENCE_S = 10.0
 
 
 def image(digest: str, size: int, value: float = 1.0) -> AdapterImage:

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from http_api import HI, Web, World, run, wait_until
+from patience import PATIENCE_S
 from toy_tokenizers import TEMPLATE, TOOLS_TEMPLATE, byte_level, sentencepiece, thinking
 
 from weft.core.errors import AdapterInvalid, InvalidRequest, Overloaded
@@ -109,7 +110,7 @@ def test_a_template_without_an_end(tmp_path: Path) -> None:
 )
 def test_what_a_template_can_not_do(sandbox: Sandbox, template: str, says: str) -> None:
     with pytest.raises(InvalidRequest, match=says) as caught:
-        sandbox.submit(chat_call(template, Owner("a", ""))).result(60)
+        sandbox.submit(chat_call(template, Owner("a", ""))).result(PATIENCE_S)
     assert caught.value.param == "messages"
 
 
@@ -133,7 +134,8 @@ def test_conversations_are_what_they_are_in_this_process(sandbox: Sandbox) -> No
     ]
     for tokenizer, template, messages, options in cases:
         job = Chat(template, json.dumps([messages, template_options(template, **options)]))
-        answer = sandbox.submit(Call(job, tokenizer, Owner("", ""), "messages", 1)).result(60)
+        call = Call(job, tokenizer, Owner("", ""), "messages", 1)
+        answer = sandbox.submit(call).result(PATIENCE_S)
         assert isinstance(answer, Ids)
         assert answer.lists() == [tokenizer.with_template(template).chat(messages, **options)]
 
@@ -173,10 +175,10 @@ def test_a_tokenizer_that_fails_on_texts(
     call = Call(Encode([text], False), own, Owner("a", ""), "prompt", len(text))
     sandbox = Sandbox()
     with pytest.raises(InvalidRequest, match=says) as caught:
-        sandbox.submit(call).result(60)
+        sandbox.submit(call).result(PATIENCE_S)
     assert caught.value.param == "prompt"
     good = Call(Encode(["the text"], False), byte_level(), Owner("", ""), "prompt", 1)
-    answer = sandbox.submit(good).result(60)
+    answer = sandbox.submit(good).result(PATIENCE_S)
     assert isinstance(answer, Ids)
     assert answer.lists() == [byte_level().encode("the text", add_special_tokens=False)]
 
@@ -328,18 +330,18 @@ def children_of(pid: int) -> list[int]:
 def test_a_killed_process_is_replaced() -> None:
     sandbox = Sandbox(num_workers=1)
     call = lambda: sandbox.submit(chat_call(TEMPLATE, Owner("a", "")))  # noqa: E731
-    before = call().result(60)
+    before = call().result(PATIENCE_S)
     mother = shared_mother()._process
     pids = children_of(mother.pid)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not any(map(runs, pids)))
-    assert call().result(60) == before
+    assert call().result(PATIENCE_S) == before
     pids = children_of(mother.pid)
     mother.kill()
     mother.wait()
     wait_until(lambda: not any(map(runs, pids)))
-    assert call().result(60) == before
+    assert call().result(PATIENCE_S) == before
 
 
 def test_no_process_outlives_the_server() -> None:
@@ -421,7 +423,7 @@ def test_an_owner_has_one_text_at_a_time() -> None:
     futures = [sandbox.submit(text_call(f"a{n}")) for n in range(10)]
     futures += [sandbox.submit(text_call(f"b{n}")) for n in range(3)]
     for future in futures:
-        future.result(60)
+        future.result(PATIENCE_S)
     assert SlowProcess.most == 2
     assert ended.index("b2") < ended.index("a6")
 
@@ -434,12 +436,12 @@ def test_too_many_texts_of_one_author_are_refused(monkeypatch: pytest.MonkeyPatc
     with pytest.raises(Overloaded):
         for n in range(20):
             futures.append(sandbox.submit(text_call(f"a{n}")))  # noqa: PERF401
-    sandbox.submit(text_call("b")).result(60)
+    sandbox.submit(text_call("b")).result(PATIENCE_S)
     for future in futures:
-        future.result(60)
+        future.result(PATIENCE_S)
     monkeypatch.setattr(limits, "MAX_WAIT_S", 0.0)
     with pytest.raises(Overloaded, match="too long"):
-        sandbox.submit(text_call("a")).result(60)
+        sandbox.submit(text_call("a")).result(PATIENCE_S)
 
 
 @pytest.mark.usefixtures("slow")
@@ -451,7 +453,7 @@ def test_short_texts_pass_long_ones() -> None:
         for name, size in sizes.items()
     ]
     for future in [sandbox.submit(call) for call in calls]:
-        future.result(60)
+        future.result(PATIENCE_S)
     assert ended[-1] == "-long"
 
 

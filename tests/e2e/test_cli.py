@@ -17,6 +17,7 @@ import pytest
 import tiny
 import typer
 from engine_thread import start_in_process
+from patience import PATIENCE_S
 from typer.testing import CliRunner
 
 from weft.cli import serve
@@ -37,7 +38,7 @@ def weft(*args: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "weft", *args],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE_S,
         check=False,
     )
 

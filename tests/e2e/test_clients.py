@@ -11,8 +11,7 @@ import json
 import shutil
 import socket
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import httpx
@@ -20,6 +19,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 from openai.types.chat import ChatCompletionMessageParam
+from patience import PATIENCE_S
 from pydantic import BaseModel, Field
 from serving import Server, until
 from shared_server import KEY, MODELS
@@ -78,14 +78,14 @@ def server(shared_server: Server) -> Server:
 
 @pytest.fixture
 def client(server: Server) -> Iterator[OpenAI]:
-    with OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60) as made:
+    with server.client as made:
         yield made
 
 
 @pytest.fixture
 def http(server: Server) -> Iterator[httpx.Client]:
     headers = {"authorization": f"Bearer {KEY}"}
-    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as made:
+    with httpx.Client(base_url=server.url, headers=headers, timeout=PATIENCE_S) as made:
         yield made
 
 
@@ -312,7 +312,7 @@ def test_openai_closing_a_stream_frees_the_request(client: OpenAI, server: Serve
         next(iter(stream))
 
     async def leave() -> None:
-        async with async_openai(server) as other:
+        async with server.async_client() as other:
             stream: Any = await other.completions.create(**form)
             async for _ in stream:
                 break
@@ -320,14 +320,6 @@ def test_openai_closing_a_stream_frees_the_request(client: OpenAI, server: Serve
 
     asyncio.run(leave())
     until(lambda: aborted() == before + 2, "a request went on")
-
-
-@asynccontextmanager
-async def async_openai(server: Server) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(
-        base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60
-    ) as made:
-        yield made
 
 
 def test_openai_async(server: Server) -> None:
@@ -360,7 +352,7 @@ def test_openai_async(server: Server) -> None:
         return "".join([e.delta async for e in stream if e.type == "response.output_text.delta"])
 
     async def run() -> None:
-        async with async_openai(server) as made:
+        async with server.async_client() as made:
             assert [m.id async for m in made.models.list()] == MODELS
             said, text, arguments, answered = await asyncio.gather(
                 whole(made), streamed(made), called(made), response(made)
@@ -450,7 +442,7 @@ def test_litellm_forms(litellm: Any, server: Server) -> None:
 @its_own_warnings
 def test_litellm_async(litellm: Any, server: Server) -> None:
     async def run() -> None:
-        async with async_openai(server) as made:  # its own would outlive the loop
+        async with server.async_client() as made:  # its own would outlive the loop
             form = to_server(server, "upper", client=made)
             whole = await litellm.acompletion(**form)
             assert whole.choices[0].message.content == "PLANET"

@@ -18,6 +18,7 @@ import torch
 from engine_thread import start_in_process
 from engines import MakeLLM, check_idle
 from http_api import CHAT, COMPLETE, until
+from patience import PATIENCE_S
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from tables import build_table
@@ -242,7 +243,7 @@ class Server:
 
     def run(self, work: Awaitable[Any]) -> Any:
         async def limited() -> Any:
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 return await work
 
         return self._runner.run(limited())

@@ -20,6 +20,7 @@ import pytest
 from http_api import COMPLETE, World, served, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from serving import command_of, until
 from tiny import BASE
 from toy_tokenizers import byte_level
@@ -51,12 +52,12 @@ def world(tmp_path: Path) -> Iterator[World]:
 def connect(url: str, source: str = "127.0.0.1") -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
     CLIENTS.append(
-        socket.create_connection((host, int(port)), timeout=30, source_address=(source, 0))
+        socket.create_connection((host, int(port)), timeout=PATIENCE_S, source_address=(source, 0))
     )
     return CLIENTS[-1]
 
 
-def is_closed(client: socket.socket, within_s: float = 30.0) -> bool:
+def is_closed(client: socket.socket, within_s: float = PATIENCE_S) -> bool:
     client.settimeout(within_s)
     try:
         return not client.recv(4096)
@@ -92,7 +93,7 @@ def gated(world: World) -> Iterator[None]:
 
 def drip(client: socket.socket, piece: bytes) -> bool:
     """Whether the server cuts a client that sends a little now and then."""
-    end = time.monotonic() + 30
+    end = time.monotonic() + PATIENCE_S
     while time.monotonic() < end:
         try:
             client.sendall(piece)
@@ -164,7 +165,7 @@ def test_idle_connections_make_room_and_probes_have_their_own(world: World) -> N
         world.engine.gate.set()
         for each in (*asking, last):
             assert answer(each, b"").startswith(b"HTTP/1.1 200 ")
-        assert httpx.post(url + COMPLETE, content=BODY).status_code == 200
+        assert httpx.post(url + COMPLETE, content=BODY, timeout=PATIENCE_S).status_code == 200
 
 
 def test_the_address_for_metrics_has_limits_too(
@@ -239,7 +240,7 @@ from weft.cli.deadline import end_within
 end_within(1.5)
 {hang}
 """
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=PATIENCE_S)
     assert ended.returncode == 1 and why in ended.stderr.decode()
 
 

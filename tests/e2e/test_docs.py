@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from patience import PATIENCE_S
 from typer.testing import CliRunner
 
 from weft.cli.main import app
@@ -36,7 +37,6 @@ PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 FENCE = re.compile(r"^```(.*)\n((?:(?!```).*\n)*)^```\n(\n*)", re.MULTILINE)
 SERVE = "weft serve "
 SMALL = ("--num-threads", "1", "--kv-cache-memory", "64M", "--adapter-memory", "64M")
-START_S = 240
 NOT_RUN = {"quickstart.md": 1, "api.md": 1}
 """Blocks that need what a test lacks: an empty machine, a model that calls tools."""
 
@@ -76,7 +76,7 @@ class Server:
         return f"http://127.0.0.1:{self.port}"
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=30) as answer:
+        with urllib.request.urlopen(self.url + path, timeout=PATIENCE_S) as answer:
             return answer.read().decode()
 
 
@@ -91,14 +91,14 @@ def server() -> Iterator[Server]:
     command = [sys.executable, "-m", "weft", *args]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     try:
-        deadline_s = time.monotonic() + START_S
+        deadline_s = time.monotonic() + PATIENCE_S
         while not is_healthy(server):
             assert process.poll() is None and time.monotonic() < deadline_s
             time.sleep(0.1)
         yield server
     finally:
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        process.wait(PATIENCE_S)
 
 
 def is_healthy(server: Server) -> bool:
@@ -145,7 +145,7 @@ def run_bash(code: str) -> str:
         ["bash", "-euo", "pipefail", "-c", code],
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, code + done.stdout + done.stderr
@@ -214,7 +214,7 @@ def test_site_builds(tmp_path: Path) -> None:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from patience import PATIENCE_S
 from typer.testing import CliRunner
 
 import weft
@@ -86,7 +87,7 @@ def complete(line: str) -> list[str]:
         env={**os.environ, **request, "COMP_CWORD": str(len(words) - 1)},
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=PATIENCE_S,
         check=False,
     )
     assert done.stderr == ""

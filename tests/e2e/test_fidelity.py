@@ -37,6 +37,7 @@ from adapter_kinds import (
 from engines import check_idle
 from expert_adapters import EXPERT_ADAPTERS, save_single
 from fidelity_page import REFUSED, SECTIONS, Refused
+from patience import PATIENCE_S
 from peft import LoraConfig, PeftModel, get_peft_model
 from serving import serving_here
 from transformers import PreTrainedModel
@@ -168,7 +169,7 @@ def world(
     memory = {"kv_cache_memory": 64 << 20, "adapter_memory": 64 << 20}
     with (
         serving_here(folder, folder / "base", dtype="float32", block_size=BLOCK, **memory) as url,
-        httpx.Client(base_url=url, timeout=120) as client,
+        httpx.Client(base_url=url, timeout=PATIENCE_S) as client,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # peft's, of what is not there in some family

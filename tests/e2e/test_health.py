@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from http_api import HI, Web, World, run, wait_until
+from patience import PATIENCE_S
 from toy_tokenizers import byte_level
 
 from weft.api import loop_watch
@@ -58,7 +59,7 @@ def test_a_blocked_loop(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
             assert not watch.troubles()
             while not caplog.records:
                 time.sleep(0.1)
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(PATIENCE_S):
                 while not watch.troubles():
                     await asyncio.sleep(0.01)
             assert "blocked for" in watch.troubles()[0]
@@ -97,7 +98,7 @@ def serving(engine: Any) -> Iterator[tuple[SimpleQueue[Command], Progress]]:
         yield inbox, progress
     finally:
         inbox.put(Stop())
-        thread.join(30)
+        thread.join(PATIENCE_S)
 
 
 def test_a_step_that_hangs() -> None:
@@ -105,7 +106,7 @@ def test_a_step_that_hangs() -> None:
 
     def step() -> list[object]:
         begun.set()
-        go_on.wait(30)
+        go_on.wait(PATIENCE_S)
         return []
 
     idle = SimpleNamespace(busy=False)
@@ -114,7 +115,7 @@ def test_a_step_that_hangs() -> None:
     with serving(engine) as (inbox, progress):
         assert progress.busy_s == 0, "it waits for commands, for as long as it likes"
         inbox.put(Wake())
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE_S)
         wait_until(lambda: progress.busy_s > 0.05)
         go_on.set()
         wait_until(lambda: progress.busy_s == 0)
@@ -129,18 +130,18 @@ def test_threads_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
     with WatchedThreads(2, "test") as pool:
-        pool.submit(go_on.wait, 30)
+        pool.submit(go_on.wait, PATIENCE_S)
         wait_until(lambda: len(pool._headway._works) == 1)
         pool.stuck_s()
         time.sleep(0.02)
         assert pool.stuck_s() == 0, "another thread is free"
-        stuck = pool.submit(go_on.wait, 30)
+        stuck = pool.submit(go_on.wait, PATIENCE_S)
         wait_until(lambda: pool.stuck_s() > 0.05)
         go_on.set()
-        assert stuck.result(30)
+        assert stuck.result(PATIENCE_S)
         wait_until(lambda: pool.stuck_s() == 0)
         go_on.clear()
-        pool.submit(go_on.wait, 30)
+        pool.submit(go_on.wait, PATIENCE_S)
         pool.submit(compute)
         time.sleep(0.3)
         assert pool.stuck_s() < 0.2, "it gets on"

@@ -14,7 +14,8 @@ import openai
 import pytest
 import tiny
 from openai import AsyncOpenAI, OpenAI
-from serving import START_S, Server, until
+from patience import PATIENCE_S
+from serving import Server, until
 from shared_server import LATE, MODELS
 from tiny import ADAPTERS
 
@@ -202,7 +203,7 @@ def traffic(server: Server) -> Iterator[list[bool]]:
             yield right
         finally:
             loop.call_soon_threadsafe(stop.set)
-            running.result(START_S)
+            running.result(PATIENCE_S)
             loop.close()
     assert right and all(right)
 

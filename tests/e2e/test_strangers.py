@@ -16,7 +16,8 @@ from typing import Any
 
 import httpx
 import pytest
-from serving import START_S, Server, command_of, serving, until
+from patience import PATIENCE_S
+from serving import Server, command_of, serving, until
 from tiny import ADAPTERS
 
 ACME, GLOBEX = list(ADAPTERS)[:2]
@@ -55,7 +56,7 @@ def ends_by_sigterm(server: Server) -> None:
     assert done == "data: [DONE]"
     [choice] = json.loads(last.removeprefix("data: "))["choices"]
     assert choice["finish_reason"] == "abort"
-    assert server.process.wait(START_S) == 0, server.log.read_text()
+    assert server.process.wait(PATIENCE_S) == 0, server.log.read_text()
     assert "Traceback" not in server.log.read_text()
     until(lambda: not command_of(engine), "the engine is an orphan")
 
@@ -67,7 +68,7 @@ def long_stream(server: Server) -> Iterator[Iterator[str]]:
     headers = {"authorization": "Bearer acme-key"}
     url = f"{server.url}/v1/completions"
     with httpx.stream(
-        "POST", url, headers=headers, json={**body, "stream": True}, timeout=60
+        "POST", url, headers=headers, json={**body, "stream": True}, timeout=PATIENCE_S
     ) as answer:
         lines = answer.iter_lines()
         assert next(lines).startswith("data: {")
@@ -76,7 +77,9 @@ def long_stream(server: Server) -> Iterator[Iterator[str]]:
 
 def ask(server: Server, who: str, method: str, path: str, **body: Any) -> httpx.Response:
     headers = {"authorization": f"Bearer {who}-key"}
-    return httpx.request(method, server.url + path, headers=headers, json=body or None, timeout=60)
+    return httpx.request(
+        method, server.url + path, headers=headers, json=body or None, timeout=PATIENCE_S
+    )
 
 
 def status(server: Server, who: str, model: str) -> int:
@@ -105,7 +108,7 @@ def test_strangers_share_a_server(server: Server) -> None:
     assert [card["id"] for card in listed] == ["base", "acme/mine"]
     assert status(server, "acme", "base:globex/mine") == 404
     assert status(server, "globex", "base:globex/mine") == status(server, "acme", "mine") == 200
-    assert httpx.get(f"{server.url}/v1/models").status_code == 401
+    assert httpx.get(f"{server.url}/v1/models", timeout=PATIENCE_S).status_code == 401
 
     file, log = server.root / "tenants.toml", server.root / "audit.jsonl"
     log.rename(server.root / "audit.1")
@@ -133,7 +136,9 @@ def test_strangers_share_a_server(server: Server) -> None:
 
 
 def test_a_full_server_says_when_to_come_again(server: Server) -> None:
-    refused = httpx.get(f"{server.url}/v1/models", headers={"x-request-id": "mine"})
+    refused = httpx.get(
+        f"{server.url}/v1/models", headers={"x-request-id": "mine"}, timeout=PATIENCE_S
+    )
     assert (refused.status_code, refused.headers["x-request-id"]) == (401, "mine")
     body = {"model": "base", "prompt": [5, 6], "max_tokens": 1}
     with long_stream(server):
@@ -145,11 +150,11 @@ def test_a_full_server_says_when_to_come_again(server: Server) -> None:
 def test_metrics_have_an_address_of_their_own(server: Server) -> None:
     found = re.search(r"(http://[0-9.]+:\d+)/metrics", server.log.read_text())
     assert found is not None
-    assert "weft:engine_up 1" in httpx.get(f"{found[1]}/metrics").text
-    assert httpx.get(f"{found[1]}/health").status_code == 200
-    assert httpx.get(f"{found[1]}/v1/models").status_code == 404
+    assert "weft:engine_up 1" in httpx.get(f"{found[1]}/metrics", timeout=PATIENCE_S).text
+    assert httpx.get(f"{found[1]}/health", timeout=PATIENCE_S).status_code == 200
+    assert httpx.get(f"{found[1]}/v1/models", timeout=PATIENCE_S).status_code == 404
     assert ask(server, "ops", "GET", "/metrics").status_code == 404
-    assert httpx.get(f"{server.url}/metrics").status_code == 401
-    assert httpx.get(f"{server.url}/version").status_code == 401
+    assert httpx.get(f"{server.url}/metrics", timeout=PATIENCE_S).status_code == 401
+    assert httpx.get(f"{server.url}/version", timeout=PATIENCE_S).status_code == 401
     assert ask(server, "acme", "GET", "/version").status_code == 403
-    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200

@@ -19,12 +19,11 @@ import httpx
 import pytest
 import tiny
 import torch
+from patience import PATIENCE_S
 from safetensors.torch import load_file, save_file
-from serving import START_S, Server, serving, until
+from serving import Server, serving, until
 from tiny import ADAPTERS
 
-PATIENCE_S = START_S
-"""For what ends by itself in a second on an idle machine."""
 MODELS = ["base", *ADAPTERS]
 WORDS = tiny.tasks.words(seed=1, n=300)
 """All adapters answer all of them right."""
@@ -45,7 +44,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         yield running
         os.kill(running.engine_pid(), signal.SIGSTOP)
         running.process.send_signal(signal.SIGINT)
-        assert running.process.wait(START_S) == 0
+        assert running.process.wait(PATIENCE_S) == 0
 
 
 @dataclass
@@ -161,7 +160,7 @@ def test_two_hundred_streams_some_slow_some_given_up(server: Server) -> None:
     assert [s for s in slow if not s.whole or s.finish_reasons != ["length"]] == []
     assert [s for s in slow if not s.text.startswith(s.expected)] == []
     assert [s for s in left if s.status != 200 or s.finish_reasons or s.errors] == []
-    until(lambda: is_idle(server), "something is left of the streams", PATIENCE_S)
+    until(lambda: is_idle(server), "something is left of the streams")
     # On a busy machine a client may leave after its answer has reached its length.
     assert num_finished(server, *reasons) == before + len(slow) + len(left)
     assert num_finished(server, "abort") > aborted
@@ -273,7 +272,7 @@ def silent(server: Server) -> Iterator[None]:
     host, port = server.url.removeprefix("http://").split(":")
     clients = [
         socket.create_connection(
-            (host, int(port)), START_S, source_address=(f"127.0.0.{2 + i % 8}", 0)
+            (host, int(port)), PATIENCE_S, source_address=(f"127.0.0.{2 + i % 8}", 0)
         )
         for i in range(MAX_FILES + 100)
     ]
@@ -302,7 +301,7 @@ def test_a_killed_engine_ends_every_stream_once(server: Server) -> None:
                 assert (await client.post("/v1/completions", json=body)).status_code == 503
 
     def is_healthy() -> bool:
-        return httpx.get(f"{server.url}/health").status_code == 200
+        return httpx.get(f"{server.url}/health", timeout=PATIENCE_S).status_code == 200
 
     asyncio.run(run())
     assert [s for s in streams if len(s.errors) != 1 or s.after_the_end or s.num_done] == []
@@ -321,4 +320,4 @@ def test_a_killed_engine_ends_every_stream_once(server: Server) -> None:
 
     asyncio.run(ask_again())
     assert [s for s in again if not s.whole or s.text != s.expected] == []
-    until(lambda: is_idle(server), "something is left of the streams", PATIENCE_S)
+    until(lambda: is_idle(server), "something is left of the streams")

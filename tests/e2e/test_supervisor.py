@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from patience import PATIENCE_S
 from tiny import ADAPTERS, BASE, answer, ask
 
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
@@ -38,7 +39,6 @@ from weft.fleet import supervisor, vitals
 from weft.fleet.supervisor import Supervisor, start_supervised
 from weft.text import load_tokenizer
 
-PATIENCE_S = 50.0
 ARGS = engine_args(str(BASE), num_threads=1, num_blocks=3000, adapter_cache_dir="none")
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 ENDLESS = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
@@ -46,7 +46,7 @@ ENDLESS = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
 
 def run(work: Coroutine[Any, Any, None]) -> None:
     async def limited() -> None:
-        async with asyncio.timeout(110):
+        async with asyncio.timeout(PATIENCE_S):
             await work
 
     asyncio.run(limited())
@@ -686,7 +686,7 @@ def test_a_killed_engine_comes_back(
 
     async def go() -> None:
         folders = {name: shutil.copytree(ADAPTERS[name], tmp_path / name) for name in ADAPTERS}
-        client = await start_supervised(ARGS, watchdog_s=40.0)
+        client = await start_supervised(ARGS, watchdog_s=PATIENCE_S)
         await client.set_tenants([Tenant("acme", 2.0, Caps(max_seats=3))])
         refs: dict[str, AdapterRef] = {}
         for name, folder in folders.items():

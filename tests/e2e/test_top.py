@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+from patience import PATIENCE_S
 from rich.console import Console
 
 from weft.cli import top
@@ -257,7 +258,7 @@ def server() -> Iterator[Server]:
 
 def weft_top(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "weft", "top", *args]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def test_one_frame(server: Server) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+from patience import PATIENCE_S
 from toy_tokenizers import byte_level
 
 from weft.api import ApiSettings, create_app
@@ -315,7 +316,7 @@ def run(world: World, scenario: Callable[[Web], Awaitable[None]]) -> None:
     async def main() -> None:
         web = Web(world)
         async with web.http:
-            await asyncio.wait_for(scenario(web), 120)
+            await asyncio.wait_for(scenario(web), PATIENCE_S)
 
     asyncio.run(main())
 
@@ -337,11 +338,11 @@ def served(world: World, **options: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(PATIENCE_S)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE_S
     while not condition():
         assert time.monotonic() < end, "it took too long"
         time.sleep(0.005)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from patience import PATIENCE_S
 
 from weft.api import ApiSettings, create_app
 from weft.core.adapters import AdapterInfo, AdapterSource
@@ -82,7 +83,7 @@ def serve(engine: ScriptedEngine, scenario: Scenario, traces: Any = None) -> Non
     async def run() -> None:
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://weft") as client:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(PATIENCE_S):
                 await scenario(client)
 
     asyncio.run(run())

@@ -8,11 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import torch
+from patience import PATIENCE_S
 
 from weft.kernels.collective.base import Ranks
 
 T = TypeVar("T")
-WAIT_S = 60.0
+WAIT_S = PATIENCE_S
 
 
 class _Exchange:

@@ -19,6 +19,7 @@ import httpx
 import uvicorn
 from engine_thread import start_in_process
 from openai import AsyncOpenAI, OpenAI
+from patience import PATIENCE_S
 from prometheus_client.parser import text_string_to_metric_families
 from tiny import ADAPTERS, BASE
 
@@ -26,9 +27,6 @@ from weft.api import ApiSettings, create_app
 from weft.cli.connections import http_config
 from weft.core.config import engine_args
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
-
-START_S = 240.0
-"""How long a server, or its engine again, may take to start on a busy machine."""
 
 
 @dataclass
@@ -44,18 +42,20 @@ class Server:
 
     @property
     def client(self) -> OpenAI:
-        return OpenAI(base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=60)
+        return OpenAI(
+            base_url=f"{self.url}/v1", api_key=self.api_key, max_retries=0, timeout=PATIENCE_S
+        )
 
     def async_client(self) -> AsyncOpenAI:
         url = f"{self.url}/v1"
-        return AsyncOpenAI(base_url=url, api_key=self.api_key, max_retries=0, timeout=60)
+        return AsyncOpenAI(base_url=url, api_key=self.api_key, max_retries=0, timeout=PATIENCE_S)
 
     def post(self, path: str, **body: object) -> httpx.Response:
         headers = {"authorization": f"Bearer {self.api_key}"}
-        return httpx.post(self.url + path, json=body, headers=headers, timeout=60)
+        return httpx.post(self.url + path, json=body, headers=headers, timeout=PATIENCE_S)
 
     def metrics(self) -> dict[str, list[Any]]:
-        text = httpx.get(f"{self.url}/metrics", timeout=30).text
+        text = httpx.get(f"{self.url}/metrics", timeout=PATIENCE_S).text
         return {f.name: f.samples for f in text_string_to_metric_families(text)}
 
     def engine_pid(self) -> int:
@@ -102,7 +102,7 @@ def serving(
     finally:
         process.terminate()
         try:
-            process.wait(40)
+            process.wait(PATIENCE_S)
         finally:
             process.kill()
             process.wait()
@@ -142,17 +142,17 @@ def serving_here(root: Path, model: Path, **options: object) -> Iterator[str]:
 
 
 def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and process.poll() is None:
         found = re.search(r"(http://[0-9.]+:\d+)/v1", log.read_text())
         if found:
-            assert httpx.get(f"{found[1]}/health").status_code == 200
+            assert httpx.get(f"{found[1]}/health", timeout=PATIENCE_S).status_code == 200
             return found[1]
         time.sleep(0.05)
     raise AssertionError(log.read_text())
 
 
-def until(condition: Callable[[], bool], what: str, seconds: float = START_S) -> None:
+def until(condition: Callable[[], bool], what: str, seconds: float = PATIENCE_S) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
