@@ -305,11 +305,10 @@ class Schedule:
 # -- what must be true of it -----------------------------------------------------------------------
 
 
-def violations(schedule: Schedule) -> Iterator[str]:
-    """What clients were told, against what a fresh reader finds."""
-    final = schedule.fresh_state()
+def violations(all_calls: list[Call], final: State) -> Iterator[str]:
+    """What clients were told, against what a fresh reader finds in the end."""
     for name in NAMES:
-        calls = [call for call in schedule.calls if call.name == name]
+        calls = [call for call in all_calls if call.name == name]
         found = final.names.get(name)
         history = {entry.actor: entry for entry in found.history} if found else {}
         last = found.generation if found else 0
@@ -328,7 +327,7 @@ def violations(schedule: Schedule) -> Iterator[str]:
                 case NotDone(kind=kind):
                     if mine is not None:
                         yield "a change was refused and made"
-                    if kind == "quota" and not _may_be_full(schedule.calls, call):
+                    if kind == "quota" and not _may_be_full(all_calls, call):
                         yield "a quota was not used up"
         yield from _of_order(calls)
     live = [n for n in NAMES if (f := final.names.get(n)) and f.removed_at is None]
@@ -392,4 +391,4 @@ def first_violation(
     """Run one schedule. Returns what is wrong with it, if anything is."""
     schedule = Schedule(seed, kind)
     schedule.run(num_steps)
-    return next(violations(schedule), None)
+    return next(violations(schedule.calls, schedule.fresh_state()), None)

@@ -27,6 +27,7 @@ from weft.registry.state import FORMAT, Entry, Op, State
 
 _MAX_AHEAD: Final = 32
 """How many entries are read at once by who has fallen behind."""
+_AHEAD_OF_LOSERS: Final = 2
 _MAX_LISTED: Final = 10
 
 
@@ -93,9 +94,9 @@ class Log:
             yield from self._load(0)
         yield from self.poll()
 
-    def poll(self) -> Steps[None]:
-        """Read what is committed by now. If nothing is new, that takes two reads."""
-        ahead = 1
+    def poll(self, ahead: int = 1) -> Steps[None]:
+        """Read what is committed by now. If nothing is new, that takes two reads. `ahead`: how many
+        entries are looked for at first."""
         while True:
             first = self.state.seq + 1
             last = min(first + ahead - 1, self._last_of_epoch(first))
@@ -117,13 +118,11 @@ class Log:
         seq = self.state.seq + 1
         self._sent = dict.fromkeys((op.nonce for op in ops), seq)
         content = msgspec.json.encode(Entry(now, tuple(ops)))
-        won = yield from _put(entry_key(seq), content)
-        if not (yield from self._jumped(seq)):
-            if won:
-                self._take(content)
-                self._ended_here |= seq % self.state.epoch == 0
-            else:
-                yield from self.poll()
+        if not (yield from _put(entry_key(seq), content)):
+            yield from self.poll(_AHEAD_OF_LOSERS)
+        elif not (yield from self._jumped(seq)):
+            self._take(content)
+            self._ended_here |= seq % self.state.epoch == 0
         return self._settled(ops)
 
     def was_sent(self, op: Op) -> bool:
@@ -148,21 +147,25 @@ class Log:
         self._to_save, self._ended_here = None, False
 
     def collect(self) -> Steps[list[str]]:
-        """Delete the entries that the newest snapshot makes needless, and older snapshots. It may
-        run at any time, several times at once, and end at any place. Returns what was deleted."""
+        """Delete what `needless` says. It may run at any time, several times at once, and end at
+        any place. Returns what was deleted."""
+        keys = yield from self.needless()
+        entries = [_number(key) for key in keys if key.startswith("log/")]
+        for epoch in sorted({(seq - 1) // self.state.epoch for seq in entries}):
+            yield from _put(end_key(epoch), b"over")
+        for key in keys:
+            yield Delete(key)
+        return keys
+
+    def needless(self) -> Steps[list[str]]:
+        """The entries that the newest snapshot stands for, and older snapshots, in the order in
+        which they may be deleted."""
         snapshots = sorted((yield from _list("snap/")))
         if not snapshots:
             return []
-        newest = _number(snapshots[-1])
-        length = self.state.epoch
+        last = _number(snapshots[-1]) * self.state.epoch
         entries = yield from _list("log/")
-        old = sorted(key for key in entries if _number(key) <= newest * length)
-        for epoch in sorted({(_number(key) - 1) // length for key in old}):
-            yield from _put(end_key(epoch), b"over")
-        needless = old + snapshots[:-1]
-        for key in needless:
-            yield Delete(key)
-        return needless
+        return [*sorted(key for key in entries if _number(key) <= last), *snapshots[:-1]]
 
     def _take(self, content: bytes) -> None:
         self.state = self._after(content)

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from threading import Event, Lock, RLock, Thread
 from types import TracebackType
@@ -40,6 +41,7 @@ PATIENCE_S: Final = 5.0
 """How long a change is tried again while the store does not answer."""
 MAX_CHANGE_BYTES: Final = 1 << 20
 _MAX_ENTRY_BYTES: Final = 4 << 20
+_MAX_RIVALS: Final = 16
 _ERRORS: Final[dict[str, type[WeftError]]] = {
     "conflict": GenerationConflict,
     "not_found": AdapterNotFound,
@@ -75,14 +77,13 @@ class SharedRegistry:
         self.state = self._log.state
         self._answered_at = time.monotonic()
         self._poll_s = poll_s
-        self._writer = writer
+        self._mark = f"{writer}{secrets.token_hex(8)}."
         self._polls = (0, 0)
         """The numbers of the last poll that was begun, and of the last one that was answered."""
         self._driving = RLock()
         """Held by whoever works on the log."""
-        self._queue = Lock()
-        """Held for a moment by whoever changes what waits."""
-        self._waiting: dict[str, _Waiting] = {}
+        self._queue = _Queue()
+        self._turns = _Turns()
         self._told: list[Told] = []
         self._news = Event()
         self._closed = Event()
@@ -102,7 +103,7 @@ class SharedRegistry:
 
     def start(self) -> None:
         """Follow the registry from now on. A second call does nothing."""
-        with self._queue:
+        with self._queue.lock:
             if self._thread is None and not self._closed.is_set():
                 self._thread = Thread(target=self._follow, name="registry", daemon=True)
                 self._thread.start()
@@ -113,6 +114,7 @@ class SharedRegistry:
 
     def close(self) -> None:
         """Make the changes that wait, and stop. Later ones are refused."""
+        self._queue.close()
         self._closed.set()
         self._news.set()
         if self._thread is not None:
@@ -166,7 +168,7 @@ class SharedRegistry:
         """
         future: Future[Done] = Future()
         future.set_running_or_notify_cancel()
-        op = Op(f"{self._writer}{secrets.token_hex(12)}", actor, change)
+        op = Op(f"{self._mark}{secrets.token_hex(8)}", actor, change)
         try:
             content = msgspec.json.encode(op)
             op = _ops.decode(content)
@@ -176,13 +178,17 @@ class SharedRegistry:
             message = f"the change takes {len(content)} bytes, and {MAX_CHANGE_BYTES} are allowed"
             raise InvalidRequest(message)
         until = time.monotonic() + PATIENCE_S
-        self.start()
-        with self._queue:
-            if self._closed.is_set():
-                raise RegistryUnavailable("the registry is being closed")
-            self._waiting[op.nonce] = _Waiting(op, len(content), future, until)
+        if self._thread is None:
+            self.start()
+        self._queue.add(_Waiting(op, len(content), future, until))
         self._news.set()
         return future
+
+    def collect(self, delete: bool = True) -> list[str]:
+        """The keys of the log that nobody needs any more, as a newer snapshot has what they say.
+        They are deleted, unless `delete` is False. It may run beside everything else. Raises
+        RegistryUnavailable."""
+        return self._ask.run(self._log.collect() if delete else self._log.needless())
 
     # -- the thread ----------------------------------------------------------------------------
 
@@ -193,7 +199,7 @@ class SharedRegistry:
                     self.poll()
             except RegistryUnavailable as error:
                 self._give_up(error)
-            if self._closed.is_set() and not self._waiting:
+            if self._closed.is_set() and not self._queue:
                 return
             self._news.wait(self._poll_s)
             self._news.clear()
@@ -201,40 +207,24 @@ class SharedRegistry:
     def _commit(self) -> bool:
         """Make what waits, and what comes meanwhile, in as few entries as it takes. Returns whether
         there was anything."""
-        lost = 0
         any_waited = False
-        while batch := self._batch():
+        while self._queue:
             any_waited = True
-            begun = time.monotonic()
+            self._turns.wait()
             with self._driving:
-                settled = self._drive(self._log.commit(batch, time.time()))
+                begun, before = time.monotonic(), self.state.seq
+                settled = self._drive(self._log.commit(self._queue.batch(), time.time()))
+                others = self.state.seq - before - bool(settled)
             for nonce, result in settled.items():
                 self._settle(nonce, result)
+            self._turns.took(time.monotonic() - begun, others, bool(settled))
             if settled:
-                lost = 0
                 with self._driving:
                     self._drive(self._log.save())
-            else:
-                # Others wait less the longer they have waited, so that everybody's turn comes.
-                lost += 1
-                time.sleep(random.random() * (time.monotonic() - begun) / lost)
         return any_waited
 
-    def _batch(self) -> list[Op]:
-        with self._queue:
-            waiting = list(self._waiting.values())
-        batch: list[Op] = []
-        num_bytes = 0
-        for each in waiting:
-            num_bytes += each.num_bytes
-            if batch and num_bytes > _MAX_ENTRY_BYTES:
-                break
-            batch.append(each.op)
-        return batch
-
     def _settle(self, nonce: str, result: Result | None) -> None:
-        with self._queue:
-            future = self._waiting.pop(nonce).future
+        future = self._queue.take(nonce).future
         match result:
             case Done():
                 future.set_result(result)
@@ -246,12 +236,8 @@ class SharedRegistry:
 
     def _give_up(self, error: RegistryUnavailable) -> None:
         """Tell those who have waited long enough that the store does not answer."""
-        now = time.monotonic()
-        with self._queue:
-            over = [each for each in self._waiting.values() if each.until < now]
-            for each in over:
-                del self._waiting[each.op.nonce]
-        for each in over:
+        for each in self._queue.overdue(time.monotonic()):
+            self._queue.take(each.op.nonce)
             sent = self._log.was_sent(each.op)
             made = "it is not known whether the change was made" if sent else "nothing was changed"
             each.future.set_exception(RegistryUnavailable(f"{error.message}; {made}"))
@@ -276,6 +262,69 @@ class SharedRegistry:
                     told(self.state, changed)
                 except Exception:
                     _log.exception("a listener of the registry failed")
+
+
+class _Queue:
+    """The changes that wait, the oldest first."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, _Waiting] = {}
+        self.lock = Lock()
+        self._is_closed = False
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def add(self, each: _Waiting) -> None:
+        """Raises RegistryUnavailable after `close`."""
+        with self.lock:
+            if self._is_closed:
+                raise RegistryUnavailable("the registry is being closed")
+            self._waiting[each.op.nonce] = each
+
+    def batch(self) -> list[Op]:
+        """The ops for one entry: the oldest, as many as it has room for."""
+        with self.lock:
+            waiting = list(self._waiting.values())
+        totals = accumulate(each.num_bytes for each in waiting)
+        fitting = sum(total <= _MAX_ENTRY_BYTES for total in totals)
+        return [each.op for each in waiting[: max(1, fitting)]]
+
+    def take(self, nonce: str) -> _Waiting:
+        with self.lock:
+            return self._waiting.pop(nonce)
+
+    def overdue(self, now: float) -> list[_Waiting]:
+        with self.lock:
+            return [each for each in self._waiting.values() if each.until < now]
+
+    def close(self) -> None:
+        with self.lock:
+            self._is_closed = True
+
+
+class _Turns:
+    """Lets the writers of several processes come to their turns: who has just written an entry
+    leaves time for as many others as came before it, and who has not tries again soon."""
+
+    def __init__(self) -> None:
+        self._rivals = 0
+        self._ahead = 0
+        """Entries of others since this writer began to try."""
+        self._not_before = 0.0
+
+    def wait(self) -> None:
+        time.sleep(max(0.0, self._not_before - time.monotonic()))
+
+    def took(self, seconds: float, others: int, settled: bool) -> None:
+        """An attempt took so long, and found so many entries of others."""
+        self._ahead += others
+        pause = random.random() * seconds / 2
+        if settled:
+            self._rivals = min(max(self._ahead, self._rivals // 2), _MAX_RIVALS)
+            self._ahead = 0
+            pause = random.uniform(0.5, 1.5) * self._rivals * seconds
+        self._not_before = time.monotonic() + pause
 
 
 class _Driver:
