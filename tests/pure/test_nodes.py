@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from http_api import CHAT, COMPLETE, Web, World, digest_of
 from toy_tokenizers import byte_level
 
@@ -20,6 +21,7 @@ from weft.registry.shared import SharedRegistry
 from weft.registry.shared_tenants import SharedTenants
 from weft.registry.stores import DirectoryStore, Store
 from weft.registry.tenants_file import tenants_as_json
+from weft.serving import reports
 
 
 class Fickle:
@@ -230,6 +232,29 @@ def test_a_request_keeps_its_version_to_its_end(tmp_path: Path) -> None:
     fleet(tmp_path, scenario, count=1)
 
 
+def test_a_change_can_wait_for_all_servers(tmp_path: Path) -> None:
+    async def scenario(one: Node, other: Node) -> None:
+        await one.load("sql", "A")
+        assert await other.text("sql") == "cbaA"
+        assert (await one.load("sql", "B", load_inplace=True, wait="all")).status_code == 200
+        assert other.world.registry.has("sql@v2") and not other.world.registry.has("sql@v1")
+        assert (await other.web.http.delete("/v1/loras/sql?wait=all")).status_code == 200
+        assert not one.world.registry.has("sql@v2")
+        odd = await other.web.http.delete("/v1/loras/sql?wait=never")
+        assert (odd.status_code, odd.json()["error"]["param"]) == (400, "wait")
+        odd = await other.load("sql", "B", wait="never")
+        assert (odd.status_code, odd.json()["error"]["param"]) == (400, "wait")
+        other.store.away = True
+        reports.ALL_S, patience = 0.5, reports.ALL_S
+        try:
+            late = await one.load("sql", "B", wait="all")
+        finally:
+            reports.ALL_S = patience
+        assert late.status_code == 504 and other.follower.reports.name in late.text
+
+    fleet(tmp_path, scenario)
+
+
 def test_canary_rollback_and_history(tmp_path: Path) -> None:
     async def scenario(one: Node, other: Node) -> None:
         for content in "AB":
@@ -280,7 +305,11 @@ def test_canary_rollback_and_history(tmp_path: Path) -> None:
     fleet(tmp_path, scenario)
 
 
-def test_a_node_without_the_store_serves_what_it_knows_and_changes_nothing(tmp_path: Path) -> None:
+def test_a_node_without_the_store_serves_what_it_knows_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.registry.shared.PATIENCE_S", 0.3)
+
     async def scenario(one: Node, other: Node) -> None:
         await one.load("sql", "A")
         assert await other.text("sql") == "cbaA"

@@ -138,7 +138,7 @@ class SharedRegistry:
         self._news.set()
 
     def listen(self, told: Told) -> None:
-        """Call `told` with each new state and the names that changed, which may be none when
+        """Call `told` with each new state and the names that changed, which may be none, as when
         tenants did. The calls come one after the other, from the thread that has read the news,
         and nothing is read or committed until they return."""
         with self._driving:
@@ -256,12 +256,11 @@ class SharedRegistry:
 
     def _tell(self, old: State) -> None:
         changed = self.state.names.changed_since(old.names)
-        if changed or self.state.tenants is not old.tenants:
-            for told in self._told:
-                try:
-                    told(self.state, changed)
-                except Exception:
-                    _log.exception("a listener of the registry failed")
+        for told in self._told:
+            try:
+                told(self.state, changed)
+            except Exception:
+                _log.exception("a listener of the registry failed")
 
 
 class _Queue:

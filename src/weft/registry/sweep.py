@@ -43,21 +43,46 @@ MAX_TURNS = 100
 LEASE_S = 10.0
 
 
+class ReplicaReport(msgspec.Struct, frozen=True):
+    """What a replica says of itself."""
+
+    digests: list[str]
+    """The contents that it serves, whatever names say of them."""
+    seq: int
+    """The entries of the log that it does what they say."""
+
+
 class ReplicaLease:
-    """What one replica serves, whatever names say of it; it is good for LEASE_S."""
+    """The lease of one replica; it is good for LEASE_S."""
 
     def __init__(self, store: Store, replica: str) -> None:
         self._store = store
         self._prefix = f"{LEASES}{replica}/"
         self._held: str | None = None
 
-    def renew(self, digests: Iterable[str]) -> None:
-        """From now on it is these contents. Raises RegistryUnavailable."""
+    def renew(self, digests: Iterable[str], seq: int = 0) -> None:
+        """From now on it says this. Raises RegistryUnavailable."""
         key = f"{self._prefix}{_millis(time.time() + LEASE_S)}"
-        self._store.put(key, msgspec.json.encode(sorted(digests)))
-        if self._held not in (None, key):
-            self._store.delete(str(self._held))
+        self._store.put(key, msgspec.json.encode(ReplicaReport(sorted(digests), seq)))
+        if self._held != key:
+            self.end()
         self._held = key
+
+    def end(self) -> None:
+        """The replica serves nothing any more. Raises RegistryUnavailable."""
+        if self._held is not None:
+            self._store.delete(self._held)
+            self._held = None
+
+
+def running_leases(store: Store) -> dict[str, ReplicaReport]:
+    """What the replicas say that are there now. Raises RegistryUnavailable."""
+    now, found = _millis(time.time()), dict[str, ReplicaReport]()
+    for key in sorted(store.list(LEASES)):
+        replica, _, until = key.removeprefix(LEASES).rpartition("/")
+        if until > now and (content := store.get(key)) is not None:
+            found[replica] = msgspec.json.decode(content, type=ReplicaReport)
+    return found
 
 
 # -- the collector ---------------------------------------------------------------------------------
@@ -172,7 +197,7 @@ class Collector:
                 if change:
                     self._store.delete(key)
             elif (content := self._store.get(key)) is not None:
-                found |= msgspec.json.decode(content, type=set[str])
+                found.update(msgspec.json.decode(content, type=ReplicaReport).digests)
         return found
 
     @contextmanager

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Collection
 from contextlib import suppress
 
 from weft.core.errors import (
@@ -24,6 +24,7 @@ from weft.registry.shared import SharedRegistry
 from weft.registry.shared_names import SharedNames
 from weft.registry.state import State
 from weft.serving.publisher import Publisher
+from weft.serving.reports import Reports
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class Follower:
         self.names = SharedNames(shared, registry.base_names, registry.base_root)
         self._registry = registry
         self._publisher = publisher
+        self.reports = Reports(shared.store, registry.digests, shared.state.seq)
         self._loop: asyncio.AbstractEventLoop | None = None
         """The one that all of it is called from; None before the start."""
         self._here: dict[str, dict[int, bool]] = {}
@@ -95,6 +97,7 @@ class Follower:
         for names in (pinned, others) if eager else (pinned,):
             wanted = [(name, n) for name in names for n in numbers_of(entries[name].route)]
             await asyncio.gather(*(load(name, number) for name, number in wanted))
+        self.reports.start()
 
     async def close(self) -> None:
         """Stop following. What is loaded stays until the engine ends."""
@@ -102,6 +105,7 @@ class Follower:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.reports.close()
         await asyncio.to_thread(self.shared.close)
 
     # -- requests ------------------------------------------------------------------------------
@@ -177,7 +181,7 @@ class Follower:
     async def settled(self, name: str) -> None:
         """Wait until this process does what the registry says of a name now: the routed versions
         are loaded, and requests of a name that is gone have ended. Raises as `load`."""
-        self._follow([name])
+        self._follow(self.names.state.seq, [name])
         entry = self.names.entry(name)
         for number in sorted(numbers_of(entry.route)) if entry else ():
             await self.load(name, number)
@@ -185,16 +189,18 @@ class Follower:
         if entry is None and leaving:
             await asyncio.wait(leaving)
 
-    def _told(self, _: State, changed: frozenset[str]) -> None:
+    def _told(self, state: State, changed: frozenset[str]) -> None:
         """On the registry's thread: some names have changed."""
         assert self._loop is not None
         with suppress(RuntimeError):  # the event loop has ended
-            self._loop.call_soon_threadsafe(self._follow, changed)
+            self._loop.call_soon_threadsafe(self._follow, state.seq, changed)
 
-    def _follow(self, changed: Iterable[str]) -> None:
+    def _follow(self, seq: int, changed: Collection[str]) -> None:
         self.names.update(changed)
         for name in changed:
             self._settle(name)
+        loads = self._loading.items()
+        self.reports.follow(seq, [load for key, load in loads if split(key)[0] in changed])
 
     def _settle(self, name: str) -> None:
         """Begin what makes this process do what the registry says of a name now."""

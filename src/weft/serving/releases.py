@@ -135,5 +135,9 @@ class Releases:
 
     async def wait(self, name: str, wait: Wait) -> None:
         """Wait until the newest change of a name has come so far."""
-        if wait != "commit":
-            await self._follower.settled(name)
+        if wait == "commit":
+            return
+        seq = self._follower.names.state.seq
+        await self._follower.settled(name)
+        if wait == "all":
+            await self._follower.reports.all_follow(seq)

@@ -1,0 +1,105 @@
+"""What the servers of a registry tell each other: how far each has followed it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Collection, Iterable
+from contextlib import suppress
+
+from weft.core.errors import RegistryUnavailable, RequestTimeout
+from weft.registry.stores import Store
+from weft.registry.sweep import LEASE_S, ReplicaLease, running_leases
+
+logger = logging.getLogger(__name__)
+
+RENEW_S = LEASE_S / 3
+"""How often a server says that it is there."""
+REPORT_EVERY_S = 0.25
+"""It tells of news at most as often."""
+ALL_S = 30.0
+"""How long a change waits until all servers do what it says."""
+_LOOK_S = 0.1
+
+
+class Reports:
+    """The reports of one server, and its view of the others' reports. For one event loop.
+
+    A server that dies is waited for until its lease has run out.
+    """
+
+    def __init__(self, store: Store, digests: Callable[[], Collection[str]], seq: int) -> None:
+        """`digests` are the contents that it serves, and `seq` is what it knows of the registry."""
+        self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._store = store
+        self._lease = ReplicaLease(store, self.name)
+        self._digests = digests
+        self._seq = seq
+        self._open: dict[asyncio.Task[None], int] = {}
+        """Loads that the change of this number asked for, and that have not ended."""
+        self._news = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def seq(self) -> int:
+        """The entries of the registry's log that this server does what they say."""
+        return min(self._open.values(), default=self._seq + 1) - 1
+
+    def follow(self, seq: int, loads: Iterable[asyncio.Task[None]]) -> None:
+        """This server knows of `seq` entries now, and does what they say once `loads` have ended,
+        however they end."""
+        self._seq = max(self._seq, seq)
+        for load in loads:
+            if load not in self._open:
+                self._open[load] = seq
+                load.add_done_callback(self._ended)
+        self._news.set()
+
+    def _ended(self, load: asyncio.Task[None]) -> None:
+        del self._open[load]
+        self._news.set()
+
+    def start(self) -> None:
+        """Report from now on."""
+        self._task = asyncio.create_task(self._report())
+
+    async def close(self) -> None:
+        """Nobody waits for this server any more."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            with suppress(RegistryUnavailable):
+                await asyncio.to_thread(self._lease.end)
+
+    async def _report(self) -> None:
+        while True:
+            self._news.clear()
+            seq, digests = self.seq, self._digests()
+            try:
+                await asyncio.to_thread(self._lease.renew, digests, seq)
+            except RegistryUnavailable as error:
+                logger.debug("this server can't report to the registry: %s", error)
+            await asyncio.sleep(REPORT_EVERY_S)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(RENEW_S):
+                    await self._news.wait()
+
+    async def all_follow(self, seq: int) -> None:
+        """Wait until all servers do what the first `seq` entries say. Raises RequestTimeout, naming
+        those that don't, and RegistryUnavailable."""
+        end = time.monotonic() + ALL_S
+        while behind := await asyncio.to_thread(self._behind, seq):
+            if time.monotonic() > end:
+                raise RequestTimeout(
+                    f"the change is made, but not all servers follow it after {ALL_S:g} s:"
+                    f" {', '.join(behind)}"
+                )
+            await asyncio.sleep(_LOOK_S)
+
+    def _behind(self, seq: int) -> list[str]:
+        leases = running_leases(self._store)
+        return sorted(name for name, lease in leases.items() if lease.seq < seq)
