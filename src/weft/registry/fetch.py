@@ -14,6 +14,7 @@ import ssl
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -89,7 +90,8 @@ class Web:
             if parts.scheme not in ("https", "http"):
                 raise AdapterPathRefused(f"{shown(uri)!r} is no https:// URI", "lora_path")
             backend = _Checked(inside=self._allowed.may_be_inside(parts))
-            with httpcore.ConnectionPool(_tls(), network_backend=backend) as pool:
+            tls = _tls() if parts.scheme == "https" else None
+            with httpcore.ConnectionPool(tls, network_backend=backend) as pool:
                 timeout = dict.fromkeys(("connect", "read", "write", "pool"), READ_S)
                 timeout["connect"] = CONNECT_S
                 url = urlunsplit(parts._replace(fragment=""))
@@ -130,8 +132,9 @@ def _header(answer: httpcore.Response, name: bytes) -> str:
     return next(found, b"").decode("latin-1")
 
 
+@cache
 def _tls() -> ssl.SSLContext:
-    """The certificates that the system trusts."""
+    """The certificates that the system trusts, which take long to read."""
     return ssl.create_default_context()
 
 
