@@ -176,7 +176,7 @@ def test_commands_are_current() -> None:
 def test_api_lists_every_route_and_field(server: Server) -> None:
     page = (DOCS / "api.md").read_text()
     api = json.loads(server.get("/openapi.json"))
-    documented = set(re.findall(r"`(?:(?:GET|POST|DELETE) )?(/[^ `]*)`", page))
+    documented = set(re.findall(r"`(?:(?:GET|POST|PUT|DELETE) )?(/[^ `]*)`", page))
     assert documented == {*api["paths"], "/openapi.json"}
     for path in ("/v1/chat/completions", "/v1/completions", "/v1/responses"):
         body = api["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]

@@ -158,7 +158,7 @@ class EchoEngine:
         file = Path(path) / "adapter_model.safetensors"
         if not file.exists():
             raise AdapterNotFound(f"{path} has no adapter_model.safetensors", "lora_path")
-        content = file.read_text()
+        content = file.read_bytes().decode(errors="replace")
         if content == "bad":
             raise AdapterInvalid("use_dora is not served", "use_dora")
         digest = digest_of(content)
@@ -215,6 +215,7 @@ class World:
         audit: AuditLog | None = None,
         shared: tuple[SharedRegistry, Blobs] | None = None,
         allowed: Sequence[str] = (),
+        sources: Sources | None = None,
         **settings: Any,
     ) -> None:
         self.folder = folder
@@ -225,7 +226,7 @@ class World:
             self.engine,
             self.registry,
             tokenizer,
-            Sources(AdapterRoots([folder]), Allowed(allowed), Contents(None)),
+            sources or Sources(AdapterRoots([folder]), Allowed(allowed), Contents(None)),
             ApiSettings(**settings),
             tenants=tenants_file,
             audit=audit,

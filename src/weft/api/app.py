@@ -33,6 +33,7 @@ from weft.api.routes_completions import completion_routes
 from weft.api.routes_registry import registry_routes
 from weft.api.routes_responses import response_routes
 from weft.api.routes_server import metrics_app, server_routes, tokenize_routes
+from weft.api.routes_uploads import upload_routes
 from weft.api.service import DIGEST, VERSION, Service
 from weft.api.settings import ApiSettings, parse_key
 from weft.core.errors import WeftError
@@ -112,7 +113,7 @@ def _add_routes(app: FastAPI, service: Service, desk: AdapterDesk, watch: LoopWa
     for routes in (chat_routes, completion_routes, response_routes, tokenize_routes):
         app.include_router(routes(service))
     app.include_router(server_routes(service, watch))
-    for changes in (adapter_routes, registry_routes):
+    for changes in (adapter_routes, upload_routes, registry_routes):
         app.include_router(changes(service, desk))
 
 

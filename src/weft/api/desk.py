@@ -5,15 +5,28 @@ Where there is a shared registry, each change is one of that, and so of all serv
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
 from weft.api.audit import AuditLog
 from weft.api.callers import Tenants, caller_var
 from weft.api.service import Service
-from weft.core.errors import InvalidRequest
+from weft.core.errors import InvalidRequest, Overloaded, WeftError
 from weft.registry import Access, AdapterRoots, Sources
 from weft.registry.records import Name
 from weft.registry.releases import shown_route
+from weft.registry.sources import UPLOAD
 from weft.serving import LoopExecutor, Publisher
 from weft.serving.releases import Order, Releases, Wait
+
+T = TypeVar("T")
+
+MAX_UPLOADS = 8
+"""Adapters that may come in at a time. A tenant may send three quarters of them."""
+RETRY_S = 5
 
 
 class AdapterDesk:
@@ -38,6 +51,7 @@ class AdapterDesk:
         self._executor = executor
         self._audit = audit
         self._tenants = tenants
+        self._uploads: Counter[str] = Counter()
 
     async def load(
         self,
@@ -49,7 +63,52 @@ class AdapterDesk:
     ) -> str:
         """As `Publisher.load` or `Releases.load`; returns the adapter's whole name. Raises
         PermissionDenied too."""
-        return await self._executor.to_the_end(self._load(name, path, replace, pinned, wait))
+        work = self._load(name, path, replace, pinned, wait)
+        return (await self._executor.to_the_end(work))[0]
+
+    @property
+    def max_upload_bytes(self) -> int:
+        """How large an adapter that a client sends may be, packed or not."""
+        return self._all.max_bytes
+
+    async def upload(
+        self,
+        name: str,
+        receive: Callable[[Path], Awaitable[str]],
+        replace: bool,
+        pinned: bool,
+        wait: Wait,
+    ) -> tuple[str, str]:
+        """Load an adapter that the client sends: `receive` writes it to a new file, as a tar or a
+        safetensors file, and returns its checksum. Returns the adapter's whole name and digest.
+
+        Raises what `load` raises, what `receive` raises, and Overloaded.
+        """
+        try:
+            self._service.access.to_publish(name)  # before all of it is sent
+        except WeftError:
+            with self._audit.entry("load", name, f"{UPLOAD}://"):
+                raise
+        with self.receiving(), ExitStack() as stack:
+            packed = stack.enter_context(self._all.contents.stage()) / "packed"
+            path = f"{UPLOAD}://sha256:{await receive(packed)}"
+            work = self._load(name, path, replace, pinned, wait, packed)
+            return await self._executor.to_the_end(_closing(stack.pop_all(), work))
+
+    @contextmanager
+    def receiving(self) -> Iterator[None]:
+        """Count an adapter that comes in. Raises Overloaded for one too many."""
+        tenant = self._service.access.caller.tenant
+        of_one = MAX_UPLOADS - MAX_UPLOADS // 4 if self._tenants else MAX_UPLOADS
+        if self._uploads.total() >= MAX_UPLOADS or self._uploads[tenant] >= of_one:
+            message = "too many adapters are being uploaded; try again later"
+            raise Overloaded(message, retry_after_s=RETRY_S)
+        self._uploads[tenant] += 1
+        try:
+            yield
+        finally:
+            self._uploads[tenant] -= 1
+            self._uploads += Counter()  # tenants without uploads are dropped
 
     async def unload(self, name: str, wait: Wait = "here") -> str:
         """As `Publisher.unload` or `Releases.remove`; returns the adapter's whole name. Raises
@@ -72,20 +131,32 @@ class AdapterDesk:
                 entry.digest = await self._shared.remove(whole, _actor(), wait)
             return whole
 
-    async def _load(self, name: str, path: str, replace: bool, pinned: bool, wait: Wait) -> str:
+    async def _load(
+        self,
+        name: str,
+        path: str,
+        replace: bool,
+        pinned: bool,
+        wait: Wait,
+        packed: Path | None = None,
+    ) -> tuple[str, str]:
+        """The adapter's whole name, and its digest. `packed`: what the client sent."""
         with self._audit.entry("load", name, path) as entry:
             access = self._service.access
             whole = entry.name = access.to_publish(name)
             if replace and access.digest_of(whole) is not None:
                 entry.action = "replace"
             sources = self._sources(access)
+            if packed is not None:
+                sources = sources.with_upload(packed)
             if self._shared is None:
-                ref = await self._publisher.load(whole, path, replace, pinned, sources)
-                entry.digest = ref.digest
+                load = self._publisher.load(whole, path, replace, pinned, sources)
+                entry.digest = (await load).digest
             else:
-                load = self._shared.load(whole, path, sources, replace, pinned, _actor(), wait)
-                entry.digest = await load
-            return whole
+                entry.digest = await self._shared.load(
+                    whole, path, sources, replace, pinned, _actor(), wait
+                )
+            return whole, entry.digest
 
     async def _release(
         self, name: str, order: Order | None, expect: int | None, wait: Wait
@@ -104,6 +175,11 @@ class AdapterDesk:
             return self._all
         roots = self._tenants.directory.lora_roots(access.caller.tenant)
         return self._all.within(AdapterRoots(roots))
+
+
+async def _closing(stack: ExitStack, work: Coroutine[Any, Any, T]) -> T:
+    with stack:
+        return await work
 
 
 def _actor() -> str:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -12,13 +15,24 @@ from starlette.requests import Request
 
 from weft.api.bodies import OpenBody
 from weft.api.settings import ApiSettings
-from weft.core.errors import BodyTimeout, BodyTooLarge, InvalidRequest, UnsupportedMediaType
+from weft.core.errors import (
+    AdapterUnavailable,
+    BodyTimeout,
+    BodyTooLarge,
+    InvalidRequest,
+    UnsupportedMediaType,
+)
 
 BodyT = TypeVar("BodyT", bound=BaseModel)
 OpenT = TypeVar("OpenT", bound=OpenBody)
 
 BODY_TIMEOUT_S = 30.0
 """How long a client may take to send its body."""
+
+MIN_BYTES_PER_S = 256 << 10
+"""A body that goes to a file may take this part of a second longer for each of its bytes."""
+PIECE_BYTES = 1 << 20
+"""A file is written in pieces of at least this size, each on a thread."""
 
 MAX_OBJECTS = 10_000
 MAX_ARRAYS = 10_000
@@ -43,6 +57,16 @@ _BOUNDED = (
 async def read_body(request: Request, model: type[BodyT], max_bytes: int) -> BodyT:
     """The body as `model`. Raises InvalidRequest naming the field, BodyTooLarge, BodyTimeout or
     UnsupportedMediaType."""
+    body = await read_json(request, max_bytes)
+    check_counts(body)
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise invalid(error) from None
+
+
+async def read_json(request: Request, max_bytes: int) -> bytes:
+    """The bytes of a JSON body. Raises as `read_body`."""
     media_type = request.headers.get("content-type", "application/json").partition(";")[0]
     if media_type.strip().lower() != "application/json":
         raise UnsupportedMediaType("the content-type of a body must be application/json")
@@ -53,11 +77,46 @@ async def read_body(request: Request, model: type[BodyT], max_bytes: int) -> Bod
         raise BodyTimeout(f"the body did not come within {BODY_TIMEOUT_S:g} s") from None
     if not body:
         raise InvalidRequest("the body is empty; a JSON object is expected")
-    check_counts(body)
+    return body
+
+
+async def receive_file(request: Request, path: Path, max_bytes: int) -> str:
+    """Write a body of any kind to a new file, piece by piece; its sha256 in hex.
+
+    Raises InvalidRequest (it is empty), BodyTooLarge, BodyTimeout, and AdapterUnavailable if there
+    is no room.
+    """
+    declared = request.headers.get("content-length", "")
+    _check_size(int(declared) if declared.isdecimal() else 0, max_bytes)
+    begun_s, size, sha = time.monotonic(), 0, hashlib.sha256()
+    pieces, stream = bytearray(), request.stream()
     try:
-        return model.model_validate_json(body)
-    except ValidationError as error:
-        raise invalid(error) from None
+        with path.open("xb") as file:
+
+            def flush() -> None:
+                sha.update(pieces)
+                file.write(pieces)
+                pieces.clear()
+
+            while True:
+                left_s = begun_s + BODY_TIMEOUT_S + size / MIN_BYTES_PER_S - time.monotonic()
+                async with asyncio.timeout(min(BODY_TIMEOUT_S, left_s)):
+                    piece = await anext(stream, None)
+                if piece is None:
+                    break
+                pieces += piece
+                size += len(piece)
+                _check_size(size, max_bytes)
+                if len(pieces) >= PIECE_BYTES:
+                    await asyncio.to_thread(flush)
+            flush()
+    except TimeoutError:
+        raise BodyTimeout("the body comes too slowly") from None
+    except OSError as error:
+        raise AdapterUnavailable(f"the body can't be kept: {error.strerror}") from error
+    if not size:
+        raise InvalidRequest("the body is empty; a tar or a safetensors file is expected", "body")
+    return sha.hexdigest()
 
 
 async def read_request(request: Request, model: type[OpenT], settings: ApiSettings) -> OpenT:
@@ -86,9 +145,13 @@ async def _read(request: Request, max_bytes: int) -> bytes:
             size += len(chunk)
             if size > max_bytes:
                 break
+    _check_size(size, max_bytes)
+    return b"".join(chunks)
+
+
+def _check_size(size: int, max_bytes: int) -> None:
     if size > max_bytes:
         raise BodyTooLarge(f"the body is larger than {max_bytes} bytes")
-    return b"".join(chunks)
 
 
 def check_counts(body: bytes) -> None:

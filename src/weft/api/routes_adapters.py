@@ -142,28 +142,30 @@ def _sglang_routes(service: Service, desk: AdapterDesk) -> APIRouter:
     router = APIRouter(responses=described)
     max_body_bytes = service.settings.max_body_bytes
 
-    async def answer(work: Coroutine[Any, Any, str]) -> Response:
-        status, message, headers = 200, None, None
-        try:
-            await work
-        except WeftError as error:
-            status, message, headers = error.status, error.message, error.headers
-        paths = {card.ref.name: card.path for card in service.access.adapter_cards()}
-        shown = UpdateAnswer(success=message is None, error_message=message, loaded_adapters=paths)
-        return json_response(shown.model_dump(), status, headers)
-
     @router.post("/load_lora_adapter", response_model=UpdateAnswer, openapi_extra=body_of(LoadBody))
     async def load_lora_adapter(request: Request) -> Response:
-        return await answer(_load(desk, request, max_body_bytes))
+        return await sglang_answer(service, _load(desk, request, max_body_bytes))
 
     @router.post(
         "/unload_lora_adapter", response_model=UpdateAnswer, openapi_extra=body_of(UnloadBody)
     )
     async def unload_lora_adapter(request: Request) -> Response:
         """Answers when the adapter's running requests have ended."""
-        return await answer(_unload(desk, request, max_body_bytes))
+        return await sglang_answer(service, _unload(desk, request, max_body_bytes))
 
     return router
+
+
+async def sglang_answer(service: Service, work: Coroutine[Any, Any, str]) -> Response:
+    """What SGLang answers to a change, whether or not it succeeds."""
+    status, message, headers = 200, None, None
+    try:
+        await work
+    except WeftError as error:
+        status, message, headers = error.status, error.message, error.headers
+    paths = {card.ref.name: card.path for card in service.access.adapter_cards()}
+    shown = UpdateAnswer(success=message is None, error_message=message, loaded_adapters=paths)
+    return json_response(shown.model_dump(), status, headers)
 
 
 def _dynamo_routes(service: Service, desk: AdapterDesk) -> APIRouter:

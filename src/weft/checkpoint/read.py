@@ -299,10 +299,12 @@ def files_of(config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) 
     from safetensors.torch import save
 
     copies = {_checked(name): _copy(name, tensor) for name, tensor in tensors.items()}
-    return AdapterFiles(_config_file(config), save(copies, {"format": "pt"}))
+    return AdapterFiles(config_file(config), save(copies, {"format": "pt"}))
 
 
-def _config_file(config: Mapping[str, object]) -> bytes:
+def config_file(config: Mapping[str, object]) -> bytes:
+    """The bytes of adapter_config.json with these fields. Raises AdapterInvalid, naming the field
+    that can't be in it."""
     for field, value in config.items():
         try:
             json.dumps(value, default=_listed)

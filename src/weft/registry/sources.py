@@ -11,7 +11,12 @@ from errno import EXDEV
 from pathlib import Path
 from urllib.parse import unquote
 
-from weft.core.errors import AdapterError, AdapterNotFound, AdapterPathRefused
+from weft.core.errors import (
+    AdapterError,
+    AdapterNotFound,
+    AdapterPathRefused,
+    AdapterUnavailable,
+)
 from weft.core.files import ADAPTER_FILES
 from weft.core.folders import Folder, Roots, read_aside
 from weft.registry.allowed import BUCKETS, HUB, SCHEMES, WEB, Allowed
@@ -191,6 +196,13 @@ class Sources:
         return fetch_adapter(hub_id)
 
     def _from_afar(self, uri: str) -> Folder:
+        try:
+            return self._kept(uri)
+        except OSError as error:
+            message = f"the adapter's files can't be kept on this machine: {error.strerror}"
+            raise AdapterUnavailable(message, "lora_path") from error
+
+    def _kept(self, uri: str) -> Folder:
         with self._contents.stage() as stage:
             if uri.startswith(f"{UPLOAD}://"):
                 assert self._upload is not None

@@ -1,0 +1,153 @@
+"""Adapters that clients send: as a file, or as tensors in SGLang's form."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+import io
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Query, Request
+from msgspec import Struct
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from weft.api.desk import AdapterDesk
+from weft.api.http import json_response
+from weft.api.reading import read_json, receive_file
+from weft.api.routes_adapters import UpdateAnswer, sglang_answer, wait_in
+from weft.api.service import Service
+from weft.core.errors import AdapterInvalid, InvalidRequest
+from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
+from weft.registry.unpack import tar_of
+
+MAX_TENSORS_BYTES = 64 << 20
+"""How large SGLang's body may be: all of its JSON is read at once."""
+
+
+class UploadAnswer(BaseModel):
+    status: Literal["success"]
+    lora_name: str
+    digest: str
+    """sha256 of the adapter's content."""
+
+
+class SerializedTensors(Struct):
+    """SGLang's body. Other fields are ignored."""
+
+    lora_name: str
+    config_dict: dict[str, Any]
+    """The fields of adapter_config.json."""
+    serialized_tensors: str | None = None
+    """A safetensors file in base64."""
+    serialized_named_tensors: list[str] | None = None
+    """The same, once for each device of SGLang's server; the first is read."""
+    pinned: bool = False
+    load_format: str | None = None
+    added_tokens_config: dict[str, Any] | None = None
+
+    def files(self) -> dict[str, bytes]:
+        """The adapter's files. Raises AdapterInvalid, InvalidRequest."""
+        from weft.checkpoint.read import config_file  # numpy takes its time to import
+
+        for name in ("load_format", "added_tokens_config"):
+            if getattr(self, name):
+                raise InvalidRequest(f"{name} is not supported by this version", name)
+        field, given = "serialized_tensors", self.serialized_tensors
+        if given is None and self.serialized_named_tensors:
+            field, given = "serialized_named_tensors", self.serialized_named_tensors[0]
+        try:
+            weights = base64.b64decode(given or "", validate=True)
+        except (binascii.Error, ValueError):
+            weights = b""
+        if weights.startswith(b"\x80") or weights[:1] == b"(" or weights[:2] == b"PK":
+            message = "is a pickle, and those are never opened here; send a safetensors file"
+            raise AdapterInvalid(f"{field} {message} in base64", field)
+        if len(weights) < 8:
+            raise AdapterInvalid(f"{field} must be a safetensors file in base64", field)
+        return {CONFIG_FILE: config_file(self.config_dict), WEIGHTS_FILE: weights}
+
+
+_tensors = msgspec.json.Decoder(SerializedTensors)
+
+
+_BINARY = {"schema": {"type": "string", "format": "binary"}}
+_FILE_KINDS = ("application/octet-stream", "application/x-tar", "application/gzip")
+_FILE_BODY = {"requestBody": {"required": True, "content": dict.fromkeys(_FILE_KINDS, _BINARY)}}
+_TENSORS = {
+    "type": "object",
+    "required": ["lora_name", "config_dict", "serialized_tensors"],
+    "properties": {
+        "lora_name": {"type": "string"},
+        "config_dict": {"type": "object"},
+        "serialized_tensors": {"type": "string", "format": "byte"},
+        "pinned": {"type": "boolean"},
+    },
+}
+_TENSORS_BODY = {
+    "requestBody": {"required": True, "content": {"application/json": {"schema": _TENSORS}}}
+}
+
+
+def upload_routes(service: Service, desk: AdapterDesk) -> APIRouter:
+    router = APIRouter()
+
+    @router.put(
+        "/v1/adapters/{name:path}",
+        response_model=UploadAnswer,
+        openapi_extra=_FILE_BODY,
+    )
+    async def upload_adapter(
+        request: Request,
+        name: str,
+        pinned: Annotated[bool, Query()] = False,
+        replace: Annotated[bool, Query()] = True,
+    ) -> Response:
+        """Load the adapter in the body under this name: a tar of its folder, gzipped or not, or a
+        safetensors file whose metadata have the text of adapter_config.json as `adapter_config`.
+        What the body is shows in its first bytes. `wait` may be in the query."""
+
+        async def receive(path: Path) -> str:
+            return await receive_file(request, path, desk.max_upload_bytes)
+
+        whole, digest = await desk.upload(name, receive, replace, pinned, wait_in(request))
+        return json_response({"status": "success", "lora_name": whole, "digest": digest})
+
+    @router.post(
+        "/load_lora_adapter_from_tensors",
+        response_model=UpdateAnswer,
+        openapi_extra=_TENSORS_BODY,
+    )
+    async def load_lora_adapter_from_tensors(request: Request) -> Response:
+        """SGLang's route, for a safetensors file in base64. Large adapters are better sent to
+        `PUT /v1/adapters/{name}`."""
+
+        async def load() -> str:
+            with desk.receiving():
+                content = await read_json(request, MAX_TENSORS_BYTES)
+                body, packed = await asyncio.to_thread(_packed, content)
+
+                async def receive(path: Path) -> str:
+                    await asyncio.to_thread(path.write_bytes, packed)
+                    return hashlib.sha256(packed).hexdigest()
+
+                wait = wait_in(request)
+                return (await desk.upload(body.lora_name, receive, False, body.pinned, wait))[0]
+
+        return await sglang_answer(service, load())
+
+    return router
+
+
+def _packed(content: bytes) -> tuple[SerializedTensors, bytes]:
+    """SGLang's body, and a tar of the adapter in it."""
+    try:
+        body = _tensors.decode(content)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not as it must be: {error}") from None
+    streams = {name: io.BytesIO(file) for name, file in body.files().items()}
+    return body, b"".join(tar_of(streams))
