@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -31,6 +32,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from weft.core.errors import ConfigError
 from weft.kernels.attention import make_batch
+from weft.kernels.delta import StateCache, StateRows
 from weft.kernels.lora import LoraStep
 from weft.kernels.ops import Ops
 from weft.models.blueprint import num_parameters, target_table
@@ -188,6 +190,26 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "granite-tied-bias": GraniteConfig(
         **SIZES, **NO_PAD, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
     ),
+    "qwen3.5": Qwen3_5TextConfig(
+        **SIZES | {"num_hidden_layers": 4, "initializer_range": 0.04},
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=12,
+    ),
+    "qwen3.5-tied-bias": Qwen3_5TextConfig(
+        **SIZES | {"initializer_range": 0.1},
+        head_dim=8,
+        linear_num_key_heads=3,
+        linear_num_value_heads=3,
+        linear_key_head_dim=4,
+        linear_value_head_dim=8,
+        linear_conv_kernel_dim=2,
+        layer_types=["full_attention", "linear_attention", "linear_attention"],
+        attention_bias=True,
+        tie_word_embeddings=True,
+    ),
     "gemma3": Gemma3TextConfig(
         **SIZES | {"num_hidden_layers": 7},
         head_dim=12,
@@ -249,7 +271,11 @@ def run_chunked(
     random.Random(1).shuffle(ids)
     tables = [[ids.pop() for _ in range(-(-len(p) // BLOCK))] for p in prompts]
     num_blocks = max(map(max, tables)) + 1
-    kv = allocate_kv_cache(decoder.config, num_blocks, BLOCK, decoder.dtype, "cpu")
+    kv = allocate_kv_cache(decoder.config, num_blocks, BLOCK, decoder.dtype, "cpu", len(prompts))
+    for cache in kv:
+        if isinstance(cache, StateCache):  # what another sequence has left
+            cache.conv.fill_(torch.nan)
+            cache.delta.fill_(torch.nan)
     done = [0] * len(prompts)
     out: list[list[torch.Tensor]] = [[] for _ in prompts]
     for i in range(max(map(len, chunks))):
@@ -258,7 +284,8 @@ def run_chunked(
         spans = [range(done[s], done[s] + q) for s, q in zip(active, queries, strict=True)]
         batch = make_batch(queries, [r.stop for r in spans], [tables[s] for s in active], BLOCK)
         positions = torch.tensor([p for r in spans for p in r])
-        step = StepContext(positions, batch, None)
+        states = StateRows(active, [r.start == 0 for r in spans], batch.query_start)
+        step = StepContext(positions, batch, None, states=states)
         tokens = [prompts[s][p] for s, r in zip(active, spans, strict=True) for p in r]
         logits = decoder.logits(decoder.forward(torch.tensor(tokens), step, kv), step)
         for s, part, r in zip(active, logits.split(queries), spans, strict=True):

@@ -37,6 +37,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -81,6 +82,16 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         attention_multiplier=0.25,
         logits_scaling=2.0,
     ),
+    "qwen3.5": Qwen3_5TextConfig(
+        **SIZES | {"initializer_range": 0.1},
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=8,
+        linear_value_head_dim=8,
+        layer_types=["linear_attention", "full_attention"],
+        tie_word_embeddings=False,
+    ),
     "gemma3": Gemma3TextConfig(
         **SIZES,
         head_dim=16,
@@ -106,7 +117,7 @@ MLP = ["gate_proj", "up_proj", "down_proj"]
 BIASED = ("qwen2",)
 MIXTURES = ("qwen3-moe", "mixtral")
 UNTIED = ("llama", "mistral", "qwen2", "phi3", "olmo2", "olmo3", "granite", *MIXTURES)
-NEWER = ("olmo3", "smollm3", "granite", "gemma3")
+NEWER = ("olmo3", "smollm3", "granite", "gemma3", "qwen3.5")
 SERVED = ("llama-tied", "mistral", "qwen2", "qwen3-tied", "phi3", "olmo2", *NEWER, *MIXTURES)
 """One of each architecture."""
 

@@ -18,7 +18,7 @@ NAMES = dict(
         SERVED,
         (
             *("Llama", "Mistral", "Qwen 2", "Qwen 3", "Phi 3", "OLMo 2", "OLMo 3", "SmolLM 3"),
-            *("Granite", "Gemma 3", "Qwen 3 MoE", "Mixtral"),
+            *("Granite", "Gemma 3", "Qwen 3.5", "Qwen 3 MoE", "Mixtral"),
         ),
         strict=True,
     )

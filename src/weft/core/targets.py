@@ -122,6 +122,8 @@ class TargetTable:
     tied: bool = False
     """Whether the head's weight is the embedding's."""
     num_experts: int = 1
+    vectors: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Name and shape of other tensors of the model, which no adapter changes."""
 
     def copies(self, kind: Kind) -> int:
         """How many A or B of a target there are."""
@@ -157,8 +159,10 @@ def build_table(
     norms: Sequence[tuple[str, int]] = (),
     tied: bool = False,
     num_experts: int = 1,
+    vectors: Sequence[tuple[str, tuple[int, ...]]] = (),
 ) -> TargetTable:
-    """A table of a model's packed layers, in layer order, and of its norms as (name, size)."""
+    """A table of a model's packed layers, in layer order, of its norms as (name, size) and of its
+    other tensors as (name, shape)."""
     groups: list[Group] = []
     num_slices = 0
     for index, row in enumerate(rows):
@@ -170,13 +174,14 @@ def build_table(
             offset += out
         groups.append(Group(index, row.kind, row.in_features, tuple(made), row))
     listed = tuple(Norm(name, size, index) for index, (name, size) in enumerate(norms))
-    return TargetTable(tuple(groups), listed, tied, num_experts)
+    return TargetTable(tuple(groups), listed, tied, num_experts, tuple(vectors))
 
 
 TEXT_PREFIXES: tuple[tuple[str, str | None], ...] = (
     ("language_model.model.", "model."),
     ("language_model.lm_head.", "lm_head."),
     ("model.language_model.", "model."),
+    ("model.visual.", None),
     ("model.vision_tower.", None),
     ("model.multi_modal_projector.", None),
     ("vision_tower.", None),

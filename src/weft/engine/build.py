@@ -38,7 +38,10 @@ def build_engine(args: EngineArgs, wake: Callable[[], None] = lambda: None) -> E
     worker = build_worker(args, stages)
     facts = worker.facts
     cache = Cache(
-        facts.num_blocks, args.cache.block_size, share_prefixes=args.cache.enable_prefix_caching
+        facts.num_blocks,
+        args.cache.block_size,
+        facts.num_states,
+        share_prefixes=args.cache.enable_prefix_caching,
     )
     slots = AdapterSlots(facts.adapter_elements, facts.num_slots, policy)
     scheduler = Scheduler(_limits(args, facts), cache, slots, args.scheduler.tenant_weights)

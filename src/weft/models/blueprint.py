@@ -9,6 +9,7 @@ from this table.
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from weft.core.shards import Shard
 from weft.core.targets import Packed, TargetTable, build_table
@@ -25,7 +26,7 @@ def target_table(config: ModelConfig) -> TargetTable:
     rows = [Packed(EMBED, "embedding", vocab, (hidden,), ("model.embed_tokens",))]
     for i in range(config.num_layers):
         moe = experts_of(config, i)
-        rows += _attention(config, i)
+        rows += _linear_attention(config, i) if is_linear(config, i) else _attention(config, i)
         rows += _experts(moe, hidden, i) if moe else _mlp(config, i)
     rows.append(Packed(HEAD, "head", hidden, (vocab,), ("lm_head",), axis="vocab"))
     return build_table(
@@ -33,6 +34,7 @@ def target_table(config: ModelConfig) -> TargetTable:
         norms=_norms(config),
         tied=config.tie_word_embeddings,
         num_experts=config.moe.num_experts if config.moe else 1,
+        vectors=_vectors(config),
     )
 
 
@@ -44,6 +46,7 @@ def model_shard(config: ModelConfig, rank: int, size: int) -> Shard:
 def num_parameters(table: TargetTable) -> int:
     """How many parameters a model of this table has; a tied head counts once."""
     found = sum(norm.size for norm in table.norms)
+    found += sum(prod(shape) for _, shape in table.vectors)
     for group, *_ in table.by_key.values():
         if group.kind != "head" or not table.tied:
             found += table.copies(group.kind) * group.in_features * group.out_features
@@ -54,6 +57,11 @@ def num_parameters(table: TargetTable) -> int:
 def experts_of(config: ModelConfig, layer: int) -> MoeConfig | None:
     """The mixture of experts in place of a layer's MLP; None where the MLP is dense."""
     return config.moe if config.moe is not None and config.moe.layers[layer] else None
+
+
+def is_linear(config: ModelConfig, layer: int) -> bool:
+    """Whether a layer has a recurrent state in place of a KV cache."""
+    return config.linear is not None and config.linear.layers[layer]
 
 
 def layer_norms(config: ModelConfig) -> tuple[str, ...]:
@@ -73,10 +81,36 @@ def _attention(config: ModelConfig, i: int) -> list[Packed]:
     q, kv = config.num_heads * head, config.num_kv_heads * head
     qkv = _named(name, "qkv_proj") if config.fused else _named(name, "q_proj", "k_proj", "v_proj")
     bias, out_bias = config.attention_bias, config.attention_out_bias
+    widths = 2 * q if config.output_gate else q, kv, kv
     return [
-        Packed(f"{i}.qkv", "linear", hidden, (q, kv, kv), qkv, bias, "column"),
+        Packed(f"{i}.qkv", "linear", hidden, widths, qkv, bias, "column"),
         Packed(f"{i}.o", "linear", q, (hidden,), _named(name, "o_proj"), out_bias, "row"),
     ]
+
+
+def _linear_attention(config: ModelConfig, i: int) -> list[Packed]:
+    name, hidden, shape = f"model.layers.{i}.linear_attn.", config.hidden_size, config.linear
+    assert shape is not None
+    into = _named(name, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    return [
+        Packed(f"{i}.in", "linear", hidden, shape.widths, into),
+        Packed(f"{i}.out", "linear", shape.values, (hidden,), _named(name, "out_proj")),
+    ]
+
+
+def _vectors(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
+    """Name and shape of what linear attention has beside its projections."""
+    shape = config.linear
+    if shape is None:
+        return []
+    own: dict[str, tuple[int, ...]] = {
+        "conv1d.weight": (shape.channels, 1, shape.conv_width),
+        "A_log": (shape.num_values,),
+        "dt_bias": (shape.num_values,),
+        "norm.weight": (shape.value_dim,),
+    }
+    layers = [i for i in range(config.num_layers) if is_linear(config, i)]
+    return [(f"model.layers.{i}.linear_attn.{n}", size) for i in layers for n, size in own.items()]
 
 
 def _mlp(config: ModelConfig, i: int) -> list[Packed]:
@@ -110,13 +144,15 @@ def _named(prefix: str, *names: str) -> tuple[str, ...]:
 
 def _norms(config: ModelConfig) -> list[tuple[str, int]]:
     """(name, size) of each layer's norms, and of the last one."""
-    hidden, head = config.hidden_size, config.head_dim
-    of_layer = [(name, hidden) for name in layer_norms(config)]
-    if config.qk_norm is not None:
-        each = config.qk_norm == "head"
-        of_layer += [
-            ("self_attn.q_norm", head if each else config.num_heads * head),
-            ("self_attn.k_norm", head if each else config.num_kv_heads * head),
-        ]
-    layers = [f"model.layers.{i}." for i in range(config.num_layers)]
-    return [(layer + n, size) for layer in layers for n, size in of_layer] + [(LAST_NORM, hidden)]
+    hidden, head, of_heads = config.hidden_size, config.head_dim, config.qk_norm == "head"
+    found: list[tuple[str, int]] = []
+    for i in range(config.num_layers):
+        layer = f"model.layers.{i}."
+        found += [(layer + name, hidden) for name in layer_norms(config)]
+        if config.qk_norm is not None and not is_linear(config, i):
+            heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
+            found += [
+                (f"{layer}self_attn.{name}", head if of_heads else head * num)
+                for name, num in heads.items()
+            ]
+    return [*found, (LAST_NORM, hidden)]

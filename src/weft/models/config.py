@@ -14,6 +14,7 @@ from weft.models.families import (
     UNSCALED,
     Blocks,
     Family,
+    LinearConfig,
     MoeConfig,
     QkNorm,
     Scales,
@@ -56,6 +57,10 @@ class ModelConfig:
     """The checkpoint's: "float32", "float16" or "bfloat16"."""
     moe: MoeConfig | None = None
     """None: all layers are dense."""
+    linear: LinearConfig | None = None
+    """None: all layers have a KV cache."""
+    output_gate: bool = False
+    """Whether q_proj has a gate for each head behind its queries."""
     fused: bool = False
     """Checkpoints and adapters have one projection for q, k and v, and one for gate and up."""
     blocks: Blocks = "pre"
@@ -84,6 +89,9 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
     ranks have the same ones. The vocabulary stays whole; see `weft.core.shards`.
 
     Raises ConfigError, naming the field, for what can't be divided."""
+    if config.linear is not None and size > 1:
+        message = f"--tensor-parallel-size {size} is not served for models with linear attention"
+        raise ConfigError(message, "tensor_parallel_size")
     moe, kv = config.moe, config.num_kv_heads
     widths = {"num_attention_heads": config.num_heads, "vocab_size": config.vocab_size}
     if moe is None or not all(moe.layers):
@@ -234,6 +242,8 @@ def _build(
         eos_token_ids=eos_token_ids,
         dtype=_dtype(raw),
         moe=family.moe(hf),
+        linear=family.linear(hf),
+        output_gate=family.output_gate,
         fused=family.fused,
         blocks=family.blocks,
         activation=family.activation,

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from weft.kernels.attention import KVCache
 from weft.kernels.collective.base import ALONE, Ranks
+from weft.kernels.delta import StateCache
 from weft.kernels.ops import Activation, Ops, Product
-from weft.models.blueprint import EMBED, HEAD, LAST_NORM, experts_of, layer_norms
+from weft.models.blueprint import EMBED, HEAD, LAST_NORM, experts_of, is_linear, layer_norms
 from weft.models.config import ModelConfig
 from weft.models.layers import (
     Embedding,
@@ -27,12 +28,15 @@ from weft.models.layers import (
     WidthNorm,
     with_offset,
 )
+from weft.models.linear_attention import LinearAttention, allocate_states, gate_of
 from weft.models.moe import Experts, SparseMlp, is_capturable
 from weft.models.rope import RopeTable
 from weft.models.weights import Weights
 
 __all__ = ["Decoder", "StepContext"]
 
+LayerCache = KVCache | StateCache
+"""What a layer keeps of all sequences."""
 Rope = tuple[Tensor, Tensor]
 """cos and sin of the step's rows, as `RopeTable.at` gives them."""
 
@@ -56,7 +60,9 @@ class Decoder:
         parts = _Builder(config, weights, ops, ranks)
         self._embed = Embedding(weights.embed, parts.group(EMBED))
         layers = range(config.num_layers)
-        self._layers = [_Layer(parts, i) for i in layers]
+        self._layers = [
+            _LinearLayer(parts, i) if is_linear(config, i) else _Layer(parts, i) for i in layers
+        ]
         names = [f"model.layers.{i}.{name}" for i in layers for name in layer_norms(config)]
         self._norms = [parts.norm(name) for name in (*names, LAST_NORM)]
         """Those of each layer in the order of their use, and the last one."""
@@ -73,9 +79,9 @@ class Decoder:
             embed_scale.to(self.dtype) if scales.rounds_embedding else embed_scale
         ).item()
 
-    def forward(self, ids_T: Tensor, step: StepContext, kv: Iterable[KVCache]) -> Tensor:
-        """Hidden states after the final norm, (T, I). Writes the rows' K and V to `kv`, which is
-        asked for each layer's when its turn comes."""
+    def forward(self, ids_T: Tensor, step: StepContext, kv: Iterable[LayerCache]) -> Tensor:
+        """Hidden states after the final norm, (T, I). Writes the rows' K and V, and states, to
+        `kv`, which is asked for each layer's when its turn comes."""
         x_TI = self._embed(ids_T, step)
         if self._embed_scale != 1:
             x_TI *= self._embed_scale
@@ -88,6 +94,8 @@ class Decoder:
     @property
     def is_capturable(self) -> bool:
         """Whether steps on a GPU can be captured in CUDA graphs."""
+        if self.config.linear is not None:
+            return False  # its plan of a step is made of what the host knows
         return self.config.moe is None or is_capturable(self.dtype, self.device)
 
     def logits(self, x_NI: Tensor, step: StepContext) -> Tensor:
@@ -104,7 +112,8 @@ class Decoder:
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """How many bytes one block takes over all layers, keys and values."""
     per_token = config.num_kv_heads * config.head_dim * dtype.itemsize
-    return 2 * config.num_layers * block_size * per_token
+    num_layers = sum(not is_linear(config, i) for i in range(config.num_layers))
+    return 2 * num_layers * block_size * per_token
 
 
 def allocate_kv_cache(
@@ -113,14 +122,21 @@ def allocate_kv_cache(
     block_size: int,
     dtype: torch.dtype,
     device: torch.device | str,
-) -> list[KVCache]:
-    """The cache of every layer, zeroed: (num_blocks, block_size, kv_heads, head_dim) each."""
+    num_states: int = 0,
+) -> list[LayerCache]:
+    """The cache of every layer, zeroed: (num_blocks, block_size, kv_heads, head_dim) each, or the
+    states of a layer with linear attention."""
     shape = (num_blocks, block_size, config.num_kv_heads, config.head_dim)
 
     def empty() -> Tensor:
         return torch.zeros(shape, dtype=dtype, device=device)
 
-    return [KVCache(empty(), empty()) for _ in range(config.num_layers)]
+    def of_layer(i: int) -> LayerCache:
+        if config.linear is not None and config.linear.layers[i]:
+            return allocate_states(config.linear, num_states, dtype, device)
+        return KVCache(empty(), empty())
+
+    return [of_layer(i) for i in range(config.num_layers)]
 
 
 def _pre_norm(
@@ -204,6 +220,21 @@ class _Builder:
         weight_ND = torch.cat((q_HD, k.weight_I.expand(config.num_kv_heads, -1)))
         return HeadNorm(weight_ND, config.num_heads, q.index, k.index, config.norm_offset)
 
+    def linear_attention(self, layer: int) -> LinearAttention:
+        config, of = self.config, f"model.layers.{layer}.linear_attn."
+        assert config.linear is not None
+        vectors = self.weights.vectors
+        return LinearAttention(
+            into=self.linear(f"{layer}.in"),
+            out=self.linear(f"{layer}.out"),
+            conv_CW=vectors[of + "conv1d.weight"][:, 0],
+            log_a_H=vectors[of + "A_log"],
+            dt_bias_H=vectors[of + "dt_bias"],
+            norm_E=vectors[of + "norm.weight"],
+            eps=config.rms_norm_eps,
+            shape=config.linear,
+        )
+
     def mlp(self, layer: int) -> DenseMlp | SparseMlp:
         moe = experts_of(self.config, layer)
         if moe is None:
@@ -227,20 +258,48 @@ class _Layer:
         self._scale = config.head_dim**-0.5 if scale is None else scale
         self.residual_scale = config.scales.residual
         self._window = config.windows[index]
+        self._gated_heads = config.num_heads if config.output_gate else 0
+        self._head_dim = config.head_dim
 
-    def attend(self, x_TI: Tensor, rope: Rope, step: StepContext, cache: KVCache) -> Product:
+    def attend(self, x_TI: Tensor, rope: Rope, step: StepContext, cache: LayerCache) -> Product:
+        assert isinstance(cache, KVCache)
         ops, batch = self._ops, step.attention
         qkv, norm = self._qkv(x_TI, step), None
+        gate_TO = None
+        if self._gated_heads:
+            qkv, gate_TO = self._without_gate(qkv)
         if isinstance(self._qk_norm, WidthNorm):
             qkv = self._qk_norm(qkv, step)
         elif self._qk_norm is not None:
             norm = self._qk_norm(len(x_TI), step)
         q_THD = ops.rope_and_write(qkv, rope, norm, self._eps, cache, batch)
         out_THD = ops.attend(q_THD, cache, batch, scale=self._scale, window=self._window)
-        return self._o(out_THD.flatten(1), step)
+        out_TO = out_THD.flatten(1)
+        if gate_TO is not None:
+            out_TO = out_TO * gate_TO.sigmoid()
+        return self._o(out_TO, step)
+
+    def _without_gate(self, qkv: Product) -> tuple[Product, Tensor]:
+        """q, k and v alone, and the gate of each head, which comes behind its q."""
+        qkv_TO, size = qkv.whole(), self._gated_heads * self._head_dim
+        q_TO, gate_TO = gate_of(qkv_TO[:, : 2 * size], self._gated_heads, self._head_dim)
+        return Product(torch.cat((q_TO, qkv_TO[:, 2 * size :]), 1)), gate_TO
 
 
-_Layers = Iterable[tuple[_Layer, KVCache, Rope]]
+class _LinearLayer:
+    """Linear attention and MLP of one layer."""
+
+    def __init__(self, parts: _Builder, index: int) -> None:
+        self._attention = parts.linear_attention(index)
+        self.mlp = parts.mlp(index)
+        self.residual_scale = parts.config.scales.residual
+
+    def attend(self, x_TI: Tensor, rope: Rope, step: StepContext, cache: LayerCache) -> Product:
+        assert isinstance(cache, StateCache)
+        return self._attention(x_TI, step, cache)
+
+
+_Layers = Iterable[tuple[_Layer | _LinearLayer, LayerCache, Rope]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,6 +45,47 @@ class MoeConfig:
             raise ConfigError(message, "num_experts_per_tok")
 
 
+@dataclass(frozen=True, slots=True)
+class LinearConfig:
+    """Layers whose attention is a recurrent state by the gated delta rule."""
+
+    layers: tuple[bool, ...]
+    """Per layer: whether it is one; others have attention over a KV cache."""
+    num_keys: int
+    """Heads of queries and keys."""
+    num_values: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    def __post_init__(self) -> None:
+        if self.num_values % self.num_keys:
+            raise ConfigError(
+                f"linear_num_key_heads {self.num_keys} does not divide "
+                f"linear_num_value_heads {self.num_values}",
+                "linear_num_key_heads",
+            )
+
+    @property
+    def keys(self) -> int:
+        """The width of all queries, and of all keys."""
+        return self.num_keys * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.num_values * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """What goes through the convolution: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """The outputs of the layer's four projections: qkv, z, b and a."""
+        return self.channels, self.values, self.num_values, self.num_values
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
     """Constant factors that some families have; 1 changes nothing."""
@@ -91,6 +132,10 @@ class Family:
     ropes: Callable[[Any], tuple[RopeParameters | None, ...]] = _one_rope
     """For each layer; None: its positions are not rotated."""
     moe: Callable[[Any], MoeConfig | None] = lambda hf: None
+    linear: Callable[[Any], LinearConfig | None] = lambda hf: None
+    output_gate: bool = False
+    """Whether q_proj has a gate for each head behind its queries, which multiplies what attention
+    gives."""
     scales: Callable[[Any], Scales] = _no_scales
     activation_field: str = "hidden_act"
     activation: Activation = "silu"
@@ -147,6 +192,31 @@ def _rope_or_none(hf: Any) -> tuple[RopeParameters | None, ...]:
         message = f"no_rope_layers must say 0 or 1 for each of the {hf.num_hidden_layers} layers"
         raise ConfigError(message, "no_rope_layers")
     return tuple(hf.rope_parameters if rotated else None for rotated in rotates)
+
+
+def _qwen3_5(hf: Any) -> LinearConfig | None:
+    layers = tuple(kind == "linear_attention" for kind in hf.layer_types)
+    if not any(layers):
+        return None
+    return LinearConfig(
+        layers=layers,
+        num_keys=hf.linear_num_key_heads,
+        num_values=hf.linear_num_value_heads,
+        key_dim=hf.linear_key_head_dim,
+        value_dim=hf.linear_value_head_dim,
+        conv_width=hf.linear_conv_kernel_dim,
+    )
+
+
+def _windows_but_linear(hf: Any) -> tuple[int | None, ...]:
+    types, known = list(hf.layer_types), {"full_attention", "linear_attention"}
+    if len(types) != hf.num_hidden_layers or not set(types) <= known:
+        raise ConfigError(
+            f"layer_types must name one of {', '.join(sorted(known))} for each of the "
+            f"{hf.num_hidden_layers} layers, got {types}",
+            "layer_types",
+        )
+    return (None,) * len(types)
 
 
 def _granite_scales(hf: Any) -> Scales:
@@ -239,6 +309,18 @@ _GEMMA3 = Family(
     norm_offset=1.0,
 )
 
+_QWEN3_5 = Family(
+    "qwen3_5_text",
+    _windows_but_linear,
+    attention_bias="attention_bias",
+    attention_out_bias="attention_bias",
+    qk_norm="head",
+    partial_rotary=True,
+    linear=_qwen3_5,
+    output_gate=True,
+    norm_offset=1.0,
+)
+
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
         "llama",
@@ -299,6 +381,8 @@ FAMILIES: dict[str, Family] = {
         mlp_bias="mlp_bias",
         scales=_granite_scales,
     ),
+    "Qwen3_5ForCausalLM": _QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": replace(_QWEN3_5, text_of="qwen3_5"),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, text_of="gemma3"),
     "Mistral3ForConditionalGeneration": replace(_MISTRAL, text_of="mistral3"),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch
 from weft.kernels.collective.base import Ranks
+from weft.kernels.delta import StateRows
 from weft.kernels.linear import Weight
 from weft.kernels.lora.base import LoraStep, NormStep, VocabularyStep
 from weft.kernels.ops import Ops, Product
@@ -33,6 +34,8 @@ class StepContext:
     """The norms of the step's adapters; None: all rows have the base's."""
     vocabulary: VocabularyStep | None = None
     """The vocabularies of the step's adapters; None: all rows have the base's."""
+    states: StateRows | None = None
+    """The sequences' recurrent states; None: the model has none."""
 
 
 def with_offset(weight: Tensor, offset: float) -> Tensor:

@@ -171,8 +171,8 @@ def dummy_weights(
                 place_of_bias(shard, group.slices, weights.biases.get(group.packed.key)),
                 torch.empty(group.out_features, dtype=dtype, device=device),
             )
-    for norm in weights.norms.values():
-        norm.fill_(1.0)
+    for vector in (*weights.norms.values(), *weights.vectors.values()):
+        vector.fill_(1.0)
     quantize_weights(weights, form)
     return weights
 
@@ -201,6 +201,10 @@ def allocate_weights(
             weights.biases[key] = torch.empty(group.out_features, dtype=dtype, device=device)
     for norm in table.norms:
         weights.norms[norm.name] = torch.empty(norm.size, dtype=dtype, device=device)
+    for name, shape in table.vectors:
+        # What decays are made of stays in fp32, whose rounding is repeated for every token.
+        own = torch.float32 if name.endswith(("A_log", "dt_bias")) else dtype
+        weights.vectors[name] = torch.empty(shape, dtype=own, device=device)
     return weights
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +29,8 @@ class Weights:
     """By key, (out,); there is none where the model lacks it, and where another rank adds it."""
     norms: dict[str, Tensor]
     """By name, (size,)."""
+    vectors: dict[str, Tensor] = field(default_factory=dict)
+    """What no adapter changes, by name."""
 
     def dense(self, key: str) -> Tensor:
         """A matrix that is never quantized."""
@@ -81,10 +83,11 @@ class Place(NamedTuple):
     view: Tensor | None
     """None: nowhere."""
     shape: tuple[int, ...]
-    """Of the whole tensor, whose last two dimensions are rows and columns; of a vector, rows."""
+    """Of the whole tensor, whose last two dimensions are rows and columns; without columns, the
+    first is rows."""
     rows: tuple[slice, ...]
     columns: slice | None = None
-    """None: it is a vector."""
+    """None: there is nothing to choose among columns."""
 
     def fill(self, source: Any) -> None:
         """Copy from a tensor, or from one in a file that is read by slices."""
@@ -132,6 +135,9 @@ def places_of(weights: Weights, shard: Shard, moe: MoeConfig | None) -> dict[str
         f"{norm.name}.weight": Place(weights.norms[norm.name], (norm.size,), shard.norm(norm))
         for norm in shard.whole.norms
     }
+    for name, vector in weights.vectors.items():
+        shape = tuple(vector.shape)
+        places[name] = Place(vector, shape, (slice(0, shape[0]),))
     for group, own in zip(shard.whole.groups, shard.own.groups, strict=True):
         key, names = group.packed.key, [_stored_name(name, moe) for name in group.packed.names]
         if group.kind == "experts":

@@ -203,6 +203,8 @@ class Batch:
         for seq in sequences:
             if seq.row >= 0:
                 self.park(seq)
+                if seq.holding.state >= 0:
+                    self._strip(seq)  # nobody knows what the step has made of its state
             elif seq.in_flight == 0:
                 self._turns.end_lease(seq.adapter)
         return list(sequences)

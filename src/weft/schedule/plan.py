@@ -55,6 +55,8 @@ class Admitted:
     active_from: int = 0
     vocab_size: int = 0
     """The vocabulary of its adapter; 0: it is the base's."""
+    state: int = -1
+    """Its recurrent state; -1: the model has none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -239,6 +239,7 @@ class Sequence:
             adapter_wait_s,
             adapter.active_from,
             adapter.vocab_size,
+            self.holding.state,
         )
 
     def __lt__(self, other: Sequence) -> bool:

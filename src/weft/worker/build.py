@@ -22,7 +22,14 @@ from weft.worker.adapters import AdapterLoader, Packer
 from weft.worker.execute import StepExecutor
 from weft.worker.images import ImageStore, default_folder, fingerprint
 from weft.worker.inputs import Array
-from weft.worker.memory import adapter_bytes, allocating, context_length, count_blocks, host_memory
+from weft.worker.memory import (
+    adapter_bytes,
+    allocating,
+    context_length,
+    count_blocks,
+    count_states,
+    host_memory,
+)
 from weft.worker.protocol import WorkerFacts
 from weft.worker.sampler import Sampler
 from weft.worker.selfcheck import TOKENS, Activity, SelfCheck, num_blocks
@@ -42,12 +49,18 @@ def build_worker(args: EngineArgs, stages: Stages) -> DeviceWorker:
     num_rows = args.scheduler.max_num_seqs
     most = model.config.vocab_size + args.lora.max_added_tokens
     sampler = Sampler(num_rows, most, model.device, partial(_put, model.device))
+    num_states = count_states(model.config, num_rows)
     num_blocks = count_blocks(args.cache, model.config, model.dtype, model.device)
     capacity = num_blocks * args.cache.block_size
     max_model_len = context_length(args.model.max_model_len, capacity, model.config)
     with allocating("kv_cache_memory"):
         kv = allocate_kv_cache(
-            model.config, num_blocks, args.cache.block_size, model.dtype, model.device
+            model.config,
+            num_blocks,
+            args.cache.block_size,
+            model.dtype,
+            model.device,
+            num_states,
         )
     ops = make_ops("auto", model.device)
     decoder = Decoder(model.config, model.weights, ops, max_model_len)
@@ -78,6 +91,7 @@ def build_worker(args: EngineArgs, stages: Stages) -> DeviceWorker:
         num_parameters=num_parameters(model.shard.whole),
         max_model_len=max_model_len,
         num_blocks=num_blocks,
+        num_states=num_states,
         num_slots=pool.num_slots,
         adapter_elements=pool.arena.numel(),
         element_bytes=pool.element_bytes,
@@ -103,7 +117,8 @@ def _make_check(args: EngineArgs, model: LoadedModel, activity: Activity) -> Sel
         Decoder(model.config, model.weights, ops, TOKENS),
         model.table,
         partial(make_backend, args.lora.lora_backend),
-        allocate_kv_cache(model.config, num_blocks(size), size, model.dtype, model.device),
+        allocate_kv_cache(model.config, num_blocks(size), size, model.dtype, model.device, 2),
+        size,
         activity.is_recent,
         exact=model.config.moe is None and not rounds_inputs(args.model.quantization),
     )

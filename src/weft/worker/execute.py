@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from weft.kernels.attention import AttentionBatch, KVCache
+from weft.kernels.attention import AttentionBatch
+from weft.kernels.delta import StateRows
 from weft.kernels.lora import AdapterPool, LoraBackend, LoraStep
 from weft.kernels.lora.extras import (
     has_extras,
@@ -18,7 +19,7 @@ from weft.kernels.lora.extras import (
     with_extras,
 )
 from weft.kernels.staging import Staging
-from weft.models.decoder import Decoder, StepContext
+from weft.models.decoder import Decoder, LayerCache, StepContext
 from weft.worker.graphs import StepGraphs, token_sizes
 from weft.worker.inputs import PromptArrays, Segments, StepInputs
 from weft.worker.sampler import Logprobs, Put, Sampled, Sampler, logprobs_of
@@ -35,7 +36,7 @@ class StepExecutor:
     def __init__(
         self,
         decoder: Decoder,
-        kv: list[KVCache],
+        kv: list[LayerCache],
         pool: AdapterPool,
         lora: LoraBackend,
         sampler: Sampler,
@@ -143,7 +144,14 @@ class StepExecutor:
             ids_T,
             None if carried_T is None else Carried(carried, row_T, self._last_token_R),
             sampled_N,
-            StepContext(positions_T, attention, lora, norms_of(lora), vocabulary_of(lora)),
+            StepContext(
+                positions_T,
+                attention,
+                lora,
+                norms_of(lora),
+                vocabulary_of(lora),
+                _state_rows(inputs),
+            ),
         )
 
     def _prompt_logprobs(
@@ -173,3 +181,9 @@ class StepExecutor:
             return None
         batch = lora_batch(slot_T, segments, slot_N, sampled_segments)
         return with_extras(self._lora.begin(batch), self._pool, batch)
+
+
+def _state_rows(inputs: StepInputs) -> StateRows | None:
+    if inputs.state_S is None or inputs.fresh_S is None:
+        return None
+    return StateRows(inputs.state_S.tolist(), inputs.fresh_S.tolist(), inputs.query_start)

@@ -25,10 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from weft.kernels.attention import AttentionBatch, KVCache, RowWork, row_work, tile_rows
+from weft.kernels.attention import AttentionBatch, RowWork, row_work, tile_rows
 from weft.kernels.lora.base import LoraBackend, LoraStep
 from weft.kernels.staging import Staging
-from weft.models.decoder import Decoder, StepContext
+from weft.models.decoder import Decoder, LayerCache, StepContext
 from weft.worker.inputs import Segments, StepInputs
 from weft.worker.step import Carried, StepTensors, hidden_states, logits, lora_batch
 
@@ -107,7 +107,7 @@ class StepGraphs:
     def __init__(
         self,
         decoder: Decoder,
-        kv: list[KVCache],
+        kv: list[LayerCache],
         lora: LoraBackend | None,
         last_token_R: Tensor,
         num_table_blocks: int,

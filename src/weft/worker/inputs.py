@@ -141,6 +141,10 @@ class StepInputs:
     prompt: PromptArrays | None
     num_logprobs_N: Ints | None
     """Alternatives asked for, -1 for none at all; None if nobody asked."""
+    state_S: Ints | None = None
+    """Recurrent states; None: the model has none."""
+    fresh_S: NDArray[np.bool_] | None = None
+    """Whether the sequence begins with this step; None as above."""
 
 
 class _SamplingRows:
@@ -317,6 +321,7 @@ class RowState:
         """Tokens in `_tokens`; what comes after them only the device knows."""
         self._blocks = np.zeros((num_rows, blocks), dtype=np.int32)
         self._slot = np.full(num_rows, -1, dtype=np.int32)
+        self._state = np.full(num_rows, -1, dtype=np.int64)
         self._active_from = np.zeros(num_rows, dtype=np.int64)
         """Position from which on the row's slot counts."""
         self._num_prompt = np.zeros(num_rows, dtype=np.int64)
@@ -345,6 +350,7 @@ class RowState:
         self._tokens[row, : len(a.token_ids)] = a.token_ids
         self._known[row] = len(a.token_ids)
         self._slot[row] = a.slot
+        self._state[row] = a.state
         self._active_from[row] = a.active_from
         self._num_prompt[row] = a.num_prompt
         self._logprobs[row] = -1 if a.params.logprobs is None else a.params.logprobs
@@ -365,6 +371,8 @@ class RowState:
         slot_N, position_N = slot_S[layout.seq_N], layout.position_N
         from_device_T = positions_T >= self._known[row_T]
         block_T = self._blocks[row_T, positions_T // self._block_size].astype(np.int64)
+        state_S = self._state[rows]
+        has_states = state_S[0] >= 0
         most_blocks = -(-int(seq_lens.max()) // self._block_size)
         segments = sampled_segments = _segments(slot_S, layout.firsts, layout.ends)
         if not layout.plain:
@@ -391,6 +399,8 @@ class RowState:
             counted=counted,
             prompt=None if layout.plain else self._prompt(layout, rows, slot_S, order),
             num_logprobs_N=self._num_logprobs(row_N),
+            state_S=state_S if has_states else None,
+            fresh_S=layout.starts == 0 if has_states else None,
         )
 
     def _ids(self, row_T: Ints, positions_T: Ints, from_device_T: NDArray[np.bool_]) -> Ints:

@@ -68,6 +68,12 @@ def count_blocks(
     return blocks
 
 
+def count_states(config: ModelConfig, num_rows: int) -> int:
+    """Recurrent states: one for each row of the batch, and some for requests that were put back
+    with what they hold. 0 for a model that has none."""
+    return 0 if config.linear is None else num_rows + -(-num_rows // 4)
+
+
 def context_length(asked: int | None, capacity: int, config: ModelConfig) -> int:
     """Tokens that a request may have, with room for `capacity` tokens in the KV cache. Raises
     ConfigError if more are asked for than fit."""

@@ -43,6 +43,8 @@ class WorkerFacts:
     num_parameters: int
     max_model_len: int
     num_blocks: int
+    num_states: int
+    """Recurrent states, 0 for a model that has none."""
     num_slots: int
     adapter_elements: int
     """The size of adapter memory, in elements of `element_bytes`."""

@@ -38,14 +38,15 @@ from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import AdapterQuarantined
 from weft.core.stats import CheckResult
 from weft.core.targets import Group, TargetTable
-from weft.kernels.attention import KVCache, make_batch
+from weft.kernels.attention import make_batch
+from weft.kernels.delta import StateRows
 from weft.kernels.linear import Weight
 from weft.kernels.lora import AdapterPool, LoraBackend, LoraBatch, LoraStep, Segment
 from weft.kernels.lora.base import ExpertStep, NormStep, VocabularyStep
 from weft.kernels.lora.extras import norms_of, vocabulary_of, with_extras
 from weft.kernels.lora.oracle import ImageStep
 from weft.kernels.ops import Product
-from weft.models.decoder import Decoder, StepContext
+from weft.models.decoder import Decoder, LayerCache, StepContext
 from weft.worker.step import StepTensors, hidden_states, logits
 
 TOKENS = 8
@@ -129,14 +130,15 @@ class SelfCheck:
         decoder: Decoder,
         table: TargetTable,
         make_backend: Callable[[AdapterPool], LoraBackend],
-        kv: list[KVCache],
+        kv: list[LayerCache],
+        block_size: int,
         is_busy: Callable[[], bool],
         *,
         exact: bool,
     ) -> None:
-        """`kv`: of `num_blocks` blocks a layer. `is_busy`: whether steps run."""
+        """`kv`: of `num_blocks` blocks a layer, or two states. `is_busy`: whether steps run."""
         self._decoder, self._table, self._make_backend = decoder, table, make_backend
-        self._kv = kv
+        self._kv, self._block_size = kv, block_size
         self._is_busy = is_busy
         self._exact = exact
         self._lock = threading.Lock()
@@ -168,7 +170,7 @@ class SelfCheck:
     def _check(self, image: AdapterImage, paced: bool) -> CheckResult:
         pool = self._installed(image)
         backend = self._make_backend(pool)
-        probe = _Probe.make(self._tokens(image), self._kv[0].block_size, self._decoder.device)
+        probe = _Probe.make(self._tokens(image), self._block_size, self._decoder.device)
         oracle = ImageStep(self._table, image.layout, pool.arena, TOKENS, SAMPLED, 2 * TOKENS)
         both = _Both(_served(backend, pool, probe), oracle, pool)
         right = self._logits(probe, both, both, both.vocabulary, paced)
@@ -200,7 +202,7 @@ class SelfCheck:
         pool.install(SLOT, 0, image.layout)
         return pool
 
-    def _layers(self, paced: bool) -> Iterator[KVCache]:
+    def _layers(self, paced: bool) -> Iterator[LayerCache]:
         """Each layer's cache when its turn comes."""
         began = time.thread_time()
         for cache in self._kv:
@@ -232,9 +234,10 @@ class SelfCheck:
     ) -> Tensor:
         """fp32 (2 * SAMPLED, V), the base's rows first; 0 for tokens that a row does not have."""
         batch = make_batch(
-            [TOKENS] * 2, [TOKENS] * 2, probe.blocks, self._kv[0].block_size, self._decoder.device
+            [TOKENS] * 2, [TOKENS] * 2, probe.blocks, self._block_size, self._decoder.device
         )
-        context = StepContext(probe.positions_T, batch, lora, norms, vocabulary)
+        states = StateRows([0, 1], [True, True], batch.query_start)
+        context = StepContext(probe.positions_T, batch, lora, norms, vocabulary, states)
         step = StepTensors(probe.ids_T, None, probe.sampled_N, context)
         hidden_TI = hidden_states(self._decoder, step, self._layers(paced))
         return _known(logits(self._decoder, step, hidden_TI).float())

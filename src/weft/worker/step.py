@@ -15,9 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from weft.kernels.attention import KVCache
 from weft.kernels.lora import LoraBatch, Segment
-from weft.models.decoder import Decoder, StepContext
+from weft.models.decoder import Decoder, LayerCache, StepContext
 from weft.worker.inputs import Segments
 
 
@@ -44,8 +43,9 @@ class StepTensors:
     context: StepContext
 
 
-def hidden_states(decoder: Decoder, step: StepTensors, kv: Iterable[KVCache]) -> Tensor:
-    """The states after the final norm, (T, I). Writes the rows' keys and values to `kv`."""
+def hidden_states(decoder: Decoder, step: StepTensors, kv: Iterable[LayerCache]) -> Tensor:
+    """The states after the final norm, (T, I). Writes the rows' keys, values and states to
+    `kv`."""
     ids_T = step.ids_T
     if step.carried is not None:
         carried_T, row_T, last_token_R = step.carried
