@@ -114,9 +114,10 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
+LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 BIASED = ("qwen2",)
 MIXTURES = ("qwen3-moe", "mixtral")
-UNTIED = ("llama", "mistral", "qwen2", "phi3", "olmo2", "olmo3", "granite", *MIXTURES)
+UNTIED = ("llama", "mistral", "qwen2", "phi3", "olmo2", "olmo3", "granite", "qwen3.5", *MIXTURES)
 NEWER = ("olmo3", "smollm3", "granite", "gemma3", "qwen3.5")
 SERVED = ("llama-tied", "mistral", "qwen2", "qwen3-tied", "phi3", "olmo2", *NEWER, *MIXTURES)
 """One of each architecture."""
@@ -142,8 +143,17 @@ class Kind:
 
     def options_on(self, family: str) -> dict[str, Any]:
         """Mixtral has no MLP but its experts, peft has no DoRA of experts, and Phi-3 has one
-        projection for q, k and v, and one for gate and up."""
+        projection for q, k and v, and one for gate and up. Qwen3.5 has linear attention too, whose
+        norm is none of those that can be saved."""
         options = dict(self.options)
+        if family == "qwen3.5":
+            if (
+                isinstance(options["target_modules"], list)
+                and "o_proj" in options["target_modules"]
+            ):
+                options["target_modules"] = [*options["target_modules"], *LINEAR]
+            if options.get("modules_to_save") == ["norm"]:
+                options["modules_to_save"] = ["layernorm", "q_norm", "k_norm", "model.norm"]
         if family == "phi3":
             options = {name: fused(value) for name, value in options.items()}
         targets = options["target_modules"]

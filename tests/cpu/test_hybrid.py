@@ -1,0 +1,77 @@
+"""Models with linear attention: a request's recurrent state is its own, whatever happens to it."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from adapter_kinds import CALL, FAMILIES, KINDS, VOCAB, make_adapter, make_base
+from engines import check_idle
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from weft import LLM, SamplingParams
+from weft.core.errors import ConfigError
+from weft.kernels.delta import CHUNK, delta_chunk, delta_step, reference_gated_delta
+from weft.models.blueprint import model_shard
+from weft.models.config import load_model_config
+
+OPTIONS: dict[str, Any] = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "num_threads": 1,
+    "block_size": 4,
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
+    """A base, and adapters by name."""
+    root = tmp_path_factory.mktemp("hybrid")
+    base = make_base(FAMILIES["qwen3.5"], root / "base")
+    for name in ("LoRA", "aLoRA"):
+        make_adapter(base, KINDS[name], root / name, "qwen3.5")
+    return root / "base", {name: root / name for name in ("LoRA", "aLoRA")}
+
+
+def test_neighbours_and_preemption_change_nothing(world: tuple[Path, dict[str, Path]]) -> None:
+    rng = random.Random(0)
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (30, 5, 17, 40, 9, 23, 12, 3)]
+    names = [None, "LoRA", "aLoRA", None, "LoRA", "aLoRA", None, "LoRA"]
+    for prompt, name in zip(prompts, names, strict=True):
+        if name == "aLoRA":
+            prompt[-1:] = [*CALL, prompt[-1]]
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    with LLM(*world, num_blocks=256, **OPTIONS) as llm:
+        asked = zip(prompts, names, strict=True)
+        alone = [llm.generate([p], params, [name])[0].token_ids for p, name in asked]
+    few = {"num_blocks": 40, "max_num_seqs": 5, "max_num_batched_tokens": 13}
+    with LLM(*world, **few, **OPTIONS) as llm:
+        together = llm.generate(prompts, params, names)
+        assert llm.stats().preemptions > 0
+        check_idle(llm)
+    assert [output.token_ids for output in together] == alone
+
+
+def test_several_devices_are_refused_by_name(world: tuple[Path, dict[str, Path]]) -> None:
+    with pytest.raises(ConfigError, match="linear attention") as caught:
+        model_shard(load_model_config(world[0]), 0, 2)
+    assert caught.value.param == "tensor_parallel_size"
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(1, CHUNK), st.integers(0, 1 << 20))
+def test_a_chunk_is_its_tokens_one_by_one(length: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    q, k = (torch.nn.functional.normalize(torch.randn(length, 2, 5), dim=-1) for _ in range(2))
+    v, state = torch.randn(length, 2, 3), torch.randn(2, 5, 3)
+    g, b = -torch.rand(length, 2) * 3, torch.rand(length, 2)
+    want, after = reference_gated_delta(q, k, v, g, b, state)
+    got, state_after = delta_chunk(q, k, v, g, b, state)
+    torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(state_after, after, atol=1e-4, rtol=1e-4)
+    one, _ = delta_step(q[:1], k[:1], v[:1], g[:1], b[:1], state[None])
+    torch.testing.assert_close(one[0], want[0], atol=1e-5, rtol=1e-5)
