@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -145,6 +146,35 @@ def test_connections_of_one_address_are_bounded(world: World) -> None:
         assert answer(connect(url, "127.0.0.2"), HEALTH).startswith(b"HTTP/1.1 200 ")
         mine[0].close()
         wait_until(lambda: answer(connect(url), HEALTH).startswith(b"HTTP/1.1 200 "))
+
+
+def test_a_tenants_burst_is_not_ahead_of_others(tmp_path: Path) -> None:
+    """All of it is there at once, before the other's request: tenants take turns nevertheless."""
+    world = World(tmp_path, byte_level(), api_keys=["flood=f", "victim=v"])
+    blocked = threading.Event()
+    ask = ASK.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer %b\r\n\r\n")
+
+    @world.app.get("/block")
+    async def block() -> None:
+        blocked.set()
+        time.sleep(1)
+
+    with served(world) as url, gated(world):
+        head = b"GET /block HTTP/1.1\r\nhost: x\r\nauthorization: Bearer f\r\n\r\n"
+        flood, victim, blocker = [connect(url) for _ in range(80)], connect(url), connect(url)
+        for each in (*flood, victim):
+            assert answer(each, HEALTH).startswith(b"HTTP/1.1 200 ")
+        blocker.sendall(head)
+        assert blocked.wait(30)
+        for each in flood:
+            each.sendall(ask % b"f")
+        victim.sendall(ask % b"v")
+        wait_until(lambda: world.engine.num_open == 81)
+        begun = [request.tenant for request in world.engine.requests]
+        assert begun.index("victim") < 20
+        world.engine.gate.set()
+        for each in (*flood, victim):
+            assert answer(each, b"").startswith(b"HTTP/1.1 200 ")
 
 
 def test_idle_connections_make_room_and_probes_have_their_own(world: World) -> None:
