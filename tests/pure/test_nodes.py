@@ -405,6 +405,41 @@ keys = [{{ id = "o", sha256 = "{sha256(b"ops-key").hexdigest()}", roles = ["admi
 """
 
 
+def test_a_shadow_runs_unseen_and_is_compared(tmp_path: Path) -> None:
+    async def scenario(node: Node) -> None:
+        engine = node.world.engine
+        for content in ("xyA", "xyB"):
+            await node.load("sql", content, load_inplace=True)
+        body = {"name": "sql", "to": "v1", "shadow": "v2"}
+        released = await node.web.post("/v1/registry/releases", body)
+        assert released.json()["shadow"] == 2
+        for _ in range(2):
+            answer = await node.ask("sql", temperature=0)
+            assert answer.headers["x-weft-adapter"] == "sql@v1"
+            assert answer.json()["choices"][0]["text"] == "cbaxyA"
+        await node.ask("sql@v2", temperature=0)  # the shadow itself has none
+
+        async def done() -> bool:
+            return 'outcome="done"} 2.0' in (await node.web.get("/metrics")).text
+
+        await until(done)
+        assert [r.adapter.name for r in engine.requests if r.adapter].count("sql@v2") == 3
+        metrics = (await node.web.get("/metrics")).text
+        for line in (
+            'weft:shadow_output_tokens_total{adapter="sql",version="shadow"} 14.0',
+            'weft:shadow_greedy_tokens_total{adapter="sql",agrees="true"} 10.0',
+            'weft:shadow_greedy_tokens_total{adapter="sql",agrees="false"} 4.0',
+            'weft:adapter_requests_total{adapter="sql",finished_reason="stop"} 3.0',
+        ):
+            assert line in metrics, line
+        shadows = node.world.app.state.shadows
+        shadows._max_open = 0  # any request is too much now
+        await node.ask("sql")
+        assert 'outcome="dropped"} 1.0' in (await node.web.get("/metrics")).text
+
+    fleet(tmp_path, scenario, count=1)
+
+
 def test_tenants_of_the_registry_are_followed_and_see_what_is_theirs(tmp_path: Path) -> None:
     async def scenario(one: Node, other: Node) -> None:
         assert (await one.ask("base")).status_code == 200, "there are no tenants, so no keys"

@@ -86,8 +86,7 @@ def create_app(
         async with watch.watching():
             yield
         await executor.close()
-        if follower is not None:
-            await follower.close()
+        await service.close()
 
     # No /docs: its page would load scripts from elsewhere.
     app = FastAPI(
@@ -101,7 +100,7 @@ def create_app(
     )
     app.state.request_timeout_s = settings.request_timeout_s
     _add_routes(app, service, desk, watch)
-    app.state.follower = follower
+    app.state.follower, app.state.shadows = follower, service.shadows
     app.state.metrics_app = metrics_app(service, watch)
     _add_middleware(app, metrics, audit, settings, tenants)
     if traces is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
 from contextlib import aclosing
@@ -17,6 +18,7 @@ from weft.api.callers import Tenants, caller_var
 from weft.api.middleware import TraceSink, watched
 from weft.api.schemas import AdapterWeight
 from weft.api.settings import ApiSettings
+from weft.api.shadows import Shadows
 from weft.core.adapters import WeightedAdapter
 from weft.core.errors import EngineDead, InvalidRequest, ModelNotFound, Unauthorized
 from weft.core.messages import EngineClient
@@ -141,6 +143,12 @@ class Service:
         self.admission = Admission(settings.max_open, settings.tenants)
         self.intake = Intake(engine.info, registry, tokenizers, executor, settings.long_text_chars)
         self._dialect = Dialect.of(tokenizers.base, settings)
+        self.shadows: Shadows | None = None
+        if follower is not None:
+            counters, few = metrics.shadow_counters(), max(settings.max_open // 10, 1)
+            self.shadows = Shadows(
+                engine, registry, follower, self.intake, self.admission, counters, few
+            )
 
     @property
     def access(self) -> Access:
@@ -216,6 +224,13 @@ class Service:
         await self.follower.look_again()
         return self.access.card(model)
 
+    async def close(self) -> None:
+        """End shadows, and follow the registry no more."""
+        if self.shadows is not None:
+            await self.shadows.close()
+        if self.follower is not None:
+            await self.follower.close()
+
     async def exposition(self) -> bytes:
         """The metrics of everybody, in Prometheus' text format."""
         stats, follower = await self.stats(), self.follower
@@ -284,14 +299,22 @@ class Service:
     ) -> AsyncGenerator[OutputDelta, None]:
         """The request's deltas. Closing the generator aborts what still runs in the engine."""
         output = OutputStream(language.tokenizer, request.params, request.prompt_ids, shown_ids)
+        shadows, token_ids = self.shadows, list[int]()
+        shadow = shadows.number_of(request.adapter) if shadows is not None else None
+        start_s = time.monotonic()
         events = self.engine.generate(request)
         with watched(request, self._model_name, self.metrics, self._traces) as watch:
             async with aclosing(events):
                 async for event in events:
                     watch.event(event)
                     delta = output.feed(event)
+                    if shadow is not None:
+                        token_ids += event.token_ids
                     if delta.finish_reason is not None:
                         watch.record.finish_reason = delta.finish_reason
+                        if shadows is not None and shadow is not None:
+                            took_s = time.monotonic() - start_s
+                            shadows.begin(shadow, request, language, token_ids, took_s)
                     yield delta
                     if delta.finish_reason is not None:
                         return
@@ -307,6 +330,8 @@ class Service:
         """
         num_tokens = sum(len(r.prompt_ids) + (r.params.max_tokens or 0) for r in requests)
         with self.admission.enter(len(requests), requests[0].tenant, num_tokens):
+            if self.shadows is not None:
+                self.shadows.make_room()
             if len(requests) == 1:
                 async with aclosing(self._run(requests[0], language, shown_ids)) as deltas:
                     async for delta in deltas:

@@ -19,6 +19,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 from weft.core.adapters import AdapterInfo, AdapterRef
 from weft.core.stats import LOAD_BOUNDS_S, LOAD_STAGES, EngineInfo, EngineStats, Spread
 from weft.metrics.exposition import Bounds, Exposition, Histogram, Labels, labels
+from weft.metrics.shadows import ShadowCounters
 from weft.metrics.tallies import OTHER, Tallies, Tally
 
 __all__ = ["CONTENT_TYPE", "Metrics", "RegistryView"]
@@ -128,6 +129,10 @@ class Metrics:
         self._tenants = Tallies("")
         self._evictions: dict[str, int] = {}
         """Evictions of each digest as of the last scrape."""
+
+    def shadow_counters(self) -> ShadowCounters:
+        """New counters for the shadows of versions; to be called once."""
+        return ShadowCounters(self._registry)
 
     # -- events of requests; `adapter`: its name, None for the base -----------------------------
 
