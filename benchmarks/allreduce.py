@@ -21,6 +21,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ from weft.kernels.collective.base import Ranks, sum_in_order
 from weft.kernels.collective.group import GroupRanks
 from weft.kernels.collective.peers import can_connect, connect
 from weft.kernels.ops import Ops, Pending, Product, make_ops
+from weft.terminal.environment import collect
 
 ROWS = (1, 8, 32, 64, 256, 1024, 2048)
 WIDTHS = (4096, 8192)
@@ -62,8 +64,17 @@ def main() -> int:
         torch.multiprocessing.spawn(run_rank, (ranks, folder), ranks)
         found = [Figures(*row) for row in json.loads(Path(folder, "figures").read_text())]
     show(found, ranks)
-    results = [row._asdict() for row in found]
-    print(json.dumps({"ok": True, "benchmark": "allreduce", "ranks": ranks, "results": results}))
+    sections = collect()
+    line = {
+        "ok": True,
+        "benchmark": "allreduce",
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(),
+        "environment": {name: sections[name] for name in ("weft", "machine", "gpu")},
+        "config": {"ranks": ranks, "dtype": "bfloat16", "calls": CALLS, "replays": REPLAYS},
+        "results": [row._asdict() for row in found],
+    }
+    print(json.dumps(line))
     return 0
 
 

@@ -93,8 +93,8 @@ def connect(group: Ranks, row_bytes: int, device: torch.device) -> PeerRanks:
 
 
 class PeerRanks:
-    """`Ranks` whose sums and gathers go through inboxes. Sums of rows that are wider than an inbox
-    has room for go through `group`."""
+    """`Ranks` whose sums and gathers of floating-point numbers go through inboxes. What these have
+    no room for goes through `group`."""
 
     def __init__(self, group: Ranks, inboxes: Inboxes) -> None:
         self.rank, self.size = group.rank, group.size
@@ -105,7 +105,8 @@ class PeerRanks:
         self._options = launch_options(starts_early(device))
 
     def sum(self, x_Tn: Tensor) -> Tensor:
-        if x_Tn.shape[1] * x_Tn.itemsize > self._inboxes.row_bytes:
+        too_wide = x_Tn.shape[1] * x_Tn.itemsize > self._inboxes.row_bytes
+        if too_wide or not x_Tn.is_floating_point():
             return self._group.sum(x_Tn)
         x_Tn = x_Tn.contiguous()
         self._sum(x_Tn, None, x_Tn, None, x_Tn)
@@ -128,6 +129,8 @@ class PeerRanks:
         return out_TI
 
     def gather_columns(self, x_Tn: Tensor) -> Tensor:
+        if not x_Tn.is_floating_point():
+            return self._group.gather_columns(x_Tn)
         num_rows, width = x_Tn.shape
         out_Tn = x_Tn.new_empty(num_rows, self.size * width)
         room = self._inboxes.row_bytes // x_Tn.itemsize
