@@ -75,7 +75,7 @@ def test_into_memory_that_is_there(tmp_path: Path) -> None:
     [
         {"base": "another"},
         {"dtype": torch.float16},
-        {"parallel": "tp2"},
+        {"num_ranks": 2},
     ],
 )
 def test_what_is_of_another_kind_is_not_found(tmp_path: Path, other: dict[str, Any]) -> None:

@@ -150,11 +150,11 @@ def test_moves_wait_for_steps_in_flight(monkeypatch: pytest.MonkeyPatch) -> None
     try:
         slow = Slow()
         monkeypatch.setattr(worker, "_run_cpu", slow)
-        assert worker._wait_moved() is None
+        assert worker.wait_moved() is None
         worker.pool.arena[10:15] = torch.arange(5.0)
         worker.step(None)  # type: ignore[arg-type]
         worker.move([Move(0, 10, 8, 5)])
-        later = worker._wait_moved
+        later = worker.wait_moved
         ended = threading.Event()
         waiting = threading.Thread(target=lambda: (later(), ended.set()))
         waiting.start()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -105,13 +105,19 @@ class World:
     """A server over a base of one family with an adapter of each kind, loaded over HTTP."""
 
     def __init__(
-        self, client: httpx.Client, family: str, root: Path, base: PreTrainedModel
+        self,
+        client: httpx.Client,
+        family: str,
+        root: Path,
+        base: PreTrainedModel,
+        kinds: Mapping[str, Kind],
     ) -> None:
-        """`root`: the folder with the base's, below which the server reads adapters."""
+        """`root`: the folder with the base's, below which the server reads adapters. `kinds`: those
+        in PARTS, and others."""
         self.client, self.family, self.root = client, family, root
         self.has_states = "linear_attention" in (getattr(base.config, "layer_types", None) or ())
         self.subjects = {"base": Subject({"model": "base"}, base)}
-        for name, kind in (KINDS | EXPERTS).items():
+        for name, kind in kinds.items():
             if family in kind.families:
                 folder = root / f"kind-{len(self.subjects)}"
                 self._load(name, folder, make_adapter(base, kind, folder, family), kind)
@@ -174,7 +180,7 @@ def world(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # peft's, of what is not there in some family
-        yield World(client, request.param, folder, base)
+        yield World(client, request.param, folder, base, KINDS | EXPERTS)
 
 
 def test_the_kinds_differ(world: World) -> None:

@@ -9,7 +9,7 @@ So it is exact, but for the rounding of scaled B to the serving dtype.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 
@@ -20,7 +20,7 @@ from weft.core.targets import Extras, ImageLayout, Target, TargetTable, layout_o
 
 _SUMMED = frozenset({"rank", "a_offset", "b_offset", "num_elements", "shift_offset"})
 _DESCRIBES = frozenset(
-    {"digest", "layout", "data", "targets", "provisional", "checksum"}
+    {"digest", "layout", "data", "targets", "provisional", "checksums"}
     | {"conversion_error", "conversion_worst"}
 )
 """Fields of a layout and of an image that are added up, or change nothing: an adapter with any
@@ -84,15 +84,35 @@ def sum_images(
     table: TargetTable,
     dtype: torch.dtype,
     into: torch.Tensor | None = None,
+    num_ranks: int = 1,
 ) -> AdapterImage:
     """The sum of images that `check_sum` has let pass, each times its number; its data in `into`
-    (bytes) if that is given. Raises InvalidRequest when it exceeds the dtype."""
+    (bytes) if that is given. `table` is that of one of `num_ranks` ranks. Raises InvalidRequest
+    when it exceeds the dtype."""
     layout = _layout([summand_of(image) for image, _ in parts], table, dtype)
+    num_elements = num_ranks * layout.num_elements
     if into is None:
-        data = allocate(layout.num_elements, dtype)
+        data = allocate(num_elements, dtype)
     else:
-        data = into[: layout.num_elements * dtype.itemsize].view(dtype)
+        data = into[: num_elements * dtype.itemsize].view(dtype)
     data.zero_()
+    finite = True
+    for rank, own in enumerate(data.view(num_ranks, layout.num_elements)):
+        of_rank = [(replace(image, data=image.data_of(rank)), scale) for image, scale in parts]
+        finite = _fill_sum(own, of_rank, table, layout) and finite
+    if not finite:
+        raise InvalidRequest(f"adapters: with these scales, weights exceed {dtype}", "adapters")
+    names = (name for image, _ in parts for name in image.targets)
+    return AdapterImage(digest, layout, data, tuple(dict.fromkeys(names)))
+
+
+def _fill_sum(
+    data: torch.Tensor,
+    parts: Sequence[tuple[AdapterImage, float]],
+    table: TargetTable,
+    layout: ImageLayout,
+) -> bool:
+    """Fill in the sum of what one rank has. Whether all values are finite."""
     for target in table.targets:
         if layout.rank[target.slice]:
             _fill_target(data, parts, target, table, layout)
@@ -106,10 +126,7 @@ def sum_images(
                     own = _shift(image.data, image.layout, table.targets[index])
                     shift.add_(own, alpha=scale)
             finite = finite and is_finite(shift)
-    if not finite:
-        raise InvalidRequest(f"adapters: with these scales, weights exceed {dtype}", "adapters")
-    names = (name for image, _ in parts for name in image.targets)
-    return AdapterImage(digest, layout, data, tuple(dict.fromkeys(names)))
+    return finite
 
 
 def _rank(summands: Iterable[Summand]) -> tuple[int, ...]:

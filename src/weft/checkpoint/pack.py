@@ -1,10 +1,12 @@
 """From an adapter's parts to its image: ranks, scales, what differs from the base.
 
-The layout of an image is stated in `weft.core.targets`.
+The layout of an image is stated in `weft.core.targets`. For a model that is cut for several ranks
+(`weft.core.shards`), an image holds the parts of all ranks, one after another and of one layout.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +38,7 @@ from weft.checkpoint.read import AdapterFiles
 from weft.checkpoint.refuse import refuse
 from weft.core.config import MAX_ADDED_TOKENS
 from weft.core.files import WEIGHTS_FILE
+from weft.core.shards import Shard, unsharded
 from weft.core.targets import (
     Extras,
     ImageLayout,
@@ -58,8 +61,9 @@ class AdapterImage:
     digest: str
     """The digest of its two files, see `weft.checkpoint.read.AdapterFiles.digest`."""
     layout: ImageLayout
+    """Of each rank's part."""
     data: torch.Tensor
-    """(layout.num_elements,), the serving dtype, CPU; the gaps between parts are zero."""
+    """(ranks * layout.num_elements,), the serving dtype, CPU; the gaps between parts are zero."""
     targets: tuple[str, ...]
     """Names of the adapted modules without the layer, in table order, norms last."""
     provisional: bool = False
@@ -70,12 +74,19 @@ class AdapterImage:
     """The largest error of a target, see `TargetParts.error`, 0 for a LoRA; and that target."""
     invocation: tuple[int, ...] = ()
     """The token ids that an activated LoRA is active from; (): it always is."""
-    checksum: int | None = None
-    """What `weft.kernels.checksum` made of `data` when they were packed; None: not computed yet."""
+    checksums: tuple[int, ...] = ()
+    """What `weft.kernels.checksum` made of each rank's data when they were packed; (): not computed
+    yet."""
 
     @property
     def num_bytes(self) -> int:
+        """The bytes of all ranks' parts."""
         return self.data.numel() * self.data.element_size()
+
+    def data_of(self, rank: int) -> torch.Tensor:
+        """The part of one rank, (layout.num_elements,), a view."""
+        size = self.layout.num_elements
+        return self.data[rank * size : (rank + 1) * size]
 
 
 @dataclass(slots=True)
@@ -115,20 +126,25 @@ def pack_image(
     base: BaseWeights | None = None,
     conversion_tolerance: float = CONVERSION_TOLERANCE,
     max_added_tokens: int = MAX_ADDED_TOKENS,
+    shards: Sequence[Shard] = (),
 ) -> AdapterImage:
     """The image of an adapter from the content of its files; see `sort_adapter`. Without `base`,
-    it is for a base of these shapes, and may be provisional. Raises AdapterInvalid."""
+    it is for a base of these shapes, and may be provisional. `shards`: all ranks' of a model that
+    is cut, of which `table` is the whole. Raises AdapterInvalid."""
+    shards = shards or (unsharded(table),)
     config, parts = sort_adapter(files, table, max_rank, conversion_tolerance, max_added_tokens)
     if config.residual_init and base is not None:
         check_residual(config.residual_init, parts, base)
     beside = _beside(parts, table, dtype, base)
-    layout = layout_of(table, parts.ranks(table), beside.extras(), dtype.itemsize)
-    data = allocate(layout.num_elements, dtype).zero_()
-    changes = _fill_pairs(data, parts.targets, table, layout)
+    layout = layout_of(shards[0].own, parts.ranks(table), beside.extras(), dtype.itemsize)
+    data = allocate(len(shards) * layout.num_elements, dtype).zero_()
+    each = list(zip(shards, data.view(len(shards), layout.num_elements), strict=True))
+    changes = _fill_pairs(each, parts.targets, layout)
     if len(data) and not is_finite(data):
         check_values(parts, name_of(dtype))
         refuse(WEIGHTS_FILE, f"holds values too large for {name_of(dtype)}")
-    _fill_beside(data, beside, layout)
+    for shard, part in each:
+        _fill_beside(part, beside, shard, layout)
     bounds = base is None and parts.needs_base
     if not (changes or layout.has_extras or layout.vocab_size or bounds):
         refuse(WEIGHTS_FILE, f"the adapter would change nothing: {nothing_in(parts)}")
@@ -159,21 +175,25 @@ def allocate(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _fill_pairs(
-    data: torch.Tensor, targets: list[TargetParts], table: TargetTable, layout: ImageLayout
+    each: list[tuple[Shard, torch.Tensor]], targets: list[TargetParts], layout: ImageLayout
 ) -> bool:
-    """Copy A and B, the scaling done in float32; what they have for added tokens is in the rows of
-    these. Whether they change anything."""
+    """Copy the A and B of each rank to its data, the scaling done in float32; what they have for
+    added tokens is in the rows of these. Whether they change anything."""
     changes = False
     for parts in targets:
         if parts.a is None or parts.b is None:
             continue
-        target = table.targets[parts.target.slice]
         stacked_a, stacked_b = _by_expert(parts.a), _by_expert(parts.b)
-        for expert in range(table.copies(target.kind)):
-            a, b = pair_views(data, target, table, layout, expert)
-            fill(a, stacked_a[expert], 1.0)
-            fill(b, stacked_b[expert], parts.scaling)
-            changes = changes or bool(a.any() and b.any())
+        for shard, data in each:
+            target = shard.own.targets[parts.target.slice]
+            inputs, outputs = shard.inputs(target), shard.outputs(target)
+            for expert in range(shard.own.copies(target.kind)):
+                a, b = pair_views(data, target, shard.own, layout, expert)
+                fill(a, stacked_a[expert][:, inputs], 1.0)
+                sizes = [rows.stop - rows.start for rows in outputs]
+                for dest, rows in zip(b.split_with_sizes(sizes), outputs, strict=True):
+                    fill(dest, stacked_b[expert][rows], parts.scaling)
+                changes = changes or bool(a.any() and b.any())
     return changes
 
 
@@ -252,17 +272,24 @@ def _of_length(vector: torch.Tensor, size: int, more: float) -> torch.Tensor:
     return F.pad(vector[:size], (0, max(size - len(vector), 0)), value=more)
 
 
-def _fill_beside(data: torch.Tensor, beside: _Beside, layout: ImageLayout) -> None:
-    for vectors, offsets in (
-        (beside.scale, layout.scale_offset),
-        (beside.shift, layout.shift_offset),
-        (beside.norms, layout.norm_offset),
-    ):
-        for index, vector in vectors.items():
-            _put(data, offsets[index], vector)
+def _fill_beside(data: torch.Tensor, beside: _Beside, shard: Shard, layout: ImageLayout) -> None:
+    """Fill in what one rank has beside A and B."""
+    targets = shard.own.targets
+    for index, scale in beside.scale.items():
+        _put(data, layout.scale_offset[index], _entries(scale, shard.outputs(targets[index])))
+    for index, shift in beside.shift.items():
+        if shard.adds_vectors(targets[index]):
+            _put(data, layout.shift_offset[index], _entries(shift, shard.outputs(targets[index])))
+    for index, weight in beside.norms.items():
+        own = _entries(weight, shard.norm(shard.own.norms[index]))
+        _put(data, layout.norm_offset[index], own)
     _put_rows(data, beside.embedding, layout.embedding_rows)
     if not beside.shared:
         _put_rows(data, beside.head, layout.head_rows)
+
+
+def _entries(vector: torch.Tensor, slices: tuple[slice, ...]) -> torch.Tensor:
+    return torch.cat([vector[each] for each in slices])
 
 
 def _put_rows(data: torch.Tensor, replaced: Replaced | None, at: tuple[int, ...]) -> None:

@@ -261,8 +261,7 @@ def _from_json(text: str) -> list[tuple[str, str]]:
 INSTEAD = {
     "--model": "the base model is the command's argument: weft serve BASE",
     "--max-cpu-loras": "adapters on the host are bounded in bytes, by --adapter-host-memory",
-    "--tensor-parallel-size": "a server runs on one device",
-    "--pipeline-parallel-size": "a server runs on one device",
+    "--pipeline-parallel-size": "a model is spread over GPUs by --tensor-parallel-size",
 }
 """Flags of other servers whose names are like those of flags that do something else."""
 

@@ -42,9 +42,11 @@ class ModelArgs:
     """A format of `weft.kernels.quant`, made while loading."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     revision: str | None = None
+    tensor_parallel_size: int = 1
+    """Devices that the model is spread over, each with a process of its own."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "max_model_len")
+        _at_least(self, 1, "max_model_len", "tensor_parallel_size")
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,16 +26,21 @@ from weft.worker.inputs import RowState
 from weft.worker.protocol import WorkerFacts
 
 
-def build_engine(args: EngineArgs, wake: Callable[[], None] = lambda: None) -> Engine:
-    """Start an engine. `wake` is called, on other threads, when there is something to apply while
-    no step runs. Raises ConfigError if it can't start like this."""
+def build_engine(
+    args: EngineArgs,
+    wake: Callable[[], None] = lambda: None,
+    on_lost: Callable[[], None] = lambda: None,
+) -> Engine:
+    """Start an engine. On other threads, `wake` is called when there is something to apply while
+    no step runs, and `on_lost` when a device that the model is spread over is gone; all that is
+    asked of it raises EngineDead then. Raises ConfigError if it can't start like this."""
     if args.scheduler.max_num_batched_tokens < args.scheduler.max_num_seqs:
         tokens, seqs = args.scheduler.max_num_batched_tokens, args.scheduler.max_num_seqs
         message = f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {seqs}"
         raise ConfigError(message, "max_num_batched_tokens")
     policy = find_policy(args.lora.eviction_policy)
     stages = Stages()
-    worker = build_worker(args, stages)
+    worker = build_worker(args, stages, on_lost)
     facts = worker.facts
     cache = Cache(
         facts.num_blocks,

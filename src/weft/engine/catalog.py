@@ -196,7 +196,8 @@ class Catalog:
             self.slots.add(digest, size)
         except AdapterError as error:
             raise InvalidRequest(f"adapters: summed, {error.message}", "adapters") from None
-        num_bytes = size * self._worker.facts.element_bytes
+        facts = self._worker.facts
+        num_bytes = size * facts.element_bytes * facts.num_ranks
         self.known[digest] = KnownAdapter(num_bytes, parts=tuple(parts))
 
     def forget(self, digest: str) -> None:

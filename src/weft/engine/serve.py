@@ -4,6 +4,7 @@ while there is work, and emits reports."""
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
 import time
@@ -63,9 +64,10 @@ def run_engine(
     pulse: Callable[[Pulse], None] | None = None,
 ) -> None:
     """Build an engine and serve until Stop, or report why not. In a process of its own it has a
-    `pulse`, which is called on another thread."""
+    `pulse`, which is called on another thread, and the process ends when a rank is gone."""
+    on_lost = (lambda: None) if pulse is None else lambda: os._exit(1)
     try:
-        engine = build_engine(args, wake=lambda: inbox.put(Wake()))
+        engine = build_engine(args, lambda: inbox.put(Wake()), on_lost)
     except WeftError as error:
         emit(StartFailed(to_wire(error)))
         return
@@ -74,7 +76,12 @@ def run_engine(
         settle_process()
         threading.Thread(target=_beat, args=(engine, progress, pulse), daemon=True).start()
     emit(Started(engine.info))
-    serve(engine, inbox, emit, progress)
+    try:
+        serve(engine, inbox, emit, progress)
+    except Exception:
+        if pulse is None:  # nobody else frees what it holds
+            engine.close()
+        raise
 
 
 def serve(

@@ -13,6 +13,7 @@ PARTS = {
     "loaders": "the threads that load adapters have not got on for {:.0f} s",
     "readers": "the threads that read new adapters have not got on for {:.0f} s",
     "compilers": "the processes that compile forms have not got on for {:.0f} s",
+    "ranks": "another rank of the model has given no sign of life for {:.0f} s",
     "registrars": "the threads that check new adapters have not got on for {:.0f} s",
 }
 

@@ -48,10 +48,11 @@ class LoadedModel:
         return self.shard.own
 
 
-def load_model(args: ModelArgs, rank: int = 0, size: int = 1) -> LoadedModel:
-    """Load the share of one of `size` ranks. Raises ConfigError for a device
+def load_model(args: ModelArgs, rank: int = 0) -> LoadedModel:
+    """Load the share of one of `args.tensor_parallel_size` ranks. Raises ConfigError for a device
     that is not there, a model that is not served or can't be divided, and a context that the model
     does not have."""
+    size = args.tensor_parallel_size
     device = device_of(args.device, rank if size > 1 else None)
     config = load_model_config(args.model, args.revision)
     _check_context(args.max_model_len, config)  # before anything slow

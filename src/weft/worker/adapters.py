@@ -25,13 +25,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from weft.checkpoint.base import BaseWeights
 from weft.checkpoint.compose import Summand, check_sum, sum_images
 from weft.checkpoint.pack import AdapterImage, pack_image
 from weft.checkpoint.read import AdapterFiles, read_source
 from weft.core.adapters import AdapterSource
 from weft.core.config import LoraArgs
 from weft.core.errors import (
-    AdapterQuarantined,
     AdapterUnavailable,
     InvalidRequest,
     WeftError,
@@ -43,10 +43,12 @@ from weft.kernels.checksum import checksum
 from weft.kernels.lora import AdapterPool
 from weft.models.loading import LoadedModel
 from weft.schedule.extents import Extent
+from weft.worker.gathered import GatheredWeights, GetShares
 from weft.worker.images import ImageStore
 from weft.worker.memory import HostMemory
+from weft.worker.others import NO_OTHERS, OtherRanks
 from weft.worker.protocol import LoadOrder, LoadResult, Origin, PackedAdapter, ProbeResult
-from weft.worker.selfcheck import SelfCheck
+from weft.worker.selfcheck import SelfCheck, probed, worst
 from weft.worker.threads import WatchedThreads
 
 logger = logging.getLogger(__name__)
@@ -62,13 +64,18 @@ _TORN = "its image did not come to adapter memory as it was packed"
 class Packer:
     """Reads, validates, packs and sums adapters of one base model. Any thread."""
 
-    def __init__(self, model: LoadedModel, args: LoraArgs) -> None:
+    def __init__(self, model: LoadedModel, args: LoraArgs, others: GetShares | None = None) -> None:
+        """`model`: all of it, or the first rank's share, and `others` those of the other ranks."""
         self._model = model
         self._args = args
+        self._shards = [replace(model.shard, rank=rank) for rank in range(model.shard.size)]
+        self._base: BaseWeights = model.weights
+        if others is not None:
+            self._base = GatheredWeights(model, self._shards, others)
 
     def read_adapter(self, source: AdapterSource) -> AdapterFiles:
         """Raises AdapterError, also if the folder or its content is not the one that is meant."""
-        table, max_rank = self._model.table, self._args.max_lora_rank
+        table, max_rank = self._model.shard.whole, self._args.max_lora_rank
         return read_aside(lambda deadline: read_source(source, table, max_rank, deadline))
 
     def pack_adapter(self, files: AdapterFiles) -> AdapterImage:
@@ -76,12 +83,13 @@ class Packer:
         with self._aside():
             return pack_image(
                 files,
-                self._model.table,
+                self._model.shard.whole,
                 self._model.dtype,
                 self._args.max_lora_rank,
-                self._model.weights,
+                self._base,
                 self._args.conversion_tolerance,
                 self._args.max_added_tokens,
+                self._shards,
             )
 
     def check_sum(self, parts: Sequence[tuple[str, Summand]]) -> int:
@@ -91,7 +99,8 @@ class Packer:
         self, digest: str, parts: Sequence[tuple[AdapterImage, float]], into: torch.Tensor | None
     ) -> AdapterImage:
         """The weighted sum of images; see `sum_images`. Raises InvalidRequest."""
-        return sum_images(digest, parts, self._model.table, self._model.dtype, into)
+        table, size = self._model.table, self._model.shard.size
+        return sum_images(digest, parts, table, self._model.dtype, into, size)
 
     def _aside(self) -> contextlib.AbstractContextManager[object]:
         """A stream that steps are not on, for what is computed from the base's weights."""
@@ -121,6 +130,7 @@ class AdapterLoader:
         images: ImageStore | None,
         host: HostMemory,
         self_check: SelfCheck | None,
+        others: OtherRanks = NO_OTHERS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
@@ -128,6 +138,7 @@ class AdapterLoader:
         self.self_check = self_check
         self._images = images
         self._host = host
+        self._others = others
         self._clock = clock
         self._loaders = WatchedThreads(NUM_LOADERS, "weft-loader")
         self._readers = WatchedThreads(NUM_READERS, "weft-reader")
@@ -201,14 +212,16 @@ class AdapterLoader:
 
     def _probe(self, image: AdapterImage, paced: bool) -> ProbeResult | WeftError:
         assert self.self_check is not None, "there are no checks"
-        begin = self._clock()
         try:
-            result = self.self_check.check(image, paced=paced)
-        except AdapterQuarantined as error:
-            return ProbeResult("failed", self._clock() - begin, error)
+            offset = self._host.offset_of(image.data)
+            others = self._others.probe(image, offset, paced=paced)
+            mine = replace(image, data=image.data_of(0))
+            results: list[ProbeResult | WeftError] = []
+            results.append(probed(self.self_check, mine, paced, self._clock))
+            results += [other.result() for other in others]
         except Exception as error:
             return _typed(error)
-        return ProbeResult(result, self._clock() - begin, None)
+        return worst(results)
 
     def _load(
         self, order: LoadOrder, wait_moved: Callable[[], object], ended: Future[LoadResult]
@@ -242,18 +255,20 @@ class AdapterLoader:
     def _copy(self, start: int, image: AdapterImage, work: _Work) -> bool:
         """Copy to the device, and return whether the image is there as it was packed."""
         with self._timed("copy", work):
-            right = self.pool.write(start, image.data) == image.checksum
+            others = self._others.write(start, image, self._host.offset_of(image.data))
+            found = self.pool.write(start, image.data_of(0)), *(each.result() for each in others)
+            right = found == image.checksums
         work.num_faults += not right
         return right
 
     def _obtain(self, order: LoadOrder, origin: Origin, work: _Work) -> AdapterImage:
         if not order.parts:
-            return _summed_up(self._bring(origin, order.extent, work))
+            return self._summed_up(self._bring(origin, order.extent, work))
         images = [(self._bring(part, None, work), scale) for part, scale in order.parts]
         with self._timed("pack", work):
             into = self._host.view(order.extent)
             image = self.packer.sum_adapters(origin.digest, images, into)
-        return _summed_up(image)
+        return self._summed_up(image)
 
     def _bring(self, origin: Origin, extent: Extent | None, work: _Work) -> AdapterImage:
         """An adapter from the nearest place that has it, in `extent` unless it is on the host."""
@@ -278,7 +293,7 @@ class AdapterLoader:
 
     def _packed(self, files: AdapterFiles, work: _Work) -> AdapterImage:
         with self._timed("pack", work):
-            return _summed_up(self.packer.pack_adapter(files))
+            return self._summed_up(self.packer.pack_adapter(files))
 
     def _from_folders(self, origin: Origin, work: _Work) -> AdapterImage:
         """An adapter from the first folder that still holds it; else the last one's error."""
@@ -300,6 +315,13 @@ class AdapterLoader:
         np.copyto(data.view(view.dtype).numpy(), image.data.view(view.dtype).numpy())
         return replace(image, data=data)
 
+    def _summed_up(self, image: AdapterImage) -> AdapterImage:
+        """The image with its checksums."""
+        if image.checksums:
+            return image
+        ranks = range(self._others.num_ranks)
+        return replace(image, checksums=tuple(int(checksum(image.data_of(r))) for r in ranks))
+
     def _save(self, packed: list[AdapterImage]) -> None:
         if self._images is not None:
             for image in packed:
@@ -310,13 +332,6 @@ class AdapterLoader:
         begin = self._clock()
         yield
         work.stage_s[stage] = work.stage_s.get(stage, 0.0) + self._clock() - begin
-
-
-def _summed_up(image: AdapterImage) -> AdapterImage:
-    """The image with its checksum."""
-    if image.checksum is not None:
-        return image
-    return replace(image, checksum=int(checksum(image.data)))
 
 
 def _refused(source: AdapterSource, error: Exception) -> WeftError:

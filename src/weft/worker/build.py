@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from weft.core.config import EngineArgs
+from weft.core.config import EngineArgs, ModelArgs
 from weft.core.stages import Stages
+from weft.kernels.collective import make_ranks
+from weft.kernels.collective.base import ALONE, Ranks, Solo
+from weft.kernels.collective.group import least
 from weft.kernels.lora import AdapterPool, make_backend
 from weft.kernels.ops import make_ops
 from weft.kernels.quant import rounds_inputs
 from weft.models.blueprint import num_parameters
-from weft.models.config import resolve_model
+from weft.models.config import load_model_config, resolve_model, share_of
 from weft.models.decoder import Decoder, allocate_kv_cache
-from weft.models.loading import LoadedModel, load_model
+from weft.models.loading import LoadedModel, device_of, dtype_of, load_model
 from weft.worker.adapters import AdapterLoader, Packer
 from weft.worker.execute import StepExecutor
 from weft.worker.images import ImageStore, default_folder, fingerprint
 from weft.worker.inputs import Array
 from weft.worker.memory import (
+    HostMemory,
     adapter_bytes,
     allocating,
     context_length,
@@ -30,6 +36,8 @@ from weft.worker.memory import (
     count_states,
     host_memory,
 )
+from weft.worker.others import NO_OTHERS, OtherRanks
+from weft.worker.peers import Peers
 from weft.worker.protocol import WorkerFacts
 from weft.worker.sampler import Sampler
 from weft.worker.selfcheck import TOKENS, Activity, SelfCheck, num_blocks
@@ -39,18 +47,59 @@ MAX_RESIDENT = 4096
 """Slots: adapters that may be on the device at a time. A slot costs some kilobytes of tables."""
 
 
-def build_worker(args: EngineArgs, stages: Stages) -> DeviceWorker:
-    """Load the model, allocate all memory and capture steps. Raises ConfigError."""
+@dataclass(frozen=True, slots=True)
+class DeviceParts:
+    """What a device needs to run steps."""
+
+    model: LoadedModel
+    pool: AdapterPool
+    executor: StepExecutor
+    activity: Activity
+    self_check: SelfCheck | None
+    host: HostMemory
+    num_blocks: int
+    """Of KV cache."""
+    num_states: int
+    """Of layers with linear attention."""
+    max_model_len: int
+
+
+def build_worker(
+    args: EngineArgs, stages: Stages, on_lost: Callable[[], None] = lambda: None
+) -> DeviceWorker:
+    """Load the model, allocate all memory and capture steps, on all devices that the model is
+    spread over. `on_lost` is called, on another thread, when one of them is gone. Raises
+    ConfigError."""
+    if args.model.tensor_parallel_size == 1:
+        return _assemble(args, build_parts(args, stages, ALONE))
+    device = check_ranks(args.model)
+    peers = Peers(args, on_lost)
+    try:
+        peers.join(device)
+        parts = build_parts(args, stages, joined_ranks(args.model, device), peers.host_fd)
+        peers.wait()
+        return _assemble(args, parts, peers)
+    except BaseException:
+        peers.close()
+        raise
+
+
+def build_parts(
+    args: EngineArgs, stages: Stages, ranks: Ranks, host_fd: int | None = None
+) -> DeviceParts:
+    """Load the model, or a rank's share of it, allocate memory and capture steps. Ranks do all of
+    it side by side, and share the host's memory in `host_fd`. Raises ConfigError."""
     if args.num_threads is not None:
         torch.set_num_threads(args.num_threads)
-    model = load_model(args.model)
+    model = load_model(args.model, ranks.rank)
     _end_stage(stages, "model", model.device)
-    pool = _make_pool(args, model)
+    pool = _make_pool(args, model, ranks)
     num_rows = args.scheduler.max_num_seqs
     most = model.config.vocab_size + args.lora.max_added_tokens
     sampler = Sampler(num_rows, most, model.device, partial(_put, model.device))
     num_states = count_states(model.config, num_rows)
     num_blocks = count_blocks(args.cache, model.config, model.dtype, model.device)
+    num_blocks = least(ranks, num_blocks, model.device)
     capacity = num_blocks * args.cache.block_size
     max_model_len = context_length(args.model.max_model_len, capacity, model.config)
     with allocating("kv_cache_memory"):
@@ -63,7 +112,7 @@ def build_worker(args: EngineArgs, stages: Stages) -> DeviceWorker:
             num_states,
         )
     ops = make_ops("auto", model.device)
-    decoder = Decoder(model.config, model.weights, ops, max_model_len)
+    decoder = Decoder(model.config, model.weights, ops, max_model_len, ranks)
     lora = make_backend(args.lora.lora_backend, pool)
     executor = StepExecutor(decoder, kv, pool, lora, sampler, num_rows)
     _end_stage(stages, "memory", model.device)
@@ -71,10 +120,11 @@ def build_worker(args: EngineArgs, stages: Stages) -> DeviceWorker:
         -(-max_model_len // args.cache.block_size), args.scheduler.max_num_batched_tokens
     )
     activity = Activity()
-    self_check = _make_check(args, model, activity) if args.lora.self_check else None
+    self_check = _make_check(args, model, activity, ranks) if args.lora.self_check else None
     with ThreadPoolExecutor(1, thread_name_prefix="weft-start") as beside:
         # It takes a second or two of the driver's time.
-        pinning = beside.submit(host_memory, args.lora.adapter_host_memory, model.device)
+        asked = args.lora.adapter_host_memory
+        pinning = beside.submit(host_memory, asked, model.device, host_fd)
         with torch.inference_mode():
             executor.compile()
     stages.end("compile")
@@ -82,6 +132,14 @@ def build_worker(args: EngineArgs, stages: Stages) -> DeviceWorker:
         if executor.capture():
             stages.end("capture")
     host = pinning.result()
+    return DeviceParts(
+        model, pool, executor, activity, self_check, host, num_blocks, num_states, max_model_len
+    )
+
+
+def _assemble(args: EngineArgs, parts: DeviceParts, peers: Peers | None = None) -> DeviceWorker:
+    """The worker of the only rank, or of the first one."""
+    model, pool, host = parts.model, parts.pool, parts.host
     facts = WorkerFacts(
         architecture=model.config.architecture,
         dtype=str(model.dtype).removeprefix("torch."),
@@ -89,32 +147,55 @@ def build_worker(args: EngineArgs, stages: Stages) -> DeviceWorker:
         vocab_size=model.config.vocab_size,
         eos_token_ids=tuple(model.config.eos_token_ids),
         num_parameters=num_parameters(model.shard.whole),
-        max_model_len=max_model_len,
-        num_blocks=num_blocks,
-        num_states=num_states,
+        max_model_len=parts.max_model_len,
+        num_blocks=parts.num_blocks,
+        num_states=parts.num_states,
         num_slots=pool.num_slots,
         adapter_elements=pool.arena.numel(),
         element_bytes=pool.element_bytes,
+        num_ranks=model.shard.size,
         host_bytes=host.num_bytes,
         host_in_one_piece=host.memory is not None,
-        has_checks=self_check is not None,
+        has_checks=parts.self_check is not None,
     )
-    packer = Packer(model, args.lora)
-    adapters = AdapterLoader(pool, packer, _image_store(args, model), host, self_check)
-    return DeviceWorker(facts, model, executor, adapters, activity)
+    shares = None if peers is None else partial(peers.shares, dtype=model.dtype)
+    packer = Packer(model, args.lora, shares)
+    others: OtherRanks = peers or NO_OTHERS
+    images = _image_store(args, model)
+    adapters = AdapterLoader(pool, packer, images, host, parts.self_check, others)
+    return DeviceWorker(facts, model, parts.executor, adapters, parts.activity, others)
 
 
-def _make_pool(args: EngineArgs, model: LoadedModel) -> AdapterPool:
-    num_elements = adapter_bytes(args.lora.adapter_memory, model.device) // model.dtype.itemsize
+def check_ranks(args: ModelArgs) -> torch.device:
+    """The first rank's device. Raises ConfigError for what is known to go wrong before any rank
+    starts."""
+    share_of(load_model_config(args.model, args.revision), args.tensor_parallel_size)
+    device_of(args.device, args.tensor_parallel_size - 1)
+    return device_of(args.device, 0)
+
+
+def joined_ranks(args: ModelArgs, device: torch.device) -> Ranks:
+    """The ranks of the group that this process has joined."""
+    config = load_model_config(args.model, args.revision)
+    width = config.hidden_size * dtype_of(args.dtype, config, device).itemsize
+    return make_ranks(device, width)
+
+
+def _make_pool(args: EngineArgs, model: LoadedModel, ranks: Ranks) -> AdapterPool:
+    num_bytes = least(ranks, adapter_bytes(args.lora.adapter_memory, model.device), model.device)
+    num_elements = num_bytes // model.dtype.itemsize
     with allocating("adapter_memory"):
         return AdapterPool(model.table, num_elements, MAX_RESIDENT, model.dtype, model.device)
 
 
-def _make_check(args: EngineArgs, model: LoadedModel, activity: Activity) -> SelfCheck:
-    """A check over the same weights; all that steps write to is there once more."""
+def _make_check(
+    args: EngineArgs, model: LoadedModel, activity: Activity, ranks: Ranks
+) -> SelfCheck:
+    """A check over the same weights, of one rank by itself, as it goes on beside the steps of all;
+    all that steps write to is there once more."""
     ops, size = make_ops("auto", model.device), args.cache.block_size
     return SelfCheck(
-        Decoder(model.config, model.weights, ops, TOKENS),
+        Decoder(model.config, model.weights, ops, TOKENS, Solo(ranks)),
         model.table,
         partial(make_backend, args.lora.lora_backend),
         allocate_kv_cache(model.config, num_blocks(size), size, model.dtype, model.device, 2),
@@ -136,9 +217,10 @@ def _image_store(args: EngineArgs, model: LoadedModel) -> ImageStore | None:
         f"{lora.max_lora_rank} {lora.max_added_tokens} {lora.conversion_tolerance}"
         f" {base.quantization}"
     )
-    key = fingerprint(model.table, weights, base.model, limits)
+    key = fingerprint(model.shard.whole, weights, base.model, limits)
     folder = Path(lora.adapter_cache_dir) if lora.adapter_cache_dir else default_folder()
-    return ImageStore(folder.absolute(), key, model.dtype, lora.adapter_cache_bytes)
+    size, num_ranks = lora.adapter_cache_bytes, model.shard.size
+    return ImageStore(folder.absolute(), key, model.dtype, size, num_ranks)
 
 
 def _end_stage(stages: Stages, name: str, device: torch.device) -> None:

@@ -88,15 +88,16 @@ class ImageStore:
     come from their own folders."""
 
     def __init__(
-        self, folder: Path, base: str, dtype: torch.dtype, max_bytes: int, parallel: str = "tp1"
+        self, folder: Path, base: str, dtype: torch.dtype, max_bytes: int, num_ranks: int = 1
     ) -> None:
         """base: its `fingerprint`. max_bytes: of all files in the folder; those that were used
-        least recently go. parallel: how images are spread over devices."""
+        least recently go. num_ranks: of which images hold the parts."""
         self._folder = folder
+        self._num_ranks = num_ranks
         self._dtype = dtype
         self._max_bytes = max_bytes
         names = [[field.name for field in fields(kind)] for kind in (AdapterImage, ImageLayout)]
-        said = json.dumps([FORMAT, names, base, str(dtype), parallel])
+        said = json.dumps([FORMAT, names, base, str(dtype), num_ranks])
         self._key = hashlib.sha256(said.encode()).hexdigest()
         self._lock = threading.Lock()
         self._stats = TierStats(0, max_bytes, 0)
@@ -193,7 +194,8 @@ class ImageStore:
             said = json.loads(header)
             key = said.pop("key")
             image = _record(AdapterImage, {**said, "data": torch.empty(0)})
-            num_bytes = image.layout.num_elements * self._dtype.itemsize
+            num_elements = self._num_ranks * image.layout.num_elements
+            num_bytes = num_elements * self._dtype.itemsize
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             raise _Unfit("its header is malformed") from None
         if (key, image.digest) != (self._key, digest):

@@ -130,37 +130,64 @@ class HostMemory:
             return None
         return self.memory[extent.start : extent.start + extent.size]
 
+    def offset_of(self, data: torch.Tensor) -> int | None:
+        """Where data lie in the memory, in bytes; None if they lie elsewhere."""
+        if self.memory is None:
+            return None
+        offset = data.data_ptr() - self.memory.data_ptr()
+        return offset if 0 <= offset < len(self.memory) else None
+
     def close(self) -> None:
         """Release the memory; nothing may use it any more."""
         if self.memory is not None:
             self.release(self.memory)
 
 
-def host_memory(asked: int | None, device: torch.device) -> HostMemory:
-    """Memory for images on the host: 4 GiB unless another size is asked for, but at most an eighth
-    of the machine's. For a GPU it is page-locked. Raises ConfigError."""
-    num_bytes = asked or min(4 << 30, total_bytes(torch.device("cpu")) // 8)
-    if device.type != "cuda":
+def host_bytes(asked: int | None) -> int:
+    """The memory for images on the host: 4 GiB unless another size is asked for, but at most an
+    eighth of the machine's."""
+    return asked or min(4 << 30, total_bytes(torch.device("cpu")) // 8)
+
+
+def shared_file(num_bytes: int) -> int:
+    """A file in memory with room for `num_bytes` on the host, which several processes may map. It
+    is gone with the last of them."""
+    fd = os.memfd_create("weft-host")
+    os.ftruncate(fd, -(-num_bytes // ALIGN) * ALIGN)
+    return fd
+
+
+def host_memory(
+    asked: int | None, device: torch.device, shared_fd: int | None = None
+) -> HostMemory:
+    """Memory for images on the host, see `host_bytes`: that of a file if several processes share
+    it. For a GPU it is page-locked. Raises ConfigError."""
+    num_bytes = host_bytes(asked)
+    if device.type != "cuda" and shared_fd is None:
         return HostMemory(num_bytes)
     try:
-        return _pinned(num_bytes)
+        memory = _in_one_piece(num_bytes, shared_fd)
+        return _pinned(memory) if device.type == "cuda" else HostMemory(len(memory), memory)
     except (RuntimeError, OSError) as error:
         message = f"not enough memory for --adapter-host-memory: {error}"
         raise ConfigError(message, "adapter_host_memory") from None
 
 
-def _pinned(num_bytes: int) -> HostMemory:
+def _in_one_piece(num_bytes: int, shared_fd: int | None) -> torch.Tensor:
+    num_bytes = -(-num_bytes // ALIGN) * ALIGN
+    memory = mmap.mmap(-1 if shared_fd is None else shared_fd, num_bytes)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def _pinned(memory: torch.Tensor) -> HostMemory:
     """Memory that a CUDA device reads at full speed.
 
     It is one piece that is made at the start: torch's own allocator rounds up to powers of two, and
-    what it pins while the device works stalls the driver. Raises RuntimeError, OSError.
+    what it pins while the device works stalls the driver. Raises RuntimeError.
     """
-    num_bytes = -(-num_bytes // ALIGN) * ALIGN
-    memory = mmap.mmap(-1, num_bytes)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    pinned = torch.frombuffer(memory, dtype=torch.uint8)
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = cudart.cudaHostRegister(pinned.data_ptr(), num_bytes, 0)
+    status = cudart.cudaHostRegister(memory.data_ptr(), len(memory), 0)
     if int(status):
-        raise RuntimeError(f"cudaHostRegister of {num_bytes} bytes failed with {status}")
-    return HostMemory(num_bytes, pinned, lambda it: cudart.cudaHostUnregister(it.data_ptr()))
+        raise RuntimeError(f"cudaHostRegister of {len(memory)} bytes failed with {status}")
+    return HostMemory(len(memory), memory, lambda it: cudart.cudaHostUnregister(it.data_ptr()))

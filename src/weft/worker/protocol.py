@@ -49,6 +49,9 @@ class WorkerFacts:
     adapter_elements: int
     """The size of adapter memory, in elements of `element_bytes`."""
     element_bytes: int
+    num_ranks: int
+    """Devices, each of which has a part of the model and of every image; sizes of adapter memory
+    and of the KV cache are those of one."""
     host_bytes: int
     host_in_one_piece: bool
     """Whether images on the host lie in extents of one piece of memory."""

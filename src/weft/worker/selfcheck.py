@@ -26,7 +26,7 @@ import math
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.checkpoint.pack import AdapterImage
-from weft.core.errors import AdapterQuarantined
+from weft.core.errors import AdapterQuarantined, WeftError
 from weft.core.stats import CheckResult
 from weft.core.targets import Group, TargetTable
 from weft.kernels.attention import make_batch
@@ -47,6 +47,7 @@ from weft.kernels.lora.extras import norms_of, vocabulary_of, with_extras
 from weft.kernels.lora.oracle import ImageStep
 from weft.kernels.ops import Product
 from weft.models.decoder import Decoder, LayerCache, StepContext
+from weft.worker.protocol import ProbeResult
 from weft.worker.step import StepTensors, hidden_states, logits
 
 TOKENS = 8
@@ -241,6 +242,30 @@ class SelfCheck:
         step = StepTensors(probe.ids_T, None, probe.sampled_N, context)
         hidden_TI = hidden_states(self._decoder, step, self._layers(paced))
         return _known(logits(self._decoder, step, hidden_TI).float())
+
+
+def probed(
+    check: SelfCheck, image: AdapterImage, paced: bool, clock: Callable[[], float]
+) -> ProbeResult:
+    """The outcome of a check, and the seconds that it took."""
+    begin = clock()
+    try:
+        result = check.check(image, paced=paced)
+    except AdapterQuarantined as error:
+        return ProbeResult("failed", clock() - begin, error)
+    return ProbeResult(result, clock() - begin, None)
+
+
+def worst(results: Sequence[ProbeResult | WeftError]) -> ProbeResult | WeftError:
+    """The outcome of the checks of all ranks: an error, a failure, one that was skipped, or the
+    slowest."""
+
+    def badness(result: ProbeResult | WeftError) -> tuple[int, float]:
+        if isinstance(result, WeftError):
+            return 3, 0.0
+        return ("passed", "skipped", "failed").index(result.result), result.seconds
+
+    return max(results, key=badness)
 
 
 def num_blocks(block_size: int) -> int:

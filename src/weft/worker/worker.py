@@ -13,12 +13,14 @@ from weft.checkpoint.read import files_of
 from weft.core.adapters import AdapterSource
 from weft.core.errors import WeftError
 from weft.core.stats import TierStats
+from weft.kernels.lora import AdapterPool
 from weft.models.loading import LoadedModel
 from weft.schedule.extents import Extent, Move
 from weft.schedule.plan import StepResult
 from weft.worker.adapters import AdapterLoader
 from weft.worker.execute import StepExecutor
 from weft.worker.inputs import StepInputs
+from weft.worker.others import NO_OTHERS, OtherRanks
 from weft.worker.protocol import (
     Flight,
     LoadOrder,
@@ -32,32 +34,21 @@ from weft.worker.sampler import step_result, to_host
 from weft.worker.selfcheck import Activity
 
 
-class DeviceWorker(Worker):
-    """Steps and moves share a queue: a CUDA stream, or a thread that stands in for one. Loads wait
-    for moves; all else that is slow has threads of its own."""
+class DeviceSteps:
+    """The verbs of one device that come in one order, on one thread; see `Worker`. Steps and moves
+    share a queue: a CUDA stream, or a thread that stands in for one."""
 
     def __init__(
-        self,
-        facts: WorkerFacts,
-        model: LoadedModel,
-        executor: StepExecutor,
-        adapters: AdapterLoader,
-        activity: Activity,
+        self, model: LoadedModel, pool: AdapterPool, executor: StepExecutor, activity: Activity
     ) -> None:
         self.model = model
-        self.adapters = adapters
-        self.pool = adapters.pool
-        self._facts = facts
+        self.pool = pool
         self._executor = executor
         self._activity = activity
         self._on_gpu = model.device.type == "cuda"
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="weft-forward")
-        self._wait_moved: Callable[[], object] = lambda: None
+        self.wait_moved: Callable[[], object] = lambda: None
         """Waits until the newest move, and all before it, are done; any thread."""
-
-    @property
-    def facts(self) -> WorkerFacts:
-        return self._facts
 
     def step(self, inputs: StepInputs) -> Flight:
         self._activity.note()
@@ -74,19 +65,75 @@ class DeviceWorker(Worker):
             self.pool.move(moves)
             done: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record()
-            self._wait_moved = done.synchronize
+            self.wait_moved = done.synchronize
         else:
-            self._wait_moved = self._thread.submit(self.pool.move, moves).result
+            self.wait_moved = self._thread.submit(self.pool.move, moves).result
 
     def clear(self, slots: Sequence[int]) -> None:
         for slot in slots:
             self.pool.clear(slot)
 
-    def load(self, order: LoadOrder) -> Future[LoadResult]:
-        return self.adapters.load(order, self._wait_moved)
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._executor.close()
+
+    def _run_cpu(self, inputs: StepInputs) -> StepResult:
+        with torch.inference_mode():
+            sampled = self._executor.run(inputs)
+        return step_result(inputs, sampled)
+
+    def _launch_cuda(self, inputs: StepInputs) -> Flight:
+        with torch.inference_mode():
+            host = to_host(self._executor.run(inputs))
+            done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return _CudaFlight(done, lambda: step_result(inputs, host))
+
+
+class DeviceWorker(DeviceSteps, Worker):
+    """The worker of a model's only device, or of its first rank, which has the `others` do what it
+    does. Loads wait for moves; all else that is slow has threads of its own."""
+
+    def __init__(
+        self,
+        facts: WorkerFacts,
+        model: LoadedModel,
+        executor: StepExecutor,
+        adapters: AdapterLoader,
+        activity: Activity,
+        others: OtherRanks = NO_OTHERS,
+    ) -> None:
+        super().__init__(model, adapters.pool, executor, activity)
+        self.adapters = adapters
+        self._facts = facts
+        self._others = others
+
+    @property
+    def facts(self) -> WorkerFacts:
+        return self._facts
+
+    def step(self, inputs: StepInputs) -> Flight:
+        self._others.step(inputs)
+        return self._others.joined(super().step(inputs))
+
+    def settle(self) -> None:
+        super().settle()
+        self._others.settle()
+
+    def move(self, moves: Sequence[Move]) -> None:
+        self._others.move(moves)
+        super().move(moves)
+
+    def clear(self, slots: Sequence[int]) -> None:
+        self._others.clear(slots)
+        super().clear(slots)
 
     def install(self, slot: int, start: int, image: AdapterImage) -> None:
+        self._others.install(slot, start, image)
         self.pool.install(slot, start, image.layout)
+
+    def load(self, order: LoadOrder) -> Future[LoadResult]:
+        return self.adapters.load(order, self.wait_moved)
 
     def pack(self, source: AdapterSource) -> Future[PackedAdapter | WeftError]:
         return self.adapters.pack(source)
@@ -109,24 +156,14 @@ class DeviceWorker(Worker):
         return self.adapters.disk_stats()
 
     def stuck_s(self) -> dict[str, float]:
-        return self.adapters.stuck_s()
+        stuck_s = self.adapters.stuck_s()
+        others = self._others.stuck_s().items()
+        return stuck_s | {part: max(s, stuck_s.get(part, 0.0)) for part, s in others}
 
     def close(self) -> None:
         self.adapters.close()
-        self._thread.shutdown()
-        self._executor.close()
-
-    def _run_cpu(self, inputs: StepInputs) -> StepResult:
-        with torch.inference_mode():
-            sampled = self._executor.run(inputs)
-        return step_result(inputs, sampled)
-
-    def _launch_cuda(self, inputs: StepInputs) -> Flight:
-        with torch.inference_mode():
-            host = to_host(self._executor.run(inputs))
-            done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            done.record()
-        return _CudaFlight(done, lambda: step_result(inputs, host))
+        super().close()
+        self._others.close()
 
 
 class _CudaFlight:

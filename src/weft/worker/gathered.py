@@ -1,0 +1,86 @@
+"""The weights of a whole model, of which every rank holds a share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from weft.core.shards import Shard
+from weft.core.targets import Norm, Target
+from weft.models.loading import LoadedModel
+from weft.models.weights import Weights
+
+GetShares = Callable[[str, str], Sequence[Tensor]]
+"""The other ranks' parts of a weight, in their order; see `share_of_weight`."""
+
+
+def share_of_weight(weights: Weights, kind: str, name: str) -> Tensor | None:
+    """One rank's part of a weight, in the serving dtype: a matrix or bias by its key, or a norm by
+    its name. None for a bias that another rank adds."""
+    if kind == "matrix":
+        return weights.matrices[name].dequantized(weights.dtype)
+    return weights.biases.get(name) if kind == "bias" else weights.norms[name]
+
+
+class GatheredWeights:
+    """The `weft.checkpoint.base.BaseWeights` of a model that is cut. A weight is put together when
+    it is asked for: some adapters are packed from it."""
+
+    def __init__(self, model: LoadedModel, shards: Sequence[Shard], others: GetShares) -> None:
+        """`model`: the first rank's share. `shards`: all ranks'."""
+        self._weights = model.weights
+        self._shards = shards
+        self._others = others
+
+    def weight(self, target: Target) -> Tensor:
+        if target.kind == "embedding":
+            return self._weights.embed.t()
+        target = self._shards[0].whole.targets[target.slice]  # an adapter may have other tokens
+        shape = (target.out_features, target.in_features)
+        whole = self._weights.embed.new_empty(shape)
+        for shard, share in self._shares("matrix", target):
+            begin = 0
+            for rows in shard.weight_rows(target):
+                end = begin + rows.stop - rows.start
+                whole[rows, shard.inputs(target)] = share[begin:end].to(whole.device)
+                begin = end
+        return whole
+
+    def bias(self, target: Target) -> Tensor | None:
+        if not self._shards[0].whole.has_bias(target):
+            return None
+        whole = self._weights.embed.new_empty(target.out_features)
+        for shard, share in self._shares("bias", target):
+            if shard.adds_vectors(target):
+                _place(whole, share, shard.outputs(target))
+        return whole
+
+    def norm(self, norm: Norm) -> Tensor:
+        own = self._weights.norms[norm.name]
+        if len(own) == norm.size:
+            return own
+        whole = own.new_empty(norm.size)
+        for shard, share in zip(self._shards, (own, *self._others("norm", norm.name)), strict=True):
+            _place(whole, share, shard.norm(norm))
+        return whole
+
+    def _shares(self, kind: str, target: Target) -> list[tuple[Shard, Tensor]]:
+        """Each rank's part of what belongs to a target."""
+        key = self._shards[0].whole.groups[target.group].packed.key
+        own = share_of_weight(self._weights, kind, key)
+        assert own is not None
+        mine = self._shards[0].own.targets[target.slice]
+        rows = slice(mine.offset, mine.offset + mine.out_features)
+        return [
+            (shard, share[rows])
+            for shard, share in zip(self._shards, (own, *self._others(kind, key)), strict=True)
+        ]
+
+
+def _place(whole: Tensor, share: Tensor, slices: Sequence[slice]) -> None:
+    begin = 0
+    for entries in slices:
+        end = begin + entries.stop - entries.start
+        whole[entries] = share[begin:end].to(whole.device)
+        begin = end

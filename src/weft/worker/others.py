@@ -1,0 +1,98 @@
+"""What the worker of a model's first rank asks of the other ranks, and that there may be none."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import Protocol
+
+from weft.checkpoint.pack import AdapterImage
+from weft.core.errors import WeftError
+from weft.schedule.extents import Move
+from weft.worker.inputs import StepInputs
+from weft.worker.protocol import Flight, ProbeResult
+
+
+class OtherRanks(Protocol):
+    """The verbs of `Worker` for all other ranks, which carry them out in the order of the calls;
+    see `weft.worker.peers.Peers`."""
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks there are, with the first one."""
+
+    def step(self, inputs: StepInputs) -> None:
+        """Let them begin a step. Raises RuntimeError if an earlier one failed on another rank."""
+
+    def joined(self, flight: Flight) -> Flight:
+        """The flight of this rank's part of a step, as that of all ranks."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until nothing runs on any rank. Raises EngineDead if one can't come to rest."""
+
+    def move(self, moves: Sequence[Move]) -> None: ...
+
+    def clear(self, slots: Sequence[int]) -> None: ...
+
+    def install(self, slot: int, start: int, image: AdapterImage) -> None: ...
+
+    def write(self, start: int, image: AdapterImage, offset: int | None) -> list[Future[int]]:
+        """Copy their parts of an image to adapter memory, behind what was ordered before; the
+        checksums of what is there then. `offset`: of the image in the host's memory, in bytes, if
+        it is there."""
+        ...
+
+    def probe(
+        self, image: AdapterImage, offset: int | None, *, paced: bool
+    ) -> list[Future[ProbeResult | WeftError]]:
+        """Check their parts of an image; see `write`."""
+        ...
+
+    def stuck_s(self) -> dict[str, float]:
+        """See `Worker.stuck_s`."""
+        ...
+
+    def close(self) -> None:
+        """End them."""
+
+
+class NoOthers:
+    """A model on one rank."""
+
+    num_ranks = 1
+
+    def step(self, inputs: StepInputs) -> None:
+        return
+
+    def joined(self, flight: Flight) -> Flight:
+        return flight
+
+    def settle(self) -> None:
+        return
+
+    def move(self, moves: Sequence[Move]) -> None:
+        return
+
+    def clear(self, slots: Sequence[int]) -> None:
+        return
+
+    def install(self, slot: int, start: int, image: AdapterImage) -> None:
+        return
+
+    def write(self, start: int, image: AdapterImage, offset: int | None) -> list[Future[int]]:
+        return []
+
+    def probe(
+        self, image: AdapterImage, offset: int | None, *, paced: bool
+    ) -> list[Future[ProbeResult | WeftError]]:
+        return []
+
+    def stuck_s(self) -> dict[str, float]:
+        return {}
+
+    def close(self) -> None:
+        return
+
+
+NO_OTHERS = NoOthers()

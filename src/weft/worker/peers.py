@@ -1,0 +1,354 @@
+"""The other ranks of a model, as its first one sees them: processes that it starts and drives.
+
+                      ring: orders, for all ranks alike
+    first rank  ────────────────────────────────────────────────>  other rank
+                <───────────────────────────────────────────────>
+                      a socket for each: parcels down, answers up
+
+The first rank lives in the engine's process. A rank that ends, or gives no sign of life, ends all:
+what the ranks hold together is no model any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import mmap
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from weft.checkpoint.pack import AdapterImage
+from weft.core.config import EngineArgs
+from weft.core.errors import ConfigError, EngineDead, WeftError
+from weft.kernels.collective.group import join_group, leave_group
+from weft.metrics.logs import configured_logging
+from weft.schedule.extents import Move
+from weft.schedule.plan import StepResult
+from weft.worker.inputs import StepInputs
+from weft.worker.memory import host_bytes, shared_file
+from weft.worker.protocol import Flight, ProbeResult
+from weft.worker.records import (
+    ClearOrder,
+    CloseOrder,
+    DataPlace,
+    InstallOrder,
+    MoveOrder,
+    Order,
+    ProbeOrder,
+    RankAlive,
+    RankAnswer,
+    RankLost,
+    RankReady,
+    RankSetup,
+    Report,
+    SettleOrder,
+    ShareOrder,
+    StepFailed,
+    WriteOrder,
+)
+from weft.worker.ring import RingWriter, ring_bytes
+
+logger = logging.getLogger(__name__)
+
+RING_BYTES = 16 << 20
+START_S = 600.0
+"""How long another rank may take to start, and to load its share of the model."""
+SETTLE_S = 30.0
+"""How long ranks may take to come to rest when a step has failed, and be silent."""
+END_S = 3.0
+"""How long a rank may take to end by itself."""
+_COMMAND = "from weft.worker.rank import main; main()"
+
+
+@dataclass(slots=True)
+class _Peer:
+    """One other rank."""
+
+    rank: int
+    process: subprocess.Popen[bytes]
+    connection: Connection
+    heard_s: float
+    stuck_s: dict[str, float] = field(default_factory=dict)
+    sending: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Peers:
+    """Starts the other ranks, tells them what this one does, and takes their answers. Any thread,
+    but orders of one thread keep their order."""
+
+    def __init__(self, args: EngineArgs, on_lost: Callable[[], None]) -> None:
+        """`on_lost` is called, on another thread, when a rank is gone or hangs. The processes end
+        with the thread that calls this. Raises ConfigError."""
+        if sys.platform != "linux":
+            message = "--tensor-parallel-size: several ranks are served on Linux only"
+            raise ConfigError(message, "tensor_parallel_size")
+        self.num_ranks = args.model.tensor_parallel_size
+        self.host_fd = shared_file(host_bytes(args.lora.adapter_host_memory))
+        """The memory for images on the host, which all ranks map."""
+        self._on_lost = on_lost
+        self._lock = threading.Lock()
+        self._calls = itertools.count()
+        self._waiting: dict[tuple[int, int], Future[Any]] = {}
+        """By call and rank."""
+        self._trouble: EngineDead | None = None
+        """Why there are no ranks any more."""
+        self._step_failed = ""
+        self._closing = False
+        self._joined = False
+        self._folder = tempfile.TemporaryDirectory(prefix="weft-ranks-")
+        self._ready: dict[bool, threading.Semaphore] = {
+            built: threading.Semaphore(0) for built in (False, True)
+        }
+        self._start(args)
+
+    def _start(self, args: EngineArgs) -> None:
+        others = range(1, self.num_ranks)
+        bells = [os.eventfd(0) for _ in others]
+        ring_fd = os.memfd_create("weft-ring")
+        os.ftruncate(ring_fd, ring_bytes(RING_BYTES, len(bells)))
+        self._ring = RingWriter(mmap.mmap(ring_fd, 0), bells)
+        self._peers: list[_Peer] = []
+        path = os.pathsep.join(path or os.curdir for path in sys.path)
+        for rank, bell in zip(others, bells, strict=True):
+            ours, theirs = socket.socketpair()
+            fds = [theirs.fileno(), ring_fd, bell, self.host_fd]
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-c", _COMMAND, *map(str, fds)],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=fds,
+                    env={**os.environ, "PYTHONPATH": path},
+                )
+            peer = _Peer(rank, process, Connection(ours.detach()), time.monotonic())
+            self._peers.append(peer)
+            logs = configured_logging()
+            setup = RankSetup(args, rank, os.getpid(), self._folder.name, logs)
+            peer.connection.send_bytes(pickle.dumps(setup))
+            threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
+        os.close(ring_fd)
+
+    def join(self, device: torch.device) -> None:
+        """Make this process, with its device, the first rank. Raises ConfigError, EngineDead."""
+        self._wait_until(built=False)
+        join_group(0, self.num_ranks, self._folder.name, device)
+        self._joined = True
+
+    def wait(self) -> None:
+        """Wait until all other ranks can take steps. Raises EngineDead."""
+        self._wait_until(built=True)
+
+    def _wait_until(self, *, built: bool) -> None:
+        deadline = time.monotonic() + START_S
+        for _ in self._peers:
+            while not self._ready[built].acquire(timeout=0.1):
+                self.check()
+                if time.monotonic() > deadline:
+                    raise EngineDead(f"a rank has not started within {START_S:.0f} s")
+
+    # -- what all ranks do in one order --------------------------------------------------------
+
+    def step(self, inputs: StepInputs) -> None:
+        """Raises RuntimeError if an earlier step failed on another rank."""
+        self.check_steps()
+        self._order(inputs)
+
+    def joined(self, flight: Flight) -> Flight:
+        return _Joined(flight, self.check_steps)
+
+    def move(self, moves: Sequence[Move]) -> None:
+        self._order(MoveOrder(tuple(moves)))
+
+    def clear(self, slots: Sequence[int]) -> None:
+        self._order(ClearOrder(tuple(slots)))
+
+    def install(self, slot: int, start: int, image: AdapterImage) -> None:
+        self._order(InstallOrder(slot, start, image.layout))
+
+    def settle(self) -> None:
+        """Wait until nothing runs on any rank. Raises EngineDead if one can't come to rest."""
+        for done in self._ask(lambda call: SettleOrder(call)):
+            try:
+                error = done.result(SETTLE_S)
+            except TimeoutError:
+                error = f"a rank has not come to rest within {SETTLE_S:.0f} s"
+            if error:
+                raise EngineDead(f"the ranks of the model don't go on: {error}")
+        self._step_failed = ""
+
+    def check_steps(self) -> None:
+        """Raises RuntimeError if a step has failed on another rank, and EngineDead if one is gone.
+        A step that fails on one rank fails for all; `settle` then is the end of it."""
+        self.check()
+        if self._step_failed:
+            raise RuntimeError(self._step_failed)
+
+    def check(self) -> None:
+        """Raises EngineDead if a rank is gone."""
+        if self._trouble is not None:
+            raise self._trouble
+
+    # -- what goes on beside -------------------------------------------------------------------
+
+    def write(self, start: int, image: AdapterImage, offset: int | None) -> list[Future[int]]:
+        """Copy the other ranks' parts of an image to adapter memory, behind what was ordered
+        before; the checksums of what is there then. `offset`: of the image in the host's memory, in
+        bytes, if it is there."""
+        num = image.layout.num_elements
+        where = DataPlace(offset)
+        return self._ask(lambda call: WriteOrder(call, start, num, where), _parcel(image, where))
+
+    def probe(
+        self, image: AdapterImage, offset: int | None, *, paced: bool
+    ) -> list[Future[ProbeResult | WeftError]]:
+        """Check the other ranks' parts of an image; see `write`."""
+        bare, where = replace(image, data=image.data[:0]), DataPlace(offset)
+        return self._ask(lambda call: ProbeOrder(call, bare, where, paced), _parcel(image, where))
+
+    def shares(self, kind: str, name: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        """The other ranks' parts of a weight."""
+        found: list[torch.Tensor] = []
+        for done in self._ask(lambda call: ShareOrder(call, kind, name)):
+            content, shape = done.result()
+            found.append(torch.frombuffer(bytearray(content), dtype=dtype).view(shape))
+        return found
+
+    def stuck_s(self) -> dict[str, float]:
+        """For how long threads of the other ranks have been stuck, by what they do, and the ranks
+        been silent. Ends all if a rank is silent for too long."""
+        now = time.monotonic()
+        silent_s = max((now - peer.heard_s for peer in self._peers), default=0.0)
+        if silent_s > SETTLE_S:
+            self._lose(f"a rank has given no sign of life for {silent_s:.0f} s")
+        found = {"ranks": silent_s}
+        for peer in self._peers:
+            for part, stuck_s in peer.stuck_s.items():
+                found[part] = max(found.get(part, 0.0), stuck_s)
+        return found
+
+    def close(self) -> None:
+        """End the other ranks."""
+        if self._closing:
+            return
+        self._closing = True
+        if self._trouble is None:
+            self._send(CloseOrder())
+        self._ring.closed = True
+        if self._joined:
+            leave_group()
+        deadline = time.monotonic() + END_S
+        for peer in self._peers:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                peer.process.wait(max(deadline - time.monotonic(), 0.01))
+            peer.process.kill()
+            peer.process.wait()
+        os.close(self.host_fd)
+        self._folder.cleanup()
+
+    # -- orders and answers --------------------------------------------------------------------
+
+    def _order(self, order: Order) -> None:
+        self.check()
+        self._send(order)
+
+    def _send(self, order: Order) -> None:
+        self._ring.write(pickle.dumps(order, pickle.HIGHEST_PROTOCOL))
+
+    def _ask(
+        self, order: Callable[[int], Order], parcel: Callable[[int], memoryview] | None = None
+    ) -> list[Future[Any]]:
+        """Give an order with a number, and each rank its parcel; their answers."""
+        call = next(self._calls)
+        futures: list[Future[Any]] = [Future() for _ in self._peers]
+        with self._lock:
+            self.check()
+            for peer, future in zip(self._peers, futures, strict=True):
+                self._waiting[call, peer.rank] = future
+        if parcel is not None:
+            for peer in self._peers:
+                with peer.sending:
+                    peer.connection.send_bytes(call.to_bytes(8, "little"))
+                    peer.connection.send_bytes(parcel(peer.rank))
+        self._send(order(call))
+        return futures
+
+    def _listen(self, peer: _Peer) -> None:
+        """Take what a rank reports, until it is gone."""
+        with contextlib.suppress(OSError, EOFError):
+            while True:
+                self._take(peer, pickle.loads(peer.connection.recv_bytes()))
+        if not self._closing:
+            code = peer.process.wait()
+            self._lose(f"rank {peer.rank} of the model has ended with exit code {code}")
+
+    def _take(self, peer: _Peer, report: Report) -> None:
+        peer.heard_s = time.monotonic()
+        match report:
+            case RankAnswer(call, result):
+                with self._lock:
+                    future = self._waiting.pop((call, peer.rank))
+                future.set_result(result)
+            case RankReady(built):
+                self._ready[built].release()
+            case StepFailed(message):
+                logger.error("a step failed on rank %d: %s", peer.rank, message)
+                self._step_failed = f"a step failed on rank {peer.rank}: {message}"
+                threading.Thread(target=self._expect_settled, daemon=True).start()
+            case RankAlive(stuck_s):
+                peer.stuck_s = stuck_s
+            case RankLost(message):
+                self._lose(f"rank {peer.rank} of the model: {message}")
+
+    def _expect_settled(self) -> None:
+        """The first rank may wait within a step for one that has given it up."""
+        time.sleep(SETTLE_S)
+        if self._step_failed and not self._closing:
+            self._lose(self._step_failed)
+
+    def _lose(self, message: str) -> None:
+        with self._lock:
+            if self._trouble is not None or self._closing:
+                return
+            self._trouble = EngineDead(message)
+            self._ring.closed = True
+            waiting = list(self._waiting.values())
+            self._waiting.clear()
+        logger.critical("%s: the engine ends", message)
+        for peer in self._peers:  # none can go on without the others
+            peer.process.kill()
+        for future in waiting:
+            future.set_exception(self._trouble)
+        self._on_lost()
+
+
+class _Joined:
+    """The flight of a step that all ranks have to get through."""
+
+    def __init__(self, own: Flight, check: Callable[[], None]) -> None:
+        self._own = own
+        self._check = check
+
+    def result(self) -> StepResult:
+        result = self._own.result()
+        self._check()
+        return result
+
+
+def _parcel(image: AdapterImage, where: DataPlace) -> Callable[[int], memoryview] | None:
+    """What each rank is sent of an image that is not in the host's memory."""
+    if where.offset is not None:
+        return None
+    return lambda rank: image.data_of(rank).view(torch.uint8).numpy().data

@@ -1,0 +1,263 @@
+"""The process of a model's rank other than the first: it does what the first one does.
+
+It reads orders from the ring, in their order, and carries them out as `weft.worker.protocol` says.
+What takes long goes on beside, on threads, and is answered over the socket. The process ends when
+the socket closes, and with the thread that started it.
+"""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import os
+import pickle
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from weft.core.errors import AdapterUnavailable, WeftError, to_wire
+from weft.core.processes import die_with_parent
+from weft.core.stages import Stages
+from weft.kernels.collective.group import join_group, leave_group
+from weft.metrics.logs import configure_logging
+from weft.models.loading import device_of
+from weft.worker.build import DeviceParts, build_parts, joined_ranks
+from weft.worker.gathered import share_of_weight
+from weft.worker.inputs import StepInputs
+from weft.worker.protocol import Flight, ProbeResult
+from weft.worker.records import (
+    ClearOrder,
+    CloseOrder,
+    DataPlace,
+    InstallOrder,
+    MoveOrder,
+    Order,
+    ProbeOrder,
+    RankAlive,
+    RankAnswer,
+    RankLost,
+    RankReady,
+    RankSetup,
+    Report,
+    SettleOrder,
+    ShareOrder,
+    StepFailed,
+    WriteOrder,
+)
+from weft.worker.ring import RingReader
+from weft.worker.selfcheck import probed
+from weft.worker.threads import WatchedThreads
+from weft.worker.worker import DeviceSteps
+
+PULSE_S = 1.0
+"""The time between two signs of life."""
+SPIN_S = 2e-3
+"""How long a rank with a GPU looks for the next order before it sleeps."""
+AHEAD = 2
+"""Steps that may be under way on the device."""
+
+
+class _Link:
+    """The socket to the first rank: reports go up, and parcels come down on a thread."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._sending = threading.Lock()
+        self._arrived = threading.Condition()
+        self._parcels: dict[int, bytes] = {}
+
+    def report(self, report: Report) -> None:
+        with self._sending:
+            self._connection.send_bytes(pickle.dumps(report))
+
+    def listen(self) -> None:
+        """Take parcels until the first rank is gone, which ends this process."""
+        try:
+            while True:
+                call = int.from_bytes(self._connection.recv_bytes(), "little")
+                parcel = self._connection.recv_bytes()
+                with self._arrived:
+                    self._parcels[call] = parcel
+                    self._arrived.notify_all()
+        except (OSError, EOFError):
+            os._exit(1)
+
+    def parcel(self, call: int) -> bytes:
+        with self._arrived:
+            self._arrived.wait_for(lambda: call in self._parcels)
+            return self._parcels.pop(call)
+
+
+class RankLoop:
+    """Carries out orders, on one thread."""
+
+    def __init__(self, parts: DeviceParts, link: _Link) -> None:
+        self._parts = parts
+        self._link = link
+        self._steps = DeviceSteps(parts.model, parts.pool, parts.executor, parts.activity)
+        self._flights: deque[Flight] = deque()
+        self._threads = {
+            "loaders": WatchedThreads(2, "weft-loader"),
+            "registrars": WatchedThreads(2, "weft-registrar"),
+        }
+
+    def run(self, ring: RingReader) -> None:
+        while True:
+            order: Order = pickle.loads(ring.read())
+            if isinstance(order, CloseOrder):
+                return
+            self._carry_out(order)
+
+    def beat(self) -> None:
+        """Give signs of life until the process ends."""
+        while True:
+            stuck_s = {name: threads.stuck_s() for name, threads in self._threads.items()}
+            self._link.report(RankAlive(stuck_s))
+            time.sleep(PULSE_S)
+
+    def _carry_out(self, order: Order) -> None:
+        steps = self._steps
+        match order:
+            case StepInputs():
+                self._step(order)
+            case MoveOrder(moves):
+                steps.move(moves)
+            case ClearOrder(slots):
+                steps.clear(slots)
+            case InstallOrder(slot, start, layout):
+                steps.pool.install(slot, start, layout)
+            case SettleOrder(call):
+                self._link.report(RankAnswer(call, self._settle()))
+            case WriteOrder():
+                self._answer("loaders", order.call, self._write, order, steps.wait_moved)
+            case ProbeOrder():
+                self._answer("registrars", order.call, self._probe, order)
+            case ShareOrder():
+                self._answer("registrars", order.call, self._share, order)
+            case _:
+                pass
+
+    # -- steps ---------------------------------------------------------------------------------
+
+    def _step(self, inputs: StepInputs) -> None:
+        """Launch a step. Its result is the first rank's to tell."""
+        while len(self._flights) >= AHEAD:
+            self._end(self._flights.popleft())
+        try:
+            flight = self._steps.step(inputs)
+        except Exception as error:
+            self._failed(error)
+            return
+        if isinstance(flight, Future):
+            flight.add_done_callback(self._look_at)
+        self._flights.append(flight)
+
+    def _end(self, flight: Flight) -> None:
+        try:
+            flight.result()
+        except Exception as error:
+            if not isinstance(flight, Future):
+                self._failed(error)
+
+    def _look_at(self, done: Future[Any]) -> None:
+        error = done.exception()
+        if error is not None:
+            self._failed(error)
+
+    def _failed(self, error: BaseException) -> None:
+        self._link.report(StepFailed(f"{type(error).__name__}: {error}"))
+
+    def _settle(self) -> str:
+        """Wait for all steps; what makes the device unusable, or an empty text."""
+        while self._flights:
+            self._end(self._flights.popleft())
+        try:
+            self._steps.settle()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    # -- on threads ----------------------------------------------------------------------------
+
+    def _answer(self, threads: str, call: int, work: Callable[..., object], *args: object) -> None:
+        def run() -> None:
+            try:
+                result = work(*args)
+            except Exception as error:
+                result = AdapterUnavailable(to_wire(error)[1], "model")
+            self._link.report(RankAnswer(call, result))
+
+        self._threads[threads].submit(run)
+
+    def _write(self, order: WriteOrder, wait_moved: Callable[[], object]) -> int:
+        data = self._data(order.call, order.where, order.num_elements)
+        wait_moved()
+        return self._steps.pool.write(order.start, data)
+
+    def _probe(self, order: ProbeOrder) -> ProbeResult:
+        check = self._parts.self_check
+        assert check is not None, "there are no checks"
+        data = self._data(order.call, order.where, order.image.layout.num_elements)
+        return probed(check, replace(order.image, data=data), order.paced, time.monotonic)
+
+    def _share(self, order: ShareOrder) -> tuple[bytes, tuple[int, ...]]:
+        share = share_of_weight(self._parts.model.weights, order.kind, order.name)
+        if share is None:
+            return b"", (0,)
+        content = share.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
+        return content, tuple(share.shape)
+
+    def _data(self, call: int, where: DataPlace, num_elements: int) -> torch.Tensor:
+        """This rank's part of an image."""
+        dtype = self._parts.model.dtype
+        num_bytes = num_elements * dtype.itemsize
+        memory = self._parts.host.memory
+        if where.offset is None or memory is None:
+            parcel = torch.frombuffer(bytearray(self._link.parcel(call)), dtype=torch.uint8)
+            return parcel.view(dtype)
+        start = where.offset + self._parts.model.shard.rank * num_bytes
+        return memory[start : start + num_bytes].view(dtype)
+
+
+def main() -> None:
+    """Serve until the first rank says to end, or is gone."""
+    socket_fd, ring_fd, bell, host_fd = map(int, sys.argv[1:])
+    connection = Connection(socket_fd)
+    setup: RankSetup = pickle.loads(connection.recv_bytes())
+    die_with_parent(setup.parent_pid)
+    for number in (signal.SIGINT, signal.SIGTERM):  # often sent to all; the first rank decides
+        signal.signal(number, signal.SIG_IGN)
+    if setup.logs is not None:
+        configure_logging(setup.logs.level, setup.logs.json)
+    link = _Link(connection)
+    threading.Thread(target=link.listen, daemon=True).start()
+    args, size = setup.args, setup.args.model.tensor_parallel_size
+    link.report(RankReady(built=False))
+    try:
+        device = device_of(args.model.device, setup.rank)
+        join_group(setup.rank, size, setup.folder, device)
+        ranks = joined_ranks(args.model, device)
+        loop = RankLoop(build_parts(args, Stages(), ranks, host_fd), link)
+        memory = mmap.mmap(ring_fd, 0)
+        spin_s = SPIN_S if device.type == "cuda" else 0.0
+        ring = RingReader(memory, size - 1, setup.rank - 1, bell, spin_s)
+        threading.Thread(target=loop.beat, daemon=True).start()
+        gc.collect()
+        gc.freeze()  # what is there by now stays
+        link.report(RankReady(built=True))
+        loop.run(ring)
+        leave_group()
+    except Exception as error:
+        message = error.message if isinstance(error, WeftError) else repr(error)
+        link.report(RankLost(message))
+        os._exit(1)
+    os._exit(0)

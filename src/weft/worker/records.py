@@ -1,0 +1,134 @@
+"""What the first rank of a model tells the others, and what they answer.
+
+All ranks carry out the same verbs in one order, which is that of the records: a step is the
+`StepInputs` themselves, the other records are here. What takes longer goes on beside, and has a
+number by which its answer is known.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from weft.checkpoint.pack import AdapterImage
+from weft.core.config import EngineArgs
+from weft.core.targets import ImageLayout
+from weft.metrics.logs import LogArgs
+from weft.schedule.extents import Move
+from weft.worker.inputs import StepInputs
+
+
+class RankSetup(NamedTuple):
+    """What a rank has to know to start."""
+
+    args: EngineArgs
+    rank: int
+    parent_pid: int
+    folder: str
+    """Where the ranks meet."""
+    logs: LogArgs | None
+
+
+class MoveOrder(NamedTuple):
+    moves: tuple[Move, ...]
+
+
+class ClearOrder(NamedTuple):
+    slots: tuple[int, ...]
+
+
+class InstallOrder(NamedTuple):
+    slot: int
+    start: int
+    layout: ImageLayout
+
+
+class SettleOrder(NamedTuple):
+    """Wait for all steps, and forget which of them failed. Answered."""
+
+    call: int
+
+
+class DataPlace(NamedTuple):
+    """Where the data of an image are that a rank is to read."""
+
+    offset: int | None
+    """Of all ranks' parts in the host's memory, in bytes; None: its own part comes as a parcel with
+    the number of the call."""
+
+
+class WriteOrder(NamedTuple):
+    """Copy a rank's part of an image to adapter memory. Answered with its checksum there."""
+
+    call: int
+    start: int
+    num_elements: int
+    """Of one rank's part."""
+    where: DataPlace
+
+
+class ProbeOrder(NamedTuple):
+    """Check a rank's part of an image. Answered with a ProbeResult or a WeftError."""
+
+    call: int
+    image: AdapterImage
+    """Without data."""
+    where: DataPlace
+    paced: bool
+
+
+class ShareOrder(NamedTuple):
+    """Answered with the rank's part of a weight: its bytes, and its shape."""
+
+    call: int
+    kind: str
+    """matrix, bias or norm."""
+    name: str
+
+
+class CloseOrder(NamedTuple):
+    pass
+
+
+Order = (
+    StepInputs
+    | MoveOrder
+    | ClearOrder
+    | InstallOrder
+    | SettleOrder
+    | WriteOrder
+    | ProbeOrder
+    | ShareOrder
+    | CloseOrder
+)
+
+
+class RankReady(NamedTuple):
+    """A rank has imported what it needs, or (`built`) can take steps."""
+
+    built: bool
+
+
+class RankAnswer(NamedTuple):
+    call: int
+    result: object
+
+
+class StepFailed(NamedTuple):
+    """A step failed on a rank."""
+
+    message: str
+
+
+class RankAlive(NamedTuple):
+    """A sign of life, with what `WatchedThreads.stuck_s` said of its threads."""
+
+    stuck_s: dict[str, float]
+
+
+class RankLost(NamedTuple):
+    """A rank can't go on."""
+
+    message: str
+
+
+Report = RankReady | RankAnswer | StepFailed | RankAlive | RankLost

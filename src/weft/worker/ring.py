@@ -1,0 +1,136 @@
+"""One writer's messages to several readers, through memory that their processes share.
+
+    | counters | bytes of messages, around and around                     |
+                   ^ the slowest reader       ^ written
+
+A message is its length, in 8 bytes, and its bytes. Counters only grow: of bytes written, and of
+bytes that each reader has taken. A reader who waits looks again and again for a short time, as the
+next step mostly comes soon, and then sleeps until the writer wakes it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import select
+import threading
+import time
+
+import numpy as np
+
+LINE = 64
+"""Bytes that one processor writes while others read beside them: each counter has so many."""
+PAUSE_S = 5e-5
+"""How long the writer waits for room at a time."""
+NAP_S = 0.02
+"""The longest sleep of a reader, should a wake-up be lost."""
+
+
+def ring_bytes(capacity: int, num_readers: int) -> int:
+    """The memory that a ring takes."""
+    return _header(num_readers) + capacity
+
+
+def _header(num_readers: int) -> int:
+    return LINE * (1 + 2 * num_readers)
+
+
+class _Counters:
+    """[0]: bytes written; [1 + 2 r]: bytes that reader r has taken; [2 + 2 r]: if it sleeps."""
+
+    def __init__(self, memory: mmap.mmap, num_readers: int) -> None:
+        header = _header(num_readers)
+        self.values = np.frombuffer(memory, np.int64, header // 8)[:: LINE // 8]
+        self.content = np.frombuffer(memory, np.uint8, len(memory) - header, header)
+
+    def pieces(self, start: int, end: int) -> list[slice]:
+        """Where the bytes from `start` to `end`, as counted, lie."""
+        size = len(self.content)
+        first, last = start % size, (end - 1) % size + 1
+        return [slice(first, last)] if first < last else [slice(first, size), slice(0, last)]
+
+
+class RingWriter:
+    """The writer's end. Any thread of one process."""
+
+    def __init__(self, memory: mmap.mmap, bells: list[int]) -> None:
+        """`bells`: an eventfd for each reader."""
+        self._counters = _Counters(memory, len(bells))
+        self._bells = bells
+        self._lock = threading.Lock()
+        self._written = 0
+        self.closed = False
+
+    def write(self, message: bytes) -> None:
+        """Returns when the message is in the ring, of which a large one fills several. One that
+        finds no room any more because readers are gone is lost when the ring is closed."""
+        with self._lock:
+            self._write(len(message).to_bytes(8, "little") + message)
+
+    def _write(self, content: bytes) -> None:
+        source, begin = np.frombuffer(content, np.uint8), 0
+        counters, size = self._counters, len(self._counters.content)
+        while begin < len(source) and not self.closed:
+            taken = int(counters.values[1::2].min())
+            count = min(size - (self._written - taken), len(source) - begin)
+            if not count:
+                time.sleep(PAUSE_S)
+                continue
+            for piece in counters.pieces(self._written, self._written + count):
+                end = begin + piece.stop - piece.start
+                counters.content[piece] = source[begin:end]
+                begin = end
+            self._written += count
+            counters.values[0] = self._written
+            for reader, bell in enumerate(self._bells):
+                if counters.values[2 + 2 * reader]:
+                    os.eventfd_write(bell, 1)
+
+
+class RingReader:
+    """One reader's end, for one thread."""
+
+    def __init__(
+        self, memory: mmap.mmap, num_readers: int, reader: int, bell: int, spin_s: float
+    ) -> None:
+        """`spin_s`: how long it looks for the next message before it sleeps."""
+        self._counters = _Counters(memory, num_readers)
+        self._taken_at, self._sleeps_at = 1 + 2 * reader, 2 + 2 * reader
+        self._bell = bell
+        self._poll = select.poll()
+        self._poll.register(bell, select.POLLIN)
+        self._spin_s = spin_s
+        self._taken = 0
+
+    def read(self) -> bytes:
+        """Wait for the next message."""
+        return self._take(int.from_bytes(self._take(8), "little"))
+
+    def _take(self, count: int) -> bytes:
+        parts: list[bytes] = []
+        while count:
+            there = min(self._wait(), count)
+            end = self._taken + there
+            parts += [
+                self._counters.content[p].tobytes() for p in self._counters.pieces(self._taken, end)
+            ]
+            self._taken = end
+            self._counters.values[self._taken_at] = end
+            count -= there
+        return b"".join(parts)
+
+    def _wait(self) -> int:
+        """The bytes that are there, at least one."""
+        values = self._counters.values
+        until = time.monotonic() + self._spin_s
+        while True:
+            there = int(values[0]) - self._taken
+            if there:
+                return there
+            if time.monotonic() < until:
+                time.sleep(0)  # so that other threads get on
+                continue
+            values[self._sleeps_at] = 1
+            if int(values[0]) == self._taken and self._poll.poll(NAP_S * 1000):
+                os.eventfd_read(self._bell)
+            values[self._sleeps_at] = 0

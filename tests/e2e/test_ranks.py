@@ -1,0 +1,129 @@
+"""A model that is spread over two processes answers as one does; and what happens when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from adapter_kinds import FAMILIES, KINDS, make_base
+from engine_thread import start_in_process
+from engines import MakeLLM
+from golden_cases import NAMES, TIGHT, Case, Expected, assert_right, interleaved, run, workload
+from serving import command_of, serving_here
+from test_fidelity import BLOCK, PARTS, World, check
+from tiny import ADAPTERS, BASE, answer, ask
+
+from weft.core.adapters import AdapterRef, AdapterSource
+from weft.core.config import engine_args
+from weft.core.errors import EngineDead
+from weft.core.requests import EngineRequest
+from weft.core.sampling import SamplingParams
+from weft.fleet.supervisor import start_supervised
+from weft.text import load_tokenizer
+
+__all__ = ["workload"]
+
+FAMILY = "olmo2"
+"""Its norms of q and k run over the heads of all ranks."""
+FEW = [
+    *PARTS,
+    "LoRA",
+    "DoRA",
+    "DoRA of embedding and head",
+    "lora_bias",
+    "modules_to_save: both",
+    "modules_to_save: norms",
+    "trainable_token_indices of both",
+    "added tokens: trained",
+    "LoKr",
+    "IA3",
+    "aLoRA",
+]
+TWO = {"tensor_parallel_size": 2}
+
+
+def ranks() -> list[int]:
+    """The processes that this one has started for ranks."""
+    mine = Path(f"/proc/{os.getpid()}/task").glob("*/children")
+    children = [int(pid) for path in mine for pid in path.read_text().split()]
+    return [pid for pid in children if b"weft.worker.rank" in command_of(pid)]
+
+
+def test_the_golden_workload(make_llm: MakeLLM, workload: list[tuple[Case, Expected]]) -> None:
+    """With so little memory that images are moved, evicted, and sent to the other rank."""
+    llm = make_llm(**TIGHT, **TWO)
+    part = interleaved(workload)[-2 * len(NAMES) :]
+    assert_right(run(llm, part), part)
+    stats = llm.stats()
+    assert stats.preemptions > 0
+    assert stats.adapter_evictions > 0
+    assert stats.adapter_loads > len(ADAPTERS)
+
+
+def test_an_engine_ends_with_a_rank_and_starts_again() -> None:
+    """A rank is killed within a request, whose engine dies; the next one has the adapter."""
+    args = engine_args(str(BASE), num_threads=1, num_blocks=512, **TWO)
+    prompt = load_tokenizer(str(BASE)).chat(ask("hello"))
+
+    def asked(name: str, ref: AdapterRef, max_tokens: int) -> EngineRequest:
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        return EngineRequest(name, prompt, params, adapter=ref, seed=0)
+
+    async def work() -> None:
+        before = ranks()
+        engine = await start_supervised(args, start_in_process)
+        try:
+            info = await engine.hold(AdapterSource(str(ADAPTERS["reverse"])), "test")
+            ref = AdapterRef("reverse", 1, info.digest)
+            (victim,) = set(ranks()) - set(before)
+            with pytest.raises(EngineDead):
+                async for _ in engine.generate(asked("long", ref, 400)):
+                    if command_of(victim):
+                        os.kill(victim, signal.SIGKILL)
+            while not engine.alive:
+                await asyncio.sleep(0.01)
+            (again,) = set(ranks()) - set(before)
+            assert again != victim
+            wanted = load_tokenizer(str(BASE)).encode(answer("reverse", "hello"), False)
+            stream = engine.generate(asked("again", ref, len(wanted)))
+            assert [t async for event in stream for t in event.token_ids] == wanted
+        finally:
+            await engine.close()
+        assert set(ranks()) == set(before)
+
+    asyncio.run(asyncio.wait_for(work(), 300))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """A server over a base on two ranks, with adapters of some kinds."""
+    folder = tmp_path_factory.mktemp("family")
+    base = make_base(FAMILIES[FAMILY], folder / "base")
+    memory = {"kv_cache_memory": 64 << 20, "adapter_memory": 64 << 20}
+    with (
+        serving_here(
+            folder, folder / "base", dtype="float32", block_size=BLOCK, **TWO, **memory
+        ) as url,
+        httpx.Client(base_url=url, timeout=120) as client,
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore")  # peft's, of what is not there in some family
+        yield World(client, FAMILY, folder, base, {name: KINDS[name] for name in FEW})
+
+
+def test_two_ranks_answer_as_peft_does(world: World) -> None:
+    """Each kind alone, and all of them at once."""
+    asks = {name: world.prompt(name, 1) for name in world.subjects}
+    for name, prompt in asks.items():
+        check(world, name, prompt, world.answer(name, prompt), cached=False)
+    with ThreadPoolExecutor(len(asks)) as threads:
+        answers = threads.map(lambda ask: world.answer(*ask), asks.items())
+        for (name, prompt), got in zip(asks.items(), answers, strict=True):
+            check(world, name, prompt, got, cached=True)
