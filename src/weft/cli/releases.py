@@ -95,7 +95,7 @@ def import_tenants(
     from weft.registry.records import RemoveTenant, SetTenant
     from weft.registry.tenants_file import tenants_as_json
 
-    with _opened(registry) as shared:
+    with _opened(registry, make=True) as shared:
         try:
             tables = tenants_as_json(file.read_text())
         except OSError as error:
@@ -123,12 +123,16 @@ def list_tenants(registry: Registry) -> None:
 
 
 @contextmanager
-def _opened(uri: str) -> Iterator[SharedRegistry]:
+def _opened(uri: str, *, make: bool = False) -> Iterator[SharedRegistry]:
+    """The registry of a URI. A folder that is not there is made only where that is asked for."""
     from weft.registry.shared import SharedRegistry
     from weft.registry.stores import open_store
 
-    with ending_in_one_line(), SharedRegistry(open_store(uri)) as shared:
-        yield shared
+    with ending_in_one_line():
+        if not make and "://" not in uri and not Path(uri).is_dir():
+            raise ConfigError(f"--registry {uri}: there is no such folder", "registry")
+        with SharedRegistry(open_store(uri)) as shared:
+            yield shared
 
 
 def _entry(shared: SharedRegistry, name: str) -> Name:

@@ -369,5 +369,6 @@ def _watch(folder: Path, registry: SharedRegistry, closed: Event) -> None:
         import watchfiles
     except ImportError:
         return
+    logging.getLogger("watchfiles").setLevel(logging.WARNING)  # it tells of every change
     for _ in watchfiles.watch(folder, stop_event=closed, step=1, debounce=20, recursive=False):
         registry.hint()
