@@ -9,15 +9,27 @@ from weft.core.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from weft.llm import LLM, RequestOutput
+    from weft.publishing import publish
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "RequestOutput", "SamplingParams", "WeightedAdapter", "__version__"]
+__all__ = [
+    "LLM",
+    "RequestOutput",
+    "SamplingParams",
+    "WeightedAdapter",
+    "__version__",
+    "publish",
+]
 
 
 def __getattr__(name: str) -> object:
-    """Import what needs torch only when it is asked for."""
+    """Import what takes long only when it is asked for."""
     if name in ("LLM", "RequestOutput"):
         from weft import llm
 
         return getattr(llm, name)
+    if name == "publish":
+        from weft.publishing import publish
+
+        return publish
     raise AttributeError(f"module 'weft' has no attribute {name!r}")

@@ -12,13 +12,15 @@ import pytest
 import torch
 from engines import MakeLLM
 from peft import LoraConfig, PeftModel, get_peft_model_state_dict
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from tiny import ADAPTERS, BASE, ask
 from transformers import AutoModelForCausalLM
 
 from weft import LLM, SamplingParams
 from weft.checkpoint.read import files_of
 from weft.core.errors import AdapterConflict, AdapterInvalid, InvalidRequest
+from weft.core.files import WEIGHTS_FILE
+from weft.publishing import check, files_of_tensors
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
 Tensors = dict[str, torch.Tensor]
@@ -318,3 +320,16 @@ def test_eviction_policy(make_llm: MakeLLM, trainer: Trainer, policy: str) -> No
     stats = llm.stats().adapters
     evicted = [name for name, digest in digests.items() if stats[digest].num_evictions]
     assert evicted == (["a"] if policy == "fifo" else ["b"])
+
+
+def test_numpys_tensors_make_the_same_files() -> None:
+    """What a trainer publishes into a registry has one digest, whatever holds its tensors."""
+    config = json.loads((ADAPTERS["upper"] / "adapter_config.json").read_text())
+    tensors = load_file(ADAPTERS["upper"] / "adapter_model.safetensors")
+    strided = {name: tensor.T.contiguous().T for name, tensor in tensors.items()}
+    arrays = {name: tensor.float().numpy() for name, tensor in reversed(tensors.items())}
+    files = files_of_tensors(config, strided)
+    assert files == files_of_tensors(config, arrays)
+    assert check(files, str(BASE)) == str(BASE)
+    with pytest.raises(AdapterInvalid):
+        check({**files, WEIGHTS_FILE: save({"x": torch.ones(1)})}, str(BASE))

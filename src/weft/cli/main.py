@@ -17,6 +17,7 @@ from weft.bench.cli.kernels import tune
 from weft.cli.args import INSTEAD, ServeFlags, spread_lora_modules
 from weft.cli.keys import key
 from weft.cli.plan import plan
+from weft.cli.publish import push, registry
 from weft.cli.releases import history, release, rollback, tenants
 from weft.core.config import MAX_RANK, LoraArgs, engine_args
 from weft.terminal.options import ending_in_one_line, with_engine_options, with_flags
@@ -31,6 +32,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 app.add_typer(key, name="key")
 app.add_typer(tenants, name="tenants")
+app.add_typer(registry, name="registry")
 
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
@@ -189,6 +191,6 @@ def env(as_json: AsJson = False) -> None:
 
 
 app.command()(plan)
-for command in (release, rollback, history):
+for command in (push, release, rollback, history):
     app.command()(command)
 app.command()(tune)

@@ -53,7 +53,7 @@ def release(
     """Let requests for an adapter go to one of its versions, on all servers of a registry."""
     from weft.registry.releases import released
 
-    with _opened(registry) as shared:
+    with opened(registry) as shared:
         entry = _entry(shared, name)
         _move(shared, name, entry, released(name, entry, to, canary, shadow))
 
@@ -62,14 +62,14 @@ def rollback(name: NamedAdapter, registry: Registry) -> None:
     """Let requests for an adapter go where they went before the version that came last."""
     from weft.registry.releases import rolled_back
 
-    with _opened(registry) as shared:
+    with opened(registry) as shared:
         entry = _entry(shared, name)
         _move(shared, name, entry, rolled_back(name, entry))
 
 
 def history(name: NamedAdapter, registry: Registry) -> None:
     """Print the last changes of an adapter's name, the newest first."""
-    with _opened(registry) as shared:
+    with opened(registry) as shared:
         changes = shared.history(name)
         if not changes:
             raise AdapterNotFound(f"the registry has no adapter {name!r}", "name")
@@ -95,7 +95,7 @@ def import_tenants(
     from weft.registry.records import RemoveTenant, SetTenant
     from weft.registry.tenants_file import tenants_as_json
 
-    with _opened(registry, make=True) as shared:
+    with opened(registry, make=True) as shared:
         try:
             tables = tenants_as_json(file.read_text())
         except OSError as error:
@@ -107,8 +107,8 @@ def import_tenants(
             if name not in known or known[name].settings != settings
         ]
         gone = [RemoveTenant(name) for name in known if name not in tables]
-        under_way = [shared.submit(change, _actor()) for change in gone]
-        under_way += [shared.submit(change, _actor()) for change in changes]
+        under_way = [shared.submit(change, actor()) for change in gone]
+        under_way += [shared.submit(change, actor()) for change in changes]
         for future in under_way:
             future.result()
         typer.echo(f"{len(changes)} tenants set, {len(gone)} removed, {len(tables)} in all")
@@ -117,14 +117,15 @@ def import_tenants(
 @tenants.command("list")
 def list_tenants(registry: Registry) -> None:
     """Print the names of a registry's tenants."""
-    with _opened(registry) as shared:
+    with opened(registry) as shared:
         for name in sorted(shared.state.tenants):
             typer.echo(name)
 
 
 @contextmanager
-def _opened(uri: str, *, make: bool = False) -> Iterator[SharedRegistry]:
-    """The registry of a URI. A folder that is not there is made only where that is asked for."""
+def opened(uri: str, *, make: bool = False) -> Iterator[SharedRegistry]:
+    """A context with the registry of a URI; what goes wrong in it ends the command in one line. A
+    folder that is not there is made only where that is asked for."""
     from weft.registry.shared import SharedRegistry
     from weft.registry.stores import open_store
 
@@ -146,9 +147,10 @@ def _move(shared: SharedRegistry, name: str, entry: Name, route: Route) -> None:
     from weft.registry.records import Release
     from weft.registry.releases import shown_route
 
-    done = shared.change(Release(name, route, entry.generation), _actor())
+    done = shared.change(Release(name, route, entry.generation), actor())
     typer.echo(f"{name}: {shown_route(route)} (generation {done.generation})")
 
 
-def _actor() -> str:
+def actor() -> str:
+    """Who runs this command, for the history."""
     return f"{getpass.getuser()}@{socket.gethostname()}"

@@ -88,7 +88,7 @@ class Blobs:
         self._store = store
         self._contents = contents
 
-    def put(self, files: Folder | Mapping[str, BinaryIO | bytes]) -> Version:
+    def put(self, files: Folder | Mapping[str, BinaryIO | bytes | memoryview]) -> Version:
         """Publish the files of an adapter, by name, unless they are there already. A name may
         point to the version that is returned if that is said within an hour.
 
@@ -210,16 +210,22 @@ def _check_sizes(path: Path, listing: Listing) -> None:
 
 
 @contextmanager
-def _streams(files: Folder | Mapping[str, BinaryIO | bytes]) -> Iterator[Mapping[str, BinaryIO]]:
+def _streams(
+    files: Folder | Mapping[str, BinaryIO | bytes | memoryview],
+) -> Iterator[Mapping[str, BinaryIO]]:
     """Open files that nobody changes. Those of a folder are read into memory first, since it may
     belong to a stranger."""
-    if isinstance(files, Folder):
-        yield {name: io.BufferedReader(_Memory(view)) for name, view in _read(files)}
-    else:
-        yield {n: io.BytesIO(f) if isinstance(f, bytes) else f for n, f in files.items()}
+    given = dict(read_files(files)) if isinstance(files, Folder) else files
+    yield {
+        name: io.BufferedReader(_Memory(memoryview(file)))
+        if isinstance(file, bytes | memoryview)
+        else file
+        for name, file in given.items()
+    }
 
 
-def _read(folder: Folder) -> Iterator[tuple[str, memoryview]]:
+def read_files(folder: Folder) -> Iterator[tuple[str, memoryview]]:
+    """The files of an adapter in a folder, in memory. Raises what `Folder.read` does."""
     deadline = Deadline()
     for name in ADAPTER_FILES:
         view = folder.read(name, MAX_BYTES.get(name, MAX_ADAPTER_BYTES), deadline)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 import msgspec
 from msgspec import Struct
@@ -30,6 +30,9 @@ from weft.core.config import MAX_RANK
 from weft.core.errors import AdapterInvalid, AdapterNotFound, AdapterUnavailable
 from weft.core.files import ADAPTER_FILES, CONFIG_FILE, MAX_BYTES, WEIGHTS_FILE, content_digest
 from weft.core.folders import Folder, Roots
+
+if TYPE_CHECKING:
+    from weft.checkpoint.read import AdapterFiles
 
 CHUNK = 1 << 20
 """Bytes that are read, hashed or written at a time."""
@@ -98,18 +101,25 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
         yield piece
 
 
-def check_content(folder: Path) -> None:
-    """Raise AdapterInvalid unless the files of a folder of our own can be an adapter's for some
-    base; whether they are for a certain one is for the engine to say."""
+def check_files(files: AdapterFiles) -> None:
+    """Raise AdapterInvalid unless these can be the files of an adapter for some base; whether they
+    are for a certain one is for an engine to say."""
     from weft.checkpoint.kinds import parse_config  # numpy takes its time to import
     from weft.checkpoint.read import parse_stored
 
-    parse_config((folder / CONFIG_FILE).read_bytes(), MAX_RANK)
+    parse_config(files.config, MAX_RANK)
+    parse_stored(files.weights)
+
+
+def _check_folder(folder: Path) -> None:
+    """As `check_files`, of a folder of our own, whose weights are mapped and not read."""
+    from weft.checkpoint.read import AdapterFiles
+
     with (folder / WEIGHTS_FILE).open("rb") as file:
         if not os.fstat(file.fileno()).st_size:
             raise AdapterInvalid(f"{WEIGHTS_FILE}: it is empty", WEIGHTS_FILE)
         weights = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    parse_stored(memoryview(weights))
+    check_files(AdapterFiles((folder / CONFIG_FILE).read_bytes(), memoryview(weights)))
 
 
 @contextmanager
@@ -199,7 +209,7 @@ class Contents:
         AdapterNotFound, AdapterInvalid, and AdapterUnavailable if there is no room."""
         with opened(files) as streams:
             listing = listing_of(streams)
-        check_content(files)
+        _check_folder(files)
         return self.add(files, listing)
 
     def add(self, stage: Path, listing: Listing) -> Folder:

@@ -1,0 +1,184 @@
+"""`weft push` and `weft registry`: adapters go to a server or into a shared registry, and what
+nobody needs any more goes out of it."""
+
+from __future__ import annotations
+
+import io
+import time
+from typing import TYPE_CHECKING, Annotated
+from urllib.parse import quote
+
+import typer
+
+from weft.cli.releases import NamedAdapter, Registry, actor, opened
+from weft.core.errors import AdapterError, ConfigError, Unreachable
+from weft.terminal.options import ending_in_one_line, show_bytes
+
+if TYPE_CHECKING:
+    from weft.registry.records import Name
+
+registry = typer.Typer(help="Look at a shared registry and clean it up.", no_args_is_help=True)
+
+
+@registry.callback()
+def _registry() -> None:
+    """Look at a shared registry and clean it up."""
+
+
+def push(
+    adapter: Annotated[
+        str,
+        typer.Argument(
+            metavar="ADAPTER", help="The adapter: a PEFT folder, or anything that weft check takes."
+        ),
+    ],
+    name: NamedAdapter,
+    url: Annotated[
+        str | None, typer.Option(metavar="URL", help="The server that the adapter is sent to.")
+    ] = None,
+    registry: Annotated[
+        str | None,
+        typer.Option(metavar="URI", help="The registry that it is put into, without a server."),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BASE",
+            help="Refuse an adapter that is not for this base model. Only its configuration is"
+            " read.",
+        ),
+    ] = None,
+    pinned: Annotated[
+        bool, typer.Option("--pinned", help="Keep it on the device while nobody uses it.")
+    ] = False,
+    release: Annotated[
+        bool,
+        typer.Option(help="Let all requests for the name go to it; only with --registry."),
+    ] = True,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            help="The key that is sent as the bearer token.",
+            envvar="WEFT_API_KEY",
+        ),
+    ] = None,
+) -> None:
+    """Give an adapter a name on a server, or on all servers of a registry.
+
+    [bold]weft push[/] ./adapter acme/sql [bold]--registry[/] s3://models/registry
+    """
+    with ending_in_one_line():
+        if (url is None) == (registry is None):
+            raise ConfigError("say either --url or --registry", "url")
+        if url is not None:
+            if not release:
+                raise ConfigError("--no-release needs --registry", "release")
+            _send(adapter, name, url, base, pinned, api_key)
+            return
+        from weft.publishing import publish
+
+        version = publish(
+            str(registry), name, adapter, release=release, pinned=pinned, base=base, actor=actor()
+        )
+        typer.echo(f"{name}: sha256:{version.digest}, {show_bytes(version.num_bytes)}")
+
+
+def _send(
+    adapter: str, name: str, url: str, base: str | None, pinned: bool, api_key: str | None
+) -> None:
+    import httpx
+
+    from weft.publishing import check, files_of_folder
+    from weft.registry.unpack import tar_of
+
+    files = files_of_folder(adapter)
+    check(files, base)
+    streams = {each: io.BytesIO(content) for each, content in files.items()}
+    try:
+        answer = httpx.put(
+            f"{url.rstrip('/')}/v1/adapters/{quote(name)}",
+            params={"pinned": "true"} if pinned else {},
+            content=tar_of(streams),
+            headers={"authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(60, read=600),
+        )
+        body = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise Unreachable(f"{url}: {error}") from None
+    if answer.status_code != 200:
+        message = body.get("error", {}).get("message") if isinstance(body, dict) else None
+        raise AdapterError(f"{url} refuses it ({answer.status_code}): {message or answer.text}")
+    typer.echo(f"{body['lora_name']}: sha256:{body['digest']}")
+
+
+@registry.command("ls")
+def list_names(registry: Registry) -> None:
+    """Print the names of a registry, and the versions to which their requests go."""
+    from weft.registry.releases import shown_route
+
+    with opened(registry) as shared:
+        for name, entry in sorted(shared.state.names.items()):
+            if entry.removed_at is None:
+                newest = max(entry.versions, default=0)
+                typer.echo(f"{name}  {shown_route(entry.route)}  (newest v{newest})")
+
+
+@registry.command()
+def verify(registry: Registry) -> None:
+    """Read the content of all versions of a registry. Exit status: 1 if one is missing or
+    damaged."""
+    from weft.registry.blobs import Blobs
+    from weft.registry.sweep import needed_by
+
+    with opened(registry) as shared:
+        blobs, bad = Blobs(shared.store), 0
+        needed = sorted(needed_by((e for _, e in shared.state.names.items()), time.time()))
+        for digest in needed:
+            try:
+                blobs.verify(digest)
+            except AdapterError as error:
+                bad += 1
+                typer.echo(error.message)
+    typer.echo(f"{len(needed) - bad} contents are whole, {bad} are not")
+    raise typer.Exit(1 if bad else 0)
+
+
+@registry.command()
+def gc(
+    registry: Registry,
+    delete: Annotated[
+        bool, typer.Option("--delete", help="Do it, instead of telling what would be done.")
+    ] = False,
+) -> None:
+    """Remove contents and entries of the log that nobody needs.
+
+    A content goes in two runs, an hour apart or more: the first marks it, the second removes it.
+    It is left alone for a day after its publication, and after its name was removed, and as long
+    as a server serves it. Run it from time to time, such as every few hours.
+    """
+    from weft.registry.sweep import GRACE_S, Collector
+
+    words = {
+        "doom": ("would be marked", "marked"),
+        "wait": ("marked already", "marked already"),
+        "sweep": ("would be removed", "removed"),
+        "rescued": ("being published again", "being published again"),
+    }
+    with opened(registry) as shared:
+
+        def names() -> list[Name]:
+            shared.poll()
+            return [entry for _, entry in shared.state.names.items()]
+
+        found = Collector(shared.store).run(names, delete)
+        for each in found:
+            size = show_bytes(each.num_bytes)
+            typer.echo(f"sha256:{each.digest}  {size}  {words[each.step][delete]}")
+        keys = shared.collect(delete)
+    typer.echo(
+        f"{len(found)} contents, {len(keys)} keys of the log"
+        + ("" if delete else "; nothing was changed: say --delete")
+    )
+    if delete and any(each.step == "doom" for each in found):
+        typer.echo(f"What is marked can be removed {GRACE_S / 60:.0f} minutes from now.")

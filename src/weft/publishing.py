@@ -1,0 +1,131 @@
+"""Publishing adapters into a shared registry from any process, without an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from weft.core.errors import AdapterInvalid, AdapterNotFound
+from weft.core.files import CONFIG_FILE, WEIGHT_FILES, WEIGHTS_FILE
+
+if TYPE_CHECKING:
+    from weft.registry.records import Version
+    from weft.registry.shared import SharedRegistry
+
+Files = dict[str, "bytes | memoryview"]
+
+
+def publish(
+    registry: str | Path | SharedRegistry,
+    name: str,
+    adapter: str | Path | Mapping[str, Any],
+    config: Mapping[str, object] | None = None,
+    *,
+    release: bool = True,
+    pinned: bool = False,
+    base: str | None = None,
+    metadata: Mapping[str, str] | None = None,
+    actor: str = "",
+) -> Version:
+    """Add a version to a name of a shared registry, whose servers have it within a second.
+
+        weft.publish("s3://models/registry", "acme/sql", "out/checkpoint-400")
+
+        config = model.peft_config["default"].to_dict()
+        weft.publish(registry, "acme/sql", get_peft_model_state_dict(model), config)
+
+    `adapter` is a folder, anything else that `weft check` takes, or tensors by name, which may be
+    torch's or numpy's and need their `config`. All requests for the name go to the new version,
+    unless `release` is False. With a `base`, whose configuration is read, the adapter must be one
+    for it; else only its files are checked, and servers refuse it if it does not fit theirs.
+
+    Content that the name has already keeps its number. Raises AdapterError, GenerationConflict,
+    QuotaExceeded, InvalidRequest, ConfigError, RegistryUnavailable.
+    """
+    from weft.registry.blobs import Blobs
+    from weft.registry.records import Publish
+    from weft.registry.shared import SharedRegistry
+    from weft.registry.stores import open_store
+
+    if isinstance(adapter, Mapping):
+        files, source = files_of_tensors(config, adapter), ""
+    else:
+        if config is not None:
+            raise AdapterInvalid("config: a folder has its own", "config")
+        files, source = files_of_folder(str(adapter)), str(adapter)
+    checked = check(files, base)
+    with ExitStack() as stack:
+        if isinstance(registry, SharedRegistry):
+            shared = registry
+        else:
+            shared = stack.enter_context(SharedRegistry(open_store(str(registry))))
+        put = Blobs(shared.store).put(files)
+        version = _described(put, source, checked, metadata or {})
+        shared.change(Publish(name, version, release, pinned), actor)
+    return version
+
+
+def _described(put: Version, source: str, base: str, metadata: Mapping[str, str]) -> Version:
+    from msgspec.structs import replace
+
+    from weft.registry.allowed import shown
+
+    return replace(put, source=shown(source), base=base, metadata=dict(metadata))
+
+
+def files_of_folder(adapter: str) -> Files:
+    """The files of an adapter, wherever it is. Raises AdapterError."""
+    from weft.registry.blobs import read_files
+    from weft.registry.sources import Sources
+
+    with Sources().open(adapter) as folder:
+        files: Files = dict(read_files(folder))
+    for name in WEIGHT_FILES:
+        if name not in files:
+            raise AdapterNotFound(f"{adapter} has no file {name}", name)
+    return files
+
+
+def files_of_tensors(config: Mapping[str, object] | None, tensors: Mapping[str, Any]) -> Files:
+    """The files that PEFT would save. torch is imported only for tensors of its own. Raises
+    AdapterInvalid."""
+    from weft.checkpoint.read import config_file, files_of
+
+    if config is None:
+        raise AdapterInvalid("config: tensors need the fields of adapter_config.json", "config")
+    modules = {type(tensor).__module__.partition(".")[0] for tensor in tensors.values()}
+    if "torch" in modules:
+        made = files_of(config, tensors)
+        return {CONFIG_FILE: made.config, WEIGHTS_FILE: made.weights}
+    import numpy as np
+    from safetensors.numpy import save
+
+    arrays = {}
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, np.ndarray):
+            kind = type(tensor).__name__
+            raise AdapterInvalid(f"{name}: must be a tensor of torch or numpy, got {kind}", name)
+        plain = tensor.astype(np.float32) if tensor.dtype == np.float64 else tensor
+        arrays[name] = np.ascontiguousarray(plain)
+    return {CONFIG_FILE: config_file(config), WEIGHTS_FILE: save(arrays, {"format": "pt"})}
+
+
+def check(files: Files, base: str | None) -> str:
+    """Raise AdapterInvalid for what no server would serve, or none with this base. Returns the
+    base if the adapter was compared with it."""
+    from weft.checkpoint.read import AdapterFiles
+    from weft.registry.contents import check_files
+
+    made = AdapterFiles(bytes(files[CONFIG_FILE]), files[WEIGHTS_FILE])
+    check_files(made)
+    if base is None:
+        return ""
+    from weft.checkpoint.examine import examine
+    from weft.core.config import MAX_RANK
+    from weft.models.blueprint import target_table
+    from weft.models.config import load_model_config
+
+    model = load_model_config(base)
+    return base if examine(made, target_table(model), model.dtype, MAX_RANK) else ""

@@ -1,0 +1,98 @@
+"""Publishing into a shared registry without an engine, and cleaning it up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from packed_adapters import CONFIG, adapter, digest, read, written
+from typer.testing import CliRunner
+
+import weft
+from weft.cli.main import app
+from weft.core.errors import AdapterInvalid, AdapterNotFound
+from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
+from weft.registry import sweep
+from weft.registry.blobs import BLOBS, Blobs
+from weft.registry.records import Remove
+from weft.registry.shared import SharedRegistry
+from weft.registry.stores import DirectoryStore
+
+FILES = adapter()
+MODULE = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+
+
+def names_of(place: Path) -> dict[str, list[str]]:
+    with SharedRegistry(DirectoryStore(place)) as shared:
+        return {n: [v.digest for v in e.versions.values()] for n, e in shared.state.names.items()}
+
+
+def test_a_folder_and_tensors(tmp_path: Path) -> None:
+    place, folder = tmp_path / "registry", written(tmp_path / "a", FILES)
+    version = weft.publish(place, "acme/sql", folder, metadata={"step": "7"})
+    assert (version.digest, version.source) == (digest(FILES), str(folder))
+    tensors = {MODULE.format("A"): np.ones((1, 8)), MODULE.format("B"): np.ones((8, 1), np.float32)}
+    with SharedRegistry(DirectoryStore(place)) as shared:
+        second = weft.publish(shared, "acme/sql", tensors, CONFIG, release=False)
+        again = weft.publish(shared, "acme/sql", dict(reversed(tensors.items())), CONFIG)
+        entry = shared.state.names["acme/sql"]
+        assert second.digest == again.digest and sorted(entry.versions) == [1, 2]
+        assert entry.versions[1].metadata == {"step": "7"} and entry.route.shares[0].number == 2
+        with Blobs(shared.store).open(version.digest) as opened:
+            assert FILES.items() <= read(Path(opened.path)).items()
+
+
+def test_bad_ones_leave_nothing_behind(tmp_path: Path) -> None:
+    place = tmp_path / "registry"
+    bad = {**FILES, WEIGHTS_FILE: FILES[WEIGHTS_FILE][:-4]}
+    with pytest.raises(AdapterInvalid, match=WEIGHTS_FILE):
+        weft.publish(place, "a", written(tmp_path / "bad", bad))
+    with pytest.raises(AdapterNotFound, match=WEIGHTS_FILE):
+        weft.publish(place, "a", written(tmp_path / "half", {CONFIG_FILE: b"{}"}))
+    for tensors, config, field in (
+        ({"a": [1]}, CONFIG, "a"),
+        ({"a": np.ones(1)}, None, "config"),
+        ({"a": np.ones(1)}, {"peft_type": "X"}, "peft_type"),
+        ({"a": np.ones(1, np.int64)}, CONFIG, "a"),
+    ):
+        with pytest.raises(AdapterInvalid) as error:
+            weft.publish(place, "a", tensors, config)
+        assert error.value.param == field
+    with pytest.raises(AdapterInvalid, match="config"):
+        weft.publish(place, "a", tmp_path / "bad", CONFIG)
+    assert names_of(place) == {} and not list(DirectoryStore(place).list(BLOBS))
+
+
+def run(*args: str | Path, status: int = 0) -> str:
+    result = CliRunner().invoke(app, list(map(str, args)))
+    assert result.exit_code == status, result.output
+    return result.output
+
+
+def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, folder = tmp_path / "registry", written(tmp_path / "a", FILES)
+    to = ("--registry", place)
+    assert digest(FILES) in run("push", folder, "acme/sql", *to)
+    other = adapter(1)
+    run("push", written(tmp_path / "b", other), "acme/sql", "--no-release", *to)
+    assert "acme/sql  v1  (newest v2)" in run("registry", "ls", *to)
+    assert "2 contents are whole" in run("registry", "verify", *to)
+    run("push", folder, "acme/sql", status=1)
+    run("push", folder, "acme/sql", "--url", "http://127.0.0.1:9", status=1)
+    with SharedRegistry(DirectoryStore(place)) as shared:
+        shared.change(Remove("acme/sql"))
+    assert "0 contents" in run("registry", "gc", *to)
+    monkeypatch.setattr(sweep, "KEEP_S", -10.0)
+    assert run("registry", "gc", *to).count("would be marked") == 2
+    assert run("registry", "gc", "--delete", *to).count("  marked\n") == 2
+    assert run("registry", "gc", "--delete", *to).count("marked already") == 2
+    monkeypatch.setattr(sweep, "GRACE_S", -10.0)
+    assert run("registry", "gc", *to).count("would be removed") == 2
+    assert run("registry", "gc", "--delete", *to).count("  removed") == 2
+    assert not list(DirectoryStore(place).list(BLOBS))
+    blob = place / BLOBS / digest(FILES)
+    run("push", folder, "acme/again", *to)
+    os.truncate(blob / WEIGHTS_FILE, 10)
+    assert "damaged" in run("registry", "verify", *to, status=1)
