@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,7 @@ import pytest
 import tiny
 import torch
 from adapter_kinds import (
+    ALWAYS,
     ATTENTION,
     FAMILIES,
     KINDS,
@@ -167,7 +169,7 @@ class World:
         return found
 
 
-@pytest.fixture(scope="module", params=SERVED)
+@pytest.fixture(scope="module", params=SERVED if os.getenv("ALL_FAMILIES") else ALWAYS)
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
