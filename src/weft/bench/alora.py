@@ -18,8 +18,8 @@ from weft.bench.engine import (
     image_bytes,
     noise_images,
     preset_folder,
+    shard_of,
     subject,
-    table_of,
 )
 from weft.bench.report import COLOURS, INK, Advance, Report, new_figure, new_table, progress
 from weft.bench.workload import random_prompts, rng_of
@@ -80,10 +80,10 @@ def run_alora(
     """Open an engine and measure it; `model` None: `default_model`. Raises ConfigError."""
     name = model or default_model(options)
     with preset_folder(name) as folder:
-        table = table_of(folder, options)
-        targets = shape.of(table)
+        shard = shard_of(folder, options)
+        targets = shape.of(shard.whole)
         num_images = 2 * plan.adapters
-        memory = num_images * image_bytes(table, targets, shape.rank, options)
+        memory = num_images * image_bytes(shard, targets, shape.rank, options)
         settings = {**options, "enable_prefix_caching": True, "adapter_memory": memory}
         with driving(engine_args(folder, **settings, adapter_cache_dir="none")) as driver:
             info = driver.engine.info
@@ -94,7 +94,7 @@ def run_alora(
                     f" more than the context of {info.max_model_len}",
                     "conversation",
                 )
-            images = noise_images(table, targets, [shape.rank] * num_images, info)
+            images = noise_images(shard, targets, [shape.rank] * num_images, info)
             bench = _AloraRuns(driver, plan)
             for index, image in enumerate(images):
                 activated = index < plan.adapters

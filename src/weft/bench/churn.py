@@ -29,7 +29,7 @@ from weft.bench.engine import (
     image_bytes,
     noise_images,
     preset_folder,
-    table_of,
+    shard_of,
     write_adapters,
 )
 from weft.bench.report import (
@@ -80,10 +80,10 @@ def run_churn(model: str | None, plan: ChurnPlan, options: Mapping[str, object])
     """Open an engine and measure it; `model` None: `default_model`. Raises ConfigError."""
     name = model or default_model(options)
     with preset_folder(name) as folder:
-        table = table_of(folder, options)
-        targets = AdapterShape(plan.ranks[0], plan.targets).of(table)
+        shard = shard_of(folder, options)
+        targets = AdapterShape(plan.ranks[0], plan.targets).of(shard.whole)
         ranks = [plan.rank_of(k) for k in range(max(*plan.populations, plan.resident))]
-        sizes = {r: image_bytes(table, targets, r, options) for r in plan.ranks}
+        sizes = {r: image_bytes(shard, targets, r, options) for r in plan.ranks}
         all_bytes = sum(sizes[r] for r in ranks)
         mean_bytes = all_bytes // len(ranks)
         settings = _settings(plan, options, mean_bytes)
@@ -148,8 +148,8 @@ def _opened(
                 for p in write_adapters(Path(place), targets, ranks, info.dtype)
             )
         else:
-            table = table_of(folder, settings)
-            images = noise_images(table, targets, ranks, info)
+            shard = shard_of(folder, settings)
+            images = noise_images(shard, targets, ranks, info)
             found = (driver.publish(image) for image in images)
         for ref in found:
             refs.append(ref)

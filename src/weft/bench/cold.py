@@ -23,8 +23,8 @@ from weft.bench.engine import (
     device_name,
     image_bytes,
     preset_folder,
+    shard_of,
     subject,
-    table_of,
     write_adapters,
 )
 from weft.bench.report import COLOURS, INK, Advance, Report, new_figure, new_table, progress
@@ -100,14 +100,14 @@ def run_cold(
     """Open an engine and measure it; `model` None: `default_model`. Raises ConfigError."""
     name = model or default_model(options)
     with preset_folder(name) as folder, tempfile.TemporaryDirectory(prefix="weft-bench-") as place:
-        table = table_of(folder, options)
-        targets = shape.of(table)
-        size = image_bytes(table, targets, shape.rank, options)
+        shard = shard_of(folder, options)
+        targets = shape.of(shard.whole)
+        size = image_bytes(shard, targets, shape.rank, options)
         settings = {
             **options,
             "enable_prefix_caching": False,
             "adapter_memory": NUM_RESIDENT * size,
-            "adapter_host_memory": NUM_ON_HOST * size,
+            "adapter_host_memory": NUM_ON_HOST * size * shard.size,
         }
         images = Path(place) / "images"
         with driving(engine_args(folder, **settings, adapter_cache_dir=str(images))) as driver:

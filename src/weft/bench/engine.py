@@ -17,10 +17,11 @@ from weft.bench.report import progress
 from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import ConfigError
 from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
+from weft.core.shards import Shard
 from weft.core.stats import EngineInfo
 from weft.core.targets import ALIGN, Target, TargetTable, layout_of
 from weft.llm import LLM
-from weft.models.blueprint import target_table
+from weft.models.blueprint import model_shard
 from weft.models.config import load_model_config
 
 _LLAMA: dict[str, object] = {
@@ -204,9 +205,9 @@ def open_engine(
     The memory for adapters holds all of them, unless `options` say otherwise. Raises ConfigError.
     """
     with preset_folder(model) as folder:
-        table = table_of(folder, options)
-        targets = shape.of(table)
-        needed = max(num_adapters, 1) * image_bytes(table, targets, shape.rank, options)
+        shard = shard_of(folder, options)
+        targets = shape.of(shard.whole)
+        needed = max(num_adapters, 1) * image_bytes(shard, targets, shape.rank, options)
         sized = {name: value for name, value in options.items() if value is not None}
         sized.setdefault("adapter_memory", needed)
         with LLM(folder, None, skip_tokenizer_init=True, **sized) as llm:
@@ -249,8 +250,11 @@ def on_gpu(options: Mapping[str, object]) -> bool:
     return options.get("device") != "cpu" and torch.cuda.is_available()
 
 
-def table_of(folder: str, options: Mapping[str, object]) -> TargetTable:
-    return target_table(load_model_config(folder, _text(options.get("revision"))))
+def shard_of(folder: str, options: Mapping[str, object]) -> Shard:
+    """What the first of the ranks has that an engine with these options would have."""
+    config = load_model_config(folder, _text(options.get("revision")))
+    size = options.get("tensor_parallel_size")
+    return model_shard(config, 0, size if isinstance(size, int) else 1)
 
 
 @contextmanager
@@ -273,15 +277,15 @@ def _item_bytes(dtype: object, on_gpu: bool) -> int:
 
 
 def image_bytes(
-    table: TargetTable, targets: Sequence[Target], rank: int, options: Mapping[str, object]
+    shard: Shard, targets: Sequence[Target], rank: int, options: Mapping[str, object]
 ) -> int:
-    """The bytes that one adapter takes on the device."""
-    layout = layout_of(table, _ranks(table, targets, rank))
+    """The bytes that one adapter takes on a device."""
+    layout = layout_of(shard.own, _ranks(shard.own, targets, rank))
     return layout.num_elements * _item_bytes(options.get("dtype"), on_gpu(options))
 
 
 def noise_images(
-    table: TargetTable, targets: Sequence[Target], ranks: Sequence[int], info: EngineInfo
+    shard: Shard, targets: Sequence[Target], ranks: Sequence[int], info: EngineInfo
 ) -> Iterator[AdapterImage]:
     """One adapter of each of `ranks`, all of them different.
 
@@ -290,8 +294,10 @@ def noise_images(
     """
     if not ranks:
         return
-    layouts = {rank: layout_of(table, _ranks(table, targets, rank)) for rank in set(ranks)}
-    size = max(layout.num_elements for layout in layouts.values()) + ALIGN * len(ranks)
+    own = shard.own
+    layouts = {rank: layout_of(own, _ranks(own, targets, rank)) for rank in set(ranks)}
+    most = shard.size * max(layout.num_elements for layout in layouts.values())
+    size = most + ALIGN * len(ranks)
     noise = torch.empty(size, dtype=torch.float32)
     noise = noise.normal_(std=ADAPTER_STD, generator=torch.Generator().manual_seed(0))
     noise = noise.to(getattr(torch, info.dtype))
@@ -299,7 +305,7 @@ def noise_images(
         noise = noise.pin_memory()
     names = tuple(dict.fromkeys(t.suffix for t in targets))
     for index, rank in enumerate(ranks):
-        window = noise[index * ALIGN :][: layouts[rank].num_elements]
+        window = noise[index * ALIGN :][: shard.size * layouts[rank].num_elements]
         digest = hashlib.sha256(f"noise {index} {rank}".encode()).hexdigest()
         yield AdapterImage(digest, layouts[rank], window, names)
 

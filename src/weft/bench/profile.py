@@ -36,8 +36,8 @@ from weft.bench.engine import (
     noise_images,
     on_gpu,
     preset_folder,
+    shard_of,
     subject,
-    table_of,
 )
 from weft.bench.report import COLOURS, FAINT, INK, Report, new_figure, new_table, progress
 from weft.bench.workload import (
@@ -145,9 +145,9 @@ def run_profile(
         raise ConfigError(f"--trace {trace} can't be written", "trace")
     name = model or default_model(options)
     with preset_folder(name) as folder:
-        table = table_of(folder, options)
-        targets = shape.of(table)
-        size = image_bytes(table, targets, shape.rank, options)
+        shard = shard_of(folder, options)
+        targets = shape.of(shard.whole)
+        size = image_bytes(shard, targets, shape.rank, options)
         settings: dict[str, Any] = {
             "adapter_memory": max(plan.num_adapters, 1) * size,
             **{key: value for key, value in options.items() if value is not None},
@@ -161,7 +161,7 @@ def run_profile(
             progress("Patterns", len(plan.patterns)) as advance,
         ):
             info = driver.engine.info
-            images = noise_images(table, targets, [shape.rank] * plan.num_adapters, info)
+            images = noise_images(shard, targets, [shape.rank] * plan.num_adapters, info)
             adapters = [driver.publish(image) for image in images]
             rows: list[ProfileRow] = []
             for pattern in plan.patterns:

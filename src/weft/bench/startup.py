@@ -22,8 +22,8 @@ from weft.bench.engine import (
     describe,
     device_name,
     preset_folder,
+    shard_of,
     subject,
-    table_of,
     write_adapters,
 )
 from weft.bench.report import COLOURS, Report, new_figure, new_table, progress
@@ -56,7 +56,7 @@ def run_startup(model: str | None, shape: AdapterShape, options: Mapping[str, ob
     name = model or default_model(options)
     starts: list[Start] = []
     with preset_folder(name) as folder, tempfile.TemporaryDirectory(prefix="weft-bench-") as place:
-        targets = shape.of(table_of(folder, options))
+        targets = shape.of(shard_of(folder, options).whole)
         [adapter] = write_adapters(Path(place), targets, [shape.rank], "bfloat16")
         settings = {k: v for k, v in options.items() if v is not None}
         settings["adapter_cache_dir"] = "none"
