@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,8 +13,11 @@ from weft.bench.engine import AdapterShape, preset_folder
 from weft.cli.main import app
 from weft.core.config import EngineArgs, engine_args
 from weft.core.errors import ConfigError
+from weft.kernels.delta import StateCache
 from weft.models.blueprint import model_shard
 from weft.models.config import ModelConfig, load_model_config, share_of
+from weft.models.decoder import allocate_kv_cache, state_bytes
+from weft.models.families import LinearConfig
 from weft.models.loading import dummy_weights
 from weft.worker import memory
 from weft.worker.plan import GPUS, OTHER_BYTES, RankPlan, total_of
@@ -57,6 +61,25 @@ def test_memory_is_divided_as_a_worker_does(
     blocks = memory.count_blocks(args.cache, share_of(config, size), torch.bfloat16, GPU)
     assert blocks * args.cache.block_size == found.kv_tokens
     assert found.num_adapters * adapter <= found.adapters < (found.num_adapters + 1) * adapter
+
+
+def test_recurrent_states_take_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many bytes as a worker allocates; what they take is not KV cache."""
+    plain, args = model("tiny", dtype="bfloat16", max_num_seqs=8)
+    linear = LinearConfig((True, True, False, False, False), 2, 4, 8, 8, 4)
+    config = replace(plain, linear=linear)
+    num_states = memory.count_states(config, 8)
+    made = allocate_kv_cache(config, 1, 16, torch.bfloat16, "cpu", num_states)
+    caches = [cache for cache in made if isinstance(cache, StateCache)]
+    assert caches
+    num_bytes = sum(cache.conv.nbytes + cache.delta.nbytes for cache in caches)
+    assert state_bytes(config, num_states, torch.bfloat16) == num_bytes
+    found = RankPlan(config, args, 1).memory(TOTAL, 1, 0)
+    free = TOTAL - OTHER_BYTES - found.weights
+    monkeypatch.setattr(memory, "total_bytes", lambda device: TOTAL)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
+    blocks = memory.count_blocks(args.cache, config, torch.bfloat16, GPU, num_states)
+    assert blocks * args.cache.block_size == found.kv_tokens
 
 
 def test_sizes_of_adapters() -> None:

@@ -30,7 +30,13 @@ RANKS = (8, 16, 32, 64)
 
 
 @with_some_options(
-    "dtype", "quantization", "revision", "adapter_memory", "block_size", "gpu_memory_utilization"
+    "dtype",
+    "quantization",
+    "revision",
+    "adapter_memory",
+    "block_size",
+    "gpu_memory_utilization",
+    "max_num_seqs",
 )
 def plan(
     model: Annotated[

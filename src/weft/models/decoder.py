@@ -116,6 +116,14 @@ def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype)
     return 2 * num_layers * block_size * per_token
 
 
+def state_bytes(config: ModelConfig, num_states: int, dtype: torch.dtype) -> int:
+    """How many bytes so many recurrent states take over all layers."""
+    if config.linear is None:
+        return 0
+    of_layer = allocate_states(config.linear, num_states, dtype, "meta")
+    return sum(config.linear.layers) * (of_layer.conv.nbytes + of_layer.delta.nbytes)
+
+
 def allocate_kv_cache(
     config: ModelConfig,
     num_blocks: int,

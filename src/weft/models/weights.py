@@ -54,7 +54,7 @@ class Weights:
     def num_bytes(self) -> int:
         """The memory that they take on a GPU."""
         own = [m for key, m in self.matrices.items() if key != HEAD or not self.table.tied]
-        vectors = (*self.biases.values(), *self.norms.values())
+        vectors = (*self.biases.values(), *self.norms.values(), *self.vectors.values())
         return sum(m.num_bytes for m in own) + sum(v.nbytes for v in vectors)
 
     def weight(self, target: Target) -> Tensor:

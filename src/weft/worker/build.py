@@ -98,7 +98,7 @@ def build_parts(
     most = model.config.vocab_size + args.lora.max_added_tokens
     sampler = Sampler(num_rows, most, model.device, partial(_put, model.device))
     num_states = count_states(model.config, num_rows)
-    num_blocks = count_blocks(args.cache, model.config, model.dtype, model.device)
+    num_blocks = count_blocks(args.cache, model.config, model.dtype, model.device, num_states)
     num_blocks = least(ranks, num_blocks, model.device)
     capacity = num_blocks * args.cache.block_size
     max_model_len = context_length(args.model.max_model_len, capacity, model.config)

@@ -15,7 +15,7 @@ import torch
 from weft.core.config import CacheArgs
 from weft.core.errors import ConfigError
 from weft.models.config import ModelConfig
-from weft.models.decoder import kv_bytes_per_block
+from weft.models.decoder import kv_bytes_per_block, state_bytes
 from weft.schedule.extents import ALIGN, Extent
 
 logger = logging.getLogger(__name__)
@@ -54,14 +54,20 @@ def adapter_bytes(asked: int | float | None, device: torch.device) -> int:
 
 
 def count_blocks(
-    args: CacheArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    args: CacheArgs,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_states: int = 0,
 ) -> int:
-    """Blocks of the KV cache, when all else is allocated. Raises ConfigError without room."""
+    """Blocks of the KV cache, when all else but recurrent states is allocated. Raises ConfigError
+    without room."""
     if args.num_blocks is not None:
         return args.num_blocks
     available = args.kv_cache_memory
     if device.type == "cuda":
         available = GpuMemory(total_bytes(device), free_bytes(device)).for_cache(args)
+        available -= state_bytes(config, num_states, dtype)
     blocks = available // kv_bytes_per_block(config, args.block_size, dtype)
     if blocks < 1:
         raise ConfigError("no memory is left for the KV cache", "gpu_memory_utilization")
