@@ -13,6 +13,7 @@ from weft.core.errors import (
     AdapterInvalid,
     AdapterNotFound,
     AdapterUnavailable,
+    ConfigError,
     RegistryUnavailable,
 )
 from weft.core.files import ADAPTER_FILES, MAX_BYTES, WEIGHT_FILES
@@ -89,7 +90,10 @@ def _web(allowed: Allowed) -> Get:
 def _from_bucket(uri: str, into: Path, max_bytes: int) -> bool:
     """A `Get` for buckets, with the credentials of this process."""
     folder, _, key = uri.rpartition("/")
-    store, why = open_store(folder), ""
+    try:
+        store, why = open_store(folder), ""
+    except ConfigError as error:
+        raise AdapterUnavailable(error.message, "lora_path") from error
     with io.BufferedRandom(_Limited(into, max_bytes)) as file:
         for _ in range(ATTEMPTS):
             try:
