@@ -56,6 +56,8 @@ SERVER = {
 START_S = 120.0
 PATIENCE_S = 150.0
 """How long the victim waits for one answer before it is counted as failed."""
+RAMP_S_PER_CLIENT = 0.01
+"""How long an attack takes to begin, for each of its clients."""
 ANSWER_TOKENS = 24
 PAUSE_S = 0.05
 """The victim's pause between two requests of one of its clients."""
@@ -378,13 +380,14 @@ def measure(name: str, command: list[str], seconds: float) -> tuple[Waits, Waits
         with serving(command, root) as url:
             asyncio.run(victim(url, 2.0))  # warms up what the first requests compile
             alone = Waits.of(asyncio.run(victim(url, seconds / 2)))
-            # The attack goes on a little longer than the victim asks.
+            # All of the attack's clients are there before the victim asks, and a little longer.
+            ramp_s = 2.0 + RAMP_S_PER_CLIENT * ATTACKS[name].clients
             attacker = multiprocessing.get_context("spawn").Process(
-                target=attack_for, args=(name, url, root, seconds + 2.0)
+                target=attack_for, args=(name, url, root, ramp_s + seconds + 2.0)
             )
             attacker.start()
             try:
-                time.sleep(2.0)
+                time.sleep(ramp_s)
                 return alone, Waits.of(asyncio.run(victim(url, seconds)))
             finally:
                 attacker.kill()
