@@ -63,9 +63,11 @@ class Admission:
     def num_open(self) -> int:
         return sum(each.num_open for each in self._open.values())
 
-    def check(self, name: str = "") -> None:
-        """Refuse a tenant early, before work is put into its request. Raises Overloaded."""
-        self._check_room(tenant_in(self._tenants, name), 1, 0)
+    def check(self, name: str = "", count: int = 1) -> None:
+        """Refuse a tenant early, before work is put into its request. Raises as `enter`."""
+        tenant = tenant_in(self._tenants, name)
+        self._check_size(tenant, count, 0)
+        self._check_room(tenant, count, 0)
 
     @contextmanager
     def enter(self, count: int, name: str = "", num_tokens: int = 0) -> Iterator[None]:

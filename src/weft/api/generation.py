@@ -115,11 +115,13 @@ def naming(fields: Mapping[str, str]) -> Iterator[None]:
 
 
 def num_choices(service: Service, body: GenerationBody) -> int:
-    """How many choices each prompt gets. Raises InvalidRequest."""
+    """How many choices each prompt gets. Raises InvalidRequest, and Overloaded if there is no room
+    for as many: making all their requests first would cost much more than to refuse them."""
     count = 1 if body.n is None else body.n
     limit = service.settings.max_choices
     if not 1 <= count <= limit:
         raise InvalidRequest(f"n must be in [1, {limit}], got {count}", "n")
+    service.admission.check(service.settings.tenant_of(body.model), count)
     return count
 
 
