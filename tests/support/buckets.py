@@ -5,41 +5,58 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock, Thread
+from typing import Any
+from unittest.mock import patch
 from urllib.request import Request, urlopen
 
 _names = itertools.count()
+
+
+def _one_by_one(app: Any) -> Callable[[Any, Any], Any]:
+    """moto looks whether a key is there and writes it in two steps, between which another request
+    may come if it is let in."""
+    lock = Lock()
+
+    def call(environ: Any, start_response: Any) -> Any:
+        with lock:
+            return app(environ, start_response)
+
+    return call
 
 
 @contextmanager
 def s3_server() -> Iterator[str]:
     """The address of a server that keeps buckets in memory. While it runs, the environment says
     how to reach it, for this process and those that it starts."""
-    from moto.moto_server.threaded_moto_server import ThreadedMotoServer
+    from moto.moto_server.werkzeug_app import (
+        DomainDispatcherApplication,
+        MotoRequestHandler,
+        create_backend_app,
+    )
+    from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
-    server.start()
-    _, port = server.get_host_and_port()
+    app = _one_by_one(DomainDispatcherApplication(create_backend_app))
+    server = make_server("127.0.0.1", 0, app, threaded=True, request_handler=MotoRequestHandler)
+    thread = Thread(target=server.serve_forever, daemon=True)
+    thread.start()
     settings = {
-        "AWS_ENDPOINT": f"http://127.0.0.1:{port}",
+        "AWS_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "AWS_ALLOW_HTTP": "true",
         "AWS_ACCESS_KEY_ID": "test",
         "AWS_SECRET_ACCESS_KEY": "test",
         "AWS_REGION": "us-east-1",
     }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
     try:
-        yield settings["AWS_ENDPOINT"]
+        with patch.dict(os.environ, settings):
+            yield settings["AWS_ENDPOINT"]
     finally:
-        server.stop()
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 def new_bucket() -> str:
