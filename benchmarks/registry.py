@@ -30,6 +30,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
+import msgspec
 from buckets import new_bucket, s3_server
 
 from weft.registry import shared
@@ -182,23 +183,23 @@ def boot(folder: str, connection: Connection) -> None:
     connection.send("ready")
     connection.recv()
     gc.collect()
-    before, begun = rss_bytes(), time.monotonic()
+    before, begun, cpu = rss_bytes(), time.monotonic(), time.process_time()
     registry = SharedRegistry(open_store(folder))
-    boot_s = time.monotonic() - begun
+    boot_s, boot_cpu_s = time.monotonic() - begun, time.process_time() - cpu
     gc.collect()
     names = list(registry.state.names)
     random.shuffle(names)
-    begun = time.perf_counter()
+    cpu = time.process_time()
     for name in names:
         entry = registry.state.names[name]
         entry.versions[choose(name, entry.route, "user")]
-    resolve_s = (time.perf_counter() - begun) / len(names)
+    resolve_s = (time.process_time() - cpu) / len(names)
     connection.send(
         {
             "boot_s": round(boot_s, 3),
             "bytes_per_name": round((rss_bytes() - before) / len(names)),
             "resolve_us": round(1e6 * resolve_s, 2),
-            "cpu_s": round(time.process_time(), 2),
+            "boot_cpu_s": round(boot_cpu_s, 3),
         }
     )
 
@@ -211,8 +212,6 @@ def boots(folder: Path, num_names: int, num_tail: int) -> dict[str, Any]:
     content = state.dump()
     dump_s = time.monotonic() - begun
     store.put(snapshot_key(state.seq // EPOCH), content)
-    import msgspec
-
     for n in range(num_tail):
         entry = Entry(2e9, (Op(f"t{n}", "", Publish(f"tenant-0/late-{n}", version(n))),))
         store.put(entry_key(state.seq + 1 + n), msgspec.json.encode(entry))

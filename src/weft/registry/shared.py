@@ -42,6 +42,8 @@ PATIENCE_S: Final = 5.0
 MAX_CHANGE_BYTES: Final = 1 << 20
 _MAX_ENTRY_BYTES: Final = 4 << 20
 _MAX_RIVALS: Final = 16
+_MAX_IN_A_ROW: Final = 4
+_MAX_HELD_S: Final = 0.1
 _ERRORS: Final[dict[str, type[WeftError]]] = {
     "conflict": GenerationConflict,
     "not_found": AdapterNotFound,
@@ -217,7 +219,7 @@ class SharedRegistry:
                 others = self.state.seq - before - bool(settled)
             for nonce, result in settled.items():
                 self._settle(nonce, result)
-            self._turns.took(time.monotonic() - begun, others, bool(settled))
+            self._turns.took(begun, others, bool(settled))
             if settled:
                 with self._driving:
                     self._drive(self._log.save())
@@ -303,27 +305,38 @@ class _Queue:
 
 
 class _Turns:
-    """Lets the writers of several processes come to their turns: who has just written an entry
-    leaves time for as many others as came before it, and who has not tries again soon."""
+    """Lets the writers of several processes come to their turns. Who was held up by entries of
+    others leaves time for as many once it has written its own. Who never is does not know of those
+    who always lose: after a while of writing without a pause, it makes one that is as long."""
 
     def __init__(self) -> None:
         self._rivals = 0
         self._ahead = 0
         """Entries of others since this writer began to try."""
-        self._not_before = 0.0
+        self._num_written, self._since = 0, 0.0
+        """Entries without a pause, and since when."""
+        self._ended = self._not_before = 0.0
 
     def wait(self) -> None:
         time.sleep(max(0.0, self._not_before - time.monotonic()))
 
-    def took(self, seconds: float, others: int, settled: bool) -> None:
-        """An attempt took so long, and found so many entries of others."""
+    def took(self, begun: float, others: int, settled: bool) -> None:
+        """An attempt that was begun then has ended, and found so many entries of others."""
+        now = time.monotonic()
+        seconds = now - begun
         self._ahead += others
+        if self._ahead or begun - self._ended > seconds:
+            self._num_written, self._since = 0, begun
+        self._ended = now
         pause = random.random() * seconds / 2
         if settled:
+            self._num_written += 1
             self._rivals = min(max(self._ahead, self._rivals // 2), _MAX_RIVALS)
             self._ahead = 0
             pause = random.uniform(0.5, 1.5) * self._rivals * seconds
-        self._not_before = time.monotonic() + pause
+            if self._num_written >= _MAX_IN_A_ROW and now - self._since > _MAX_HELD_S:
+                pause = now - self._since
+        self._not_before = now + pause
 
 
 class _Driver:
@@ -370,5 +383,8 @@ def _watch(folder: Path, registry: SharedRegistry, closed: Event) -> None:
     except ImportError:
         return
     logging.getLogger("watchfiles").setLevel(logging.WARNING)  # it tells of every change
-    for _ in watchfiles.watch(folder, stop_event=closed, step=1, debounce=20, recursive=False):
-        registry.hint()
+    try:
+        for _ in watchfiles.watch(folder, stop_event=closed, step=1, debounce=20, recursive=False):
+            registry.hint()
+    except (OSError, RuntimeError) as error:
+        _log.warning("changes of the registry are not hinted at: %s", error)
