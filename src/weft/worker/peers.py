@@ -35,7 +35,6 @@ from weft.checkpoint.pack import AdapterImage
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, EngineDead, WeftError
 from weft.kernels.collective.group import join_group, leave_group
-from weft.metrics.logs import configured_logging
 from weft.schedule.extents import Move
 from weft.schedule.plan import StepResult
 from weft.worker.inputs import StepInputs
@@ -135,8 +134,7 @@ class Peers:
                 )
             peer = _Peer(rank, process, Connection(ours.detach()), time.monotonic())
             self._peers.append(peer)
-            logs = configured_logging()
-            setup = RankSetup(args, rank, os.getpid(), self._folder.name, logs)
+            setup = RankSetup(args, rank, os.getpid(), self._folder.name, _logs())
             peer.connection.send_bytes(pickle.dumps(setup))
             threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
         os.close(ring_fd)
@@ -332,6 +330,16 @@ class Peers:
         for future in waiting:
             future.set_exception(self._trouble)
         self._on_lost()
+
+
+def _logs() -> tuple[str, bool] | None:
+    """How this process logs, if it is configured."""
+    try:
+        from weft.metrics.logs import configured_logging
+    except ModuleNotFoundError:  # benchmarks do without what servers need
+        return None
+    logs = configured_logging()
+    return None if logs is None else (logs.level, logs.json)
 
 
 class _Joined:

@@ -28,7 +28,6 @@ from weft.core.errors import AdapterUnavailable, WeftError, to_wire
 from weft.core.processes import die_with_parent
 from weft.core.stages import Stages
 from weft.kernels.collective.group import join_group, leave_group
-from weft.metrics.logs import configure_logging
 from weft.models.loading import device_of
 from weft.worker.build import DeviceParts, build_parts, joined_ranks
 from weft.worker.gathered import share_of_weight
@@ -237,7 +236,9 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to all; the first rank decides
         signal.signal(number, signal.SIG_IGN)
     if setup.logs is not None:
-        configure_logging(setup.logs.level, setup.logs.json)
+        from weft.metrics.logs import configure_logging  # it needs what benchmarks do without
+
+        configure_logging(*setup.logs)
     link = _Link(connection)
     threading.Thread(target=link.listen, daemon=True).start()
     args, size = setup.args, setup.args.model.tensor_parallel_size

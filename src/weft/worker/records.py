@@ -12,7 +12,6 @@ from typing import NamedTuple
 from weft.checkpoint.pack import AdapterImage
 from weft.core.config import EngineArgs
 from weft.core.targets import ImageLayout
-from weft.metrics.logs import LogArgs
 from weft.schedule.extents import Move
 from weft.worker.inputs import StepInputs
 
@@ -25,7 +24,8 @@ class RankSetup(NamedTuple):
     parent_pid: int
     folder: str
     """Where the ranks meet."""
-    logs: LogArgs | None
+    logs: tuple[str, bool] | None
+    """The level of its log, and whether it is JSON; None: as Python has it."""
 
 
 class MoveOrder(NamedTuple):
