@@ -10,8 +10,19 @@ from pathlib import Path
 
 import pytest
 from buckets import new_bucket, s3_server
+from packed_adapters import adapter, digest, read, tar
 
-from weft.core.errors import ConfigError, RegistryUnavailable
+from weft.core.errors import (
+    AdapterInvalid,
+    AdapterNotFound,
+    AdapterPathRefused,
+    ConfigError,
+    RegistryUnavailable,
+)
+from weft.registry import AdapterRoots, Sources
+from weft.registry.allowed import Allowed
+from weft.registry.blobs import Blobs
+from weft.registry.contents import Contents
 from weft.registry.stores import DirectoryStore, MemoryStore, Store, open_store, probe
 
 
@@ -174,3 +185,27 @@ def test_a_folder_that_is_gone_does_not_answer(tmp_path: Path) -> None:
             ask()
     away.rename(tmp_path / "registry")
     assert store.get("log/1") == b"one" and store.get("log/2") is None
+
+
+def test_adapters_in_buckets(s3: None, tmp_path: Path) -> None:
+    """A bucket holds a registry's contents, and adapters to load: as tars and as folders."""
+    uri, files = new_bucket(), adapter(size=3_000_000)
+    bucket = open_store(uri)
+    digest_put = Blobs(bucket).put(files).digest
+    Blobs(bucket).verify(digest_put)
+    with Blobs(bucket, Contents(tmp_path / "cache")).open(digest_put) as folder:
+        assert read(Path(folder.path)) == files
+    small = adapter(1)
+    bucket.put("a/b.tar.gz", tar(small, "w:gz"))
+    for name, content in small.items():
+        bucket.put(f"folders/a/{name}", content)
+    sources = Sources(AdapterRoots([]), Allowed([uri]), Contents(tmp_path / "kept"), 100_000)
+    for place in ("/a/b.tar.gz", "/folders/a", f"/folders/a#sha256={digest(small)}"):
+        with sources.open(uri + place) as folder:
+            assert read(Path(folder.path)) == small
+    with pytest.raises(AdapterNotFound, match=r"adapter_config\.json"):
+        sources.open(f"{uri}/folders/b")
+    with pytest.raises(AdapterInvalid, match="100000 bytes"):
+        sources.open(f"{uri}/blobs/sha256/{digest_put}")
+    with pytest.raises(AdapterPathRefused, match="--allow-sources"):
+        sources.open(new_bucket())
