@@ -16,6 +16,8 @@ import tiny
 from serving import Server, serving, until
 from tiny import ADAPTERS
 
+from weft import publish
+
 
 def weft(*args: str) -> str:
     done = subprocess.run(
@@ -63,6 +65,7 @@ def test_two_servers_on_one_registry(tmp_path: Path) -> None:
         assert text_of(ask(one, "gone")) == tiny.answer("upper", "planet")
         assert text_of(ask(other, "task")) == tiny.answer("repeat", "planet")
         assert text_of(ask(other, "task@v1")) == tiny.answer("reverse", "planet")
+        _push(one, other, store)
         _move_under_load(one, other, store)
         assert httpx.delete(f"{other.url}/v1/loras/gone", timeout=60).status_code == 200
         until(lambda: ask(one, "gone").status_code == 404, "the adapter is still served")
@@ -82,6 +85,21 @@ def test_two_servers_on_one_registry(tmp_path: Path) -> None:
         answer = ask(third, "task")
         assert text_of(answer) == tiny.answer("reverse", "planet")
         assert answer.headers["x-weft-adapter"] == "task@v1"
+
+
+def _push(one: Server, other: Server, store: Path) -> None:
+    """An adapter is sent to one server, and the next version put into the registry by a trainer."""
+    pushed = weft("push", str(ADAPTERS["sort"]), "sent", "--url", one.url)
+    assert pushed.startswith("sent: sha256:")
+    assert text_of(ask(other, "sent")) == tiny.answer("sort", "planet")
+    published = publish(store, "sent", ADAPTERS["upper"], base=str(tiny.BASE))
+    assert published.base == str(tiny.BASE)
+    for server in (one, other):
+        until(
+            lambda server=server: text_of(ask(server, "sent")) == tiny.answer("upper", "planet"),
+            "the new version does not answer",
+        )
+    assert httpx.delete(f"{one.url}/v1/loras/sent", timeout=60).status_code == 200
 
 
 def _move_under_load(one: Server, other: Server, store: Path) -> None:
