@@ -360,6 +360,17 @@ def test_blocks_that_change_a_bit_are_out() -> None:
     assert work.time(Blocks(), lambda body: 2.0) == torch.inf
 
 
+def test_the_shapes_of_a_share() -> None:
+    """On one of two GPUs, column layers have half of their outputs, row layers of their inputs."""
+    whole, share = (bed.Bed("tiny", CPU, 4, 1, num_gpus).products for num_gpus in (1, 2))
+    for name, (outputs, inputs) in ((each.name, each.shape) for each in whole):
+        is_row = name in ("o", "down")
+        halved = (outputs, inputs // 2) if is_row else (outputs // 2, inputs)
+        assert next(each.shape for each in share if each.name == name) == halved
+    with pytest.raises(ConfigError, match="num_attention_heads"):
+        bed.Bed("tiny", CPU, 4, 1, 3)
+
+
 def test_candidates_for_a_gpu() -> None:
     """All can be, and give most processors something to do."""
     for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):

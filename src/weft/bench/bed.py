@@ -24,7 +24,7 @@ from weft.core.targets import Group, layout_of
 from weft.kernels.lora import AdapterPool, LoraBatch, LoraStep, Segment, make_backend
 from weft.kernels.lora.reference import ReferenceBackend
 from weft.models.blueprint import target_table
-from weft.models.config import load_model_config
+from weft.models.config import load_model_config, share_of
 
 PRODUCTS = ("qkv", "o", "gate_up", "down")
 """The products of a layer, as the model's table names them."""
@@ -58,14 +58,17 @@ class Bed:
     either is seen.
     """
 
-    def __init__(self, model: str, device: torch.device, rank: int, num_slots: int) -> None:
-        """Make random weights and adapters. Raises ConfigError if the model lacks a projection."""
+    def __init__(
+        self, model: str, device: torch.device, rank: int, num_slots: int, num_gpus: int = 1
+    ) -> None:
+        """Make random weights and adapters, or the share that one of several GPUs has of them.
+        Raises ConfigError if the model lacks a projection, or can't be divided."""
         if rank > MAX_RANK:
             raise ConfigError(f"--rank is at most {MAX_RANK}; got {rank}", "rank")
         self.device, self.rank, self.num_slots = device, rank, num_slots
         self.dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         with preset_folder(model) as folder:
-            config = load_model_config(folder)
+            config = share_of(load_model_config(folder), num_gpus)
         num_layers = min(config.num_layers, NUM_LAYERS[device.type])
         table = target_table(replace(config, num_layers=num_layers))
         self.products = self._products(

@@ -84,8 +84,10 @@ class Best:
     cut: Cut
 
 
-def run_tune(model: str | None, device: str, rank: int, repeats: int, output: Path | None) -> None:
-    """Write the table and show what it is worth.
+def run_tune(
+    model: str | None, device: str, num_gpus: int, rank: int, repeats: int, output: Path | None
+) -> None:
+    """Write the table and show what it is worth, for the shapes that one of `num_gpus` has.
 
     `model` None means `default_model`, and `output` None the user's own table. Raises ConfigError.
     """
@@ -99,7 +101,8 @@ def run_tune(model: str | None, device: str, rank: int, repeats: int, output: Pa
     name = model or default_model({"device": where.type})
     timer = timer_of(where, repeats)
     with on_device():
-        bed = Bed(name, where, rank, max(*ROWS, adapters_in_batch("uniform", max(MANY_ROWS))))
+        num_slots = max(*ROWS, adapters_in_batch("uniform", max(MANY_ROWS)))
+        bed = Bed(name, where, rank, num_slots, num_gpus)
         best = tune_products(bed, timer)
         blocks, share = tune_blocks(bed, timer)
     linear = {key: asdict(found.cut) for key, found in best.items()}
@@ -109,7 +112,8 @@ def run_tune(model: str | None, device: str, rank: int, repeats: int, output: Pa
     console = Console()
     if not console.is_terminal:
         console = Console(width=FILE_WIDTH)
-    console.print(Text(f"Cuts of kernels: {name}, rank {rank}, {known.device}", "bold"))
+    shape = name if num_gpus == 1 else f"{name} over {num_gpus} GPUs"
+    console.print(Text(f"Cuts of kernels: {shape}, rank {rank}, {known.device}", "bold"))
     console.print(_shown(best))
     console.print(f"Kernels for many rows take {share:.2f} of their time.", highlight=False)
     console.print(f"Table: {path}", soft_wrap=True, highlight=False)

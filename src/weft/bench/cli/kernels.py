@@ -83,6 +83,14 @@ def kernels(
 def tune(
     model: Model = None,
     device: Device = "auto",
+    tensor_parallel_size: Annotated[
+        int,
+        typer.Option(
+            help="Tune for the shapes that one of so many GPUs has. One GPU is enough for it.",
+            min=1,
+            rich_help_panel=MODEL,
+        ),
+    ] = 1,
     rank: Rank = 16,
     repeats: Annotated[
         int, typer.Option(help="Times are medians of so many.", min=1, rich_help_panel=WORKLOAD)
@@ -109,4 +117,4 @@ def tune(
             raise ConfigError("weft tune needs Triton, which is there for Linux", "device")
         from weft.bench.tune import run_tune
 
-        run_tune(model, device, rank, repeats, output)
+        run_tune(model, device, tensor_parallel_size, rank, repeats, output)
