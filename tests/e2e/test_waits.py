@@ -18,6 +18,7 @@ COMPILE = """
 from pathlib import Path
 import torch
 from triton.runtime.jit import MockTensor as M
+import weft.kernels.collective.triton_sums as sums
 import weft.kernels.lora.triton as lora
 import weft.kernels.lora.triton_beside as beside
 import weft.kernels.triton_linear as linear
@@ -46,6 +47,10 @@ made = {
         bf, f32, f32, i32, bf, i32, i64, i64, i32, 4096, 1, 0, 0, 4, 7, O=4096,
         PER_TILE=beside.PER_TILE, TURNS=linear.TURNS, WIDTHS=(4096,), BLOCK_N=128,
         SHRINK_STAGES=4, EXPAND_STAGES=4, num_warps=4, **common, **early,
+    ),
+    "sums": sums.sum_rows.warmup(
+        bf, bf, bf, bf, f32, i32, i64, i32, 7, 1e-5, 1.0, WIDTH=4096, BLOCK=4096, ROW=4096,
+        ROWS=1024, RANK=0, SIZE=2, TWO_SHOT=False, NORM=True, PENDING=True, num_warps=16, **early,
     ),
 }
 for name, kernel in made.items():
@@ -77,3 +82,15 @@ def test_copies_are_behind_the_wait(compiled: Path, kernel: str, wait: str) -> N
     assert "cp.async" in ptx
     assert 0 < ptx.index("griddepcontrol.launch_dependents") < ptx.index(wait)
     assert ptx.index(wait) < ptx.index("cp.async")
+
+
+def test_sums_over_ranks_wait_before_they_send(compiled: Path) -> None:
+    """Nothing is sent or taken, and no count is read, before the kernels ahead have ended; rows are
+    sent and taken 16 bytes at a time."""
+    ptx = (compiled / "sums").read_text()
+    assert "cp.async" not in ptx
+    wait = ptx.index("griddepcontrol.wait")
+    assert 0 < ptx.index("griddepcontrol.launch_dependents") < wait < ptx.index("st.global")
+    assert wait < ptx.index("ld.volatile.global")
+    assert ptx.count("ld.volatile.global") == ptx.count("ld.volatile.global.v4.b32") > 0
+    assert ptx.count("st.global.v4.b32") == 4  # what is sent, an empty row, x, and its norm
