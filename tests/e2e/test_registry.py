@@ -81,7 +81,7 @@ def test_two_servers_on_one_registry(tmp_path: Path) -> None:
         assert third.post("/v1/completions", model="gone", prompt="x").status_code == 404
         listed = httpx.get(f"{third.url}/v1/models").json()["data"]
         assert [model["id"] for model in listed] == ["base", "task"]
-        assert list(httpx.get(f"{third.url}/v1/loras").json()["loras"]) == ["task@v1"]
+        assert list(httpx.get(f"{third.url}/v1/loras").json()["loras"]) == ["task"]
         answer = ask(third, "task")
         assert text_of(answer) == tiny.answer("reverse", "planet")
         assert answer.headers["x-weft-adapter"] == "task@v1"

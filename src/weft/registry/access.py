@@ -139,12 +139,17 @@ class Access:
         return Page(cards, limit is not None and next(models, None) is not None)
 
     def adapter_cards(self) -> list[AdapterCard]:
-        """The adapters that the caller may use, of those that this process has loaded."""
-        return [
-            card if self.caller.owns(card.ref.name) else replace(card, path=card.ref.name)
-            for card in self._registry.adapter_cards()
-            if self._means(self._names.split(card.ref.name)[0])
-        ]
+        """The adapters that the caller may use, of those that this process has loaded. Of the
+        versions of a name, the one that most of its requests get has the name alone."""
+        cards: list[AdapterCard] = []
+        for card in self._registry.adapter_cards():
+            name, version = self._names.split(card.ref.name)
+            if not self._means(name):
+                continue
+            if version and self._names.digest(name) == card.ref.digest:
+                card = replace(card, ref=replace(card.ref, name=name))
+            cards.append(card if self.caller.owns(name) else replace(card, path=name))
+        return cards
 
     def digest_of(self, whole: str) -> str | None:
         """The content of the adapter of this whole name, if there is one that the caller sees."""

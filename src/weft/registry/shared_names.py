@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from heapq import merge
-from itertools import islice
 
 from weft.core.errors import AdapterConflict, InvalidRequest, ModelNotFound
 from weft.registry.names import MAX_NAME_LENGTH, appearance, check_name
@@ -84,7 +83,10 @@ class SharedNames:
         """They are sorted, and must be gone through before the next `update`."""
         chosen = self._sorted if namespaces is None else namespaces
         lists = [self._sorted[each] for each in chosen if each in self._sorted]
-        return merge(*(islice(names, bisect_right(names, after), None) for names in lists))
+        pairs = [(names, bisect_right(names, after)) for names in lists]
+        # No slices, which would copy what comes after, nor islice, which goes through what is left
+        # out.
+        return merge(*(map(names.__getitem__, range(i, len(names))) for names, i in pairs))
 
     def card(self, model: str) -> ModelCard:
         if model in self._base_names:
