@@ -76,6 +76,7 @@ def test_what_is_refused_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Monk
             (tar({**FILES, CONFIG_FILE: b"{"}), "", 400, CONFIG_FILE),
             (tar({CONFIG_FILE: b"{}"}), "", 404, WEIGHTS_FILE),
             (tar(FILES), "?wait=never", 400, "wait"),
+            (tar(FILES), "?pinned=maybe", 400, "pinned"),
             (tar({**FILES, "x": bytes(20_000)}, "w:gz"), "", 400, "body"),
             (bytes(20_001), "", 413, None),
             (endless(), "", 413, None),

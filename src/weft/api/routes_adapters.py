@@ -109,6 +109,13 @@ class AdapterDone(BaseModel):
     lora_name: str
 
 
+SGLANG_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": UpdateAnswer, "description": "It can't be loaded or unloaded."},
+    "5XX": {"model": UpdateAnswer, "description": "The engine does not answer."},
+}
+"""The `responses` of SGLang's routes."""
+
+
 def adapter_routes(service: Service, desk: AdapterDesk) -> APIRouter:
     router = APIRouter()
     router.include_router(_vllm_routes(desk, service.settings.max_body_bytes))
@@ -135,11 +142,7 @@ def _vllm_routes(desk: AdapterDesk, max_body_bytes: int) -> APIRouter:
 
 
 def _sglang_routes(service: Service, desk: AdapterDesk) -> APIRouter:
-    described: dict[int | str, dict[str, Any]] = {
-        "4XX": {"model": UpdateAnswer, "description": "It can't be loaded or unloaded."},
-        "5XX": {"model": UpdateAnswer, "description": "The engine does not answer."},
-    }
-    router = APIRouter(responses=described)
+    router = APIRouter(responses=SGLANG_ERRORS)
     max_body_bytes = service.settings.max_body_bytes
 
     @router.post("/load_lora_adapter", response_model=UpdateAnswer, openapi_extra=body_of(LoadBody))

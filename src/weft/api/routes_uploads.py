@@ -8,10 +8,10 @@ import binascii
 import hashlib
 import io
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import msgspec
-from fastapi import APIRouter, Query, Request
+from fastapi import APIRouter, Request
 from msgspec import Struct
 from pydantic import BaseModel
 from starlette.responses import Response
@@ -19,7 +19,7 @@ from starlette.responses import Response
 from weft.api.desk import AdapterDesk
 from weft.api.http import json_response
 from weft.api.reading import read_json, receive_file
-from weft.api.routes_adapters import UpdateAnswer, sglang_answer, wait_in
+from weft.api.routes_adapters import SGLANG_ERRORS, UpdateAnswer, sglang_answer, wait_in
 from weft.api.service import Service
 from weft.core.errors import AdapterInvalid, InvalidRequest
 from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
@@ -77,7 +77,11 @@ _tensors = msgspec.json.Decoder(SerializedTensors)
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _FILE_KINDS = ("application/octet-stream", "application/x-tar", "application/gzip")
-_FILE_BODY = {"requestBody": {"required": True, "content": dict.fromkeys(_FILE_KINDS, _BINARY)}}
+_IN_QUERY = {"pinned": {"type": "boolean"}, "replace": {"type": "boolean"}}
+_FILE_BODY = {
+    "parameters": [{"name": n, "in": "query", "schema": s} for n, s in _IN_QUERY.items()],
+    "requestBody": {"required": True, "content": dict.fromkeys(_FILE_KINDS, _BINARY)},
+}
 _TENSORS = {
     "type": "object",
     "required": ["lora_name", "config_dict", "serialized_tensors"],
@@ -101,15 +105,12 @@ def upload_routes(service: Service, desk: AdapterDesk) -> APIRouter:
         response_model=UploadAnswer,
         openapi_extra=_FILE_BODY,
     )
-    async def upload_adapter(
-        request: Request,
-        name: str,
-        pinned: Annotated[bool, Query()] = False,
-        replace: Annotated[bool, Query()] = True,
-    ) -> Response:
+    async def upload_adapter(request: Request, name: str) -> Response:
         """Load the adapter in the body under this name: a tar of its folder, gzipped or not, or a
         safetensors file whose metadata have the text of adapter_config.json as `adapter_config`.
-        What the body is shows in its first bytes. `wait` may be in the query."""
+        What the body is shows in its first bytes. With `replace=false` in the query, a name that
+        has other content is refused."""
+        pinned, replace = _flag(request, "pinned", False), _flag(request, "replace", True)
 
         async def receive(path: Path) -> str:
             return await receive_file(request, path, desk.max_upload_bytes)
@@ -120,6 +121,7 @@ def upload_routes(service: Service, desk: AdapterDesk) -> APIRouter:
     @router.post(
         "/load_lora_adapter_from_tensors",
         response_model=UpdateAnswer,
+        responses=SGLANG_ERRORS,
         openapi_extra=_TENSORS_BODY,
     )
     async def load_lora_adapter_from_tensors(request: Request) -> Response:
@@ -141,6 +143,14 @@ def upload_routes(service: Service, desk: AdapterDesk) -> APIRouter:
         return await sglang_answer(service, load())
 
     return router
+
+
+def _flag(request: Request, name: str, default: bool) -> bool:
+    """What the query says of a field. Raises InvalidRequest."""
+    given = request.query_params.get(name)
+    if given not in (None, "true", "false"):
+        raise InvalidRequest(f"{name} must be true or false", name)
+    return default if given is None else given == "true"
 
 
 def _packed(content: bytes) -> tuple[SerializedTensors, bytes]:
