@@ -30,7 +30,7 @@ from weft.checkpoint.examine import examine
 from weft.checkpoint.kinds import parse_config
 from weft.checkpoint.read import max_tensors, parse_stored, read_source
 from weft.core.adapters import AdapterInfo, AdapterSource
-from weft.core.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterUnavailable
+from weft.core.errors import AdapterError, AdapterInvalid, AdapterUnavailable
 from weft.core.files import TOKENIZER_FILES
 from weft.core.folders import Deadline, read_aside
 from weft.core.targets import TargetTable
@@ -111,8 +111,7 @@ def test_the_halves_of_an_adapter_belong_together(tmp_path: Path, table: TargetT
     b.rename(a)
     with pytest.raises(AdapterUnavailable, match="exchanged"):
         read_source(source, table, 8, Deadline())
-    with pytest.raises(AdapterNotFound, match="has no file"):
-        read_source(source.again(), table, 8, Deadline())
+    read_source(source.again(), table, 8, Deadline())  # later the content alone says what it is
 
 
 # what is parsed ---------------------------------------------------------------------------------

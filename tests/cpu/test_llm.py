@@ -314,7 +314,7 @@ def test_an_adapter_from_the_hub(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     llm = make_llm(adapters={"a": "hf://acme/upper"})
     assert texts(llm.chat(ask("hello"), GREEDY, "a")) == ["HELLO"] and asked == ["acme/upper"]
-    for path, error in (("hf://acme", AdapterNotFound), ("s3://acme/upper", AdapterPathRefused)):
+    for path, error in (("hf://acme", AdapterNotFound), ("ftp://acme/upper", AdapterPathRefused)):
         with pytest.raises(error) as caught:
             llm.load_adapter("b", path)
         assert caught.value.param == "lora_path"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,6 +24,14 @@ from weft.models.weights import Weights
 TOKENS = 11
 
 
+def config_of(family: str, folder: Path) -> ModelConfig:
+    """A family's configuration, as one would read it from a checkpoint without weights."""
+    made = copy.deepcopy(FAMILIES[family])
+    made.architectures = [type(made).__name__.removesuffix("Config") + "ForCausalLM"]
+    (folder / "config.json").write_text(made.to_json_string(use_diff=False))
+    return load_model_config(folder)
+
+
 def load(folder: Path, ranks: Ranks) -> tuple[ModelConfig, Weights]:
     config = load_model_config(folder)
     shard = model_shard(config, ranks.rank, ranks.size)
@@ -42,7 +51,7 @@ def logits(folder: Path, ranks: Ranks) -> torch.Tensor:
         return decoder.logits(decoder.forward(ids, step, kv), step)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "qwen3.5"])
 def test_ranks_compute_the_logits_of_the_whole_model(family: str, tmp_path: Path) -> None:
     """With four ranks, two of them have the same key and value heads."""
     model = make_base(FAMILIES[family], tmp_path)
@@ -63,9 +72,7 @@ def weights_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
 
 @pytest.mark.parametrize("family", ["qwen2", "phi3", "mixtral"])
 def test_random_weights_are_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
-    FAMILIES[family].save_pretrained(tmp_path)
-    (tmp_path / "config.json").write_text(FAMILIES[family].to_json_string(use_diff=False))
-    config = replace(load_model_config(tmp_path), attention_out_bias=True)
+    config = replace(config_of(family, tmp_path), attention_out_bias=True)
     whole = dummy_weights(config, torch.float32, "cpu")
     for rank in range(2):
         shard = model_shard(config, rank, 2)
@@ -84,7 +91,7 @@ def test_random_weights_are_those_of_the_whole_model(family: str, tmp_path: Path
 
 
 def test_what_does_not_divide_is_refused_by_name(tmp_path: Path) -> None:
-    FAMILIES["llama"].save_pretrained(tmp_path)
+    config = config_of("llama", tmp_path)
     with pytest.raises(ConfigError, match="num_attention_heads 4") as caught:
-        model_shard(load_model_config(tmp_path), 0, 3)
+        model_shard(config, 0, 3)
     assert caught.value.param == "tensor_parallel_size"

@@ -127,6 +127,7 @@ def test_strangers_share_a_server(server: Server) -> None:
         ("acme", "load", "globex/mine", "permission_denied"),
         ("acme", "load", "base:globex/mine", "permission_denied"),
         ("acme", "unload", "globex/mine", "adapter_not_found"),
+        (None, "refuse", "/v1/models", "invalid_api_key"),
     ]
     assert audited(log) == [
         ("acme", "grant", "globex/*", "done"),
