@@ -196,7 +196,8 @@ async def _start_and_serve(
             await _follow(console, start, shared, app.state.follower)
         flags = start.flags
         metrics_url = None if beside is None else _url(flags.metrics_host, beside)
-        summary = _summary(engine.info, registry, _url(flags.host, listener), metrics_url)
+        shares = None if shared is None else f"{flags.registry}: {_num_shared(shared)} adapters"
+        summary = _summary(engine.info, registry, _url(flags.host, listener), metrics_url, shares)
         _on_signals(lambda: None)
         # The garbage collector must not look at what is there by now: it would hold up all streams
         # for some hundred milliseconds.
@@ -352,8 +353,14 @@ async def _serve_http(
 
 
 def _summary(
-    info: EngineInfo, registry: AdapterRegistry, url: str, metrics_url: str | None
+    info: EngineInfo,
+    registry: AdapterRegistry,
+    url: str,
+    metrics_url: str | None,
+    shares: str | None,
 ) -> Panel:
+    """What a newcomer wants to know of a server that is ready. `shares` tells of the registry that
+    it shares with others, if there is one."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
@@ -363,15 +370,23 @@ def _summary(
     rows.add_row("Device", info.device)
     tokens = info.num_blocks * info.block_size
     rows.add_row("KV cache", f"{tokens:,} tokens; {info.max_model_len:,} in one request")
-    rows.add_row("Adapters", _names(adapters) if adapters else "none yet")
+    none = "none yet" if shares is None else "loaded when they are first used"
+    rows.add_row("Adapters", _names(adapters) if adapters else none)
     rows.add_row(
         "", f"{show_bytes(info.adapter_memory_bytes)} of memory, up to rank {info.max_lora_rank}"
     )
+    if shares is not None:
+        rows.add_row("Registry", shares)
     rows.add_row("Engine start", in_words(info.start_s))
     rows.add_row("URL", f"[link={url}]{url}[/link]/v1")
     if metrics_url is not None:
         rows.add_row("Metrics", f"[link={metrics_url}]{metrics_url}[/link]/metrics")
     return Panel(rows, title="Weft is ready", title_align="left", expand=False)
+
+
+def _num_shared(shared: SharedRegistry) -> int:
+    """How many adapters a registry has."""
+    return sum(entry.removed_at is None for entry in shared.state.names.values())
 
 
 def _names(names: list[str], shown: int = 12) -> str:
