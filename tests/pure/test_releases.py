@@ -7,13 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import InvalidRequest
-from weft.registry.records import Name, Publish, Release, Remove, Route, Share, Version
+from weft.registry.records import Name, Publish, Release, Remove, Route, Share, Version, shown_route
 from weft.registry.releases import (
     choose,
     number_of,
     released,
     rolled_back,
-    shown_route,
     split,
 )
 from weft.registry.state import Entry, Op, State

@@ -16,8 +16,7 @@ from weft.api.callers import Tenants, caller_var
 from weft.api.service import Service
 from weft.core.errors import InvalidRequest, Overloaded, WeftError
 from weft.registry import Access, AdapterRoots, Sources
-from weft.registry.records import Name
-from weft.registry.releases import shown_route
+from weft.registry.records import Name, shown_route
 from weft.registry.sources import UPLOAD
 from weft.serving import LoopExecutor, Publisher
 from weft.serving.releases import Order, Releases, Wait

@@ -115,7 +115,7 @@ def _send(
 @registry.command("ls")
 def list_names(registry: Registry) -> None:
     """Print the names of a registry, and the versions to which their requests go."""
-    from weft.registry.releases import shown_route
+    from weft.registry.records import shown_route
 
     with opened(registry) as shared:
         for name, entry in sorted(shared.state.names.items()):

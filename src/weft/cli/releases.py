@@ -144,8 +144,7 @@ def _entry(shared: SharedRegistry, name: str) -> Name:
 
 
 def _move(shared: SharedRegistry, name: str, entry: Name, route: Route) -> None:
-    from weft.registry.records import Release
-    from weft.registry.releases import shown_route
+    from weft.registry.records import Release, shown_route
 
     done = shared.change(Release(name, route, entry.generation), actor())
     typer.echo(f"{name}: {shown_route(route)} (generation {done.generation})")

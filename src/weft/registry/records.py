@@ -64,6 +64,17 @@ class HistoryEntry(Struct, frozen=True, array_like=True, gc=False):
     """Where its requests went after it."""
 
 
+def shown_route(route: Route) -> str:
+    """A route in words, such as `v7 90%, v8 10%, shadow v9`."""
+    total = sum(share.weight for share in route.shares) or 1.0
+    words = [f"v{share.number} {100 * share.weight / total:.3g}%" for share in route.shares]
+    if len(words) == 1:
+        words = [f"v{route.shares[0].number}"]
+    if route.shadow is not None:
+        words.append(f"shadow v{route.shadow}")
+    return ", ".join(words) or "nothing"
+
+
 class Name(Struct, frozen=True, omit_defaults=True, gc=False):
     """All that a registry knows of one name at one time."""
 

@@ -134,14 +134,3 @@ def rolled_back(name: str, entry: Name) -> Route:
         if numbers and not now <= numbers and numbers <= entry.versions.keys():
             return Route(change.route.shares)
     raise InvalidRequest(f"{name!r} has no earlier release to go back to", "name")
-
-
-def shown_route(route: Route) -> str:
-    """A route in words, such as `v7 90%, v8 10%, shadow v9`."""
-    total = sum(share.weight for share in route.shares) or 1.0
-    words = [f"v{share.number} {100 * share.weight / total:.3g}%" for share in route.shares]
-    if len(words) == 1:
-        words = [f"v{route.shares[0].number}"]
-    if route.shadow is not None:
-        words.append(f"shadow v{route.shadow}")
-    return ", ".join(words) or "nothing"

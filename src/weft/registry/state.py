@@ -33,6 +33,7 @@ from weft.registry.records import (
     Share,
     TenantRecord,
     Version,
+    shown_route,
 )
 
 FORMAT: Final = 1
@@ -247,10 +248,7 @@ def _release(state: State, change: Release, actor: str) -> tuple[State, Done]:
         if number not in old.versions:
             _refuse("not_found", f"{change.name!r} has no version v{number}")
     new = replace(old, route=change.route)
-    what = "release " + (", ".join(f"v{s.number} {s.weight:g}" for s in shares) or "nothing")
-    if shadow is not None:
-        what += f", shadow v{shadow}"
-    return _written(state, change.name, new, actor, what, None)
+    return _written(state, change.name, new, actor, f"release {shown_route(change.route)}", None)
 
 
 def _remove(state: State, change: Remove, actor: str) -> tuple[State, Done]:
