@@ -166,14 +166,14 @@ def _one_window(hf: Any) -> tuple[int | None, ...]:
 def _one_window_by_type(hf: Any) -> tuple[int | None, ...]:
     """As `_layer_windows`, for families whose layers have windows unless they say otherwise."""
     return tuple(
-        hf.sliding_window if kind == "sliding_attention" else None for kind in _layer_types(hf)
+        hf.sliding_window if kind == "sliding_attention" else None for kind in _attention_types(hf)
     )
 
 
-def _layer_types(hf: Any) -> list[str]:
+def _layer_types(hf: Any, *known: str) -> list[str]:
+    """The kind of each layer. Raises ConfigError unless each is one of the `known` ones."""
     types = list(hf.layer_types)
-    known = {"full_attention", "sliding_attention"}
-    if len(types) != hf.num_hidden_layers or not set(types) <= known:
+    if len(types) != hf.num_hidden_layers or not set(types) <= set(known):
         raise ConfigError(
             f"layer_types must name one of {', '.join(sorted(known))} for each of the "
             f"{hf.num_hidden_layers} layers, got {types}",
@@ -182,8 +182,12 @@ def _layer_types(hf: Any) -> list[str]:
     return types
 
 
+def _attention_types(hf: Any) -> list[str]:
+    return _layer_types(hf, "full_attention", "sliding_attention")
+
+
 def _rope_by_type(hf: Any) -> tuple[RopeParameters | None, ...]:
-    return tuple(hf.rope_parameters[kind] for kind in _layer_types(hf))
+    return tuple(hf.rope_parameters[kind] for kind in _attention_types(hf))
 
 
 def _rope_or_none(hf: Any) -> tuple[RopeParameters | None, ...]:
@@ -209,14 +213,7 @@ def _qwen3_5(hf: Any) -> LinearConfig | None:
 
 
 def _windows_but_linear(hf: Any) -> tuple[int | None, ...]:
-    types, known = list(hf.layer_types), {"full_attention", "linear_attention"}
-    if len(types) != hf.num_hidden_layers or not set(types) <= known:
-        raise ConfigError(
-            f"layer_types must name one of {', '.join(sorted(known))} for each of the "
-            f"{hf.num_hidden_layers} layers, got {types}",
-            "layer_types",
-        )
-    return (None,) * len(types)
+    return (None,) * len(_layer_types(hf, "full_attention", "linear_attention"))
 
 
 def _granite_scales(hf: Any) -> Scales:
