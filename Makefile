@@ -2,7 +2,7 @@
 # make test   install what the tests need; lint, types, import rules, tests that need no GPU
 # make quick  the tests that need neither torch nor another process, in less than a minute
 # make docs   docs/cli.md from the commands' help, and the documentation site into site/
-# make fidelity  every kind of adapter on every family against peft; `make test` takes seven families
+# make exhaustive   the tests that prove again, on more families and sizes, what `make test` proves on a few
 # make test-clients   litellm and guidellm, in an environment of their own, against a server
 # make test-gpu   the tests that need a CUDA device, with the python3 that is there
 #
@@ -16,7 +16,7 @@ SHELL := bash
 # Tests start dozens of processes; without bytecode on disk each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test fidelity test-clients test-gpu docs lint types imports pytest format clean
+.PHONY: help demo quick test exhaustive test-clients test-gpu docs lint types imports pytest format clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -46,8 +46,9 @@ pytest: $(VENV)/.installed-test
 quick: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/pure -n 2
 
-fidelity: $(VENV)/.installed-test
-	ALL_FAMILIES=1 OMP_NUM_THREADS=1 $(BIN)/pytest tests/e2e/test_fidelity.py
+exhaustive: $(VENV)/.installed-test
+	EXHAUSTIVE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest tests/{e2e,cpu,pure} -m exhaustive \
+	  -n 2 --dist loadgroup
 
 # They want other versions of packages than Weft does.
 test-clients: $(VENV)/.installed-test

@@ -6,6 +6,9 @@
 - `gpu`: a CUDA device.
 
 `support` holds what several files import.
+
+A test marked `exhaustive` proves a rule that a cheaper test proves too, on more families, sizes or
+seeds. It is skipped unless EXHAUSTIVE is set, as `make exhaustive` does.
 """
 
 from __future__ import annotations
@@ -30,6 +33,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """With `--dist loadgroup` a file's tests stay together, as they share engines, and so do files
     that name the same group, as they share a server."""
     for item in items:
+        if item.get_closest_marker("exhaustive") is not None and "EXHAUSTIVE" not in os.environ:
+            item.add_marker(pytest.mark.skip(reason="one of `make exhaustive`"))
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -169,7 +168,13 @@ class World:
         return found
 
 
-@pytest.fixture(scope="module", params=SERVED if os.getenv("ALL_FAMILIES") else ALWAYS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.exhaustive)
+        for name in SERVED
+    ],
+)
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:

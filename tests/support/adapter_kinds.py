@@ -120,7 +120,7 @@ MIXTURES = ("qwen3-moe", "mixtral")
 UNTIED = ("llama", "mistral", "qwen2", "phi3", "olmo2", "olmo3", "granite", "qwen3.5", *MIXTURES)
 NEWER = ("olmo3", "smollm3", "granite", "gemma3", "qwen3.5")
 ALWAYS = ("llama-tied", "qwen2", "phi3", "gemma3", "qwen3.5", *MIXTURES)
-"""Those that differ most in what adapters meet; `make fidelity` takes all."""
+"""Those that differ most in what adapters meet; `make exhaustive` takes all."""
 SERVED = ("llama-tied", "mistral", "qwen2", "qwen3-tied", "phi3", "olmo2", *NEWER, *MIXTURES)
 """One of each architecture."""
 

@@ -36,7 +36,7 @@ Exact means: on tiny random bases of all families, in float32, with adapters tha
 made and saved with random weights, and that the server has loaded over HTTP, the greedy tokens of
 its answers are those of `peft`, and their log-probabilities are within 0.001 of its own: for each
 kind alone, with its prompt already in the prefix cache, and among concurrent requests of all the
-others (`make fidelity`). In 16 bits the same is computed with the rounding of that format.
+others (`make exhaustive`). In 16 bits the same is computed with the rounding of that format.
 
 *All* families are Llama, Mistral, Qwen 2, Qwen 3, Phi 3, OLMo 2, OLMo 3, SmolLM 3, Granite,
 Gemma 3, Qwen 3.5, Qwen 3 MoE and Mixtral; in the last two these kinds are for the attention and for
