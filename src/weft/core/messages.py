@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from weft.core.adapters import AdapterInfo, AdapterSource
+from weft.core.load import EngineLoad
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
 from weft.core.tenants import Tenant
@@ -105,10 +106,12 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """A sign of life, sent every second."""
+    """A sign of life, sent every second; each `report_s` by an engine that was asked for it."""
 
     busy_s: dict[str, float]
     """For how many seconds parts of the engine have not got on: `step`, and its threads."""
+    load: EngineLoad | None = None
+    """Its load, if that was asked for and is another than the last time."""
 
 
 Report = Started | StartFailed | Tokens | Reply | Pulse

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterInfo
 from weft.core.errors import WeftError
+from weft.core.load import MAX_HOST, MAX_RESIDENT, EngineLoad, adapter_key
 from weft.core.messages import (
     Abort,
     Command,
@@ -25,11 +26,13 @@ from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
 from weft.engine.adapters import Adapters
 from weft.engine.loop import Loop
+from weft.engine.meter import Meter
 from weft.engine.residency import Residency
 from weft.grammar.grammars import Grammars
 from weft.schedule.cache import Cache
 from weft.schedule.scheduler import Scheduler
 from weft.schedule.sequence import find_invocation
+from weft.schedule.sketch import PrefixSketch
 from weft.worker.protocol import Worker
 
 
@@ -161,6 +164,31 @@ class Engine:
             finished=dict(totals.finished),
         )
 
+    def measure(self) -> None:
+        """From now on, let `load` know what steps and loads take, and which prefixes there are."""
+        self._loop.meter = self._residency.meter = Meter()
+        self._cache.sketch = PrefixSketch()
+
+    def load(self) -> EngineLoad:
+        """What others need to know to decide what to send here; `measure` was called."""
+        scheduler, slots, meter = self.scheduler, self._residency.slots, self._loop.meter
+        assert meter is not None and self._cache.sketch is not None
+        free_elements = slots.capacity - slots.used_elements
+        return EngineLoad(
+            scheduler.max_seats,
+            scheduler.num_running,
+            scheduler.num_waiting,
+            scheduler.num_queued_tokens,
+            self._cache.usage,
+            free_elements * self._worker.facts.element_bytes,
+            _keys(scheduler.running_adapters()),
+            {adapter_key(d): s for d, s in self._residency.loading_s().items()},
+            _keys(slots.resident[:MAX_RESIDENT]),
+            _keys(self._residency.host.digests()[-MAX_HOST:]),
+            self._cache.sketch.keys,
+            meter.costs,
+        )
+
     # -- steps ---------------------------------------------------------------------------------
 
     def step(self) -> list[Report]:
@@ -188,6 +216,10 @@ class Engine:
         self._residency.registrations.close()
         self._worker.close()
         return events
+
+
+def _keys(digests: Iterable[str]) -> frozenset[int]:
+    return frozenset(map(adapter_key, digests))
 
 
 def _tokens(event: TokenEvent | None) -> Tokens | None:

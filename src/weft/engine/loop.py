@@ -17,6 +17,7 @@ from weft.core.errors import WeftError
 from weft.core.requests import TokenEvent
 from weft.core.stats import Times
 from weft.engine.catalog import LoadEnded
+from weft.engine.meter import Meter
 from weft.engine.residency import Residency
 from weft.schedule.plan import Admitted, Matcher, StepPlan
 from weft.schedule.scheduler import Scheduler
@@ -97,11 +98,16 @@ class Loop:
         self._poll_grammars = poll_grammars
         self._poll_adapters = poll_adapters
         self._ahead = 1 if overlap else 0
-        self._flights: deque[tuple[StepPlan, Flight]] = deque()
+        self._flights: deque[tuple[StepPlan, Flight, float]] = deque()
+        """What was launched, and when."""
         self.queue_times = QueueTimes()
         self.steps = 0
         self.idle = True
         """Whether the last step had nothing to run and nothing to wait for on the device."""
+        self.meter: Meter | None = None
+        """Measures steps, if anybody wants to know."""
+        self._ended_s = 0.0
+        """When the last measured step ended."""
 
     def step(self) -> list[TokenEvent]:
         """One step, and the tokens that came of this one or earlier ones."""
@@ -113,18 +119,27 @@ class Loop:
             self.queue_times.begin(admitted, now)
         if not plan.empty:
             self.steps += 1
-            self._flights.append((plan, self._launch(plan)))
+            self._flights.append((plan, self._launch(plan), now))
         ahead = 0 if plan.empty or self._scheduler.trials.groups else self._ahead
         while len(self._flights) > ahead:
-            planned, flight = self._flights.popleft()
+            planned, flight, launched_s = self._flights.popleft()
             try:
                 result = flight.result()
             except Exception as error:
                 events += self._recover(planned, error)
             else:
+                if self.meter is not None:
+                    self._measure(self.meter, planned, launched_s)
                 events += self._scheduler.commit(planned, result)
         self.idle = plan.empty and not self._flights and not events
         return self.queue_times.stamp(events)
+
+    def _measure(self, meter: Meter, plan: StepPlan, launched_s: float) -> None:
+        """A step has ended, which began when the one before it ended, or when it was launched."""
+        begun_s, self._ended_s = max(self._ended_s, launched_s), time.monotonic()
+        rows = sum(1 for count in plan.num_samples if count)
+        adapters = len(self._scheduler.running_adapters())
+        meter.step(rows, adapters, max(plan.num_tokens - rows, 0), self._ended_s - begun_s)
 
     def _launch(self, plan: StepPlan) -> Flight:
         try:
@@ -136,8 +151,8 @@ class Loop:
         """A step has failed; those launched after it computed with what it should have made, so
         they are void too. Raises an error if the device, or every step, fails from now on."""
         logger.error("a step failed; its requests are tried again in parts", exc_info=error)
-        plans = [plan, *(planned for planned, _ in self._flights)]
-        for _, flight in self._flights:
+        plans = [plan, *(planned for planned, _, _ in self._flights)]
+        for _, flight, _ in self._flights:
             with suppress(Exception):
                 flight.result()
         self._flights.clear()

@@ -17,6 +17,7 @@ from weft.core.errors import AdapterUnavailable, WeftError
 from weft.core.stats import AdapterStats, StageTimes, TierStats
 from weft.engine.catalog import Catalog, Inbox, LoadEnded, Registrations
 from weft.engine.host import Held, HostTier
+from weft.engine.meter import Meter
 from weft.schedule.extents import Extent
 from weft.schedule.slots import AdapterSlots, Load
 from weft.worker.protocol import LoadOrder, LoadResult, Origin, Worker
@@ -58,6 +59,8 @@ class Residency:
         self._hits = self._misses = 0
         self.copy_faults = 0
         """Images that did not come to the device as they were packed."""
+        self.meter: Meter | None = None
+        """Measures loads, if anybody wants to know."""
 
     @property
     def slots(self) -> AdapterSlots:
@@ -108,6 +111,11 @@ class Residency:
         known = self.catalog.known.items()
         return {digest: each.stats for digest, each in known if each.stats.num_loads}
 
+    def loading_s(self) -> dict[str, float]:
+        """For how many seconds loads have been under way, by digest."""
+        now = self._clock()
+        return {digest: now - loading.ordered_s for digest, loading in self._loading.items()}
+
     def tiers(self) -> dict[str, TierStats]:
         """Figures by device, host and disk; no disk if images are not kept there."""
         slots, size = self.slots, self._worker.facts.element_bytes
@@ -151,6 +159,8 @@ class Residency:
             self._worker.clear((load.slot,))
             return LoadEnded(load.digest, AdapterUnavailable("the adapter was unloaded", "model"))
         known = self.catalog.known[load.digest]
+        if self.meter is not None:
+            self.meter.load(known.num_bytes, loading.held is not None, seconds)
         num_loads, num_evictions = known.stats.num_loads + 1, known.stats.num_evictions
         known.stats = AdapterStats(num_loads, num_evictions, seconds, result.stage_s)
         return LoadEnded(load.digest, None)

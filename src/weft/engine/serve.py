@@ -13,6 +13,7 @@ from queue import Empty, SimpleQueue
 
 from weft.core.config import EngineArgs
 from weft.core.errors import WeftError, to_wire
+from weft.core.load import EngineLoad
 from weft.core.messages import Command, Pulse, Report, Started, StartFailed, Stop, Tokens, Wake
 from weft.engine.build import build_engine
 from weft.engine.engine import Engine
@@ -26,10 +27,15 @@ WAIT_S = 0.02
 
 
 class Progress:
-    """When the engine's thread began what it is at; any thread may ask."""
+    """When the engine's thread began what it is at, and the engine's load; any thread may ask."""
 
-    def __init__(self) -> None:
+    def __init__(self, report_s: float | None = None) -> None:
+        """`report_s`: how often the load is to be published; None: never."""
         self._since_s: float | None = None
+        self.report_s = report_s
+        self._published_s = 0.0
+        self.load: EngineLoad | None = None
+        """The newest load that was published."""
 
     def begin(self) -> None:
         """It begins a step, and the commands ahead of it."""
@@ -38,6 +44,13 @@ class Progress:
     def rest(self) -> None:
         """It waits for something to do."""
         self._since_s = None
+
+    def publish(self, engine: Engine) -> None:
+        """Let other threads know the engine's load, unless they were told lately; before the
+        engine's thread may wait for long, they always are."""
+        now = time.monotonic()
+        if self.report_s and (not engine.working or now - self._published_s >= self.report_s):
+            self._published_s, self.load = now, engine.load()
 
     @property
     def busy_s(self) -> float:
@@ -62,16 +75,21 @@ def run_engine(
     inbox: SimpleQueue[Command],
     emit: Callable[[Report], None],
     pulse: Callable[[Pulse], None] | None = None,
+    report_s: float | None = None,
 ) -> None:
     """Build an engine and serve until Stop, or report why not. In a process of its own it has a
-    `pulse`, which is called on another thread, and the process ends when a rank is gone."""
+    `pulse`, which is called on another thread, and the process ends when a rank is gone. With
+    `report_s`, pulses come so often and tell the engine's load."""
     on_lost = (lambda: None) if pulse is None else lambda: os._exit(1)
     try:
         engine = build_engine(args, lambda: inbox.put(Wake()), on_lost)
     except WeftError as error:
         emit(StartFailed(to_wire(error)))
         return
-    progress = Progress()
+    progress = Progress(report_s)
+    if report_s is not None:
+        engine.measure()
+        progress.publish(engine)
     if pulse is not None:
         settle_process()
         threading.Thread(target=_beat, args=(engine, progress, pulse), daemon=True).start()
@@ -104,13 +122,18 @@ def serve(
                 emit(report)
         for report in engine.step():
             emit(report)
+        progress.publish(engine)
 
 
 def _beat(engine: Engine, progress: Progress, pulse: Callable[[Pulse], None]) -> None:
     """Give signs of life until the process ends."""
+    told: EngineLoad | None = None
     while True:
-        pulse(Pulse({"step": progress.busy_s, **engine.stuck_s()}))
-        time.sleep(PULSE_S)
+        load = progress.load
+        busy_s = {"step": progress.busy_s, **engine.stuck_s()}
+        pulse(Pulse(busy_s, load if load is not told else None))
+        told = load
+        time.sleep(progress.report_s or PULSE_S)
 
 
 def _commands(inbox: SimpleQueue[Command], engine: Engine) -> list[Command]:

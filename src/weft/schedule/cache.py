@@ -30,6 +30,8 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from weft.schedule.sketch import PrefixSketch
+
 NEVER = 1 << 62
 """A position beyond any other."""
 
@@ -102,6 +104,8 @@ class Cache:
         self._block_of: dict[bytes, int] = {}
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._free_states = list(range(num_states - 1, -1, -1))
+        self.sketch: PrefixSketch | None = None
+        """What is told of the prefix index to others, if anybody asks for it."""
 
     @property
     def num_free(self) -> int:
@@ -117,10 +121,13 @@ class Cache:
         hits: list[int] = []
         if self._shares:
             for i in range((len(tokens) - 1) // self.block_size):
-                block = self._block_of.get(holding.key(tokens, i, self.block_size))
+                key = holding.key(tokens, i, self.block_size)
+                block = self._block_of.get(key)
                 if block is None:
                     break
                 hits.append(block)
+                if self.sketch is not None:
+                    self.sketch.use(i, key)
         return hits
 
     def reserve(
@@ -170,6 +177,8 @@ class Cache:
             if key not in self._block_of and self._key_of[block] is None:
                 self._block_of[key] = block
                 self._key_of[block] = key
+                if self.sketch is not None:
+                    self.sketch.use(index, key)
             holding.next_full += size
 
     def release(self, holding: Holding) -> None:
@@ -190,6 +199,8 @@ class Cache:
         if key is not None:
             del self._block_of[key]
             self._key_of[block] = None
+            if self.sketch is not None:
+                self.sketch.drop(key)
         self._users[block] = 1
         return block
 

@@ -378,6 +378,15 @@ class Scheduler:
     def num_waiting(self) -> int:
         return len(self._batch.waiting)
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens to compute before all requests here have had their next one."""
+        return sum(s.known - s.computed for s in self._by_id.values() if s.known - s.computed > 1)
+
+    @property
+    def max_seats(self) -> int:
+        return self._limits.max_num_seqs
+
     def running_adapters(self) -> tuple[str, ...]:
         return self._turns.leased
 

@@ -1,0 +1,119 @@
+"""What nodes tell each other of themselves, several times a second.
+
+A report is whole where it is read (`NodeReport`). On its way it is an update (`ReportUpdate`), as
+what a node has of adapters and prefixes changes little from one report to the next:
+
+    EngineLoad --> ReportSender --ReportUpdate, ReportUpdate, ...--> ReportReceiver --> NodeReport
+
+Updates travel on links that lose and reorder nothing; who comes later begins with a whole one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+
+from weft.core.load import EngineLoad
+
+REPORT_S = 0.05
+"""The time between two reports of a node."""
+
+_EMPTY: frozenset[int] = frozenset()
+
+
+class NodeReport(msgspec.Struct, frozen=True):
+    """What is known of a node: all that routing needs."""
+
+    node: str
+    """Its name, which no other node of the fleet has."""
+    epoch: int
+    """Which life of its engine this is: it grows with each start."""
+    seq: int
+    """Reports of this life are numbered from 1 on."""
+    load: EngineLoad
+    draining: bool = False
+    """It takes no new requests, and those that it has go elsewhere."""
+
+
+class KeyChange(msgspec.Struct, frozen=True):
+    """How a set of keys changed since the last update."""
+
+    added: list[int] = []
+    removed: list[int] = []
+
+    @classmethod
+    def between(cls, old: frozenset[int], new: frozenset[int]) -> KeyChange:
+        if old == new:
+            return cls()
+        return cls(sorted(new - old), sorted(old - new))
+
+    def apply(self, old: frozenset[int]) -> frozenset[int]:
+        if not self.added and not self.removed:
+            return old
+        return (old - frozenset(self.removed)) | frozenset(self.added)
+
+
+class ReportUpdate(msgspec.Struct, frozen=True):
+    """A report whose large sets are told by what changed."""
+
+    report: NodeReport
+    """Without resident and host adapters and prefixes."""
+    resident: KeyChange
+    host: KeyChange
+    prefixes: KeyChange
+    whole: bool = False
+    """The changes are from nothing: whatever was known before is void."""
+
+
+def update_between(old: EngineLoad | None, report: NodeReport) -> ReportUpdate:
+    """The update that leads from a load to this report; a whole one from None."""
+    before, new = old or EngineLoad(), report.load
+    bare = replace(new, resident=_EMPTY, host=_EMPTY, prefixes=_EMPTY)
+    return ReportUpdate(
+        msgspec.structs.replace(report, load=bare),
+        KeyChange.between(before.resident, new.resident),
+        KeyChange.between(before.host, new.host),
+        KeyChange.between(before.prefixes, new.prefixes),
+        whole=old is None,
+    )
+
+
+class ReportSender:
+    """Makes the updates of one node, all readers of which get the same ones."""
+
+    def __init__(self, node: str, epoch: int) -> None:
+        self._node = node
+        self._epoch = epoch
+        self.report: NodeReport | None = None
+        """The newest one."""
+
+    def update(self, load: EngineLoad, draining: bool = False) -> ReportUpdate:
+        """The next report, for those who have all before."""
+        last = self.report
+        seq = last.seq + 1 if last else 1
+        self.report = NodeReport(self._node, self._epoch, seq, load, draining)
+        return update_between(last.load if last else None, self.report)
+
+    def whole(self) -> ReportUpdate | None:
+        """The newest report, for those who have none; None if there is none."""
+        return update_between(None, self.report) if self.report else None
+
+
+class ReportReceiver:
+    """Puts the updates of one node together."""
+
+    def __init__(self) -> None:
+        self.report: NodeReport | None = None
+
+    def receive(self, update: ReportUpdate) -> NodeReport:
+        """The report that the node has made."""
+        old = EngineLoad() if update.whole or self.report is None else self.report.load
+        load = replace(
+            update.report.load,
+            resident=update.resident.apply(old.resident),
+            host=update.host.apply(old.host),
+            prefixes=update.prefixes.apply(old.prefixes),
+        )
+        self.report = msgspec.structs.replace(update.report, load=load)
+        return self.report

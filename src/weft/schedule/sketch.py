@@ -1,0 +1,68 @@
+"""A small sketch of which prefixes a cache holds, by which requests find the engine that has them.
+
+Of a sequence's chain of blocks the sketch has those of some depths alone, each half as deep again
+as the one before:
+
+    block    1  2  3  4  .  6  .  8  .  .  .  12  .  .  .  16 ...
+    sketch   x  x  x  x     x     x            x            x
+
+So a prefix of 256 blocks has 16 keys, and is known to two thirds of its length or better.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Protocol
+
+from weft.core.load import MAX_PREFIXES
+
+DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+"""The depths, in blocks, at which prefixes are told."""
+_INDICES = frozenset(depth - 1 for depth in DEPTHS)
+
+
+def _short(key: bytes) -> int:
+    return int.from_bytes(key[:8], "little")
+
+
+class PrefixSketch:
+    """The keys of the cached prefixes that were made or found last."""
+
+    def __init__(self, max_keys: int = MAX_PREFIXES) -> None:
+        self._max_keys = max_keys
+        self._keys: OrderedDict[bytes, None] = OrderedDict()
+        """Those used last at the end."""
+
+    def use(self, index: int, key: bytes) -> None:
+        """The block `index` of some sequence, which has this key, was registered or found."""
+        if index in _INDICES:
+            self._keys[key] = None
+            self._keys.move_to_end(key)
+            if len(self._keys) > self._max_keys:
+                self._keys.popitem(last=False)
+
+    def drop(self, key: bytes) -> None:
+        """The block with this key lost its content."""
+        self._keys.pop(key, None)
+
+    @property
+    def keys(self) -> frozenset[int]:
+        return frozenset(map(_short, self._keys))
+
+
+class Chain(Protocol):
+    """The keys of a sequence's blocks; `weft.schedule.cache.Holding` is one."""
+
+    def key(self, tokens: Sequence[int], index: int, size: int) -> bytes: ...
+
+
+def prefix_keys(chain: Chain, tokens: Sequence[int], block_size: int) -> list[tuple[int, int]]:
+    """`(number of tokens, key)` of each told prefix of a request, the shortest first. One token
+    at least is left to compute."""
+    most = (len(tokens) - 1) // block_size
+    return [
+        (depth * block_size, _short(chain.key(tokens, depth - 1, block_size)))
+        for depth in DEPTHS
+        if depth <= most
+    ]
