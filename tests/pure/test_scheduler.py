@@ -501,7 +501,7 @@ def test_adapters_take_turns(ahead: int, n: int, k: int, short_of: str) -> None:
             h.end_load(0, ok=True)
         h.step()
         h.scheduler.check()
-        for seq in h.scheduler._batch.running:
+        for seq in h.scheduler.batch.running:
             last[seq.request_id] = step
         for name, admitted in last.items():
             if not (h.events[name] and h.events[name][-1].finish_reason):
@@ -667,7 +667,7 @@ def test_what_is_computed_again_is_not_charged_again() -> None:
     h.add(request("b", [9], 1, tenant="b"))
     h.run()
     assert h.scheduler.totals.preemptions > 0
-    (account,) = [a for a in h.scheduler._batch.waiting.accounts if a.name == "a"]
+    (account,) = [a for a in h.scheduler.batch.waiting.accounts if a.name == "a"]
     assert account.counter == 4 * (9 + 2 * 20)
 
 

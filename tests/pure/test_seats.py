@@ -45,12 +45,12 @@ TestSharing.settings = settings(SchedulerMachine.TestCase.settings, max_examples
 
 
 def seats(h: Harness) -> Counter[str]:
-    return Counter(seq.account.name for seq in h.scheduler._batch.running)
+    return Counter(seq.account.name for seq in h.scheduler.batch.running)
 
 
 def counters(h: Harness) -> dict[str, float]:
-    h.scheduler._batch.charge_running()
-    return {a.name: a.counter for a in h.scheduler._batch.waiting.accounts}
+    h.scheduler.batch.charge_running()
+    return {a.name: a.counter for a in h.scheduler.batch.waiting.accounts}
 
 
 loads = st.lists(

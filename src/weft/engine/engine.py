@@ -175,10 +175,10 @@ class Engine:
         assert meter is not None and self._cache.sketch is not None
         free_elements = slots.capacity - slots.used_elements
         return EngineLoad(
-            scheduler.max_seats,
+            scheduler.batch.num_rows,
             scheduler.num_running,
             scheduler.num_waiting,
-            scheduler.num_queued_tokens,
+            scheduler.batch.num_queued_tokens,
             self._cache.usage,
             free_elements * self._worker.facts.element_bytes,
             _keys(scheduler.running_adapters()),

@@ -16,6 +16,7 @@ from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 
 from weft.schedule.cache import Cache
 from weft.schedule.limits import SchedulerLimits
@@ -105,7 +106,7 @@ class Batch:
         turns: Turns,
         tenant_weights: Mapping[str, float] | None = None,
     ) -> None:
-        self._num_rows = num_rows
+        self.num_rows = num_rows
         self._cache = cache
         self._turns = turns
         self._free_rows = list(range(num_rows - 1, -1, -1))
@@ -121,6 +122,12 @@ class Batch:
     @property
     def full(self) -> bool:
         return not self._free_rows
+
+    @property
+    def num_queued_tokens(self) -> int:
+        """Tokens to compute before all requests here have had their next one."""
+        lacking = (seq.known - seq.computed for seq in chain(self.running, self.waiting))
+        return sum(count for count in lacking if count > 1)
 
     @property
     def num_free(self) -> int:
@@ -273,7 +280,7 @@ class Batch:
         self._cache.check(s.holding for s in requests)
         self._turns.check(s.adapter for s in requests)
         rows = [s.row for s in running]
-        assert sorted(rows + self._free_rows) == list(range(self._num_rows))
+        assert sorted(rows + self._free_rows) == list(range(self.num_rows))
         assert sorted(running) == running
         assert len(self.waiting) + len(running) == len(requests)
         assert all(s.row < 0 for s in self.waiting)

@@ -61,7 +61,7 @@ class Scheduler:
         self._turns = Turns(slots, limits.max_loras, limits.max_adapter_wait)
         self._steps = self._orders = 0
         self._by_id: dict[str, Sequence] = {}
-        self._batch = Batch(limits.max_num_seqs, cache, self._turns, tenant_weights)
+        self.batch = Batch(limits.max_num_seqs, cache, self._turns, tenant_weights)
         self._shares = Shares()
         self._planned: dict[int, list[Sequence]] = {}
         """The sequences of the steps in flight, one for each entry of the plan."""
@@ -81,14 +81,14 @@ class Scheduler:
             self._validate(request, vocab_size or self._limits.vocab_size)
         except WeftError as error:
             return self.refuse(request.request_id, error)
-        account = self._batch.waiting.open(request.tenant)
+        account = self.batch.waiting.open(request.tenant)
         use = AdapterUse(request, active_from, vocab_size)
         seq = Sequence(request, self._orders, account, use, self._limits)
         self._orders += 1
         self._by_id[request.request_id] = seq
-        self._batch.join(seq)
+        self.batch.join(seq)
         self._turns.arrive(use)
-        if self._batch.full and not account.num_seats and self._batch.waiting.contended:
+        if self.batch.full and not account.num_seats and self.batch.waiting.contended:
             self._shares.arrive(seq, self._turns.leased)
         return None
 
@@ -99,7 +99,7 @@ class Scheduler:
 
     def set_tenants(self, tenants: Iterable[Tenant]) -> None:
         """See `EngineClient.set_tenants`."""
-        self._batch.waiting.set_tenants(tenants)
+        self.batch.waiting.set_tenants(tenants)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         """End a request early; None if it is not here (it ended already)."""
@@ -140,7 +140,7 @@ class Scheduler:
     def adapter_failed(self, digest: str, error: WeftError) -> list[TokenEvent]:
         """End the requests that wait for an adapter whose load failed."""
         self._turns.settle(digest)
-        waiting = self._batch.waiting.of_adapter(digest)
+        waiting = self.batch.waiting.of_adapter(digest)
         return [self._finish(seq, "error", error=error) for seq in waiting]
 
     # -- the step ------------------------------------------------------------------------------
@@ -153,9 +153,9 @@ class Scheduler:
         """The next step; empty if nothing can run. `now`: seconds that never decrease."""
         self._steps += 1
         draft = Draft(self._steps, self._limits)
-        for seq in self._turns.begin(now, self._batch.running):
-            self._batch.park(seq)
-        if contended := self._batch.waiting.contended:
+        for seq in self._turns.begin(now, self.batch.running):
+            self.batch.park(seq)
+        if contended := self.batch.waiting.contended:
             self._share(draft)
         self._plan_decodes(draft)
         self._plan_chunks(draft, contended)
@@ -211,7 +211,7 @@ class Scheduler:
 
     def fail(self, plans: list[StepPlan], error: WeftError) -> list[TokenEvent]:
         """End who made the first of these steps fail, once that is known; all others wait again."""
-        failed, *_ = [self._batch.roll_back(self._planned.pop(p.step), p.starts) for p in plans]
+        failed, *_ = [self.batch.roll_back(self._planned.pop(p.step), p.starts) for p in plans]
         blamed = self.trials.failed([seq.request_id for seq in failed if not seq.done])
         return [self._finish(self._by_id[blamed], "error", error=error)] if blamed else []
 
@@ -254,7 +254,7 @@ class Scheduler:
         block_size = self._cache.block_size
         sequences, rows, starts = draft.sequences, draft.rows, draft.starts
         budget = draft.num_left
-        for seq in self._batch.running:  # preemption shortens it, from its end
+        for seq in self.batch.running:  # preemption shortens it, from its end
             known = seq.known
             computed = seq.computed
             if known - computed > 1:
@@ -262,9 +262,7 @@ class Scheduler:
             elif known < seq.rules.known_limit:
                 if len(rows) == budget:
                     break
-                if known > len(seq.holding.blocks) * block_size and not self._batch.grow(
-                    seq, draft
-                ):
+                if known > len(seq.holding.blocks) * block_size and not self.batch.grow(seq, draft):
                     continue
                 sequences.append(seq)
                 rows.append(seq.row)
@@ -279,20 +277,20 @@ class Scheduler:
     def _share(self, draft: Draft) -> None:
         """Park running requests of tenants that have more than their shares."""
         if self._shares.pending:
-            running, budget = self._batch.running, draft.num_left - len(self._batch.running)
-            self._batch.charge_running(draft.step)
-            room = self._batch.num_free, budget, self._cache.block_size
+            running, budget = self.batch.running, draft.num_left - len(self.batch.running)
+            self.batch.charge_running(draft.step)
+            room = self.batch.num_free, budget, self._cache.block_size
             for seq in self._shares.begin(running, *room):
-                self._batch.park(seq)
+                self.batch.park(seq)
 
     def _plan_chunks(self, draft: Draft, contended: bool) -> None:
         """Plan what running prompts lack, the oldest first; where tenants contend, the prompts
         first of the one that was served least."""
         kept = 0
         if contended and draft.chunks:
-            self._batch.charge_running(draft.step)
+            self.batch.charge_running(draft.step)
             draft.chunks.sort(key=lambda seq: (seq.account.counter, seq.order))
-            kept = 0 if self._batch.full else self._shares.kept(draft.num_left, draft.chunks)
+            kept = 0 if self.batch.full else self._shares.kept(draft.num_left, draft.chunks)
         draft.num_left -= kept
         for seq in draft.chunks:
             if not draft.full:
@@ -301,14 +299,14 @@ class Scheduler:
 
     def _plan_waiting(self, draft: Draft, contended: bool) -> None:
         self._shares.end()
-        if self._batch.waiting.num_waiting_tenants > 1:
-            self._batch.charge_running(draft.step)
-        if not self._batch.full and not draft.full:
+        if self.batch.waiting.num_waiting_tenants > 1:
+            self.batch.charge_running(draft.step)
+        if not self.batch.full and not draft.full:
             self._turns.look_again()
         ahead, short = 0, False
-        with self._batch.waiting.walk() as walk:
+        with self.batch.waiting.walk() as walk:
             for seq in walk:
-                if ahead or self._batch.full or draft.full:
+                if ahead or self.batch.full or draft.full:
                     ahead += 1
                     if ahead > PREFETCH:
                         break
@@ -321,7 +319,7 @@ class Scheduler:
                     continue
                 elif seq.account.at_cap or not self._turns.ready(seq):
                     walk.skip()
-                elif self._batch.admit(seq, draft):
+                elif self.batch.admit(seq, draft):
                     walk.take()
                 else:
                     ahead, short = 1, True
@@ -352,7 +350,7 @@ class Scheduler:
         seq.done = True
         del self._by_id[seq.request_id]
         self.totals.finished[reason] += 1
-        self._batch.remove(seq)
+        self.batch.remove(seq)
         self._turns.depart(seq.adapter)
         return TokenEvent(
             seq.request_id,
@@ -368,36 +366,27 @@ class Scheduler:
 
     @property
     def totals(self) -> Totals:
-        return self._batch.totals
+        return self.batch.totals
 
     @property
     def num_running(self) -> int:
-        return len(self._batch.running)
+        return len(self.batch.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._batch.waiting)
-
-    @property
-    def num_queued_tokens(self) -> int:
-        """Tokens to compute before all requests here have had their next one."""
-        return sum(s.known - s.computed for s in self._by_id.values() if s.known - s.computed > 1)
-
-    @property
-    def max_seats(self) -> int:
-        return self._limits.max_num_seqs
+        return len(self.batch.waiting)
 
     def running_adapters(self) -> tuple[str, ...]:
         return self._turns.leased
 
     def waiting_adapters(self) -> tuple[str, ...]:
-        return self._batch.waiting.digests
+        return self.batch.waiting.digests
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold, those of its parts included."""
-        requests, running = list(self._by_id.values()), self._batch.running
+        requests, running = list(self._by_id.values()), self.batch.running
         self.trials.check()
-        self._batch.check(requests)
+        self.batch.check(requests)
         adapted = [s for s in requests if s.digest is not None]
         assert all(0 <= s.adapter.active_from < s.num_prompt for s in adapted)
         assert all(s.known <= s.rules.limit for s in running)
