@@ -37,18 +37,18 @@ imports: $(VENV)/.installed-test
 	$(BIN)/lint-imports
 
 # Two workers of one thread each: the tests start many small processes. A file stays together, as
-# its tests share engines (see tests/conftest.py); the tier with the longest files comes first and that with the shortest
-# last, so that both workers end at about the same time.
+# its tests share engines (see tests/conftest.py). The tier with the longest files comes first and
+# that with the shortest last, so that both workers end at about the same time.
 pytest: $(VENV)/.installed-test
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest tests/{e2e,cpu,pure} \
-	  -n 2 --dist loadgroup --no-loadscope-reorder
+	  -n 2 --dist loadfile --no-loadscope-reorder
 
 quick: $(VENV)/.installed-test
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/pure -n 2
 
 exhaustive: $(VENV)/.installed-test
 	EXHAUSTIVE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest tests/{e2e,cpu,pure} -m exhaustive \
-	  -n 2 --dist loadgroup
+	  -n 2 --dist loadfile
 
 # They want other versions of packages than Weft does.
 test-clients: $(VENV)/.installed-test

@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -29,14 +30,29 @@ settings.register_profile("weft", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("weft")
 
 
+TOGETHER = ("tests/e2e/test_clients.py", "tests/e2e/test_server.py")
+"""The files that share a server, so that one worker must take both."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With `--dist loadgroup` a file's tests stay together, as they share engines, and so do files
-    that name the same group, as they share a server."""
     for item in items:
         if item.get_closest_marker("exhaustive") is not None and "EXHAUSTIVE" not in os.environ:
             item.add_marker(pytest.mark.skip(reason="one of `make exhaustive`"))
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(optionalhook=True)  # not there without pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadfile` the tests of a file stay together, as they share engines."""
+    if config.getoption("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return TOGETHER[0] if file in TOGETHER else file
+
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish() -> None:

@@ -25,8 +25,6 @@ from serving import Server, until
 from shared_server import KEY, MODELS
 from tiny import ADAPTERS, answer, ask
 
-pytestmark = pytest.mark.xdist_group("shared_server")
-
 HI: list[ChatCompletionMessageParam] = [{"role": "user", "content": "planet"}]
 PROMPT = "<|bos|><|user|>planet<|end|><|assistant|>"
 NO_SPACE = {str(6 + ord(char)): -100 for char in "\t\n\r "}

@@ -19,8 +19,6 @@ from serving import Server, until
 from shared_server import LATE, MODELS
 from tiny import ADAPTERS
 
-pytestmark = pytest.mark.xdist_group("shared_server")
-
 
 def expected(model: str, word: str) -> str:
     return tiny.answer(None if model == "base" else model, word)

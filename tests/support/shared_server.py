@@ -1,5 +1,5 @@
-"""The one `weft serve` that the tests of several files share. They are in one xdist group, and
-leave it as they found it."""
+"""The one `weft serve` that the tests of several files share: those that `tests/conftest.py` keeps
+together. They leave it as they found it."""
 
 from __future__ import annotations
 
