@@ -1,0 +1,103 @@
+"""What a routing decision takes, by the number of nodes: CPU microseconds of one core.
+
+    python benchmarks/routing.py --nodes 8,32,128
+
+Each request is for one of 2,000 adapters, has 700 tokens and ten prefixes that nodes may have; half
+of them are somewhere. The last line is one line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable
+
+from weft.core.load import EngineLoad
+from weft.fleet.reports import KeyChange, NodeReport, ReportUpdate, update_between
+from weft.fleet.route import Routed, Router
+from weft.fleet.view import RoutedRequest
+
+DEPTHS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+ADAPTERS, PREFIXES = 2_000, 4_000
+
+
+def microseconds(work: Callable[[int], object], count: int, repeats: int = 5) -> float:
+    """The least CPU time of a call, over several rounds of `count` calls."""
+    rounds = []
+    for _ in range(repeats):
+        start = time.process_time()
+        for k in range(count):
+            work(k)
+        rounds.append((time.process_time() - start) / count)
+    return 1e6 * min(rounds)
+
+
+def fleet(num_nodes: int, rng: random.Random) -> Router:
+    router = Router()
+    for k in range(num_nodes):
+        load = EngineLoad(
+            max_seats=64,
+            num_running=rng.randrange(64),
+            queued_tokens=rng.randrange(3000),
+            running_adapters=frozenset(rng.sample(range(1, ADAPTERS), 40)),
+            resident=frozenset(rng.sample(range(1, ADAPTERS), 64)),
+            host=frozenset(rng.sample(range(1, ADAPTERS), 256)),
+            prefixes=frozenset(rng.sample(range(PREFIXES), 2000)),
+        )
+        router.view.update(update_between(None, NodeReport(f"node-{k}", 1, 1, load)), 0.0)
+    return router
+
+
+def measure(num_nodes: int) -> dict[str, float]:
+    rng = random.Random(num_nodes)
+    router = fleet(num_nodes, rng)
+    requests = [
+        RoutedRequest(
+            str(k),
+            700,
+            rng.randrange(1, ADAPTERS),
+            84_000_000,
+            tuple((depth, rng.randrange(2 * PREFIXES)) for depth in DEPTHS),
+        )
+        for k in range(1000)
+    ]
+    view = router.view
+
+    def note(k: int) -> None:
+        index = k % num_nodes
+        view.send(index, requests[k], 700, 0.0)
+        view.end(view.nodes[index].name, requests[k], 128)
+
+    load = EngineLoad(max_seats=64, running_adapters=frozenset(range(1, 40)))
+    reports = [
+        ReportUpdate(
+            NodeReport("node-0", 1, k, load),
+            KeyChange([k + 1], [k]),
+            KeyChange([k + 1], [k]),
+            KeyChange(list(range(k, k + 20)), list(range(k + 20, k + 40))),
+        )
+        for k in range(1000)
+    ]
+    found = {
+        "decision_us": microseconds(lambda k: router.choose(requests[k]), 1000),
+        "send_and_end_us": microseconds(note, 1000),
+        "report_us": microseconds(lambda k: view.update(reports[k], 0.0), 1000),
+    }
+    assert isinstance(router.choose(requests[0]), Routed)
+    return {name: round(us, 1) for name, us in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--nodes", default="8,32,128")
+    nodes = [int(each) for each in parser.parse_args().nodes.split(",")]
+    results = {str(n): measure(n) for n in nodes}
+    for n, row in results.items():
+        print(f"{n:>4} nodes  " + "  ".join(f"{name} {us}" for name, us in row.items()))
+    print(json.dumps({"benchmark": "routing", "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""Decides which node serves a request. Pure: no clock, no I/O; whoever has the same reports decides
+alike, so that every node can route without asking another.
+
+A request r goes to the node i of least
+
+    J(r, i) = max(wait_i, load_i(a)) + prefill_i(r) + CROWDING * n_i * work_i(r) + order_i(a)
+
+    wait      until there is a seat, and what is queued before has been computed
+    load      until the adapter a is on the device
+    prefill   computing what the node's prefix cache does not have of the prompt
+    n * work  what the others there lose by it: its prefill, its row in each step, and its adapter
+              where none of the batch has that
+    order     a little for each place in the adapter's own order of all nodes (rendezvous hashing:
+              Thaler and Ravishankar, 1998), so that routers agree on where an adapter goes first
+
+All of it is in seconds, from coefficients that the engines measure. As others' time counts, load
+stays where its adapter is until that costs more than loading it elsewhere.
+
+A fleet that can't keep up would load adapters all the time if requests went wherever the least is
+queued. So when even the best node makes a request wait for long, the order alone decides, within
+a bound on each node's load; and when it would wait too long, the request is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.errors import ConfigError
+from weft.fleet.keys import RUNNING, hash_of
+from weft.fleet.view import FleetView, RoutedRequest
+
+Floats = NDArray[np.float64]
+
+CROWDING = 0.5
+"""What a second of another request on the node counts beside one of the request itself: those
+that run are half done on average."""
+ORDER_S = 0.5e-3
+"""What each place in the adapter's order of nodes counts."""
+SATURATED_S = 1.0
+"""Beyond this wait at the best node, requests go by their adapter's order."""
+BOUND, ROOM = 1.25, 1.0
+"""A node takes by order up to so many times the mean of open requests, and so many more."""
+LATER = 1e3
+"""Added to the nodes that a policy takes only if there is no other."""
+MAX_RETRY_S = 60
+
+
+class Terms(NamedTuple):
+    """The parts of J by node, in seconds."""
+
+    wait: Floats
+    load: Floats
+    prefill: Floats
+    others: Floats
+    order: Floats
+    closed: Floats
+    """0 at nodes that take requests; much at those that would rather not; infinite at others."""
+    total: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class NodeTerms:
+    """What one node would cost a request, in seconds."""
+
+    node: str
+    total: float
+    wait: float
+    load: float
+    prefill: float
+    others: float
+    order: float
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """A request goes to a node."""
+
+    index: int
+    node: str
+    terms: Terms
+
+    @property
+    def wait_s(self) -> float:
+        """How long it is expected to wait until its prompt is computed."""
+        return max(float(self.terms.wait[self.index]), float(self.terms.load[self.index]))
+
+
+@dataclass(frozen=True, slots=True)
+class Shed:
+    """A request is refused, as it would wait too long, or as no node can serve it."""
+
+    retry_after_s: int
+    wait_s: float
+    """How long it would have waited; infinite if no node can serve it."""
+
+
+Policy = Callable[[FleetView, RoutedRequest, Terms], Floats]
+"""What each node costs by this policy, from the terms of J. The least is chosen, but never an
+infinite one."""
+
+
+def cost(view: FleetView, request: RoutedRequest, terms: Terms) -> Floats:
+    """The node that serves the request soonest, counting what the others there lose by it."""
+    return terms.total
+
+
+def least_loaded(view: FleetView, request: RoutedRequest, terms: Terms) -> Floats:
+    """The node with the fewest open requests; any of those, if there are several."""
+    return (
+        view.table.num_open + 1e-3 * view.orders.places(hash_of(request.request_id)) + terms.closed
+    )
+
+
+def bounded_hrw(view: FleetView, request: RoutedRequest, terms: Terms) -> Floats:
+    """The first node in the adapter's order that has no more than its bound of requests."""
+    able = terms.closed < np.inf
+    mean = (float(view.table.num_open[able].sum()) + 1) / max(int(able.sum()), 1)
+    over = view.table.num_open >= BOUND * mean + ROOM
+    return np.where(over, LATER + view.table.num_open, terms.order) + terms.closed
+
+
+def punica(view: FleetView, request: RoutedRequest, terms: Terms) -> Floats:
+    """The node with the most requests that has a seat left (Chen et al., "Punica: Multi-Tenant LoRA
+    Serving", 2023, arXiv 2310.18547); the one with the fewest, where none has."""
+    full = view.table.num_open >= view.table.seats
+    return np.where(full, LATER + view.table.num_open, -view.table.num_open) + terms.closed
+
+
+POLICIES: dict[str, Policy] = {
+    "cost": cost,
+    "least-loaded": least_loaded,
+    "bounded-hrw": bounded_hrw,
+    "punica": punica,
+}
+"""The choices of a policy, by name. The first line of a policy's docstring says what it does."""
+
+
+def find_policy(name: str) -> Policy:
+    """Raises ConfigError if there is no policy of this name."""
+    if name not in POLICIES:
+        message = f"no routing policy named {name!r}; there are: {', '.join(POLICIES)}"
+        raise ConfigError(message, "routing_policy")
+    return POLICIES[name]
+
+
+class Router:
+    """Decides for the requests of one node. It owns its view of all nodes.
+
+    max_wait_s: a request that would wait longer is refused. A tenant that has more open requests
+    than its share is refused at as much less as it has more. weights: the tenants' shares, 1 for
+    those that are not named.
+    """
+
+    def __init__(
+        self,
+        policy: str = "cost",
+        max_wait_s: float = math.inf,
+        weights: Mapping[str, float] | None = None,
+    ) -> None:
+        self.view = FleetView()
+        self._policy = find_policy(policy)
+        self._max_wait_s = max_wait_s
+        self._weights = dict(weights or {})
+
+    def place(self, request: RoutedRequest, now: float) -> Routed | Shed:
+        """Choose a node, and remember that the request goes there."""
+        found = self.choose(request)
+        if isinstance(found, Routed):
+            i = found.index
+            computed = found.terms.prefill[i] / max(self.view.table.token_s[i], 1e-9)
+            self.view.send(i, request, round(computed), now)
+        return found
+
+    def choose(self, request: RoutedRequest) -> Routed | Shed:
+        """Choose a node for a request, and change nothing."""
+        view = self.view
+        terms = self.terms(request)
+        best = self._best(self._policy, request, terms)
+        if best is None:
+            return Shed(1, math.inf)
+        if terms.wait[best] > SATURATED_S:
+            best = self._best(bounded_hrw, request, terms)
+            assert best is not None, "nodes vanished"
+            wait_s, patience_s = float(terms.wait[best]), self.patience_s(request.tenant)
+            if wait_s > patience_s:
+                retry_s = min(math.ceil(wait_s - patience_s), MAX_RETRY_S)
+                return Shed(max(retry_s, 1), wait_s)
+        return Routed(best, view.nodes[best].name, terms)
+
+    def _best(self, policy: Policy, request: RoutedRequest, terms: Terms) -> int | None:
+        scores = policy(self.view, request, terms)
+        if not len(scores):
+            return None
+        best = int(scores.argmin())
+        return best if scores[best] < np.inf else None
+
+    def terms(self, request: RoutedRequest) -> Terms:
+        """The parts of J at each place of the view's arrays."""
+        view, table = self.view, self.view.table
+        if request.adapter:
+            codes = view.adapters.row(request.adapter)
+            load = table.load_s.take(codes) + request.adapter_bytes * table.byte_s.take(codes)
+            rows = table.rows_s.take(codes)
+        else:
+            load, rows = np.zeros(view.capacity), table.rows_s[:, RUNNING]
+        prefill = self._uncached(request) * table.token_s
+        others = CROWDING * table.num_open * (prefill + rows)
+        order = ORDER_S * view.orders.places(request.order_key)
+        closed = table.closed_s
+        if request.labels or request.avoid:
+            closed = closed + view.barred_s(request)
+        wait = table.wait_s.copy()
+        total = np.maximum(wait, load) + prefill + others + order + closed
+        return Terms(wait, load, prefill, others, order, closed, total)
+
+    def _uncached(self, request: RoutedRequest) -> Floats:
+        """How many tokens each node has to compute. Who has a long prefix has the shorter ones
+        that it begins with, so each adds what it is longer by."""
+        rows, longer, last = [], [], 0
+        for num_tokens, key in request.prefixes:
+            row = self.view.prefixes.find(key)
+            if row is not None:
+                rows.append(row)
+                longer.append(float(num_tokens - last))
+                last = num_tokens
+        if not rows:
+            return np.full(self.view.capacity, float(request.num_tokens))
+        cached: Floats = np.array(longer) @ (np.array(rows) != 0)
+        return request.num_tokens - cached
+
+    def patience_s(self, tenant: str) -> float:
+        """How long a request of a tenant may have to wait before it is refused."""
+        open_of = self.view.open_of
+        weight = self._weights.get(tenant, 1.0)
+        others = sum(self._weights.get(t, 1.0) for t in open_of if t != tenant)
+        total = open_of.total()
+        if not total or not open_of[tenant]:
+            return self._max_wait_s
+        excess = (open_of[tenant] / total) / (weight / (weight + others))
+        return self._max_wait_s / max(excess, 1.0)
+
+    def explain(self, routed: Routed) -> list[NodeTerms]:
+        """What each node that could serve the request would have cost it, the cheapest first."""
+        terms = routed.terms
+        found = [
+            NodeTerms(
+                node.name,
+                float(terms.total[i]),
+                float(terms.wait[i]),
+                float(terms.load[i]),
+                float(terms.prefill[i]),
+                float(terms.others[i]),
+                float(terms.order[i]),
+            )
+            for i, node in self.view.nodes.items()
+            if i < len(terms.total) and terms.total[i] < np.inf
+        ]
+        return sorted(found, key=lambda each: (each.total, each.node))
