@@ -13,8 +13,10 @@ from weft.kernels.attention import sdpa
 from weft.kernels.attention.sdpa import torch_attend
 from weft.kernels.ops import (
     Ops,
+    Rope,
     activate_and_mul,
     apply_rope,
+    layer_norm,
     make_ops,
     reference_activate_and_mul,
     reference_rms_norm,
@@ -107,8 +109,13 @@ def test_norm_rope_and_activation_match_their_oracles(dtype: torch.dtype) -> Non
     weight = torch.randn(16, generator=generator).to(dtype)
     for w in (weight, None):
         close(rms_norm(x, w, 1e-6), reference_rms_norm(x, w, 1e-6))
+    close(layer_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6, centered=True))
     close(activate_and_mul(x), reference_activate_and_mul(x))
     angle = torch.rand(5, 1, 8, generator=generator) * 6
-    cos = torch.cat((angle.cos(), angle.cos()), -1).to(dtype)
-    sin = torch.cat((-angle.sin(), angle.sin()), -1).to(dtype)
-    close(apply_rope(x, cos, sin), reference_rope(x, cos, sin))
+    cos = torch.stack((angle.cos(), angle.cos()), 2).to(dtype)
+    sin = torch.stack((-angle.sin(), angle.sin()), 2).to(dtype)
+    for rope in (
+        Rope(cos.flatten(2), sin.flatten(2)),
+        Rope(cos.transpose(2, 3).flatten(2), sin.transpose(2, 3).flatten(2), interleaved=True),
+    ):
+        close(apply_rope(x, rope), reference_rope(x, rope))

@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     Gemma3TextConfig,
+    Glm4Config,
+    GlmConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -189,6 +192,28 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     ),
     "granite-tied-bias": GraniteConfig(
         **SIZES, **NO_PAD, attention_bias=True, mlp_bias=True, tie_word_embeddings=True
+    ),
+    "glm": GlmConfig(**SIZES, **NO_PAD, head_dim=12, rms_norm_eps=1e-5),
+    "glm4": Glm4Config(**SIZES, **NO_PAD, head_dim=16, rms_norm_eps=1e-5),
+    "glm4-whole-rope-tied": Glm4Config(
+        **SIZES,
+        **NO_PAD,
+        **rope("default", partial_rotary_factor=1.0),
+        head_dim=8,
+        attention_bias=False,
+        tie_word_embeddings=True,
+    ),
+    "cohere2": Cohere2Config(
+        **SIZES | {"num_hidden_layers": 4}, **NO_PAD, sliding_window=6, logit_scale=0.25
+    ),
+    "cohere2-untied-bias": Cohere2Config(
+        **SIZES,
+        **NO_PAD,
+        **YARN,
+        sliding_window=50,
+        layer_types=["full_attention", "sliding_attention", "sliding_attention"],
+        attention_bias=True,
+        tie_word_embeddings=False,
     ),
     "qwen3.5": Qwen3_5TextConfig(
         **SIZES | {"num_hidden_layers": 4, "initializer_range": 0.04},

@@ -26,7 +26,7 @@ from weft.kernels.attention import KVCache, make_batch
 from weft.kernels.linear import DenseWeight
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, triton_beside
 from weft.kernels.lora.triton import TritonBackend, TritonStep, Tuning
-from weft.kernels.ops import Ops, Pending, Product
+from weft.kernels.ops import Ops, Pending, Product, Rope
 from weft.kernels.triton_ops import TritonOps
 from weft.kernels.tuned import Cut
 
@@ -215,7 +215,7 @@ def test_ops_add_what_is_pending(dtype: torch.dtype) -> None:
     angle = torch.rand(3, 4, generator=generator)
     cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
     table = torch.stack((cos, sin), 1).to(dtype)
-    rope = (table[:, :1], table[:, 1:])
+    rope = Rope(table[:, :1], table[:, 1:])
     qkv, more = random(3, 64), pending(64)
     got = triton.rope_and_write(Product(qkv.clone(), more), rope, None, 1e-6, caches[0], batch)
     want = plain.rope_and_write(Product(qkv.clone(), more), rope, None, 1e-6, caches[1], batch)

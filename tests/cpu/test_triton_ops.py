@@ -21,6 +21,7 @@ from weft.kernels.attention.paged import Rounds
 from weft.kernels.ops import (
     Ops,
     Product,
+    Rope,
     reference_activate_and_mul,
     reference_rms_norm,
 )
@@ -128,9 +129,12 @@ def test_norm_and_activation_match_their_oracles(
     delta = torch.randn(5, 40, generator=generator).to(dtype)
     weight = torch.randn(40, generator=generator).to(dtype)
     tolerance = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
-    torch.testing.assert_close(
-        ops.rms_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6), **tolerance
-    )
+    for centered in (False, True):
+        torch.testing.assert_close(
+            ops.rms_norm(x, weight, 1e-6, centered=centered),
+            reference_rms_norm(x, weight, 1e-6, centered),
+            **tolerance,
+        )
     added = x + delta
     got = ops.rms_norm(x, weight, 1e-6, Product(delta))
     assert torch.equal(x, added)
@@ -141,10 +145,17 @@ def test_norm_and_activation_match_their_oracles(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rotated", [HEAD_DIM, HEAD_DIM // 2])
+@pytest.mark.parametrize(
+    ("rotated", "interleaved"),
+    [(HEAD_DIM, False), (HEAD_DIM // 2, False), (HEAD_DIM // 2, True)],
+)
 @pytest.mark.parametrize("norm_shape", [None, (6, HEAD_DIM), (4, 6, HEAD_DIM)])
 def test_rope_and_write_is_the_torch_one(
-    ops: kernels.TritonOps, dtype: torch.dtype, norm_shape: tuple[int, ...] | None, rotated: int
+    ops: kernels.TritonOps,
+    dtype: torch.dtype,
+    norm_shape: tuple[int, ...] | None,
+    rotated: int,
+    interleaved: bool,
 ) -> None:
     batch = random_batch([(3, 5), (1, 9)], 4, 0)
     generator = torch.Generator().manual_seed(0)
@@ -154,7 +165,7 @@ def test_rope_and_write_is_the_torch_one(
     angle = torch.rand(4, rotated // 2, generator=generator) * 6
     cos, sin = torch.cat((angle.cos(),) * 2, -1), torch.cat((-angle.sin(), angle.sin()), -1)
     table = torch.stack((cos, sin), 1).to(dtype)
-    rope = (table[:, :1], table[:, 1:])
+    rope = Rope(table[:, :1], table[:, 1:], interleaved)
     same = KVCache(cache.k.clone(), cache.v.clone())
     expected = Ops().rope_and_write(Product(qkv.clone()), rope, norm, 1e-6, same, batch)
     got = ops.rope_and_write(Product(qkv.clone()), rope, norm, 1e-6, cache, batch)
@@ -170,7 +181,7 @@ def test_rows_without_a_slot_are_not_written(ops: kernels.TritonOps) -> None:
     cache = KVCache(torch.zeros(1, 4, 2, HEAD_DIM), torch.zeros(1, 4, 2, HEAD_DIM))
     table = torch.ones(1, 2, HEAD_DIM)
     qkv = Product(torch.ones(1, 8 * HEAD_DIM))
-    ops.rope_and_write(qkv, (table[:, :1], table[:, 1:]), None, 1e-6, cache, batch)
+    ops.rope_and_write(qkv, Rope(table[:, :1], table[:, 1:]), None, 1e-6, cache, batch)
     assert not cache.k.any() and not cache.v.any()
 
 

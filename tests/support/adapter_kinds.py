@@ -26,7 +26,9 @@ from peft import (
 from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
+    Cohere2Config,
     Gemma3TextConfig,
+    Glm4Config,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -82,6 +84,12 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         attention_multiplier=0.25,
         logits_scaling=2.0,
     ),
+    "glm4": Glm4Config(
+        **SIZES | {"pad_token_id": None, "eos_token_id": []}, head_dim=16, rms_norm_eps=1e-5
+    ),
+    "cohere2": Cohere2Config(
+        **SIZES, pad_token_id=None, sliding_window=24, layer_types=WINDOW_AND_ALL
+    ),
     "qwen3.5": Qwen3_5TextConfig(
         **SIZES | {"initializer_range": 0.1},
         head_dim=16,
@@ -115,10 +123,13 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
-BIASED = ("qwen2",)
+BIASED = ("qwen2", "glm4")
 MIXTURES = ("qwen3-moe", "mixtral")
-UNTIED = ("llama", "mistral", "qwen2", "phi3", "olmo2", "olmo3", "granite", "qwen3.5", *MIXTURES)
-NEWER = ("olmo3", "smollm3", "granite", "gemma3", "qwen3.5")
+UNTIED = (
+    *("llama", "mistral", "qwen2", "phi3", "olmo2", "olmo3", "granite", "glm4", "qwen3.5"),
+    *MIXTURES,
+)
+NEWER = ("olmo3", "smollm3", "granite", "gemma3", "glm4", "cohere2", "qwen3.5")
 ALWAYS = ("llama-tied", "qwen2", "phi3", "gemma3", "qwen3.5", *MIXTURES)
 """Those that differ most in what adapters meet; `make exhaustive` takes all."""
 SERVED = ("llama-tied", "mistral", "qwen2", "qwen3-tied", "phi3", "olmo2", *NEWER, *MIXTURES)
@@ -145,8 +156,8 @@ class Kind:
 
     def options_on(self, family: str) -> dict[str, Any]:
         """Mixtral has no MLP but its experts, peft has no DoRA of experts, and Phi-3 has one
-        projection for q, k and v, and one for gate and up. Qwen3.5 has linear attention too, whose
-        norm is none of those that can be saved."""
+        projection for q, k and v, and one for gate and up, as GLM-4 has for the latter. Qwen3.5
+        has linear attention too, whose norm is none of those that can be saved."""
         options = dict(self.options)
         if family == "qwen3.5":
             if (
@@ -156,8 +167,8 @@ class Kind:
                 options["target_modules"] = [*options["target_modules"], *LINEAR]
             if options.get("modules_to_save") == ["norm"]:
                 options["modules_to_save"] = ["layernorm", "q_norm", "k_norm", "model.norm"]
-        if family == "phi3":
-            options = {name: fused(value) for name, value in options.items()}
+        for names in FUSED.get(family, ()):
+            options = {name: fused(value, *names) for name, value in options.items()}
         targets = options["target_modules"]
         no_mlp = family == "mixtral" or (family in MIXTURES and options.get("use_dora"))
         if no_mlp and isinstance(targets, list) and targets:
@@ -167,16 +178,20 @@ class Kind:
         return options
 
 
-def fused(value: Any) -> Any:
-    """An option with the names of Phi-3's projections in place of others'."""
+QKV, GATE_UP = (r"\b[qkv]_proj", "qkv_proj"), (r"\b(gate|up)_proj", "gate_up_proj")
+FUSED = {"phi3": (QKV, GATE_UP), "glm4": (GATE_UP,)}
+"""By family: projections, and the one that it has in their place."""
+
+
+def fused(value: Any, parts: str, whole: str) -> Any:
+    """An option with the name of one projection in place of those of its parts."""
     if isinstance(value, list):
-        return list(dict.fromkeys(map(fused, value)))
+        return list(dict.fromkeys(fused(entry, parts, whole) for entry in value))
     if isinstance(value, dict):
-        return {fused(name): entry for name, entry in value.items()}
+        return {fused(name, parts, whole): entry for name, entry in value.items()}
     if not isinstance(value, str):
         return value
-    value = value.replace("(q|gate|up)_proj", "(qkv|gate_up)_proj")
-    return re.sub(r"\b[qkv]_proj", "qkv_proj", re.sub(r"\b(gate|up)_proj", "gate_up_proj", value))
+    return re.sub(parts, whole, value.replace("(q|gate|up)_proj", "(q_proj|gate_proj|up_proj)"))
 
 
 def lora(targets: list[str] | str = ATTENTION, **options: Any) -> dict[str, Any]:

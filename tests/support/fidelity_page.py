@@ -18,7 +18,7 @@ NAMES = dict(
         SERVED,
         (
             *("Llama", "Mistral", "Qwen 2", "Qwen 3", "Phi 3", "OLMo 2", "OLMo 3", "SmolLM 3"),
-            *("Granite", "Gemma 3", "Qwen 3.5", "Qwen 3 MoE", "Mixtral"),
+            *("Granite", "Gemma 3", "GLM 4", "Cohere 2", "Qwen 3.5", "Qwen 3 MoE", "Mixtral"),
         ),
         strict=True,
     )
@@ -39,11 +39,12 @@ kind alone, with its prompt already in the prefix cache, and among concurrent re
 others (`make exhaustive`). In 16 bits the same is computed with the rounding of that format.
 
 *All* families are Llama, Mistral, Qwen 2, Qwen 3, Phi 3, OLMo 2, OLMo 3, SmolLM 3, Granite,
-Gemma 3, Qwen 3.5, Qwen 3 MoE and Mixtral; in the last two these kinds are for the attention and for
-dense layers, and experts have rows of their own. In Phi 3 q, k and v are one projection, and so are
-gate and up; there the kinds are for these. In Qwen 3.5 they are for linear attention, too, whose
-prompts are never in the prefix cache. The biases are those of the base, which of these families
-Qwen 2 has, and (IA)³ of the head is for one that is not tied to the embedding. The last two columns
+Gemma 3, GLM 4, Cohere 2, Qwen 3.5, Qwen 3 MoE and Mixtral; in the last two these kinds are for the
+attention and for dense layers, and experts have rows of their own. In Phi 3 q, k and v are one
+projection, and so are gate and up, which are one in GLM 4, too; there the kinds are for these. In
+Qwen 3.5 they are for linear attention, too, whose prompts are never in the prefix cache. The biases
+are those of the base, which of these families Qwen 2 and GLM 4 have, and (IA)³ of the head is for
+one that is not tied to the embedding. The last two columns
 are what the released loaders of vLLM 0.33 and SGLang 0.5.23 did with real adapters. *Wrong* is an
 adapter that was accepted and then answered as another one, without a word; an empty cell is one
 that was not tried. SGLang took 11 of 35 kinds that way, and 5 more passed its loader and failed in

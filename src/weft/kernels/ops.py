@@ -32,9 +32,18 @@ def rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     return F.rms_norm(x_D.float(), (x_D.shape[-1],), weight_D.float(), eps).to(x_D.dtype)
 
 
-def reference_rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
-    """The oracle of `rms_norm`."""
+def layer_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of x less its mean: a LayerNorm without a bias."""
+    return F.layer_norm(x_D.float(), (x_D.shape[-1],), weight_D.float(), None, eps).to(x_D.dtype)
+
+
+def reference_rms_norm(
+    x_D: Tensor, weight_D: Tensor | None, eps: float, centered: bool = False
+) -> Tensor:
+    """The oracle of `rms_norm` and, if `centered`, of `layer_norm`."""
     x = x_D.float()
+    if centered:
+        x = x - x.mean(-1, keepdim=True)
     y = (x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt()).to(x_D.dtype)
     return y if weight_D is None else y * weight_D
 
@@ -57,29 +66,46 @@ def reference_activate_and_mul(gate_up_TF: Tensor, activation: Activation = "sil
     return (active * up).to(gate_up_TF.dtype)
 
 
-def apply_rope(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + R/2) of every head: `x * cos + roll(x, R/2) * sin` over its first R
-    dimensions. The others, if R is less than D, stay as they are.
+class Rope(NamedTuple):
+    """The rotation of a step's rows, for the first R dimensions of every head. They are rotated in
+    pairs: of x, what becomes is `x * cos + x' * sin`, with x' the other of each pair. So cos is
+    there for both of a pair, and sin is negative for the first of it. All of one dtype."""
 
-    `cos_T1R` repeats its first half; `sin_T1R` holds -sin in the first half and sin in the
-    second, so that swapping the halves of x is all that a rotation needs. All of one dtype.
-    """
+    cos_T1R: Tensor
+    sin_T1R: Tensor
+    interleaved: bool = False
+    """Whether neighbours are the pairs, (2 i, 2 i + 1); else they are (i, i + R/2)."""
+
+
+def apply_rope(x_TND: Tensor, rope: Rope) -> Tensor:
+    """Rotate the first R dimensions of every head. The others, if R is less than D, stay as they
+    are."""
+    cos_T1R, sin_T1R, interleaved = rope
     R = cos_T1R.shape[-1]
     x_TNR = x_TND[..., :R]
-    rotated_TNR = torch.addcmul(x_TNR * cos_T1R, x_TNR.roll(R // 2, -1), sin_T1R)
+    if interleaved:
+        other_TNR = x_TNR.reshape(*x_TNR.shape[:-1], R // 2, 2).flip(-1).flatten(-2)
+    else:
+        other_TNR = x_TNR.roll(R // 2, -1)
+    rotated_TNR = torch.addcmul(x_TNR * cos_T1R, other_TNR, sin_T1R)
     if x_TND.shape[-1] == R:
         return rotated_TNR
     return torch.cat((rotated_TNR, x_TND[..., R:]), -1)
 
 
-def reference_rope(x_TND: Tensor, cos_T1R: Tensor, sin_T1R: Tensor) -> Tensor:
+def reference_rope(x_TND: Tensor, rope: Rope) -> Tensor:
     """The oracle of `apply_rope`: one 2 x 2 rotation per pair, in fp32."""
-    R = cos_T1R.shape[-1]
+    R = rope.cos_T1R.shape[-1]
     half = R // 2
-    a, b = x_TND[..., :half].float(), x_TND[..., half:R].float()
-    cos, sin = cos_T1R[..., half:].float(), sin_T1R[..., half:].float()
-    rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x_TND.dtype)
-    return torch.cat((rotated, x_TND[..., R:]), -1)
+    first, second = slice(0, half), slice(half, R)
+    if rope.interleaved:
+        first, second = slice(0, R, 2), slice(1, R, 2)
+    a, b = x_TND[..., first].float(), x_TND[..., second].float()
+    cos, sin = rope.cos_T1R[..., second].float(), rope.sin_T1R[..., second].float()
+    out_TND = x_TND.clone()
+    out_TND[..., first] = (a * cos - b * sin).to(x_TND.dtype)
+    out_TND[..., second] = (b * cos + a * sin).to(x_TND.dtype)
+    return out_TND
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,12 +149,13 @@ class Ops:
         eps: float,
         delta: Product | None = None,
         delta_scale: float = 1.0,
+        centered: bool = False,
     ) -> Tensor:
-        """Norm rows as the function `rms_norm` does, after adding any `delta * delta_scale` to x in
-        place."""
+        """Norm rows as the function `rms_norm` does, or if `centered` as `layer_norm`, after adding
+        any `delta * delta_scale` to x in place."""
         if delta is not None:
             x_TI.add_(delta.whole(), alpha=delta_scale)
-        return rms_norm(x_TI, weight_I, eps)
+        return (layer_norm if centered else rms_norm)(x_TI, weight_I, eps)
 
     def sum_and_norm(
         self,
@@ -138,11 +165,13 @@ class Ops:
         delta: Product,
         ranks: Ranks,
         delta_scale: float = 1.0,
+        centered: bool = False,
     ) -> Tensor:
         """Add to x, in place, the sum over ranks of `delta * delta_scale` with what is pending of
         `delta` on each, and norm x. This is where most of a model's sums over ranks are, so that
         one operation may do all of it."""
-        return self.rms_norm(x_TI, weight_I, eps, Product(ranks.sum(delta.whole())), delta_scale)
+        whole = Product(ranks.sum(delta.whole()))
+        return self.rms_norm(x_TI, weight_I, eps, whole, delta_scale, centered)
 
     def activate_and_mul(self, gate_up: Product, activation: Activation = "silu") -> Tensor:
         """Compute what the function `activate_and_mul` does."""
@@ -151,7 +180,7 @@ class Ops:
     def rope_and_write(
         self,
         qkv: Product,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         norm_ND: Tensor | None,
         eps: float,
         cache: KVCache,
@@ -169,7 +198,7 @@ class Ops:
         qk_TND, v_TKD = qkv_TND.split_with_sizes((H + K, K), 1)
         if norm_ND is not None:
             qk_TND = (rms_norm(qk_TND, None, eps) * norm_ND).to(qk_TND.dtype)
-        q_THD, k_TKD = apply_rope(qk_TND, *rope).split_with_sizes((H, K), 1)
+        q_THD, k_TKD = apply_rope(qk_TND, rope).split_with_sizes((H, K), 1)
         write_kv(k_TKD, v_TKD, cache, batch)
         return q_THD
 

@@ -19,7 +19,7 @@ from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.attention.paged import PagedAttention
 from weft.kernels.collective.base import Ranks
 from weft.kernels.collective.peers import PeerRanks
-from weft.kernels.ops import Activation, Ops, Pending, Product
+from weft.kernels.ops import Activation, Ops, Pending, Product, Rope
 from weft.kernels.triton_base import (
     INTERPRETED,
     has_pending,
@@ -42,12 +42,13 @@ def _add_rms_norm(
     delta_scale,
     ADD: tl.constexpr,
     SCALED: tl.constexpr,
+    CENTERED: tl.constexpr,
     BLOCK: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out = rms_norm(x) or, with ADD, x += delta first (times delta_scale if SCALED); one program
-    per row of `width`."""
+    """out = rms_norm(x), or layer_norm(x) if CENTERED. With ADD, x += delta first (times
+    delta_scale if SCALED). One program per row of `width`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i = tl.arange(0, BLOCK)
@@ -67,6 +68,8 @@ def _add_rms_norm(
         x = (x.to(tl.float32) + delta).to(x.dtype)
         tl.store(x_ptr + at, x, mask=i < width)
     wide = x.to(tl.float32)
+    if CENTERED:
+        wide = tl.where(i < width, wide - tl.sum(wide) / width, 0.0)
     scale = 1 / tl.sqrt(tl.sum(wide * wide) / width + eps)
     tl.store(out_ptr + at, (wide * scale * weight).to(x.dtype), mask=i < width)
 
@@ -128,12 +131,13 @@ def _rope_and_write(
     R: tl.constexpr,
     BLOCK: tl.constexpr,
     NORM: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Head n of row t: q is rotated in place, k to the cache, v copied there. Programs (T, N).
 
-    qkv (T, H + 2K, D) with contiguous heads; cos and sin (T, R) as `apply_rope` has them, both of
+    qkv (T, H + 2K, D) with contiguous heads; cos and sin (T, R) as `Rope` has them, both of
     row stride `table_stride`; norm (H + K, D), for row t at `norm_stride` t; k and v
     (slots, K, D); slot int64 (T,).
     """
@@ -155,6 +159,8 @@ def _rope_and_write(
     if n < H + K:
         turns = d < R
         swapped_d = tl.where(d < R // 2, d + R // 2, d - R // 2)
+        if INTERLEAVED:
+            swapped_d = d ^ 1
         swapped = tl.load(at + swapped_d, mask=turns, other=0.0)
         swapped = with_pending(swapped, add_at + swapped_d, has, turns, PENDING)
         swapped = swapped.to(tl.float32)
@@ -170,7 +176,7 @@ def _rope_and_write(
         sin = tl.load(sin_ptr + t * table_stride + d, mask=turns, other=0.0).to(tl.float32)
         y = (y * cos + swapped * sin).to(x.dtype)
         if n < H:
-            tl.store(at + d, y, mask=ok)  # one warp: both halves have been read
+            tl.store(at + d, y, mask=ok)  # one warp: both of each pair have been read
         else:
             tl.store(k_ptr + (slot * K + n - H) * D + d, y, mask=written)
     else:
@@ -193,6 +199,7 @@ class TritonOps(Ops):
         eps: float,
         delta: Product | None = None,
         delta_scale: float = 1.0,
+        centered: bool = False,
     ) -> Tensor:
         delta_TI, pending = (x_TI, None) if delta is None else delta
         num_rows, width = x_TI.shape
@@ -210,6 +217,7 @@ class TritonOps(Ops):
                 delta_scale,
                 ADD=delta is not None,
                 SCALED=delta_scale != 1,
+                CENTERED=centered,
                 BLOCK=block,
                 PENDING=pending is not None,
                 num_warps=min(max(block // 512, 1), 16),
@@ -225,9 +233,10 @@ class TritonOps(Ops):
         delta: Product,
         ranks: Ranks,
         delta_scale: float = 1.0,
+        centered: bool = False,
     ) -> Tensor:
-        if not isinstance(ranks, PeerRanks):
-            return super().sum_and_norm(x_TI, weight_I, eps, delta, ranks, delta_scale)
+        if centered or not isinstance(ranks, PeerRanks):
+            return super().sum_and_norm(x_TI, weight_I, eps, delta, ranks, delta_scale, centered)
         y_TI, pending = delta
         added = None if pending is None else (pending.add_TO, pending.slot_T)
         return ranks.sum_and_norm(x_TI, weight_I, eps, y_TI, added, delta_scale)
@@ -254,7 +263,7 @@ class TritonOps(Ops):
     def rope_and_write(
         self,
         qkv: Product,
-        rope: tuple[Tensor, Tensor],
+        rope: Rope,
         norm_ND: Tensor | None,
         eps: float,
         cache: KVCache,
@@ -265,7 +274,7 @@ class TritonOps(Ops):
         T, N = len(qkv_TO), qkv_TO.shape[1] // D
         qkv_TND = qkv_TO.view(T, N, D)
         H = N - 2 * K
-        cos_T1R, sin_T1R = rope
+        cos_T1R, sin_T1R, interleaved = rope
         assert cos_T1R.stride(0) == sin_T1R.stride(0)
         if T:
             _rope_and_write[T, N](
@@ -287,6 +296,7 @@ class TritonOps(Ops):
                 R=cos_T1R.shape[-1],
                 BLOCK=triton.next_power_of_2(D),
                 NORM=norm_ND is not None,
+                INTERLEAVED=interleaved,
                 PENDING=pending is not None,
                 num_warps=1,
                 **self._options,

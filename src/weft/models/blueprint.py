@@ -14,7 +14,7 @@ from math import prod
 from weft.core.shards import Shard
 from weft.core.targets import Packed, TargetTable, build_table
 from weft.models.config import ModelConfig, share_of
-from weft.models.families import MoeConfig
+from weft.models.family import MoeConfig
 
 EMBED, HEAD, LAST_NORM = "embed", "head", "model.norm"
 """Keys of the weights outside the layers, and the name of the last norm."""
@@ -64,22 +64,12 @@ def is_linear(config: ModelConfig, layer: int) -> bool:
     return config.linear is not None and config.linear.layers[layer]
 
 
-def layer_norms(config: ModelConfig) -> tuple[str, ...]:
-    """The names within a layer of the norms around attention and MLP, in the order of their use."""
-    match config.blocks:
-        case "pre":
-            return "input_layernorm", "post_attention_layernorm"
-        case "post":
-            return "post_attention_layernorm", "post_feedforward_layernorm"
-        case "both":
-            first, second = "input_layernorm", "pre_feedforward_layernorm"
-            return first, "post_attention_layernorm", second, "post_feedforward_layernorm"
-
-
 def _attention(config: ModelConfig, i: int) -> list[Packed]:
     name, hidden, head = f"model.layers.{i}.self_attn.", config.hidden_size, config.head_dim
     q, kv = config.num_heads * head, config.num_kv_heads * head
-    qkv = _named(name, "qkv_proj") if config.fused else _named(name, "q_proj", "k_proj", "v_proj")
+    qkv = (
+        _named(name, "qkv_proj") if config.fused_qkv else _named(name, "q_proj", "k_proj", "v_proj")
+    )
     bias, out_bias = config.attention_bias, config.attention_out_bias
     widths = 2 * q if config.output_gate else q, kv, kv
     return [
@@ -115,7 +105,7 @@ def _vectors(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
 
 def _mlp(config: ModelConfig, i: int) -> list[Packed]:
     name, hidden, inner = f"model.layers.{i}.mlp.", config.hidden_size, config.intermediate_size
-    fused, bias = config.fused, config.mlp_bias
+    fused, bias = config.fused_mlp, config.mlp_bias
     gate_up = _named(name, "gate_up_proj") if fused else _named(name, "gate_proj", "up_proj")
     return [
         Packed(f"{i}.gate_up", "linear", hidden, (inner, inner), gate_up, bias, "column"),
@@ -148,7 +138,7 @@ def _norms(config: ModelConfig) -> list[tuple[str, int]]:
     found: list[tuple[str, int]] = []
     for i in range(config.num_layers):
         layer = f"model.layers.{i}."
-        found += [(layer + name, hidden) for name in layer_norms(config)]
+        found += [(layer + name, hidden) for name in config.norm_names]
         if config.qk_norm is not None and not is_linear(config, i):
             heads = {"q_norm": config.num_heads, "k_norm": config.num_kv_heads}
             found += [

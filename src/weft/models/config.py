@@ -9,14 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.core.errors import ConfigError
-from weft.models.families import (
-    FAMILIES,
+from weft.models.families import FAMILIES
+from weft.models.family import (
+    NORM_NAMES,
     UNSCALED,
     Blocks,
     Family,
     LinearConfig,
     MoeConfig,
     QkNorm,
+    RopeParameters,
     Scales,
 )
 from weft.models.fields import check_fields
@@ -39,7 +41,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
+    norm_eps: float
     tie_word_embeddings: bool
     attention_bias: bool
     """Whether q, k and v have a bias."""
@@ -61,13 +63,19 @@ class ModelConfig:
     """None: all layers have a KV cache."""
     output_gate: bool = False
     """Whether q_proj has a gate for each head behind its queries."""
-    fused: bool = False
-    """Checkpoints and adapters have one projection for q, k and v, and one for gate and up."""
+    fused_qkv: bool = False
+    """Whether checkpoints and adapters have one projection for q, k and v."""
+    fused_mlp: bool = False
+    """Whether checkpoints and adapters have one projection for gate and up."""
     blocks: Blocks = "pre"
+    norm_names: tuple[str, ...] = ()
+    """What a layer calls the norms around attention and MLP, in the order of their use."""
     activation: Activation = "silu"
     scales: Scales = UNSCALED
     norm_offset: float = 0.0
     """What is added to the weights of norms before they multiply."""
+    centered_norms: bool = False
+    """Whether norms are LayerNorms without a bias; else they are RMS norms."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -230,26 +238,33 @@ def _build(
         num_heads=hf.num_attention_heads,
         num_kv_heads=hf.num_key_value_heads,
         head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        rms_norm_eps=hf.rms_norm_eps,
+        norm_eps=getattr(hf, family.norm_eps),
         tie_word_embeddings=bool(hf.tie_word_embeddings),
         attention_bias=_flag(hf, family.attention_bias),
         attention_out_bias=_flag(hf, family.attention_out_bias),
         mlp_bias=_flag(hf, family.mlp_bias),
         qk_norm=family.qk_norm,
         windows=family.windows(hf),
-        ropes=tuple(None if p is None else read_rope(p, hf, family.partial_rotary) for p in ropes),
+        ropes=tuple(None if p is None else _rope(p, hf, family) for p in ropes),
         max_position_embeddings=min(context_limit(p, hf) for p in distinct),
         eos_token_ids=eos_token_ids,
         dtype=_dtype(raw),
         moe=family.moe(hf),
         linear=family.linear(hf),
         output_gate=family.output_gate,
-        fused=family.fused,
+        fused_qkv=family.fused_qkv,
+        fused_mlp=family.fused_mlp,
         blocks=family.blocks,
+        norm_names=family.norm_names or NORM_NAMES[family.blocks],
         activation=family.activation,
         scales=family.scales(hf),
         norm_offset=family.norm_offset,
+        centered_norms=family.centered_norms,
     )
+
+
+def _rope(parameters: RopeParameters, hf: Any, family: Family) -> RopeConfig:
+    return read_rope(parameters, hf, family.partial_rotary, family.interleaved_rope)
 
 
 _ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}

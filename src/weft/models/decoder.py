@@ -15,15 +15,15 @@ from torch import Tensor
 from weft.kernels.attention import KVCache
 from weft.kernels.collective.base import ALONE, Ranks
 from weft.kernels.delta import StateCache
-from weft.kernels.ops import Activation, Ops, Product
-from weft.models.blueprint import EMBED, HEAD, LAST_NORM, experts_of, is_linear, layer_norms
+from weft.kernels.ops import Activation, Ops, Product, Rope
+from weft.models.blueprint import EMBED, HEAD, LAST_NORM, experts_of, is_linear
 from weft.models.config import ModelConfig
 from weft.models.layers import (
     Embedding,
     Head,
     HeadNorm,
     Linear,
-    RmsNorm,
+    RowNorm,
     StepContext,
     WidthNorm,
     with_offset,
@@ -37,8 +37,6 @@ __all__ = ["Decoder", "StepContext"]
 
 LayerCache = KVCache | StateCache
 """What a layer keeps of all sequences."""
-Rope = tuple[Tensor, Tensor]
-"""cos and sin of the step's rows, as `RopeTable.at` gives them."""
 
 
 class Decoder:
@@ -63,7 +61,7 @@ class Decoder:
         self._layers = [
             _LinearLayer(parts, i) if is_linear(config, i) else _Layer(parts, i) for i in layers
         ]
-        names = [f"model.layers.{i}.{name}" for i in layers for name in layer_norms(config)]
+        names = [f"model.layers.{i}.{name}" for i in layers for name in config.norm_names]
         self._norms = [parts.norm(name) for name in (*names, LAST_NORM)]
         """Those of each layer in the order of their use, and the last one."""
         self._head = Head(weights.head, parts.group(HEAD), ranks)
@@ -148,7 +146,7 @@ def allocate_kv_cache(
 
 
 def _pre_norm(
-    x_TI: Tensor, layers: _Layers, norms: Iterator[RmsNorm], step: StepContext, ranks: Ranks
+    x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext, ranks: Ranks
 ) -> Tensor:
     """`x += attend(norm(x)); x += mlp(norm(x))` for each layer, and the norm of what comes out.
     The sum over ranks, the addition and the norm that follows it are one operation."""
@@ -162,7 +160,7 @@ def _pre_norm(
 
 
 def _post_norm(
-    x_TI: Tensor, layers: _Layers, norms: Iterator[RmsNorm], step: StepContext, ranks: Ranks
+    x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext, ranks: Ranks
 ) -> Tensor:
     """`x += norm(attend(x)); x += norm(mlp(x))` for each layer, and the norm of what comes out."""
     for layer, cache, rope in layers:
@@ -172,7 +170,7 @@ def _post_norm(
 
 
 def _both_norms(
-    x_TI: Tensor, layers: _Layers, norms: Iterator[RmsNorm], step: StepContext, ranks: Ranks
+    x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext, ranks: Ranks
 ) -> Tensor:
     """`x += norm(attend(norm(x))); x += norm(mlp(norm(x)))` for each layer, and the norm of what
     comes out."""
@@ -185,7 +183,19 @@ def _both_norms(
     return normed_TI
 
 
-_BLOCKS = {"pre": _pre_norm, "post": _post_norm, "both": _both_norms}
+def _parallel(
+    x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext, ranks: Ranks
+) -> Tensor:
+    """`n = norm(x); x += attend(n) + mlp(n)` for each layer, and the norm of what comes out."""
+    normed_TI = next(norms)(x_TI, step)
+    for layer, cache, rope in layers:
+        attended_TI = layer.attend(normed_TI, rope, step, cache).whole()
+        delta = Product(attended_TI + layer.mlp(normed_TI, step).whole())
+        normed_TI = next(norms)(x_TI, step, delta, layer.residual_scale)
+    return normed_TI
+
+
+_BLOCKS = {"pre": _pre_norm, "post": _post_norm, "both": _both_norms, "parallel": _parallel}
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +219,11 @@ class _Builder:
         groups = tuple(group.index for group in self.weights.table.by_key[key])
         return Experts(self.weights.dense(key), groups)
 
-    def norm(self, name: str) -> RmsNorm:
+    def norm(self, name: str) -> RowNorm:
         index, config = self.weights.table.norms_by_name[name].index, self.config
         weight_I = with_offset(self.weights.norms[name], config.norm_offset)
-        return RmsNorm(
-            weight_I, config.rms_norm_eps, index, self.ops, self.ranks, config.norm_offset
-        )
+        offset, centered = config.norm_offset, config.centered_norms
+        return RowNorm(weight_I, config.norm_eps, index, self.ops, self.ranks, offset, centered)
 
     def qk_norm(self, layer: int) -> HeadNorm | WidthNorm | None:
         """The norms over q and k, if the model has them."""
@@ -239,7 +248,7 @@ class _Builder:
             log_a_H=vectors[of + "A_log"],
             dt_bias_H=vectors[of + "dt_bias"],
             norm_E=vectors[of + "norm.weight"],
-            eps=config.rms_norm_eps,
+            eps=config.norm_eps,
             shape=config.linear,
         )
 
@@ -261,7 +270,7 @@ class _Layer:
         self.mlp = parts.mlp(index)
         self._qk_norm = parts.qk_norm(index)
         self._ops = parts.ops
-        self._eps = config.rms_norm_eps
+        self._eps = config.norm_eps
         scale = config.scales.attention
         self._scale = config.head_dim**-0.5 if scale is None else scale
         self.residual_scale = config.scales.residual

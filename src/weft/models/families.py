@@ -3,148 +3,11 @@ checkpoints is read. Whatever Weft would compute wrongly is refused here, by nam
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from weft.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from weft.kernels.ops import Activation
-
-QkNorm = Literal["head", "width"]
-"""head: each head on its own. width: all heads of a token at once."""
-Blocks = Literal["pre", "post", "both"]
-"""Where attention and MLP have their norms. pre: `x += f(norm(x))`. post: `x += norm(f(x))`. both:
-`x += norm(f(norm(x)))`."""
-RopeParameters = Mapping[str, Any]
-"""A configuration's `rope_parameters`, for one kind of layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class MoeConfig:
-    """Layers whose MLP is a mixture of experts, each token going through `top_k` of them."""
-
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    """The inner width of one expert."""
-    normalize: bool
-    """Whether a token's weights are scaled to a sum of 1."""
-    round_weights: bool
-    """Whether the weights are rounded to the model's dtype before they multiply the experts'
-    outputs; else they stay float32."""
-    layers: tuple[bool, ...]
-    """Per layer: whether it has experts; others have a dense MLP."""
-    names: tuple[str, str, str, str]
-    """What checkpoints with a tensor per expert call the MLP, and an expert's gate, up and down."""
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.top_k <= self.num_experts:
-            message = f"num_experts_per_tok must be in [1, {self.num_experts}], got {self.top_k}"
-            raise ConfigError(message, "num_experts_per_tok")
-
-
-@dataclass(frozen=True, slots=True)
-class LinearConfig:
-    """Layers whose attention is a recurrent state by the gated delta rule."""
-
-    layers: tuple[bool, ...]
-    """Per layer: whether it is one; others have attention over a KV cache."""
-    num_keys: int
-    """Heads of queries and keys."""
-    num_values: int
-    key_dim: int
-    value_dim: int
-    conv_width: int
-
-    def __post_init__(self) -> None:
-        if self.num_values % self.num_keys:
-            raise ConfigError(
-                f"linear_num_key_heads {self.num_keys} does not divide "
-                f"linear_num_value_heads {self.num_values}",
-                "linear_num_key_heads",
-            )
-
-    @property
-    def keys(self) -> int:
-        """The width of all queries, and of all keys."""
-        return self.num_keys * self.key_dim
-
-    @property
-    def values(self) -> int:
-        return self.num_values * self.value_dim
-
-    @property
-    def channels(self) -> int:
-        """What goes through the convolution: queries, keys and values."""
-        return 2 * self.keys + self.values
-
-    @property
-    def widths(self) -> tuple[int, int, int, int]:
-        """The outputs of the layer's four projections: qkv, z, b and a."""
-        return self.channels, self.values, self.num_values, self.num_values
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scales:
-    """Constant factors that some families have; 1 changes nothing."""
-
-    embedding: float = 1.0
-    """Multiplies the embedded tokens."""
-    rounds_embedding: bool = False
-    """Whether that factor is rounded to the model's dtype first."""
-    residual: float = 1.0
-    """Multiplies what attention and MLP add to the residual stream."""
-    attention: float | None = None
-    """Multiplies the scores of attention; None: 1 / sqrt(head_dim)."""
-    logits: float = 1.0
-    """Divides the logits."""
-    logit_cap: float | None = None
-    """The magnitude c that logits z can't exceed, as they become `c * tanh(z / c)`."""
-
-
-UNSCALED = Scales()
-
-
-def _no_scales(hf: Any) -> Scales:
-    return UNSCALED
-
-
-def _one_rope(hf: Any) -> tuple[RopeParameters | None, ...]:
-    return (hf.rope_parameters,) * int(hf.num_hidden_layers)
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """How one architecture's configuration is read. A string names the field that decides."""
-
-    model_type: str
-    windows: Callable[[Any], tuple[int | None, ...]]
-    attention_bias: bool | str = False
-    attention_out_bias: bool | str = False
-    mlp_bias: bool | str = False
-    qk_norm: QkNorm | None = None
-    fused: bool = False
-    blocks: Blocks = "pre"
-    partial_rotary: bool = False
-    """Whether rope may be for a part of each head's dimensions."""
-    ropes: Callable[[Any], tuple[RopeParameters | None, ...]] = _one_rope
-    """For each layer; None: its positions are not rotated."""
-    moe: Callable[[Any], MoeConfig | None] = lambda hf: None
-    linear: Callable[[Any], LinearConfig | None] = lambda hf: None
-    output_gate: bool = False
-    """Whether q_proj has a gate for each head behind its queries, which multiplies what attention
-    gives."""
-    scales: Callable[[Any], Scales] = _no_scales
-    activation_field: str = "hidden_act"
-    activation: Activation = "silu"
-    """The only one that is served."""
-    norm_offset: float = 0.0
-    """What is added to the weights of norms."""
-    text_of: str = ""
-    """The `model_type` of checkpoints that hold more than text, of which this is the text model.
-    Its configuration is then their `text_config`."""
+from weft.models.family import Family, LinearConfig, MoeConfig, RopeParameters, Scales
 
 
 def _no_windows(hf: Any) -> tuple[int | None, ...]:
@@ -291,6 +154,24 @@ def _mixtral(hf: Any) -> MoeConfig:
     )
 
 
+def _cohere2_windows(hf: Any) -> tuple[int | None, ...]:
+    if hf.sliding_window is None:
+        raise ConfigError("sliding_window None is not served for cohere2", "sliding_window")
+    return _one_window_by_type(hf)
+
+
+def _rope_in_windows(hf: Any) -> tuple[RopeParameters | None, ...]:
+    """Layers that see all positions don't rotate them."""
+    windows = (kind == "sliding_attention" for kind in _attention_types(hf))
+    return tuple(hf.rope_parameters if window else None for window in windows)
+
+
+def _cohere_scales(hf: Any) -> Scales:
+    if not hf.logit_scale:
+        raise ConfigError(f"logit_scale must not be {hf.logit_scale}", "logit_scale")
+    return Scales(logits=1 / hf.logit_scale)
+
+
 _MISTRAL = Family("mistral", _one_window)
 _GEMMA3 = Family(
     "gemma3_text",
@@ -344,7 +225,9 @@ FAMILIES: dict[str, Family] = {
         moe=_qwen3_moe,
     ),
     "MixtralForCausalLM": Family("mixtral", _one_window, moe=_mixtral),
-    "Phi3ForCausalLM": Family("phi3", _one_window, fused=True, partial_rotary=True),
+    "Phi3ForCausalLM": Family(
+        "phi3", _one_window, fused_qkv=True, fused_mlp=True, partial_rotary=True
+    ),
     "Olmo2ForCausalLM": Family(
         "olmo2",
         _no_windows,
@@ -377,6 +260,41 @@ FAMILIES: dict[str, Family] = {
         attention_out_bias="attention_bias",
         mlp_bias="mlp_bias",
         scales=_granite_scales,
+    ),
+    "GlmForCausalLM": Family(
+        "glm",
+        _no_windows,
+        attention_bias="attention_bias",
+        fused_mlp=True,
+        partial_rotary=True,
+        interleaved_rope=True,
+    ),
+    "Glm4ForCausalLM": Family(
+        "glm4",
+        _no_windows,
+        attention_bias="attention_bias",
+        fused_mlp=True,
+        blocks="both",
+        norm_names=(
+            "input_layernorm",
+            "post_self_attn_layernorm",
+            "post_attention_layernorm",
+            "post_mlp_layernorm",
+        ),
+        partial_rotary=True,
+        interleaved_rope=True,
+    ),
+    "Cohere2ForCausalLM": Family(
+        "cohere2",
+        _cohere2_windows,
+        attention_bias="attention_bias",
+        attention_out_bias="attention_bias",
+        blocks="parallel",
+        ropes=_rope_in_windows,
+        interleaved_rope=True,
+        scales=_cohere_scales,
+        centered_norms=True,
+        norm_eps="layer_norm_eps",
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": replace(_QWEN3_5, text_of="qwen3_5"),

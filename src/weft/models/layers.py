@@ -44,8 +44,8 @@ def with_offset(weight: Tensor, offset: float) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class RmsNorm:
-    """The RMS norm of rows, in which an adapter may have weights of its own for its rows."""
+class RowNorm:
+    """The norm of rows, in which an adapter may have weights of its own for its rows."""
 
     weight_I: Tensor
     """With its offset."""
@@ -56,6 +56,8 @@ class RmsNorm:
     ranks: Ranks
     offset: float = 0.0
     """What is added to an adapter's weights."""
+    centered: bool = False
+    """Whether it is a LayerNorm without a bias; else it is an RMS norm."""
 
     def __call__(
         self,
@@ -67,15 +69,19 @@ class RmsNorm:
         """The norm of `x`, or of its sum with `delta * delta_scale`, which is added to it in
         place. A `delta` is a rank's part of a sum over ranks."""
         if delta is None or self.ranks.size == 1:
-            y_TI = self.ops.rms_norm(x_TI, self.weight_I, self.eps, delta, delta_scale)
+            y_TI = self.ops.rms_norm(
+                x_TI, self.weight_I, self.eps, delta, delta_scale, self.centered
+            )
         else:
             y_TI = self.ops.sum_and_norm(
-                x_TI, self.weight_I, self.eps, delta, self.ranks, delta_scale
+                x_TI, self.weight_I, self.eps, delta, self.ranks, delta_scale, self.centered
             )
         if step.norms is not None:
             for start, stop, own_I in step.norms.of(self.index):
                 weight_I = with_offset(own_I, self.offset)
-                y_TI[start:stop] = self.ops.rms_norm(x_TI[start:stop], weight_I, self.eps)
+                y_TI[start:stop] = self.ops.rms_norm(
+                    x_TI[start:stop], weight_I, self.eps, centered=self.centered
+                )
         return y_TI
 
     def scaled(self, x_TI: Tensor, mean_T: Tensor, step: StepContext) -> Tensor:
@@ -123,8 +129,8 @@ class WidthNorm:
     """The norms over all heads' q at once, and over all heads' k, ahead of rope. The heads of all
     ranks count."""
 
-    q: RmsNorm
-    k: RmsNorm
+    q: RowNorm
+    k: RowNorm
     ranks: Ranks
 
     def __call__(self, qkv: Product, step: StepContext) -> Product:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.kernels.delta import Plan, StateCache, causal_conv, gated_delta
 from weft.kernels.ops import Product, rms_norm
-from weft.models.families import LinearConfig
+from weft.models.family import LinearConfig
 from weft.models.layers import Linear, StepContext
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from weft.kernels.lora.base import ExpertStep
 from weft.kernels.ops import Ops, Product
-from weft.models.families import MoeConfig
+from weft.models.family import MoeConfig
 from weft.models.layers import Linear, StepContext
 
 

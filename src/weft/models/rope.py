@@ -10,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from weft.kernels.ops import Rope
 from weft.models.rope_config import RopeConfig
 
 
@@ -30,14 +31,16 @@ class RopeTable:
             freq_F, scale = inverse_frequencies(rope, head_dim)
         angle_MF = torch.arange(max_len, device=device).float()[:, None] * freq_F.to(device)
         cos, sin = angle_MF.cos() * scale, angle_MF.sin() * scale
-        self._table_M2R = torch.stack(
-            (torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)), 1
-        ).to(dtype)
+        self._interleaved = rope is not None and rope.interleaved
+        pairs_M2F2 = torch.stack((torch.stack((cos, cos), -1), torch.stack((-sin, sin), -1)), 1)
+        if not self._interleaved:
+            pairs_M2F2 = pairs_M2F2.transpose(2, 3)
+        self._table_M2R = pairs_M2F2.flatten(2).to(dtype)
 
-    def at(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and signed sin as `apply_rope` takes them, each (T, 1, R)."""
+    def at(self, positions_T: Tensor) -> Rope:
+        """The rotation of rows at these positions."""
         rows_T2R = self._table_M2R.index_select(0, positions_T)
-        return rows_T2R[:, :1], rows_T2R[:, 1:]
+        return Rope(rows_T2R[:, :1], rows_T2R[:, 1:], self._interleaved)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

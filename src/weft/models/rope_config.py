@@ -39,6 +39,8 @@ class RopeConfig:
     `original_max_position_embeddings` tokens."""
     partial_rotary_factor: float = 1.0
     """The share of a head's dimensions that are rotated, which come first."""
+    interleaved: bool = False
+    """Whether neighbouring dimensions are rotated together; else i and i + R/2 are, of R."""
 
     def rotated(self, head_dim: int) -> int:
         """How many dimensions of a head are rotated."""
@@ -81,10 +83,13 @@ def context_limit(parameters: Mapping[str, Any] | None, hf: Any) -> int:
     return min(original, limit)
 
 
-def read_rope(parameters: Mapping[str, Any] | None, hf: Any, partial: bool) -> RopeConfig:
+def read_rope(
+    parameters: Mapping[str, Any] | None, hf: Any, partial: bool, interleaved: bool = False
+) -> RopeConfig:
     """Read `rope_parameters`, to which transformers also converts rope_theta and rope_scaling.
 
-    `partial`: whether the family can rotate a part of each head. Raises ConfigError.
+    `partial`: whether the family can rotate a part of each head. `interleaved`: whether it rotates
+    neighbouring dimensions together. Raises ConfigError.
     """
     p = dict(parameters or {})
     kind: RopeType | None = p.get("rope_type")
@@ -112,7 +117,8 @@ def read_rope(parameters: Mapping[str, Any] | None, hf: Any, partial: bool) -> R
     if kind == "yarn":
         # 0 stands for "the default" there.
         read = {k: v for k, v in read.items() if v or not k.startswith("beta_")}
-    return RopeConfig(float(p["rope_theta"]), kind, partial_rotary_factor=share, **read)
+    theta = float(p["rope_theta"])
+    return RopeConfig(theta, kind, partial_rotary_factor=share, interleaved=interleaved, **read)
 
 
 _FIELDS: dict[RopeType, tuple[tuple[str, ...], tuple[str, ...]]] = {

@@ -12,7 +12,7 @@ from weft.core.shards import Shard
 from weft.core.targets import Group, Norm, Target, TargetTable
 from weft.kernels.linear import DenseWeight, Weight
 from weft.models.blueprint import EMBED, HEAD
-from weft.models.families import MoeConfig
+from weft.models.family import MoeConfig
 
 
 @dataclass(frozen=True, slots=True)
