@@ -30,6 +30,7 @@ from weft.api.reading import IGNORED
 from weft.api.routes_adapters import adapter_routes
 from weft.api.routes_chat import chat_routes
 from weft.api.routes_completions import completion_routes
+from weft.api.routes_messages import message_routes
 from weft.api.routes_registry import registry_routes
 from weft.api.routes_responses import response_routes
 from weft.api.routes_server import metrics_app, server_routes, tokenize_routes
@@ -109,7 +110,13 @@ def create_app(
 
 
 def _add_routes(app: FastAPI, service: Service, desk: AdapterDesk, watch: LoopWatch) -> None:
-    for routes in (chat_routes, completion_routes, response_routes, tokenize_routes):
+    for routes in (
+        chat_routes,
+        completion_routes,
+        response_routes,
+        message_routes,
+        tokenize_routes,
+    ):
         app.include_router(routes(service))
     app.include_router(server_routes(service, watch))
     for changes in (adapter_routes, upload_routes, registry_routes):

@@ -95,7 +95,8 @@ TextOr = Annotated[
 """A text or a list of type T, decided by what is there, so that an error names its place."""
 
 
-FUNCTION_NAME = "^[a-zA-Z0-9_.-]{1,64}$"
+FUNCTION_NAME = "^[a-zA-Z0-9_.-]{1,128}$"
+"""Agents join the names of servers and of their tools, which OpenAI's limit of 64 does not hold."""
 
 
 def bounded(most: int, least: int = 0) -> Any:

@@ -84,14 +84,24 @@ def _shape(status: int, message: str, param: str | None, code: str | None) -> di
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def error_response(error: BaseException) -> Response:
+MESSAGES = "/v1/messages"
+"""Where Anthropic's API begins."""
+_TYPE_IN_MESSAGES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
+
+
+def error_response(error: BaseException, path: str = "") -> Response:
+    """The answer to a request of this path: Anthropic's API has a shape of its own."""
     status, body = error_body(error)
+    if path.startswith(MESSAGES):
+        kind = "api_error" if status >= 500 else body["error"]["type"]
+        body["error"]["type"] = _TYPE_IN_MESSAGES.get(status, kind)
+        body = {"type": "error", **body}
     headers = dict(error.headers or {}) if isinstance(error, WeftError | HTTPException) else {}
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-async def handle_error(_: Request, error: Exception) -> Response:
-    return error_response(error)
+async def handle_error(request: Request, error: Exception) -> Response:
+    return error_response(error, request.url.path)
 
 
 # -- answers ---------------------------------------------------------------------------------------
@@ -215,9 +225,10 @@ class EventStream(Response):
                 raise
             except Exception as error:
                 if not self._started:
-                    await error_response(error)(scope, receive, send)
+                    await error_response(error, scope["path"])(scope, receive, send)
                     return
-                await self._send(send, msgspec.json.encode(error_body(error)[1]))
+                body = bytes(error_response(error, scope["path"]).body)
+                await self._send(send, body, b"error" if self._typed else None)
             else:
                 if not self._typed:
                     await self._send(send, b"[DONE]")

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.api.audit import AuditEntry, AuditLog, told_var
 from weft.api.callers import caller_of, caller_var, client_var
-from weft.api.http import CLIENT_LEFT, error_response
+from weft.api.http import CLIENT_LEFT, MESSAGES, error_response
 from weft.api.reading import IGNORED
 from weft.core.errors import PermissionDenied, Unauthorized, to_wire
 from weft.core.requests import EngineRequest, TokenEvent
@@ -53,7 +53,10 @@ class RequestIds:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                MutableHeaders(scope=message)[REQUEST_ID] = chosen
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = chosen
+                if scope["path"].startswith(MESSAGES):
+                    headers["request-id"] = chosen  # where Anthropic's clients look for it
             await send(message)
 
         client = scope.get("client")
@@ -103,7 +106,7 @@ class Observe:
         except Exception as error:
             if status != CLIENT_LEFT:
                 raise
-            await error_response(error)(scope, receive, watch)
+            await error_response(error, scope["path"])(scope, receive, watch)
         finally:
             told_var.reset(token)
             route = getattr(scope.get("route"), "path", "unmatched")
@@ -113,7 +116,7 @@ class Observe:
 
 
 class RequireKey:
-    """Lets only requests pass that carry a key as a bearer token, and keeps whose it is."""
+    """Lets only requests pass that carry a key, and keeps whose it is."""
 
     def __init__(
         self, app: ASGIApp, keychain: Callable[[], Keychain | None], open_paths: Collection[str]
@@ -131,15 +134,21 @@ class RequireKey:
             await self._app(scope, receive, send)
             return
         try:
-            caller = caller_of(Headers(scope=scope).get("authorization"), keychain)
+            caller = caller_of(_authorization(Headers(scope=scope)), keychain)
         except Unauthorized as error:
-            await error_response(error)(scope, receive, send)
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         token = caller_var.set(caller)
         try:
             await self._app(scope, receive, send)
         finally:
             caller_var.reset(token)
+
+
+def _authorization(headers: Headers) -> str | None:
+    """The key as a bearer token. Anthropic's clients send it in a header of its own."""
+    own = headers.get("x-api-key")
+    return headers.get("authorization") or (f"Bearer {own}" if own else None)
 
 
 # -- requests to the engine ------------------------------------------------------------------------

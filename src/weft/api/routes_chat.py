@@ -54,9 +54,12 @@ class Turn:
         pinned: Pinned,
         request_id: str,
         drops_oldest: bool = False,
+        fills: bool = False,
     ) -> None:
-        """`drops_oldest`: a conversation that is too long loses its oldest turns."""
+        """`drops_oldest`: a conversation that is too long loses its oldest turns. `fills`: an
+        answer that asks for more tokens than fit behind the prompt gets as many as do."""
         self._drops_oldest = drops_oldest
+        self._fills = fills
         self._service = service
         self._body = body
         self._pinned = pinned
@@ -86,6 +89,9 @@ class Turn:
             self._form(),
         )
         prompt_ids = await self._prompt_ids(params.max_tokens)
+        if self._fills and params.max_tokens is not None:
+            room = max(self._service.intake.max_model_len - len(prompt_ids), 1)
+            params = replace(params, max_tokens=min(params.max_tokens, room))
         check_logprobs(self._service, params, [prompt_ids], self.num_choices)
         tenant = self._service.settings.tenant_of(self._pinned.name)
         self.requests = await self._service.intake.requests(
@@ -100,7 +106,12 @@ class Turn:
             cache_salt=self._service.salt(tenant, body.cache_salt),
         )
 
-    async def _prompt_ids(self, max_tokens: int | None) -> list[int]:
+    async def count(self) -> int:
+        """The number of tokens of the prompt, which may be longer than what is served."""
+        self._tools = self._callable_tools()
+        return len(await self._prompt_ids(None, any_length=True))
+
+    async def _prompt_ids(self, max_tokens: int | None, any_length: bool = False) -> list[int]:
         body, language = self._body, self._language
         own = body.chat_template or None
         if own is not None and not self._service.settings.allow_request_templates:
@@ -109,7 +120,7 @@ class Turn:
         template = own or (self.tokenizer.chat_template if self.tokenizer else None)
         options = {
             "tools": self._tools or None,
-            "any_length": body.truncate_prompt_tokens is not None,
+            "any_length": any_length or body.truncate_prompt_tokens is not None,
             "own_template": own,
             **body.template_options(),
             "template_kwargs": template_kwargs(body, template),

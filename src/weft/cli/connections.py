@@ -50,7 +50,9 @@ WARN_S = 10.0
 BEGUN_EACH = 1
 """How many requests of one tenant are begun in one pass of the event loop. Each takes about a
 millisecond, for which all streams wait."""
-_KEY = re.compile(rb"\r\nauthorization:[ \t]*bearer[ \t]+([^\r\n]+)", re.IGNORECASE)
+_KEY = re.compile(
+    rb"\r\n(?:authorization:[ \t]*bearer[ \t]+|x-api-key:[ \t]*)([^\r\n]+)", re.IGNORECASE
+)
 _KEY_WITHIN = 8192
 """In how many bytes of a head the key is looked for."""
 
@@ -292,4 +294,4 @@ async def _answer_probes(app: ASGIApp, scope: Scope, receive: Receive, send: Sen
         await app(scope, receive, send)
     else:
         error = Overloaded("the server has too many connections", retry_after_s=1)
-        await error_response(error)(scope, receive, send)
+        await error_response(error, scope["path"])(scope, receive, send)

@@ -1,0 +1,350 @@
+"""`/v1/messages`, as the anthropic client speaks and reads it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from http_api import INFO, Web, World, run, served
+from toy_tokenizers import thinking
+
+from weft.core.errors import EngineDead, InvalidRequest
+from weft.core.sampling import StructuredOutputs
+
+PATH = "/v1/messages"
+BIG = replace(INFO, max_model_len=4096, vocab_size=thinking().vocab_size)
+TIME: dict[str, Any] = {
+    "name": "time",
+    "input_schema": {"type": "object"},
+    "cache_control": {"type": "ephemeral"},
+}
+CALL = '<tool_call>\n{"name": "time", "arguments": {"zone": "UTC"}}\n</tool_call>'
+THOUGHT = "<think>\nhm\n</think>\n\n"
+HI = [{"role": "user", "content": "hi"}]
+ASK: dict[str, Any] = {"model": "base", "max_tokens": 400, "messages": HI}
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path, thinking(), BIG)
+    yield made
+    made.check()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """For requests that are refused, and so leave nothing behind."""
+    made = World(tmp_path_factory.mktemp("world"), thinking(), BIG)
+    yield made
+    assert not made.engine.requests
+    made.check()
+
+
+def ids(text: str) -> list[int]:
+    return thinking().encode(text, add_special_tokens=False)
+
+
+def prompt_of(world: World) -> str:
+    return thinking().decode(world.engine.requests[-1].prompt_ids)
+
+
+async def whole_of(web: Web, says: str, **body: Any) -> Any:
+    web.world.engine.answers = [ids(says)]
+    answer = await web.post(PATH, {**ASK, **body})
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def events_of(web: Web, says: str, **body: Any) -> list[Any]:
+    web.world.engine.answers = [ids(says)]
+    answer = await web.post(PATH, {**ASK, "stream": True, **body})
+    assert answer.status_code == 200, answer.text
+    blocks = answer.text.split("\n\n")
+    assert blocks.pop() == ""
+    events = []
+    for block in blocks:
+        name, data = block.split("\n")
+        events.append(json.loads(data.removeprefix("data: ")))
+        assert name == f"event: {events[-1]['type']}"
+    return events
+
+
+def test_an_answer(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        message = await whole_of(
+            web, "yes", system=[{"type": "text", "text": "be brief"}], max_tokens=9, top_p=0.5
+        )
+        assert prompt_of(world) == "<s>system: be brief<s>user: hi<s>assistant:"
+        params = world.engine.requests[0].params
+        assert (params.max_tokens, params.top_p) == (9, 0.5)
+        assert message.pop("id").startswith("msg_")
+        assert message == {
+            "type": "message",
+            "role": "assistant",
+            "model": "base",
+            "content": [{"type": "text", "text": "yes"}],
+            "stop_reason": "end_turn",
+            "stop_sequence": None,
+            "usage": {
+                "input_tokens": len(world.engine.requests[0].prompt_ids) - 1,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 1,
+                "output_tokens": 4,
+            },
+        }
+
+    run(world, scenario)
+
+
+def test_why_an_answer_ends(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        for fields, said, reason, sequence in (
+            ({"max_tokens": 2}, "ye", "max_tokens", None),
+            ({"stop_sequences": ["es"]}, "y", "stop_sequence", "es"),
+            ({"max_tokens": 100_000}, "yes", "end_turn", None),
+        ):
+            message = await whole_of(web, "yes", **fields)
+            assert message["content"] == [{"type": "text", "text": said}]
+            assert (message["stop_reason"], message["stop_sequence"]) == (reason, sequence)
+            *_, last, _ = await events_of(web, "yes", **fields)
+            assert last["delta"] == {"stop_reason": reason, "stop_sequence": sequence}
+        message = await whole_of(web, "x" * 5000, max_tokens=100_000)
+        assert message["stop_reason"] == "model_context_window_exceeded"
+        usage = message["usage"]
+        assert usage["input_tokens"] + 1 + usage["output_tokens"] == BIG.max_model_len
+
+    run(world, scenario)
+
+
+def test_streams_add_up_to_whole_answers(world: World) -> None:
+    text = THOUGHT + "let me see\n" + CALL + "\n" + CALL
+
+    async def scenario(web: Web) -> None:
+        whole = await whole_of(web, text, tools=[TIME])
+        events = await events_of(web, text, tools=[TIME])
+        kinds = [block["type"] for block in whole["content"]]
+        assert kinds == ["thinking", "text", "tool_use", "tool_use"]
+        assert whole["content"][2]["input"] == {"zone": "UTC"}
+        assert whole["stop_reason"] == "tool_use"
+        first, ping, *between, delta, stop = events
+        assert (ping["type"], stop["type"]) == ("ping", "message_stop")
+        assert first["message"]["content"] == [] and first["message"]["stop_reason"] is None
+        assert delta["delta"]["stop_reason"] == "tool_use" and delta["usage"] == whole["usage"]
+        for index, block in enumerate(whole["content"]):
+            begin, *grows, end = [e for e in between if e["index"] == index]
+            assert begin["type"] == "content_block_start" and end["type"] == "content_block_stop"
+            kind = block["type"]
+            name = {"tool_use": "partial_json"}.get(kind, kind)
+            said = "".join(each["delta"].get(name, "") for each in grows)
+            assert (json.loads(said) if kind == "tool_use" else said) == (
+                block["input"] if kind == "tool_use" else block[kind]
+            )
+        cut = await whole_of(web, CALL, tools=[TIME], max_tokens=len(ids(CALL)) - 8)
+        assert cut["content"][0]["input"] == {} and cut["stop_reason"] == "max_tokens"
+
+    run(world, scenario)
+
+
+TURNS: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "text", "text": "time?", "cache_control": {}}]},
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "thinking", "thinking": "m", "signature": "s"},
+            {"type": "text", "text": "so"},
+            {"type": "tool_use", "id": "1", "name": "time", "input": {}},
+            {"type": "tool_use", "id": "2", "name": "time", "input": {"z": 1}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [
+            {"type": "tool_result", "tool_use_id": "1", "content": "noon"},
+            {"type": "tool_result", "tool_use_id": "2", "content": [{"type": "text", "text": "1"}]},
+            {"type": "text", "text": "and"},
+            {"type": "text", "text": "now?"},
+        ],
+    },
+]
+SHOWN = (
+    "<s>user: time?<s>assistant: <think>m</think>so<tool_call>time{}</tool_call>"
+    '<tool_call>time{"z": 1}</tool_call><s>tool: noon<s>tool: 1<s>user: and\nnow?'
+)
+
+
+def test_conversations(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        await whole_of(web, "x", messages=TURNS)
+        assert prompt_of(world) == SHOWN + "<s>assistant:"
+        begun = [*TURNS, {"role": "assistant", "content": "It is"}]
+        await whole_of(web, "x", messages=begun)
+        assert prompt_of(world) == SHOWN + "<s>assistant: It is"
+        await whole_of(web, "x", thinking={"type": "disabled"})
+        assert prompt_of(world).endswith("<s>assistant:<think>\n\n</think>\n\n")
+
+    run(world, scenario)
+
+
+def test_counting(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        for messages in (HI, TURNS, [{"role": "user", "content": "x" * 9000}]):
+            body = {"model": "base", "messages": messages, "tools": [TIME]}
+            answer = await web.post(f"{PATH}/count_tokens", body)
+            assert answer.status_code == 200, answer.text
+            if messages[0]["content"] == "x" * 9000:
+                assert answer.json()["input_tokens"] > 9000
+                continue
+            message = await whole_of(web, "x", messages=messages, tools=[TIME])
+            num_input = message["usage"]["input_tokens"] + 1
+            assert answer.json() == {"input_tokens": num_input}
+
+    run(world, scenario)
+
+
+def test_forms_calls_and_hints(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        form = {"format": {"type": "json_schema", "schema": {"type": "object"}}, "effort": "low"}
+        await whole_of(web, "x", output_config=form)
+        asked = world.engine.requests[-1].params.structured_outputs
+        end = ids("</think>")[0]
+        assert asked == StructuredOutputs(json='{"type": "object"}', begin_after_token=end)
+        for choice in ({"type": "any"}, {"type": "tool", "name": "time"}):
+            one = choice | {"disable_parallel_tool_use": True}
+            message = await whole_of(web, CALL + "\n" + CALL, tools=[TIME], tool_choice=one)
+            assert [block["type"] for block in message["content"]] == ["tool_use"]
+            asked = world.engine.requests[-1].params.structured_outputs
+            assert asked is not None and "time" in (asked.structural_tag or "")
+        hints = {
+            "metadata": {"user_id": "u"},
+            "thinking": {"type": "enabled", "budget_tokens": 9},
+            "zeta": 1,
+        }
+        answer = await web.post(PATH, {**ASK, "max_tokens": 3, **hints})
+        assert answer.headers["x-weft-ignored"] == "zeta,thinking.budget_tokens"
+        assert answer.headers["request-id"] == answer.headers["x-request-id"]
+
+    run(world, scenario)
+
+
+def block(**fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [fields]}]}
+
+
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        (block(type="image", source={}), "messages[0].content[0].type"),
+        (block(type="thinking", thinking="x"), "messages[0].content[0].type"),
+        (block(type="text"), "messages[0].content[0].text"),
+        ({"messages": [*HI, {**TURNS[1]}]}, "messages"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "tools[0].type"),
+        ({"tools": [TIME, TIME]}, "tools"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "tool"}, "tools": [TIME]}, "tool_choice.name"),
+        ({"temperature": -1}, "temperature"),
+        ({"stop_sequences": [""]}, "stop_sequences"),
+        ({"mcp_servers": [{"url": "x"}]}, "mcp_servers"),
+        (
+            {"tools": [TIME], "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            "output_config.format",
+        ),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_requests_name_the_field(
+    shared: World, body: dict[str, Any], told: str, stream: bool
+) -> None:
+    async def scenario(web: Web) -> None:
+        answer = await web.post(PATH, {**ASK, "stream": stream, **body})
+        assert answer.status_code == 400, answer.text
+        error = answer.json()
+        assert error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
+        assert error["error"]["param"] == told and told in error["error"]["message"]
+
+    run(shared, scenario)
+
+
+def test_other_errors(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        answer = await web.post(PATH, {**ASK, "model": "nobody"})
+        assert (answer.status_code, answer.json()["error"]["type"]) == (404, "not_found_error")
+        world.engine.fail_after = (0, InvalidRequest("stop: bad", "stop"))
+        answer = await web.post(PATH, {**ASK, "stream": True})
+        assert answer.json()["error"]["message"] == "stop_sequences: bad"
+        world.engine.fail_after = (1, EngineDead("it died"))
+        answer = await web.post(PATH, {**ASK, "stream": True})
+        last = answer.text.strip().split("\n\n")[-1]
+        assert last.startswith("event: error\n")
+        error = json.loads(last.split("data: ")[1])
+        assert error["type"] == "error" and error["error"]["type"] == "overloaded_error"
+
+    run(world, scenario)
+
+
+def test_keys(tmp_path: Path) -> None:
+    world = World(tmp_path, thinking(), BIG, api_keys=["secret"])
+
+    async def scenario(web: Web) -> None:
+        for headers, status in (
+            ({"x-api-key": "secret"}, 200),
+            ({"authorization": "Bearer secret"}, 200),
+            ({"x-api-key": "other"}, 401),
+            ({}, 401),
+        ):
+            answer = await web.post(PATH, {**ASK, "max_tokens": 2}, headers=headers)
+            assert answer.status_code == status
+            if status == 401:
+                assert answer.json()["error"]["type"] == "authentication_error"
+
+    run(world, scenario)
+    world.check()
+
+
+def test_the_anthropic_client(world: World) -> None:
+    """What the library makes of answers goes back to it as the next turn."""
+    import anthropic
+
+    ask: Any = ASK | {"tools": [TIME]}
+    with (
+        served(world) as url,
+        anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client,
+    ):
+        world.engine.answers = [ids(THOUGHT + "so\n" + CALL)] * 2
+        whole = client.messages.create(**ask)
+        with client.messages.stream(**ask) as stream:
+            final = stream.get_final_message()
+        kinds = [each.type for each in whole.content]
+        assert kinds == [each.type for each in final.content] == ["thinking", "text", "tool_use"]
+        assert whole.usage.output_tokens == final.usage.output_tokens
+        call: Any = final.content[2]
+        assert call.input == {"zone": "UTC"}
+        result = {"type": "tool_result", "tool_use_id": call.id, "content": "noon"}
+        messages: Any = [
+            *HI,
+            {"role": "assistant", "content": final.content},
+            {"role": "user", "content": [result]},
+        ]
+        world.engine.answers = [ids("noon it is")]
+        answer: Any = client.messages.create(model="base", max_tokens=20, messages=messages)
+        assert answer.content[0].text == "noon it is"
+        assert prompt_of(world).endswith(
+            '</think>so<tool_call>time{"zone": "UTC"}</tool_call><s>tool: noon<s>assistant:'
+        )
+        counted = client.messages.count_tokens(model="base", messages=messages)
+        assert counted.input_tokens == len(world.engine.requests[-1].prompt_ids)
+        with pytest.raises(anthropic.NotFoundError, match="nobody"):
+            client.messages.create(**ask | {"model": "nobody"})
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            client.messages.create(**ask | {"max_tokens": 0})
+        assert caught.value.request_id
+        world.engine.fail_after = (1, EngineDead("it died"))
+        with pytest.raises(anthropic.APIStatusError, match="it died"):
+            list(client.messages.create(**ask, stream=True))
