@@ -94,6 +94,7 @@ def test_an_answer(world: World) -> None:
                 "cache_creation_input_tokens": 0,
                 "cache_read_input_tokens": 1,
                 "output_tokens": 4,
+                "output_tokens_details": {"thinking_tokens": 0},
             },
         }
 

@@ -285,7 +285,9 @@ def test_errors_of_the_engine(world: World) -> None:
         world.engine.fail_after = (1, EngineDead("it died"))
         answer = await web.post(PATH, {**body, "stream": True})
         last = answer.text.strip().split("\n\n")[-1]
-        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "engine_dead"
+        assert (
+            json.loads(last.removeprefix("event: error\ndata: "))["error"]["code"] == "engine_dead"
+        )
 
     run(world, scenario)
 

@@ -42,11 +42,14 @@ _KNOWN: dict[str, Known] = {
     "cache_control": Take.SILENTLY,
     "container": (),
     "context_management": Take.NAMED,
+    "diagnostics": Take.NAMED,
     "inference_geo": Take.SILENTLY,
     "mcp_servers": ([],),
     "metadata": Take.SILENTLY,
     "service_tier": Take.SILENTLY,
     "speed": Take.NAMED,
+    "user_profile_id": Take.SILENTLY,
+    "workspace_id": Take.SILENTLY,
 }
 
 
@@ -172,7 +175,7 @@ class MessagesToolChoice(LenientBody):
 
 
 class Thinking(LenientBody):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: Literal["enabled", "disabled", "adaptive", "between_tools"]
     budget_tokens: int | None = None
     """A hint that is not followed: `max_tokens` counts the thoughts too."""
 

@@ -120,7 +120,7 @@ class _Message:
             reason = "end_turn" if sequence is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": sequence}
 
-    def _usage(self, output: Output) -> dict[str, int]:
+    def _usage(self, output: Output) -> dict[str, Any]:
         """The tokens used. Those of a cached prefix are not among the input's."""
         num_cached = output.num_cached_tokens
         return {
@@ -128,6 +128,7 @@ class _Message:
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": num_cached,
             "output_tokens": len(output.token_ids),
+            "output_tokens_details": {"thinking_tokens": self._turn.num_reasoning_tokens(output)},
         }
 
 
