@@ -13,8 +13,19 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 pytest.importorskip("triton")
 
-from graph_cases import MAX_LEN, MAX_ROWS, TOKEN_SIZES, Model, decode, mixed
+from graph_cases import (
+    MAX_LEN,
+    MAX_ROWS,
+    TOKEN_SIZES,
+    Model,
+    decode,
+    mixed,
+    tensors_of,
+    with_states,
+)
 
+import weft.kernels.delta as delta
+import weft.kernels.triton_delta_chunks as triton_delta_chunks
 import weft.kernels.triton_ops as triton_ops
 from weft.kernels.lora import make_backend
 from weft.kernels.ops import Ops
@@ -92,6 +103,57 @@ def test_families_with_blocks_of_their_own(
     for inputs in (DECODES[1], MIXED["adapters"]):
         free = check(model, inputs)
         torch.testing.assert_close(free, plain.run_freely(inputs), atol=1e-4, rtol=1e-4)
+
+
+HYBRID = {
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "num_hidden_layers": 2,
+    "layer_types": ["linear_attention", "full_attention"],
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param([DECODES[1], mixed([1, 4], [1, 4], [-1, 1], [True, True])], id="few"),
+        pytest.param([MIXED["adapters"], MIXED["full"]], id="many", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_recurrent_states_in_graphs(
+    steps: list[StepInputs], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fused kernels, in graphs and without, and with plain operations: logits are the same,
+    and so are the states of the step's sequences, while others stay as they are."""
+    monkeypatch.setattr(graphs_module, "batch_sizes", lambda max_seqs: [max_seqs])
+    for module in (graphs_module, delta, triton_delta_chunks):
+        monkeypatch.setattr(module, "CHUNK", 16)
+    model = Model(tmp_path, changes=HYBRID, token_sizes=(8,))
+    plain = copy.copy(model)
+    plain.decoder = Decoder(model.decoder.config, model.weights, Ops(), MAX_LEN)
+    plain.lora = make_backend("torch", model.pool)
+    kept = [t for cache in model.kv for t in tensors_of(cache)]
+    before = [t.clone() for t in kept]
+    for inputs in map(with_states, steps):
+        results = []
+        for run in (model.graphs_made.run, model.run_freely, plain.run_freely):
+            for tensor, old in zip(kept, before, strict=True):
+                tensor.copy_(old)
+            logits = run(inputs)
+            assert logits is not None
+            results.append([logits.clone(), *(t.clone() for t in kept)])
+        for other in results[1:]:
+            for a, b in zip(results[0], other, strict=True):
+                torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+        others = torch.ones(MAX_ROWS, dtype=torch.bool)
+        others[inputs.state_S] = False
+        for after, old in zip(results[0][1:3], before[:2], strict=True):
+            assert torch.equal(after[others], old[others])
 
 
 @pytest.mark.parametrize("inputs", [DECODES[1], MIXED["adapters"]], ids=["decodes", "mixed"])

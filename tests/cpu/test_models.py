@@ -309,7 +309,7 @@ def run_chunked(
         spans = [range(done[s], done[s] + q) for s, q in zip(active, queries, strict=True)]
         batch = make_batch(queries, [r.stop for r in spans], [tables[s] for s in active], BLOCK)
         positions = torch.tensor([p for r in spans for p in r])
-        states = StateRows(active, [r.start == 0 for r in spans], batch.query_start)
+        states = StateRows(active, batch.query_start)
         step = StepContext(positions, batch, None, states=states)
         tokens = [prompts[s][p] for s, r in zip(active, spans, strict=True) for p in r]
         logits = decoder.logits(decoder.forward(torch.tensor(tokens), step, kv), step)

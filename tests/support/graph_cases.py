@@ -11,14 +11,15 @@ import numpy as np
 import torch
 
 from weft.core.targets import layout_of
-from weft.kernels.attention import make_batch
+from weft.kernels.attention import KVCache, make_batch
+from weft.kernels.delta import StateRows
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment
 from weft.kernels.lora.triton import TritonBackend, Tuning
 from weft.kernels.triton_ops import TritonOps
 from weft.kernels.tuned import Blocks
 from weft.models.blueprint import target_table
 from weft.models.config import load_model_config
-from weft.models.decoder import Decoder, StepContext, allocate_kv_cache
+from weft.models.decoder import Decoder, LayerCache, StepContext, allocate_kv_cache
 from weft.models.loading import dummy_weights
 from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import StepInputs
@@ -55,7 +56,8 @@ class Model:
         table = target_table(config)
         self.weights = dummy_weights(config, dtype, self.device)
         self.decoder = Decoder(config, self.weights, TritonOps(self.device), MAX_LEN)
-        self.kv = allocate_kv_cache(config, 8 * MAX_ROWS + 1, BLOCK, dtype, self.device)
+        num_blocks = 8 * MAX_ROWS + 1
+        self.kv = allocate_kv_cache(config, num_blocks, BLOCK, dtype, self.device, MAX_ROWS)
         generator = torch.Generator(self.device).manual_seed(0)
         layouts = [layout_of(table, (rank,) * len(table.targets)) for rank in (3, 8)]
         size = max(layout.num_elements for layout in layouts)
@@ -68,8 +70,8 @@ class Model:
         self.last_token_R = torch.arange(10, 11 + MAX_ROWS, device=self.device)
         """The last one is for padding."""
         for cache in self.kv:
-            cache.k.normal_(generator=generator)
-            cache.v.normal_(generator=generator)
+            for tensor in tensors_of(cache):
+                tensor.normal_(generator=generator)
         self.graphs_made = self.graphs(token_sizes=token_sizes)
 
     def graphs(self, lora: bool = True, token_sizes: Sequence[int] = TOKEN_SIZES) -> StepGraphs:
@@ -100,13 +102,26 @@ class Model:
                 for part in (inputs.segments, inputs.sampled_segments)
             )
             lora = self.lora.begin(LoraBatch(put(inputs.slot_T), each, put(inputs.slot_N), sampled))
-        step = StepContext(put(inputs.positions_T), attention, lora)
+        states = None
+        if inputs.state_S is not None:
+            states = StateRows(inputs.state_S.tolist(), inputs.query_start)
+        step = StepContext(put(inputs.positions_T), attention, lora, states=states)
         ids = put(inputs.ids_T)
         if inputs.from_device_T is not None:
             known = self.last_token_R[put(inputs.row_T)]
             ids = torch.where(put(inputs.from_device_T), known, ids)
         hidden = self.decoder.forward(ids, step, self.kv)[put(inputs.sampled_tokens_N)]
         return self.decoder.logits(hidden, step).float()
+
+
+def tensors_of(cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer keeps of all sequences."""
+    return (cache.k, cache.v) if isinstance(cache, KVCache) else (cache.conv, cache.delta)
+
+
+def with_states(inputs: StepInputs) -> StepInputs:
+    """The same for a model with recurrent states: each sequence has that of its row's number."""
+    return replace(inputs, state_S=inputs.row_T[inputs.query_start[:-1]])
 
 
 def decode(lens: list[int], slots: list[int], from_device: list[bool] | None = None) -> StepInputs:

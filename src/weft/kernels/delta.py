@@ -1,8 +1,9 @@
 """Linear attention by the gated delta rule, and the short convolution ahead of it, over a state
-that each sequence keeps between steps. In plain torch, for any device.
+that each sequence keeps between steps. In plain torch here, for any device, and as fused kernels in
+`weft.kernels.triton_delta`.
 
-Shapes: T token rows, S sequences, H value heads, D size of a key, E size of a value, C channels of
-the convolution, W its width, L tokens of a chunk.
+Shapes: T token rows, S sequences, G key heads, H value heads, D size of a key, E size of a value,
+C channels of the convolution, W its width, L tokens of a chunk, O outputs of the projection.
 
 The state of a head is a matrix (D, E) that maps keys to values. A token with key k, value v, query
 q, decay g <= 0 and strength b changes it and reads it:
@@ -16,131 +17,202 @@ Reference: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 CHUNK = 64
 """Tokens of a prompt whose changes of the state are computed together."""
 
+Ints = NDArray[np.int64]
+Table = NDArray[np.int32]
+
 
 @dataclass(frozen=True, slots=True)
 class StateCache:
-    """What one layer keeps of all sequences, by the number of their state."""
+    """What one layer keeps of all sequences, by the number of their state. A sequence at its first
+    token takes its state as zeros, whatever is there."""
 
     conv: Tensor
-    """(states, C, W - 1): the last inputs of the convolution, in the model's dtype."""
+    """(states, W, C), in the model's dtype: the last inputs of the convolution, that of position p
+    at p % W."""
     delta: Tensor
     """fp32 (states, H, D, E)."""
 
-    def clear(self) -> None:
-        self.conv.zero_()
-        self.delta.zero_()
+
+class Columns(NamedTuple):
+    """Where the columns of a kind begin in the output of the projection, and how far those of a key
+    head are from the ones of the next key head. Value heads of the same key head are neighbours."""
+
+    q: tuple[int, int]
+    k: tuple[int, int]
+    v: tuple[int, int]
+    z: tuple[int, int]
+    b: tuple[int, int]
+    a: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaLayer:
+    """The weights and sizes of one layer, between its two projections."""
+
+    conv_WC: Tensor
+    log_a_H: Tensor
+    """fp32. With `dt_bias_H`, what a head's decay is made of."""
+    dt_bias_H: Tensor
+    """fp32."""
+    norm_E: Tensor
+    eps: float
+    num_keys: int
+    """G"""
+    num_values: int
+    """H, a multiple of G."""
+    key_dim: int
+    value_dim: int
+    columns: Columns
+
+
+class StateWork(NamedTuple):
+    """A step's rows as kernels find them. Entries in excess do nothing."""
+
+    decodes: Tensor
+    """int32 (decodes, 2): row and state of sequences that have one row. In excess, the state is -1,
+    and so is the row unless its result is to be zero."""
+    chunks: Tensor
+    """int32 (chunks, 5): first row, number of rows (0 in excess), state, and of the chunk's
+    sequence how many rows come before it and how many there are in this step."""
+    runs: Tensor
+    """int32 (sequences, 3) of those with several rows: first row, their number (0 in excess) and
+    state."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
-    """Which state each sequence of a step has, and where its rows are."""
+    """Which state each sequence of a step has, and where its rows are. No two of them have the same
+    state."""
 
     states: list[int]
-    """One number for each sequence. A sequence may be there as two, one behind the other, where its
-    adapter becomes active."""
-    fresh: list[bool]
-    """Whether the sequence begins in this step, so that what its state holds is another's."""
     query_start: list[int]
     """The first row of each sequence, and the end: S + 1 numbers."""
+    work: StateWork | None = None
+    """The work of a step that is captured, at fixed places; then the lists are not read."""
 
-    def decodes(self) -> list[int]:
-        """The sequences of one row whose state no other sequence of the step has."""
-        times = Counter(self.states)
-        ends = self.query_start
-        return [
-            s
-            for s, state in enumerate(self.states)
-            if ends[s + 1] - ends[s] == 1 and times[state] == 1 and not self.fresh[s]
-        ]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A step's sequences, sorted once for all layers."""
-
-    row_N: Tensor
-    """int64: the rows of sequences that have one row and go on, which are computed together."""
-    state_N: Tensor
-    """int64: their states."""
-    others: Sequence[tuple[int, int, int, bool]]
-    """(first row, end, state, whether it is fresh) of all others, in the order of the step."""
-
-    @staticmethod
-    def of(rows: StateRows, device: torch.device) -> Plan:
-        decodes, ends = rows.decodes(), rows.query_start
-        chosen = set(decodes)
-        return Plan(
-            torch.tensor([ends[s] for s in decodes], dtype=torch.int64, device=device),
-            torch.tensor([rows.states[s] for s in decodes], dtype=torch.int64, device=device),
-            [
-                (ends[s], ends[s + 1], rows.states[s], rows.fresh[s])
-                for s in range(len(rows.states))
-                if s not in chosen
-            ],
+    def work_on(self, device: torch.device) -> StateWork:
+        if self.work is not None:
+            return self.work
+        return StateWork(
+            *(
+                torch.from_numpy(part).to(device)
+                for part in state_work(self.states, self.query_start)
+            )
         )
 
 
-def causal_conv(x_TC: Tensor, weight_CW: Tensor, cache: StateCache, plan: Plan) -> Tensor:
-    """SiLU of each channel's convolution over the last W tokens of the sequence, (T, C). Updates
-    the inputs that the cache keeps."""
-    y_TC, keep = torch.empty_like(x_TC), weight_CW.shape[1] - 1
-    if len(plan.row_N):
-        x_NC1 = x_TC[plan.row_N, :, None]
-        seen_NCW = torch.cat((cache.conv[plan.state_N], x_NC1), 2)
-        y_TC[plan.row_N] = (seen_NCW * weight_CW).sum(2)
-        cache.conv[plan.state_N] = seen_NCW[:, :, 1:]
-    for first, end, state, fresh in plan.others:
-        before_CW = cache.conv[state]
-        if fresh:
-            before_CW = torch.zeros_like(before_CW)
-        seen_CL = torch.cat((before_CW, x_TC[first:end].t()), 1)
-        y_CL = F.conv1d(seen_CL[None], weight_CW[:, None], groups=len(weight_CW))[0]
-        y_TC[first:end] = y_CL.t()
-        cache.conv[state] = seen_CL[:, seen_CL.shape[1] - keep :]
-    return F.silu(y_TC)
+def state_work(states: Sequence[int] | Ints, query_start: list[int]) -> tuple[Table, Table, Table]:
+    """The decodes, chunks and runs of a step, as `StateWork` has them."""
+    starts, states_S = np.array(query_start, np.int32), np.array(states, np.int32)
+    counts = np.diff(starts)
+    ones, several = np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)
+    runs = np.stack((starts[several], counts[several], states_S[several]), 1)
+    chunks = [
+        (first + done, min(CHUNK, count - done), state, done, count)
+        for first, count, state in runs.tolist()
+        for done in range(0, count, CHUNK)
+    ]
+    decodes = np.stack((starts[ones], states_S[ones]), 1)
+    return decodes, np.array(chunks, np.int32).reshape(-1, 5), runs
 
 
 def gated_delta(
+    y_TO: Tensor, layer: DeltaLayer, cache: StateCache, rows: StateRows, positions_T: Tensor
+) -> Tensor:
+    """All of a layer between its projections: the convolution, the delta rule and the gated norm,
+    (T, H E). Updates the sequences' states.
+
+    Queries and keys are normed to length 1, and queries divided by sqrt(D). What the state gives is
+    normed by head and multiplied by silu(z).
+    """
+    G, H, D, E = layer.num_keys, layer.num_values, layer.key_dim, layer.value_dim
+    q, k, v, z, b, a = layer.columns
+    share = H // G
+
+    def of(at: tuple[int, int], width: int) -> Tensor:
+        """The columns of a kind, (T, G, width)."""
+        return y_TO.as_strided((len(y_TO), G, width), (y_TO.stride(0), at[1], 1), at[0])
+
+    x_TC = torch.cat([part.flatten(1) for part in (of(q, D), of(k, D), of(v, share * E))], 1)
+    x_TC = _causal_conv(x_TC, layer.conv_WC, cache, rows, positions_T)
+    q_TGD, k_TGD, v_TO = x_TC.split_with_sizes((G * D, G * D, H * E), 1)
+    q_THD = _unit(q_TGD.reshape(-1, G, D)).repeat_interleave(share, 1) * D**-0.5
+    k_THD = _unit(k_TGD.reshape(-1, G, D)).repeat_interleave(share, 1)
+    v_THE = v_TO.reshape(-1, H, E).float()
+    a_TH, b_TH = of(a, share).flatten(1).float(), of(b, share).flatten(1).float().sigmoid()
+    g_TH = -layer.log_a_H.exp() * F.softplus(a_TH + layer.dt_bias_H)
+    out_THE = _delta_rule(q_THD, k_THD, v_THE, g_TH, b_TH, cache, rows, positions_T)
+    normed_THE = F.rms_norm(out_THE, (E,), layer.norm_E.float(), layer.eps)
+    gate_TO = of(z, share * E).flatten(1).float()
+    return (normed_THE.flatten(1) * F.silu(gate_TO)).to(y_TO.dtype)
+
+
+def _causal_conv(
+    x_TC: Tensor, weight_WC: Tensor, cache: StateCache, rows: StateRows, positions_T: Tensor
+) -> Tensor:
+    """SiLU of each channel's convolution over the last W tokens of the sequence, (T, C). Updates
+    the inputs that the cache keeps."""
+    width, device = len(weight_WC), x_TC.device
+    start_S1 = torch.tensor(rows.query_start, device=device)
+    counts_S = start_S1.diff()
+    state_T = torch.tensor(rows.states, device=device).repeat_interleave(counts_S)
+    row_T = torch.arange(len(x_TC), device=device)
+    before_T = row_T - start_S1[:-1].repeat_interleave(counts_S)
+    y_TC = x_TC * weight_WC[-1]
+    for back in range(1, width):
+        kept_TC = cache.conv[state_T, (positions_T - back) % width]
+        here_TC = x_TC[(row_T - back).clamp(min=0)]
+        seen_TC = torch.where((before_T >= back)[:, None], here_TC, kept_TC)
+        y_TC += seen_TC.masked_fill((positions_T < back)[:, None], 0) * weight_WC[-1 - back]
+    last_T = before_T + width >= counts_S.repeat_interleave(counts_S)
+    cache.conv[state_T[last_T], positions_T[last_T] % width] = x_TC[last_T]
+    return F.silu(y_TC)
+
+
+def _delta_rule(
     q_THD: Tensor,
     k_THD: Tensor,
     v_THE: Tensor,
     g_TH: Tensor,
     b_TH: Tensor,
     cache: StateCache,
-    plan: Plan,
+    rows: StateRows,
+    positions_T: Tensor,
 ) -> Tensor:
-    """What the rows read of their sequences' states, (T, H, E) in v's dtype. Updates the states.
-    Queries and keys are normed to length 1, and queries divided by sqrt(D)."""
-    q_THD, k_THD = _unit(q_THD) * q_THD.shape[-1] ** -0.5, _unit(k_THD)
-    wide_THE, g_TH, b_TH = v_THE.float(), g_TH.float(), b_TH.float()
-    out_THE = torch.empty_like(wide_THE)
-    if len(plan.row_N):
-        at = plan.row_N
-        out_NHE, state_NHDE = delta_step(
-            q_THD[at], k_THD[at], wide_THE[at], g_TH[at], b_TH[at], cache.delta[plan.state_N]
+    """What the rows read of their sequences' states, (T, H, E). Updates the states. All in fp32."""
+    out_THE = torch.empty_like(v_THE)
+    decodes, _, runs = (part.tolist() for part in state_work(rows.states, rows.query_start))
+    if decodes:
+        at, state_N = torch.tensor(decodes, device=v_THE.device).t()
+        begins_N = (positions_T[at] == 0)[:, None, None, None]
+        state_NHDE = cache.delta[state_N].masked_fill(begins_N, 0)
+        out_THE[at], cache.delta[state_N] = delta_step(
+            q_THD[at], k_THD[at], v_THE[at], g_TH[at], b_TH[at], state_NHDE
         )
-        out_THE[at] = out_NHE
-        cache.delta[plan.state_N] = state_NHDE
-    for first, end, state, fresh in plan.others:
-        state_HDE = torch.zeros_like(cache.delta[state]) if fresh else cache.delta[state]
-        for start in range(first, end, CHUNK):
-            rows = slice(start, min(start + CHUNK, end))
-            out_THE[rows], state_HDE = delta_chunk(
-                q_THD[rows], k_THD[rows], wide_THE[rows], g_TH[rows], b_TH[rows], state_HDE
+    for first, count, state in runs:
+        state_HDE = cache.delta[state]
+        if positions_T[first] == 0:
+            state_HDE = torch.zeros_like(state_HDE)
+        for start in range(first, first + count, CHUNK):
+            part = slice(start, min(start + CHUNK, first + count))
+            out_THE[part], state_HDE = delta_chunk(
+                q_THD[part], k_THD[part], v_THE[part], g_TH[part], b_TH[part], state_HDE
             )
         cache.delta[state] = state_HDE
-    return out_THE.to(v_THE.dtype)
+    return out_THE
 
 
 def delta_step(

@@ -20,6 +20,7 @@ from weft.core.errors import ConfigError
 from weft.kernels.attention import Attend, AttentionBatch, KVCache, write_kv
 from weft.kernels.attention.sdpa import torch_attend
 from weft.kernels.collective.base import Ranks
+from weft.kernels.delta import DeltaLayer, StateCache, StateRows, gated_delta
 
 Activation = Literal["silu", "gelu_tanh"]
 
@@ -201,6 +202,12 @@ class Ops:
         q_THD, k_TKD = apply_rope(qk_TND, rope).split_with_sizes((H, K), 1)
         write_kv(k_TKD, v_TKD, cache, batch)
         return q_THD
+
+    def gated_delta(
+        self, y: Product, layer: DeltaLayer, cache: StateCache, rows: StateRows, positions_T: Tensor
+    ) -> Tensor:
+        """Compute what the function `weft.kernels.delta.gated_delta` does."""
+        return gated_delta(y.whole(), layer, cache, rows, positions_T)
 
 
 def make_ops(name: str, device: torch.device) -> Ops:

@@ -19,6 +19,7 @@ from weft.kernels.attention import AttentionBatch, KVCache
 from weft.kernels.attention.paged import PagedAttention
 from weft.kernels.collective.base import Ranks
 from weft.kernels.collective.peers import PeerRanks
+from weft.kernels.delta import DeltaLayer, StateCache, StateRows
 from weft.kernels.ops import Activation, Ops, Pending, Product, Rope
 from weft.kernels.triton_base import (
     INTERPRETED,
@@ -27,6 +28,7 @@ from weft.kernels.triton_base import (
     starts_early,
     with_pending,
 )
+from weft.kernels.triton_delta import gated_delta
 
 
 @triton.jit
@@ -302,6 +304,11 @@ class TritonOps(Ops):
                 **self._options,
             )
         return qkv_TND[:, :H]
+
+    def gated_delta(
+        self, y: Product, layer: DeltaLayer, cache: StateCache, rows: StateRows, positions_T: Tensor
+    ) -> Tensor:
+        return gated_delta(y, layer, cache, rows.work_on(positions_T.device), positions_T)
 
 
 def _pending(pending: Pending | None, none: Tensor) -> tuple[Tensor, Tensor]:

@@ -81,9 +81,9 @@ def _attention(config: ModelConfig, i: int) -> list[Packed]:
 def _linear_attention(config: ModelConfig, i: int) -> list[Packed]:
     name, hidden, shape = f"model.layers.{i}.linear_attn.", config.hidden_size, config.linear
     assert shape is not None
-    into = _named(name, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    into = shape.projections
     return [
-        Packed(f"{i}.in", "linear", hidden, shape.widths, into),
+        Packed(f"{i}.in", "linear", hidden, tuple(into.values()), _named(name, *into)),
         Packed(f"{i}.out", "linear", shape.values, (hidden,), _named(name, "out_proj")),
     ]
 

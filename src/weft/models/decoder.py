@@ -14,7 +14,7 @@ from torch import Tensor
 
 from weft.kernels.attention import KVCache
 from weft.kernels.collective.base import ALONE, Ranks
-from weft.kernels.delta import StateCache
+from weft.kernels.delta import DeltaLayer, StateCache
 from weft.kernels.ops import Activation, Ops, Product, Rope
 from weft.models.blueprint import EMBED, HEAD, LAST_NORM, experts_of, is_linear
 from weft.models.config import ModelConfig
@@ -28,7 +28,12 @@ from weft.models.layers import (
     WidthNorm,
     with_offset,
 )
-from weft.models.linear_attention import LinearAttention, allocate_states, gate_of
+from weft.models.linear_attention import (
+    LinearAttention,
+    allocate_states,
+    columns_of,
+    gate_of,
+)
 from weft.models.moe import Experts, SparseMlp, is_capturable
 from weft.models.rope import RopeTable
 from weft.models.weights import Weights
@@ -92,8 +97,6 @@ class Decoder:
     @property
     def is_capturable(self) -> bool:
         """Whether steps on a GPU can be captured in CUDA graphs."""
-        if self.config.linear is not None:
-            return False  # its plan of a step is made of what the host knows
         return self.config.moe is None or is_capturable(self.dtype, self.device)
 
     def logits(self, x_NI: Tensor, step: StepContext) -> Tensor:
@@ -241,16 +244,21 @@ class _Builder:
         config, of = self.config, f"model.layers.{layer}.linear_attn."
         assert config.linear is not None
         vectors = self.weights.vectors
-        return LinearAttention(
-            into=self.linear(f"{layer}.in"),
-            out=self.linear(f"{layer}.out"),
-            conv_CW=vectors[of + "conv1d.weight"][:, 0],
+        shape = config.linear
+        delta = DeltaLayer(
+            conv_WC=vectors[of + "conv1d.weight"][:, 0].t().contiguous(),
             log_a_H=vectors[of + "A_log"],
             dt_bias_H=vectors[of + "dt_bias"],
             norm_E=vectors[of + "norm.weight"],
             eps=config.norm_eps,
-            shape=config.linear,
+            num_keys=shape.num_keys,
+            num_values=shape.num_values,
+            key_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            columns=columns_of(shape),
         )
+        into, out = self.linear(f"{layer}.in"), self.linear(f"{layer}.out")
+        return LinearAttention(into, out, delta, self.ops)
 
     def mlp(self, layer: int) -> DenseMlp | SparseMlp:
         moe = experts_of(self.config, layer)

@@ -69,6 +69,10 @@ class LinearConfig:
     key_dim: int
     value_dim: int
     conv_width: int
+    by_key_head: bool = False
+    """Whether the layer has two projections, whose outputs lie by key head: queries, keys, values
+    and z of one after the other, and b and a. Else there are four: queries, keys and values, z, b
+    and a."""
 
     def __post_init__(self) -> None:
         if self.num_values % self.num_keys:
@@ -93,9 +97,24 @@ class LinearConfig:
         return 2 * self.keys + self.values
 
     @property
-    def widths(self) -> tuple[int, int, int, int]:
-        """The outputs of the layer's four projections: qkv, z, b and a."""
-        return self.channels, self.values, self.num_values, self.num_values
+    def heads_per_key(self) -> int:
+        """How many value heads have the same key head."""
+        return self.num_values // self.num_keys
+
+    @property
+    def projections(self) -> dict[str, int]:
+        """The layer's projections of its input, and their outputs."""
+        if self.by_key_head:
+            return {
+                "in_proj_qkvz": self.channels + self.values,
+                "in_proj_ba": 2 * self.num_values,
+            }
+        return {
+            "in_proj_qkv": self.channels,
+            "in_proj_z": self.values,
+            "in_proj_b": self.num_values,
+            "in_proj_a": self.num_values,
+        }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

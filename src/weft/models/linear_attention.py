@@ -1,7 +1,6 @@
 """Attention by a recurrent state in place of a KV cache: the gated delta rule.
 
-Shapes: T token rows, I hidden size, G key heads, H value heads, D size of a key, E size of a value,
-C channels of the convolution: of all queries, keys and values.
+Shapes: T token rows, I hidden size, D dimension of a head.
 """
 
 from __future__ import annotations
@@ -9,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from weft.kernels.delta import Plan, StateCache, causal_conv, gated_delta
-from weft.kernels.ops import Product, rms_norm
+from weft.kernels.delta import Columns, DeltaLayer, StateCache
+from weft.kernels.ops import Ops, Product
 from weft.models.family import LinearConfig
 from weft.models.layers import Linear, StepContext
 
@@ -25,48 +23,39 @@ class LinearAttention:
     into: Linear
     """To queries, keys and values, the gate z, and for each value head b and a."""
     out: Linear
-    conv_CW: Tensor
-    log_a_H: Tensor
-    """fp32. With `dt_bias_H`, what a head's decay is made of."""
-    dt_bias_H: Tensor
-    """fp32."""
-    norm_E: Tensor
-    eps: float
-    shape: LinearConfig
+    layer: DeltaLayer
+    ops: Ops
 
     def __call__(self, x_TI: Tensor, step: StepContext, cache: StateCache) -> Product:
-        shape, batch = self.shape, step.attention
         assert step.states is not None
-        rows = step.states
-        plan = batch.once("states", lambda: Plan.of(rows, x_TI.device))
-        y_TO = self.into(x_TI, step).whole()
-        qkv_TC, z_TO, b_TH, a_TH = y_TO.split_with_sizes(shape.widths, 1)
-        qkv_TC = causal_conv(qkv_TC, self.conv_CW, cache, plan)
-        q_TO, k_TO, v_TO = qkv_TC.split_with_sizes((shape.keys, shape.keys, shape.values), 1)
-        g_TH = -self.log_a_H.exp() * F.softplus(a_TH.float() + self.dt_bias_H)
-        out_THE = gated_delta(
-            self._for_value_heads(q_TO),
-            self._for_value_heads(k_TO),
-            self._by_head(v_TO),
-            g_TH,
-            b_TH.sigmoid(),
-            cache,
-            plan,
+        y = self.into(x_TI, step)
+        rows, positions_T = step.states, step.positions_T
+        return self.out(self.ops.gated_delta(y, self.layer, cache, rows, positions_T), step)
+
+
+def columns_of(shape: LinearConfig) -> Columns:
+    """Where the columns of the layer's packed projection are."""
+    keys, values, heads = shape.key_dim, shape.values // shape.num_keys, shape.heads_per_key
+    if shape.by_key_head:
+        group = 2 * (keys + values)
+        end = shape.num_keys * group
+        return Columns(
+            (0, group),
+            (keys, group),
+            (2 * keys, group),
+            (2 * keys + values, group),
+            (end, 2 * heads),
+            (end + heads, 2 * heads),
         )
-        gate_THE = self._by_head(z_TO).float()
-        normed_THE = rms_norm(out_THE, self.norm_E, self.eps)
-        out_THE = (normed_THE.float() * F.silu(gate_THE)).to(x_TI.dtype)
-        return self.out(out_THE.flatten(1), step)
-
-    def _by_head(self, x_TO: Tensor) -> Tensor:
-        """(T, H E) as (T, H, E)."""
-        return x_TO.reshape(-1, self.shape.num_values, self.shape.value_dim)
-
-    def _for_value_heads(self, x_TO: Tensor) -> Tensor:
-        """Queries or keys, (T, G D), as (T, H, D): several value heads have the same ones."""
-        shape = self.shape
-        x_TGD = x_TO.reshape(-1, shape.num_keys, shape.key_dim)
-        return x_TGD.repeat_interleave(shape.num_values // shape.num_keys, 1)
+    z, b = shape.channels, shape.channels + shape.values
+    return Columns(
+        (0, keys),
+        (shape.keys, keys),
+        (2 * shape.keys, values),
+        (z, values),
+        (b, heads),
+        (b + shape.num_values, heads),
+    )
 
 
 def gate_of(q_TO: Tensor, num_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
@@ -77,19 +66,10 @@ def gate_of(q_TO: Tensor, num_heads: int, head_dim: int) -> tuple[Tensor, Tensor
     return q_THD.flatten(1), gate_THD.flatten(1)
 
 
-def state_bytes(shape: LinearConfig, dtype: torch.dtype) -> int:
-    """How many bytes one state takes over all layers."""
-    delta = shape.num_values * shape.key_dim * shape.value_dim * torch.float32.itemsize
-    conv = shape.channels * (shape.conv_width - 1) * dtype.itemsize
-    return sum(shape.layers) * (delta + conv)
-
-
 def allocate_states(
     shape: LinearConfig, num_states: int, dtype: torch.dtype, device: torch.device | str
 ) -> StateCache:
     """The states of one layer, zeroed."""
-    conv = torch.zeros(
-        (num_states, shape.channels, shape.conv_width - 1), dtype=dtype, device=device
-    )
+    conv = torch.zeros((num_states, shape.conv_width, shape.channels), dtype=dtype, device=device)
     size = (num_states, shape.num_values, shape.key_dim, shape.value_dim)
     return StateCache(conv, torch.zeros(size, dtype=torch.float32, device=device))

@@ -61,10 +61,11 @@ class Draft:
 
     def schedule(self, seq: Sequence) -> None:
         """Plan as many tokens as there is room for of a sequence with a row and blocks. They are
-        two entries where its adapter becomes active in between."""
+        two entries where its adapter becomes active in between; those behind it come in another
+        step if they need the state that those before it make."""
         if seq.computed < seq.adapter.active_from < seq.known:
             self._schedule(seq, seq.adapter.active_from)
-            if self.full:
+            if self.full or seq.holding.state >= 0:
                 return
         self._schedule(seq, seq.known)
 

@@ -184,6 +184,6 @@ class StepExecutor:
 
 
 def _state_rows(inputs: StepInputs) -> StateRows | None:
-    if inputs.state_S is None or inputs.fresh_S is None:
+    if inputs.state_S is None:
         return None
-    return StateRows(inputs.state_S.tolist(), inputs.fresh_S.tolist(), inputs.query_start)
+    return StateRows(inputs.state_S.tolist(), inputs.query_start)

@@ -26,10 +26,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch, RowWork, row_work, tile_rows
+from weft.kernels.delta import CHUNK, StateRows, StateWork, state_work
 from weft.kernels.lora.base import LoraBackend, LoraStep
 from weft.kernels.staging import Staging
 from weft.models.decoder import Decoder, LayerCache, StepContext
-from weft.worker.inputs import Segments, StepInputs
+from weft.worker.inputs import Ints, Segments, StepInputs
 from weft.worker.step import Carried, StepTensors, hidden_states, logits, lora_batch
 
 MAX_CHUNKS = 64
@@ -60,6 +61,14 @@ class _Form(NamedTuple):
     num_seqs: int
     num_tiles: int
     """Tiles of chunks; 0: there are decodes only, each of which samples."""
+    has_states: bool
+    """Whether the model has recurrent states."""
+
+    @property
+    def num_runs(self) -> int:
+        """The most sequences of several rows whose states are computed in chunks."""
+        wanted = self.has_states and self.num_tiles > 0
+        return min(self.num_seqs, self.num_tokens // 2, MAX_CHUNKS) if wanted else 0
 
 
 Buffer = TypeVar("Buffer", NDArray[Any], Tensor)
@@ -73,6 +82,8 @@ class _StepParts(NamedTuple, Generic[Buffer]):
         | ids | row | position | place | carried | lengths | sampled | pairs | tiles | blocks |
         |   8 bytes each, T of each    | 1, T    | 4, S    | 8, S    | 8, S  | 16    | 4      |
                                                            '-- none for decodes --'
+
+    and ahead of the blocks, for models with recurrent states, what `StateWork` has.
 
     All but the last have sizes that follow from the form, so that a captured step finds them where
     they always are. The block tables, which are as wide as the step's longest context, are copied
@@ -96,6 +107,12 @@ class _StepParts(NamedTuple, Generic[Buffer]):
     """int32 (S, 2), see `RowWork`; empty if all sequences are decodes."""
     tiles: Buffer
     """int32 (tiles, 4), see `RowWork`; empty if all sequences are decodes."""
+    state_decodes: Buffer
+    """int32 (S, 2), see `StateWork`, as the next two."""
+    state_chunks: Buffer
+    """int32 (chunks, 5)"""
+    state_runs: Buffer
+    """int32 (runs, 3)"""
     blocks: Buffer
     """int32, the block tables, one after the other."""
 
@@ -120,7 +137,8 @@ class StepGraphs:
         self._device = last_token_R.device
         max_seqs = len(last_token_R) - 1
         self._num_groups = decoder.config.num_heads // decoder.config.num_kv_heads
-        self._decodes = [_Form(size, size, 0) for size in batch_sizes(max_seqs)]
+        self._has_states = decoder.config.linear is not None
+        self._decodes = [_Form(n, n, 0, self._has_states) for n in batch_sizes(max_seqs)]
         self._mixed = [self._mixed_form(size, max_seqs) for size in token_sizes]
         largest = max(_num_words(form) for form in (self._decodes[-1], self._mixed[-1]))
         self._staging = Staging(largest + max_seqs * num_table_blocks, self._device)
@@ -155,6 +173,7 @@ class StepGraphs:
         num_words = _num_words(form)
         parts = _on_host(self._staging.begin(num_words), form)
         self._lay_out([0], np.zeros(0, np.int32), form, parts)
+        _lay_out_states([], [0], form, parts)
         self._pad(parts, 0, 0)
         self._staging.send(num_words)
         kinds = (False, True) if self._lora else (False,)
@@ -182,7 +201,7 @@ class StepGraphs:
     def _mixed_form(self, num_tokens: int, max_seqs: int) -> _Form:
         tokens = tile_rows(self._num_groups) // self._num_groups
         num_tiles = -(-num_tokens // tokens) + min(num_tokens, MAX_CHUNKS)
-        return _Form(num_tokens, min(num_tokens, max_seqs), num_tiles)
+        return _Form(num_tokens, min(num_tokens, max_seqs), num_tiles, self._has_states)
 
     def _form(self, inputs: StepInputs) -> _Form | None:
         """The smallest that a step may fit into."""
@@ -201,6 +220,9 @@ class StepGraphs:
         num_words = _num_words(form)
         parts = _on_host(self._staging.begin(num_words + table_SB.size), form)
         if not self._lay_out(inputs.query_start, lengths, form, parts):
+            return False
+        states = inputs.state_S
+        if states is not None and not _lay_out_states(states, inputs.query_start, form, parts):
             return False
         self._pad(parts, num_tokens, num_seqs)
         if form.num_tiles:
@@ -271,11 +293,15 @@ class StepGraphs:
             work=work,
         )
         lora = self._begin_lora(self._lora, (), (), form) if with_lora and self._lora else None
+        states = None
+        if form.has_states:
+            state_parts = parts.state_decodes, parts.state_chunks, parts.state_runs
+            states = StateRows([], [], StateWork(*state_parts))
         step = StepTensors(
             parts.ids_T,
             Carried(parts.carried_T, parts.row_T, self._last_token_R),
             parts.sampled_S if mixed else None,
-            StepContext(parts.position_T, attention, lora),
+            StepContext(parts.position_T, attention, lora, states=states),
         )
 
         def forward() -> None:
@@ -283,6 +309,23 @@ class StepGraphs:
             self._logits_SV[: form.num_seqs].copy_(logits(self._decoder, step, hidden_TI))
 
         return forward
+
+
+def _lay_out_states(
+    states: Ints | list[int], query_start: list[int], form: _Form, parts: _StepParts[NDArray[Any]]
+) -> bool:
+    """Which rows read and write which states. Whether there is room."""
+    decodes, chunks, runs = state_work(states, query_start)
+    if len(chunks) > len(parts.state_chunks) or len(runs) > len(parts.state_runs):
+        return False
+    parts.state_decodes[: len(decodes)] = decodes
+    parts.state_decodes[len(decodes) :] = -1
+    if form.has_states and not form.num_tiles:  # rows of padding give zeros
+        parts.state_decodes[len(decodes) :, 0] = range(len(decodes), form.num_seqs)
+    for part, own in ((parts.state_chunks, chunks), (parts.state_runs, runs)):
+        part[: len(own)] = own
+        part[len(own) :] = 0
+    return True
 
 
 class _Place(NamedTuple):
@@ -306,6 +349,9 @@ def _places(form: _Form) -> tuple[tuple[_Place, ...], int]:
         ("int64", (mixed,)),
         ("int32", (mixed, 2)),
         ("int32", (form.num_tiles, 4)),
+        ("int32", (form.num_seqs if form.has_states else 0, 2)),
+        ("int32", (form.num_tokens // CHUNK + form.num_runs if form.num_runs else 0, 5)),
+        ("int32", (form.num_runs, 3)),
     ]
     places: list[_Place] = []
     end = 0

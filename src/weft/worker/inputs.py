@@ -143,8 +143,6 @@ class StepInputs:
     """Alternatives asked for, -1 for none at all; None if nobody asked."""
     state_S: Ints | None = None
     """Recurrent states; None: the model has none."""
-    fresh_S: NDArray[np.bool_] | None = None
-    """Whether the sequence begins with this step; None as above."""
 
 
 class _SamplingRows:
@@ -400,7 +398,6 @@ class RowState:
             prompt=None if layout.plain else self._prompt(layout, rows, slot_S, order),
             num_logprobs_N=self._num_logprobs(row_N),
             state_S=state_S if has_states else None,
-            fresh_S=layout.starts == 0 if has_states else None,
         )
 
     def _ids(self, row_T: Ints, positions_T: Ints, from_device_T: NDArray[np.bool_]) -> Ints:

@@ -237,7 +237,7 @@ class SelfCheck:
         batch = make_batch(
             [TOKENS] * 2, [TOKENS] * 2, probe.blocks, self._block_size, self._decoder.device
         )
-        states = StateRows([0, 1], [True, True], batch.query_start)
+        states = StateRows([0, 1], batch.query_start)
         context = StepContext(probe.positions_T, batch, lora, norms, vocabulary, states)
         step = StepTensors(probe.ids_T, None, probe.sampled_N, context)
         hidden_TI = hidden_states(self._decoder, step, self._layers(paced))
