@@ -18,6 +18,8 @@ from transformers import (
     GlmConfig,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
+    MinistralConfig,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -98,6 +100,34 @@ CONFIGS: dict[str, PreTrainedConfig] = {
     "llama-bias": LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True, head_dim=12),
     "mistral": MistralConfig(**SIZES, sliding_window=None),
     "mistral-window": MistralConfig(**SIZES, sliding_window=7),
+    "ministral": MinistralConfig(
+        **SIZES,
+        head_dim=8,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", "full_attention"],
+    ),
+    "ministral3": Ministral3Config(
+        **SIZES,
+        **NO_PAD,
+        **rope(
+            "yarn",
+            factor=4.0,
+            original_max_position_embeddings=16,
+            max_position_embeddings=64,
+            mscale=1.0,
+            mscale_all_dim=1.0,
+            llama_4_scaling_beta=0.3,
+        ),
+        head_dim=16,
+    ),
+    "ministral3-window-tied": Ministral3Config(
+        **SIZES,
+        **NO_PAD,
+        **rope("default", original_max_position_embeddings=5, llama_4_scaling_beta=0.1),
+        head_dim=8,
+        sliding_window=7,
+        tie_word_embeddings=True,
+    ),
     "qwen2": Qwen2Config(**SIZES),
     "qwen2-window": Qwen2Config(
         **SIZES, use_sliding_window=True, sliding_window=6, max_window_layers=1

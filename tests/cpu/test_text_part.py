@@ -63,6 +63,12 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         image_token_index=79,
         tie_word_embeddings=False,
     ),
+    "ministral3": Mistral3Config(
+        text_config=TEXT | {"model_type": "ministral3"},
+        vision_config=VISION | {"model_type": "pixtral"},
+        image_token_index=79,
+        tie_word_embeddings=False,
+    ),
 }
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -77,7 +83,13 @@ STEPS = 8
 Base = tuple[PreTrainedModel, Path]
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(name, marks=pytest.mark.exhaustive if name == "mistral3" else [])
+        for name in CONFIGS
+    ],
+)
 def base(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Base:
     folder = tmp_path_factory.mktemp(request.param)
     torch.manual_seed(0)

@@ -31,6 +31,7 @@ from transformers import (
     Glm4Config,
     GraniteConfig,
     LlamaConfig,
+    Ministral3Config,
     MistralConfig,
     MixtralConfig,
     Olmo2Config,
@@ -64,6 +65,20 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "mistral": MistralConfig(**SIZES, sliding_window=24),
+    "ministral3": Ministral3Config(
+        **SIZES,
+        pad_token_id=None,
+        head_dim=16,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 1000.0,
+            "factor": 8.0,
+            "original_max_position_embeddings": 16,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.3,
+        },
+    ),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
     "qwen3-tied": Qwen3Config(**SIZES, head_dim=16, tie_word_embeddings=True),
     "phi3": Phi3Config(
@@ -126,13 +141,34 @@ LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 BIASED = ("qwen2", "glm4")
 MIXTURES = ("qwen3-moe", "mixtral")
 UNTIED = (
-    *("llama", "mistral", "qwen2", "phi3", "olmo2", "olmo3", "granite", "glm4", "qwen3.5"),
+    *(
+        "llama",
+        "mistral",
+        "ministral3",
+        "qwen2",
+        "phi3",
+        "olmo2",
+        "olmo3",
+        "granite",
+        "glm4",
+        "qwen3.5",
+    ),
     *MIXTURES,
 )
 NEWER = ("olmo3", "smollm3", "granite", "gemma3", "glm4", "cohere2", "qwen3.5")
 ALWAYS = ("llama-tied", "qwen2", "phi3", "gemma3", "qwen3.5", *MIXTURES)
 """Those that differ most in what adapters meet; `make exhaustive` takes all."""
-SERVED = ("llama-tied", "mistral", "qwen2", "qwen3-tied", "phi3", "olmo2", *NEWER, *MIXTURES)
+SERVED = (
+    "llama-tied",
+    "mistral",
+    "ministral3",
+    "qwen2",
+    "qwen3-tied",
+    "phi3",
+    "olmo2",
+    *NEWER,
+    *MIXTURES,
+)
 """One of each architecture."""
 
 

@@ -7,6 +7,7 @@ with `peft` by a test, and that each row claimed to be refused is refused by tha
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,17 @@ NAMES = dict(
     zip(
         SERVED,
         (
-            *("Llama", "Mistral", "Qwen 2", "Qwen 3", "Phi 3", "OLMo 2", "OLMo 3", "SmolLM 3"),
+            *(
+                "Llama",
+                "Mistral",
+                "Ministral 3",
+                "Qwen 2",
+                "Qwen 3",
+                "Phi 3",
+                "OLMo 2",
+                "OLMo 3",
+                "SmolLM 3",
+            ),
             *("Granite", "Gemma 3", "GLM 4", "Cohere 2", "Qwen 3.5", "Qwen 3 MoE", "Mixtral"),
         ),
         strict=True,
@@ -37,18 +48,20 @@ made and saved with random weights, and that the server has loaded over HTTP, th
 its answers are those of `peft`, and their log-probabilities are within 0.001 of its own: for each
 kind alone, with its prompt already in the prefix cache, and among concurrent requests of all the
 others (`make exhaustive`). In 16 bits the same is computed with the rounding of that format.
-
-*All* families are Llama, Mistral, Qwen 2, Qwen 3, Phi 3, OLMo 2, OLMo 3, SmolLM 3, Granite,
-Gemma 3, GLM 4, Cohere 2, Qwen 3.5, Qwen 3 MoE and Mixtral; in the last two these kinds are for the
-attention and for dense layers, and experts have rows of their own. In Phi 3 q, k and v are one
-projection, and so are gate and up, which are one in GLM 4, too; there the kinds are for these. In
-Qwen 3.5 they are for linear attention, too, whose prompts are never in the prefix cache. The biases
-are those of the base, which of these families Qwen 2 and GLM 4 have, and (IA)³ of the head is for
-one that is not tied to the embedding. The last two columns
-are what the released loaders of vLLM 0.33 and SGLang 0.5.23 did with real adapters. *Wrong* is an
-adapter that was accepted and then answered as another one, without a word; an empty cell is one
-that was not tried. SGLang took 11 of 35 kinds that way, and 5 more passed its loader and failed in
-the first forward pass.
+"""
+FAMILIES = f"""\
+*All* families are {", ".join([*NAMES.values()][:-1])} and {[*NAMES.values()][-1]}; in the last two
+these kinds are for the attention and for dense layers, and experts have rows of their own. In Phi 3
+q, k and v are one projection, and so are gate and up, which are one in GLM 4, too; there the kinds
+are for these. In Qwen 3.5 they are for linear attention, too, whose prompts are never in the prefix
+cache. The biases are those of the base, which of these families Qwen 2 and GLM 4 have, and (IA)³ of
+the head is for one that is not tied to the embedding.
+"""
+COLUMNS = """\
+The last two columns are what the released loaders of vLLM 0.33 and SGLang 0.5.23 did with real
+adapters. *Wrong* is an adapter that was accepted and then answered as another one, without a word;
+an empty cell is one that was not tried. SGLang took 11 of 35 kinds that way, and 5 more passed its
+loader and failed in the first forward pass.
 """
 FOOT = """\
 (1) A LoHa of rank r is a LoRA of rank r times r, and a LoKr is one of the product of its factors'
@@ -259,6 +272,9 @@ REFUSED: list[Refused] = [
 def page() -> str:
     lines = [
         HEAD,
+        textwrap.fill(FAMILIES, 100),
+        "",
+        COLUMNS,
         "| kind | Weft | families | vLLM 0.33 | SGLang 0.5.23 |",
         "|---|---|---|---|---|",
     ]

@@ -76,12 +76,14 @@ class Rope(NamedTuple):
     sin_T1R: Tensor
     interleaved: bool = False
     """Whether neighbours are the pairs, (2 i, 2 i + 1); else they are (i, i + R/2)."""
+    query_T11: Tensor | None = None
+    """What queries are multiplied by once they are rotated; None: nothing."""
 
 
 def apply_rope(x_TND: Tensor, rope: Rope) -> Tensor:
     """Rotate the first R dimensions of every head. The others, if R is less than D, stay as they
     are."""
-    cos_T1R, sin_T1R, interleaved = rope
+    cos_T1R, sin_T1R, interleaved, _ = rope
     R = cos_T1R.shape[-1]
     x_TNR = x_TND[..., :R]
     if interleaved:

@@ -276,7 +276,7 @@ class TritonOps(Ops):
         T, N = len(qkv_TO), qkv_TO.shape[1] // D
         qkv_TND = qkv_TO.view(T, N, D)
         H = N - 2 * K
-        cos_T1R, sin_T1R, interleaved = rope
+        cos_T1R, sin_T1R, interleaved, _ = rope
         assert cos_T1R.stride(0) == sin_T1R.stride(0)
         if T:
             _rope_and_write[T, N](

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.core.errors import ConfigError
-from weft.models.families import FAMILIES
+from weft.models.families import FAMILIES, family_of
 from weft.models.family import (
     NORM_NAMES,
     UNSCALED,
@@ -22,7 +22,7 @@ from weft.models.family import (
     Scales,
 )
 from weft.models.fields import check_fields
-from weft.models.rope_config import RopeConfig, context_limit, read_rope
+from weft.models.rope_config import RopeConfig, context_limit, read_rope, with_query_growth
 from weft.models.stated import read_stated
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def load_model_config(path_or_id: str | Path, revision: str | None = None) -> Mo
     folder = resolve_model(path_or_id, revision, weights=False)
     raw = _read_json(folder / "config.json")
     architecture = _architecture_of(raw)
-    family = FAMILIES[architecture]
+    family = family_of(architecture, raw)
     hf = read_stated(raw)
     if hf is None:
         hf = _hf_config(folder)
@@ -137,7 +137,7 @@ def load_model_config(path_or_id: str | Path, revision: str | None = None) -> Mo
             tied, hf = hf.tie_word_embeddings, hf.text_config
             hf.tie_word_embeddings = tied
         check_fields(hf)
-    return _build(architecture, hf, raw, _eos_token_ids(folder, raw))
+    return _build(architecture, family, hf, raw, _eos_token_ids(folder, raw))
 
 
 _SMALL_FILES = ("*.json", "*.model", "*.txt", "*.jinja")
@@ -198,7 +198,7 @@ def _architecture_of(raw: dict[str, Any]) -> str:
     for key in ("quantization_config", "compression_config"):
         if raw.get(key):
             raise ConfigError(f"{key} is set: quantized checkpoints are not served", key)
-    family = FAMILIES[name]
+    family = family_of(name, raw)
     _check_model_type(raw, family.text_of or family.model_type, name)
     if family.text_of:
         text = raw.get("text_config")
@@ -223,9 +223,12 @@ def _hf_config(folder: Path) -> Any:
 
 
 def _build(
-    architecture: str, hf: Any, raw: dict[str, Any], eos_token_ids: tuple[int, ...]
+    architecture: str,
+    family: Family,
+    hf: Any,
+    raw: dict[str, Any],
+    eos_token_ids: tuple[int, ...],
 ) -> ModelConfig:
-    family = FAMILIES[architecture]
     ropes = family.ropes(hf)
     distinct = [p for i, p in enumerate(ropes) if p not in ropes[:i]]
     _check_activation(hf, family)
@@ -264,7 +267,8 @@ def _build(
 
 
 def _rope(parameters: RopeParameters, hf: Any, family: Family) -> RopeConfig:
-    return read_rope(parameters, hf, family.partial_rotary, family.interleaved_rope)
+    rope = read_rope(parameters, hf, family.partial_rotary, family.interleaved_rope)
+    return with_query_growth(rope, parameters) if family.query_growth else rope
 
 
 _ACTIVATIONS: dict[Activation, str] = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}

@@ -298,6 +298,8 @@ class _Layer:
         elif self._qk_norm is not None:
             norm = self._qk_norm(len(x_TI), step)
         q_THD = ops.rope_and_write(qkv, rope, norm, self._eps, cache, batch)
+        if rope.query_T11 is not None:
+            q_THD = q_THD * rope.query_T11
         out_THD = ops.attend(q_THD, cache, batch, scale=self._scale, window=self._window)
         out_TO = out_THD.flatten(1)
         if gate_TO is not None:

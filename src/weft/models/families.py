@@ -3,6 +3,7 @@ checkpoints is read. Whatever Weft would compute wrongly is refused here, by nam
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,9 +29,10 @@ def _one_window(hf: Any) -> tuple[int | None, ...]:
 
 def _one_window_by_type(hf: Any) -> tuple[int | None, ...]:
     """As `_layer_windows`, for families whose layers have windows unless they say otherwise."""
-    return tuple(
-        hf.sliding_window if kind == "sliding_attention" else None for kind in _attention_types(hf)
-    )
+    types = _attention_types(hf)
+    if hf.sliding_window is None and "sliding_attention" in types:
+        raise ConfigError("layer_types name sliding_attention without a window", "sliding_window")
+    return tuple(hf.sliding_window if kind == "sliding_attention" else None for kind in types)
 
 
 def _layer_types(hf: Any, *known: str) -> list[str]:
@@ -154,12 +156,6 @@ def _mixtral(hf: Any) -> MoeConfig:
     )
 
 
-def _cohere2_windows(hf: Any) -> tuple[int | None, ...]:
-    if hf.sliding_window is None:
-        raise ConfigError("sliding_window None is not served for cohere2", "sliding_window")
-    return _one_window_by_type(hf)
-
-
 def _rope_in_windows(hf: Any) -> tuple[RopeParameters | None, ...]:
     """Layers that see all positions don't rotate them."""
     windows = (kind == "sliding_attention" for kind in _attention_types(hf))
@@ -173,6 +169,7 @@ def _cohere_scales(hf: Any) -> Scales:
 
 
 _MISTRAL = Family("mistral", _one_window)
+_MINISTRAL3 = Family("ministral3", _one_window, query_growth=True)
 _GEMMA3 = Family(
     "gemma3_text",
     _gemma3_windows,
@@ -208,6 +205,8 @@ FAMILIES: dict[str, Family] = {
         mlp_bias="mlp_bias",
     ),
     "MistralForCausalLM": _MISTRAL,
+    "MinistralForCausalLM": Family("ministral", _one_window_by_type),
+    "Ministral3ForCausalLM": _MINISTRAL3,
     "Qwen2ForCausalLM": Family("qwen2", _layer_windows, attention_bias=True),
     "Qwen3ForCausalLM": Family(
         "qwen3",
@@ -286,7 +285,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "Cohere2ForCausalLM": Family(
         "cohere2",
-        _cohere2_windows,
+        _one_window_by_type,
         attention_bias="attention_bias",
         attention_out_bias="attention_bias",
         blocks="parallel",
@@ -302,3 +301,15 @@ FAMILIES: dict[str, Family] = {
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, text_of="gemma3"),
     "Mistral3ForConditionalGeneration": replace(_MISTRAL, text_of="mistral3"),
 }
+"""By architecture; see `family_of` for those that are not of one family alone."""
+
+_OTHER_TEXT = {"Mistral3ForConditionalGeneration": replace(_MINISTRAL3, text_of="mistral3")}
+"""Of checkpoints that may hold another text model than `FAMILIES` says."""
+
+
+def family_of(architecture: str, raw: Mapping[str, Any]) -> Family:
+    """The family of a served architecture and the configuration in its checkpoint's file."""
+    family, other = FAMILIES[architecture], _OTHER_TEXT.get(architecture)
+    text = raw.get("text_config")
+    of_other = other and isinstance(text, dict) and text.get("model_type") == other.model_type
+    return other if other and of_other else family

@@ -163,6 +163,8 @@ class Family:
     norm_names: tuple[str, ...] = ()
     """Where they differ from those in NORM_NAMES."""
     interleaved_rope: bool = False
+    query_growth: bool = False
+    """Whether queries grow with their position (see `RopeConfig.query_growth`)."""
     partial_rotary: bool = False
     """Whether rope may be for a part of each head's dimensions."""
     ropes: Callable[[Any], tuple[RopeParameters | None, ...]] = _one_rope

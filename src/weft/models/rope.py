@@ -36,11 +36,20 @@ class RopeTable:
         if not self._interleaved:
             pairs_M2F2 = pairs_M2F2.transpose(2, 3)
         self._table_M2R = pairs_M2F2.flatten(2).to(dtype)
+        self._query_M: Tensor | None = None
+        if rope is not None and rope.query_growth:
+            lengths_M = (
+                torch.arange(max_len, device=device) // rope.original_max_position_embeddings
+            )
+            self._query_M = (1 + rope.query_growth * (1 + lengths_M).log()).to(dtype)
 
     def at(self, positions_T: Tensor) -> Rope:
         """The rotation of rows at these positions."""
         rows_T2R = self._table_M2R.index_select(0, positions_T)
-        return Rope(rows_T2R[:, :1], rows_T2R[:, 1:], self._interleaved)
+        query_T11 = None
+        if self._query_M is not None:
+            query_T11 = self._query_M.index_select(0, positions_T)[:, None, None]
+        return Rope(rows_T2R[:, :1], rows_T2R[:, 1:], self._interleaved, query_T11)
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> tuple[Tensor, float]:

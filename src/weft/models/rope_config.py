@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from weft.core.errors import ConfigError
@@ -41,6 +41,8 @@ class RopeConfig:
     """The share of a head's dimensions that are rotated, which come first."""
     interleaved: bool = False
     """Whether neighbouring dimensions are rotated together; else i and i + R/2 are, of R."""
+    query_growth: float = 0.0
+    """b: queries at position p are multiplied by `1 + b log(1 + floor(p / original length))`."""
 
     def rotated(self, head_dim: int) -> int:
         """How many dimensions of a head are rotated."""
@@ -119,6 +121,16 @@ def read_rope(
         read = {k: v for k, v in read.items() if v or not k.startswith("beta_")}
     theta = float(p["rope_theta"])
     return RopeConfig(theta, kind, partial_rotary_factor=share, interleaved=interleaved, **read)
+
+
+def with_query_growth(rope: RopeConfig, parameters: Mapping[str, Any]) -> RopeConfig:
+    """The same with the growth of queries that `rope_parameters` state. Raises ConfigError where
+    they state none."""
+    growth, original = (parameters.get(name) for name in ("llama_4_scaling_beta", _ORIGINAL))
+    if growth is None or original is None:
+        message = f"llama_4_scaling_beta and {_ORIGINAL} must be stated for this model"
+        raise ConfigError(message, "rope_parameters")
+    return replace(rope, query_growth=float(growth), original_max_position_embeddings=original)
 
 
 _FIELDS: dict[RopeType, tuple[tuple[str, ...], tuple[str, ...]]] = {
