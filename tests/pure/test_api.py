@@ -782,7 +782,13 @@ def test_metrics(world: World) -> None:
         assert values["vllm:kv_cache_usage_perc"] == 0.5
         assert values["weft:generated_tokens_total"] == 7
         assert values["vllm:time_to_first_token_seconds_count"] == 1
-        config = ("vllm:cache_config_info", ("block_size", "16"), ("num_gpu_blocks", "10"))
+        config = (
+            "vllm:cache_config_info",
+            ("block_size", "16"),
+            ("engine", "0"),
+            ("model_name", "base"),
+            ("num_gpu_blocks", "10"),
+        )
         assert samples[config] == 1
         assert samples[("weft:requests_finished_total", ("finish_reason", "stop"))] == 2
         (info,) = (key for key in samples if key[0] == "vllm:lora_requests_info")

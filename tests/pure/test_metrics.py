@@ -25,6 +25,7 @@ from weft.metrics.tallies import OTHER, PERIOD_S, Tallies
 
 ROOT = Path(__file__).parents[2]
 INFO = replace(observed.INFO, model="/models/tiny")
+CACHE = {"model_name": "base", "engine": "0", "block_size": "16", "num_gpu_blocks": "10"}
 Sample = tuple[str, frozenset[tuple[str, str]]]
 
 
@@ -83,9 +84,12 @@ def test_figures_of_the_engine_under_the_names_that_tools_know() -> None:
         "vllm:num_preemptions_total": 1,
         "vllm:prefix_cache_queries_total": 100,
         "vllm:prefix_cache_hits_total": 60,
+        "vllm:gpu_cache_usage_perc": 0.5,
+        "vllm:gpu_prefix_cache_queries_total": 100,
+        "vllm:gpu_prefix_cache_hits_total": 60,
     }.items():
         assert value(found, name, model_name="base") == expected
-    assert value(found, "vllm:cache_config_info", block_size="16", num_gpu_blocks="10") == 1
+    assert value(found, "vllm:cache_config_info", **CACHE) == 1
     assert value(found, "weft:engine_up") == 1
 
 
@@ -155,8 +159,9 @@ def test_where_adapters_are() -> None:
         for d, _ in series(found, "vllm:lora_adapter_loaded")
     }
     assert loaded == {("a", "gpu", "false"), ("a", "cpu", "false"), ("b", "cpu", "true")}
-    assert series(found, "vllm:lora_adapter_load_seconds") == [({"adapter_name": "a"}, 0.25)]
+    assert series(found, "weft:adapter_last_load_seconds") == [({"adapter": "a"}, 0.25)]
     assert value(found, "vllm:num_gpu_loaded_lora_adapters") == 2
+    assert value(found, "vllm:num_cpu_loaded_lora_adapters") == 2
     assert value(found, "vllm:max_gpu_lora_adapters") == 5, "1000 bytes, 200 each"
     levels = {d["level"]: n for d, n in series(found, "weft:adapters")}
     assert levels == {"gpu": 1, "cpu": 1, "disk": 2}
@@ -167,6 +172,7 @@ def test_tiers_and_loads() -> None:
     stats = EngineStats(
         tiers={"device": TierStats(30, 90, 3, 5, 6, 7), "disk": TierStats(40, 80, 4, 1, 2, 3, 9)},
         load_s={"read": spread, "copy": spread},
+        device_load_s=spread,
         adapter_wait_s=spread,
     )
     found = scrape(Metrics("base"), stats)
@@ -184,6 +190,7 @@ def test_tiers_and_loads() -> None:
     for name, labels in (
         ("weft:adapter_load_seconds", {"stage": "copy"}),
         ("weft:adapter_wait_seconds", {}),
+        ("vllm:lora_adapter_load_seconds", {}),
     ):
         assert value(found, f"{name}_sum", **labels) == 0.004
         assert value(found, f"{name}_bucket", **labels, le="0.001") == 0

@@ -125,6 +125,8 @@ class EngineStats:
     """By device, host, disk; no disk if images are not kept there."""
     load_s: dict[str, Spread] = field(default_factory=dict)
     """Seconds of loads and registrations, by stage."""
+    device_load_s: Spread | None = None
+    """Seconds of loads to the device, from the order to the residency."""
     adapter_wait_s: Spread | None = None
     """Seconds for which requests were passed over because their adapters were not to be had."""
     self_checks: dict[str, int] = field(default_factory=dict)

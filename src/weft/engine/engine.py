@@ -149,6 +149,7 @@ class Engine:
             adapter_bytes=slots.used_elements * self._worker.facts.element_bytes,
             tiers=self._residency.tiers(),
             load_s=self._residency.stage_times.spreads,
+            device_load_s=self._residency.load_times.spread,
             adapter_wait_s=self._loop.queue_times.adapter_waits.spread,
             self_checks=self._residency.registrations.results(),
             self_check_s=self._residency.registrations.check_times(),

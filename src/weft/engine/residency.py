@@ -14,7 +14,7 @@ from functools import partial
 
 from weft.checkpoint.pack import AdapterImage
 from weft.core.errors import AdapterUnavailable, WeftError
-from weft.core.stats import AdapterStats, StageTimes, TierStats
+from weft.core.stats import AdapterStats, StageTimes, TierStats, Times
 from weft.engine.catalog import Catalog, Inbox, LoadEnded, Registrations
 from weft.engine.host import Held, HostTier
 from weft.engine.meter import Meter
@@ -52,6 +52,8 @@ class Residency:
         self._clock = clock
         self.inbox = Inbox(wake)
         self.stage_times = StageTimes()
+        self.load_times = Times()
+        """How long loads to the device took, from the order to the residency."""
         self.catalog = Catalog(slots, host, worker, self.inbox)
         self.registrations = Registrations(self.catalog, worker, self.inbox, self.stage_times)
         self._loading: dict[str, _Loading] = {}
@@ -158,6 +160,7 @@ class Residency:
         if not self.slots.loaded(load.digest, seconds):
             self._worker.clear((load.slot,))
             return LoadEnded(load.digest, AdapterUnavailable("the adapter was unloaded", "model"))
+        self.load_times.add(seconds)
         known = self.catalog.known[load.digest]
         if self.meter is not None:
             self.meter.load(known.num_bytes, loading.held is not None, seconds)

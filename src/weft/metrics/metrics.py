@@ -37,6 +37,7 @@ _GAUGES = (
     ("vllm:num_requests_running", "Requests in the running batch.", "num_running"),
     ("vllm:num_requests_waiting", "Requests that wait to be run.", "num_waiting"),
     ("vllm:kv_cache_usage_perc", "Share of the KV blocks in use, 0 to 1.", "kv_usage"),
+    ("vllm:gpu_cache_usage_perc", "The same, by the name that it had before.", "kv_usage"),
     ("weft:adapter_device_bytes", "Device bytes that adapters take.", "adapter_bytes"),
 )
 _COUNTERS = (
@@ -45,6 +46,8 @@ _COUNTERS = (
     ("vllm:num_preemptions", "Requests put back to make room.", "preemptions"),
     ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", "prompt_tokens"),
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", "cached_tokens"),
+    ("vllm:gpu_prefix_cache_queries", "The queries by their former name.", "prompt_tokens"),
+    ("vllm:gpu_prefix_cache_hits", "The hits by their former name.", "cached_tokens"),
     ("weft:engine_steps", "Forward passes.", "steps"),
     ("weft:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
     ("weft:cached_tokens", "Prompt tokens taken from the prefix cache.", "cached_tokens"),
@@ -198,7 +201,12 @@ class Metrics:
             out.gauge("weft:registry_seq", text, [("", view.seq)])
             text = "Seconds since the shared registry last answered."
             out.gauge("weft:registry_stale_seconds", text, [("", view.stale_s)])
-        cache = labels(block_size=str(info.block_size), num_gpu_blocks=str(info.num_blocks))
+        cache = labels(
+            model_name=self._model_name,
+            engine="0",
+            block_size=str(info.block_size),
+            num_gpu_blocks=str(info.num_blocks),
+        )
         out.gauge("vllm:cache_config_info", "The KV cache.", [(cache, 1)])
         if stats is not None:
             names_of = _names_of(adapters)
@@ -315,11 +323,14 @@ def _add_residency(
         "Adapters in device memory and in the host cache.",
         dict(_loaded(stats, names_of)).items(),
     )
+    loads = [] if stats.device_load_s is None else [("", _histogram(stats.device_load_s))]
+    text = "Loads to the device, from the order to the residency."
+    out.histogram("vllm:lora_adapter_load_seconds", text, loads)
     out.gauge(
-        "vllm:lora_adapter_load_seconds",
+        "weft:adapter_last_load_seconds",
         "What the last load to the device took, of adapters in memory.",
         {
-            labels(adapter_name=name): stats.adapters[digest].last_load_s
+            labels(adapter=name): stats.adapters[digest].last_load_s
             for digest in gpu | cpu
             if digest in stats.adapters
             for name in names_of.get(digest, ())
@@ -334,6 +345,7 @@ def _add_residency(
         [(labels(level=level), fastest[level]) for level in ("gpu", "cpu", "disk")],
     )
     out.gauge("vllm:num_gpu_loaded_lora_adapters", "Adapters in device memory.", [("", len(gpu))])
+    out.gauge("vllm:num_cpu_loaded_lora_adapters", "Adapters in host memory.", [("", len(cpu))])
     out.gauge(
         "vllm:max_gpu_lora_adapters",
         "Adapters, of the mean size of those loaded, that fit into device memory.",
