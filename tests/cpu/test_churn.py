@@ -220,9 +220,16 @@ class Churn:
 
 
 @pytest.mark.timeout(300)
-def test_no_token_comes_from_a_wrong_version(engines: list[Engine], tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+def test_no_token_comes_from_a_wrong_version(
+    engines: list[Engine], tmp_path: Path, size: int
+) -> None:
+    """With one rank, and with two that have a share of both halves of each adapter."""
+
     async def run() -> Churn:
-        client = await engine_thread.start_in_process(engine_args(str(BASE), num_threads=1, **ROOM))
+        ranks = {"tensor_parallel_size": size, "fully_sharded_loras": size > 1}
+        args = engine_args(str(BASE), num_threads=1, **ROOM, **ranks)
+        client = await engine_thread.start_in_process(args)
         registry = AdapterRegistry(["base"], str(BASE))
         sources, executor = Sources(AdapterRoots([BASE.parent, tmp_path])), LoopExecutor()
         publisher = Publisher(client, registry, AdapterTokenizers(None), sources, executor)

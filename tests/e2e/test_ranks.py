@@ -12,13 +12,14 @@ from pathlib import Path
 
 import httpx
 import pytest
-from adapter_kinds import FAMILIES, KINDS, make_base
+from adapter_kinds import FAMILIES, KINDS, SERVED, make_base
 from engine_thread import start_in_process
 from engines import MakeLLM
 from golden_cases import NAMES, TIGHT, Case, Expected, assert_right, interleaved, run, workload
 from serving import command_of, serving_here
-from test_fidelity import BLOCK, PARTS, World, check
+from test_fidelity import BLOCK, EXPERTS, PARTS, World, check
 from tiny import ADAPTERS, BASE, answer, ask
+from watched_ranks import checksums, watch_all
 
 from weft.core.adapters import AdapterRef, AdapterSource
 from weft.core.config import engine_args
@@ -47,6 +48,28 @@ FEW = [
     "aLoRA",
 ]
 TWO = {"tensor_parallel_size": 2}
+BOTH_HALVES = {**TWO, "fully_sharded_loras": True}
+HAS_STATES = {"qwen3.5"}
+"""Families that several ranks don't serve."""
+CASES = [
+    pytest.param((FAMILY, TWO, FEW), id=FAMILY),
+    *(
+        pytest.param(
+            (family, options, list(KINDS | EXPERTS)),
+            id=f"{family}-{i}",
+            marks=pytest.mark.exhaustive,
+        )
+        for family in SERVED
+        if family not in HAS_STATES
+        for i, options in enumerate((TWO, BOTH_HALVES))
+    ),
+]
+"""A family, options and kinds of adapters."""
+WAYS = pytest.mark.parametrize(
+    "options",
+    [TWO, pytest.param(BOTH_HALVES, marks=pytest.mark.exhaustive)],
+    ids=["one half", "both halves"],
+)
 
 
 def ranks() -> list[int]:
@@ -56,9 +79,12 @@ def ranks() -> list[int]:
     return [pid for pid in children if b"weft.worker.rank" in command_of(pid)]
 
 
-def test_the_golden_workload(make_llm: MakeLLM, workload: list[tuple[Case, Expected]]) -> None:
+@WAYS
+def test_the_golden_workload(
+    make_llm: MakeLLM, workload: list[tuple[Case, Expected]], options: dict[str, int]
+) -> None:
     """With so little memory that images are moved, evicted, and sent to the other rank."""
-    llm = make_llm(**TIGHT, **TWO)
+    llm = make_llm(**{**TIGHT, **options})
     part = interleaved(workload)[-2 * len(NAMES) :]
     assert_right(run(llm, part), part)
     stats = llm.stats()
@@ -101,21 +127,42 @@ def test_an_engine_ends_with_a_rank_and_starts_again() -> None:
     asyncio.run(asyncio.wait_for(work(), 300))
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+def test_ranks_have_the_same_logits(
+    make_llm: MakeLLM,
+    workload: list[tuple[Case, Expected]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """To the bit, while adapters come and go; each rank has a share of both of their halves."""
+    watch_all(tmp_path, monkeypatch)
+    llm = make_llm(**{**TIGHT, **BOTH_HALVES})
+    part = interleaved(workload)[:8]
+    assert_right(run(llm, part), part)
+    assert llm.stats().adapter_evictions > 0
+    first, second = checksums(tmp_path)
+    assert len(set(first)) > 32
+    assert first == second
+
+
+@pytest.fixture(scope="module", params=CASES)
+def world(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[World]:
     """A server over a base on two ranks, with adapters of some kinds."""
+    family, options, kinds = request.param
     folder = tmp_path_factory.mktemp("family")
-    base = make_base(FAMILIES[FAMILY], folder / "base")
+    base = make_base(FAMILIES[family], folder / "base")
     memory = {"kv_cache_memory": 64 << 20, "adapter_memory": 64 << 20}
     with (
         serving_here(
-            folder, folder / "base", dtype="float32", block_size=BLOCK, **TWO, **memory
+            folder, folder / "base", dtype="float32", block_size=BLOCK, **options, **memory
         ) as url,
         httpx.Client(base_url=url, timeout=120) as client,
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # peft's, of what is not there in some family
-        yield World(client, FAMILY, folder, base, {name: KINDS[name] for name in FEW})
+        known = KINDS | EXPERTS
+        yield World(client, family, folder, base, {name: known[name] for name in kinds})
 
 
 def test_two_ranks_answer_as_peft_does(world: World) -> None:

@@ -94,7 +94,7 @@ def run_alora(
                     f" more than the context of {info.max_model_len}",
                     "conversation",
                 )
-            images = noise_images(shard, targets, [shape.rank] * num_images, info)
+            images = noise_images(shard, targets, [shape.rank] * num_images, driver.engine)
             bench = _AloraRuns(driver, plan)
             for index, image in enumerate(images):
                 activated = index < plan.adapters

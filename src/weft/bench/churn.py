@@ -149,7 +149,7 @@ def _opened(
             )
         else:
             shard = shard_of(folder, settings)
-            images = noise_images(shard, targets, ranks, info)
+            images = noise_images(shard, targets, ranks, driver.engine)
             found = (driver.publish(image) for image in images)
         for ref in found:
             refs.append(ref)

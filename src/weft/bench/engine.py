@@ -15,11 +15,13 @@ from safetensors.torch import save_file
 
 from weft.bench.report import progress
 from weft.checkpoint.pack import AdapterImage
+from weft.core.adapters import AdapterInfo
 from weft.core.errors import ConfigError
 from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
 from weft.core.shards import Shard
 from weft.core.stats import EngineInfo
 from weft.core.targets import ALIGN, Target, TargetTable, layout_of
+from weft.engine.engine import Engine
 from weft.llm import LLM
 from weft.models.blueprint import model_shard
 from weft.models.config import load_model_config
@@ -228,13 +230,28 @@ def open_engine(
         needed = max(num_adapters, 1) * image_bytes(shard, targets, shape.rank, options)
         sized = {name: value for name, value in options.items() if value is not None}
         sized.setdefault("adapter_memory", needed)
-        with LLM(folder, None, skip_tokenizer_init=True, **sized) as llm:
-            dtype = getattr(torch, llm.info.dtype)
+        llm = _BenchLLM(folder, None, skip_tokenizer_init=True, **sized)
+        with llm:
             with progress("Adapters", num_adapters) as advance:
-                for index, tensors in enumerate(_random(targets, shape.rank, num_adapters, dtype)):
-                    llm.publish_adapter(adapter_name(index), _peft_config(targets, shape), tensors)
+                images = noise_images(shard, targets, [shape.rank] * num_adapters, llm.engine)
+                for index, image in enumerate(images):
+                    llm.publish_image(adapter_name(index), image)
                     advance()
             yield llm
+
+
+class _BenchLLM(LLM):
+    """An LLM that takes adapters as they are packed."""
+
+    @property
+    def engine(self) -> Engine:
+        return self._client.engine
+
+    def publish_image(self, name: str, image: AdapterImage) -> None:
+        async def hold() -> AdapterInfo:
+            return self.engine.hold_image(image, name)
+
+        self._executor.run(self._publisher.publish(name, "noise", hold))
 
 
 def adapter_name(index: int) -> str:
@@ -272,7 +289,12 @@ def shard_of(folder: str, options: Mapping[str, object]) -> Shard:
     """What the first of the ranks has that an engine with these options would have."""
     config = load_model_config(folder, _text(options.get("revision")))
     size = options.get("tensor_parallel_size")
-    return model_shard(config, 0, size if isinstance(size, int) else 1)
+    return model_shard(
+        config,
+        0,
+        size if isinstance(size, int) else 1,
+        fully_sharded_loras=bool(options.get("fully_sharded_loras")),
+    )
 
 
 @contextmanager
@@ -303,25 +325,25 @@ def image_bytes(
 
 
 def noise_images(
-    shard: Shard, targets: Sequence[Target], ranks: Sequence[int], info: EngineInfo
+    shard: Shard, targets: Sequence[Target], ranks: Sequence[int], engine: Engine
 ) -> Iterator[AdapterImage]:
-    """One adapter of each of `ranks`, all of them different.
+    """One adapter of each of `ranks`, all of them different, for an engine of that shape.
 
-    They are windows of one buffer, each begun a little later, so that thousands of them take the
-    host memory of one. A digest stands for where the window is.
+    They are windows of one buffer in the host's memory, each begun a little later, so that
+    thousands of them take the memory of one, and take no time to make. A digest stands for where
+    the window is.
     """
     if not ranks:
         return
     own = shard.own
     layouts = {rank: layout_of(own, _ranks(own, targets, rank)) for rank in set(ranks)}
-    most = shard.size * max(layout.num_elements for layout in layouts.values())
-    size = most + ALIGN * len(ranks)
+    largest = max(layouts.values(), key=lambda layout: layout.num_elements)
+    size = shard.size * largest.num_elements + ALIGN * len(ranks)
     noise = torch.empty(size, dtype=torch.float32)
     noise = noise.normal_(std=ADAPTER_STD, generator=torch.Generator().manual_seed(0))
-    noise = noise.to(getattr(torch, info.dtype))
-    if info.device.startswith("cuda"):
-        noise = noise.pin_memory()
+    noise = noise.to(getattr(torch, engine.info.dtype))
     names = tuple(dict.fromkeys(t.suffix for t in targets))
+    noise = engine.stay_on_host(AdapterImage("noise", largest, noise, names)).data
     for index, rank in enumerate(ranks):
         window = noise[index * ALIGN :][: shard.size * layouts[rank].num_elements]
         digest = hashlib.sha256(f"noise {index} {rank}".encode()).hexdigest()
@@ -345,15 +367,6 @@ def write_adapters(
 def _ranks(table: TargetTable, targets: Sequence[Target], rank: int) -> tuple[int, ...]:
     adapted = {t.slice for t in targets}
     return tuple(rank if t.slice in adapted else 0 for t in table.targets)
-
-
-def _random(
-    targets: Sequence[Target], rank: int, count: int, dtype: torch.dtype
-) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of `count` different adapters under PEFT's names."""
-    noise = _noise(targets, rank, count, dtype)
-    for start in range(count):
-        yield _tensors(noise[start:], targets, rank)
 
 
 def _noise(

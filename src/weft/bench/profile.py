@@ -161,7 +161,7 @@ def run_profile(
             progress("Patterns", len(plan.patterns)) as advance,
         ):
             info = driver.engine.info
-            images = noise_images(shard, targets, [shape.rank] * plan.num_adapters, info)
+            images = noise_images(shard, targets, [shape.rank] * plan.num_adapters, driver.engine)
             adapters = [driver.publish(image) for image in images]
             rows: list[ProfileRow] = []
             for pattern in plan.patterns:

@@ -186,7 +186,7 @@ def _fill_pairs(
         stacked_a, stacked_b = _by_expert(parts.a), _by_expert(parts.b)
         for shard, data in each:
             target = shard.own.targets[parts.target.slice]
-            inputs, outputs = shard.inputs(target), shard.outputs(target)
+            inputs, outputs = shard.a_columns(target), shard.b_rows(target)
             for expert in range(shard.own.copies(target.kind)):
                 a, b = pair_views(data, target, shard.own, layout, expert)
                 fill(a, stacked_a[expert][:, inputs], 1.0)
@@ -223,14 +223,14 @@ def pair_views(
     rank = layout.rank[target.slice]
     total = sum(layout.rank[s.slice] for s in group.slices)
     row = sum(layout.rank[s.slice] for s in group.slices if s.slice < target.slice)
-    start = layout.a_offset[target.group] + expert * aligned(total * group.in_features)
-    stacked = data[start : start + total * group.in_features]
+    start = layout.a_offset[target.group] + expert * aligned(total * group.a_features)
+    stacked = data[start : start + total * group.a_features]
     if group.kind == "embedding":
-        a = stacked.view(group.in_features, total)[:, row : row + rank].t()
+        a = stacked.view(group.a_features, total)[:, row : row + rank].t()
     else:
-        a = stacked.view(total, group.in_features)[row : row + rank]
-    start = layout.b_offset[target.slice] + expert * aligned(target.out_features * rank)
-    b = data[start : start + target.out_features * rank].view(target.out_features, rank)
+        a = stacked.view(total, group.a_features)[row : row + rank]
+    start = layout.b_offset[target.slice] + expert * aligned(target.b_features * rank)
+    b = data[start : start + target.b_features * rank].view(target.b_features, rank)
     return a, b
 
 

@@ -34,6 +34,7 @@ RANKS = (8, 16, 32, 64)
     "quantization",
     "revision",
     "adapter_memory",
+    "fully_sharded_loras",
     "block_size",
     "gpu_memory_utilization",
     "max_num_seqs",

@@ -69,6 +69,7 @@ class LoraArgs:
     max_adapter_wait: float = 2.0
     """Half of that before, the other adapter takes no new requests."""
     self_check: bool = True
+    fully_sharded_loras: bool = False
     lora_backend: str = "auto"
     """Name in the registry of `weft.kernels.lora`; auto: the best for the device."""
 

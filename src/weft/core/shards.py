@@ -12,6 +12,13 @@ Key and value heads that are fewer than ranks are there on several of them. The 
 those of adapters are cut alike: A as the columns of W, B as its rows. Only the vocabulary is not.
 Embeddings are whole on every rank; the head's weight is cut by tokens, but its logits are gathered
 before adapters change them, so that what adapters have for the head is whole, too.
+
+So one half of each pair is whole on every rank: A of a column layer, B of a row layer. With
+*fully sharded* adapters this half is cut as well, A by its inputs and B by its outputs, and all
+ranks' parts of x A^T are summed in between:
+
+    column   x[share] A[share]^T ──(+)──> v ──> v B^T, the rank's columns of the output
+    row      x A^T of the rank's x ──(+)──> v ──> v B[share]^T, added to a share of the partial sum
 """
 
 from __future__ import annotations
@@ -41,6 +48,18 @@ class Shard:
         """The entries of the target's input that are the rank's: columns of W and A."""
         whole, own = (table.groups[target.group].in_features for table in (self.whole, self.own))
         return self._share(whole, own)
+
+    def a_columns(self, target: Target) -> slice:
+        """The columns of A that are the rank's."""
+        own = self.own.groups[target.group].a_features
+        return self._share(self.whole.groups[target.group].in_features, own)
+
+    def b_rows(self, target: Target) -> tuple[slice, ...]:
+        """The rows of B that are the rank's, in order."""
+        whole, own = (table.targets[target.slice] for table in (self.whole, self.own))
+        if own.b_features == own.out_features:
+            return self.outputs(target)
+        return (self._share(whole.out_features, own.b_features),)
 
     def norm(self, norm: Norm) -> tuple[slice, ...]:
         """The entries of a norm's weight that are the rank's."""

@@ -61,6 +61,10 @@ class Packed:
     bias: bool = False
     axis: Axis | None = None
     """None: every rank has all of it."""
+    pair_ranks: int = 1
+    """Over how many ranks that half of A and B is divided which does not follow the weight: A of a
+    column layer by its inputs, B of a row layer by its outputs. 1: each rank has all of that half.
+    """
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -82,6 +86,12 @@ class Target:
     """Index of this target in `TargetTable.targets`."""
     offset: int
     """First output column within the group's output."""
+    b_features: int
+    """How many outputs B has: `out_features`, or a rank's share of these."""
+
+    def b_start(self, rank: int) -> int:
+        """The first column of the group's output that a rank's B adds to."""
+        return self.offset + (rank * self.b_features if self.b_features < self.out_features else 0)
 
     @property
     def suffix(self) -> str:
@@ -102,6 +112,21 @@ class Group:
     @property
     def out_features(self) -> int:
         return sum(s.out_features for s in self.slices)
+
+    @property
+    def a_features(self) -> int:
+        """How many inputs A has: `in_features`, or a rank's share of these."""
+        return self.in_features // (self.packed.pair_ranks if self.packed.axis == "column" else 1)
+
+    def a_columns(self, rank: int) -> slice:
+        """The columns of x that a rank's A is for."""
+        start = rank * self.a_features if self.a_features < self.in_features else 0
+        return slice(start, start + self.a_features)
+
+    @property
+    def sums_ranks(self) -> bool:
+        """Whether x A^T is a sum over ranks, of which each computes a part from its share of x."""
+        return self.packed.pair_ranks > 1 and self.packed.axis in ("column", "row")
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +194,10 @@ def build_table(
         made: list[Target] = []
         offset = 0
         for name, out in zip(row.names, row.widths, strict=True):
-            made.append(Target(name, row.in_features, out, row.kind, index, num_slices, offset))
+            b_out = out // row.pair_ranks if row.axis == "row" else out
+            made.append(
+                Target(name, row.in_features, out, row.kind, index, num_slices, offset, b_out)
+            )
             num_slices += 1
             offset += out
         groups.append(Group(index, row.kind, row.in_features, tuple(made), row))
@@ -266,11 +294,11 @@ def layout_of(
         total = sum(rank[s.slice] for s in group.slices)
         a_offset.append(end if total else -1)
         copies = table.copies(group.kind)
-        end += copies * aligned(total * group.in_features)
+        end += copies * aligned(total * group.a_features)
         for s in group.slices:
             r = rank[s.slice]
             b_offset.append(end if r else -1)
-            end += copies * aligned(r * s.out_features)
+            end += copies * aligned(r * s.b_features)
     plain = ImageLayout(rank, tuple(a_offset), tuple(b_offset), end)
     return _with_extras(plain, table, extras, 4 // element_bytes) if extras else plain
 

@@ -130,6 +130,13 @@ class Engine:
         content alone. Raises AdapterConflict."""
         return self._adapters.hold_image(image, None, holder, pinned, checked)
 
+    def stay_on_host(self, image: AdapterImage) -> AdapterImage:
+        """Copy an image to the host's memory for as long as the engine lives, so that parts of it
+        can be held as images that devices read at full speed. The image itself if there is no
+        room."""
+        extent = self._residency.host.reserve(image.num_bytes)
+        return image if extent is None else self._worker.stage(image, extent).result()
+
     def release(self, digest: str, holder: str) -> None:
         self._adapters.release(digest, holder)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
+from weft.core.errors import ConfigError
 from weft.core.shards import Shard
 from weft.core.targets import Packed, TargetTable, build_table
 from weft.models.config import ModelConfig, share_of
@@ -20,8 +21,8 @@ EMBED, HEAD, LAST_NORM = "embed", "head", "model.norm"
 """Keys of the weights outside the layers, and the name of the last norm."""
 
 
-def target_table(config: ModelConfig) -> TargetTable:
-    """The embedding, the layers of each block, and last the head."""
+def target_table(config: ModelConfig, pair_ranks: int = 1) -> TargetTable:
+    """The embedding, the layers of each block, and last the head. `pair_ranks`: see `Packed`."""
     vocab, hidden = config.vocab_size, config.hidden_size
     rows = [Packed(EMBED, "embedding", vocab, (hidden,), ("model.embed_tokens",))]
     for i in range(config.num_layers):
@@ -30,7 +31,7 @@ def target_table(config: ModelConfig) -> TargetTable:
         rows += _experts(moe, hidden, i) if moe else _mlp(config, i)
     rows.append(Packed(HEAD, "head", hidden, (vocab,), ("lm_head",), axis="vocab"))
     return build_table(
-        rows,
+        [replace(row, pair_ranks=pair_ranks) for row in rows],
         norms=_norms(config),
         tied=config.tie_word_embeddings,
         num_experts=config.moe.num_experts if config.moe else 1,
@@ -38,9 +39,17 @@ def target_table(config: ModelConfig) -> TargetTable:
     )
 
 
-def model_shard(config: ModelConfig, rank: int, size: int) -> Shard:
-    """What one of `size` ranks has of the model. Raises ConfigError for what can't be divided."""
-    return Shard(target_table(config), target_table(share_of(config, size)), rank, size)
+def model_shard(
+    config: ModelConfig, rank: int, size: int, *, fully_sharded_loras: bool = False
+) -> Shard:
+    """What one of `size` ranks has of the model, and with `fully_sharded_loras` a share of both
+    halves of adapters. Raises ConfigError for what can't be divided."""
+    pair_ranks = size if fully_sharded_loras else 1
+    own = target_table(share_of(config, size), pair_ranks)
+    if config.hidden_size % pair_ranks:
+        message = f"--fully-sharded-loras: {size} does not divide hidden_size {config.hidden_size}"
+        raise ConfigError(message, "fully_sharded_loras")
+    return Shard(target_table(config), own, rank, size)
 
 
 def num_parameters(table: TargetTable) -> int:

@@ -48,15 +48,16 @@ class LoadedModel:
         return self.shard.own
 
 
-def load_model(args: ModelArgs, rank: int = 0) -> LoadedModel:
-    """Load the share of one of `args.tensor_parallel_size` ranks. Raises ConfigError for a device
-    that is not there, a model that is not served or can't be divided, and a context that the model
-    does not have."""
+def load_model(args: ModelArgs, rank: int = 0, fully_sharded_loras: bool = False) -> LoadedModel:
+    """Load the share of one of `args.tensor_parallel_size` ranks; see `model_shard`.
+
+    Raises ConfigError for a device that is not there, a model that is not served or can't be
+    divided, and a context that the model does not have."""
     size = args.tensor_parallel_size
     device = device_of(args.device, rank if size > 1 else None)
     config = load_model_config(args.model, args.revision)
     _check_context(args.max_model_len, config)  # before anything slow
-    shard = model_shard(config, rank, size)
+    shard = model_shard(config, rank, size, fully_sharded_loras=fully_sharded_loras)
     dtype = dtype_of(args.dtype, config, device)
     if args.load_format == "dummy":
         weights = dummy_weights(config, dtype, device, quantization=args.quantization, shard=shard)

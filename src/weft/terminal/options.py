@@ -55,6 +55,8 @@ HELP: dict[str, str] = {
     " requests of other adapters make room.",
     "self_check": "Compare what the device makes of an adapter with plain computation of it when it"
     " is loaded; one that differs is refused.",
+    "fully_sharded_loras": "On several GPUs, divide both halves of each adapter, not one: less"
+    " memory and fewer bytes in a step, for one more exchange in each layer. See docs/parallel.md.",
     "lora_backend": "Kernels that apply the adapters. auto: the best for the device.",
     "block_size": "How many tokens one block of the KV cache holds.",
     "num_blocks": "The size of the KV cache in blocks, instead of --kv-cache-memory and"

@@ -91,7 +91,7 @@ def build_parts(
     it side by side, and share the host's memory in `host_fd`. Raises ConfigError."""
     if args.num_threads is not None:
         torch.set_num_threads(args.num_threads)
-    model = load_model(args.model, ranks.rank)
+    model = load_model(args.model, ranks.rank, args.lora.fully_sharded_loras)
     _end_stage(stages, "model", model.device)
     pool = _make_pool(args, model, ranks)
     num_rows = args.scheduler.max_num_seqs
@@ -185,7 +185,9 @@ def _make_pool(args: EngineArgs, model: LoadedModel, ranks: Ranks) -> AdapterPoo
     num_bytes = least(ranks, adapter_bytes(args.lora.adapter_memory, model.device), model.device)
     num_elements = num_bytes // model.dtype.itemsize
     with allocating("adapter_memory"):
-        return AdapterPool(model.table, num_elements, MAX_RESIDENT, model.dtype, model.device)
+        return AdapterPool(
+            model.table, num_elements, MAX_RESIDENT, model.dtype, model.device, ranks
+        )
 
 
 def _make_check(
@@ -194,14 +196,16 @@ def _make_check(
     """A check over the same weights, of one rank by itself, as it goes on beside the steps of all;
     all that steps write to is there once more."""
     ops, size = make_ops("auto", model.device), args.cache.block_size
+    alone = Solo(ranks)
     return SelfCheck(
-        Decoder(model.config, model.weights, ops, TOKENS, Solo(ranks)),
+        Decoder(model.config, model.weights, ops, TOKENS, alone),
         model.table,
         partial(make_backend, args.lora.lora_backend),
         allocate_kv_cache(model.config, num_blocks(size), size, model.dtype, model.device, 2),
         size,
         activity.is_recent,
         exact=model.config.moe is None and not rounds_inputs(args.model.quantization),
+        ranks=alone,
     )
 
 
@@ -215,7 +219,7 @@ def _image_store(args: EngineArgs, model: LoadedModel) -> ImageStore | None:
     # What was accepted under other limits is packed anew.
     limits = (
         f"{lora.max_lora_rank} {lora.max_added_tokens} {lora.conversion_tolerance}"
-        f" {base.quantization}"
+        f" {base.quantization} {lora.fully_sharded_loras}"
     )
     key = fingerprint(model.shard.whole, weights, base.model, limits)
     folder = Path(lora.adapter_cache_dir) if lora.adapter_cache_dir else default_folder()

@@ -62,7 +62,10 @@ class RankPlan:
 
     def __init__(self, config: ModelConfig, args: EngineArgs, size: int) -> None:
         self._args, self.size = args, size
-        self._shard, self._share = model_shard(config, 0, size), share_of(config, size)
+        self._shard, self._share = (
+            model_shard(config, 0, size, fully_sharded_loras=args.lora.fully_sharded_loras),
+            share_of(config, size),
+        )
         self._dtype = dtype_of(args.model.dtype, config, torch.device("cuda"))
 
     @property

@@ -39,6 +39,7 @@ from weft.core.errors import AdapterQuarantined, WeftError
 from weft.core.stats import CheckResult
 from weft.core.targets import Group, TargetTable
 from weft.kernels.attention import make_batch
+from weft.kernels.collective.base import ALONE, Ranks
 from weft.kernels.delta import StateRows
 from weft.kernels.linear import Weight
 from weft.kernels.lora import AdapterPool, LoraBackend, LoraBatch, LoraStep, Segment
@@ -136,11 +137,13 @@ class SelfCheck:
         is_busy: Callable[[], bool],
         *,
         exact: bool,
+        ranks: Ranks = ALONE,
     ) -> None:
         """`kv`: of `num_blocks` blocks a layer, or two states. `is_busy`: whether steps run."""
         self._decoder, self._table, self._make_backend = decoder, table, make_backend
         self._kv, self._block_size = kv, block_size
         self._is_busy = is_busy
+        self._ranks = ranks
         self._exact = exact
         self._lock = threading.Lock()
         self._stream: torch.cuda.Stream | None = None
@@ -172,7 +175,8 @@ class SelfCheck:
         pool = self._installed(image)
         backend = self._make_backend(pool)
         probe = _Probe.make(self._tokens(image), self._block_size, self._decoder.device)
-        oracle = ImageStep(self._table, image.layout, pool.arena, TOKENS, SAMPLED, 2 * TOKENS)
+        rows, own_rank = (TOKENS, SAMPLED, 2 * TOKENS), self._ranks.rank
+        oracle = ImageStep(self._table, image.layout, pool.arena, *rows, own_rank)
         both = _Both(_served(backend, pool, probe), oracle, pool)
         right = self._logits(probe, both, both, both.vocabulary, paced)
         if not bool(right.isfinite().all()):
@@ -190,9 +194,9 @@ class SelfCheck:
 
     def _installed(self, image: AdapterImage) -> AdapterPool:
         """Adapter memory with nothing else in it. Raises MemoryError."""
-        decoder = self._decoder
+        dtype, device = self._decoder.dtype, self._decoder.device
         try:
-            pool = AdapterPool(self._table, len(image.data), 1, decoder.dtype, decoder.device)
+            pool = AdapterPool(self._table, len(image.data), 1, dtype, device, self._ranks)
         except RuntimeError as error:  # of any of torch's allocators
             raise MemoryError(str(error)) from error
         if self._stream is not None:

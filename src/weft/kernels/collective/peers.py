@@ -75,6 +75,12 @@ def can_connect(size: int) -> bool:
 
 
 def connect(group: Ranks, row_bytes: int, device: torch.device) -> PeerRanks:
+    """The ranks of torch's default process group, whose sums have rows of at most that many bytes.
+    All ranks call it, each with its own device."""
+    return PeerRanks(group, open_inboxes(group, row_bytes, device))
+
+
+def open_inboxes(group: Ranks, row_bytes: int, device: torch.device) -> Inboxes:
     """Make the inboxes of all ranks of torch's default process group, for rows of at most that many
     bytes. All ranks call it, each with its own device."""
     # Memory that is mapped for multicast, even unused, can outlive a process that is killed.
@@ -89,7 +95,7 @@ def connect(group: Ranks, row_bytes: int, device: torch.device) -> PeerRanks:
     inboxes[group.rank] = own  # the others do not own their memory
     torch.cuda.synchronize(device)
     group.barrier()  # nobody writes to an inbox that is not empty yet
-    return PeerRanks(group, Inboxes.over(tuple(inboxes), row_bytes, device, handle))
+    return Inboxes.over(tuple(inboxes), row_bytes, device, handle)
 
 
 class PeerRanks:
@@ -158,6 +164,10 @@ class PeerRanks:
 
     def barrier(self) -> None:
         self._group.barrier()
+
+    def more_inboxes(self, row_bytes: int) -> Inboxes:
+        """Inboxes for kernels that sum on their own. All ranks call it."""
+        return open_inboxes(self._group, row_bytes, self._inboxes.address_S.device)
 
     @property
     def _num_rows(self) -> int:

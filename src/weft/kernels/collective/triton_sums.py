@@ -43,14 +43,14 @@ from weft.kernels.triton_base import has_pending, with_pending
 
 
 @triton.jit
-def _send(inbox_ptrs, to, places, bits, mask):
+def send(inbox_ptrs, to, places, bits, mask):
     """Write a row to the inbox of rank `to`."""
     inbox = tl.multiple_of(tl.load(inbox_ptrs + to).to(tl.pointer_type(bits.dtype)), 16)
     tl.store(inbox + places, bits, mask=mask)
 
 
 @triton.jit
-def _take(inbox_ptrs, rank, places, mask, BITS: tl.constexpr):
+def take(inbox_ptrs, rank, places, mask, BITS: tl.constexpr):
     """Wait until a row is in the inbox of this rank, and leave its places empty."""
     inbox = tl.multiple_of(tl.load(inbox_ptrs + rank).to(tl.pointer_type(BITS)), 16)
     bits = tl.load(inbox + places, mask=mask, other=0, volatile=True)
@@ -61,14 +61,14 @@ def _take(inbox_ptrs, rank, places, mask, BITS: tl.constexpr):
 
 
 @triton.jit
-def _bits_of(x, BITS: tl.constexpr):
+def bits_of(x, BITS: tl.constexpr):
     """The bits of x, none of which look like an empty place."""
     bits = x.to(BITS, bitcast=True)
     return tl.where(bits == -1, (1 << (BITS.primitive_bitwidth - 1)) - 1, bits).to(BITS)
 
 
 @triton.jit
-def _sum_taken(
+def sum_taken(
     own,
     inbox_ptrs,
     places,
@@ -84,7 +84,7 @@ def _sum_taken(
     for other in tl.static_range(SIZE):
         bits = own
         if other != RANK:
-            bits = _take(inbox_ptrs, RANK, places + other * apart, mask, own.dtype)
+            bits = take(inbox_ptrs, RANK, places + other * apart, mask, own.dtype)
         part = bits.to(DTYPE, bitcast=True).to(tl.float32)
         if other == 0:
             total = part
@@ -143,25 +143,25 @@ def sum_rows(
             x = tl.load(x_ptr + at, mask=mask, other=0.0)
         has = has_pending(add_slot_ptr + t, PENDING)
         y = with_pending(y, add_ptr + at, has, mask, PENDING)
-        own = _bits_of(y, BITS)
+        own = bits_of(y, BITS)
         places = ((uses & 1) * (SIZE * ROWS) + t) * ROW + i
         if TWO_SHOT:
             owner = t % SIZE
             if owner == RANK:
-                total = _sum_taken(own, inbox_ptrs, places, apart, mask, RANK, SIZE, DTYPE)
-                bits = _bits_of(total, BITS)
+                total = sum_taken(own, inbox_ptrs, places, apart, mask, RANK, SIZE, DTYPE)
+                bits = bits_of(total, BITS)
                 for other in tl.static_range(SIZE):
                     if other != RANK:
-                        _send(inbox_ptrs, other, places + RANK * apart, bits, mask)
+                        send(inbox_ptrs, other, places + RANK * apart, bits, mask)
             else:
-                _send(inbox_ptrs, owner, places + RANK * apart, own, mask)
-                bits = _take(inbox_ptrs, RANK, places + owner * apart, mask, BITS)
+                send(inbox_ptrs, owner, places + RANK * apart, own, mask)
+                bits = take(inbox_ptrs, RANK, places + owner * apart, mask, BITS)
             total = bits.to(DTYPE, bitcast=True)
         else:
             for other in tl.static_range(SIZE):
                 if other != RANK:
-                    _send(inbox_ptrs, other, places + RANK * apart, own, mask)
-            total = _sum_taken(own, inbox_ptrs, places, apart, mask, RANK, SIZE, DTYPE)
+                    send(inbox_ptrs, other, places + RANK * apart, own, mask)
+            total = sum_taken(own, inbox_ptrs, places, apart, mask, RANK, SIZE, DTYPE)
         if NORM:
             x = (x.to(tl.float32) + total.to(tl.float32) * y_scale).to(DTYPE)
             tl.store(x_ptr + at, x, mask=mask)
@@ -202,15 +202,15 @@ def gather_pieces(
         column = (first + i) % num_blocks * BLOCK + tl.arange(0, BLOCK)
         mask = column < width
         x = tl.load(x_ptr + row * width + column, mask=mask, other=0.0)
-        own = _bits_of(x, BITS)
+        own = bits_of(x, BITS)
         places = ((uses & 1) * (SIZE * ROWS) + i) * ROW + tl.arange(0, BLOCK)
         for other in tl.static_range(SIZE):
             if other != RANK:
-                _send(inbox_ptrs, other, places + RANK * ROWS * ROW, own, mask)
+                send(inbox_ptrs, other, places + RANK * ROWS * ROW, own, mask)
         at = out_ptr + row * SIZE * width + column
         for other in tl.static_range(SIZE):
             bits = own
             if other != RANK:
-                bits = _take(inbox_ptrs, RANK, places + other * ROWS * ROW, mask, BITS)
+                bits = take(inbox_ptrs, RANK, places + other * ROWS * ROW, mask, BITS)
             tl.store(at + other * width, bits.to(x.dtype, bitcast=True), mask=mask)
         tl.store(uses_ptr + i, uses + 1)

@@ -48,6 +48,9 @@ def make_backend(name: str, pool: AdapterPool) -> LoraBackend:
         return made
     for entry in entry_points(group=ENTRY_POINT_GROUP):
         if entry.name == name:
+            if any(group.sums_ranks for group in pool.table.groups):
+                message = f"the LoRA backend {name!r} does not serve --fully-sharded-loras"
+                raise ConfigError(message, "fully_sharded_loras")
             plugin: LoraBackend = entry.load()(pool)
             return plugin
     known = ", ".join(backend_names())

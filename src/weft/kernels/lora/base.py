@@ -8,7 +8,9 @@ For every row t with slot[t] >= 0, every backend computes, per slice of a group,
 
     y[t, slice] += (x[t] @ A[slot[t]]^T) @ B[slot[t], slice]^T
 
-with the adapter's scale folded into B. Rows with slot -1 are left untouched. Rows of a step are
+with the adapter's scale folded into B. Where adapters are fully sharded over ranks
+(`weft.core.shards`), A is for some columns of x, B for some of y, and `x A^T` is the sum over all
+ranks' parts. Rows with slot -1 are left untouched. Rows of a step are
 ordered by slot (base rows first), so that the rows of one adapter are one segment.
 """
 
@@ -24,6 +26,7 @@ from torch import Tensor
 
 from weft.core.targets import ImageLayout, TargetTable, aligned
 from weft.kernels.checksum import checksum
+from weft.kernels.collective.base import ALONE, Ranks
 from weft.kernels.linear import Weight
 from weft.kernels.ops import Product
 
@@ -48,6 +51,10 @@ class GroupView(NamedTuple):
     """One adapter's matrices for one group, as views into the arena."""
 
     a_RI: Tensor
+    columns: slice
+    """The columns of x that A is for."""
+    sums_ranks: bool
+    """Whether x A^T is summed over ranks."""
     slices: tuple[SliceView, ...]
 
 
@@ -71,8 +78,10 @@ class AdapterPool:
         num_slots: int,
         dtype: torch.dtype,
         device: torch.device,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.table = table
+        self.ranks = ranks
         self.num_slots = num_slots
         self.arena = torch.empty(num_elements, dtype=dtype, device=device)
         groups, slices = len(table.groups), len(table.targets)
@@ -207,15 +216,15 @@ class AdapterPool:
             r = layout.rank[s.slice]
             if r == 0:
                 continue
-            b_start = start + layout.b_offset[s.slice] + expert * aligned(s.out_features * r)
-            b = self._matrix(b_start, s.out_features, r)
-            stop = s.offset + s.out_features
-            slices.append(SliceView(b, s.offset, stop, r_start, r_start + r))
+            b_start = start + layout.b_offset[s.slice] + expert * aligned(s.b_features * r)
+            b = self._matrix(b_start, s.b_features, r)
+            out = s.b_start(self.ranks.rank)
+            slices.append(SliceView(b, out, out + s.b_features, r_start, r_start + r))
             r_start += r
-        shape = (g.in_features, r_start) if g.kind == "embedding" else (r_start, g.in_features)
-        a_start = start + layout.a_offset[group] + expert * aligned(r_start * g.in_features)
+        shape = (g.a_features, r_start) if g.kind == "embedding" else (r_start, g.a_features)
+        a_start = start + layout.a_offset[group] + expert * aligned(r_start * g.a_features)
         a = self._matrix(a_start, *shape)
-        return GroupView(a, tuple(slices))
+        return GroupView(a, g.a_columns(self.ranks.rank), g.sums_ranks, tuple(slices))
 
     def _matrix(self, start: int, rows: int, columns: int) -> Tensor:
         return self.arena[start : start + rows * columns].view(rows, columns)

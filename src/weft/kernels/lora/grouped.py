@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from weft.kernels.collective.base import Ranks
 from weft.kernels.lora.base import AdapterPool, GroupView, LoraBatch, LoraStep, Segment
 
 MAX_STACK_BYTES = 256 << 20
@@ -33,6 +34,9 @@ class _Stack:
     """The matrices of several adapters for one group. `owner_R` is the slot of each column."""
 
     a_IR: Tensor
+    columns: slice
+    """See `GroupView`, as is `sums_ranks`."""
+    sums_ranks: bool
     b_RO: Tensor
     owner_R: Tensor
     key: tuple[tuple[int, int], ...]
@@ -123,7 +127,9 @@ class GroupedStep(LoraStep):
         stack = self._stack(group)
         if stack is not None:
             first = segments[0].start
-            v_TR = x[first:] @ stack.a_IR
+            v_TR = x[first:, stack.columns] @ stack.a_IR
+            if stack.sums_ranks:
+                v_TR = self._pool.ranks.sum(v_TR)
             v_TR.mul_(self._mask(stack, first, sampled))
             y[first:].addmm_(v_TR, stack.b_RO)
 
@@ -153,7 +159,7 @@ class GroupedExperts:
     def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
         for expert, (slot, start, stop) in self._runs:
             if view := self._pool.view(slot, group, expert):
-                _add(y_PO[start:stop], x_PI[start:stop], view)
+                _add(y_PO[start:stop], x_PI[start:stop], view, self._pool.ranks)
 
 
 def _per_segment(
@@ -161,11 +167,13 @@ def _per_segment(
 ) -> None:
     for slot, start, stop in segments:
         if view := pool.view(slot, group):
-            _add(y[start:stop], x[start:stop], view)
+            _add(y[start:stop], x[start:stop], view, pool.ranks)
 
 
-def _add(y_TO: Tensor, x_TI: Tensor, view: GroupView) -> None:
-    v_TR = x_TI @ view.a_RI.t()
+def _add(y_TO: Tensor, x_TI: Tensor, view: GroupView, ranks: Ranks) -> None:
+    v_TR = x_TI[:, view.columns] @ view.a_RI.t()
+    if view.sums_ranks:
+        v_TR = ranks.sum(v_TR)
     for s in view.slices:
         y_TO[:, s.out_start : s.out_stop].addmm_(v_TR[:, s.r_start : s.r_stop], s.b_OR.t())
 
@@ -183,4 +191,6 @@ def _build_stack(pool: AdapterPool, slots: list[int], group: int) -> _Stack | No
             b_RO[row + s.r_start : row + s.r_stop, s.out_start : s.out_stop] = s.b_OR.t()
         row += view.a_RI.shape[0]
     owner = [slot for slot, columns in key for _ in range(columns)]
-    return _Stack(a_IR, b_RO, torch.tensor(owner, dtype=torch.int32, device=a_IR.device), key)
+    first = views[0][1]
+    owner_R = torch.tensor(owner, dtype=torch.int32, device=a_IR.device)
+    return _Stack(a_IR, first.columns, first.sums_ranks, b_RO, owner_R, key)

@@ -32,9 +32,12 @@ class ImageStep(LoraStep):
         first: int,
         first_sampled: int,
         num_rows: int,
+        own_rank: int = 0,
     ) -> None:
+        """`own_rank`: that whose part the image is, of a model that is cut for several."""
         self._table, self._layout, self._image = table, layout, image
         self._first, self._first_sampled, self._num_rows = first, first_sampled, num_rows
+        self._own_rank = own_rank
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         self._project(y_TO[self._first :], x_TI[self._first :], group)
@@ -91,8 +94,8 @@ class ImageStep(LoraStep):
         rank = self._rank(g)
         v_nR = None
         if rank:
-            a_RI = self._matrix(self._layout.a_offset[group], rank, g.in_features)
-            v_nR = x_nI.float() @ a_RI.float().t()
+            a_RI = self._matrix(self._layout.a_offset[group], rank, g.a_features)
+            v_nR = x_nI[:, g.a_columns(self._own_rank)].float() @ a_RI.float().t()
         elif not (self._layout.scale_offset or self._layout.shift_offset):
             return
         self._finish(y_nO, y_nO.float(), v_nR, g)
@@ -104,8 +107,10 @@ class ImageStep(LoraStep):
             part = exact_nO[:, s.offset : s.offset + s.out_features]
             rank = layout.rank[s.slice]
             if rank and v_nR is not None:
-                b_OR = self._matrix(layout.b_offset[s.slice], s.out_features, rank)
-                part += v_nR[:, row : row + rank] @ b_OR.float().t()
+                b_OR = self._matrix(layout.b_offset[s.slice], s.b_features, rank)
+                start = s.b_start(self._own_rank)
+                own = exact_nO[:, start : start + s.b_features]
+                own += v_nR[:, row : row + rank] @ b_OR.float().t()
                 row += rank
             if layout.scale_offset and layout.scale_offset[s.slice] >= 0:
                 part *= self._vector(layout.scale_offset[s.slice], s.out_features)
@@ -149,14 +154,15 @@ class ImageStep(LoraStep):
         if not rank:
             return
         a_at, row = self._layout.a_offset[group], 0
-        a_pRI = self._of_experts(a_at, rank, g.in_features)[expert_p].float()
-        v_pR = torch.einsum("pri,pi->pr", a_pRI, x_pI.float())
+        a_pRI = self._of_experts(a_at, rank, g.a_features)[expert_p].float()
+        v_pR = torch.einsum("pri,pi->pr", a_pRI, x_pI[:, g.a_columns(self._own_rank)].float())
         for s in g.slices:
             r = self._layout.rank[s.slice]
             if r:
                 b_at = self._layout.b_offset[s.slice]
-                b_pOR = self._of_experts(b_at, s.out_features, r)[expert_p].float()
-                part = y_pO[:, s.offset : s.offset + s.out_features]
+                b_pOR = self._of_experts(b_at, s.b_features, r)[expert_p].float()
+                start = s.b_start(self._own_rank)
+                part = y_pO[:, start : start + s.b_features]
                 delta_pO = torch.einsum("por,pr->po", b_pOR, v_pR[:, row : row + r])
                 part.copy_(part.float() + delta_pO)
                 row += r

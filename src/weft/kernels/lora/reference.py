@@ -51,7 +51,10 @@ class ReferenceRows:
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         for t, (slot, expert) in enumerate(self._rows):
             if slot >= 0 and (view := self._pool.view(slot, group, expert)):
-                _expand(y_TO[t], view.a_RI.float() @ x_TI[t].float(), view)
+                v_R = view.a_RI.float() @ x_TI[t, view.columns].float()
+                if view.sums_ranks:
+                    v_R = self._pool.ranks.sum(v_R[None])[0]
+                _expand(y_TO[t], v_R, view)
 
 
 def _expand(y_O: Tensor, v_R: Tensor, view: GroupView) -> None:

@@ -30,24 +30,23 @@ from dataclasses import dataclass, field
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 from weft.core.config import MAX_RANK
 from weft.core.errors import ConfigError
+from weft.core.targets import Group
 from weft.kernels import tuned
+from weft.kernels.collective.peers import PeerRanks
 from weft.kernels.linear import DenseWeight, Weight
 from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, LoraStep
-from weft.kernels.lora.triton_beside import NUM_FLAGS, launch_beside
+from weft.kernels.lora.triton_beside import NUM_FLAGS, RankExchange, launch_beside
+from weft.kernels.lora.triton_many import SHARES, expand_rows, shrink_rows, sum_v
 from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
-from weft.kernels.lora.triton_tiles import EXPERT, expand_tile, num_blocks_of, shrink_tile
+from weft.kernels.lora.triton_tiles import EXPERT
 from weft.kernels.ops import Pending, Product
 from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
 from weft.kernels.triton_linear import FEW_ROWS, cut_of, launch
 from weft.kernels.tuned import Blocks
-
-SHARES = 48
-"""How many shares the shrink of a tile is cut into, for programs to divide."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,139 +63,9 @@ class Tuning:
     """Start a kernel before the one ahead has ended (sm_90 on); tables are read meanwhile."""
 
 
-@triton.jit
-def _share_of(total):
-    """[begin, end) of this program."""
-    pid = tl.program_id(0).to(tl.int64)
-    begin = pid * total // tl.num_programs(0)
-    end = (pid + 1) * total // tl.num_programs(0)
-    return begin.to(tl.int32), end.to(tl.int32)
-
-
-@triton.jit(do_not_specialize=["group", "first_slice", "num_groups", "num_targets"])
-def _shrink(
-    x_ptr,
-    work_ptr,
-    arena_ptr,
-    tiles_ptr,
-    a_offset_ptr,
-    rank_ptr,
-    group,
-    first_slice,
-    x_stride,
-    num_groups,
-    num_targets,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    SHARES: tl.constexpr,
-    PART: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-    EXACT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """v = x @ A[slot]^T for the rows of all tiles, which are cut into SHARES each; see
-    `shrink_tile`."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    total = tl.load(tiles_ptr + 3) * SHARES
-    begin, end = _share_of(total)
-    for i in range(begin // SHARES, (end + SHARES - 1) // SHARES):
-        shrink_tile(
-            x_ptr,
-            work_ptr,
-            arena_ptr,
-            tiles_ptr + 4 * i,
-            a_offset_ptr,
-            rank_ptr,
-            group,
-            first_slice,
-            x_stride,
-            num_groups,
-            num_targets,
-            tl.maximum(begin - i * SHARES, 0),
-            tl.minimum(end - i * SHARES, SHARES),
-            SHARES,
-            tiles_ptr,
-            0,
-            K,
-            W,
-            NUM_SLICES,
-            PART,
-            MAX_PARTS,
-            STAGES,
-            False,
-            EXACT,
-            PDL,
-        )
-    if PDL:  # those without a share too: whoever waits for this kernel waits for those ahead
-        tl.extra.cuda.gdc_wait()
-
-
-@triton.jit(do_not_specialize=["group", "first_slice", "num_groups", "num_targets"])
-def _expand(
-    y_ptr,
-    work_ptr,
-    ids_ptr,
-    arena_ptr,
-    tiles_ptr,
-    a_offset_ptr,
-    b_offset_ptr,
-    rank_ptr,
-    group,
-    first_slice,
-    y_stride,
-    num_groups,
-    num_targets,
-    WIDTHS: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PART: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    STAGES: tl.constexpr,
-    GATHER: tl.constexpr,
-    EXACT: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """y[t, slice] += v[t, ranks of slice] @ B[slot, slice]^T for the rows of all tiles; see
-    `expand_tile`."""
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    num_blocks = num_blocks_of(WIDTHS, BLOCK_N)
-    total = tl.load(tiles_ptr + 3) * num_blocks
-    begin, end = _share_of(total)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    for i in range(begin // num_blocks, (end + num_blocks - 1) // num_blocks):
-        expand_tile(
-            y_ptr,
-            work_ptr,
-            ids_ptr,
-            arena_ptr,
-            tiles_ptr + 4 * i,
-            a_offset_ptr,
-            b_offset_ptr,
-            rank_ptr,
-            group,
-            first_slice,
-            y_stride,
-            num_groups,
-            num_targets,
-            begin - i * num_blocks,
-            end - i * num_blocks,
-            WIDTHS,
-            K,
-            W,
-            BLOCK_N,
-            PART,
-            MAX_PARTS,
-            STAGES,
-            True,
-            GATHER,
-            EXACT,
-        )
+def _shared(group: Group) -> int:
+    """The width of a group's output if a rank's part of B is for some of its columns, else 0."""
+    return group.out_features if group.slices[0].b_features < group.slices[0].out_features else 0
 
 
 class TritonBackend:
@@ -221,9 +90,19 @@ class TritonBackend:
         self._work = torch.empty((0, self.row_floats), dtype=torch.float32, device=device)
         self.flags = torch.zeros(NUM_FLAGS, dtype=torch.int32, device=device)
         """Flags by which products and what runs beside them tell each other how far they are."""
-        linear = [g.out_features for g in pool.table.groups if g.kind == "linear"]
-        self.delta = self._work.new_empty(FEW_ROWS * max(linear, default=0))
+        linear = [g for g in pool.table.groups if g.kind == "linear"]
+        self.delta = self._work.new_empty(
+            FEW_ROWS * max((g.out_features for g in linear), default=0)
+        )
         """What adapters add to the product that is under way."""
+        self.share = self._work.new_full((FEW_ROWS * max(map(_shared, linear), default=0),), -0.0)
+        """The same where a rank's part of B is for some columns: -0, which changes no bit of what
+        it is added to, for all others."""
+        self.exchange: RankExchange | None = None
+        if isinstance(pool.ranks, PeerRanks) and any(g.sums_ranks for g in pool.table.groups):
+            self.exchange = RankExchange(
+                pool.ranks.more_inboxes(4 * self.row_floats), pool.ranks.rank
+            )
         self.reserve(FEW_ROWS)
 
     def reserve(self, num_rows: int) -> bool:
@@ -259,12 +138,12 @@ class TritonStep(LoraStep):
     def start(self, x_TI: Tensor, group: int) -> None:
         # Ahead of the product, as it can start while the kernel before still runs, which after a
         # product of another library it can't.
-        self.shrink(x_TI, group, self.rows)
+        self._reduce(x_TI, group)
         self._shrunk = True
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         if not self._shrunk:
-            self.shrink(x_TI, group, self.rows)
+            self._reduce(x_TI, group)
         self._shrunk = False
         self.expand(y_TO, group, self.rows)
 
@@ -279,18 +158,29 @@ class TritonStep(LoraStep):
         if cut is None or rows.slots is None or len(rows.tiles) != num_rows:
             return None
         pool, of = backend.pool, backend.pool.table.groups[group]
-        delta_TO = backend.delta[: num_rows * of.out_features].view(num_rows, of.out_features)
+        if of.sums_ranks and backend.exchange is None:
+            return None
+        delta = backend.share if _shared(of) else backend.delta
+        delta_TO = delta[: num_rows * of.out_features].view(num_rows, of.out_features)
         tables = (pool.a_offset_SG, pool.b_offset_SL, pool.rank_SL)
         launched = launch(x_TI, weight.values_OI, bias_O, cut, backend.flags)
         launch_beside(
             launched,
-            x_TI,
-            (delta_TO, self._work, backend.flags, pool.arena, rows.tiles, *tables),
+            x_TI[:, of.a_columns(pool.ranks.rank)],
+            (
+                self._own_columns(delta_TO, group),
+                self._work,
+                backend.flags,
+                pool.arena,
+                rows.tiles,
+                *tables,
+            ),
             (group, of.slices[0].slice, pool.a_offset_SG.shape[1], pool.rank_SL.shape[1]),
-            widths=tuple(s.out_features for s in of.slices),
+            widths=tuple(s.b_features for s in of.slices),
             row_floats=backend.row_floats,
             part=backend.tuning.part,
             max_parts=backend.tuning.max_parts,
+            exchange=backend.exchange if of.sums_ranks else None,
         )
         return Product(launched.y_TO, Pending(delta_TO, rows.slots))
 
@@ -307,13 +197,45 @@ class TritonStep(LoraStep):
         work = self._work.new_empty((len(token_P), self._backend.row_floats))
         return TritonStep(self._backend, rows, rows, work)
 
-    def shrink(self, x_TK: Tensor, group: int, rows: TileRows) -> None:
-        """Write v of all rows to the workspace: see `_shrink`."""
+    def _reduce(self, x_TI: Tensor, group: int) -> None:
+        """Write v of the step's rows to the workspace, summed over ranks."""
+        backend, rows = self._backend, self.rows
+        self.shrink(x_TI, group, rows)
+        of = backend.pool.table.groups[group]
+        if not of.sums_ranks or not len(rows.tiles):
+            return
+        num_rows, exchange = len(x_TI), backend.exchange
+        if exchange is None:
+            self._work[:num_rows] = backend.pool.ranks.sum(self._work[:num_rows])
+            return
+        numbers, constants = self._arguments(group, x_TI)
+        for first in range(0, num_rows, exchange.num_rows):
+            sum_v[min(len(rows.tiles), processors(x_TI.device)),](
+                self._work,
+                rows.tiles,
+                backend.pool.rank_SL,
+                *exchange.tensors,
+                numbers[1],
+                numbers[-1],
+                first,
+                NUM_SLICES=len(of.slices),
+                **exchange.constants,
+                **{name: value for name, value in constants.items() if name != "EXACT"},
+            )
+
+    def _own_columns(self, y_TO: Tensor, group: int) -> Tensor:
+        """The columns of a group's output from the first one on that this rank's B adds to."""
+        pool = self._backend.pool
+        return y_TO[:, pool.table.groups[group].slices[0].b_start(pool.ranks.rank) :]
+
+    def shrink(self, x_TI: Tensor, group: int, rows: TileRows) -> None:
+        """Write this rank's v of all rows to the workspace: see `shrink_rows`."""
         if not len(rows.tiles):
             return
         pool, blocks = self._backend.pool, self._backend.tuning.blocks
+        x_TK = x_TI[:, pool.table.groups[group].a_columns(pool.ranks.rank)]
         numbers, constants = self._arguments(group, x_TK)
-        _shrink[self._grid(blocks.shrink_programs, len(x_TK) * SHARES)](
+        shrink_rows[self._grid(blocks.shrink_programs, len(x_TK) * SHARES)](
             x_TK,
             self._work,
             pool.arena,
@@ -333,10 +255,12 @@ class TritonStep(LoraStep):
         if not len(rows.tiles):
             return
         pool, blocks = self._backend.pool, self._backend.tuning.blocks
+        of = pool.table.groups[group]
+        y_TO = self._own_columns(y_TO, group)
         numbers, constants = self._arguments(group, y_TO)
-        widths = tuple(s.out_features for s in pool.table.groups[group].slices)
+        widths = tuple(s.b_features for s in of.slices)
         num_blocks = triton.cdiv(pool.table.groups[group].out_features, blocks.columns)
-        _expand[self._grid(blocks.expand_programs, len(y_TO) * num_blocks)](
+        expand_rows[self._grid(blocks.expand_programs, len(y_TO) * num_blocks)](
             y_TO,
             self._work,
             rows.tiles if ids_T is None else ids_T,
@@ -350,6 +274,7 @@ class TritonStep(LoraStep):
             BLOCK_N=blocks.columns,
             STAGES=blocks.expand_stages,
             GATHER=ids_T is not None,
+            WHOLE=of.sums_ranks and self._backend.exchange is not None,
             num_warps=blocks.expand_warps,
             **constants,
         )
@@ -361,7 +286,7 @@ class TritonStep(LoraStep):
         of = pool.table.groups[group]
         sizes = (pool.a_offset_SG.shape[1], pool.rank_SL.shape[1])
         constants = {
-            "K": of.in_features,
+            "K": of.a_features,
             "W": backend.row_floats,
             "PART": tuning.part,
             "MAX_PARTS": tuning.max_parts,

@@ -16,6 +16,7 @@ Programs that wait for each other only count; no sum depends on who comes first.
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import triton
@@ -23,24 +24,26 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from weft.kernels.lora.triton_tiles import expand_tile, num_blocks_of, shrink_tile
+from weft.kernels.collective.peers import Inboxes
+from weft.kernels.lora.triton_tiles import expand_tile, num_blocks_of, shrink_tile, sum_tile
 from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early, wait_for
 from weft.kernels.triton_linear import TURNS, Launched
 
 
 @triton.jit
-def _meet(count_ptr, mates, teams, all_ptr, turn_ptr):
-    """Wait until all of a team's programs are here. The last ones to leave, of the team and of all
-    teams, make the flags ready for the next launch."""
+def _meet(count_ptr, mates, teams, all_ptr, turn_ptr, LAST: tl.constexpr):
+    """Wait until all of a team's programs are here. The last ones to leave, of the team and, where
+    it is the LAST time that they meet, of all teams, make the flags ready for the next launch."""
     tl.debug_barrier()
     tl.atomic_add(count_ptr, 1, sem="release")
     wait_for(count_ptr, mates)
     if tl.atomic_add(count_ptr + 1, 1, sem="relaxed") == mates - 1:
         tl.store(count_ptr, 0)
         tl.store(count_ptr + 1, 0)
-        if tl.atomic_add(all_ptr, 1, sem="relaxed") == teams - 1:
-            tl.store(all_ptr, 0)
-            tl.store(turn_ptr, 0)
+        if LAST:  # noqa: SIM102 - known to the compiler, which "and" would not be
+            if tl.atomic_add(all_ptr, 1, sem="relaxed") == teams - 1:
+                tl.store(all_ptr, 0)
+                tl.store(turn_ptr, 0)
 
 
 @triton.jit(do_not_specialize=["turn", "group", "first_slice", "num_groups", "num_targets"])
@@ -54,6 +57,8 @@ def _adapters(
     a_offset_ptr,
     b_offset_ptr,
     rank_ptr,
+    inbox_ptrs,
+    uses_ptr,
     x_stride,
     turn,
     group,
@@ -72,6 +77,9 @@ def _adapters(
     SHRINK_STAGES: tl.constexpr,
     EXPAND_STAGES: tl.constexpr,
     EXACT: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """delta of the rows that have adapters, beside the product of the same x, launched just before.
@@ -82,7 +90,12 @@ def _adapters(
 
     They may have started before x is there, so the product tells: flags int32 (NUM_FLAGS,) has a
     flag for each of TURNS launches, as those that follow may be waiting for theirs, then a counter
-    of teams and two of each team's programs."""
+    of teams and four of each team's programs.
+
+    With SIZE > 1, v is summed over ranks in between, by the first program of each team. Others
+    wait for it, and it for the same tiles of other ranks. Take the lowest tile that is not done
+    with on all ranks: its team has its places on each of them, as above, and sends before it waits.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -122,7 +135,30 @@ def _adapters(
                 PDL,
             )
         all_ptr = flags_ptr + TURNS
-        _meet(all_ptr + 1 + 2 * team, mates, teams, all_ptr, turn_ptr)
+        count_ptr = all_ptr + 1 + 4 * team
+        if SIZE > 1:
+            _meet(count_ptr + 2, mates, teams, all_ptr, turn_ptr, False)
+            if pid % mates == 0:
+                for i in range(team, num_tiles, teams):
+                    sum_tile(
+                        work_ptr,
+                        tiles_ptr + 4 * i,
+                        rank_ptr,
+                        inbox_ptrs,
+                        uses_ptr,
+                        first_slice,
+                        num_targets,
+                        0,
+                        K,
+                        W,
+                        NUM_SLICES,
+                        PART,
+                        MAX_PARTS,
+                        ROWS,
+                        RANK,
+                        SIZE,
+                    )
+        _meet(count_ptr, mates, teams, all_ptr, turn_ptr, True)
         num_blocks = num_blocks_of(WIDTHS, BLOCK_N)
         for i in range(team, num_tiles, teams):
             expand_tile(
@@ -150,6 +186,7 @@ def _adapters(
                 EXPAND_STAGES,
                 False,
                 False,
+                SIZE > 1,
                 EXACT,
             )
     if pid == 0:
@@ -165,8 +202,31 @@ PER_TILE = 16
 MOST_PROGRAMS = 1024
 """The most programs for adapters beside a product."""
 
-NUM_FLAGS = TURNS + 1 + 2 * MOST_PROGRAMS
+NUM_FLAGS = TURNS + 1 + 4 * MOST_PROGRAMS
 """How many flags and counters there are: see `_adapters`."""
+
+
+ALONE = {"ROWS": 1, "RANK": 0, "SIZE": 1}
+
+
+class RankExchange(NamedTuple):
+    """Where ranks sum v; see `sum_tile`."""
+
+    inboxes: Inboxes
+    """For rows as long as those of the workspace."""
+    rank: int
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.inboxes.uses_R)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        return self.inboxes.address_S, self.inboxes.uses_R
+
+    @property
+    def constants(self) -> dict[str, int]:
+        return {"ROWS": self.num_rows, "RANK": self.rank, "SIZE": len(self.inboxes.inbox_S)}
 
 
 def programs_beside(device: torch.device) -> int:
@@ -185,11 +245,13 @@ def launch_beside(
     row_floats: int,
     part: int,
     max_parts: int,
+    exchange: RankExchange | None,
 ) -> None:
     """Write delta beside a product of the same x that was launched just before with the same flags.
 
-    `tensors`: delta, workspace, flags, arena, tiles, a_offset, b_offset, rank. `numbers`: group,
-    first slice, number of groups, number of targets. `widths` are those of the group's slices.
+    `x_TK`: the columns that A is for. `tensors`: delta, workspace, flags, arena, tiles, a_offset,
+    b_offset, rank. `numbers`: group, first slice, number of groups, number of targets. `widths`:
+    the rows of B of each slice. `exchange`: where v is summed over ranks; None: it is whole.
     """
     grid = (programs_beside(x_TK.device),)
     beside = _adapters[grid]
@@ -199,10 +261,11 @@ def launch_beside(
     beside(
         x_TK,
         *tensors,
+        *((tensors[2], tensors[2]) if exchange is None else exchange.tensors),
         x_TK.stride(0),
         product.turn,
         *numbers,
-        O=product.y_TO.shape[1],
+        O=tensors[0].stride(0),
         K=x_TK.shape[1],
         PER_TILE=PER_TILE,
         TURNS=TURNS,
@@ -214,6 +277,7 @@ def launch_beside(
         SHRINK_STAGES=3,
         EXPAND_STAGES=4,
         EXACT=INTERPRETED or x_TK.dtype == torch.float32,
+        **(ALONE if exchange is None else exchange.constants),
         num_warps=4,
         **launch_options(starts_early(x_TK.device)),
     )

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from weft.core.targets import ALIGN
+from weft.kernels.collective.triton_sums import bits_of, send, sum_taken
 from weft.kernels.triton_base import dot, wait_for
 
 EXPERT = 1 << 16
@@ -31,6 +32,7 @@ TILE_ROWS = 16
 _ALIGN = tl.constexpr(ALIGN)
 _ROWS = tl.constexpr(TILE_ROWS)
 _EXPERT = tl.constexpr(EXPERT)
+_SUM_RANKS = tl.constexpr(64)
 
 
 @triton.jit
@@ -210,6 +212,59 @@ def shrink_tile(
 
 
 @triton.jit
+def sum_tile(
+    work_ptr,
+    tile_ptr,
+    rank_ptr,
+    inbox_ptrs,
+    uses_ptr,
+    first_slice,
+    num_targets,
+    first,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    NUM_SLICES: tl.constexpr,
+    PART: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    RANK: tl.constexpr,
+    SIZE: tl.constexpr,
+):
+    """v of those of a tile's rows that are among [first, first + ROWS) = its sum over ranks, in
+    place of the first of its parts.
+
+    Each rank has computed v of its share of x. Rows go through inboxes with places of W floats, as
+    those of `weft.kernels.collective.triton_sums.sum_rows` do.
+    """
+    m = tl.arange(0, _ROWS)
+    slot, _ = _slot_and_expert(tile_ptr)
+    t = tl.load(tile_ptr + 1) + m
+    rows = tl.load(tile_ptr + 2)
+    there = (m < rows) & (t >= first) & (t < first + ROWS)
+    R = 0
+    for j in tl.static_range(NUM_SLICES):
+        R += tl.load(rank_ptr + slot * num_targets + first_slice + j)
+    if R > 0:
+        _, parts = _parts_of(R, K, W, PART, MAX_PARTS)
+        v_at = work_ptr + t[:, None].to(tl.int64) * W
+        uses = tl.load(uses_ptr + t - first, mask=there, other=0)
+        place = ((uses & 1) * (SIZE * ROWS) + t - first) * W
+        for r0 in range(0, R, _SUM_RANKS):
+            r = r0 + tl.arange(0, _SUM_RANKS)
+            mask = there[:, None] & (r < R)[None, :]
+            stride = (R + 15) // 16 * 16
+            v = _sum_parts(v_at, rows, r0, R, parts, stride, _SUM_RANKS, False)
+            own = bits_of(v, tl.int32)
+            places = place[:, None] + r[None, :]
+            for other in tl.static_range(SIZE):
+                if other != RANK:
+                    send(inbox_ptrs, other, places + RANK * ROWS * W, own, mask)
+            total = sum_taken(own, inbox_ptrs, places, ROWS * W, mask, RANK, SIZE, tl.float32)
+            tl.store(v_at + r[None, :], total, mask=mask)
+        tl.store(uses_ptr + t - first, uses + 1, mask=there)
+
+
+@triton.jit
 def _put(y_at, mask, delta, ADD: tl.constexpr):
     """Write delta, or with ADD its sum with what is there."""
     if ADD:
@@ -306,12 +361,13 @@ def expand_tile(
     STAGES: tl.constexpr,
     ADD: tl.constexpr,
     GATHER: tl.constexpr,
+    WHOLE: tl.constexpr,
     EXACT: tl.constexpr,
 ):
     """delta = v B^T of a tile's rows: blocks [begin, end) of the columns of all slices.
 
     y (T, O) with unit stride along O gets delta, or with ADD has it added. GATHER: v[t] is row
-    ids[t] (int64) of A (K, R), not in the workspace.
+    ids[t] (int64) of A (K, R), not in the workspace. WHOLE: v is there as one part.
     """
     m = tl.arange(0, _ROWS)
     n = tl.arange(0, BLOCK_N)
@@ -328,7 +384,7 @@ def expand_tile(
         v_at = arena_ptr + tl.load(a_offset_ptr + slot * num_groups + group) + ids * R
     else:
         v_at = work_ptr + t * W
-        if R > 0:
+        if R > 0 and not WHOLE:
             _, parts = _parts_of(R, K, W, PART, MAX_PARTS)
     part_stride = (R + 15) // 16 * 16
     y_at = y_ptr + t * y_stride
@@ -364,7 +420,7 @@ def expand_tile(
                     BLOCK_N,
                     STAGES,
                     ADD,
-                    GATHER,
+                    GATHER or WHOLE,
                     EXACT,
                 )
             else:
@@ -381,7 +437,7 @@ def expand_tile(
                     BLOCK_N,
                     STAGES,
                     ADD,
-                    GATHER,
+                    GATHER or WHOLE,
                     EXACT,
                 )
         begin -= blocks
