@@ -167,13 +167,13 @@ def test_strict_fields(tmp_path: Path) -> None:
         ("stop_regex", "a+"),
         ("web_search_options", {}),
         ("chat_template", "{{ messages }}"),
-        ("previous_response_id", "r"),
+        ("conversation", "c"),
     ],
 )
 def test_what_would_change_the_answer_is_refused(
     shared: World, path: str, field: str, value: Any
 ) -> None:
-    responses_only = field == "previous_response_id"
+    responses_only = field == "conversation"
     if responses_only != (path == RESPONSES):
         pytest.skip("another route's")
 

@@ -11,11 +11,15 @@ from typing import Any
 import openai
 import pytest
 from http_api import INFO, Web, World, run, served
+from hypothesis import given
+from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from toy_tokenizers import thinking
 
-from weft.core.errors import EngineDead, InvalidRequest
+from weft.api.bodies import Message
+from weft.api.stored import StoredResponse, StoredResponses
+from weft.core.errors import EngineDead, InvalidRequest, ResponseNotFound
 from weft.core.sampling import StructuredOutputs
 
 PATH = "/v1/responses"
@@ -94,8 +98,6 @@ def test_an_answer(world: World) -> None:
         assert usage is not None and usage.input_tokens == len(world.engine.requests[0].prompt_ids)
         assert (usage.output_tokens, usage.input_tokens_details.cached_tokens) == (4, 1)
         assert usage.output_tokens_details.reasoning_tokens == 0
-        answer = await web.post(PATH, {"model": "base", "input": "hi", "store": True})
-        assert answer.json()["store"] is False
 
     run(world, scenario)
 
@@ -218,6 +220,75 @@ def test_forms_and_forced_calls(world: World) -> None:
     run(world, scenario)
 
 
+def test_going_on_from_a_stored_response(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        rules = {"instructions": "be brief", "tools": [TIME]}
+        first = await whole_of(web, THOUGHT + "so\n" + CALL, input="time?", **rules)
+        assert first.store is True
+        stored = await web.get(f"{PATH}/{first.id}")
+        assert Response.model_validate(stored.json()) == first
+        call_id = first.output[2].call_id  # type: ignore[union-attr]
+        output = [{"type": "function_call_output", "call_id": call_id, "output": "noon"}]
+        *_, last = await events_of(
+            web, "noon it is", input=output, previous_response_id=first.id, instructions="shout"
+        )
+        told = (
+            "<s>user: time?<s>assistant: <think>hm</think>so<tool_call>time"
+            '{"zone": "UTC"}</tool_call><s>tool: noon'
+        )
+        assert prompt_of(world) == f"<s>system: shout{told}<s>assistant:"
+        assert last.response.previous_response_id == first.id
+        await whole_of(web, "x", input="and now?", previous_response_id=last.response.id)
+        assert prompt_of(world) == f"{told}<s>assistant: noon it is<s>user: and now?<s>assistant:"
+        cut = await whole_of(web, CALL, max_output_tokens=len(ids(CALL)) - 8, tools=[TIME])
+        await whole_of(web, "x", previous_response_id=cut.id)
+        assert "<tool_call>time{}</tool_call><s>user: hi" in prompt_of(world)
+        gone = await web.http.delete(f"{PATH}/{first.id}")
+        assert gone.json() == {"id": first.id, "object": "response", "deleted": True}
+        own = await whole_of(web, "x", store=False)
+        assert own.store is False
+        for response_id in (first.id, own.id, "resp_1"):
+            assert (await web.get(f"{PATH}/{response_id}")).status_code == 404
+            body = {"model": "base", "input": "x", "previous_response_id": response_id}
+            answer = await web.post(PATH, body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (404, "previous_response_id")
+
+    run(world, scenario)
+
+
+def test_a_server_that_stores_nothing(tmp_path: Path) -> None:
+    world = World(tmp_path, thinking(), BIG, response_store_bytes=0)
+
+    async def scenario(web: Web) -> None:
+        answer = await web.post(PATH, {"model": "base", "input": "x", "store": True})
+        assert answer.json()["store"] is False
+        assert (await web.get(f"{PATH}/{answer.json()['id']}")).status_code == 404
+
+    run(world, scenario)
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 300), st.booleans())))
+def test_stored_responses_are_bounded(puts: list[tuple[str, int, bool]]) -> None:
+    """Whoever stores little keeps it, however much others store."""
+    kept = StoredResponses(1000)
+    sizes = {"a": 0, "b": 0, "c": 0}
+    for number, (tenant, size, deletes) in enumerate(puts):
+        shown = {"id": str(number), "text": "x" * size}
+        stored = StoredResponse(shown, (Message(role="user", content="hi"),))
+        kept.put(tenant, stored)
+        kept.check()
+        sizes[tenant] += size + 100
+        if sizes[tenant] < 1000 // 3:
+            assert kept.get(tenant, str(number)) is stored
+        for other in {*sizes} - {tenant}:
+            with pytest.raises(ResponseNotFound):
+                kept.get(other, str(number))
+        if deletes and sizes[tenant] < 1000 // 3:
+            kept.delete(tenant, str(number))
+            kept.check()
+
+
 @pytest.mark.parametrize(
     ("body", "param"),
     [
@@ -239,7 +310,6 @@ def test_forms_and_forced_calls(world: World) -> None:
         ),
         ({"input": [{"type": "reasoning", "summary": []}]}, "input"),
         ({"input": "x" * 100_000}, "input"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ({"tool_choice": "required"}, "tool_choice"),

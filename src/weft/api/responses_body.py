@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
@@ -39,14 +40,13 @@ FIELDS = {
 
 _LOGPROBS = "message.output_text.logprobs"
 
-_KNOWN: dict[str, Known] = HARMLESS | {
+_KNOWN: dict[str, Known] = {name: take for name, take in HARMLESS.items() if name != "store"} | {
     "background": (False,),
     "context_management": ([],),
     "conversation": (),
     # It bounds the calls of tools that a server runs by itself, and there are none.
     "max_tool_calls": Take.SILENTLY,
     "moderation": (),
-    "previous_response_id": (),
     "prompt": (),
     "stream_options": ({}, {"include_obfuscation": False}, {"include_obfuscation": True}),
 }
@@ -157,6 +157,11 @@ class ResponsesBody(OpenBody):
     lora_path: str | None = None
     input: TextOr[Annotated[list[Item], bounded(MAX_MESSAGES)]]
     instructions: str | None = None
+    """What the system says. It holds for this turn, and is not carried on to a next one."""
+    previous_response_id: str | None = None
+    """The stored response from which the conversation goes on."""
+    store: bool | None = None
+    """Whether the response is kept for a next turn; it is unless this says no."""
     max_output_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -183,12 +188,13 @@ class ResponsesBody(OpenBody):
     def wants_logprobs(self) -> bool:
         return bool(self.top_logprobs) or _LOGPROBS in (self.include or ())
 
-    def to_chat(self) -> ChatBody:
-        """The chat request that means the same, checked. Raises InvalidRequest."""
+    def to_chat(self, before: Sequence[Message] = ()) -> ChatBody:
+        """The chat request that means the same, checked, with the conversation that comes before
+        the input. Raises InvalidRequest."""
         same = ("model", "cache_salt", "temperature", "top_p", "parallel_tool_calls")
         chat = ChatBody(
             **{name: getattr(self, name) for name in same},
-            messages=self._messages(),
+            messages=[*self._instructions(), *before, *self._messages()],
             max_completion_tokens=self.max_output_tokens,
             response_format=self._format(),
             tools=[tool.to_chat() for tool in self.tools or ()],
@@ -214,14 +220,15 @@ class ResponsesBody(OpenBody):
         schema = None if form.schema_ is None else JsonSchema(schema=form.schema_)
         return ResponseFormat(type=form.type, json_schema=schema)
 
+    def _instructions(self) -> list[Message]:
+        return [Message(role="system", content=self.instructions)] if self.instructions else []
+
     def _messages(self) -> list[Message]:
-        """The messages of the chat. There, the calls of one turn and the thoughts before them are
-        parts of one message."""
-        messages: list[Message] = []
-        if self.instructions:
-            messages.append(Message(role="system", content=self.instructions))
+        """The input as messages of the chat. There, the calls of one turn and the thoughts before
+        them are parts of one message."""
         if isinstance(self.input, str):
-            return [*messages, Message(role="user", content=self.input)]
+            return [Message(role="user", content=self.input)]
+        messages: list[Message] = []
         thoughts: str | None = None
         for n, item in enumerate(self.input):
             if isinstance(item, ReasoningItem):

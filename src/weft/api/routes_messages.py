@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -17,7 +16,7 @@ from weft.api.messages_body import FIELDS, CountTokensBody, MessagesBody
 from weft.api.reading import read_request
 from weft.api.routes_chat import Reader, Turn
 from weft.api.service import Output, Service
-from weft.text.chat_parser import Piece, ToolCallDelta
+from weft.text.chat_parser import Piece, ToolCallDelta, call_arguments
 
 Event = dict[str, Any]
 
@@ -162,7 +161,7 @@ class _Blocks:
         if block["type"] == "thinking":
             yield self._delta({"type": "signature_delta", "signature": ""})
         elif block["type"] == "tool_use":
-            block["input"] = _arguments(self._input)
+            block["input"] = call_arguments(self._input)
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
     def _text(self, kind: str, text: str) -> Iterator[Event]:
@@ -191,12 +190,3 @@ class _Blocks:
 
     def _delta(self, delta: dict[str, Any]) -> Event:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object; an empty one if the model's answer was cut inside."""
-    try:
-        arguments = json.loads(text)
-    except ValueError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}

@@ -1,45 +1,68 @@
-"""`POST /v1/responses`: OpenAI's newer API, over the same turn as a chat's. Keeps no state."""
+"""`/v1/responses`: OpenAI's newer API, over the same turn as a chat's."""
 
 from __future__ import annotations
 
+import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from weft.api.bodies import CalledFunction, Message, ToolCall
 from weft.api.generation import chat_logprobs, naming
-from weft.api.http import EventStream, answer, body_of
+from weft.api.http import EventStream, answer, body_of, json_response
 from weft.api.reading import read_request
 from weft.api.responses_body import FIELDS, ResponsesBody
 from weft.api.routes_chat import Reader, Turn
 from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
+from weft.api.stored import StoredResponse, StoredResponses
 from weft.text import OutputDelta
-from weft.text.chat_parser import Piece, ToolCallDelta
+from weft.text.chat_parser import Piece, ToolCallDelta, call_arguments
 
 Event = dict[str, Any]
 
 
 def response_routes(service: Service) -> APIRouter:
     router = APIRouter()
+    kept = StoredResponses(service.settings.response_store_bytes)
+
+    def tenant() -> str:
+        return service.access.caller.tenant
 
     @router.post("/v1/responses", openapi_extra=body_of(ResponsesBody))
     async def create_response(request: Request) -> Response:
         body = await read_request(request, ResponsesBody, service.settings)
+        previous, before = body.previous_response_id, tuple[Message, ...]()
+        if previous is not None:
+            before = kept.get(tenant(), previous, "previous_response_id").messages
         with naming(FIELDS):
-            chat = body.to_chat()
+            chat = body.to_chat(before)
         pinned = await service.pin(body, request.headers)
         response_id = f"resp_{uuid.uuid4().hex}"
         turn = Turn(service, chat, pinned, response_id, drops_oldest=body.truncation == "auto")
-        made = _Response(response_id, body, chat, turn)
+        keep = partial(kept.put, tenant()) if kept.max_bytes and body.store is not False else None
+        made = _Response(response_id, body, chat, turn, keep)
         headers = service.headers_of(pinned)
         if body.stream:
             return EventStream(made.events(), pinned.release, headers, typed=True)
         return await answer(request, made.whole(), pinned.release, headers)
+
+    @router.get("/v1/responses/{response_id}")
+    async def retrieve_response(response_id: str) -> Response:
+        """A stored response of one's own."""
+        return json_response(kept.get(tenant(), response_id).shown)
+
+    @router.delete("/v1/responses/{response_id}")
+    async def delete_response(response_id: str) -> Response:
+        """Forget a stored response."""
+        kept.delete(tenant(), response_id)
+        return json_response({"id": response_id, "object": "response", "deleted": True})
 
     return router
 
@@ -47,7 +70,16 @@ def response_routes(service: Service) -> APIRouter:
 class _Response:
     """One request of the responses API."""
 
-    def __init__(self, response_id: str, body: ResponsesBody, chat: ChatBody, turn: Turn) -> None:
+    def __init__(
+        self,
+        response_id: str,
+        body: ResponsesBody,
+        chat: ChatBody,
+        turn: Turn,
+        keep: Callable[[StoredResponse], None] | None,
+    ) -> None:
+        """`keep` stores the response when it has ended."""
+        self._keep = keep
         self._id = response_id
         self._created_at = int(time.time())
         self._body = body
@@ -109,7 +141,7 @@ class _Response:
         num_output = len(output.token_ids)
         num_cached, num_thought = output.num_cached_tokens, self._turn.num_reasoning_tokens(output)
         status = _status(reader)
-        return self._response(status) | {
+        shown = self._response(status) | {
             "completed_at": int(time.time()) if status == "completed" else None,
             "incomplete_details": None
             if status == "completed"
@@ -123,6 +155,10 @@ class _Response:
                 "total_tokens": num_input + num_output,
             },
         }
+        if self._keep is not None:
+            own = self._chat.messages[1 if self._body.instructions else 0 :]
+            self._keep(StoredResponse(shown, (*own, _message(reader))))
+        return shown
 
     def _response(self, status: str) -> dict[str, Any]:
         """The response before it has any output: what was asked for, with its defaults."""
@@ -144,9 +180,9 @@ class _Response:
             "model": body.model,
             "output": [],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": self._chat.reasoning_effort, "summary": None},
-            "store": False,
+            "store": self._keep is not None,
             "temperature": 1.0 if body.temperature is None else body.temperature,
             "text": text or {"format": {"type": "text"}},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
@@ -156,6 +192,25 @@ class _Response:
             "truncation": body.truncation or "disabled",
             "usage": None,
         }
+
+
+def _message(reader: Reader) -> Message:
+    """The answer as a message of the conversation."""
+    calls = [
+        ToolCall(
+            id=call.id or "",
+            function=CalledFunction(
+                name=call.name or "", arguments=json.dumps(call_arguments(call.arguments))
+            ),
+        )
+        for call in reader.calls
+    ]
+    return Message(
+        role="assistant",
+        content=reader.content,
+        reasoning_content=reader.reasoning or None,
+        tool_calls=calls or None,
+    )
 
 
 def _status(reader: Reader) -> str:

@@ -59,6 +59,8 @@ class ApiSettings:
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 1 << 20
     """A larger body is refused: reading one holds up everybody."""
+    response_store_bytes: int = 64 << 20
+    """Memory for responses that a next request may go on from; 0: none are kept."""
     strict_fields: bool = False
     """Whether unknown fields are refused instead of named as ignored."""
     allow_request_templates: bool = False

@@ -45,6 +45,8 @@ _HELP = {
     " Default: four times --max-num-seqs.",
     "--max-body-size": "How large the body of a request may be, such as 512K or 4M. A body holds up"
     " everybody while it is read.",
+    "--response-store": "Memory for finished responses, from which a next request can go on by its"
+    " previous_response_id. The oldest go first. 0: none are kept.",
     "--strict-fields": "Refuse requests with unknown fields instead of naming these as ignored in"
     " the answer's x-weft-ignored.",
     "--allow-request-templates": "Let requests bring a chat template, as chat_template. It is run"
@@ -104,6 +106,9 @@ class ServeFlags:
     max_body_size: Annotated[
         int, _flag("--max-body-size", "BYTES", parser=parse_bytes, show_default="1M")
     ] = 1 << 20
+    response_store: Annotated[
+        int, _flag("--response-store", "BYTES", parser=parse_bytes, show_default="64M")
+    ] = 64 << 20
     strict_fields: Annotated[bool, _flag("--strict-fields")] = False
     allow_request_templates: Annotated[bool, _flag("--allow-request-templates")] = False
     max_connections_per_address: Annotated[

@@ -109,6 +109,7 @@ def _api_settings(engine: EngineArgs, flags: ServeFlags) -> ApiSettings:
         metrics_apart=flags.metrics_port is not None,
         allowed_origins=tuple(flags.allowed_origins or ()),
         max_body_bytes=flags.max_body_size,
+        response_store_bytes=flags.response_store,
         strict_fields=flags.strict_fields,
         allow_request_templates=flags.allow_request_templates,
         tool_call_parser=None if tools == "none" else tools,

@@ -10,6 +10,7 @@
     ├── Unauthorized                401  there is no API key, or a wrong one
     ├── PermissionDenied            403  the API key may not do that
     ├── ModelNotFound               404  no base model or adapter has that name
+    ├── ResponseNotFound            404  no response of that id is stored
     ├── AdapterError                400  an adapter can't be loaded, changed or unloaded
     │   ├── AdapterInvalid          400  its files are not served; `param` names the field or tensor
     │   ├── AdapterConflict         400  the name is taken, or too much would be pinned
@@ -97,6 +98,11 @@ class PermissionDenied(WeftError):
 class ModelNotFound(WeftError):
     status = 404
     kind = "model_not_found"
+
+
+class ResponseNotFound(WeftError):
+    status = 404
+    kind = "response_not_found"
 
 
 class AdapterError(WeftError):

@@ -6,6 +6,7 @@ import json
 import re
 import secrets
 from dataclasses import dataclass, field
+from typing import Any
 
 from weft.text.json_stream import JsonObject
 from weft.text.tools import TOOL_FORMATS
@@ -41,6 +42,16 @@ class ToolCallDelta:
     name: str | None
     arguments: str
     """More of the arguments' JSON, as the model wrote it."""
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call as an object. Those that are none, as the model's answer was cut off
+    inside them, are empty."""
+    try:
+        arguments = json.loads(text)
+    except ValueError:
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 @dataclass(slots=True)

@@ -1,0 +1,74 @@
+"""Responses that are kept for a while, so that a next request can go on from them."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from weft.api.bodies import Message
+from weft.core.errors import ResponseNotFound
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """A response, and the conversation up to its end, without its instructions."""
+
+    shown: dict[str, Any]
+    messages: tuple[Message, ...]
+
+
+class StoredResponses:
+    """The newest responses of each tenant, in bounded memory.
+
+    When there is no room, the oldest response of the tenant with the most bytes goes, so that
+    nobody's responses are pushed out by others who store more.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes` 0 keeps nothing."""
+        self.max_bytes = max_bytes
+        self._kept: dict[str, OrderedDict[str, tuple[StoredResponse, int]]] = {}
+        """By tenant and id, the oldest first, each with its size."""
+        self._sizes: Counter[str] = Counter()
+
+    def put(self, tenant: str, stored: StoredResponse) -> None:
+        """Keep a response under its id."""
+        size = len(msgspec.json.encode(stored.shown)) + sum(map(_size, stored.messages))
+        if size > self.max_bytes:
+            return
+        self._kept.setdefault(tenant, OrderedDict())[stored.shown["id"]] = stored, size
+        self._sizes[tenant] += size
+        while self._sizes.total() > self.max_bytes:
+            largest, _ = max(self._sizes.items(), key=lambda item: item[1])
+            self.delete(largest, next(iter(self._kept[largest])))
+
+    def get(self, tenant: str, response_id: str, field: str | None = None) -> StoredResponse:
+        """One's own response. Raises ResponseNotFound, naming the field."""
+        found = self._kept.get(tenant, {}).get(response_id)
+        if found is None:
+            shown = response_id[:80]
+            message = f"there is no stored response {shown!r}; it may have made way for newer ones"
+            raise ResponseNotFound(message, field)
+        return found[0]
+
+    def delete(self, tenant: str, response_id: str) -> None:
+        """Forget a response. Raises ResponseNotFound."""
+        self.get(tenant, response_id)
+        _, size = self._kept[tenant].pop(response_id)
+        self._sizes[tenant] -= size
+        if not self._kept[tenant]:
+            del self._kept[tenant], self._sizes[tenant]
+
+    def check(self) -> None:
+        """Raise AssertionError unless the invariants hold."""
+        sizes = {name: sum(size for _, size in kept.values()) for name, kept in self._kept.items()}
+        assert sizes == dict(self._sizes)
+        assert all(self._kept.values())
+        assert self._sizes.total() <= self.max_bytes
+
+
+def _size(message: Message) -> int:
+    return len(message.model_dump_json(exclude_none=True))
