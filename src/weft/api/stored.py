@@ -47,7 +47,8 @@ class StoredResponses:
 
     def get(self, tenant: str, response_id: str, field: str | None = None) -> StoredResponse:
         """One's own response. Raises ResponseNotFound, naming the field."""
-        found = self._kept.get(tenant, {}).get(response_id)
+        kept = self._kept.get(tenant)
+        found = None if kept is None else kept.get(response_id)
         if found is None:
             shown = response_id[:80]
             message = f"there is no stored response {shown!r}; it may have made way for newer ones"
