@@ -50,6 +50,8 @@ WARN_S = 10.0
 BEGUN_EACH = 1
 """How many requests of one tenant are begun in one pass of the event loop. Each takes about a
 millisecond, for which all streams wait."""
+BEGUN_ALONE = 16
+"""The same while no other tenant has a request under way."""
 _KEY = re.compile(
     rb"\r\n(?:authorization:[ \t]*bearer[ \t]+|x-api-key:[ \t]*)([^\r\n]+)", re.IGNORECASE
 )
@@ -198,13 +200,17 @@ class Entrance:
     def __init__(self, limits: ConnectionLimits, tenant_of_key: Callable[[bytes], str]) -> None:
         self.places = Places(limits)
         self._tenant_of_key = tenant_of_key
-        self._in_turn = FairCalls(BEGUN_EACH)
+        self._in_turn = FairCalls(BEGUN_EACH, BEGUN_ALONE)
 
-    def begin(self, head: bytes, call: Callable[[], object]) -> None:
+    def begin(self, head: bytes, call: Callable[[], object]) -> Callable[[], None]:
         """Call this when it is the turn of the tenant who sends this head of a request, as far as
-        the head is there. It is only a look at who may send it: nobody is let in for it."""
+        the head is there. It is only a look at who may send it: nobody is let in for it. What is
+        returned is to be called when the request has ended."""
         found = _KEY.search(head)
-        self._in_turn.call(self._tenant_of_key(found[1].strip()) if found else "", call)
+        tenant = self._tenant_of_key(found[1].strip()) if found else ""
+        self._in_turn.enter(tenant)
+        self._in_turn.call(tenant, call)
+        return partial(self._in_turn.leave, tenant)
 
 
 class ClientConnection(H11Protocol):
@@ -221,6 +227,8 @@ class ClientConnection(H11Protocol):
         self._seen: object = None
         """The newest request that `handle_events` found."""
         self._head_timer: asyncio.TimerHandle | None = None
+        self._leave: Callable[[], None] | None = None
+        """Says that the request which is under way, or in line, has ended."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -234,6 +242,7 @@ class ClientConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._places.leave(self)
         self._unlimit_head()
+        self._end_turn()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -248,7 +257,8 @@ class ClientConnection(H11Protocol):
         elif not self._in_line:
             self._in_line = True
             received, _ = self.conn.trailing_data
-            self._entrance.begin(received[:_KEY_WITHIN], self._take_turn)
+            self._end_turn()
+            self._leave = self._entrance.begin(received[:_KEY_WITHIN], self._take_turn)
             if self._in_line:
                 self.flow.pause_reading()
 
@@ -268,7 +278,13 @@ class ClientConnection(H11Protocol):
 
     def on_response_complete(self) -> None:
         self._places.wait(self)
+        self._end_turn()
         super().on_response_complete()
+
+    def _end_turn(self) -> None:
+        if self._leave is not None:
+            self._leave()
+            self._leave = None
 
     def close_idle(self) -> None:
         """Close it for others; nothing is under way on it."""

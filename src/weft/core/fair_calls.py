@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 
 Call = Callable[[], object]
@@ -17,18 +17,34 @@ class FairCalls:
 
         ready at once    a1 a2 a3 a4 a5 a6   b1
         passes           a1 a2 b1 │ a3 a4 │ a5 a6        with two of each tenant
+
+    Tenants enter before their calls, and leave after them. One who is alone there makes nobody
+    wait but those who are still to come, and has more calls made in a pass, as fewer passes for
+    the same calls cost less.
     """
 
-    def __init__(self, most_each: int) -> None:
+    def __init__(self, most_each: int, most_alone: int) -> None:
         self._most_each = most_each
+        self._most_alone = most_alone
         self._made: dict[str, int] = {}
         """How many calls of each tenant this pass has made."""
         self._waiting: dict[str, deque[Call]] = {}
+        self._there: Counter[str] = Counter()
+        """How often each tenant has entered and not left."""
+
+    def enter(self, tenant: str) -> None:
+        """The tenant is there until it has left as often as it entered."""
+        self._there[tenant] += 1
+
+    def leave(self, tenant: str) -> None:
+        self._there[tenant] -= 1
+        if not self._there[tenant]:
+            del self._there[tenant]
 
     def call(self, tenant: str, call: Call) -> None:
         """Call this now, or in a later pass if the tenant has had its calls in this one."""
         made = self._made.get(tenant, 0)
-        if made < self._most_each and tenant not in self._waiting:
+        if made < self._most(tenant) and tenant not in self._waiting:
             if not self._made:
                 asyncio.get_running_loop().call_soon(self._begin)
             self._made[tenant] = made + 1
@@ -36,13 +52,16 @@ class FairCalls:
         else:
             self._waiting.setdefault(tenant, deque()).append(call)
 
+    def _most(self, tenant: str) -> int:
+        return self._most_alone if self._there.keys() <= {tenant} else self._most_each
+
     def _begin(self) -> None:
         """A pass begins."""
         loop = asyncio.get_running_loop()
         self._made = {}
         now: list[Call] = []
         for tenant, calls in list(self._waiting.items()):
-            self._made[tenant] = count = min(self._most_each, len(calls))
+            self._made[tenant] = count = min(self._most(tenant), len(calls))
             now += [calls.popleft() for _ in range(count)]
             if not calls:
                 del self._waiting[tenant]
@@ -58,4 +77,5 @@ class FairCalls:
         """Raise AssertionError unless the invariants hold."""
         assert all(self._waiting.values())
         assert self._made.keys() >= self._waiting.keys()
-        assert all(0 < count <= self._most_each for count in self._made.values())
+        assert all(0 < count <= self._most_alone for count in self._made.values())
+        assert all(count > 0 for count in self._there.values())

@@ -41,6 +41,8 @@ CLOSE_S = 10.0
 WOKEN_EACH = 8
 """How many streams of one tenant are woken in one pass of the event loop. Each takes a fifth of a
 millisecond for its tokens, for which all others wait."""
+WOKEN_ALONE = 64
+"""The same while no other tenant has a stream."""
 
 
 class Link(Protocol):
@@ -64,7 +66,7 @@ class LinkClient:
         self._dead: WeftError | None = None
         self._ended = asyncio.Event()
         self._streams: dict[str, _Stream] = {}
-        self._in_turn = FairCalls(WOKEN_EACH)
+        self._in_turn = FairCalls(WOKEN_EACH, WOKEN_ALONE)
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count()
         self._vitals = Vitals()
@@ -99,6 +101,7 @@ class LinkClient:
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
         self._send(Submit(request))
+        self._in_turn.enter(request.tenant)
         stream = self._streams[request.request_id] = _Stream(self._loop, self._in_turn, request)
         ended = False
         try:
@@ -113,6 +116,7 @@ class LinkClient:
                         break
         finally:
             del self._streams[request.request_id]
+            self._in_turn.leave(request.tenant)
             if not ended and self.alive:
                 self._send(Abort(request.request_id))
 
