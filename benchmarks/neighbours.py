@@ -5,11 +5,13 @@
 For each attack, a server of its own with `examples/tiny` is started, with one named key for the
 victim and another for the attacker. The victim streams short answers all the time, alone at first;
 then the attacker sends what the attack is made of as fast as the server takes it, from a process of
-its own. What counts is how long the victim waits for its first token, the worst gap between two of
-its tokens, and whether it is ever refused.
+its own. That process gives way to all others, as an attacker has a machine of its own. What counts
+is how long the victim waits for its first token, the worst gap between two of its tokens, and
+whether it is ever refused.
 
-`--command "CMD"` measures another `weft`. `--before "CMD"` measures an older version too, in the
-same run, and shows it beside the other:
+`--model DIR --flags "FLAGS"` serves another model, in another way; attacks that load adapters need
+the tiny one. `--command "CMD"` measures another `weft`. `--before "CMD"` measures an older version
+too, in the same run, and shows it beside the other:
 
     git archive COMMIT src | tar x -C DIR
     python benchmarks/neighbours.py --before "env PYTHONPATH=DIR/src python -m weft"
@@ -22,6 +24,7 @@ import asyncio
 import contextlib
 import json
 import multiprocessing
+import os
 import re
 import shlex
 import shutil
@@ -225,6 +228,7 @@ fair share is no attack: it is what any neighbour may use, with which the floods
 
 def attack_for(name: str, url: str, root: Path, seconds: float) -> None:
     """Carry out an attack until the time is over; this is a process of its own."""
+    os.setpriority(os.PRIO_PROCESS, 0, 19)
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(_attack(ATTACKS[name], url, root, time.monotonic() + seconds))
 
@@ -351,13 +355,12 @@ class Row:
 
 @contextlib.contextmanager
 def serving(command: list[str], root: Path) -> Iterator[str]:
-    """A server in a process of its own; its URL."""
+    """A server that this command starts, with its flags; its URL."""
     keys = ["--api-key", f"victim={VICTIM}", "--api-key", f"attacker={ATTACKER}"]
-    flags = [part for flag in SERVER.items() for part in flag]
     log = root / "server.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [*command, "serve", str(TINY / "base"), *flags, *keys, "--lora-root", str(root)],
+            [*command, *keys, "--lora-root", str(root)],
             stdout=out,
             stderr=subprocess.STDOUT,
         )
@@ -374,30 +377,38 @@ def serving(command: list[str], root: Path) -> Iterator[str]:
 
 
 def measure(name: str, command: list[str], seconds: float) -> tuple[Waits, Waits]:
-    """What the victim saw alone, and then beside the attack."""
+    """What the victim of a server of its own saw alone, and then beside the attack."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         root = Path(folder)
         with serving(command, root) as url:
             asyncio.run(victim(url, 2.0))  # warms up what the first requests compile
-            alone = Waits.of(asyncio.run(victim(url, seconds / 2)))
-            # All of the attack's clients are there before the victim asks, and a little longer.
-            ramp_s = 2.0 + RAMP_S_PER_CLIENT * ATTACKS[name].clients
-            attacker = multiprocessing.get_context("spawn").Process(
-                target=attack_for, args=(name, url, root, ramp_s + seconds + 2.0)
-            )
-            attacker.start()
-            try:
-                time.sleep(ramp_s)
-                return alone, Waits.of(asyncio.run(victim(url, seconds)))
-            finally:
-                attacker.kill()
-                attacker.join()
+            return beside(name, url, root, seconds)
 
 
-def row_for(name: str, command: str, before: str | None, seconds: float) -> Row:
-    alone, now = measure(name, shlex.split(command), seconds)
-    older = None if before is None else measure(name, shlex.split(before), seconds)[1]
-    return Row(name, alone, now, older)
+def beside(name: str, url: str, root: Path, seconds: float) -> tuple[Waits, Waits]:
+    """What the victim saw alone, and then beside the attack."""
+    alone = Waits.of(asyncio.run(victim(url, seconds / 2)))
+    # All of the attack's clients are there before the victim asks, and a little longer.
+    ramp_s = 2.0 + RAMP_S_PER_CLIENT * ATTACKS[name].clients
+    attacker = multiprocessing.get_context("spawn").Process(
+        target=attack_for, args=(name, url, root, ramp_s + seconds + 2.0)
+    )
+    attacker.start()
+    try:
+        time.sleep(ramp_s)
+        return alone, Waits.of(asyncio.run(victim(url, seconds)))
+    finally:
+        attacker.kill()
+        attacker.join()
+
+
+def row_for(name: str, args: argparse.Namespace) -> Row:
+    def see(command: str) -> tuple[Waits, Waits]:
+        flags = [part for flag in SERVER.items() for part in flag] + shlex.split(args.flags)
+        return measure(name, [*shlex.split(command), "serve", args.model, *flags], args.seconds)
+
+    alone, now = see(args.command)
+    return Row(name, alone, now, see(args.before)[1] if args.before else None)
 
 
 def show(rows: list[Row]) -> None:
@@ -423,11 +434,13 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each attack")
     parser.add_argument("--attacks", nargs="+", choices=ATTACKS, default=list(ATTACKS))
     parser.add_argument("--bound", type=float, default=1.0, help="seconds that one may add")
+    parser.add_argument("--model", default=str(TINY / "base"), help="the base model's folder")
+    parser.add_argument("--flags", default="", help="further flags of weft serve")
     parser.add_argument("--command", default=f"{shlex.quote(sys.executable)} -m weft")
     parser.add_argument("--before", help="the command of an older version, to compare with")
     args = parser.parse_args()
     names = list(dict.fromkeys(args.attacks))
-    rows = [row_for(name, args.command, args.before, args.seconds) for name in names]
+    rows = [row_for(name, args) for name in names]
     show(rows)
     ok = not any(row.added_s > args.bound or row.now.errors for row in rows)
     results = [asdict(row) for row in rows]
