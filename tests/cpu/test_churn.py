@@ -1,4 +1,4 @@
-"""Thousands of requests while adapters come, go, change under their names and are evicted.
+"""Very many requests while adapters come, go, change under their names and are evicted.
 
 Every answer must be that of the very version which its request had pinned. Room is scarce in all
 tiers, prompts share their beginnings, and many names point to the same content, so that a token
@@ -38,7 +38,6 @@ from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.serving import LoopExecutor, Publisher
 from weft.text import AdapterTokenizers, load_tokenizer
 
-NUM_REQUESTS = 2_500
 NUM_TENANTS = 24
 NUM_OPEN = 288
 """Requests open at a time, more than may run."""
@@ -98,6 +97,7 @@ class Churn:
     publisher: Publisher
     root: Path
     random: random.Random
+    num_requests: int
     task_of: dict[str, str] = field(default_factory=dict)
     """The task whose content has this digest."""
     serves: dict[str, set[str | None]] = field(default_factory=dict)
@@ -124,7 +124,7 @@ class Churn:
             task = list(ADAPTERS)[i % len(ADAPTERS)]
             await self.publisher.load(f"tenant-{i}", str(ADAPTERS[task]))
             self.serves[f"tenant-{i}"] = {task}
-        requests = iter(range(NUM_REQUESTS))
+        requests = iter(range(self.num_requests))
         await asyncio.gather(*(self._client(requests) for _ in range(NUM_OPEN)))
         await asyncio.gather(*self.changes)
 
@@ -133,7 +133,7 @@ class Churn:
             if i % REQUESTS_PER_CHANGE == 0:
                 self._change_something()
             name = self.random.choice([None, *self.serves])
-            await self._ask(name, self.random.choice(self.words), self.random.random() < 0.02)
+            await self._ask(name, self.random.choice(self.words), self.random.random() < 0.05)
 
     async def _ask(self, name: str | None, word: str, leave: bool) -> None:
         """One request, given up after its first token if the client is to `leave`."""
@@ -220,9 +220,16 @@ class Churn:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("num_requests", "size"),
+    [
+        (1500, 1),
+        pytest.param(10_000, 1, marks=pytest.mark.exhaustive),
+        pytest.param(2500, 2, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_no_token_comes_from_a_wrong_version(
-    engines: list[Engine], tmp_path: Path, size: int
+    engines: list[Engine], tmp_path: Path, num_requests: int, size: int
 ) -> None:
     """With one rank, and with two that have a share of both halves of each adapter."""
 
@@ -233,11 +240,11 @@ def test_no_token_comes_from_a_wrong_version(
         registry = AdapterRegistry(["base"], str(BASE))
         sources, executor = Sources(AdapterRoots([BASE.parent, tmp_path])), LoopExecutor()
         publisher = Publisher(client, registry, AdapterTokenizers(None), sources, executor)
-        churn = Churn(client, registry, publisher, tmp_path, random.Random(0))
+        churn = Churn(client, registry, publisher, tmp_path, random.Random(0), num_requests)
         try:
             await churn.run()
             stats = await client.stats()
-            assert stats.adapter_evictions > NUM_REQUESTS / 100
+            assert stats.adapter_evictions > num_requests / 100
             assert stats.adapter_loads > stats.adapter_evictions
             assert stats.preemptions and stats.cached_tokens
             await _unload_all(registry, publisher)
@@ -251,9 +258,9 @@ def test_no_token_comes_from_a_wrong_version(
     assert not churn.wrong, f"{len(churn.wrong)} wrong, first {churn.wrong[:5]}"
     counts = churn.counts
     ended = ("stop", "length", "left", "unknown")
-    assert sum(counts[how] for how in ended) == NUM_REQUESTS
-    assert counts["unknown"] < NUM_REQUESTS / 10
-    assert min(counts[what] for what in (*ended, "cached", "outlived", "loads", "unloads")) > 25
+    assert sum(counts[how] for how in ended) == num_requests
+    assert counts["unknown"] < num_requests / 10
+    assert min(counts[what] for what in (*ended, "cached", "outlived", "loads", "unloads")) > 10
     engines[0].check()
 
 

@@ -208,7 +208,7 @@ def test_all_parameters_reach_the_engine(bench: Bench) -> None:
 def test_hostile_forms_harm_nobody(bench: Bench) -> None:
     """Those that would take for ever, and those whose masks would: a stream goes on, and a good
     form is served."""
-    hostile = [StructuredOutputs(regex="a?" * n + "a" * n) for n in range(9000, 9005)]
+    hostile = [StructuredOutputs(regex="a?" * n + "a" * n) for n in range(9000, 9003)]
     hostile += [StructuredOutputs(regex="(a|b)*?" * n) for n in (3000, 400)]
 
     def asking(form: StructuredOutputs, tenant: str) -> EngineRequest:

@@ -20,7 +20,7 @@ from engine_thread import start_in_process
 from patience import PATIENCE_S
 from typer.testing import CliRunner
 
-from weft.cli import serve
+from weft.cli import demo, serve
 from weft.cli.args import ServeFlags, parse_lora_modules, spread_lora_modules
 from weft.cli.main import app
 from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs, engine_args
@@ -235,12 +235,26 @@ def test_a_broken_adapter_at_the_start_is_named(
 # -- the demo --------------------------------------------------------------------------------------
 
 
-def test_demo() -> None:
+def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It asks few questions here. Its server is a process, as always."""
+    monkeypatch.setattr(demo, "WORDS_EACH", 2)
+    monkeypatch.setattr(demo, "REPEATS", 1)
+    done = CliRunner().invoke(app, ["demo"])
+    assert done.exit_code == 0, done.output
+    check_demo(done.stdout, num_answers=3 * 2 * 12)
+
+
+@pytest.mark.exhaustive
+def test_the_whole_demo() -> None:
     done = weft("demo")
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(done.stdout.splitlines()[-1])
+    check_demo(done.stdout, num_answers=7 * 8 * 12)
+
+
+def check_demo(printed: str, num_answers: int) -> None:
+    report = json.loads(printed.splitlines()[-1])
     assert report["ok"] is True and report["adapters"] == 11
-    assert report["right"] == report["answers"] > 500
+    assert report["right"] == report["answers"] == num_answers
     assert report["status_after_unload"] == 404
     assert report["mixed_tokens_per_s"] > 0 and report["one_at_a_time_tokens_per_s"] > 0
 

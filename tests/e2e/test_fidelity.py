@@ -29,6 +29,7 @@ from adapter_kinds import (
     MIXTURES,
     MLP,
     SERVED,
+    UNTIED,
     VOCAB,
     Kind,
     lora,
@@ -58,6 +59,8 @@ EXPERTS = {
 SINGLE, SUM = "experts: single", "a weighted sum"
 PARTS = {"gaussian": 1.25, "alpha_pattern": -0.5, "exclude_modules": 0.7}
 """Of the sum: kinds and their scales. peft takes the patterns of the first for all of it."""
+EVERYWHERE = (*PARTS, "LoRA", "DoRA")
+"""Kinds that are compared on every family."""
 
 Ask = dict[str, Any]
 """The fields of a request that name its model."""
@@ -168,18 +171,34 @@ class World:
         return found
 
 
+def dealt(family: str) -> dict[str, Kind]:
+    """The kinds that are compared on this family whenever tests are run. Each is dealt to a family
+    whose head is tied to its embedding, and to one whose is not; a few kinds are for all."""
+    found = {name: KINDS[name] for name in EVERYWHERE}
+    for index, (name, kind) in enumerate((KINDS | EXPERTS).items()):
+        on = [name for name in ALWAYS if name in kind.families]
+        for group in ([n for n in on if n in UNTIED], [n for n in on if n not in UNTIED]):
+            if group and group[index % len(group)] == family:
+                found[name] = kind
+    return found
+
+
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(name, marks=[] if name in ALWAYS else pytest.mark.exhaustive)
-        for name in SERVED
+        *(pytest.param((name, dealt(name)), id=name) for name in ALWAYS),
+        *(
+            pytest.param((name, KINDS | EXPERTS), id=f"{name}: all", marks=pytest.mark.exhaustive)
+            for name in SERVED
+        ),
     ],
 )
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
+    family, kinds = request.param
     folder = tmp_path_factory.mktemp("family")
-    base = make_base(FAMILIES[request.param], folder / "base")
+    base = make_base(FAMILIES[family], folder / "base")
     memory = {"kv_cache_memory": 64 << 20, "adapter_memory": 64 << 20}
     with (
         serving_here(folder, folder / "base", dtype="float32", block_size=BLOCK, **memory) as url,
@@ -187,7 +206,12 @@ def world(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")  # peft's, of what is not there in some family
-        yield World(client, request.param, folder, base, KINDS | EXPERTS)
+        yield World(client, family, folder, base, kinds)
+
+
+def test_every_kind_is_dealt() -> None:
+    """So no kind needs `make exhaustive` to be compared at all."""
+    assert set().union(*map(dealt, ALWAYS)) == {*KINDS, *EXPERTS}
 
 
 def test_the_kinds_differ(world: World) -> None:

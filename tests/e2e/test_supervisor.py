@@ -669,7 +669,7 @@ def test_an_engine_holds_what_survived(changes: list[Change]) -> None:
 def test_a_killed_engine_comes_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Killed under 100 streams; it is back by itself, and its adapters answer as before, but for
+    """Killed under 24 streams; it is back by itself, and its adapters answer as before, but for
     those whose files are not what they were. Then it hangs, and is closed while it is started."""
     caplog.set_level(logging.WARNING)
     tokenizer = load_tokenizer(str(BASE))
@@ -695,10 +695,10 @@ def test_a_killed_engine_comes_back(
             refs[name] = AdapterRef(name, 1, info.digest)
         each = [*refs.values(), None]
         streams = [
-            client.generate(request("hello", each[i % len(each)], ENDLESS)) for i in range(100)
+            client.generate(request("hello", each[i % len(each)], ENDLESS)) for i in range(24)
         ]
         readers = [asyncio.create_task(outcome(stream)) for stream in streams]
-        await until_running(client, 100)
+        await until_running(client, 24)
         shutil.copytree(ADAPTERS["reverse"], folders["caesar"], dirs_exist_ok=True)
         shutil.rmtree(folders["sort"])
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,29 +23,31 @@ SHARED_NAMES = {
 }
 """Names of several classes: why they are the same."""
 
-Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Definition = Function | ast.ClassDef
 
 
 @dataclass(frozen=True)
 class File:
-    path: Path
-    text: str
+    name: str
+    num_lines: int
     tree: ast.Module
-
-    @property
-    def name(self) -> str:
-        return str(self.path.relative_to(ROOT))
-
-    def nodes(self, *kinds: type[ast.AST]) -> Iterator[Definition]:
-        return (node for node in ast.walk(self.tree) if isinstance(node, kinds))
+    classes: list[ast.ClassDef]
+    functions: list[Function]
 
 
 def read(path: Path) -> File:
     text = path.read_text()
-    return File(path, text, ast.parse(text))
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
+    functions = [node for node in nodes if isinstance(node, Function)]
+    return File(str(path.relative_to(ROOT)), text.count("\n"), tree, classes, functions)
 
 
-FILES = [read(path) for path in sorted(ROOT.rglob("*.py"))]
+@functools.cache
+def all_files() -> list[File]:
+    return [read(path) for path in sorted(ROOT.rglob("*.py"))]
 
 
 def num_lines(node: Definition) -> int:
@@ -72,15 +74,16 @@ def is_kernel(node: Definition) -> bool:
     return any("jit" in ast.unparse(mark) for mark in node.decorator_list)
 
 
+@functools.cache
 def larger() -> dict[str, str]:
     """By path, or path and name: what is larger than it may be, and how large it is."""
-    found = {f.name: f"{n} lines" for f in FILES if (n := f.text.count("\n")) > FILE_LINES}
-    for file in FILES:
-        for node in file.nodes(ast.ClassDef):
+    found = {f.name: f"{f.num_lines} lines" for f in all_files() if f.num_lines > FILE_LINES}
+    for file in all_files():
+        for node in file.classes:
             lines, width = num_lines(node), len(attributes(node))
             if lines > CLASS_LINES or width > CLASS_ATTRIBUTES:
                 found[f"{file.name}:{node.name}"] = f"{lines} lines, {width} attributes"
-        for node in file.nodes(ast.FunctionDef, ast.AsyncFunctionDef):
+        for node in file.functions:
             if num_lines(node) > FUNCTION_LINES and not is_kernel(node):
                 found[f"{file.name}:{node.name}"] = f"{num_lines(node)} lines"
     return found
@@ -97,14 +100,14 @@ def test_exceptions_are_few_and_needed() -> None:
 
 
 def test_all_of_it_stays_small() -> None:
-    lines = sum(f.text.count("\n") for f in FILES if not f.name.startswith("bench/"))
+    lines = sum(f.num_lines for f in all_files() if not f.name.startswith("bench/"))
     assert lines <= ALL_LINES
 
 
 def test_a_class_has_a_name_of_its_own() -> None:
     places = defaultdict(list)
-    for file in FILES:
-        for node in file.nodes(ast.ClassDef):
+    for file in all_files():
+        for node in file.classes:
             places[node.name].append(file.name)
     several = {name: files for name, files in places.items() if len(files) > 1}
     assert not {name: files for name, files in several.items() if name not in SHARED_NAMES}
@@ -112,8 +115,7 @@ def test_a_class_has_a_name_of_its_own() -> None:
 
 def test_docstrings_are_sentences() -> None:
     """None begins as if it went on from somewhere else."""
-    for file in FILES:
-        documented = file.nodes(ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        for node in documented:
+    for file in all_files():
+        for node in (file.tree, *file.classes, *file.functions):
             text = ast.get_docstring(node) or ""
             assert not text.startswith("Of "), f"{file.name}: {text.splitlines()[0]}"

@@ -34,13 +34,13 @@ class SeveralAtOnce(Scheduler):
     widths = cycle([1])
 
     def _plan_decodes(self, draft: Draft) -> None:
-        for seq in self._batch.running:
+        for seq in self.batch.running:
             if seq.known - seq.computed > 1:
                 draft.chunks.append(seq)
             elif seq.known < seq.rules.known_limit and draft.num_left:
                 count = min(next(self.widths), draft.num_left, seq.rules.limit - seq.known)
                 while seq.known + count - 1 > len(seq.holding.blocks) * BLOCK:
-                    if not self._batch.grow(seq, draft):
+                    if not self.batch.grow(seq, draft):
                         return
                 draft.sequences.append(seq)
                 draft.rows.append(seq.row)

@@ -157,7 +157,8 @@ UNTIED = (
 )
 NEWER = ("olmo3", "smollm3", "granite", "gemma3", "glm4", "cohere2", "qwen3.5")
 ALWAYS = ("llama-tied", "qwen2", "phi3", "gemma3", "qwen3.5", *MIXTURES)
-"""Those that differ most in what adapters meet; `make exhaustive` takes all."""
+"""Those that differ most in what adapters meet, to which the kinds are dealt; `make exhaustive`
+takes all kinds on all families."""
 SERVED = (
     "llama-tied",
     "mistral",
