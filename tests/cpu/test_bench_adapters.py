@@ -264,6 +264,16 @@ def test_simulate(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(PNG)
 
 
+def test_simulate_a_fleet(tmp_path: Path) -> None:
+    plot = tmp_path / "fleet.png"
+    args = ("simulate", "--fleet", "2", "--seconds", "2", "--adapters", "10", "--rate", "10")
+    args += ("--policy", "cost,omniscient", "--plot", str(plot))
+    found = report(*args)
+    assert [row["policy"] for row in found["results"]] == ["cost", "omniscient"]
+    assert all(row["unserved"] == 0 for row in found["results"])
+    assert plot.read_bytes().startswith(PNG)
+
+
 # -- the fewest steps ------------------------------------------------------------------------------
 
 
@@ -510,6 +520,7 @@ def test_the_newest_run_that_fits_is_drawn(tmp_path: Path) -> None:
         (("plot", "--history", "nowhere.jsonl"), "--history nowhere.jsonl can't be read"),
         (("simulate", "--trace", "zipf:1.0,nonsense"), "--trace takes a list of"),
         (("simulate", "--policy", "random"), "--policy takes a list of cost, lru, fifo"),
+        (("simulate", "--fleet", "2", "--adapters", "8,9"), "--adapters takes one number"),
         (("simulate", "--adapter-memory", "1M", "--no-plot"), "more than --adapter-memory has"),
         (("simulate", "--record", "nowhere/at/all.jsonl"), "--record nowhere"),
         (("churn", *TINY, "--populations", "0"), "--populations takes numbers"),

@@ -133,7 +133,7 @@ class _Simulator:
         self._scheduler = Scheduler(
             _limits(), Cache(1 << 15, 16, share_prefixes=False), self._slots
         )
-        self._loads = _Loads(model, self._bytes, memory.host_bytes)
+        self._loads = SimulatedLoads(model, self._bytes, memory.host_bytes)
         if shares:
             names = {_name(ask.tenant) for ask in trace.asks}
             self._scheduler.set_tenants([Tenant(name) for name in sorted(names)])
@@ -222,7 +222,7 @@ class _Simulator:
             each.look(self._now)
 
 
-class _Loads:
+class SimulatedLoads:
     """The loads under way, and the images on the host, which are those used last."""
 
     def __init__(self, model: DeviceModel, num_bytes: Mapping[str, int], host_bytes: int) -> None:
@@ -236,6 +236,15 @@ class _Loads:
         """For each load: when it ends, what it loads, and when it was ordered."""
         self.came_s: dict[str, float] = {}
         """When each adapter came to the device last."""
+
+    @property
+    def host(self) -> tuple[str, ...]:
+        """The digests on the host, those used last at the end."""
+        return tuple(self._host)
+
+    def under_way(self, now: float) -> dict[str, float]:
+        """For how many seconds each load has been under way, by digest."""
+        return {digest: now - ordered for _, digest, ordered in self._under_way}
 
     def start(self, load: Load, now: float) -> None:
         on_host = load.digest in self._host

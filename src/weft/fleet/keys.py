@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +73,7 @@ class KeyedCodes:
                     if not self._holders[key]:
                         del self._rows[key], self._holders[key]
 
-    def replace(self, node: int, bit: int, old: frozenset[int], new: frozenset[int]) -> None:
+    def replace(self, node: int, bit: int, old: AbstractSet[int], new: AbstractSet[int]) -> None:
         """The node held `old` in this way, and holds `new` now."""
         if old != new:
             self.discard(node, bit, old - new)

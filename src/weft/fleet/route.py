@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from weft.core.errors import ConfigError
 from weft.fleet.keys import RUNNING, hash_of
-from weft.fleet.view import FleetView, RoutedRequest
+from weft.fleet.view import TRANSIT_S, FleetView, RoutedRequest
 
 Floats = NDArray[np.float64]
 
@@ -152,18 +152,19 @@ def find_policy(name: str) -> Policy:
 class Router:
     """Decides for the requests of one node. It owns its view of all nodes.
 
-    max_wait_s: a request that would wait longer is refused. A tenant that has more open requests
-    than its share is refused at as much less as it has more. weights: the tenants' shares, 1 for
-    those that are not named.
+    transit_s: see `FleetView`. max_wait_s: a request that would wait longer is refused. A tenant
+    that has more open requests than its share is refused at as much less as it has more.
+    weights: the tenants' shares, 1 for those that are not named.
     """
 
     def __init__(
         self,
         policy: str = "cost",
+        transit_s: float = TRANSIT_S,
         max_wait_s: float = math.inf,
         weights: Mapping[str, float] | None = None,
     ) -> None:
-        self.view = FleetView()
+        self.view = FleetView(transit_s)
         self._policy = find_policy(policy)
         self._max_wait_s = max_wait_s
         self._weights = dict(weights or {})

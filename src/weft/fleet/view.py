@@ -22,7 +22,7 @@ from weft.fleet.reports import KeyChange, ReportUpdate
 Floats = NDArray[np.float64]
 
 TRANSIT_S = 0.02
-"""A report has seen what was sent this long before it came."""
+"""What requests and reports may take on their way, together."""
 ANSWER_TOKENS = 128.0
 """The length of an answer, until some were seen."""
 ADAPTER_BYTES = 84e6
@@ -87,11 +87,12 @@ class NodeState:
         self.enabled = True
         self.num_open = 0
         self.queued_tokens = 0
-        self.coming: frozenset[int] = frozenset()
-        self.running: frozenset[int] = frozenset()
-        """Adapters that are loaded and that are in the batch, with those of `sent`."""
-        self.prefixes: frozenset[int] = frozenset()
-        """Those of `sent`."""
+        self.coming: set[int] = set()
+        self.running: set[int] = set()
+        """Adapters that are being loaded and that are in the batch, with those of requests that
+        were sent since the last report."""
+        self.prefixes: set[int] = set()
+        """Those of such requests."""
         self.sent: deque[tuple[float, RoutedRequest, int]] = deque()
         """What the last report need not have seen: when it was sent, what, and how many tokens
         had to be computed for it."""
@@ -130,15 +131,22 @@ class CostTable:
             np.pad(each, (more, (0, 0))) for each in (self.load_s, self.byte_s, self.rows_s)
         )
 
-    def write(self, i: int, node: NodeState, answer_tokens: float, adapter_bytes: float) -> None:
-        """Work out all elements of a node. The last arguments are means over requests."""
+    def write_load(self, i: int, node: NodeState, answer_tokens: float) -> None:
+        """Work out what depends on how many requests a node has, and on what is queued there.
+        `answer_tokens`: the mean length of an answer."""
         load, costs, num_open = node.load, node.load.costs, node.num_open
         seats = max(load.max_seats, 1)
-        num_rows, num_adapters = min(num_open, seats), len(node.running)
-        step_s = costs.step_s + costs.row_s * num_rows + costs.adapter_s * num_adapters
+        step_s = costs.step_s + costs.row_s * min(num_open, seats)
+        step_s += costs.adapter_s * len(node.running)
         drain_s = max(num_open + 1 - seats, 0) * step_s * answer_tokens / seats
         self.wait_s[i] = costs.token_s * node.queued_tokens + drain_s
-        self.num_open[i], self.seats[i], self.token_s[i] = num_open, seats, costs.token_s
+        self.num_open[i] = num_open
+
+    def write(self, i: int, node: NodeState, answer_tokens: float, adapter_bytes: float) -> None:
+        """Work out all elements of a node. The last arguments are means over requests."""
+        self.write_load(i, node, answer_tokens)
+        load, costs = node.load, node.load.costs
+        self.seats[i], self.token_s[i] = max(load.max_seats, 1), costs.token_s
         near = costs.row_s * answer_tokens
         far = near + costs.adapter_s * answer_tokens
         self.rows_s[i] = [far] * RUNNING + [near] * RUNNING
@@ -159,7 +167,9 @@ class CostTable:
 class FleetView:
     """Owner of what is known of all nodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, transit_s: float = TRANSIT_S) -> None:
+        """`transit_s`: a report has seen what was sent this long before it came."""
+        self._transit_s = transit_s
         self.nodes: dict[int, NodeState] = {}
         """By their index in all arrays."""
         self._index: dict[str, int] = {}
@@ -239,7 +249,7 @@ class FleetView:
         if update.whole:
             self.adapters.forget(index)
             self.prefixes.forget(index)
-            node.coming = node.running = node.prefixes = frozenset()
+            node.coming, node.running, node.prefixes = set(), set(), set()
         for codes, bit, change in (
             (self.adapters, RESIDENT, update.resident),
             (self.adapters, HOST, update.host),
@@ -247,12 +257,12 @@ class FleetView:
         ):
             _apply(codes, index, bit, change)
         sent = node.sent
-        while sent and sent[0][0] <= now - TRANSIT_S:
+        while sent and sent[0][0] <= now - self._transit_s:
             sent.popleft()
         node.load, node.dead, node.draining = load, False, report.draining
         node.num_open = load.num_open + len(sent)
         node.queued_tokens = load.queued_tokens + sum(tokens for _, _, tokens in sent)
-        self._hold(index)
+        self._hold(index, node)
         self._write(index)
 
     def send(self, index: int, request: RoutedRequest, num_computed: int, now: float) -> None:
@@ -262,10 +272,20 @@ class FleetView:
         node.num_open += 1
         node.queued_tokens += num_computed
         self.open_of[request.tenant] += 1
-        if request.adapter_bytes:
+        new = {key for _, key in request.prefixes} - node.prefixes
+        node.prefixes |= new
+        self.prefixes.add(index, COMING, new)
+        adapter = request.adapter
+        if adapter:
             self._adapter_bytes += MEMORY * (request.adapter_bytes - self._adapter_bytes)
-        self._hold(index)
-        self._write(index)
+        if adapter and not (adapter in node.coming and adapter in node.running):
+            node.coming.add(adapter)
+            node.running.add(adapter)
+            self.adapters.add(index, COMING, (adapter,))
+            self.adapters.add(index, RUNNING, (adapter,))
+            self._write(index)
+        else:
+            self.table.write_load(index, node, self._answer_tokens)
 
     def end(self, name: str, request: RoutedRequest, num_tokens: int | None) -> None:
         """A request left a node: it has ended with so many tokens of output, or, None, before its
@@ -284,16 +304,14 @@ class FleetView:
                     node.sent.remove(each)
                     node.queued_tokens -= each[2]
                     break
-            self._hold(index)
-            self._write(index)
+            self.table.write_load(index, node, self._answer_tokens)
 
-    def _hold(self, index: int) -> None:
-        """Write down what the node has besides what it reports of its memory."""
-        node = self.nodes[index]
+    def _hold(self, index: int, node: NodeState) -> None:
+        """Write down what a node that has just reported has besides its memory's content."""
         load, requests = node.load, [request for _, request, _ in node.sent]
-        wanted = frozenset(request.adapter for request in requests if request.adapter)
+        wanted = {request.adapter for request in requests if request.adapter}
         coming, running = wanted.union(load.loading), wanted.union(load.running_adapters)
-        prefixes = frozenset(key for request in requests for _, key in request.prefixes)
+        prefixes = {key for request in requests for _, key in request.prefixes}
         self.adapters.replace(index, COMING, node.coming, coming)
         self.adapters.replace(index, RUNNING, node.running, running)
         self.prefixes.replace(index, COMING, node.prefixes, prefixes)

@@ -1,4 +1,4 @@
-"""`weft bench churn`, `cold` and `simulate`: what it takes that adapters come and go; `alora`."""
+"""`weft bench churn` and `cold`: what it takes that adapters come and go; `alora`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from weft.bench.cli.options import (
     names,
     reporting,
 )
-from weft.terminal.options import parse_bytes, with_flags
+from weft.terminal.options import with_flags
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,104 +197,3 @@ def alora(
 
         plan = AloraPlan(conversation, adapters, repeats, seed)
         done(run_alora(model, plan, AdapterShape(rank, names(targets)), options))
-
-
-@dataclass(frozen=True, kw_only=True)
-class SimulateFlags:
-    """The flags of `weft bench simulate`."""
-
-    trace: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME,...",
-            help="zipf:EXPONENT, the first adapters much more often; uniform; bursts, 16 requests"
-            " at once of which half ask for one adapter; flood, one tenant of eight sends half of"
-            " all requests at once; crowd, a hundred tenants who always wait.",
-            rich_help_panel=WORKLOAD,
-        ),
-    ] = "zipf:1.0,uniform,bursts,flood"
-    adapters: Annotated[
-        str,
-        typer.Option(
-            metavar="N,...", help="How many adapters there are.", rich_help_panel=WORKLOAD
-        ),
-    ] = "64,256,1024,10000"
-    ranks: Ranks = "16"
-    policy: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME,...",
-            help="The policies that choose which adapter leaves the device. Default: all of them.",
-            rich_help_panel=WORKLOAD,
-        ),
-    ] = None
-    adapter_memory: Annotated[
-        int,
-        typer.Option(
-            parser=parse_bytes,
-            metavar="BYTES",
-            help="Memory for adapters on the device.",
-            rich_help_panel=WORKLOAD,
-        ),
-    ] = "5G"  # type: ignore[assignment]
-    adapter_host_memory: Annotated[
-        int,
-        typer.Option(
-            parser=parse_bytes,
-            metavar="BYTES",
-            help="Memory for adapters on the host.",
-            rich_help_panel=WORKLOAD,
-        ),
-    ] = "32G"  # type: ignore[assignment]
-    num_requests: Annotated[
-        int,
-        typer.Option(help="How many requests each replay has.", min=1, rich_help_panel=WORKLOAD),
-    ] = 1000
-    rate: Annotated[
-        float,
-        typer.Option(
-            help="How many requests arrive per second.", min=0.001, rich_help_panel=WORKLOAD
-        ),
-    ] = 80.0
-    shares: Annotated[
-        bool,
-        typer.Option(
-            help="Tenants share seats too, as those with keys do, and not the order alone.",
-            rich_help_panel=WORKLOAD,
-        ),
-    ] = False
-    seed: Seed = 0
-    plot: Plot = Path("weft-bench-simulate.png")
-    no_plot: NoPlot = False
-    record: Record = None
-
-
-@with_flags
-def simulate(
-    flags: SimulateFlags,
-) -> None:
-    """Replay traces with the engine's own scheduler and policies, and a model of the device.
-
-    Takes seconds, no device and no model; the same options give the same figures. The optimum is
-    the hit rate of a cache that knows the future (Belady's MIN; for mixed ranks a greedy variant).
-    """
-    with reporting(None if flags.no_plot else flags.plot, flags.record) as done:
-        from weft.bench.simulate import SimulationPlan, run_simulate
-        from weft.bench.simulator import Memory
-        from weft.bench.traces import TraceKind
-        from weft.bench.workload import parse_counts, parse_names
-        from weft.schedule.policy import POLICIES
-
-        known = tuple(POLICIES)
-        plan = SimulationPlan(
-            traces=tuple(TraceKind.parse(name) for name in flags.trace.split(",")),
-            adapters=parse_counts(flags.adapters, "adapters"),
-            ranks=parse_counts(flags.ranks, "ranks"),
-            policies=known if flags.policy is None else parse_names(flags.policy, known, "policy"),
-            memory=Memory(flags.adapter_memory, flags.adapter_host_memory),
-            num_requests=flags.num_requests,
-            rate=flags.rate,
-            seed=flags.seed,
-            shares=flags.shares,
-        )
-        done(run_simulate(plan))

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from weft.bench.cli.adapters import alora, churn, cold, simulate
+from weft.bench.cli.adapters import alora, churn, cold
 from weft.bench.cli.kernels import kernels
 from weft.bench.cli.options import (
     OUTPUT,
@@ -26,6 +26,7 @@ from weft.bench.cli.options import (
     names,
     reporting,
 )
+from weft.bench.cli.simulate import simulate
 from weft.terminal.options import ending_in_one_line, with_flags
 
 bench = typer.Typer(

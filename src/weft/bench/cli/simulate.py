@@ -1,0 +1,222 @@
+"""`weft bench simulate`: policies of one node's adapter memory, or of a fleet's routing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from weft.bench.cli.options import WORKLOAD, NoPlot, Plot, Ranks, Record, Seed, reporting
+from weft.bench.report import Report
+from weft.terminal.options import parse_bytes, with_flags
+
+FLEET = "Fleet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetFlags:
+    """The flags of `weft bench simulate --fleet`."""
+
+    fleet: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NODES",
+            help="Simulate the routing of a fleet of so many nodes, with the scheduler that serves"
+            " on each of them. Default: the adapter memory of one node is simulated.",
+            min=1,
+            rich_help_panel=FLEET,
+        ),
+    ] = None
+    seconds: Annotated[
+        float,
+        typer.Option(help="How many seconds are simulated.", min=1, rich_help_panel=FLEET),
+    ] = 30.0
+    answer: Annotated[
+        float,
+        typer.Option(help="Mean tokens of an answer.", min=1, rich_help_panel=FLEET),
+    ] = 128.0
+    routers: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="How many nodes route, each for an equal part of the requests. Default: all.",
+            min=1,
+            rich_help_panel=FLEET,
+        ),
+    ] = None
+    reports: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="The time between two reports of a node.",
+            min=0.001,
+            rich_help_panel=FLEET,
+        ),
+    ] = 0.1
+    target: Annotated[
+        float | None,
+        typer.Option(
+            metavar="PART",
+            help="Keep requests on as few nodes as have this part of their seats taken; the others"
+            " are emptied. Default: all nodes take requests.",
+            min=0.05,
+            max=1.0,
+            rich_help_panel=FLEET,
+        ),
+    ] = None
+    faults: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="The mean time between faults: a node dies or hangs, or a link is cut.",
+            min=0.1,
+            rich_help_panel=FLEET,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulateFlags(FleetFlags):
+    """The flags of `weft bench simulate`."""
+
+    trace: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="zipf:EXPONENT, the first adapters much more often; uniform; bursts, 16 requests"
+            " at once of which half ask for one adapter; flood, one tenant of eight sends half of"
+            " all requests at once; crowd, a hundred tenants who always wait. Default:"
+            " zipf:1.0,uniform,bursts,flood. Of a fleet: zipf:EXPONENT; uniform; bursts, three"
+            " times the rate for 2 s of every 20; day, a wave; ramp, up and down. Default:"
+            " zipf:1.0.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None
+    adapters: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N,...",
+            help="How many adapters there are. Default: 64,256,1024,10000. A fleet has one number"
+            " of them, by default 2000.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None
+    ranks: Ranks = "16"
+    policy: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME,...",
+            help="The policies that choose which adapter leaves the device; of a fleet, which node"
+            " gets a request. Default: all of them.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None
+    adapter_memory: Annotated[
+        int,
+        typer.Option(
+            parser=parse_bytes,
+            metavar="BYTES",
+            help="Memory for adapters on the device.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = "5G"  # type: ignore[assignment]
+    adapter_host_memory: Annotated[
+        int,
+        typer.Option(
+            parser=parse_bytes,
+            metavar="BYTES",
+            help="Memory for adapters on the host.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = "32G"  # type: ignore[assignment]
+    num_requests: Annotated[
+        int,
+        typer.Option(help="How many requests each replay has.", min=1, rich_help_panel=WORKLOAD),
+    ] = 1000
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            help="How many requests arrive per second. Default: 80. Of a fleet: for each node, at"
+            " the peak. Default: 28.",
+            min=0.001,
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = None
+    shares: Annotated[
+        bool,
+        typer.Option(
+            help="Tenants share seats too, as those with keys do, and not the order alone.",
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = False
+    seed: Seed = 0
+    plot: Plot = Path("weft-bench-simulate.png")
+    no_plot: NoPlot = False
+    record: Record = None
+
+
+@with_flags
+def simulate(
+    flags: SimulateFlags,
+) -> None:
+    """Replay traces with the engine's own scheduler and policies, and a model of the device; with
+    --fleet, on many nodes with the router's own decisions.
+
+    Takes seconds, no device and no model; the same options give the same figures. The optimum is
+    the hit rate of a cache that knows the future (Belady's MIN; for mixed ranks a greedy variant).
+    """
+    with reporting(None if flags.no_plot else flags.plot, flags.record) as done:
+        done(_memory(flags) if flags.fleet is None else _fleet(flags, flags.fleet))
+
+
+def _memory(flags: SimulateFlags) -> Report:
+    from weft.bench.simulate import SimulationPlan, run_simulate
+    from weft.bench.simulator import Memory
+    from weft.bench.traces import TraceKind
+    from weft.bench.workload import parse_counts, parse_names
+    from weft.schedule.policy import POLICIES
+
+    known = tuple(POLICIES)
+    traces = flags.trace or "zipf:1.0,uniform,bursts,flood"
+    plan = SimulationPlan(
+        traces=tuple(TraceKind.parse(name) for name in traces.split(",")),
+        adapters=parse_counts(flags.adapters or "64,256,1024,10000", "adapters"),
+        ranks=parse_counts(flags.ranks, "ranks"),
+        policies=known if flags.policy is None else parse_names(flags.policy, known, "policy"),
+        memory=Memory(flags.adapter_memory, flags.adapter_host_memory),
+        num_requests=flags.num_requests,
+        rate=flags.rate or 80.0,
+        seed=flags.seed,
+        shares=flags.shares,
+    )
+    return run_simulate(plan)
+
+
+def _fleet(flags: SimulateFlags, num_nodes: int) -> Report:
+    from weft.bench.fleet_simulate import OMNISCIENT, FleetPlan, run_fleet
+    from weft.bench.fleet_trace import FleetTrace
+    from weft.bench.workload import parse_counts, parse_names
+    from weft.core.errors import ConfigError
+    from weft.fleet.route import POLICIES
+
+    known = (*POLICIES, OMNISCIENT)
+    adapters = parse_counts(flags.adapters or "2000", "adapters")
+    if len(adapters) != 1:
+        raise ConfigError("--adapters takes one number with --fleet", "adapters")
+    plan = FleetPlan(
+        traces=tuple(FleetTrace.parse(name) for name in (flags.trace or "zipf:1.0").split(",")),
+        policies=known if flags.policy is None else parse_names(flags.policy, known, "policy"),
+        num_nodes=num_nodes,
+        num_adapters=adapters[0],
+        rate=flags.rate or 28.0,
+        answer=flags.answer,
+        seconds=flags.seconds,
+        num_routers=flags.routers or num_nodes,
+        report_s=flags.reports,
+        target=flags.target,
+        faults_each_s=flags.faults,
+        seed=flags.seed,
+    )
+    return run_fleet(plan)

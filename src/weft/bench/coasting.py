@@ -1,0 +1,136 @@
+"""The engine's scheduler, made fast for simulations: what needs no decision is not planned.
+
+Most of a step's plan is one more token for each running request. In a simulation such requests
+*coast*: it is worked out when they will end, and nothing else is done about them until then.
+Admission, adapters, blocks, prompts and preemption are the scheduler's own.
+
+    plan()     as the scheduler does it; those that coast count as tokens, and are not listed
+    pass_()    some steps have passed; whoever has all tokens now has ended
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from weft.core.requests import TokenEvent
+from weft.schedule.batch import Draft
+from weft.schedule.cache import Cache
+from weft.schedule.limits import SchedulerLimits
+from weft.schedule.plan import StepPlan, StepResult
+from weft.schedule.scheduler import Scheduler
+from weft.schedule.sequence import Sequence
+from weft.schedule.slots import AdapterSlots
+
+
+class CoastingScheduler(Scheduler):
+    """Serves one tenant's requests of a given length, whose outputs repeat their last token."""
+
+    def __init__(self, limits: SchedulerLimits, cache: Cache, slots: AdapterSlots) -> None:
+        super().__init__(limits, cache, slots)
+        self._passed = 0
+        """Steps so far."""
+        self._began: dict[Sequence, int] = {}
+        """The step in which each coasting request began to coast."""
+        self._ends: list[tuple[int, int, Sequence]] = []
+        """(The step after which it ends, order, request); void if it does not coast any more."""
+
+    @property
+    def num_coasting(self) -> int:
+        return len(self._began)
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is to be decided until a request comes or ends, or a load ends."""
+        return len(self._began) == len(self._by_id)
+
+    @property
+    def steps_to_end(self) -> int:
+        """How many steps it takes until the next coasting request ends."""
+        while self._ends and not self._is_due(*self._ends[0]):
+            heapq.heappop(self._ends)
+        return self._ends[0][0] - self._passed if self._ends else 0
+
+    def _is_due(self, end: int, _order: int, seq: Sequence) -> bool:
+        """Whether an entry of `_ends` is true still."""
+        began = self._began.get(seq)
+        return began is not None and began + seq.rules.limit - len(seq.tokens) == end
+
+    def plan(self, now: float) -> StepPlan:
+        self._steps += 1
+        draft = Draft(self._steps, self._limits)
+        for seq in self._turns.begin(now, self.batch.running):
+            self._land(seq)
+            self.batch.park(seq)
+        self._plan_decodes(draft)
+        self._plan_chunks(draft, False)
+        self._plan_waiting(draft, False)
+        if draft.rows:
+            self._planned[draft.step] = draft.sequences
+        return draft.plan(self._turns.end())
+
+    def _plan_decodes(self, draft: Draft) -> None:
+        for seq in self.batch.running:
+            if seq in self._began:
+                continue
+            if seq.known - seq.computed > 1:
+                draft.chunks.append(seq)
+            elif not self._take_off(seq):
+                for each in list(self._began):
+                    self._land(each)
+                draft.chunks.clear()
+                super()._plan_decodes(draft)
+                return
+        draft.num_left -= len(self._began)
+
+    def _take_off(self, seq: Sequence) -> bool:
+        """Let a request coast, if there are blocks for all of it."""
+        limit, size = seq.rules.limit, self._cache.block_size
+        while len(seq.holding.blocks) * size < limit:
+            if self._cache.extend(seq.holding) is None:
+                return False
+        self._began[seq] = self._passed
+        end = self._passed + limit - len(seq.tokens)
+        heapq.heappush(self._ends, (end, seq.order, seq))
+        return True
+
+    def _land(self, seq: Sequence) -> None:
+        """Give a request the tokens that it has got while it coasted."""
+        began = self._began.pop(seq, None)
+        if began is not None and self._passed > began:
+            seq.tokens += [seq.tokens[-1]] * (self._passed - began)
+            seq.known = len(seq.tokens)
+            seq.computed = seq.known - 1
+            self._cache.register(seq.holding, seq.tokens, seq.computed)
+
+    def pass_(self, plan: StepPlan | None, num_steps: int = 1) -> list[TokenEvent]:
+        """Steps have passed, the first with this plan. Returns first and last tokens."""
+        self._passed += num_steps
+        events: list[TokenEvent] = []
+        if plan is not None and plan.rows:
+            planned = zip(self._planned[plan.step], plan.num_samples, strict=True)
+            tokens = [[seq.tokens[-1]] for seq, samples in planned if samples]
+            events = self.commit(plan, StepResult(tokens))
+        while self._ends and self._ends[0][0] <= self._passed:
+            entry = heapq.heappop(self._ends)
+            if self._is_due(*entry):
+                seq = entry[2]
+                self._land(seq)
+                events.append(self._finish(seq, "length", [seq.tokens[-1]]))
+        return events
+
+    def abort(self, request_id: str) -> TokenEvent | None:
+        seq = self._by_id.get(request_id)
+        if seq is not None:
+            self._land(seq)
+        return super().abort(request_id)
+
+    def has(self, request_id: str) -> bool:
+        return request_id in self._by_id
+
+    def output_of(self, request_id: str) -> list[int]:
+        """What a request has got so far beyond what it came with as its prompt."""
+        seq = self._by_id[request_id]
+        if seq in self._began:
+            self._land(seq)
+            self._take_off(seq)
+        return seq.tokens[seq.num_prompt :]

@@ -1,0 +1,251 @@
+"""Decides how many nodes serve, what moves when one is emptied, and which nodes hold an adapter.
+Pure: no clock, no I/O.
+
+Requests stay on as few nodes as serve them well: each enabled node is to have `target` of its seats
+taken, so that its weights are read for many at once. The other nodes are idle and ready; they may
+be switched off.
+
+    load grows     the nodes that it needs a little later are enabled at once
+    load shrinks   when it would have fitted on one node less for a while, the node that is emptied
+                   for the least work is disabled, and its requests move, a few at a time
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from weft.fleet.keys import COMING, RESIDENT
+from weft.fleet.route import Routed, Router
+from weft.fleet.view import FleetView, RoutedRequest
+
+TARGET = 0.85
+"""The part of its seats that a node is to have taken."""
+SLACK = 0.9
+"""A node is disabled if the others would have no more than this part of their targets."""
+LEAD_S = 2.0
+"""How far ahead the load is looked at."""
+PATIENCE_S = 5.0
+"""For how long a node must have been one too many."""
+LATE_S = 0.1
+"""At this wait on an enabled node, another one is enabled whatever the load is."""
+WINDOW_S = 300.0
+"""Autoscalers are told the most that was needed within this time."""
+SPARE = 1
+"""And so many nodes more, as a new one takes long to come."""
+SHARE = 0.5
+"""The part of a node's time that it may spend on prompts of requests that move to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLoad:
+    """What matters of a living node for whether it is needed."""
+
+    name: str
+    num_open: int
+    seats: int
+    wait_s: float = 0.0
+    """How long a request that comes now waits there."""
+    empty_s: float = 0.0
+    """What its requests would take elsewhere to be computed again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Enabled:
+    """Which nodes serve from now on."""
+
+    names: frozenset[str]
+    emptied: str | None
+    """The node whose requests are to move, if one was disabled just now."""
+    wanted_replicas: int
+    """How many nodes there should be, for autoscalers."""
+
+
+class Consolidator:
+    """Owner of the set of enabled nodes."""
+
+    def __init__(self, target: float = TARGET, min_nodes: int = 1) -> None:
+        self._target = target
+        self._min_nodes = min_nodes
+        self._order: list[str] = []
+        """All nodes: first the enabled ones, then those that were disabled last."""
+        self._num_enabled = 0
+        self._last: tuple[float, int] | None = None
+        """When the load was looked at last, and how many requests were open."""
+        self._growth = 0.0
+        """Requests more in each second, smoothed."""
+        self._spare_since: float | None = None
+        """Since when there has been one node too many."""
+        self._needs: deque[tuple[float, int]] = deque()
+        """(When, how many nodes were needed): each is more than all later ones."""
+
+    @property
+    def enabled(self) -> frozenset[str]:
+        return frozenset(self._order[: self._num_enabled])
+
+    def tick(self, now: float, nodes: Sequence[NodeLoad]) -> Enabled:
+        """Look at all living nodes; call this several times a second. At first all are enabled."""
+        by_name = {node.name: node for node in nodes}
+        self._follow(by_name)
+        open_ = sum(node.num_open for node in nodes)
+        expected = open_ + LEAD_S * self._grow(now, open_)
+        per_node = self._target * sum(node.seats for node in nodes) / max(len(nodes), 1)
+        need = math.ceil(expected / max(per_node, 1.0))
+        enabled = [by_name[name] for name in self._order[: self._num_enabled]]
+        if any(node.wait_s > LATE_S for node in enabled):
+            need = max(need, self._num_enabled + 1)
+        need = min(max(need, self._min_nodes), len(nodes))
+        emptied = None
+        if need > self._num_enabled:
+            self._num_enabled, self._spare_since = need, None
+        elif self._is_spare(now, expected, per_node):
+            victim = min(enabled, key=lambda node: (node.empty_s, node.num_open, node.name))
+            emptied = self._disable(victim.name)
+        return Enabled(self.enabled, emptied, self._remember(now, need))
+
+    def _follow(self, by_name: dict[str, NodeLoad]) -> None:
+        """Nodes died or came; who comes is enabled, as nobody would come unless it were wanted."""
+        enabled = [name for name in self._order[: self._num_enabled] if name in by_name]
+        idle = [name for name in self._order[self._num_enabled :] if name in by_name]
+        enabled += sorted(by_name.keys() - set(self._order))
+        self._order, self._num_enabled = enabled + idle, len(enabled)
+
+    def _grow(self, now: float, num_open: int) -> float:
+        """How fast the load grows; 0 while it shrinks."""
+        if self._last is not None and now > self._last[0]:
+            passed_s = now - self._last[0]
+            rate = (num_open - self._last[1]) / passed_s
+            self._growth += (rate - self._growth) * (1 - math.exp(-passed_s / LEAD_S))
+        self._last = (now, num_open)
+        return max(self._growth, 0.0)
+
+    def _is_spare(self, now: float, expected: float, per_node: float) -> bool:
+        left = self._num_enabled - 1
+        if left < self._min_nodes or expected > SLACK * per_node * left:
+            self._spare_since = None
+            return False
+        if self._spare_since is None:
+            self._spare_since = now
+        return now - self._spare_since >= PATIENCE_S
+
+    def _disable(self, name: str) -> str:
+        self._order.remove(name)
+        self._num_enabled -= 1
+        self._order.insert(self._num_enabled, name)
+        self._spare_since = None
+        return name
+
+    def _remember(self, now: float, need: int) -> int:
+        needs = self._needs
+        while needs and needs[-1][1] <= need:
+            needs.pop()
+        needs.append((now, need))
+        while needs[0][0] < now - WINDOW_S:
+            needs.popleft()
+        return needs[0][1] + SPARE
+
+    def check(self) -> None:
+        """Raise AssertionError unless all invariants hold."""
+        assert len(set(self._order)) == len(self._order)
+        assert 0 <= self._num_enabled <= len(self._order)
+        counts = [need for _, need in self._needs]
+        assert counts == sorted(set(counts), reverse=True)
+
+
+# -- moves -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMove:
+    """A request goes on at another node."""
+
+    request_id: str
+    node: str | None
+    """None: no node takes it now. It stays where it is, or is tried again later."""
+    at_s: float
+    """When to send it there. If the node that it leaves is alive, it goes on there until then."""
+
+
+def plan_moves(router: Router, requests: Iterable[RoutedRequest], now: float) -> list[PlannedMove]:
+    """Where each of these requests goes, and when; those that came first go first.
+
+    Each goes where it costs least, which counts those that go there before it. So that nobody's
+    tokens are held up by a storm of prompts, a node gets the next one when it could have computed
+    the one before in SHARE of its time. The router takes all of them for sent.
+    """
+    free_s: dict[int, float] = {}
+    moves: list[PlannedMove] = []
+    for request in requests:
+        found = router.place(request, now)
+        if not isinstance(found, Routed):
+            moves.append(PlannedMove(request.request_id, None, now))
+            continue
+        at_s = free_s.get(found.index, now)
+        free_s[found.index] = at_s + float(found.terms.prefill[found.index]) / SHARE
+        moves.append(PlannedMove(request.request_id, found.node, at_s))
+    return moves
+
+
+# -- placement -------------------------------------------------------------------------------------
+
+HALF_LIFE_S = 60.0
+"""After this time a request counts half for how popular its adapter is."""
+HOT = 0.25
+"""An adapter whose requests make this part of one node's load is kept on two nodes."""
+COPIES = 1.5
+"""How many times as many nodes hold an adapter as its load would fill."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetch:
+    """An adapter is to be loaded at a node that has no request for it yet."""
+
+    node: str
+    adapter: int
+
+
+class Placement:
+    """Owner of how popular adapters are, from which follows how many nodes hold them."""
+
+    def __init__(self) -> None:
+        self._counts: dict[int, float] = {}
+        """Requests by adapter, in units of a request that comes at `_since`."""
+        self._total = 0.0
+        self._since = 0.0
+
+    def saw(self, adapter: int, now: float) -> None:
+        """A request for this adapter has come."""
+        weight = 2.0 ** ((now - self._since) / HALF_LIFE_S)
+        self._counts[adapter] = self._counts.get(adapter, 0.0) + weight
+        self._total += weight
+        if weight > 1024.0:
+            self._begin_again(now, weight)
+
+    def _begin_again(self, now: float, weight: float) -> None:
+        kept = {a: count / weight for a, count in self._counts.items() if count > weight / 64}
+        self._counts, self._since, self._total = kept, now, sum(kept.values())
+
+    def copies(self, adapter: int, num_nodes: int) -> int:
+        """How many of the nodes are to hold an adapter, by its part of all requests."""
+        if not self._total:
+            return 1
+        nodes = self._counts.get(adapter, 0.0) / self._total * num_nodes
+        least = 2 if nodes >= HOT else 1
+        return min(max(math.ceil(COPIES * nodes), least), num_nodes)
+
+    def prefetches(self, view: FleetView) -> list[Prefetch]:
+        """What to load where: hot adapters, at the first nodes of their order without them."""
+        able = {i: node.name for i, node in view.nodes.items() if not view.table.closed_s[i]}
+        threshold = HOT * self._total / max(len(able), 1)
+        found: list[Prefetch] = []
+        for adapter, count in self._counts.items():
+            if adapter and count >= threshold:
+                codes = view.adapters.row(adapter)
+                held = {i for i in able if codes[i] & (RESIDENT | COMING)}
+                places = view.orders.places(adapter)
+                others = sorted(able.keys() - held, key=lambda i: (places[i], i))
+                missing = self.copies(adapter, len(able)) - len(held)
+                found += [Prefetch(able[i], adapter) for i in others[: max(missing, 0)]]
+        return found
