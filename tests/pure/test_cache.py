@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from weft.schedule.cache import NEVER, Cache, Holding
+from weft.schedule.journal import BlocksStored, Journal
 
 BLOCK = 4
 NUM_BLOCKS = 12
@@ -30,7 +31,7 @@ class Sequence:
     computed: int = 0
 
     def __post_init__(self) -> None:
-        self.holding = Holding(self.digest, self.active_from)
+        self.holding = Holding(self.digest, self.active_from, name=self.digest)
 
     def content(self, count: int) -> Content:
         begin = NEVER if self.digest is None else self.active_from
@@ -46,6 +47,11 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cache = Cache(NUM_BLOCKS, BLOCK, self.num_states)
+        self.cache.journal = Journal()
+        self.told: set[bytes] = set()
+        """The keys that who reads the journal knows to be there."""
+        self.chains: dict[bytes, list[tuple[int, str | None]]] = {}
+        """By key that was ever there: all tokens up to there, with what the event says of them."""
         self.sequences: list[Sequence] = []
         self.written: dict[int, Content] = {}
         """What each block was computed from."""
@@ -112,6 +118,31 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.check(seq.holding for seq in self.sequences)
         states = [seq.holding.state for seq in self.sequences]
         assert len(set(states)) == len(states) if self.num_states else set(states) <= {-1}
+
+    @invariant()
+    def the_journal_tells_what_can_be_found(self) -> None:
+        for event in self.cache.journal.take():
+            if isinstance(event, BlocksStored):
+                assert len(event.token_ids) == len(event.keys) * BLOCK
+                chain = list(self.chains[event.parent]) if event.parent else []
+                for i, key in enumerate(event.keys):
+                    part = event.token_ids[i * BLOCK : (i + 1) * BLOCK]
+                    chain += [(token, event.adapter) for token in part]
+                    self.chains[key] = list(chain)
+                self.told.update(event.keys)
+            else:
+                self.told.difference_update(event.keys)
+        for seq in self.sequences:
+            for i in range(seq.computed // BLOCK):
+                key = seq.holding.key(seq.tokens, i, BLOCK)
+                if key in self.told:
+                    assert self.chains[key] == self._as_told(seq, (i + 1) * BLOCK)
+        assert self.told == self.cache._block_of.keys()
+
+    def _as_told(self, seq: Sequence, count: int) -> list[tuple[int, str | None]]:
+        """An adapter that becomes active within a block is told of all of it."""
+        begin = NEVER if seq.digest is None else seq.active_from // BLOCK * BLOCK
+        return [(t, seq.digest if i >= begin else None) for i, t in enumerate(seq.tokens[:count])]
 
 
 class RecurrentMachine(CacheMachine):

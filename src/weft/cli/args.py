@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import msgspec
 import typer
 
+from weft.core.config import KvEventsArgs
 from weft.core.errors import ConfigError
 from weft.registry import AdapterRoots, Sources
 from weft.registry.allowed import Allowed
@@ -62,6 +64,8 @@ _HELP = {
     " taken to hang: it is ended and started again. 0: no limit.",
     "--log-level": "debug also logs each request.",
     "--log-format": "json: one object a line on stderr, also for each request.",
+    "--kv-events-config": "Publish over ZeroMQ which prefixes are cached, for routers. A JSON"
+    " object as vLLM has it, with endpoint, replay_endpoint, topic, buffer_steps and hwm.",
     "--otlp-endpoint": "Send a trace of each request to this OTLP collector, over HTTP. Needs"
     " [bold]pip install weft\\[otel][/].",
     "--skip-tokenizer-init": "Load no tokenizer: prompts and answers are token ids.",
@@ -127,6 +131,7 @@ class ServeFlags:
     )
     log_format: Annotated[Literal["text", "json"], _flag("--log-format")] = "text"
     otlp_endpoint: Annotated[str | None, _flag("--otlp-endpoint", "URL")] = None
+    kv_events_config: Annotated[str | None, _flag("--kv-events-config", "JSON")] = None
     skip_tokenizer_init: Annotated[bool, _flag("--skip-tokenizer-init", panel=MODEL)] = False
     lora_modules: Annotated[list[str] | None, _flag("--lora-modules", "NAME=PATH...", ADAPTERS)] = (
         None
@@ -145,6 +150,10 @@ class ServeFlags:
         Literal["on", "off"], _flag("--adapter-templates", panel=ADAPTERS)
     ] = "on"
     enable_lora: Annotated[bool, typer.Option("--enable-lora", hidden=True)] = False
+
+    def kv_events(self) -> KvEventsArgs | None:
+        """Where to publish which prefixes are cached. Raises ConfigError."""
+        return None if self.kv_events_config is None else parse_kv_events(self.kv_events_config)
 
     def modules(self, served: Iterable[str]) -> list[LoraModule]:
         """The adapters to load at the start, beside models of these names. Raises ConfigError."""
@@ -236,6 +245,23 @@ class LoraModule:
 
     def refused(self, why: str) -> ConfigError:
         return ConfigError(f"adapter {self.name!r} ({self.path}): {why}", "lora_modules")
+
+
+def parse_kv_events(text: str) -> KvEventsArgs | None:
+    """vLLM's JSON form; None if it says that there are to be no events. Raises ConfigError."""
+    name = "kv_events_config"
+    try:
+        given = msgspec.json.decode(text, type=dict[str, Any])
+        enabled = given.pop("enable_kv_cache_events", True)
+        publisher = given.pop("publisher", "zmq")
+        if publisher not in ("zmq", "null") or not isinstance(enabled, bool):
+            raise msgspec.ValidationError("publisher must be zmq or null, and enable_... a bool")
+        if unknown := given.keys() - {field.name for field in fields(KvEventsArgs)}:
+            raise msgspec.ValidationError(f"there is no field {min(unknown)!r}")
+        args = msgspec.convert(given, KvEventsArgs)
+    except (msgspec.MsgspecError, ConfigError) as error:
+        raise ConfigError(f"--kv-events-config: {error}", name) from None
+    return args if enabled and publisher == "zmq" else None
 
 
 def parse_lora_modules(text: str) -> list[LoraModule]:

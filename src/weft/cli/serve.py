@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,7 @@ def run(engine: EngineArgs, flags: ServeFlags) -> None:
     """Serve until SIGTERM or SIGINT, which are a normal end. Raises WeftError when that can't
     start."""
     leave_out_torch()  # the engine's process has it
+    engine = replace(engine, kv_events=flags.kv_events())
     api = _api_settings(engine, flags)
     modules = flags.modules(api.served_model_names)
     limits = connection_limits(flags.max_connections_per_address)

@@ -125,6 +125,23 @@ class SchedulerArgs:
 
 
 @dataclass(frozen=True, slots=True)
+class KvEventsArgs:
+    """Where an engine publishes which prefixes it has cached; see `weft.fleet.kv_events`."""
+
+    endpoint: str = "tcp://*:5557"
+    replay_endpoint: str | None = None
+    """Where missed messages can be asked for."""
+    buffer_steps: int = 10_000
+    """How many messages are kept for that."""
+    hwm: int = 100_000
+    """How many messages may wait for a subscriber."""
+    topic: str = ""
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "buffer_steps", "hwm")
+
+
+@dataclass(frozen=True, slots=True)
 class EngineArgs:
     """All that starts an engine."""
 
@@ -133,6 +150,7 @@ class EngineArgs:
     cache: CacheArgs = field(default_factory=CacheArgs)
     scheduler: SchedulerArgs = field(default_factory=SchedulerArgs)
     num_threads: int | None = None
+    kv_events: KvEventsArgs | None = None
 
 
 def engine_args(model: str, **options: object) -> EngineArgs:

@@ -30,6 +30,7 @@ from weft.engine.meter import Meter
 from weft.engine.residency import Residency
 from weft.grammar.grammars import Grammars
 from weft.schedule.cache import Cache
+from weft.schedule.journal import CacheEvent, Journal
 from weft.schedule.scheduler import Scheduler
 from weft.schedule.sequence import find_invocation
 from weft.schedule.sketch import PrefixSketch
@@ -176,6 +177,15 @@ class Engine:
         """From now on, let `load` know what steps and loads take, and which prefixes there are."""
         self._loop.meter = self._residency.meter = Meter()
         self._cache.sketch = PrefixSketch()
+
+    def record_cache(self) -> None:
+        """From now on, let `take_cache_events` know what happens to the prefix index."""
+        self._cache.journal = Journal()
+
+    def take_cache_events(self) -> list[CacheEvent]:
+        """What has happened since the last call; `record_cache` was called."""
+        assert self._cache.journal is not None
+        return self._cache.journal.take()
 
     def load(self) -> EngineLoad:
         """What others need to know to decide what to send here; `measure` was called."""

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
 from weft.core.config import EngineArgs
@@ -17,6 +17,7 @@ from weft.core.load import EngineLoad
 from weft.core.messages import Command, Pulse, Report, Started, StartFailed, Stop, Tokens, Wake
 from weft.engine.build import build_engine
 from weft.engine.engine import Engine
+from weft.schedule.journal import CacheEvent
 
 SWITCH_S = 5e-4
 """How long a thread keeps the interpreter while others want it: a tenth of Python's own choice."""
@@ -24,6 +25,9 @@ PULSE_S = 1.0
 """The time between two signs of life."""
 WAIT_S = 0.02
 """How long a step without work waits for a command while requests wait for something else."""
+
+
+PublishCache = Callable[[Sequence[CacheEvent]], None]
 
 
 class Progress:
@@ -76,17 +80,22 @@ def run_engine(
     emit: Callable[[Report], None],
     pulse: Callable[[Pulse], None] | None = None,
     report_s: float | None = None,
+    open_publisher: Callable[[], PublishCache] | None = None,
 ) -> None:
     """Build an engine and serve until Stop, or report why not. In a process of its own it has a
     `pulse`, which is called on another thread, and the process ends when a rank is gone. With
-    `report_s`, pulses come so often and tell the engine's load."""
+    `report_s`, pulses come so often and tell the engine's load. What `open_publisher` returns is
+    told what happens to the prefix index; it may raise WeftError."""
     on_lost = (lambda: None) if pulse is None else lambda: os._exit(1)
     try:
+        publish = None if open_publisher is None else open_publisher()
         engine = build_engine(args, lambda: inbox.put(Wake()), on_lost)
     except WeftError as error:
         emit(StartFailed(to_wire(error)))
         return
     progress = Progress(report_s)
+    if publish is not None:
+        engine.record_cache()
     if report_s is not None:
         engine.measure()
         progress.publish(engine)
@@ -95,7 +104,7 @@ def run_engine(
         threading.Thread(target=_beat, args=(engine, progress, pulse), daemon=True).start()
     emit(Started(engine.info))
     try:
-        serve(engine, inbox, emit, progress)
+        serve(engine, inbox, emit, progress, publish)
     except Exception:
         if pulse is None:  # nobody else frees what it holds
             engine.close()
@@ -107,6 +116,7 @@ def serve(
     inbox: SimpleQueue[Command],
     emit: Callable[[Report], None],
     progress: Progress,
+    publish: PublishCache | None = None,
 ) -> None:
     """Run until Stop. Every request that was submitted gets its terminal event."""
     while True:
@@ -122,6 +132,8 @@ def serve(
                 emit(report)
         for report in engine.step():
             emit(report)
+        if publish is not None and (events := engine.take_cache_events()):
+            publish(events)
         progress.publish(engine)
 
 

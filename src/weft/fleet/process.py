@@ -151,7 +151,8 @@ def _main(args: EngineArgs, down: str, up: str, logs: LogArgs | None) -> None:
     inbox: SimpleQueue[Command] = SimpleQueue()
     context: Context = zmq.Context()
     threading.Thread(target=_pull, args=(context, down, inbox, started), daemon=True).start()
-    from weft.engine.serve import run_engine  # here, as the API process need not wait for torch
+    # Here, as the API process need not wait for torch.
+    from weft.engine.serve import PublishCache, run_engine
 
     reports = _socket(context, zmq.PUSH)
     reports.linger = FLUSH_MS
@@ -172,9 +173,16 @@ def _main(args: EngineArgs, down: str, up: str, logs: LogArgs | None) -> None:
             started.set()
         reports.send(REPORTS.encode(report))
 
+    def open_publisher() -> PublishCache:
+        from weft.fleet.kv_events import KvEventPublisher  # few want it
+
+        assert args.kv_events is not None
+        return KvEventPublisher(args.kv_events, args.cache.block_size).publish
+
     code = 0
     try:
-        run_engine(args, inbox, emit, pulse)
+        publisher = None if args.kv_events is None else open_publisher
+        run_engine(args, inbox, emit, pulse, open_publisher=publisher)
     except Exception:
         logger.exception("the engine failed")
         code = 1

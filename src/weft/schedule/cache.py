@@ -30,6 +30,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from weft.schedule.journal import Journal
 from weft.schedule.sketch import PrefixSketch
 
 NEVER = 1 << 62
@@ -59,12 +60,29 @@ def _chained_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
 class Holding:
     """What one sequence holds of the cache. Only the cache changes it."""
 
-    __slots__ = ("_active_from", "_digest", "_keys", "_root", "blocks", "next_full", "state")
+    __slots__ = (
+        "_active_from",
+        "_digest",
+        "_keys",
+        "_name",
+        "_root",
+        "blocks",
+        "next_full",
+        "state",
+    )
 
-    def __init__(self, digest: str | None = None, active_from: int = NEVER, salt: str = "") -> None:
-        """The adapter version `digest` is active from the position `active_from` on."""
+    def __init__(
+        self,
+        digest: str | None = None,
+        active_from: int = NEVER,
+        salt: str = "",
+        name: str | None = None,
+    ) -> None:
+        """The adapter version `digest` is active from the position `active_from` on. `name` is
+        what the request calls it."""
         self._root = _salted_key(salt)
         self._digest = digest
+        self._name = name
         self._active_from = active_from
         self._keys: list[bytes] = []
         """Keys of the full blocks of the tokens, as far as they were needed."""
@@ -83,6 +101,10 @@ class Holding:
                 parent = _adapted_key(parent, self._digest, self._active_from)
             keys.append(_chained_key(parent, tokens[j * size : (j + 1) * size]))
         return keys[index]
+
+    def adapter_at(self, index: int, size: int) -> str | None:
+        """The name of the adapter that computes the block `index`; None: the base does."""
+        return self._name if index >= self._active_from // size else None
 
 
 class Cache:
@@ -106,6 +128,8 @@ class Cache:
         self._free_states = list(range(num_states - 1, -1, -1))
         self.sketch: PrefixSketch | None = None
         """What is told of the prefix index to others, if anybody asks for it."""
+        self.journal: Journal | None = None
+        """What happens to the prefix index, if anybody asks for it."""
 
     @property
     def num_free(self) -> int:
@@ -179,6 +203,10 @@ class Cache:
                 self._key_of[block] = key
                 if self.sketch is not None:
                     self.sketch.use(index, key)
+                if self.journal is not None:
+                    parent = holding.key(tokens, index - 1, size) if index else None
+                    content = tokens[index * size : (index + 1) * size]
+                    self.journal.store(key, parent, content, holding.adapter_at(index, size))
             holding.next_full += size
 
     def release(self, holding: Holding) -> None:
@@ -201,6 +229,8 @@ class Cache:
             self._key_of[block] = None
             if self.sketch is not None:
                 self.sketch.drop(key)
+            if self.journal is not None:
+                self.journal.remove(key)
         self._users[block] = 1
         return block
 

@@ -186,7 +186,8 @@ class Sequence:
         self.done = False
         self.bill = Bill(account, len(self.tokens))
         self.adapter = adapter
-        self.holding = Holding(adapter.digest, adapter.active_from, request.cache_salt)
+        name = request.adapter.bare if request.adapter is not None else None
+        self.holding = Holding(adapter.digest, adapter.active_from, request.cache_salt, name)
         self.rules = OutputRules(request, limits, adapter.vocab_size)
         self.prompt_logprobs: list[TokenLogprob] | None = None
         """What is there so far; None once it was handed out, or if nobody asked."""
