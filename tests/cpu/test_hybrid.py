@@ -56,9 +56,9 @@ def test_neighbours_and_preemption_change_nothing(world: tuple[Path, dict[str, P
     assert [output.token_ids for output in together] == alone
 
 
-def test_several_devices_are_refused_by_name(world: tuple[Path, dict[str, Path]]) -> None:
-    with pytest.raises(ConfigError, match="linear attention") as caught:
-        model_shard(load_model_config(world[0]), 0, 2)
+def test_more_devices_than_heads_are_refused_by_name(world: tuple[Path, dict[str, Path]]) -> None:
+    with pytest.raises(ConfigError, match="linear_num_key_heads 2") as caught:
+        model_shard(load_model_config(world[0]), 0, 4)
     assert caught.value.param == "tensor_parallel_size"
 
 

@@ -60,7 +60,7 @@ def test_kernels_match_plain_torch(by_key_head: bool, monkeypatch: pytest.Monkey
     lengths = [length for _, _, length in spans]
     rows = StateRows([s for s, _, _ in spans], torch.tensor([0, *lengths]).cumsum(0).tolist())
     positions = torch.cat([torch.arange(first, first + n) for _, first, n in spans])
-    y = torch.randn(len(positions), sum(shape.projections.values()))
+    y = torch.randn(len(positions), sum(map(sum, shape.projections.values())))
     slots = torch.arange(len(y), dtype=torch.int32) % 3 - 1
     product = Product(y, Pending(torch.randn_like(y), slots))
     made = allocate_states(shape, NUM_STATES, torch.float32, "cpu")
@@ -79,7 +79,10 @@ def test_kernels_match_plain_torch(by_key_head: bool, monkeypatch: pytest.Monkey
 def test_a_decode_does_not_depend_on_its_neighbours() -> None:
     torch.manual_seed(0)
     shape, layer = make_layer(by_key_head=False)
-    y, ops = torch.randn(3, sum(shape.projections.values())), TritonOps(torch.device("cpu"))
+    y, ops = (
+        torch.randn(3, sum(map(sum, shape.projections.values()))),
+        TritonOps(torch.device("cpu")),
+    )
     made = allocate_states(shape, NUM_STATES, torch.float32, "cpu")
     made.delta.normal_()
     positions = torch.tensor([5, 9, 2])

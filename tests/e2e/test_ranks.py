@@ -49,8 +49,6 @@ FEW = [
 ]
 TWO = {"tensor_parallel_size": 2}
 BOTH_HALVES = {**TWO, "fully_sharded_loras": True}
-HAS_STATES = {"qwen3.5"}
-"""Families that several ranks don't serve."""
 CASES = [
     pytest.param((FAMILY, TWO, FEW), id=FAMILY),
     *(
@@ -60,7 +58,6 @@ CASES = [
             marks=pytest.mark.exhaustive,
         )
         for family in SERVED
-        if family not in HAS_STATES
         for i, options in enumerate((TWO, BOTH_HALVES))
     ),
 ]

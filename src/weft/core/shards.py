@@ -66,6 +66,10 @@ class Shard:
         index = norm.index
         return (self._share(self.whole.norms[index].size, self.own.norms[index].size),)
 
+    def vector(self, index: int) -> tuple[slice, ...]:
+        """The entries of another tensor's first dimension that are the rank's."""
+        return self._slices(self.whole.vectors[index].parts, self.own.vectors[index].parts)
+
     def weight_rows(self, target: Target) -> tuple[slice, ...]:
         """The rows of W that the rank has: those of `outputs`, but for the head its own tokens."""
         if target.kind == "head":
@@ -95,9 +99,7 @@ class Shard:
     def _parts(self, table: TargetTable, target: Target) -> tuple[int, ...]:
         """The parts of the packed layer that the target's output consists of."""
         group = table.groups[target.group]
-        if len(group.slices) < len(group.packed.parts):
-            return group.packed.parts
-        return (group.slices[target.slice - group.slices[0].slice].out_features,)
+        return group.packed.parts_of[target.slice - group.slices[0].slice]
 
 
 def unsharded(table: TargetTable) -> Shard:

@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ALIGN = 64
 """Elements; 128 bytes in a 2-byte dtype."""
@@ -67,9 +67,15 @@ class Packed:
     """
 
     @property
+    def parts_of(self) -> tuple[tuple[int, ...], ...]:
+        """The parts of each projection. Where there are fewer of these, the first has several."""
+        first = len(self.parts) - len(self.names) + 1
+        return self.parts[:first], *((part,) for part in self.parts[first:])
+
+    @property
     def widths(self) -> tuple[int, ...]:
         """The output features of each projection."""
-        return self.parts if len(self.names) == len(self.parts) else (sum(self.parts),)
+        return tuple(map(sum, self.parts_of))
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +144,15 @@ class Norm:
     index: int
 
 
+class Vector(NamedTuple):
+    """A tensor of the model that no adapter changes."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: tuple[int, ...]
+    """What its first dimension consists of, of each of which a rank has a share."""
+
+
 @dataclass(frozen=True)
 class TargetTable:
     """All targets of one model, in layer order."""
@@ -147,8 +162,7 @@ class TargetTable:
     tied: bool = False
     """Whether the head's weight is the embedding's."""
     num_experts: int = 1
-    vectors: tuple[tuple[str, tuple[int, ...]], ...] = ()
-    """Name and shape of other tensors of the model, which no adapter changes."""
+    vectors: tuple[Vector, ...] = ()
 
     def copies(self, kind: Kind) -> int:
         """How many A or B of a target there are."""
@@ -184,10 +198,10 @@ def build_table(
     norms: Sequence[tuple[str, int]] = (),
     tied: bool = False,
     num_experts: int = 1,
-    vectors: Sequence[tuple[str, tuple[int, ...]]] = (),
+    vectors: Sequence[Vector] = (),
 ) -> TargetTable:
     """A table of a model's packed layers, in layer order, of its norms as (name, size) and of its
-    other tensors as (name, shape)."""
+    other tensors."""
     groups: list[Group] = []
     num_slices = 0
     for index, row in enumerate(rows):

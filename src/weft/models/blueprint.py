@@ -13,7 +13,7 @@ from math import prod
 
 from weft.core.errors import ConfigError
 from weft.core.shards import Shard
-from weft.core.targets import Packed, TargetTable, build_table
+from weft.core.targets import Packed, TargetTable, Vector, build_table
 from weft.models.config import ModelConfig, share_of
 from weft.models.family import MoeConfig
 
@@ -55,7 +55,7 @@ def model_shard(
 def num_parameters(table: TargetTable) -> int:
     """How many parameters a model of this table has; a tied head counts once."""
     found = sum(norm.size for norm in table.norms)
-    found += sum(prod(shape) for _, shape in table.vectors)
+    found += sum(prod(vector.shape) for vector in table.vectors)
     for group, *_ in table.by_key.values():
         if group.kind != "head" or not table.tied:
             found += table.copies(group.kind) * group.in_features * group.out_features
@@ -91,25 +91,31 @@ def _linear_attention(config: ModelConfig, i: int) -> list[Packed]:
     name, hidden, shape = f"model.layers.{i}.linear_attn.", config.hidden_size, config.linear
     assert shape is not None
     into = shape.projections
+    names, parts = _named(name, *into), tuple(part for parts in into.values() for part in parts)
+    out = _named(name, "out_proj")
     return [
-        Packed(f"{i}.in", "linear", hidden, tuple(into.values()), _named(name, *into)),
-        Packed(f"{i}.out", "linear", shape.values, (hidden,), _named(name, "out_proj")),
+        Packed(f"{i}.in", "linear", hidden, parts, names, axis="column"),
+        Packed(f"{i}.out", "linear", shape.values, (hidden,), out, axis="row"),
     ]
 
 
-def _vectors(config: ModelConfig) -> list[tuple[str, tuple[int, ...]]]:
-    """Name and shape of what linear attention has beside its projections."""
+def _vectors(config: ModelConfig) -> list[Vector]:
+    """What linear attention has beside its projections."""
     shape = config.linear
     if shape is None:
         return []
-    own: dict[str, tuple[int, ...]] = {
-        "conv1d.weight": (shape.channels, 1, shape.conv_width),
-        "A_log": (shape.num_values,),
-        "dt_bias": (shape.num_values,),
-        "norm.weight": (shape.value_dim,),
+    own: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
+        "conv1d.weight": ((1, shape.conv_width), (shape.keys, shape.keys, shape.values)),
+        "A_log": ((), (shape.num_values,)),
+        "dt_bias": ((), (shape.num_values,)),
+        "norm.weight": ((), (shape.value_dim,)),
     }
-    layers = [i for i in range(config.num_layers) if is_linear(config, i)]
-    return [(f"model.layers.{i}.linear_attn.{n}", size) for i in layers for n, size in own.items()]
+    return [
+        Vector(f"model.layers.{i}.linear_attn.{name}", (sum(parts), *more), parts)
+        for i in range(config.num_layers)
+        if is_linear(config, i)
+        for name, (more, parts) in own.items()
+    ]
 
 
 def _mlp(config: ModelConfig, i: int) -> list[Packed]:

@@ -97,27 +97,30 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
     ranks have the same ones. The vocabulary stays whole; see `weft.core.shards`.
 
     Raises ConfigError, naming the field, for what can't be divided."""
-    if config.linear is not None and size > 1:
-        message = f"--tensor-parallel-size {size} is not served for models with linear attention"
-        raise ConfigError(message, "tensor_parallel_size")
-    moe, kv = config.moe, config.num_kv_heads
+    moe, kv, linear = config.moe, config.num_kv_heads, config.linear
     widths = {"num_attention_heads": config.num_heads, "vocab_size": config.vocab_size}
     if moe is None or not all(moe.layers):
         widths["intermediate_size"] = config.intermediate_size
     if moe is not None:
         widths["intermediate_size of experts"] = moe.intermediate_size
+    if linear is not None:
+        widths["linear_num_key_heads"] = linear.num_keys
     if kv % size and size % kv:
         widths["num_key_value_heads"] = kv
     for name, width in widths.items():
         if width % size:
             message = f"--tensor-parallel-size {size} does not divide the model's {name} {width}"
             raise ConfigError(message, "tensor_parallel_size")
+    if linear is not None:
+        keys, values = linear.num_keys // size, linear.num_values // size
+        linear = replace(linear, num_keys=keys, num_values=values)
     return replace(
         config,
         num_heads=config.num_heads // size,
         num_kv_heads=max(kv // size, 1),
         intermediate_size=config.intermediate_size // size,
         moe=moe and replace(moe, intermediate_size=moe.intermediate_size // size),
+        linear=linear,
     )
 
 

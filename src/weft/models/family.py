@@ -102,18 +102,19 @@ class LinearConfig:
         return self.num_values // self.num_keys
 
     @property
-    def projections(self) -> dict[str, int]:
-        """The layer's projections of its input, and their outputs."""
+    def projections(self) -> dict[str, tuple[int, ...]]:
+        """The layer's projections of its input, and the parts of their outputs, each of which lies
+        by key head."""
         if self.by_key_head:
             return {
-                "in_proj_qkvz": self.channels + self.values,
-                "in_proj_ba": 2 * self.num_values,
+                "in_proj_qkvz": (self.channels + self.values,),
+                "in_proj_ba": (2 * self.num_values,),
             }
         return {
-            "in_proj_qkv": self.channels,
-            "in_proj_z": self.values,
-            "in_proj_b": self.num_values,
-            "in_proj_a": self.num_values,
+            "in_proj_qkv": (self.keys, self.keys, self.values),
+            "in_proj_z": (self.values,),
+            "in_proj_b": (self.num_values,),
+            "in_proj_a": (self.num_values,),
         }
 
 

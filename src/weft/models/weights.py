@@ -135,9 +135,8 @@ def places_of(weights: Weights, shard: Shard, moe: MoeConfig | None) -> dict[str
         f"{norm.name}.weight": Place(weights.norms[norm.name], (norm.size,), shard.norm(norm))
         for norm in shard.whole.norms
     }
-    for name, vector in weights.vectors.items():
-        shape = tuple(vector.shape)
-        places[name] = Place(vector, shape, (slice(0, shape[0]),))
+    for index, (name, shape, _) in enumerate(shard.whole.vectors):
+        places[name] = Place(weights.vectors[name], shape, shard.vector(index))
     for group, own in zip(shard.whole.groups, shard.own.groups, strict=True):
         key, names = group.packed.key, [_stored_name(name, moe) for name in group.packed.names]
         if group.kind == "experts":

@@ -5,6 +5,7 @@ Shapes: T token rows, n columns of one rank, I hidden size, S ranks, R rows of a
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass
 
@@ -25,6 +26,9 @@ PIECE = 4096
 """The most columns of a piece of a row that is gathered."""
 WORTH_A_SHOT = 512 << 10
 """Bytes that a second shot must save each rank from sending: it takes as long as these."""
+
+
+_groups = itertools.count()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,20 +81,27 @@ def can_connect(size: int) -> bool:
 def connect(group: Ranks, row_bytes: int, device: torch.device) -> PeerRanks:
     """The ranks of torch's default process group, whose sums have rows of at most that many bytes.
     All ranks call it, each with its own device."""
-    return PeerRanks(group, open_inboxes(group, row_bytes, device))
-
-
-def open_inboxes(group: Ranks, row_bytes: int, device: torch.device) -> Inboxes:
-    """Make the inboxes of all ranks of torch's default process group, for rows of at most that many
-    bytes. All ranks call it, each with its own device."""
     # Memory that is mapped for multicast, even unused, can outlive a process that is killed.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    from torch._C._distributed_c10d import _SymmetricMemory
+
+    # Torch remembers by name where a group meets. Groups of one process have the same name, one
+    # after the other, so each is given one of its own.
+    name = f"weft-{next(_groups)}"
+    store = dist.PrefixStore("inboxes", dist.distributed_c10d._get_default_store())
+    _SymmetricMemory.set_group_info(name, group.rank, group.size, store)
+    return PeerRanks(group, open_inboxes(group, name, row_bytes, device), name)
+
+
+def open_inboxes(group: Ranks, name: str, row_bytes: int, device: torch.device) -> Inboxes:
+    """Make the inboxes of all ranks, for rows of at most that many bytes. `name`: that under which
+    torch knows where they meet."""
     from torch.distributed import _symmetric_memory as symmetric
 
     own = symmetric.empty(
         Inboxes.bytes_of(group.size, row_bytes), dtype=torch.int8, device=device
     ).fill_(-1)
-    handle = symmetric.rendezvous(own, dist.group.WORLD)
+    handle = symmetric.rendezvous(own, name)
     inboxes = [handle.get_buffer(i, own.shape, own.dtype) for i in range(group.size)]
     inboxes[group.rank] = own  # the others do not own their memory
     torch.cuda.synchronize(device)
@@ -102,9 +113,10 @@ class PeerRanks:
     """`Ranks` whose sums and gathers of floating-point numbers go through inboxes. What these have
     no room for goes through `group`."""
 
-    def __init__(self, group: Ranks, inboxes: Inboxes) -> None:
+    def __init__(self, group: Ranks, inboxes: Inboxes, name: str = "") -> None:
+        """`name`: see `open_inboxes`."""
         self.rank, self.size = group.rank, group.size
-        self._group = group
+        self._group, self._name = group, name
         self._inboxes = inboxes
         device = inboxes.address_S.device
         self._programs = processors(device)
@@ -167,7 +179,7 @@ class PeerRanks:
 
     def more_inboxes(self, row_bytes: int) -> Inboxes:
         """Inboxes for kernels that sum on their own. All ranks call it."""
-        return open_inboxes(self._group, row_bytes, self._inboxes.address_S.device)
+        return open_inboxes(self._group, self._name, row_bytes, self._inboxes.address_S.device)
 
     @property
     def _num_rows(self) -> int:
