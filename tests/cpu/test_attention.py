@@ -12,6 +12,7 @@ from weft.core.errors import ConfigError
 from weft.kernels.attention import sdpa
 from weft.kernels.attention.sdpa import torch_attend
 from weft.kernels.ops import (
+    ClampedSwiglu,
     Ops,
     Rope,
     activate_and_mul,
@@ -35,6 +36,7 @@ from weft.kernels.ops import (
     heads=st.sampled_from([(1, 1), (4, 4), (4, 2), (6, 2), (8, 1)]),
     block_size=st.sampled_from([1, 4, 16]),
     window=st.sampled_from([None, 1, 3, 16, 64]),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_mixed_batches_match_the_oracle(
@@ -42,10 +44,11 @@ def test_mixed_batches_match_the_oracle(
     heads: tuple[int, int],
     block_size: int,
     window: int | None,
+    has_sinks: bool,
     seed: int,
 ) -> None:
     batch = random_batch(lens, block_size, seed)
-    assert_same_as_oracle(torch_attend, batch, heads, block_size, window, seed)
+    assert_same_as_oracle(torch_attend, batch, heads, block_size, window, seed, has_sinks=has_sinks)
 
 
 @settings(max_examples=25, deadline=None)
@@ -53,13 +56,14 @@ def test_mixed_batches_match_the_oracle(
     past=st.lists(st.integers(0, 60), min_size=1, max_size=12),
     heads=st.sampled_from([(4, 4), (4, 2), (8, 1)]),
     window=st.sampled_from([None, 1, 5, 100]),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_decode_batches_match_the_oracle(
-    past: list[int], heads: tuple[int, int], window: int | None, seed: int
+    past: list[int], heads: tuple[int, int], window: int | None, has_sinks: bool, seed: int
 ) -> None:
     batch = random_batch([(1, p) for p in past], 4, seed)
-    assert_same_as_oracle(torch_attend, batch, heads, 4, window, seed)
+    assert_same_as_oracle(torch_attend, batch, heads, 4, window, seed, has_sinks=has_sinks)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -110,7 +114,8 @@ def test_norm_rope_and_activation_match_their_oracles(dtype: torch.dtype) -> Non
     for w in (weight, None):
         close(rms_norm(x, w, 1e-6), reference_rms_norm(x, w, 1e-6))
     close(layer_norm(x, weight, 1e-6), reference_rms_norm(x, weight, 1e-6, centered=True))
-    close(activate_and_mul(x), reference_activate_and_mul(x))
+    for activation in ("silu", ClampedSwiglu(1.7, 0.5)):
+        close(activate_and_mul(x, activation), reference_activate_and_mul(x, activation))
     angle = torch.rand(5, 1, 8, generator=generator) * 6
     cos = torch.stack((angle.cos(), angle.cos()), 2).to(dtype)
     sin = torch.stack((-angle.sin(), angle.sin()), 2).to(dtype)

@@ -16,6 +16,7 @@ from transformers import (
     Gemma3TextConfig,
     Glm4Config,
     GlmConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -245,6 +246,27 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         attention_bias=True,
         tie_word_embeddings=False,
     ),
+    "gpt-oss": GptOssConfig(
+        **SIZES | {"num_hidden_layers": 4},
+        **rope("yarn", factor=4.0, original_max_position_embeddings=16, truncate=False),
+        head_dim=16,
+        sliding_window=6,
+        num_local_experts=5,
+        num_experts_per_tok=3,
+    ),
+    "gpt-oss-clamped": GptOssConfig(
+        **SIZES,
+        **rope("default"),
+        head_dim=8,
+        num_local_experts=3,
+        num_experts_per_tok=1,
+        layer_types=["full_attention", "sliding_attention", "full_attention"],
+        sliding_window=50,
+        attention_bias=False,
+        swiglu_alpha=1.1,
+        swiglu_limit=0.4,
+        tie_word_embeddings=True,
+    ),
     "qwen3.5": Qwen3_5TextConfig(
         **SIZES | {"num_hidden_layers": 4, "initializer_range": 0.04},
         head_dim=16,
@@ -294,6 +316,8 @@ def make_model(config: PreTrainedConfig, dtype: torch.dtype = torch.float32) -> 
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
+        elif name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
         elif "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     return model.to(dtype)

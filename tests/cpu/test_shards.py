@@ -53,7 +53,7 @@ def logits(folder: Path, ranks: Ranks) -> torch.Tensor:
         return decoder.logits(decoder.forward(ids, step, kv), step)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gpt-oss"])
 def test_ranks_compute_the_logits_of_the_whole_model(family: str, tmp_path: Path) -> None:
     """With four ranks, two of them have the same key and value heads; those of linear attention
     can't be had twice."""

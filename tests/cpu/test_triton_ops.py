@@ -6,7 +6,14 @@ import sys
 
 import pytest
 import torch
-from attention_cases import HEAD_DIM, TOLERANCE, assert_same_as_oracle, random_batch, random_inputs
+from attention_cases import (
+    HEAD_DIM,
+    TOLERANCE,
+    assert_same_as_oracle,
+    random_batch,
+    random_inputs,
+    random_sinks,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +26,7 @@ from weft.core.errors import ConfigError
 from weft.kernels.attention import AttentionBatch, KVCache, make_batch, reference_attend, write_kv
 from weft.kernels.attention.paged import Rounds
 from weft.kernels.ops import (
+    ClampedSwiglu,
     Ops,
     Product,
     Rope,
@@ -55,6 +63,7 @@ def with_parts(num_processors: int) -> kernels.TritonOps:
     block_size=st.sampled_from([4, 16]),
     window=st.sampled_from([None, 1, 3, 64]),
     num_processors=st.sampled_from([1, 8]),
+    has_sinks=st.booleans(),
     seed=st.integers(0, 1000),
 )
 def test_mixed_batches_match_the_oracle(
@@ -63,11 +72,12 @@ def test_mixed_batches_match_the_oracle(
     block_size: int,
     window: int | None,
     num_processors: int,
+    has_sinks: bool,
     seed: int,
 ) -> None:
     batch = random_batch(lens, block_size, seed)
     ops = with_parts(num_processors)
-    assert_same_as_oracle(ops.attend, batch, heads, block_size, window, seed)
+    assert_same_as_oracle(ops.attend, batch, heads, block_size, window, seed, has_sinks=has_sinks)
 
 
 @pytest.mark.parametrize(
@@ -75,7 +85,8 @@ def test_mixed_batches_match_the_oracle(
 )
 def test_decodes_in_parts_match_the_oracle(num_processors: int, window: int | None) -> None:
     batch = random_batch([(1, past) for past in (0, 200, 63, 64)], 16, 1)
-    assert_same_as_oracle(with_parts(num_processors).attend, batch, (4, 2), 16, window, 1)
+    attend, has_sinks = with_parts(num_processors).attend, num_processors > 8
+    assert_same_as_oracle(attend, batch, (4, 2), 16, window, 1, has_sinks=has_sinks)
 
 
 @pytest.mark.parametrize("window", [None, 3, 100])
@@ -83,7 +94,7 @@ def test_chunks_after_long_contexts_match_the_oracle(
     ops: kernels.TritonOps, window: int | None
 ) -> None:
     batch = random_batch([(40, 150), (1, 130), (70, 64), (5, 63)], 16, 2)
-    assert_same_as_oracle(ops.attend, batch, (4, 2), 16, window, 2)
+    assert_same_as_oracle(ops.attend, batch, (4, 2), 16, window, 2, has_sinks=window == 3)
 
 
 def test_rounds_overlap_as_far_as_shared_memory_goes() -> None:
@@ -100,12 +111,14 @@ def test_half_precision(ops: kernels.TritonOps, window: int | None) -> None:
     assert_same_as_oracle(ops.attend, batch, (4, 2), 4, window, 0, torch.float16)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("num_processors", [1, 8])
-def test_padding_of_a_batch_reads_and_writes_no_cache(num_processors: int) -> None:
+def test_padding_of_a_batch_reads_and_writes_no_cache(num_processors: int, has_sinks: bool) -> None:
     batch = random_batch([(1, 20), (1, 3)], 4, 0)
     q, k, v, cache = random_inputs(batch, (4, 2), 4, 0, torch.float32)
     write_kv(k, v, cache, batch)
-    expected = reference_attend(q, cache, batch, scale=0.3, window=None)
+    sinks = random_sinks(4, torch.float32) if has_sinks else None
+    expected = reference_attend(q, cache, batch, scale=0.3, window=None, sinks_H=sinks)
     padded = AttentionBatch(
         torch.cat((batch.slot_mapping_T, torch.tensor([-1]))),
         torch.cat((batch.block_table_SB, torch.full_like(batch.block_table_SB[:1], 1 << 20))),
@@ -114,7 +127,7 @@ def test_padding_of_a_batch_reads_and_writes_no_cache(num_processors: int) -> No
         [*batch.seq_lens, 0],
     )
     got = with_parts(num_processors).attend(
-        torch.cat((q, q[:1])), cache, padded, scale=0.3, window=None
+        torch.cat((q, q[:1])), cache, padded, scale=0.3, window=None, sinks_H=sinks
     )
     torch.testing.assert_close(got[:2], expected, atol=2e-5, rtol=2e-5)
     assert not got[2].any()
@@ -139,9 +152,9 @@ def test_norm_and_activation_match_their_oracles(
     got = ops.rms_norm(x, weight, 1e-6, Product(delta))
     assert torch.equal(x, added)
     torch.testing.assert_close(got, reference_rms_norm(added, weight, 1e-6), **tolerance)
-    torch.testing.assert_close(
-        ops.activate_and_mul(Product(x)), reference_activate_and_mul(x), **tolerance
-    )
+    for activation in ("silu", ClampedSwiglu(1.7, 0.5)):
+        want = reference_activate_and_mul(x, activation)
+        torch.testing.assert_close(ops.activate_and_mul(Product(x), activation), want, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

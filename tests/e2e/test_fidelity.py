@@ -125,7 +125,7 @@ class World:
             if family in kind.families:
                 folder = root / f"kind-{len(self.subjects)}"
                 self._load(name, folder, make_adapter(base, kind, folder, family), kind)
-        if family in MIXTURES:
+        if family in MIXTURES and family != "gpt-oss":
             folder = root / "single"
             save_single(root / "base", folder, family)
             model = PeftModel.from_pretrained(copy.deepcopy(base), folder)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from attention_cases import TOLERANCE as ATTENTION_TOLERANCE
-from attention_cases import random_batch, random_inputs
+from attention_cases import random_batch, random_inputs, random_sinks
 from graph_cases import Model, decode, mixed
 from tables import build_table
 from tiny import ADAPTERS, answer, ask, tasks
@@ -86,13 +86,14 @@ def test_triton_against_the_reference(dtype: torch.dtype, rows: int) -> None:
 
 @pytest.mark.parametrize("dtype", ATTENTION_TOLERANCE, ids=str)
 @pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize(
     "lens",
     [[(1, 200), (1, 0), (1, 63)], [(1, 20), (150, 0), (1, 3000), (70, 300)]],
     ids=["decodes", "mixed"],
 )
 def test_attention_against_the_reference(
-    lens: list[tuple[int, int]], window: int | None, dtype: torch.dtype
+    lens: list[tuple[int, int]], has_sinks: bool, window: int | None, dtype: torch.dtype
 ) -> None:
     batch = random_batch(lens, 16, 0)
     q, k, v, cache = random_inputs(batch, (8, 2), 16, 0, dtype)
@@ -104,8 +105,9 @@ def test_attention_against_the_reference(
         seq_lens_S=batch.seq_lens_S.cuda(),
     )
     q = q.cuda()
-    want = reference_attend(q, cache, batch, scale=0.3, window=window)
-    got = make_ops("triton", q.device).attend(q, cache, batch, scale=0.3, window=window)
+    more = {"window": window, "sinks_H": random_sinks(8, dtype).cuda() if has_sinks else None}
+    want = reference_attend(q, cache, batch, scale=0.3, **more)
+    got = make_ops("triton", q.device).attend(q, cache, batch, scale=0.3, **more)
     tolerance = ATTENTION_TOLERANCE[dtype]
     torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
 

@@ -29,6 +29,7 @@ from transformers import (
     Cohere2Config,
     Gemma3TextConfig,
     Glm4Config,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     Ministral3Config,
@@ -133,13 +134,22 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         mlp_only_layers=[0],
         tie_word_embeddings=False,
     ),
+    "gpt-oss": GptOssConfig(
+        **SIZES,
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=24,
+        rope_parameters={"rope_type": "default", "rope_theta": 1000.0},
+    ),
     "mixtral": MixtralConfig(**SIZES, num_local_experts=4, tie_word_embeddings=False),
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
 LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
 BIASED = ("qwen2", "glm4")
-MIXTURES = ("qwen3-moe", "mixtral")
+MIXTURES = ("qwen3-moe", "gpt-oss", "mixtral")
+ONLY_EXPERTS = ("gpt-oss", "mixtral")
 UNTIED = (
     *(
         "llama",
@@ -156,7 +166,7 @@ UNTIED = (
     *MIXTURES,
 )
 NEWER = ("olmo3", "smollm3", "granite", "gemma3", "glm4", "cohere2", "qwen3.5")
-ALWAYS = ("llama-tied", "qwen2", "phi3", "gemma3", "qwen3.5", *MIXTURES)
+ALWAYS = ("llama-tied", "qwen2", "phi3", "gemma3", "qwen3.5", "qwen3-moe", "mixtral")
 """Those that differ most in what adapters meet, to which the kinds are dealt; `make exhaustive`
 takes all kinds on all families."""
 SERVED = (
@@ -192,9 +202,9 @@ class Kind:
     """What must be in a prompt."""
 
     def options_on(self, family: str) -> dict[str, Any]:
-        """Mixtral has no MLP but its experts, peft has no DoRA of experts, and Phi-3 has one
-        projection for q, k and v, and one for gate and up, as GLM-4 has for the latter. Qwen3.5
-        has linear attention too, whose norm is none of those that can be saved."""
+        """Mixtral and gpt-oss have no MLP but their experts, peft has no DoRA of experts, and Phi-3
+        has one projection for q, k and v, and one for gate and up, as GLM-4 has for the latter.
+        Qwen3.5 has linear attention too, whose norm is none of those that can be saved."""
         options = dict(self.options)
         if family == "qwen3.5":
             if (
@@ -207,16 +217,17 @@ class Kind:
         for names in FUSED.get(family, ()):
             options = {name: fused(value, *names) for name, value in options.items()}
         targets = options["target_modules"]
-        no_mlp = family == "mixtral" or (family in MIXTURES and options.get("use_dora"))
+        no_mlp = family in ONLY_EXPERTS or (family in MIXTURES and options.get("use_dora"))
         if no_mlp and isinstance(targets, list) and targets:
             options["target_modules"] = [t for t in targets if t not in MLP] or ATTENTION
-        if family == "mixtral" and "feedforward_modules" in options:
+        if family in ONLY_EXPERTS and "feedforward_modules" in options:
             options["feedforward_modules"] = []
         return options
 
 
 QKV, GATE_UP = (r"\b[qkv]_proj", "qkv_proj"), (r"\b(gate|up)_proj", "gate_up_proj")
-FUSED = {"phi3": (QKV, GATE_UP), "glm4": (GATE_UP,)}
+ROUTER = r"\bmlp\.gate\.", "mlp.router."
+FUSED = {"phi3": (QKV, GATE_UP), "glm4": (GATE_UP,), "gpt-oss": (ROUTER,)}
 """By family: projections, and the one that it has in their place."""
 
 
@@ -359,6 +370,8 @@ def make_base(config: PreTrainedConfig, folder: Path) -> PreTrainedModel:
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.3)
+        elif name.endswith("sinks"):
+            torch.nn.init.normal_(parameter, std=2.0)
         elif "norm" in name:
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(folder)

@@ -46,6 +46,11 @@ def random_inputs(
     return q, k, v, cache
 
 
+def random_sinks(num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """Scores far below and far above those of tokens, and of their size."""
+    return torch.linspace(-8, 8, num_heads).to(dtype)
+
+
 def assert_same_as_oracle(
     attend: Attend,
     batch: AttentionBatch,
@@ -54,11 +59,13 @@ def assert_same_as_oracle(
     window: int | None,
     seed: int,
     dtype: torch.dtype = torch.float32,
+    has_sinks: bool = False,
 ) -> None:
     q, k, v, cache = random_inputs(batch, heads, block_size, seed, dtype)
     write_kv(k, v, cache, batch)
-    expected = reference_attend(q, cache, batch, scale=0.3, window=window)
+    sinks = random_sinks(heads[0], dtype) if has_sinks else None
+    expected = reference_attend(q, cache, batch, scale=0.3, window=window, sinks_H=sinks)
     for _ in range(2):  # two layers share what is prepared
-        got = attend(q, cache, batch, scale=0.3, window=window)
+        got = attend(q, cache, batch, scale=0.3, window=window, sinks_H=sinks)
         assert got.dtype == dtype
         torch.testing.assert_close(got, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])

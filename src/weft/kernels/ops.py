@@ -22,7 +22,16 @@ from weft.kernels.attention.sdpa import torch_attend
 from weft.kernels.collective.base import Ranks
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows, gated_delta
 
-Activation = Literal["silu", "gelu_tanh"]
+
+class ClampedSwiglu(NamedTuple):
+    """`(up + 1) * gate * sigmoid(alpha * gate)` of a gate of `limit` at most and an up between
+    -limit and limit. Gate and up lie interleaved: one column of each after the other."""
+
+    alpha: float
+    limit: float
+
+
+Activation = Literal["silu", "gelu_tanh"] | ClampedSwiglu
 
 
 def rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
@@ -52,6 +61,11 @@ def reference_rms_norm(
 def activate_and_mul(gate_up_TF: Tensor, activation: Activation = "silu") -> Tensor:
     """`activation(gate) * up` for gate and up packed along the last dimension: (T, 2 F) -> (T, F).
     gelu_tanh is the approximation of GELU by a tanh."""
+    if isinstance(activation, ClampedSwiglu):
+        alpha, limit = activation
+        gate = gate_up_TF[..., ::2].clamp(max=limit)
+        up = gate_up_TF[..., 1::2].clamp(-limit, limit)
+        return (up + 1) * (gate * (gate * alpha).sigmoid())
     gate, up = gate_up_TF.chunk(2, -1)
     active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
     return active.mul_(up)
@@ -59,6 +73,11 @@ def activate_and_mul(gate_up_TF: Tensor, activation: Activation = "silu") -> Ten
 
 def reference_activate_and_mul(gate_up_TF: Tensor, activation: Activation = "silu") -> Tensor:
     """The oracle of `activate_and_mul`, in fp32."""
+    if isinstance(activation, ClampedSwiglu):
+        alpha, limit = activation
+        gate, up = gate_up_TF.float()[..., ::2], gate_up_TF.float()[..., 1::2]
+        gate, up = gate.minimum(torch.tensor(limit)), up.clip(-limit, limit) + 1
+        return (gate / (1 + (-alpha * gate).exp()) * up).to(gate_up_TF.dtype)
     gate, up = gate_up_TF.float().chunk(2, -1)
     if activation == "silu":
         active = gate / (1 + (-gate).exp())

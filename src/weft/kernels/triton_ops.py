@@ -20,7 +20,7 @@ from weft.kernels.attention.paged import PagedAttention
 from weft.kernels.collective.base import Ranks
 from weft.kernels.collective.peers import PeerRanks
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows
-from weft.kernels.ops import Activation, Ops, Pending, Product, Rope
+from weft.kernels.ops import Activation, ClampedSwiglu, Ops, Pending, Product, Rope
 from weft.kernels.triton_base import (
     INTERPRETED,
     has_pending,
@@ -83,32 +83,43 @@ def _activate_and_mul(
     add_ptr,
     add_slot_ptr,
     F,
+    alpha,
+    limit,
     GELU: tl.constexpr,
+    CLAMPED: tl.constexpr,
     BLOCK: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out (T, F) = activation(gate) * up of rows (gate, up); programs: row, block of columns.
 
-    Both activations are gate * sigmoid(s): of silu, s is gate itself; that of GELU's approximation
-    follows from (1 + tanh(z)) / 2 = sigmoid(2 z).
+    All activations are gate * sigmoid(s): of silu, s is gate itself; that of GELU's approximation
+    follows from (1 + tanh(z)) / 2 = sigmoid(2 z). CLAMPED is that of `ClampedSwiglu`.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     at = row * 2 * F + f
+    to_up = F
+    if CLAMPED:
+        at += f
+        to_up = 1
     has = has_pending(add_slot_ptr + row, PENDING)
     if PDL:
         tl.extra.cuda.gdc_wait()
     gate = tl.load(gate_up_ptr + at, mask=f < F, other=0.0)
-    up = tl.load(gate_up_ptr + at + F, mask=f < F, other=0.0)
+    up = tl.load(gate_up_ptr + at + to_up, mask=f < F, other=0.0)
     gate = with_pending(gate, add_ptr + at, has, f < F, PENDING)
-    up = with_pending(up, add_ptr + at + F, has, f < F, PENDING).to(tl.float32)
+    up = with_pending(up, add_ptr + at + to_up, has, f < F, PENDING).to(tl.float32)
     wide = gate.to(tl.float32)
     s = wide
     if GELU:
         s = 1.5957691216057308 * (wide + 0.044715 * wide * wide * wide)  # 2 sqrt(2 / pi)
+    if CLAMPED:
+        wide = tl.minimum(wide, limit)
+        up = tl.minimum(tl.maximum(up, -limit), limit) + 1
+        s = alpha * wide
     tl.store(out_ptr + row * F + f, (wide / (1 + tl.exp(-s)) * up).to(gate.dtype), mask=f < F)
 
 
@@ -247,6 +258,8 @@ class TritonOps(Ops):
         gate_up_T2F, pending = gate_up
         num_rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
         out_TF = gate_up_T2F.new_empty(num_rows, width)
+        clamped = activation if isinstance(activation, ClampedSwiglu) else None
+        alpha, limit = clamped or (0.0, 0.0)
         if num_rows:
             grid = (num_rows, triton.cdiv(width, 1024))
             _activate_and_mul[grid](
@@ -254,6 +267,9 @@ class TritonOps(Ops):
                 out_TF,
                 *_pending(pending, gate_up_T2F),
                 width,
+                alpha,
+                limit,
+                CLAMPED=clamped is not None,
                 GELU=activation == "gelu_tanh",
                 BLOCK=1024,
                 PENDING=pending is not None,

@@ -59,7 +59,7 @@ def num_parameters(table: TargetTable) -> int:
     for group, *_ in table.by_key.values():
         if group.kind != "head" or not table.tied:
             found += table.copies(group.kind) * group.in_features * group.out_features
-        found += group.out_features if group.packed.bias else 0
+        found += table.copies(group.kind) * group.out_features if group.packed.bias else 0
     return found
 
 
@@ -71,6 +71,11 @@ def experts_of(config: ModelConfig, layer: int) -> MoeConfig | None:
 def is_linear(config: ModelConfig, layer: int) -> bool:
     """Whether a layer has a recurrent state in place of a KV cache."""
     return config.linear is not None and config.linear.layers[layer]
+
+
+def sinks_of(layer: int) -> str:
+    """The name of the scores of a layer's heads that no values belong to."""
+    return f"model.layers.{layer}.self_attn.sinks"
 
 
 def _attention(config: ModelConfig, i: int) -> list[Packed]:
@@ -100,8 +105,10 @@ def _linear_attention(config: ModelConfig, i: int) -> list[Packed]:
 
 
 def _vectors(config: ModelConfig) -> list[Vector]:
-    """What linear attention has beside its projections."""
-    shape = config.linear
+    """What attention has beside its projections and norms."""
+    shape, heads = config.linear, config.num_heads
+    if config.sinks:
+        return [Vector(sinks_of(i), (heads,), (heads,)) for i in range(config.num_layers)]
     if shape is None:
         return []
     own: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
@@ -134,12 +141,15 @@ def _experts(moe: MoeConfig, hidden: int, i: int) -> list[Packed]:
     name, inner = f"model.layers.{i}.mlp.", moe.intermediate_size
     pair = _named(name, "experts.gate_proj", "experts.up_proj")
     one, down = _named(name, "experts.gate_up_proj"), _named(name, "experts.down_proj")
-    gate_up = Packed(f"{i}.experts_gate_up", "experts", hidden, (inner, inner), pair, axis="column")
+    parts = (inner, inner) if moe.clamped_swiglu is None else (2 * inner,)
+    key, bias = f"{i}.experts_gate_up", moe.biased
+    gate_up = Packed(key, "experts", hidden, parts, one, bias, "column")
+    num, router = moe.num_experts, _named(name, moe.router)
     return [
-        Packed(f"{i}.router", "linear", hidden, (moe.num_experts,), _named(name, "gate")),
+        Packed(f"{i}.router", "linear", hidden, (num,), router, bias),
+        *([replace(gate_up, names=pair)] if len(parts) == 2 else []),
         gate_up,
-        replace(gate_up, names=one),
-        Packed(f"{i}.experts_down", "experts", inner, (hidden,), down, axis="row"),
+        Packed(f"{i}.experts_down", "experts", inner, (hidden,), down, bias, "row"),
     ]
 
 

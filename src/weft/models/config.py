@@ -76,6 +76,8 @@ class ModelConfig:
     """What is added to the weights of norms before they multiply."""
     centered_norms: bool = False
     """Whether norms are LayerNorms without a bias; else they are RMS norms."""
+    sinks: bool = False
+    """Whether each head of attention has a score that no value belongs to."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -97,6 +99,9 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
     ranks have the same ones. The vocabulary stays whole; see `weft.core.shards`.
 
     Raises ConfigError, naming the field, for what can't be divided."""
+    if config.sinks and size > 1:
+        message = f"--tensor-parallel-size {size} is not served for {config.architecture}"
+        raise ConfigError(message, "tensor_parallel_size")
     moe, kv, linear = config.moe, config.num_kv_heads, config.linear
     widths = {"num_attention_heads": config.num_heads, "vocab_size": config.vocab_size}
     if moe is None or not all(moe.layers):
@@ -198,10 +203,13 @@ def _architecture_of(raw: dict[str, Any]) -> str:
             f"architectures {architectures} is not served; these are: {', '.join(FAMILIES)}",
             "architectures",
         )
-    for key in ("quantization_config", "compression_config"):
-        if raw.get(key):
-            raise ConfigError(f"{key} is set: quantized checkpoints are not served", key)
     family = family_of(name, raw)
+    for key in ("quantization_config", "compression_config"):
+        stated = raw.get(key)
+        method = stated.get("quant_method") if isinstance(stated, dict) else stated
+        if stated and not (family.mxfp4 and method == "mxfp4"):
+            message = f"{key} is set: checkpoints quantized by {method} are not served"
+            raise ConfigError(message, key)
     _check_model_type(raw, family.text_of or family.model_type, name)
     if family.text_of:
         text = raw.get("text_config")
@@ -266,6 +274,7 @@ def _build(
         scales=family.scales(hf),
         norm_offset=family.norm_offset,
         centered_norms=family.centered_norms,
+        sinks=family.sinks,
     )
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from weft.kernels.attention import KVCache
 from weft.kernels.collective.base import ALONE, Ranks
 from weft.kernels.delta import DeltaLayer, StateCache
-from weft.kernels.ops import Activation, Ops, Product, Rope
-from weft.models.blueprint import EMBED, HEAD, LAST_NORM, experts_of, is_linear
+from weft.kernels.ops import Activation, ClampedSwiglu, Ops, Product, Rope
+from weft.models.blueprint import EMBED, HEAD, LAST_NORM, experts_of, is_linear, sinks_of
 from weft.models.config import ModelConfig
 from weft.models.layers import (
     Embedding,
@@ -220,7 +220,7 @@ class _Builder:
 
     def experts(self, key: str) -> Experts:
         groups = tuple(group.index for group in self.weights.table.by_key[key])
-        return Experts(self.weights.dense(key), groups)
+        return Experts(self.weights.dense(key), groups, self.weights.biases.get(key))
 
     def norm(self, name: str) -> RowNorm:
         index, config = self.weights.table.norms_by_name[name].index, self.config
@@ -266,7 +266,9 @@ class _Builder:
             gate_up, down = self.linear(f"{layer}.gate_up"), self.linear(f"{layer}.down")
             return DenseMlp(gate_up, down, self.ops, self.config.activation)
         gate_up_E, down_E = (self.experts(f"{layer}.experts_{n}") for n in ("gate_up", "down"))
-        return SparseMlp(self.linear(f"{layer}.router"), gate_up_E, down_E, moe, self.ops)
+        router, clamped = self.linear(f"{layer}.router"), moe.clamped_swiglu
+        activation: Activation = "silu" if clamped is None else ClampedSwiglu(*clamped)
+        return SparseMlp(router, gate_up_E, down_E, moe, self.ops, activation)
 
 
 class _Layer:
@@ -283,6 +285,7 @@ class _Layer:
         self._scale = config.head_dim**-0.5 if scale is None else scale
         self.residual_scale = config.scales.residual
         self._window = config.windows[index]
+        self._sinks_H = parts.weights.vectors.get(sinks_of(index))
         self._gated_heads = config.num_heads if config.output_gate else 0
         self._head_dim = config.head_dim
 
@@ -300,7 +303,9 @@ class _Layer:
         q_THD = ops.rope_and_write(qkv, rope, norm, self._eps, cache, batch)
         if rope.query_T11 is not None:
             q_THD = q_THD * rope.query_T11
-        out_THD = ops.attend(q_THD, cache, batch, scale=self._scale, window=self._window)
+        out_THD = ops.attend(
+            q_THD, cache, batch, scale=self._scale, window=self._window, sinks_H=self._sinks_H
+        )
         out_TO = out_THD.flatten(1)
         if gate_TO is not None:
             out_TO = out_TO * gate_TO.sigmoid()

@@ -168,6 +168,22 @@ def _cohere_scales(hf: Any) -> Scales:
     return Scales(logits=1 / hf.logit_scale)
 
 
+def _gpt_oss(hf: Any) -> MoeConfig:
+    return MoeConfig(
+        num_experts=hf.num_local_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.intermediate_size,
+        normalize=False,
+        round_weights=True,
+        layers=(True,) * int(hf.num_hidden_layers),
+        names=("mlp", "gate_proj", "up_proj", "down_proj"),
+        router="router",
+        weights_of_chosen=True,
+        biased=True,
+        clamped_swiglu=(float(hf.swiglu_alpha), float(hf.swiglu_limit)),
+    )
+
+
 _MISTRAL = Family("mistral", _one_window)
 _MINISTRAL3 = Family("ministral3", _one_window, query_growth=True)
 _GEMMA3 = Family(
@@ -294,6 +310,15 @@ FAMILIES: dict[str, Family] = {
         scales=_cohere_scales,
         centered_norms=True,
         norm_eps="layer_norm_eps",
+    ),
+    "GptOssForCausalLM": Family(
+        "gpt_oss",
+        _one_window_by_type,
+        attention_bias="attention_bias",
+        attention_out_bias="attention_bias",
+        moe=_gpt_oss,
+        sinks=True,
+        mxfp4=True,
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": replace(_QWEN3_5, text_of="qwen3_5"),

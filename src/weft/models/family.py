@@ -50,6 +50,16 @@ class MoeConfig:
     """Per layer: whether it has experts; others have a dense MLP."""
     names: tuple[str, str, str, str]
     """What checkpoints with a tensor per expert call the MLP, and an expert's gate, up and down."""
+    router: str = "gate"
+    """What the router is called."""
+    weights_of_chosen: bool = False
+    """Whether a token's weights are the softmax over the experts chosen for it alone; else they are
+    of that over all."""
+    biased: bool = False
+    """Whether router and experts have biases."""
+    clamped_swiglu: tuple[float, float] | None = None
+    """alpha and limit of that activation. Gate and up are then one projection of interleaved
+    columns, which checkpoints have for all experts in one tensor, (experts, in, out)."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
@@ -183,6 +193,10 @@ class Family:
     """What is added to the weights of norms."""
     centered_norms: bool = False
     """Whether norms are LayerNorms without a bias."""
+    sinks: bool = False
+    """Whether each head of attention has a score that no value belongs to."""
+    mxfp4: bool = False
+    """Whether checkpoints may hold the experts' weights in mxfp4."""
     norm_eps: str = "rms_norm_eps"
     """The field that has it."""
     text_of: str = ""

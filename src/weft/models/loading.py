@@ -25,6 +25,7 @@ from weft.kernels.linear import DenseWeight
 from weft.kernels.quant import Format, format_named
 from weft.models.blueprint import EMBED, HEAD, model_shard, target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model, share_of
+from weft.models.mxfp4 import with_mxfp4
 from weft.models.weights import Place, Weights, place_of, place_of_bias, places_of, whole_places
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,7 @@ def load_weights(
     unread = set(places)
     unknown: list[str] = []
     tied_head: Tensor | None = None
-    for stored_name, stored in _stored_tensors(folder, device):
+    for stored_name, stored in with_mxfp4(_stored_tensors(folder, device)):
         name = text_name(stored_name)
         if name is None:
             continue
@@ -168,7 +169,9 @@ def dummy_weights(
             same = own if shard.size == 1 else _empty_matrix(group, num, dtype, own.device)
             fill(place_of(shard, group.slices, own), same)
     for group in shard.whole.groups:
-        if group.packed.bias:
+        if group.packed.bias and group.kind == "experts":
+            weights.biases[group.packed.key].normal_(std=0.02, generator=generator)
+        elif group.packed.bias:
             fill(
                 place_of_bias(shard, group.slices, weights.biases.get(group.packed.key)),
                 torch.empty(group.out_features, dtype=dtype, device=device),
@@ -200,7 +203,9 @@ def allocate_weights(
             matrix = _empty_matrix(group, table.num_experts, dtype, torch.device(device), share)
             weights.matrices[key] = DenseWeight(matrix)
         if group.packed.bias and shard.adds_vectors(group.slices[0]):
-            weights.biases[key] = torch.empty(group.out_features, dtype=dtype, device=device)
+            copies = (table.num_experts,) if group.kind == "experts" else ()
+            shape = (*copies, group.out_features)
+            weights.biases[key] = torch.empty(shape, dtype=dtype, device=device)
     for norm in table.norms:
         weights.norms[norm.name] = torch.empty(norm.size, dtype=dtype, device=device)
     for name, shape, _ in table.vectors:

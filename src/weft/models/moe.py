@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.kernels.lora.base import ExpertStep
-from weft.kernels.ops import Ops, Product
+from weft.kernels.ops import Activation, Ops, Product
 from weft.models.family import MoeConfig
 from weft.models.layers import Linear, StepContext
 
@@ -38,10 +38,14 @@ class Routing(NamedTuple):
 def choose_experts(logits_TE: Tensor, moe: MoeConfig) -> tuple[Tensor, Tensor]:
     """Choose the experts of each token: their weights, (T, K), and their numbers, int64 (T, K).
 
-    Weights are probabilities over all experts, computed in float32; see `MoeConfig` for what
+    Weights are probabilities, computed in float32; see `MoeConfig` for what they are of, and what
     becomes of them.
     """
-    weight_TK, expert_TK = logits_TE.softmax(-1, dtype=torch.float32).topk(moe.top_k)
+    if moe.weights_of_chosen:
+        logit_TK, expert_TK = logits_TE.topk(moe.top_k)
+        weight_TK = logit_TK.softmax(-1, dtype=torch.float32)
+    else:
+        weight_TK, expert_TK = logits_TE.softmax(-1, dtype=torch.float32).topk(moe.top_k)
     if moe.normalize:
         weight_TK = weight_TK / weight_TK.sum(-1, keepdim=True)
     if moe.round_weights:
@@ -89,9 +93,12 @@ class Experts:
     weight_EOI: Tensor
     groups: tuple[int, ...]
     """The groups of the model's TargetTable that adapt it; each adds its part."""
+    bias_EO: Tensor | None
 
-    def __call__(self, x_PI: Tensor, ends_E: Tensor, lora: ExpertStep | None) -> Tensor:
-        y_PO = grouped_linear(x_PI, self.weight_EOI, ends_E)
+    def __call__(self, x_PI: Tensor, routing: Routing, lora: ExpertStep | None) -> Tensor:
+        y_PO = grouped_linear(x_PI, self.weight_EOI, routing.ends_E)
+        if self.bias_EO is not None:
+            y_PO += self.bias_EO[routing.expert_P]
         if lora is not None:
             for group in self.groups:
                 lora.linear(y_PO, x_PI, group)
@@ -107,18 +114,20 @@ class SparseMlp:
     down: Experts
     moe: MoeConfig
     ops: Ops
+    activation: Activation
 
     def __call__(self, x_TI: Tensor, step: StepContext) -> Product:
         weight_TK, expert_TK = choose_experts(self.router.whole(x_TI, step), self.moe)
         routing = route(expert_TK, self.moe.num_experts)
         token_P = routing.order_P // self.moe.top_k
-        x_PI, ends_E = x_TI[token_P], routing.ends_E
+        x_PI = x_TI[token_P]
         lora = None
         if step.lora is not None:
             # Ahead of the product: what it makes is read by kernels that start early, before what
             # the one right ahead of them wrote can be seen.
             lora = step.lora.experts(token_P, routing.expert_P)
-        inner_PF = self.ops.activate_and_mul(Product(self.gate_up(x_PI, ends_E, lora)))
-        y_PI = self.down(inner_PF, ends_E, lora)
+        gate_up = Product(self.gate_up(x_PI, routing, lora))
+        inner_PF = self.ops.activate_and_mul(gate_up, self.activation)
+        y_PI = self.down(inner_PF, routing, lora)
         y_TKI = y_PI[routing.place_P].view(*weight_TK.shape, -1)
         return Product((y_TKI * weight_TK[:, :, None]).sum(1).to(x_TI.dtype))

@@ -26,7 +26,8 @@ class Weights:
     """By key, (out, in); the embedding's is (vocab, hidden), the experts' (experts, out, in). A
     tied head is the embedding's tensor, or a rank's rows of it."""
     biases: dict[str, Tensor]
-    """By key, (out,); there is none where the model lacks it, and where another rank adds it."""
+    """By key, (out,), or (experts, out); there is none where the model lacks it, and where another
+    rank adds it."""
     norms: dict[str, Tensor]
     """By name, (size,)."""
     vectors: dict[str, Tensor] = field(default_factory=dict)
@@ -88,10 +89,16 @@ class Place(NamedTuple):
     rows: tuple[slice, ...]
     columns: slice | None = None
     """None: there is nothing to choose among columns."""
+    transposed: bool = False
+    """Whether the whole tensor, (experts, in, out), is the view's transpose."""
 
     def fill(self, source: Any) -> None:
         """Copy from a tensor, or from one in a file that is read by slices."""
         if self.view is None:
+            return
+        if self.transposed:
+            for expert, view in enumerate(self.view):
+                view.copy_(source[expert : expert + 1][0].t())
             return
         end = 0
         for rows in self.rows:
@@ -139,6 +146,9 @@ def places_of(weights: Weights, shard: Shard, moe: MoeConfig | None) -> dict[str
         places[name] = Place(weights.vectors[name], shape, shard.vector(index))
     for group, own in zip(shard.whole.groups, shard.own.groups, strict=True):
         key, names = group.packed.key, [_stored_name(name, moe) for name in group.packed.names]
+        if group.kind == "experts" and moe is not None and moe.clamped_swiglu is not None:
+            places |= _stacked_places(names[0], weights.dense(key), weights.biases[key])
+            continue
         if group.kind == "experts":
             assert moe is not None
             places |= _expert_places(shard, group, weights.dense(key), moe)
@@ -155,6 +165,16 @@ def places_of(weights: Weights, shard: Shard, moe: MoeConfig | None) -> dict[str
                 part = None if bias is None else _rows(bias, mine)
                 places[f"{name}.bias"] = place_of_bias(shard, (target,), part)
     return places
+
+
+def _stacked_places(name: str, matrix_EOI: Tensor, bias_EO: Tensor) -> dict[str, Place]:
+    """The places of what checkpoints have for all experts in one tensor."""
+    experts, outputs, inputs = matrix_EOI.shape
+    whole = (slice(0, experts),)
+    return {
+        name: Place(matrix_EOI, (experts, inputs, outputs), whole, transposed=True),
+        f"{name}_bias": Place(bias_EO, (experts, outputs), whole),
+    }
 
 
 def _stored_name(name: str, moe: MoeConfig | None) -> str:
@@ -185,7 +205,7 @@ def whole_places(
 ) -> dict[str, tuple[Place, list[str]]]:
     """Where tensors of mixtures of experts go in checkpoints that transformers stores as it holds
     them: the place, and the names in `places_of` that it stands for."""
-    if moe is None:
+    if moe is None or moe.clamped_swiglu is not None:
         return {}
     found: dict[str, tuple[Place, list[str]]] = {}
     for groups in shard.whole.by_key.values():

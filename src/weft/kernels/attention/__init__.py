@@ -141,10 +141,12 @@ class Attend(Protocol):
         *,
         scale: float,
         window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         """Returns (T, H, D), in q's dtype. Row t, at position p of its sequence, attends to the
         positions in (p - window, p], or to all up to p when `window` is None. Query head h reads
-        key head h // (H / K)."""
+        key head h // (H / K). `sinks_H`: a score for each head that takes part in its softmax but
+        has no value, so that weights may sum to less than 1."""
 
 
 def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, batch: AttentionBatch) -> None:
@@ -154,7 +156,13 @@ def write_kv(k_TKD: Tensor, v_TKD: Tensor, cache: KVCache, batch: AttentionBatch
 
 
 def reference_attend(
-    q_THD: Tensor, cache: KVCache, batch: AttentionBatch, *, scale: float, window: int | None
+    q_THD: Tensor,
+    cache: KVCache,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """The oracle of every `Attend`: one sequence at a time, dense, in fp32."""
     out_THD = torch.empty_like(q_THD)
@@ -172,6 +180,10 @@ def reference_attend(
         seen_QL = distance_QL >= 0
         if window is not None:
             seen_QL &= distance_QL < window
-        weight_HQL = score_HQL.masked_fill(~seen_QL, -torch.inf).softmax(-1)
+        score_HQL = score_HQL.masked_fill(~seen_QL, -torch.inf)
+        if sinks_H is not None:
+            sink_HQ1 = sinks_H.float()[:, None, None].expand(-1, stop - start, 1)
+            score_HQL = torch.cat((score_HQL, sink_HQ1), -1)
+        weight_HQL = score_HQL.softmax(-1)[..., :length]
         out_THD[start:stop] = torch.einsum("hql,lhd->qhd", weight_HQL, v).to(q_THD.dtype)
     return out_THD

@@ -64,6 +64,21 @@ def _round(
 
 
 @triton.jit
+def load_sinks(sinks_ptr, heads, mask):
+    """The sinks of some heads, as scores in powers of 2."""
+    return tl.load(sinks_ptr + heads, mask=mask, other=0.0).to(tl.float32) * 1.4426950408889634
+
+
+@triton.jit
+def with_sinks(acc, total, most, sink):
+    """What `accumulate` gives with one more score for each row, `sink` (M,), that no value belongs
+    to: (acc, sum)."""
+    most_now = tl.maximum(most, sink)
+    shrink = tl.exp2(most - most_now)
+    return acc * shrink[:, None], total * shrink + tl.exp2(sink - most_now)
+
+
+@triton.jit
 def accumulate(
     q,
     k_ptr,

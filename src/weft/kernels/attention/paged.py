@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch, KVCache, RowWork, row_work, tile_rows
-from weft.kernels.attention.online_softmax import accumulate
+from weft.kernels.attention.online_softmax import accumulate, load_sinks, with_sinks
 from weft.kernels.triton_base import launch_options, processors, starts_early
 
 MAX_PARTS = 16
@@ -71,6 +71,7 @@ def _decode(
     table_ptr,
     lens_ptr,
     pairs_ptr,
+    sinks_ptr,
     scale,
     window,
     q_stride,
@@ -85,6 +86,7 @@ def _decode(
     PARTS: tl.constexpr,
     PAIRS: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One query row of a sequence against one part of its context; programs (S, K, PARTS).
@@ -92,7 +94,7 @@ def _decode(
     q and out (T, H, D); acc fp32 (S, PARTS, H, D) and sums fp32 (S, PARTS, H, 2) of (sum,
     maximum), which `_combine` puts together when PARTS > 1; table int32 (., B); lens int32;
     pairs int32 (S, 2) of sequence and row (-1: nothing to do), without PAIRS both are the
-    program's number.
+    program's number; sinks (H,), with SINKS.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -141,6 +143,9 @@ def _decode(
     )
     H = K * G
     if PARTS == 1:
+        if SINKS:
+            sink = load_sinks(sinks_ptr, head * G + g, g < G)
+            acc, total = with_sinks(acc, total, most, sink)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         out_at = out_ptr + row.to(tl.int64) * H * D + at
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -158,12 +163,14 @@ def _combine(
     acc_ptr,
     sums_ptr,
     pairs_ptr,
+    sinks_ptr,
     H,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
     PAIRS: tl.constexpr,
+    SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """The parts of one head of one row of `_decode`; programs (S, H)."""
@@ -180,13 +187,19 @@ def _combine(
     at = (i * PARTS + p).to(tl.int64) * H + head
     total = tl.load(sums_ptr + at * 2, mask=p < PARTS, other=0.0)
     most = tl.load(sums_ptr + at * 2 + 1, mask=p < PARTS, other=-1e30)
-    share = tl.exp2(most - tl.max(most))
+    highest = tl.max(most)
+    if SINKS:
+        sink = load_sinks(sinks_ptr, head, True)
+        highest = tl.maximum(highest, sink)
+    share = tl.exp2(most - highest)
     acc = tl.load(
         acc_ptr + at[:, None] * D + d[None, :],
         mask=(p < PARTS)[:, None] & (d < D)[None, :],
         other=0.0,
     )
     whole = tl.sum(total * share)
+    if SINKS:
+        whole += tl.exp2(sink - highest)
     out = tl.sum(acc * share[:, None], 0) / tl.where(whole > 0, whole, 1.0)
     out_at = out_ptr + (row.to(tl.int64) * H + head) * D + d
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=d < tl.where(row < 0, 0, D))
@@ -200,6 +213,7 @@ def _prefill(
     out_ptr,
     table_ptr,
     tiles_ptr,
+    sinks_ptr,
     scale,
     window,
     q_stride,
@@ -212,6 +226,7 @@ def _prefill(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
+    SINKS: tl.constexpr,
 ):
     """A tile of query rows of one sequence, G heads of each; programs (K, tiles).
 
@@ -235,7 +250,7 @@ def _prefill(
     first = 0
     if WINDOW:
         first = tl.maximum(position - window + 1, 0) // BLOCK_SIZE * BLOCK_SIZE
-    acc, total, _ = accumulate(
+    acc, total, most = accumulate(
         q,
         k_ptr,
         v_ptr,
@@ -255,6 +270,8 @@ def _prefill(
         True,
         WINDOW,
     )
+    if SINKS:
+        acc, total = with_sinks(acc, total, most, load_sinks(sinks_ptr, heads, heads < K * G))
     acc = acc / tl.where(total > 0, total, 1.0)[:, None]
     out_at = out_ptr + rows[:, None] * (K * G * D) + heads[:, None] * D + d[None, :]
     tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
@@ -280,6 +297,7 @@ class PagedAttention:
         *,
         scale: float,
         window: int | None,
+        sinks_H: Tensor | None = None,
     ) -> Tensor:
         out_THD = q_THD.new_empty(q_THD.shape)
         (H, D), K = q_THD.shape[1:], cache.k.shape[2]
@@ -294,15 +312,18 @@ class PagedAttention:
             "BLOCK_D": max(16, triton.next_power_of_2(D)),
             "BLOCK_SIZE": cache.block_size,
             "WINDOW": window is not None,
+            "SINKS": sinks_H is not None,
         }
+        sinks = out_THD if sinks_H is None else sinks_H
         if work.num_decodes:
-            self._decode(tensors, batch, work, numbers, constants)
+            self._decode(tensors, batch, work, sinks, numbers, constants)
         if work.tiles is not None:
             rows, row_bytes = tile_rows(H // K), constants["BLOCK_D"] * q_THD.element_size()
             _prefill[K, len(work.tiles)](
                 *tensors,
                 table_SB,
                 work.tiles,
+                sinks,
                 *numbers,
                 BLOCK_M=rows,
                 BLOCK_N=CHUNKS.tokens,
@@ -317,6 +338,7 @@ class PagedAttention:
         tensors: tuple[Tensor, ...],
         batch: AttentionBatch,
         work: RowWork,
+        sinks: Tensor,
         numbers: tuple[float, ...],
         constants: dict[str, int],
     ) -> None:
@@ -338,6 +360,7 @@ class PagedAttention:
             batch.block_table_SB,
             batch.seq_lens_S,
             pairs,
+            sinks,
             *numbers,
             BLOCK_G=block_g,
             BLOCK_N=rounds.tokens,
@@ -352,8 +375,10 @@ class PagedAttention:
                 acc,
                 sums,
                 pairs,
+                sinks,
                 H,
                 D=D,
+                SINKS=constants["SINKS"],
                 BLOCK_D=block_d,
                 BLOCK_P=triton.next_power_of_2(parts),
                 num_warps=4,

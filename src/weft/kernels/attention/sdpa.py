@@ -18,7 +18,13 @@ from weft.kernels.attention import AttentionBatch, KVCache
 
 
 def torch_attend(
-    q_THD: Tensor, cache: KVCache, batch: AttentionBatch, *, scale: float, window: int | None
+    q_THD: Tensor,
+    cache: KVCache,
+    batch: AttentionBatch,
+    *,
+    scale: float,
+    window: int | None,
+    sinks_H: Tensor | None = None,
 ) -> Tensor:
     """An `Attend` of plain torch operations: gather, pad, scaled_dot_product_attention.
 
@@ -28,7 +34,7 @@ def torch_attend(
     facts = (cache.block_size, window, q_THD.dtype)
     plan = batch.once(("torch", *facts), partial(_make_plan, batch, *facts))
     k_XKD, v_XKD = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
-    outs = [_attend(q_THD, k_XKD, v_XKD, bucket, scale) for bucket in plan.buckets]
+    outs = [_attend(q_THD, k_XKD, v_XKD, bucket, scale, sinks_H) for bucket in plan.buckets]
     out_YHD = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out_YHD if plan.order_T is None else out_YHD.index_select(0, plan.order_T)
 
@@ -56,20 +62,42 @@ class _Plan(NamedTuple):
     """int64 (T,), where each row's result is among the buckets' results; None: in order."""
 
 
-def _attend(q_THD: Tensor, k_XKD: Tensor, v_XKD: Tensor, bucket: _Bucket, scale: float) -> Tensor:
+def _attend(
+    q_THD: Tensor,
+    k_XKD: Tensor,
+    v_XKD: Tensor,
+    bucket: _Bucket,
+    scale: float,
+    sinks_H: Tensor | None,
+) -> Tensor:
     """The bucket's results, (P * Q, H, D)."""
     P, Q, L = bucket.shape
     H, D = q_THD.shape[1:]
-    K = k_XKD.shape[1]
+    K, mask = k_XKD.shape[1], bucket.mask_P1QL
     q = q_THD if bucket.rows_X is None else q_THD.index_select(0, bucket.rows_X)
     k = k_XKD.index_select(0, bucket.slots_X).view(P, L, K, D).transpose(1, 2)
     v = v_XKD.index_select(0, bucket.slots_X).view(P, L, K, D).transpose(1, 2)
-    attend = partial(F.scaled_dot_product_attention, attn_mask=bucket.mask_P1QL, scale=scale)
+    if sinks_H is not None:
+        q, k, v, mask = _with_sinks(q, k, v, mask, sinks_H / scale)
+    attend = partial(F.scaled_dot_product_attention, attn_mask=mask, scale=scale)
     if Q == 1:
         # The query heads of one key head stand in for query rows: K and V are read once.
-        return attend(q.reshape(P, K, H // K, D), k, v).reshape(P, H, D)
-    q = q.reshape(P, Q, H, D).transpose(1, 2)
-    return attend(q, k, v, enable_gqa=H != K).transpose(1, 2).reshape(P * Q, H, D)
+        out = attend(q.reshape(P, K, H // K, -1), k, v).reshape(P, H, -1)
+    else:
+        q = q.reshape(P, Q, H, -1).transpose(1, 2)
+        out = attend(q, k, v, enable_gqa=H != K).transpose(1, 2).reshape(P * Q, H, -1)
+    return out if sinks_H is None else out[..., :D]
+
+
+def _with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scores_H: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same with one more context token, which every row sees and whose value is zero. One more
+    dimension gives it a head's score, and adds nothing to those of the others."""
+    q = torch.cat((q, scores_H.to(q.dtype)[:, None].expand(len(q), -1, 1)), -1)
+    k = F.pad(k, (0, 1, 0, 1))
+    k[:, :, -1, -1] = 1
+    return q, k, F.pad(v, (0, 1, 0, 1)), F.pad(mask, (0, 1))
 
 
 def _make_plan(
