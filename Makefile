@@ -4,6 +4,7 @@
 # make docs   docs/cli.md from the commands' help, and the documentation site into site/
 # make exhaustive   the tests that prove again, on more families and sizes, what `make test` proves on a few
 # make test-clients   litellm and guidellm, in an environment of their own, against a server
+# make test-page   the server's page in a browser (CHROMIUM=/usr/bin/chromium, or playwright's own)
 # make test-gpu   the tests that need a CUDA device, with the python3 that is there
 #
 # PYTHON=python3.12 chooses the interpreter that makes .venv.
@@ -16,7 +17,7 @@ SHELL := bash
 # Tests start dozens of processes; without bytecode on disk each would compile all that it imports.
 export PYTHONDONTWRITEBYTECODE :=
 .DELETE_ON_ERROR:
-.PHONY: help demo quick test exhaustive test-clients test-gpu docs lint types imports pytest format clean
+.PHONY: help demo quick test exhaustive test-clients test-page test-gpu docs lint types imports pytest format clean
 
 help:
 	@sed -n '1,/^$$/s/^# \{0,1\}//p' Makefile
@@ -55,6 +56,12 @@ test-clients: $(VENV)/.installed-test
 	test -d $(VENV)-clients || $(PYTHON) -m venv $(VENV)-clients
 	$(VENV)-clients/bin/pip install -q --disable-pip-version-check -r tests/clients/requirements.txt
 	$(VENV)-clients/bin/python tests/clients/run.py $(abspath $(BIN)/python)
+
+test-page: $(VENV)/.installed-test
+	test -d $(VENV)-page || $(PYTHON) -m venv $(VENV)-page
+	$(VENV)-page/bin/pip install -q --disable-pip-version-check playwright==1.65.2 pytest
+	test -n "$${CHROMIUM:-}" || $(VENV)-page/bin/playwright install chromium
+	WEFT_PYTHON=$(abspath $(BIN)/python) $(VENV)-page/bin/python -m pytest --noconftest -c /dev/null tests/page/test_page.py
 
 # What the other tests import need not be there.
 test-gpu:

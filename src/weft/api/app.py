@@ -31,6 +31,7 @@ from weft.api.routes_adapters import adapter_routes
 from weft.api.routes_chat import chat_routes
 from weft.api.routes_completions import completion_routes
 from weft.api.routes_messages import message_routes
+from weft.api.routes_page import ABOUT, page_files, page_routes
 from weft.api.routes_registry import registry_routes
 from weft.api.routes_responses import response_routes
 from weft.api.routes_server import metrics_app, server_routes, tokenize_routes
@@ -101,6 +102,8 @@ def create_app(
     )
     app.state.request_timeout_s = settings.request_timeout_s
     _add_routes(app, service, desk, watch)
+    if settings.page:
+        app.include_router(page_routes(follower is not None, not settings.metrics_apart))
     app.state.follower, app.state.shadows = follower, service.shadows
     app.state.metrics_app = metrics_app(service, watch)
     _add_middleware(app, metrics, audit, settings, tenants)
@@ -132,10 +135,11 @@ def _add_middleware(
 ) -> None:
     """The one added last sees a request first. Preflight requests of browsers carry no key."""
     given = keychain_of([parse_key(key) for key in settings.api_keys])
+    open_paths = PROBES | ({ABOUT, *page_files()} if settings.page else frozenset())
     if tenants is not None:
-        app.add_middleware(RequireKey, keychain=lambda: tenants.keychain, open_paths=PROBES)
+        app.add_middleware(RequireKey, keychain=lambda: tenants.keychain, open_paths=open_paths)
     elif settings.api_keys:
-        app.add_middleware(RequireKey, keychain=lambda: given, open_paths=PROBES | STATE)
+        app.add_middleware(RequireKey, keychain=lambda: given, open_paths=open_paths | STATE)
     app.state.tenant_of_key = lambda key: tenant_of_key(
         key, (tenants.keychain if tenants is not None else None) or given
     )

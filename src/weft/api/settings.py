@@ -54,6 +54,8 @@ class ApiSettings:
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     """Who shares the server, by name; by default those that keys are named after. It may change
     while the server runs."""
+    page: bool = True
+    """Whether there is a page for people at `/`."""
     metrics_apart: bool = False
     """Whether metrics are not served here, but on an address of their own."""
     allowed_origins: tuple[str, ...] = ()

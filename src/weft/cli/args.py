@@ -36,6 +36,8 @@ _HELP = {
     " WEFT_API_KEY=KEY,KEY in the environment, as others can see a command line.",
     "--tenants": "A TOML file of those who share the server: their keys, roles, shares and grants."
     " SIGHUP reads it again. It takes the place of --api-key.",
+    "--ui/--no-ui": "Whether people find a page at /, to chat and to manage adapters. Default: yes,"
+    " unless the server is started with keys or tenants.",
     "--audit-log": "Write a line of JSON to this file for each change of adapters or tenants: who,"
     " when, from where. SIGHUP opens it again; - is stderr.",
     "--metrics-port": "Serve /metrics and /health without a key on this port, and /metrics only"
@@ -101,6 +103,7 @@ class ServeFlags:
     served_model_name: Annotated[list[str] | None, _flag("--served-model-name", "NAME")] = None
     api_key: Annotated[list[str] | None, _flag("--api-key", "KEY")] = None
     tenants: Annotated[Path | None, _flag("--tenants", "FILE")] = None
+    ui: Annotated[bool | None, _flag("--ui/--no-ui")] = None
     audit_log: Annotated[Path | None, _flag("--audit-log", "FILE")] = None
     metrics_port: Annotated[int | None, _flag("--metrics-port", "PORT", min=0, max=65535)] = None
     metrics_host: Annotated[str, _flag("--metrics-host")] = "127.0.0.1"

@@ -107,6 +107,7 @@ def _api_settings(engine: EngineArgs, flags: ServeFlags) -> ApiSettings:
         request_timeout_s=flags.request_timeout,
         api_keys=keys,
         tenants={name: Tenant(name, weights.get(name, 1.0)) for name in named},
+        page=flags.ui if flags.ui is not None else not (keys or flags.tenants),
         metrics_apart=flags.metrics_port is not None,
         allowed_origins=tuple(flags.allowed_origins or ()),
         max_body_bytes=flags.max_body_size,

@@ -1,0 +1,172 @@
+// The adapters: where each of them is, and loading and unloading.
+
+import { asCode, ask } from "./server.js";
+import { bytes, codeOf, get, make } from "./elements.js";
+import { chatWith } from "./chat.js";
+import { tarOf } from "./tar.js";
+
+const PAGE = 200;
+let known = [], levels = new Map(), tokens = new Map(), shown = PAGE, rows = new Map();
+let changed = () => {};
+
+/** Call this when adapters have come or gone. */
+export function onChange(call) { changed = call; }
+
+/** Show these models. */
+export function showAdapters(models) {
+  known = models.filter((model) => model.parent);
+  draw();
+}
+
+/** Show where adapters are, by the metrics. */
+export function showLevels(series) {
+  levels = new Map();
+  tokens = new Map();
+  for (const [name, labels, value] of series) {
+    if (name === "vllm:lora_adapter_loaded") {
+      const found = levels.get(labels.adapter_name) ?? { levels: new Set(), pinned: false };
+      found.levels.add(labels.level);
+      found.pinned ||= labels.pinned === "true";
+      levels.set(labels.adapter_name, found);
+    } else if (name === "weft:adapter_output_tokens_total") tokens.set(labels.adapter, value);
+  }
+  for (const row of rows.values()) row.update();
+}
+
+function draw() {
+  const wanted = get("filter").value.toLowerCase();
+  const found = known.filter((model) => model.id.toLowerCase().includes(wanted));
+  get("num-adapters").textContent = wanted ? `${found.length} of ${known.length}` : `${known.length} in all`;
+  const kept = new Map();
+  for (const model of found.slice(0, shown)) kept.set(model.id, rows.get(model.id) ?? new Row(model));
+  rows = kept;
+  get("table").tBodies[0].replaceChildren(...[...rows.values()].map((row) => row.root));
+  get("more").hidden = found.length <= shown;
+  for (const row of rows.values()) row.update();
+}
+
+class Row {
+  constructor(model) {
+    this.model = model;
+    this.where = make("td");
+    this.tokens = make("td");
+    const chat = make("button", { type: "button" }, "Chat");
+    chat.addEventListener("click", () => chatWith(model.id));
+    const unload = make("button", { type: "button" }, "Unload");
+    unload.addEventListener("click", () => this.unload(unload));
+    const name = make("td", { title: model.root ?? "" }, model.id);
+    if (model.quarantined) name.append(" ", make("span", { className: "tag bad" }, "quarantined"));
+    this.root = make("tr", {}, name, this.where, this.tokens, make("td", {}, chat, unload,
+      codeOf(() => asCode("v1/unload_lora_adapter", { json: { lora_name: model.id } }))));
+    this.seen = null;
+  }
+
+  update() {
+    const found = levels.get(this.model.id);
+    const count = tokens.get(this.model.id) ?? 0;
+    const told = JSON.stringify([[...(found?.levels ?? [])], found?.pinned, count]);
+    if (told === this.seen) return;
+    this.seen = told;
+    const names = { gpu: "device", cpu: "host", disk: "disk" };
+    const tags = Object.entries(names).filter(([level]) => found?.levels.has(level));
+    this.where.replaceChildren(
+      ...tags.map(([level, name]) => make("span", { className: `tag ${level}` }, name)),
+      ...(found?.pinned ? [make("span", { className: "tag" }, "pinned")] : []));
+    this.tokens.textContent = count ? count.toLocaleString("en") : "";
+  }
+
+  async unload(button) {
+    if (button.textContent === "Unload") {
+      button.textContent = "Really?";
+      setTimeout(() => { button.textContent = "Unload"; }, 3000);
+      return;
+    }
+    try {
+      await ask("v1/unload_lora_adapter", { method: "POST", json: { lora_name: this.model.id } });
+      changed();
+    } catch (error) {
+      tell(error.message, "bad");
+    }
+  }
+}
+
+// -- loading -------------------------------------------------------------------------------------
+
+let chosen = null;
+
+function choose(name, what, make_body) {
+  chosen = make_body;
+  get("upload-name").value = name.replace(/\.(tar|tar\.gz|tgz|safetensors)$/, "");
+  get("chosen-what").textContent = what;
+  get("chosen").hidden = false;
+  tell("");
+  get("upload-name").focus();
+}
+
+function chooseFile(file) {
+  choose(file.name, `${file.name}, ${bytes(file.size)}`, async () => file);
+}
+
+function chooseFolder(name, files) {
+  if (!files.length) return tell("The folder is empty.", "bad");
+  const size = files.reduce((sum, { file }) => sum + file.size, 0);
+  choose(name, `${name}: ${files.length} files, ${bytes(size)}`, () => tarOf(files));
+}
+
+/** The files right in a dropped folder; an adapter has no folders that matter. */
+async function filesOf(entry) {
+  const reader = entry.createReader(), found = [];
+  for (;;) {
+    const entries = await new Promise((resolve, reject) => reader.readEntries(resolve, reject));
+    if (!entries.length) return found;
+    for (const each of entries.filter((one) => one.isFile)) {
+      const file = await new Promise((resolve, reject) => each.file(resolve, reject));
+      found.push({ name: each.name, file });
+    }
+  }
+}
+
+function tell(text, kind = "") {
+  get("verdict").textContent = text;
+  get("verdict").className = kind;
+}
+
+const form = get("upload");
+form.addEventListener("dragover", (event) => { event.preventDefault(); form.classList.add("over"); });
+form.addEventListener("dragleave", () => form.classList.remove("over"));
+form.addEventListener("drop", async (event) => {
+  event.preventDefault();
+  form.classList.remove("over");
+  const item = event.dataTransfer.items[0];
+  const entry = item?.webkitGetAsEntry?.();
+  if (entry?.isDirectory) chooseFolder(entry.name, await filesOf(entry));
+  else if (event.dataTransfer.files[0]) chooseFile(event.dataTransfer.files[0]);
+});
+get("file").addEventListener("change", (event) => {
+  if (event.target.files[0]) chooseFile(event.target.files[0]);
+});
+get("folder").addEventListener("change", (event) => {
+  const all = [...event.target.files].map((file) => ({ path: file.webkitRelativePath.split("/"), file }));
+  const top = all.filter(({ path }) => path.length === 2);
+  if (top.length) chooseFolder(top[0].path[0], top.map(({ path, file }) => ({ name: path[1], file })));
+});
+form.addEventListener("submit", async (event) => {
+  event.preventDefault();
+  const name = get("upload-name").value.trim(), pinned = get("upload-pinned").checked;
+  const path = `v1/adapters/${name.split("/").map(encodeURIComponent).join("/")}?pinned=${pinned}`;
+  tell("It is sent and checked …");
+  const began = performance.now();
+  try {
+    const answer = await (await ask(path, { method: "PUT", body: await chosen() })).json();
+    const seconds = ((performance.now() - began) / 1000).toFixed(1);
+    tell(`${answer.lora_name} is served as it is. Checked and loaded in ${seconds} s; ` +
+      `its content is sha256:${answer.digest.slice(0, 16)}…`, "good");
+    get("verdict").append(codeOf(() => asCode(path, { method: "PUT", file: `${name}.tar` })));
+    get("chosen").hidden = true;
+    changed();
+  } catch (error) {
+    tell(`Not served: ${error.message}`, "bad");
+  }
+});
+get("filter").addEventListener("input", () => { shown = PAGE; draw(); });
+get("more").addEventListener("click", () => { shown += PAGE; draw(); });
