@@ -26,7 +26,7 @@ def first_and_last(
     asks: list[FleetAsk],
 ) -> tuple[list[tuple[float, str]], list[tuple[float, TokenEvent]]]:
     """When each request of one node got its first token, and how and when each ended."""
-    node = SimulatedNode("node", 30, H200)
+    node = SimulatedNode("node", 30, H200, 64)
     found: list[tuple[float, TokenEvent]] = []
     for number, ask in enumerate(asks):
         found += node.advance(ask.arrival_s)
@@ -80,7 +80,7 @@ def test_every_request_ends_once_whatever_happens() -> None:
 @pytest.mark.parametrize("policy", ["punica", "omniscient"])
 def test_rows(policy: str) -> None:
     trace = FleetTrace.parse("ramp")
-    plan = FleetPlan((trace,), (policy,), 2, 30, 12.0, 40.0, 4.0, 2, 0.1, None, None, 0)
+    plan = FleetPlan((trace,), (policy,), 2, 30, 64, 12.0, 40.0, 4.0, 2, 0.1, None, None, 0)
     asks = trace.draw(30, 24.0, 4.0, 40.0, 0)
     row = row_of("ramp", policy, asks, replay(setup_of(plan, policy), asks, 4.0), 4.0)
     assert row.tokens_per_s > 100

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -268,7 +269,7 @@ changes = st.tuples(
 @given(st.lists(changes, max_size=30), st.sampled_from([0, 16]))
 def test_keyed_codes(history: list[tuple[bool, int, int, list[int]]], stride: int) -> None:
     """They are a set of bits for each key and node."""
-    codes, model = KeyedCodes(stride), {}
+    codes, model = KeyedCodes(stride, np.dtype(np.intp)), {}
     codes.grow(2)
     codes.grow(4)
     for adds, node, bit, some in history:

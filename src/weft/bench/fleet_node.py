@@ -34,17 +34,16 @@ H200 = DeviceModel(
 decode steps and docs/benchmarks.md's loads: a step of 64 requests takes 5.8 ms with one adapter and
 8.1 ms with 64, a load 2.7 ms from the host and 29 ms from disk. `rank_bytes` is all of an adapter
 here."""
-SEATS = 64
 BLOCK = 128
 """Tokens of a block: more than engines have, so that fewer are looked at."""
 NUM_BLOCKS = 400_000 // BLOCK
 CHUNK = 2048
 DEVICE_ADAPTERS, HOST_ADAPTERS = 64, 256
 LIMITS = SchedulerLimits(
-    max_num_seqs=SEATS,
+    max_num_seqs=64,
     max_num_batched_tokens=CHUNK,
     max_model_len=1 << 14,
-    max_loras=SEATS,
+    max_loras=64,
     max_adapter_wait=2.0,
     vocab_size=1 << 40,
     eos_token_ids=frozenset(),
@@ -129,8 +128,9 @@ class _ToldSketch(PrefixSketch):
 class SimulatedNode:
     """One engine in virtual time. `advance(t)` lets it work until then."""
 
-    def __init__(self, name: str, num_adapters: int, model: DeviceModel) -> None:
+    def __init__(self, name: str, num_adapters: int, model: DeviceModel, seats: int) -> None:
         self.name = name
+        self._seats = seats
         self._model = model
         self._costs = costs_of(model)
         size = model.rank_bytes // ELEMENT_BYTES
@@ -140,7 +140,8 @@ class SimulatedNode:
         self._sketch = _ToldSketch()
         self._cache = Cache(NUM_BLOCKS, BLOCK)
         self._cache.sketch = self._sketch
-        self.scheduler = _Scheduler(LIMITS, self._cache, self.slots)
+        limits = LIMITS._replace(max_num_seqs=seats, max_loras=seats)
+        self.scheduler = _Scheduler(limits, self._cache, self.slots)
         sizes = {digest_of(k): model.rank_bytes for k in range(num_adapters)}
         self.loads = SimulatedLoads(model, sizes, HOST_ADAPTERS * model.rank_bytes)
         self.num_steps = self.num_rows = 0
@@ -232,7 +233,7 @@ class SimulatedNode:
         scheduler = self.scheduler
         free = (self.slots.capacity - self.slots.used_elements) * ELEMENT_BYTES
         return EngineLoad(
-            SEATS,
+            self._seats,
             scheduler.num_running,
             scheduler.num_waiting,
             scheduler.batch.num_queued_tokens,

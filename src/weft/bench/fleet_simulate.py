@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich.table import Table
 
-from weft.bench.fleet_node import H200, SEATS
+from weft.bench.fleet_node import H200
 from weft.bench.fleet_simulator import FleetReplay, FleetSetup, FleetSimulator
 from weft.bench.fleet_trace import FleetAsk, FleetTrace
 from weft.bench.report import Report, new_figure, new_table, progress
@@ -36,6 +36,8 @@ class FleetPlan:
     policies: tuple[str, ...]
     num_nodes: int
     num_adapters: int
+    seats: int
+    """Requests that run at a node at a time."""
     rate: float
     """Requests per second and node, at the peak."""
     answer: float
@@ -88,13 +90,13 @@ def run_fleet(plan: FleetPlan) -> Report:
     return Report(
         benchmark="simulate-fleet",
         title=title,
-        config={**asdict(plan), "model": asdict(H200), "seats": SEATS},
+        config={**asdict(plan), "model": asdict(H200)},
         results=[
             {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()}
             for row in rows
         ],
         shown=fleet_table(rows),
-        plot=lambda: fleet_plot(batches, title),
+        plot=lambda: fleet_plot(batches, plan.seats, title),
     )
 
 
@@ -103,6 +105,7 @@ def setup_of(plan: FleetPlan, policy: str) -> FleetSetup:
     return FleetSetup(
         plan.num_nodes,
         plan.num_adapters,
+        plan.seats,
         next(iter(POLICIES)) if knows else policy,
         1 if knows else plan.num_routers,
         0.0 if knows else plan.report_s,
@@ -160,7 +163,7 @@ def fleet_table(rows: Sequence[FleetRow]) -> Table:
     return table
 
 
-def fleet_plot(batches: Sequence[tuple[str, FleetReplay]], title: str) -> Figure:
+def fleet_plot(batches: Sequence[tuple[str, FleetReplay]], seats: int, title: str) -> Figure:
     """Plot each node's batch over time, the busiest nodes at the bottom, with a panel each."""
     figure, panels = new_figure(title, len(batches))
     for axes, (name, found) in zip(panels, batches, strict=True):
@@ -174,7 +177,7 @@ def fleet_plot(batches: Sequence[tuple[str, FleetReplay]], title: str) -> Figure
             extent=extent,
             cmap="viridis",
             vmin=0,
-            vmax=SEATS,
+            vmax=seats,
             interpolation="nearest",
         )
         axes.set_title(name, loc="left", fontsize=10)

@@ -43,6 +43,8 @@ class FleetSetup:
 
     num_nodes: int
     num_adapters: int
+    seats: int = 64
+    """Requests that run at a node at a time."""
     policy: str = "cost"
     num_routers: int = 1
     report_s: float = 0.1
@@ -147,7 +149,7 @@ class FleetSimulator:
         self.replay = FleetReplay()
 
     def _new_node(self, i: int) -> SimulatedNode:
-        return SimulatedNode(f"node-{i}", self._setup.num_adapters, H200)
+        return SimulatedNode(f"node-{i}", self._setup.num_adapters, H200, self._setup.seats)
 
     def run(self) -> FleetReplay:
         setup, replay, asks = self._setup, self.replay, self._asks

@@ -7,7 +7,8 @@ has what the key stands for:
     a1             RESIDENT    0           HOST | COMING
     a2             0           RUNNING     0
 
-An element of a row is `stride * node + code`: where to look in a table of codes by node. Rows
+An element of a row is `stride * node + code`, which with a stride of `NUM_CODES` says where to look
+in a table with a line for each node and code. Rows
 exist only for keys that some node holds.
 
 A key also gives the nodes an order of its own (`Orders`), the same wherever it is worked out.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,18 +39,19 @@ Floats = NDArray[np.float64]
 class KeyedCodes:
     """Owner of the rows of one kind of keys."""
 
-    def __init__(self, stride: int) -> None:
+    def __init__(self, stride: int, dtype: np.dtype[Any]) -> None:
+        """`dtype`: that of the rows."""
         self._stride = stride
-        self._nothing: Ints = np.zeros(0, dtype=np.intp)
+        self._nothing: NDArray[Any] = np.zeros(0, dtype)
         """The row of a key that no node holds."""
-        self._rows: dict[int, Ints] = {}
+        self._rows: dict[int, NDArray[Any]] = {}
         self._holders: dict[int, int] = {}
         """How many nodes have a code other than 0."""
 
-    def row(self, key: int) -> Ints:
+    def row(self, key: int) -> NDArray[Any]:
         return self._rows.get(key, self._nothing)
 
-    def find(self, key: int) -> Ints | None:
+    def find(self, key: int) -> NDArray[Any] | None:
         """The row of a key that some node holds, or None."""
         return self._rows.get(key)
 
@@ -87,7 +90,7 @@ class KeyedCodes:
 
     def grow(self, num_nodes: int) -> None:
         old = len(self._nothing)
-        self._nothing = self._stride * np.arange(num_nodes, dtype=np.intp)
+        self._nothing = self._stride * np.arange(num_nodes, dtype=self._nothing.dtype)
         more = self._nothing[old:]
         self._rows = {key: np.concatenate((row, more)) for key, row in self._rows.items()}
 

@@ -32,8 +32,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.errors import ConfigError
-from weft.fleet.keys import RUNNING, hash_of
-from weft.fleet.view import TRANSIT_S, FleetView, RoutedRequest
+from weft.fleet.keys import NUM_CODES, RUNNING, hash_of
+from weft.fleet.view import BYTE_S, LOAD_S, ROWS_S, TRANSIT_S, FleetView, RoutedRequest
 
 Floats = NDArray[np.float64]
 
@@ -206,33 +206,35 @@ class Router:
         view, table = self.view, self.view.table
         if request.adapter:
             codes = view.adapters.row(request.adapter)
-            load = table.load_s.take(codes) + request.adapter_bytes * table.byte_s.take(codes)
-            rows = table.rows_s.take(codes)
+            by_node = table.by_code.take(codes, axis=0)
+            load = by_node[:, LOAD_S] + request.adapter_bytes * by_node[:, BYTE_S]
+            rows = by_node[:, ROWS_S]
         else:
-            load, rows = np.zeros(view.capacity), table.rows_s[:, RUNNING]
+            load, rows = np.zeros(view.capacity), table.by_code[RUNNING::NUM_CODES, ROWS_S]
         prefill = self._uncached(request) * table.token_s
-        others = CROWDING * table.num_open * (prefill + rows)
+        others = (prefill + rows) * table.num_open
+        others *= CROWDING
         order = ORDER_S * view.orders.places(request.order_key)
         closed = table.closed_s
         if request.labels or request.avoid:
             closed = closed + view.barred_s(request)
         wait = table.wait_s.copy()
-        total = np.maximum(wait, load) + prefill + others + order + closed
+        total = np.maximum(wait, load)
+        for part in (prefill, others, order, closed):
+            total += part
         return Terms(wait, load, prefill, others, order, closed, total)
 
-    def _uncached(self, request: RoutedRequest) -> Floats:
+    def _uncached(self, request: RoutedRequest) -> Floats | float:
         """How many tokens each node has to compute. Who has a long prefix has the shorter ones
-        that it begins with, so each adds what it is longer by."""
-        rows, longer, last = [], [], 0
-        for num_tokens, key in request.prefixes:
-            row = self.view.prefixes.find(key)
-            if row is not None:
-                rows.append(row)
-                longer.append(float(num_tokens - last))
-                last = num_tokens
-        if not rows:
-            return np.full(self.view.capacity, float(request.num_tokens))
-        cached: Floats = np.array(longer) @ (np.array(rows) != 0)
+        that it begins with, so each adds what it is longer by. Every other prefix will do."""
+        find, prefixes = self.view.prefixes.find, request.prefixes
+        some = prefixes[(len(prefixes) + 1) % 2 :: 2]  # with the longest one
+        found = [(tokens, row) for tokens, key in some if (row := find(key)) is not None]
+        if not found:
+            return float(request.num_tokens)
+        shorter = [0, *(tokens for tokens, _ in found[:-1])]
+        longer = [float(own[0] - last) for own, last in zip(found, shorter, strict=True)]
+        cached: Floats = np.array(longer) @ np.minimum([row for _, row in found], 1.0)
         return request.num_tokens - cached
 
     def patience_s(self, tenant: str) -> float:

@@ -31,6 +31,9 @@ MEMORY = 0.01
 """How much the newest request changes these two means."""
 LOADERS = 2
 """How many loads a node makes at a time."""
+LOAD_S, BYTE_S, ROWS_S = 0, 1, 2
+"""Until an adapter is on the device, but for its size; the same for each byte of it; and what an
+answer with it adds to all the steps in which it takes part, together."""
 RELUCTANT = 1e6
 """Added to the seconds of nodes that get requests only when there is no other node."""
 
@@ -113,13 +116,8 @@ class CostTable:
         """For each token of a prompt."""
         self.closed_s = np.zeros(0)
         """0; RELUCTANT for a node that gets requests only if no other can; infinite if it can't."""
-        # By node and code:
-        self.load_s = np.zeros((0, NUM_CODES))
-        """Until an adapter is there, as far as its size does not matter."""
-        self.byte_s = np.zeros((0, NUM_CODES))
-        """The same for each byte of it."""
-        self.rows_s = np.zeros((0, NUM_CODES))
-        """What an answer adds to all the steps in which it takes part, together."""
+        self.by_code = np.zeros((0, 3))
+        """Three figures for each node and code (`LOAD_S`, `BYTE_S`, `ROWS_S`)."""
 
     def grow(self, capacity: int) -> None:
         more = (0, capacity - len(self.wait_s))
@@ -127,9 +125,7 @@ class CostTable:
             np.pad(each, more) for each in (self.wait_s, self.num_open, self.seats, self.token_s)
         )
         self.closed_s = np.pad(self.closed_s, more, constant_values=np.inf)
-        self.load_s, self.byte_s, self.rows_s = (
-            np.pad(each, (more, (0, 0))) for each in (self.load_s, self.byte_s, self.rows_s)
-        )
+        self.by_code = np.pad(self.by_code, ((0, NUM_CODES * more[1]), (0, 0)))
 
     def write_load(self, i: int, node: NodeState, answer_tokens: float) -> None:
         """Work out what depends on how many requests a node has, and on what is queued there.
@@ -149,7 +145,8 @@ class CostTable:
         self.seats[i], self.token_s[i] = max(load.max_seats, 1), costs.token_s
         near = costs.row_s * answer_tokens
         far = near + costs.adapter_s * answer_tokens
-        self.rows_s[i] = [far] * RUNNING + [near] * RUNNING
+        by_code = self.by_code[NUM_CODES * i : NUM_CODES * (i + 1)]
+        by_code[:, ROWS_S] = [far] * RUNNING + [near] * RUNNING
         self.closed_s[i] = np.inf if node.dead else 0.0
         if node.draining or not node.enabled:
             self.closed_s[i] += RELUCTANT
@@ -160,8 +157,8 @@ class CostTable:
             fixed_s, host_s, disk_s = fixed_s + costs.load_s, 2 * host_s, disk_s + host_s
         rest_s, rest_byte_s = (costs.load_s + queue_s) / 2, costs.disk_byte_s / 2
         # Absent, on the device, on the host, both; and the same while it is being loaded.
-        self.load_s[i] = [fixed_s, 0.0, fixed_s, 0.0, rest_s, 0.0, rest_s, 0.0] * 2
-        self.byte_s[i] = [disk_s, 0.0, host_s, 0.0, rest_byte_s, 0.0, rest_byte_s, 0.0] * 2
+        by_code[:, LOAD_S] = [fixed_s, 0.0, fixed_s, 0.0, rest_s, 0.0, rest_s, 0.0] * 2
+        by_code[:, BYTE_S] = [disk_s, 0.0, host_s, 0.0, rest_byte_s, 0.0, rest_byte_s, 0.0] * 2
 
 
 class FleetView:
@@ -174,8 +171,8 @@ class FleetView:
         """By their index in all arrays."""
         self._index: dict[str, int] = {}
         self.table = CostTable()
-        self.adapters = KeyedCodes(NUM_CODES)
-        self.prefixes = KeyedCodes(0)
+        self.adapters = KeyedCodes(NUM_CODES, np.dtype(np.intp))
+        self.prefixes = KeyedCodes(0, np.dtype(np.float64))
         self.orders = Orders()
         self.open_of: Counter[str] = Counter()
         """This router's open requests by tenant."""

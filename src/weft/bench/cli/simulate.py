@@ -37,6 +37,10 @@ class FleetFlags:
         float,
         typer.Option(help="Mean tokens of an answer.", min=1, rich_help_panel=FLEET),
     ] = 128.0
+    seats: Annotated[
+        int,
+        typer.Option(help="Requests that run at a node at a time.", min=1, rich_help_panel=FLEET),
+    ] = 64
     routers: Annotated[
         int | None,
         typer.Option(
@@ -210,6 +214,7 @@ def _fleet(flags: SimulateFlags, num_nodes: int) -> Report:
         policies=known if flags.policy is None else parse_names(flags.policy, known, "policy"),
         num_nodes=num_nodes,
         num_adapters=adapters[0],
+        seats=flags.seats,
         rate=flags.rate or 28.0,
         answer=flags.answer,
         seconds=flags.seconds,
