@@ -83,12 +83,13 @@ def connect(group: Ranks, row_bytes: int, device: torch.device) -> PeerRanks:
     All ranks call it, each with its own device."""
     # Memory that is mapped for multicast, even unused, can outlive a process that is killed.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    from torch._C._distributed_c10d import _SymmetricMemory
+    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
 
     # Torch remembers by name where a group meets. Groups of one process have the same name, one
     # after the other, so each is given one of its own.
     name = f"weft-{next(_groups)}"
     store = dist.PrefixStore("inboxes", dist.distributed_c10d._get_default_store())
+    _register_process_group(name, dist.group.WORLD)
     _SymmetricMemory.set_group_info(name, group.rank, group.size, store)
     return PeerRanks(group, open_inboxes(group, name, row_bytes, device), name)
 
