@@ -136,6 +136,10 @@ def _cases(tokenizer: Tokenizer) -> list[Case]:
 
 @pytest.fixture(scope="module")
 def workload() -> list[tuple[Case, Expected]]:
+    return make_workload()
+
+
+def make_workload() -> list[tuple[Case, Expected]]:
     """Every adapter and the base in turn: words, then a long conversation."""
     cases = _cases(load_tokenizer(str(BASE)))
     threads = torch.get_num_threads()

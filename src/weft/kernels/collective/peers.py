@@ -14,6 +14,7 @@ import torch.distributed as dist
 import triton
 from torch import Tensor
 
+from weft.core.errors import ConfigError
 from weft.kernels.collective.base import Ranks
 from weft.kernels.collective.triton_sums import gather_pieces, sum_rows
 from weft.kernels.triton_base import launch_options, processors, starts_early
@@ -28,7 +29,9 @@ WORTH_A_SHOT = 512 << 10
 """Bytes that a second shot must save each rank from sending: it takes as long as these."""
 
 
-_groups = itertools.count()
+_meetings = itertools.count()
+"""Torch counts how often a process has exchanged memory, and finds others by that number, so that
+one which has done it before would wait for ever for ranks that have only just started."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,29 +83,24 @@ def can_connect(size: int) -> bool:
 
 def connect(group: Ranks, row_bytes: int, device: torch.device) -> PeerRanks:
     """The ranks of torch's default process group, whose sums have rows of at most that many bytes.
-    All ranks call it, each with its own device."""
+    All ranks call it, each with its own device. Raises ConfigError the second time."""
     # Memory that is mapped for multicast, even unused, can outlive a process that is killed.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-    from torch._C._distributed_c10d import _register_process_group, _SymmetricMemory
-
-    # Torch remembers by name where a group meets. Groups of one process have the same name, one
-    # after the other, so each is given one of its own.
-    name = f"weft-{next(_groups)}"
-    store = dist.PrefixStore("inboxes", dist.distributed_c10d._get_default_store())
-    _register_process_group(name, dist.group.WORLD)
-    _SymmetricMemory.set_group_info(name, group.rank, group.size, store)
-    return PeerRanks(group, open_inboxes(group, name, row_bytes, device), name)
+    if next(_meetings):
+        message = "a process can spread a model over GPUs once: start another process"
+        raise ConfigError(f"--tensor-parallel-size: {message}", "tensor_parallel_size")
+    return PeerRanks(group, open_inboxes(group, row_bytes, device))
 
 
-def open_inboxes(group: Ranks, name: str, row_bytes: int, device: torch.device) -> Inboxes:
-    """Make the inboxes of all ranks, for rows of at most that many bytes. `name`: that under which
-    torch knows where they meet."""
+def open_inboxes(group: Ranks, row_bytes: int, device: torch.device) -> Inboxes:
+    """Make the inboxes of all ranks of torch's default process group, for rows of at most that many
+    bytes. All ranks call it, each with its own device."""
     from torch.distributed import _symmetric_memory as symmetric
 
     own = symmetric.empty(
         Inboxes.bytes_of(group.size, row_bytes), dtype=torch.int8, device=device
     ).fill_(-1)
-    handle = symmetric.rendezvous(own, name)
+    handle = symmetric.rendezvous(own, dist.group.WORLD)
     inboxes = [handle.get_buffer(i, own.shape, own.dtype) for i in range(group.size)]
     inboxes[group.rank] = own  # the others do not own their memory
     torch.cuda.synchronize(device)
@@ -114,10 +112,9 @@ class PeerRanks:
     """`Ranks` whose sums and gathers of floating-point numbers go through inboxes. What these have
     no room for goes through `group`."""
 
-    def __init__(self, group: Ranks, inboxes: Inboxes, name: str = "") -> None:
-        """`name`: see `open_inboxes`."""
+    def __init__(self, group: Ranks, inboxes: Inboxes) -> None:
         self.rank, self.size = group.rank, group.size
-        self._group, self._name = group, name
+        self._group = group
         self._inboxes = inboxes
         device = inboxes.address_S.device
         self._programs = processors(device)
@@ -180,7 +177,7 @@ class PeerRanks:
 
     def more_inboxes(self, row_bytes: int) -> Inboxes:
         """Inboxes for kernels that sum on their own. All ranks call it."""
-        return open_inboxes(self._group, self._name, row_bytes, self._inboxes.address_S.device)
+        return open_inboxes(self._group, row_bytes, self._inboxes.address_S.device)
 
     @property
     def _num_rows(self) -> int:

@@ -1,0 +1,41 @@
+"""What the tests of a model over several GPUs do, each in a process of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from golden_cases import NAMES, TIGHT, assert_right, interleaved, make_workload, run
+from tiny import ADAPTERS, BASE, tasks
+from watched_ranks import checksums, watch_all
+
+from weft import LLM, SamplingParams
+from weft.text import load_tokenizer
+
+
+def tokens(_: int, options: dict[str, object]) -> None:
+    """The golden workload's."""
+    part = interleaved(make_workload())
+    with LLM(BASE, ADAPTERS, dtype="float32", num_blocks=512, **options) as llm:
+        assert_right(run(llm, part), part)
+
+
+def same_bits(_: int, options: dict[str, object], folder: str, num_steps: int) -> None:
+    """Logits of so many steps, in which adapters come, are moved and go. Tokens are sampled, so
+    that no two requests are alike."""
+    watch_all(Path(folder), pytest.MonkeyPatch())
+    tokenizer = load_tokenizer(str(BASE))
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=7, ignore_eos=True)
+    settings = {**TIGHT, "max_num_batched_tokens": 64, "adapter_memory": 900_000}
+    ranks: list[list[str]] = []
+    with LLM(BASE, ADAPTERS, **settings, **options) as llm:
+        seed = 0
+        while len(ranks) < 2 or min(map(len, ranks)) < num_steps:
+            names = [NAMES[(seed + i) % len(NAMES)] for i in range(12)]
+            prompts = [tokenizer.encode(word, False) for word in tasks.words(seed, 12)]
+            llm.generate(prompts, params, names)
+            seed, ranks = seed + 1, checksums(Path(folder))
+        assert llm.stats().adapter_evictions > 0
+    first, *others = ranks
+    assert len(set(first)) > num_steps // 2
+    assert all(other[:num_steps] == first[:num_steps] for other in others)
