@@ -36,7 +36,7 @@ from weft.core.messages import Command, Started, Submit, Tokens
 from weft.core.requests import TokenEvent
 from weft.core.stats import EngineInfo
 from weft.fleet.client import LinkClient
-from weft.fleet.process import REPORTS
+from weft.fleet.wire import REPORTS
 from weft.registry import AdapterRegistry, AdapterRoots
 from weft.text import load_tokenizer
 

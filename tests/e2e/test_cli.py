@@ -20,7 +20,7 @@ from engine_thread import start_in_process
 from patience import PATIENCE_S
 from typer.testing import CliRunner
 
-from weft.cli import demo, serve
+from weft.cli import demo, engines
 from weft.cli.args import ServeFlags, parse_lora_modules, spread_lora_modules
 from weft.cli.main import app
 from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs, engine_args
@@ -221,7 +221,7 @@ def test_a_broken_adapter_at_the_start_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        serve, "start_supervised", partial(start_supervised, start=start_in_process)
+        engines, "start_supervised", partial(start_supervised, start=start_in_process)
     )
     for file in tiny.ADAPTERS["upper"].iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())

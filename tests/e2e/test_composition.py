@@ -45,8 +45,8 @@ from weft.engine import adapters
 from weft.engine.build import build_engine
 from weft.engine.engine import Engine
 from weft.fleet.client import LinkClient
-from weft.fleet.process import COMMANDS
 from weft.fleet.supervisor import Supervisor, start_supervised
+from weft.fleet.wire import COMMANDS
 from weft.llm import AdapterChoice, RequestOutput
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.text import load_tokenizer

@@ -7,8 +7,8 @@ import random
 from weft.core.messages import Submit, SubmitAgain
 from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams, StructuredOutputs
-from weft.fleet.process import COMMANDS
 from weft.fleet.sent import NUM_PLACES, ReceivedRequests, SentRequests
+from weft.fleet.wire import COMMANDS
 
 
 def test_each_form_is_sent_once_and_arrives_with_every_request() -> None:

@@ -30,6 +30,7 @@ from weft.api.reading import IGNORED
 from weft.api.routes_adapters import adapter_routes
 from weft.api.routes_chat import chat_routes
 from weft.api.routes_completions import completion_routes
+from weft.api.routes_fleet import Fleet, fleet_routes
 from weft.api.routes_messages import message_routes
 from weft.api.routes_page import ABOUT, page_files, page_routes
 from weft.api.routes_registry import registry_routes
@@ -60,12 +61,14 @@ def create_app(
     tenants: Tenants | None = None,
     audit: AuditLog | None = None,
     shared: tuple[SharedRegistry, Blobs] | None = None,
+    fleet: Fleet | None = None,
 ) -> FastAPI:
     """The application; it neither starts nor closes the engine. `tokenizer`: the base's, with
     those of adapters that are loaded already; None: texts are not served. `sources`: where clients'
     adapters may come from. `state.metrics_app` is what an address for metrics alone serves,
     `state.tenant_of_key` tells connections who sends. With a `shared` registry, whose names are
-    then the only ones, `state.follower` is to be started before the application serves."""
+    then the only ones, `state.follower` is to be started before the application serves. `fleet`:
+    the nodes behind `engine`, if it has several."""
     if tenants is not None:
         settings = replace(settings, tenants=tenants.by_name)
     if not isinstance(tokenizer, AdapterTokenizers):
@@ -101,7 +104,7 @@ def create_app(
         exception_handlers={WeftError: handle_error, HTTPException: handle_error},
     )
     app.state.request_timeout_s = settings.request_timeout_s
-    _add_routes(app, service, desk, watch)
+    _add_routes(app, service, desk, watch, fleet)
     if settings.page:
         app.include_router(page_routes(follower is not None, not settings.metrics_apart))
     app.state.follower, app.state.shadows = follower, service.shadows
@@ -112,7 +115,11 @@ def create_app(
     return app
 
 
-def _add_routes(app: FastAPI, service: Service, desk: AdapterDesk, watch: LoopWatch) -> None:
+def _add_routes(
+    app: FastAPI, service: Service, desk: AdapterDesk, watch: LoopWatch, fleet: Fleet | None
+) -> None:
+    if fleet is not None:
+        app.include_router(fleet_routes(service, fleet))
     for routes in (
         chat_routes,
         completion_routes,

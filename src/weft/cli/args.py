@@ -21,11 +21,13 @@ from weft.registry.contents import MAX_ADAPTER_BYTES
 from weft.terminal.options import ADAPTERS, MODEL, parse_bytes
 
 if TYPE_CHECKING:
+    from weft.fleet.start import FleetArgs
     from weft.registry.shared import SharedRegistry
     from weft.registry.shared_tenants import SharedTenants
     from weft.registry.tenants_file import TenantsFile
 
 HTTP = "HTTP server"
+FLEET = "Fleet"
 
 _HELP = {
     "--host": "The address to listen on; 0.0.0.0 stands for all.",
@@ -84,6 +86,16 @@ _HELP = {
     " tenants there are, to all servers that share it.",
     "--registry-boot": "lazy: load a registry's adapters when they are first used. eager: load all"
     " at the start. Pinned ones are loaded at the start in any case.",
+    "--fleet": "Serve together with other nodes: a file with HOST:PORT of one in each line, or"
+    " HOST:PORT of which DNS knows all. It is read again each second.",
+    "--fleet-key": "A file that all nodes of a fleet have, with 32 random bytes or more. Links"
+    " between nodes are encrypted with it.",
+    "--fleet-listen": "Where other nodes reach this one; port 0 takes any free one.",
+    "--node-name": "What this node is called; no two nodes may have one name. Default: the host's"
+    " name and the port of --fleet-listen.",
+    "--no-engine": "Serve HTTP alone: requests run on other nodes of the fleet.",
+    "--no-api": "Run the engine alone, for other nodes of the fleet: no HTTP, but for"
+    " --metrics-port.",
     "--adapter-templates": "Whether the tokenizers and chat templates that adapters bring are used,"
     " in processes with limits. off: the base's are used for all, and adapters that add tokens are"
     " refused.",
@@ -152,6 +164,12 @@ class ServeFlags:
     adapter_templates: Annotated[
         Literal["on", "off"], _flag("--adapter-templates", panel=ADAPTERS)
     ] = "on"
+    fleet: Annotated[str | None, _flag("--fleet", "WHERE", FLEET)] = None
+    fleet_key: Annotated[Path | None, _flag("--fleet-key", "FILE", FLEET)] = None
+    fleet_listen: Annotated[str, _flag("--fleet-listen", "HOST:PORT", FLEET)] = "0.0.0.0:7070"
+    node_name: Annotated[str | None, _flag("--node-name", "NAME", FLEET)] = None
+    no_engine: Annotated[bool, _flag("--no-engine", panel=FLEET)] = False
+    no_api: Annotated[bool, _flag("--no-api", panel=FLEET)] = False
     enable_lora: Annotated[bool, typer.Option("--enable-lora", hidden=True)] = False
 
     def kv_events(self) -> KvEventsArgs | None:
@@ -185,6 +203,26 @@ class ServeFlags:
 
         roots = [root.expanduser().absolute() for root in self.lora_root or ()]
         return TenantsFile(self.tenants, roots)
+
+    def fleet_args(self) -> FleetArgs | None:
+        """How the server is a part of a fleet; None: it stands alone. Raises ConfigError."""
+        if self.fleet is None or self.fleet_key is None:
+            for name in ("fleet", "fleet_key", "node_name", "no_engine", "no_api"):
+                if getattr(self, name):
+                    needed = "fleet_key" if name == "fleet" else "fleet"
+                    flag, missing = (f"--{each.replace('_', '-')}" for each in (name, needed))
+                    raise ConfigError(f"{flag} needs {missing} too", needed)
+            return None
+        from weft.fleet.start import FleetArgs  # it needs ZeroMQ's authentication
+
+        return FleetArgs(
+            where=self.fleet,
+            key=self.fleet_key,
+            listen=self.fleet_listen,
+            name=self.node_name,
+            has_engine=not self.no_engine,
+            has_api=not self.no_api,
+        )
 
     def shared_registry(self) -> SharedRegistry | None:
         """The registry that this server is to follow, which is read. Raises ConfigError,

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 import uvicorn
 from fastapi import FastAPI
 from rich.console import Console
-from rich.panel import Panel
-from rich.table import Table
 
 from weft.api import ApiSettings, create_app
 from weft.api.http import READER_TIMEOUT_S
@@ -26,15 +24,14 @@ from weft.api.settings import parse_key
 from weft.cli.args import LoraModule, ServeFlags
 from weft.cli.connections import ConnectionLimits, connection_limits, http_config
 from weft.cli.deadline import end_within
+from weft.cli.engines import leave_fleet, start_engine, until_empty
 from weft.cli.front import FrontDoor, served_beside
+from weft.cli.summary import num_shared, summary
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError, WeftError
-from weft.core.messages import EngineClient
 from weft.core.processes import leave_out_torch
-from weft.core.stages import in_words
-from weft.core.stats import EngineInfo
 from weft.core.tenants import Tenant
-from weft.fleet.supervisor import start_supervised
+from weft.fleet.supervisor import Supervisor
 from weft.metrics.logs import configure_logging
 from weft.models.config import resolve_model
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
@@ -44,10 +41,11 @@ from weft.registry.contents import Contents, cache_folder
 from weft.registry.shared import SharedRegistry
 from weft.serving import LoopExecutor, Publisher
 from weft.serving.follower import Follower
-from weft.terminal.options import show_bytes
 from weft.text import AdapterTokenizers, Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
+    from weft.fleet.fleet_client import FleetClient
+    from weft.fleet.start import FleetArgs
     from weft.metrics.traces import Traces
 
 logger = logging.getLogger(__name__)
@@ -73,6 +71,7 @@ class _Start:
     connections: ConnectionLimits
     shared: SharedRegistry | None
     """What it follows."""
+    fleet: FleetArgs | None
 
 
 def run(engine: EngineArgs, flags: ServeFlags) -> None:
@@ -84,9 +83,10 @@ def run(engine: EngineArgs, flags: ServeFlags) -> None:
     modules = flags.modules(api.served_model_names)
     limits = connection_limits(flags.max_connections_per_address)
     roots, shared = flags.roots(modules), flags.shared_registry()
+    fleet = flags.fleet_args()
     tenants = flags.tenants_file() if shared is None else flags.shared_tenants(shared)
     door = FrontDoor(tenants, flags.audit_log)
-    start = _Start(engine, flags, api, modules, roots, flags.allowed(), door, limits, shared)
+    start = _Start(engine, flags, api, modules, roots, flags.allowed(), door, limits, shared, fleet)
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_run_server(start))
 
@@ -146,7 +146,9 @@ async def _run_server(start: _Start) -> None:
     _on_signals(stop)
     start.door.on_hangup()
     with contextlib.ExitStack() as bound:
-        listener = bound.enter_context(contextlib.closing(_bind(flags.host, flags.port)))
+        listener = None
+        if not flags.no_api:
+            listener = bound.enter_context(contextlib.closing(_bind(flags.host, flags.port)))
         beside = None
         if flags.metrics_port is not None:
             beside = _bind(flags.metrics_host, flags.metrics_port)
@@ -162,23 +164,23 @@ async def _run_server(start: _Start) -> None:
 
 async def _start_and_serve(
     start: _Start,
-    listener: socket.socket,
+    listener: socket.socket | None,
     beside: socket.socket | None,
     traces: Traces | None,
 ) -> None:
     console, shared = Console(), start.shared
-    model = start.engine.model.model
+    model, lora = start.engine.model.model, start.engine.lora
+    registry = AdapterRegistry(start.api.served_model_names, model)
+    kept = cache_folder(lora.adapter_cache_dir)
+    contents = Contents(kept, lora.adapter_cache_bytes, registry.digests)
+    blobs = None if shared is None else Blobs(shared.store, contents)
     with console.status(f"Loading {model}"):
-        engine, tokenizer = await _load(start)
+        engine, tokenizer = await _load(start, blobs)
         tokenizers = AdapterTokenizers(tokenizer, start.flags.adapter_templates == "off")
     try:
         if start.api.tenants:
             await engine.set_tenants(list(start.api.tenants.values()))
         await start.door.tell(engine)
-        registry = AdapterRegistry(start.api.served_model_names, model)
-        lora = start.engine.lora
-        kept = cache_folder(lora.adapter_cache_dir)
-        contents = Contents(kept, lora.adapter_cache_bytes, registry.digests)
         max_bytes = start.flags.max_adapter_size
         app = create_app(
             engine,
@@ -189,7 +191,8 @@ async def _start_and_serve(
             traces,
             start.door.tenants,
             start.door.audit,
-            None if shared is None else (shared, Blobs(shared.store, contents)),
+            None if shared is None or blobs is None else (shared, blobs),
+            None if isinstance(engine, Supervisor) else engine,
         )
         # The operator's own adapters may lie anywhere, so this has sources of its own.
         own = Sources(contents=contents)
@@ -199,15 +202,20 @@ async def _start_and_serve(
             await _follow(console, start, shared, app.state.follower)
         flags = start.flags
         metrics_url = None if beside is None else _url(flags.metrics_host, beside)
-        shares = None if shared is None else f"{flags.registry}: {_num_shared(shared)} adapters"
-        summary = _summary(engine.info, registry, _url(flags.host, listener), metrics_url, shares)
+        shares = None if shared is None else f"{flags.registry}: {num_shared(shared)} adapters"
+        url = "none" if listener is None else _url(flags.host, listener)
+        shown = summary(engine.info, registry, url, metrics_url, shares)
         _on_signals(lambda: None)
         # The garbage collector must not look at what is there by now: it would hold up all streams
         # for some hundred milliseconds.
         gc.collect()
         gc.freeze()
         async with served_beside(app.state.metrics_app, beside):
-            await _serve_http(app, start, engine, listener, lambda: console.print(summary))
+            if listener is None:
+                console.print(shown)
+                await _serve_nodes(app, engine, flags.shutdown_timeout)
+            else:
+                await _serve_http(app, start, engine, listener, lambda: console.print(shown))
     finally:
         await engine.close()
 
@@ -252,12 +260,14 @@ def _on_signals(call: Callable[[], object]) -> None:
         loop.add_signal_handler(number, call)
 
 
-async def _load(start: _Start) -> tuple[EngineClient, Tokenizer | None]:
+async def _load(
+    start: _Start, blobs: Blobs | None
+) -> tuple[Supervisor | FleetClient, Tokenizer | None]:
     """The engine's process and the tokenizer, which load side by side."""
     model = start.engine.model
     await asyncio.to_thread(resolve_model, model.model, model.revision, weights=False)
-    supervised = start_supervised(start.engine, watchdog_s=start.flags.watchdog_timeout)
-    engine = asyncio.create_task(supervised)
+    watchdog_s = start.flags.watchdog_timeout
+    engine = asyncio.create_task(start_engine(start.engine, start.fleet, watchdog_s, blobs))
     try:
         tokenizer = None
         if not start.flags.skip_tokenizer_init:
@@ -304,7 +314,7 @@ class _Server(uvicorn.Server):
     def __init__(
         self,
         config: uvicorn.Config,
-        engine: EngineClient,
+        engine: Supervisor | FleetClient,
         shutdown_timeout_s: float,
         on_started: Callable[[], None],
     ) -> None:
@@ -323,6 +333,7 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        leave_fleet(self._engine)
         close_later = asyncio.create_task(self._close_engine_later())
         await super().shutdown(sockets)
         close_later.cancel()
@@ -333,10 +344,23 @@ class _Server(uvicorn.Server):
         await self._engine.close()
 
 
+async def _serve_nodes(
+    app: FastAPI, engine: Supervisor | FleetClient, shutdown_timeout_s: float
+) -> None:
+    """Serve other nodes alone, until a signal; then until they have taken their requests away."""
+    stopped = asyncio.Event()
+    _on_signals(stopped.set)
+    async with app.router.lifespan_context(app):
+        await stopped.wait()
+        end_within(shutdown_timeout_s + HARD_END_S)
+        leave_fleet(engine)
+        await until_empty(engine, shutdown_timeout_s)
+
+
 async def _serve_http(
     app: FastAPI,
     start: _Start,
-    engine: EngineClient,
+    engine: Supervisor | FleetClient,
     listener: socket.socket,
     on_started: Callable[[], None],
 ) -> None:
@@ -353,52 +377,3 @@ async def _serve_http(
         await server.serve([listener])
     except OSError as error:
         raise _port_refused(flags.host, flags.port, error) from error
-
-
-def _summary(
-    info: EngineInfo,
-    registry: AdapterRegistry,
-    url: str,
-    metrics_url: str | None,
-    shares: str | None,
-) -> Panel:
-    """What a newcomer wants to know of a server that is ready. `shares` tells of the registry that
-    it shares with others, if there is one."""
-    rows = Table.grid(padding=(0, 2))
-    rows.add_column(style="bold", no_wrap=True)
-    rows.add_column(overflow="fold")
-    adapters = list(registry.names())
-    rows.add_row("Model", ", ".join(registry.base_names))
-    rows.add_row("", f"{info.architecture}, {_count(info.num_parameters)} parameters, {info.dtype}")
-    rows.add_row("Device", info.device)
-    tokens = info.num_blocks * info.block_size
-    rows.add_row("KV cache", f"{tokens:,} tokens; {info.max_model_len:,} in one request")
-    none = "none yet" if shares is None else "loaded when they are first used"
-    rows.add_row("Adapters", _names(adapters) if adapters else none)
-    rows.add_row(
-        "", f"{show_bytes(info.adapter_memory_bytes)} of memory, up to rank {info.max_lora_rank}"
-    )
-    if shares is not None:
-        rows.add_row("Registry", shares)
-    rows.add_row("Engine start", in_words(info.start_s))
-    rows.add_row("URL", f"[link={url}]{url}[/link]/v1")
-    if metrics_url is not None:
-        rows.add_row("Metrics", f"[link={metrics_url}]{metrics_url}[/link]/metrics")
-    return Panel(rows, title="Weft is ready", title_align="left", expand=False)
-
-
-def _num_shared(shared: SharedRegistry) -> int:
-    """How many adapters a registry has."""
-    return sum(entry.removed_at is None for entry in shared.state.names.values())
-
-
-def _names(names: list[str], shown: int = 12) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return f"{len(names)}: {', '.join(names[:shown])}{more}"
-
-
-def _count(number: int) -> str:
-    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
-        if number >= size:
-            return f"{number / size:.1f}{letter}"
-    return str(number)

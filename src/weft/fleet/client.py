@@ -15,6 +15,7 @@ from typing import Protocol
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.errors import EngineDead, InvalidRequest, WeftError, from_wire
 from weft.core.fair_calls import FairCalls
+from weft.core.load import EngineLoad
 from weft.core.messages import (
     Abort,
     Command,
@@ -65,13 +66,17 @@ class LinkClient:
         self._info: EngineInfo | None = None
         self._dead: WeftError | None = None
         self._ended = asyncio.Event()
-        self._streams: dict[str, _Stream] = {}
+        self._streams: dict[str, _Reader] = {}
         self._in_turn = FairCalls(WOKEN_EACH, WOKEN_ALONE)
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count()
         self._vitals = Vitals()
         self.lost: list[EngineRequest] = []
         """The requests that were open when the engine died."""
+        self.load: EngineLoad | None = None
+        """What the engine told of its load last, if it was asked to."""
+        self.on_pulse: Callable[[], None] | None = None
+        """Called with each sign of life of the engine."""
 
     async def start(self, link: Link) -> LinkClient:
         """Wait until the engine is ready, and return this client. Raises what the start failed
@@ -98,17 +103,14 @@ class LinkClient:
         return self._vitals.troubles() if self.alive else ["the engine is not running"]
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
-        if request.request_id in self._streams:
-            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        self._send(Submit(request))
+        stream = _Stream(self._loop, self._in_turn, request)
+        self._open(stream)
         self._in_turn.enter(request.tenant)
-        stream = self._streams[request.request_id] = _Stream(self._loop, self._in_turn, request)
         ended = False
         try:
             while not ended:
                 for item in await stream.take():
                     if isinstance(item, WeftError):
-                        ended = True
                         raise item
                     ended = item.finish_reason is not None
                     yield item
@@ -119,6 +121,28 @@ class LinkClient:
             self._in_turn.leave(request.tenant)
             if not ended and self.alive:
                 self._send(Abort(request.request_id))
+
+    def follow(self, request: EngineRequest, put: Put) -> None:
+        """As `generate`, for somebody who passes events on: `put` is called with each, and with
+        the error if the engine dies. `leave` ends it early. Raises EngineDead, InvalidRequest."""
+        self._open(_Follower(request, put))
+
+    def leave(self, request_id: str, error: WeftError) -> None:
+        """End a request early, if it is open: its reader gets this error."""
+        reader = self._streams.get(request_id)
+        if reader is not None:
+            reader.put(error)
+            if isinstance(reader, _Follower):
+                del self._streams[request_id]
+                if self.alive:
+                    self._send(Abort(request_id))
+
+    def _open(self, reader: _Reader) -> None:
+        request = reader.request
+        if request.request_id in self._streams:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+        self._send(Submit(request))
+        self._streams[request.request_id] = reader
 
     async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
         reply = await self._call(lambda call_id: Hold(call_id, source, holder, pinned))
@@ -157,15 +181,20 @@ class LinkClient:
         match report:
             case Tokens(events):
                 for event in events:
-                    stream = self._streams.get(event.request_id)
-                    if stream is not None:
-                        stream.put(event)
+                    reader = self._streams.get(event.request_id)
+                    if reader is not None:
+                        reader.put(event)
+                        if event.finish_reason is not None and isinstance(reader, _Follower):
+                            del self._streams[event.request_id]
             case Reply(call_id):
                 future = self._calls.pop(call_id, None)
                 if future is not None and not future.done():
                     _resolve(future, report)
             case Pulse():
                 self._vitals.hear(report)
+                self.load = report.load or self.load
+                if self.on_pulse is not None:
+                    self.on_pulse()
             case Started(info) if not self._started.done():
                 self._started.set_result(info)
             case StartFailed(error) if not self._started.done():
@@ -179,11 +208,14 @@ class LinkClient:
             return
         self._dead = error
         self._ended.set()
-        self.lost = [stream.request for stream in self._streams.values()]
+        self.lost = [reader.request for reader in self._streams.values()]
         if not self._started.done():
             self._started.set_exception(error)
-        for stream in self._streams.values():
-            stream.put(error)
+        readers, self._streams = self._streams, {}
+        for request_id, reader in readers.items():
+            reader.put(error)
+            if isinstance(reader, _Stream):  # it goes when its reader has the error
+                self._streams[request_id] = reader
         calls, self._calls = self._calls, {}
         for future in calls.values():
             if not future.done():
@@ -203,6 +235,28 @@ class LinkClient:
         if self._dead is not None or self._link is None:
             raise self._dead or EngineDead("the engine was not started")
         self._link.send(command)
+
+
+Put = Callable[[TokenEvent | WeftError], None]
+
+
+class _Reader(Protocol):
+    """Somebody who gets the events of a request."""
+
+    @property
+    def request(self) -> EngineRequest: ...
+
+    def put(self, item: TokenEvent | WeftError) -> None: ...
+
+
+class _Follower:
+    """A reader that passes events on at once."""
+
+    __slots__ = ("put", "request")
+
+    def __init__(self, request: EngineRequest, put: Put) -> None:
+        self.request = request
+        self.put = put
 
 
 class _Stream:

@@ -12,9 +12,8 @@ import signal
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, Generic, TypeAlias, TypeVar, get_args
+from typing import Any, TypeAlias
 
-import msgspec
 import zmq
 import zmq.asyncio
 
@@ -25,49 +24,32 @@ from weft.core.processes import die_with_parent
 from weft.fleet.client import LinkClient
 from weft.fleet.sent import ReceivedRequests, SentRequests
 from weft.fleet.sockets import SocketFolder
+from weft.fleet.wire import COMMANDS, REPORTS
 from weft.metrics.logs import LogArgs, configure_logging, configured_logging
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 Context: TypeAlias = "zmq.Context[zmq.Socket[bytes]]"
 
 FLUSH_MS = 1000
 """How long the engine's end waits until its last reports have been sent."""
+DRAIN_S = 0.005
+"""How long what a dead engine has still sent may take to arrive over the local socket."""
 END_S = 3.0
 """How long the process may take to end by itself. It has nothing to lose."""
 
 
-class Codec(Generic[T]):
-    """Encodes records of a union in msgpack, each as a pair: its class's name and its fields."""
-
-    def __init__(self, kinds: tuple[type[T], ...]) -> None:
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._split = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw]).decode
-        self._decode = {kind.__name__: msgspec.msgpack.Decoder(kind).decode for kind in kinds}
-
-    def encode(self, record: T) -> bytes:
-        return self._encode((type(record).__name__, record))
-
-    def decode(self, data: bytes) -> T:
-        kind, payload = self._split(data)
-        return self._decode[kind](payload)
-
-
-COMMANDS: Codec[Command] = Codec(get_args(Command))
-REPORTS: Codec[Report] = Codec(get_args(Report))
-
-
-async def start_process(args: EngineArgs) -> LinkClient:
-    """Start an engine in a process of its own, and return its client."""
+async def start_process(args: EngineArgs, report_s: float | None = None) -> LinkClient:
+    """Start an engine in a process of its own, and return its client. With `report_s`, the engine
+    gives its signs of life so often, and tells its load with them."""
     client = LinkClient()
-    return await client.start(ProcessLink(args, client))
+    return await client.start(ProcessLink(args, client, report_s))
 
 
 class ProcessLink:
     """The API's end of the link: it starts the process, watches it and carries messages."""
 
-    def __init__(self, args: EngineArgs, client: LinkClient) -> None:
+    def __init__(self, args: EngineArgs, client: LinkClient, report_s: float | None = None) -> None:
         self._client = client
         self._folder = SocketFolder()
         self._context = zmq.asyncio.Context()
@@ -78,7 +60,7 @@ class ProcessLink:
         self._up.bind(up)
         self._process = multiprocessing.get_context("spawn").Process(
             target=_main,
-            args=(args, down, up, configured_logging()),
+            args=(args, down, up, configured_logging(), report_s),
             name="weft-engine",
             daemon=True,
         )
@@ -115,7 +97,7 @@ class ProcessLink:
     def _ended(self) -> None:
         """Report that the process is gone, after what it still sent has been delivered."""
         self._loop.remove_reader(self._process.sentinel)
-        self._loop.call_later(0.1, self._report_death)
+        self._loop.call_later(DRAIN_S, self._report_death)
 
     def _report_death(self) -> None:
         code = self._process.exitcode
@@ -140,7 +122,9 @@ def _socket(context: Any, kind: int) -> Any:
     return socket
 
 
-def _main(args: EngineArgs, down: str, up: str, logs: LogArgs | None) -> None:
+def _main(
+    args: EngineArgs, down: str, up: str, logs: LogArgs | None, report_s: float | None
+) -> None:
     """Run the engine process. It ends by Stop, by an error, or when its parent is gone."""
     if logs is not None:
         configure_logging(logs.level, logs.json)
@@ -182,7 +166,7 @@ def _main(args: EngineArgs, down: str, up: str, logs: LogArgs | None) -> None:
     code = 0
     try:
         publisher = None if args.kv_events is None else open_publisher
-        run_engine(args, inbox, emit, pulse, open_publisher=publisher)
+        run_engine(args, inbox, emit, pulse, report_s, publisher)
     except Exception:
         logger.exception("the engine failed")
         code = 1

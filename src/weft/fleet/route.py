@@ -173,10 +173,18 @@ class Router:
         """Choose a node, and remember that the request goes there."""
         found = self.choose(request)
         if isinstance(found, Routed):
-            i = found.index
-            computed = found.terms.prefill[i] / max(self.view.table.token_s[i], 1e-9)
-            self.view.send(i, request, round(computed), now)
+            self.sent(found, request, now)
         return found
+
+    def sent(self, routed: Routed, request: RoutedRequest, now: float) -> None:
+        """Remember that a request goes where `choose` said."""
+        computed = routed.terms.prefill[routed.index]
+        computed /= max(self.view.table.token_s[routed.index], 1e-9)
+        self.view.send(routed.index, request, round(computed), now)
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Let tenants have these shares from now on."""
+        self._weights = dict(weights)
 
     def choose(self, request: RoutedRequest) -> Routed | Shed:
         """Choose a node for a request, and change nothing."""

@@ -19,10 +19,11 @@ from dataclasses import dataclass, field
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.config import EngineArgs
 from weft.core.errors import AdapterUnavailable, EngineDead, RequestRefused, WeftError, to_wire
+from weft.core.load import EngineLoad
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
 from weft.core.tenants import Tenant
-from weft.fleet.client import LinkClient
+from weft.fleet.client import LinkClient, Put
 from weft.fleet.suspects import Suspects
 
 logger = logging.getLogger(__name__)
@@ -81,6 +82,11 @@ class Supervisor:
         self._tenants: tuple[Tenant, ...] | None = None
         """Who shares every engine; None until it was said."""
         self._suspects = Suspects()
+        self.on_pulse: Callable[[], None] = lambda: None
+        """Called with each sign of life of an engine, and when one has died."""
+        self.death: WeftError | None = None
+        """What the last one died of."""
+        engine.on_pulse = self._pulsed
         self._task = asyncio.create_task(self._supervise())
 
     @property
@@ -97,19 +103,44 @@ class Supervisor:
         return self._engine.troubles if self._down is None else [self._down]
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+        if error := self._refusal(request):
+            return _ending(request.request_id, error)
+        try:
+            return self._suspects.admit(request, self._engine.generate(request))
+        except RequestRefused as refused:
+            return _ending(request.request_id, refused)
+
+    def follow(self, request: EngineRequest, put: Put) -> None:
+        """See `LinkClient.follow`. Raises WeftError for a request that can't be served. One that
+        engines may have died of can't be followed, only generated: `is_suspect` tells."""
+        if error := self._refusal(request):
+            raise error
+        self._engine.follow(request, put)
+
+    def is_suspect(self, request: EngineRequest) -> bool:
+        """Whether a request was there when an engine died."""
+        return self._suspects.remembers(request)
+
+    def leave(self, request_id: str, error: WeftError) -> None:
+        """See `LinkClient.leave`."""
+        self._engine.leave(request_id, error)
+
+    @property
+    def load(self) -> EngineLoad | None:
+        """See `LinkClient.load`; None while no engine is up."""
+        return self._engine.load if self.alive else None
+
+    def _refusal(self, request: EngineRequest) -> WeftError | None:
         if self._down is not None:
-            return _ending(request.request_id, EngineDead(self._down))
+            return EngineDead(self._down)
         needed = [part.ref for part in request.parts]
         if request.adapter is not None and not needed:
             needed = [request.adapter]
         for ref in needed:
             wanted = self._wanted.get(ref.digest)
             if wanted is not None and wanted.lost is not None:
-                return _ending(request.request_id, wanted.lost)
-        try:
-            return self._suspects.admit(request, self._engine.generate(request))
-        except RequestRefused as refused:
-            return _ending(request.request_id, refused)
+                return wanted.lost
+        return None
 
     async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
         """The engines to come hold it too."""
@@ -150,6 +181,9 @@ class Supervisor:
         await asyncio.gather(self._task, return_exceptions=True)
         await self._engine.close()
 
+    def _pulsed(self) -> None:
+        self.on_pulse()
+
     def _up(self) -> LinkClient:
         if self._down is not None:
             raise EngineDead(self._down)
@@ -165,7 +199,8 @@ class Supervisor:
             died_s = clock()
             self._suspects.died(self._engine.lost, error)
             logger.error("%s; it is started again", error.message)
-            self._down = "the engine has died and is being started again"
+            self._down, self.death = "the engine has died and is being started again", error
+            self.on_pulse()
             if died_s - started_s > MAX_PAUSE_S:
                 pause_s = 0.0
             while self._down is not None:
@@ -200,6 +235,7 @@ class Supervisor:
         try:
             await self._engine.close()
             self._engine = engine = await self._start(self._args)
+            engine.on_pulse = self._pulsed
             if self._tenants is not None:
                 await engine.set_tenants(self._tenants)
             calls = [self._hold_again(engine, digest) for digest in self._wanted]

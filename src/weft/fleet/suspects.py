@@ -58,6 +58,10 @@ class Suspects:
             )
         return events if record is not _Record.SUSPECT else self._try(key, events)
 
+    def remembers(self, request: EngineRequest) -> bool:
+        """Whether this request, or another like it, was open at a death."""
+        return bool(self._records) and _key(request) in self._records
+
     def died(self, requests: Iterable[EngineRequest], error: WeftError) -> None:
         """An engine has died while these requests were open."""
         if isinstance(error, EngineDead) and error.killed:

@@ -113,11 +113,12 @@ class Bill:
 
     __slots__ = ("account", "admitted_with", "came", "charged")
 
-    def __init__(self, account: Account, num_tokens: int) -> None:
-        """`num_tokens`: those with which the request comes."""
+    def __init__(self, account: Account, num_tokens: int, paid: bool) -> None:
+        """`num_tokens`: those with which the request comes; whether they are paid, as another
+        engine has computed them already."""
         self.came = num_tokens
         self.account = account
-        self.charged = 0
+        self.charged = num_tokens if paid else 0
         """How many of its tokens are charged, or need not be as they were cached."""
         self.admitted_with = 0
         """How many were when the request was admitted last."""
@@ -184,7 +185,7 @@ class Sequence:
         self.row = -1
         """The row in the batch; -1 while waiting."""
         self.done = False
-        self.bill = Bill(account, len(self.tokens))
+        self.bill = Bill(account, len(self.tokens), paid=bool(request.output_ids))
         self.adapter = adapter
         name = request.adapter.bare if request.adapter is not None else None
         self.holding = Holding(adapter.digest, adapter.active_from, request.cache_salt, name)

@@ -1,0 +1,55 @@
+"""The engine behind a server: its own, or that of a fleet; how it begins, and leaves a fleet."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from weft.core.adapters import AdapterSource
+from weft.core.config import EngineArgs
+from weft.core.errors import EngineDead
+from weft.fleet.supervisor import Supervisor, start_supervised
+from weft.registry.blobs import Blobs
+
+if TYPE_CHECKING:
+    from weft.fleet.fleet_client import FleetClient
+    from weft.fleet.start import FleetArgs
+
+LEAVING_S = 0.3
+"""How long other nodes may take to hear of a node that leaves, and to take their requests away."""
+
+
+async def start_engine(
+    args: EngineArgs, fleet: FleetArgs | None, watchdog_s: float, blobs: Blobs | None
+) -> Supervisor | FleetClient:
+    """Start what serves requests. In a fleet, adapters come from `blobs`, the contents of a shared
+    registry, where they are not in the folder that another node names. Raises WeftError."""
+    if fleet is None:
+        return await start_supervised(args, watchdog_s=watchdog_s)
+    from weft.fleet.start import start_fleet
+
+    async def locate(source: AdapterSource) -> AdapterSource:
+        if blobs is None or source.digest is None or Path(source.path).is_dir():
+            return source
+        folder = await asyncio.to_thread(blobs.open, source.digest)
+        return AdapterSource(folder.path, source.digest, source.checked, folder.root)
+
+    return await start_fleet(fleet, args, watchdog_s, locate)
+
+
+def leave_fleet(engine: Supervisor | FleetClient) -> None:
+    """If this is a node of a fleet, let all requests that it has go elsewhere, those of its own
+    clients too."""
+    if not isinstance(engine, Supervisor) and engine.own is not None:
+        engine.own.drain(True)
+
+
+async def until_empty(engine: Supervisor | FleetClient, timeout_s: float) -> None:
+    """Wait until an engine has no requests left, and those who took them away know it."""
+    with contextlib.suppress(TimeoutError, EngineDead):
+        async with asyncio.timeout(timeout_s):
+            await asyncio.sleep(LEAVING_S)
+            while (stats := await engine.stats()).num_running + stats.num_waiting:
+                await asyncio.sleep(LEAVING_S / 10)

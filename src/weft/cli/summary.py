@@ -1,0 +1,61 @@
+"""What `weft serve` says when it is ready."""
+
+from __future__ import annotations
+
+from rich.panel import Panel
+from rich.table import Table
+
+from weft.core.stages import in_words
+from weft.core.stats import EngineInfo
+from weft.registry import AdapterRegistry
+from weft.registry.shared import SharedRegistry
+from weft.terminal.options import show_bytes
+
+
+def summary(
+    info: EngineInfo,
+    registry: AdapterRegistry,
+    url: str,
+    metrics_url: str | None,
+    shares: str | None,
+) -> Panel:
+    """What a newcomer wants to know of a server that is ready. `shares` tells of the registry that
+    it shares with others, if there is one."""
+    rows = Table.grid(padding=(0, 2))
+    rows.add_column(style="bold", no_wrap=True)
+    rows.add_column(overflow="fold")
+    adapters = list(registry.names())
+    rows.add_row("Model", ", ".join(registry.base_names))
+    rows.add_row("", f"{info.architecture}, {_count(info.num_parameters)} parameters, {info.dtype}")
+    rows.add_row("Device", info.device)
+    tokens = info.num_blocks * info.block_size
+    rows.add_row("KV cache", f"{tokens:,} tokens; {info.max_model_len:,} in one request")
+    none = "none yet" if shares is None else "loaded when they are first used"
+    rows.add_row("Adapters", _names(adapters) if adapters else none)
+    rows.add_row(
+        "", f"{show_bytes(info.adapter_memory_bytes)} of memory, up to rank {info.max_lora_rank}"
+    )
+    if shares is not None:
+        rows.add_row("Registry", shares)
+    rows.add_row("Engine start", in_words(info.start_s))
+    rows.add_row("URL", f"[link={url}]{url}[/link]/v1")
+    if metrics_url is not None:
+        rows.add_row("Metrics", f"[link={metrics_url}]{metrics_url}[/link]/metrics")
+    return Panel(rows, title="Weft is ready", title_align="left", expand=False)
+
+
+def num_shared(shared: SharedRegistry) -> int:
+    """How many adapters a registry has."""
+    return sum(entry.removed_at is None for entry in shared.state.names.values())
+
+
+def _names(names: list[str], shown: int = 12) -> str:
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{len(names)}: {', '.join(names[:shown])}{more}"
+
+
+def _count(number: int) -> str:
+    for size, letter in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if number >= size:
+            return f"{number / size:.1f}{letter}"
+    return str(number)

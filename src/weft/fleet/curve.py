@@ -1,0 +1,53 @@
+"""The secret that makes a process one of a fleet: links between nodes are encrypted with it, and
+nobody without it gets any answer."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import zmq
+from zmq.utils import z85
+
+from weft.core.errors import ConfigError
+
+MIN_BYTES = 32
+DOMAIN = "weft-fleet"
+
+
+@dataclass(frozen=True, slots=True)
+class FleetKey:
+    """A CURVE key pair, which all nodes of a fleet share."""
+
+    public: bytes
+    secret: bytes
+
+    def lock(self, socket: Any, server: bool) -> None:
+        """Let a ZeroMQ socket talk to sockets with the same key alone. A server's context needs an
+        authenticator besides, which asks `callback`."""
+        socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
+        if server:
+            socket.curve_server = True
+            socket.zap_domain = DOMAIN.encode()
+        else:
+            socket.curve_serverkey = self.public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Whether a client with this public key may connect."""
+        return key == self.public
+
+
+def read_fleet_key(path: Path) -> FleetKey:
+    """The key that a file's content makes: any 32 bytes or more that nobody can guess. Raises
+    ConfigError."""
+    try:
+        content = path.read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"--fleet-key {path}: {error.strerror}", "fleet_key") from error
+    if len(content) < MIN_BYTES:
+        message = f"--fleet-key {path}: it must hold at least {MIN_BYTES} random bytes, such as"
+        raise ConfigError(f"{message} those of: openssl rand -hex 32", "fleet_key")
+    secret = z85.encode(hashlib.blake2b(content, digest_size=32, person=b"weft-fleet").digest())
+    return FleetKey(zmq.curve_public(secret), secret)

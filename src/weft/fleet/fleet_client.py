@@ -1,0 +1,411 @@
+"""One EngineClient over the engines of all nodes.
+
+A request goes to the node that the policy chooses. If that node dies, hangs, is cut off or drained,
+the request goes on elsewhere with the output that it has: the reader of its events sees a pause,
+and each token once.
+
+    choose ──▶ hold its adapter there ──▶ attempt 1 ──(the node is lost, or drained)──┐
+      ▲                                     events, kept and passed on                │
+      └──────────(a turn, so that not all begin anew at once)─────────────────────────┘
+
+Each attempt has an id of its own, so that what comes late of an earlier one is nobody's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+import uuid
+from collections import Counter, OrderedDict
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
+from contextlib import aclosing
+from dataclasses import asdict, replace
+from typing import Protocol
+
+from weft.core.adapters import AdapterInfo, AdapterSource
+from weft.core.errors import (
+    AdapterError,
+    AdapterUnavailable,
+    EngineDead,
+    InvalidRequest,
+    Overloaded,
+    RequestRefused,
+)
+from weft.core.load import adapter_key
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.stats import EngineInfo, EngineStats
+from weft.core.tenants import Tenant
+from weft.fleet.live import (
+    Decision,
+    Live,
+    ResumeTurn,
+    described,
+    digests_of,
+    failed,
+    kind_of,
+    passed_on,
+)
+from weft.fleet.node import Node, OwnNode
+from weft.fleet.placed import PlacedAdapters
+from weft.fleet.reports import REPORT_S, ReportUpdate
+from weft.fleet.route import Routed, Router, Shed
+from weft.fleet.view import RoutedRequest
+from weft.schedule.cache import NEVER, Holding
+from weft.schedule.sequence import find_invocation
+from weft.schedule.sketch import prefix_keys
+
+logger = logging.getLogger(__name__)
+
+WAIT_S = 30.0
+"""How long a request that has begun waits for a node that can go on with it."""
+FIRST_WAIT_S = 5.0
+"""How long one that has not begun waits."""
+MAX_RESUMING = 16
+"""How many requests begin anew at a time: until each has a token, or TURN_S."""
+MAX_DEATHS = 2
+"""A request at so many deaths of engines is taken to be what they died of."""
+MAX_ATTEMPTS = 20
+MAX_REFUSED = 3
+MAX_WAIT_S = 60.0
+"""A new request that would wait longer is refused."""
+MAX_EXPLAINED = 1_000
+"""Requests whose decisions are remembered."""
+
+
+class Closing(Protocol):
+    async def close(self) -> None: ...
+
+
+class FleetClient:
+    """Owner of the requests of this process, wherever they run. `check()` states the
+    invariants."""
+
+    def __init__(self, own: OwnNode | None = None, router: Router | None = None) -> None:
+        self.own = own
+        self.router = router or Router(max_wait_s=MAX_WAIT_S)
+        self.process = own.process if own is not None else uuid.uuid4().hex
+        self.members: Closing | None = None
+        """Who brings other nodes; it is closed with this."""
+        self.nodes: dict[str, Node] = {}
+        """By name: those whose engines are up, or were, for its own."""
+        self.counts = Counter({"moves": 0, "losses": 0})
+        """How many attempts ended as their node was drained, and as it was lost."""
+        self._adapters = PlacedAdapters()
+        self._live: dict[str, Live] = {}
+        self._ids = itertools.count()
+        self._turns = asyncio.Semaphore(MAX_RESUMING)
+        self._decisions: OrderedDict[str, list[Decision]] = OrderedDict()
+        self._tenants: tuple[Tenant, ...] | None = None
+        self._info: EngineInfo | None = None
+        self._closing = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        if own is not None:
+            own.on_report = self.reported
+            self.join(own, None)
+
+    # -- nodes ---------------------------------------------------------------------------------
+
+    def join(self, node: Node, update: ReportUpdate | None) -> None:
+        """A node is there from now on. `update`: all that it has reported."""
+        self._info = self._info or node.info
+        if (ours := kind_of(self._info)) != kind_of(node.info):
+            logger.error("node %s serves another model than %s: it is not used", node.name, ours)
+            return
+        self.nodes[node.name] = node
+        if self._tenants is not None:
+            self._spawn(self._tell_tenants(node, self._tenants))
+        self._spawn(self._adapters.spread([node]))
+        if update is not None:
+            self.reported(node, update)
+
+    def reported(self, node: Node, update: ReportUpdate | None) -> None:
+        """A node has told something new of itself; None: it takes no requests for now."""
+        if self.nodes.get(node.name) is not node:
+            return
+        if update is None:
+            self.router.view.set_dead(node.name)
+            self._take_away(node, f"node {node.name} gives no sign of life", None)
+            return
+        self.router.view.update(update, time.monotonic())
+        if update.report.draining and any(self._usable()):
+            self._take_away(node, f"node {node.name} is drained", "drained")
+
+    def lost(self, node: Node) -> None:
+        """A node is gone. Its requests learn of it by themselves."""
+        if self.nodes.get(node.name) is node:
+            del self.nodes[node.name]
+            self.router.view.set_dead(node.name)
+
+    async def until_joined(self) -> None:
+        """Wait until some node is there."""
+        while self._info is None:
+            await asyncio.sleep(REPORT_S)
+
+    def drain(self, name: str, draining: bool = True) -> None:
+        """Move all requests away from a node, and let it take none. Raises InvalidRequest."""
+        node = self.nodes.get(name)
+        if node is None:
+            raise InvalidRequest(f"no node named {name!r} is there", "node")
+        node.drain(draining)
+
+    def _take_away(self, node: Node, message: str, why: str | None) -> None:
+        """Let all requests on a node go elsewhere. `why` None: it is lost."""
+        error = EngineDead(message)
+        error.killed = True  # no request is to blame
+        for live in list(self._live.values()):
+            if live.node is node and live.moving is None and live.attempt is not None:
+                live.moving = why
+                node.leave(live.attempt.request_id, error)
+
+    def _usable(self) -> Iterable[Node]:
+        """The nodes that take requests."""
+        for node in self.nodes.values():
+            report = node.report
+            if report is not None and not report.draining:
+                yield node
+
+    # -- requests ------------------------------------------------------------------------------
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+        """Besides what engines answer, raises Overloaded if no node could begin with it soon."""
+        if request.request_id in self._live:
+            raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
+        live = self._live[request.request_id] = Live(request, list(request.output_ids))
+        turn: ResumeTurn | None = None
+        try:
+            while True:
+                turn = await ResumeTurn.take(self._turns) if live.attempts else None
+                ended = False
+                try:
+                    node, attempt = await self._place(live)
+                    async with aclosing(node.generate(attempt)) as events:
+                        async for event in events:
+                            if turn is not None:
+                                turn.end()
+                            if self._is_refused(live, event):
+                                break
+                            live.output += event.token_ids
+                            ended = event.finish_reason is not None
+                            yield passed_on(live, event)
+                            if ended:
+                                return
+                except EngineDead as error:
+                    if last := self._count_loss(live, error):
+                        yield last
+                        return
+                except AdapterError as error:  # no node can have its adapter
+                    yield failed(request, error)
+                    return
+                finally:
+                    self._depart(live, ended)
+                    if turn is not None:
+                        turn.end()
+        finally:
+            del self._live[request.request_id]
+
+    def _depart(self, live: Live, ended: bool) -> None:
+        """An attempt is over."""
+        if live.node is not None and live.attempt is not None:
+            num_tokens = len(live.output) if ended else None
+            self.router.view.end(live.node.name, live.attempt, num_tokens)
+        live.node = live.attempt = None
+
+    def _is_refused(self, live: Live, event: TokenEvent) -> bool:
+        """Whether an event says that the node can't serve the request, which is tried again."""
+        node = live.node
+        assert node is not None
+        if event.finish_reason == "abort" and not self._closing:
+            live.why = f"node {node.name} was stopped"
+        elif event.error and event.error[0] == AdapterUnavailable.kind:
+            live.why = f"node {node.name} has not got its adapter"
+            node.held.difference_update(digests_of(live.request))
+            live.num_refused += 1
+            if live.num_refused > MAX_REFUSED:
+                return False
+        else:
+            return False
+        return live.attempts < MAX_ATTEMPTS
+
+    def _count_loss(self, live: Live, error: EngineDead) -> TokenEvent | None:
+        """The node of a request is lost. Its last event, if it is not to go on."""
+        if live.moving is not None:
+            self.counts["moves"] += 1
+            live.why = f"its node was {live.moving}"
+            return None
+        if live.node is None or self._closing or live.attempts >= MAX_ATTEMPTS:
+            raise error
+        if live.node.report is None:
+            self.router.view.set_dead(live.node.name)
+        self.counts["losses"] += 1
+        live.why = error.message
+        live.deaths += not error.killed
+        if live.deaths < MAX_DEATHS:
+            return None
+        message = "engines of several nodes died while they computed this request"
+        return failed(live.request, RequestRefused(message, "prompt"))
+
+    async def _place(self, live: Live) -> tuple[Node, EngineRequest]:
+        """Choose a node that has the request's adapter, or gets it, and make what it is asked.
+
+        Raises EngineDead if there is no node for long, AdapterError if none can have the adapter,
+        Overloaded if a new request would have to wait for long.
+        """
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + (WAIT_S if live.output else FIRST_WAIT_S)
+        routed_request = self._routed_request(live)
+        while True:
+            routed = self.router.choose(routed_request)
+            if isinstance(routed, Shed):
+                if not live.attempts and self.alive and not live.lacking:
+                    message = "no node of the fleet could begin with the request soon"
+                    raise Overloaded(message, retry_after_s=routed.retry_after_s)
+                if clock() > until_s or self._closing:
+                    raise EngineDead("no node of the fleet is up")
+                await asyncio.sleep(REPORT_S)
+                continue
+            node = self.nodes.get(routed.node)
+            if node is None or node.report is None:
+                self.router.view.set_dead(routed.node)
+                continue
+            try:
+                missing = [d for d in digests_of(live.request) if d not in node.held]
+                if missing:
+                    await self._adapters.bring(node, missing)
+            except EngineDead:
+                self.router.view.set_dead(node.name)
+            except AdapterError as error:
+                logger.warning("node %s: %s", node.name, error.message)
+                live.lacking.add(node.name)
+                routed_request = replace(routed_request, avoid=frozenset(live.lacking))
+                if live.lacking >= self.nodes.keys():
+                    raise
+            else:
+                return node, self._begin(live, node, routed_request, routed)
+
+    def _routed_request(self, live: Live) -> RoutedRequest:
+        """What the router needs to know of the next attempt of a request."""
+        request, info = live.request, None
+        tokens = [*request.prompt_ids, *live.output]
+        adapter, active_from = request.adapter, NEVER
+        if adapter is not None:
+            info, active_from = self._adapters.info(adapter.digest), 0
+        if info is not None and info.invocation_token_ids:
+            found = find_invocation(request.prompt_ids, info.invocation_token_ids)
+            adapter, active_from = (None, NEVER) if found is None else (adapter, found)
+        chain = Holding(adapter.digest if adapter else None, active_from, request.cache_salt)
+        return RoutedRequest(
+            f"{self.process[:12]}.{next(self._ids)}",
+            len(tokens),
+            adapter_key(adapter.digest) if adapter else 0,
+            info.num_bytes if info else 0,
+            tuple(prefix_keys(chain, tokens, self.info.block_size)),
+            request.tenant,
+            avoid=frozenset(live.lacking),
+        )
+
+    def _begin(
+        self, live: Live, node: Node, attempt: RoutedRequest, routed: Routed
+    ) -> EngineRequest:
+        """An attempt begins on a node. What it is asked for."""
+        self.router.sent(routed, attempt, time.monotonic())
+        live.node, live.attempt, live.moving = node, attempt, None
+        live.attempts += 1
+        decision = Decision(time.time(), live.why, len(live.output), routed)
+        self._decisions.setdefault(live.request.request_id, []).append(decision)
+        if len(self._decisions) > MAX_EXPLAINED:
+            self._decisions.popitem(last=False)
+        output = list(live.output)
+        return replace(live.request, request_id=attempt.request_id, output_ids=output)
+
+    # -- for those who run the fleet -------------------------------------------------------------
+
+    def explain(self, request_id: str) -> list[dict[str, object]]:
+        """Why a request went where it went, each time that it was placed; empty if that is not
+        known any more. What was asked for several prompts or choices is named by the part before
+        their numbers. Costs are in seconds."""
+        return [
+            {
+                "request_id": key,
+                "time": each.at,
+                "node": each.routed.node,
+                "why": each.why,
+                "output_tokens": each.num_output,
+                "costs": [asdict(terms) for terms in self.router.explain(each.routed)],
+            }
+            for key, decisions in self._decisions.items()
+            if request_id in (key, key.rpartition("-")[0])
+            for each in decisions
+        ]
+
+    def describe(self) -> list[dict[str, object]]:
+        """Each node as it is known here: its state, and its last report."""
+        live = Counter(live.node.name for live in self._live.values() if live.node)
+        return [described(node, node is self.own, live[node.name]) for node in self.nodes.values()]
+
+    # -- the rest of EngineClient --------------------------------------------------------------
+
+    @property
+    def info(self) -> EngineInfo:
+        assert self._info is not None, "no node has been there yet"
+        return self._info
+
+    @property
+    def alive(self) -> bool:
+        return any(node.report is not None for node in self.nodes.values())
+
+    @property
+    def troubles(self) -> list[str]:
+        if not self.alive:
+            return self.own.troubles if self.own else ["no node of the fleet is up"]
+        report = self.own.report if self.own else None
+        return ["this node is being drained"] if report is not None and report.draining else []
+
+    async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
+        """Content is read on this process's own node, if it has one that is up, else on another.
+        Nodes to which requests for it go get it then; all get it if it is pinned."""
+        nodes = sorted(self._usable(), key=lambda node: node is not self.own)
+        return await self._adapters.hold(nodes, source, holder, pinned)
+
+    async def release(self, digest: str, holder: str) -> None:
+        await self._adapters.release(list(self.nodes.values()), digest, holder)
+
+    async def set_tenants(self, tenants: Sequence[Tenant]) -> None:
+        """Every node is told, also those that come later."""
+        self._tenants = tuple(tenants)
+        self.router.set_weights({tenant.name: tenant.weight for tenant in tenants})
+        calls = [self._tell_tenants(node, self._tenants) for node in self.nodes.values()]
+        await asyncio.gather(*calls)
+
+    async def stats(self) -> EngineStats:
+        """The figures of this process's own engine; nothing, if it has none."""
+        return await self.own.stats() if self.own is not None else EngineStats()
+
+    async def close(self) -> None:
+        self._closing = True
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.own is not None:
+            await self.own.close()
+        if self.members is not None:
+            await self.members.close()
+
+    def check(self) -> None:
+        """Raise AssertionError unless all invariants hold."""
+        self._adapters.check(self.nodes.values())
+        assert all(live.request.request_id == key for key, live in self._live.items())
+        assert all((live.node is None) == (live.attempt is None) for live in self._live.values())
+        self.router.view.check()
+        assert self._live or self._turns._value == MAX_RESUMING, "a turn was not given back"
+
+    async def _tell_tenants(self, node: Node, tenants: tuple[Tenant, ...]) -> None:
+        with contextlib.suppress(EngineDead):
+            await node.set_tenants(tenants)
+
+    def _spawn(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

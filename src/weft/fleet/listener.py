@@ -1,0 +1,326 @@
+"""A node's end of the links to it: other nodes' requests run on this node's engine.
+
+Each link is a *session*. What the engine says for it goes out in one message a step, and never
+waits: a client that takes none is dropped, and so is one that has been silent for long. With its
+session, its requests end. What it held stays for a while, as it may only have been cut off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import zmq
+import zmq.asyncio
+from zmq.auth.asyncio import AsyncioAuthenticator
+
+from weft.core.adapters import AdapterSource
+from weft.core.errors import ConfigError, EngineDead, WeftError, to_wire
+from weft.core.messages import (
+    Abort,
+    GetStats,
+    Hold,
+    Release,
+    Reply,
+    SetTenants,
+    Stop,
+    Submit,
+    SubmitAgain,
+    Tokens,
+)
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.fleet.curve import DOMAIN, FleetKey
+from weft.fleet.reports import REPORT_S, ReportUpdate
+from weft.fleet.sent import ReceivedRequests
+from weft.fleet.supervisor import Supervisor
+from weft.fleet.tcp import LAST_WORDS_MS, QUEUED
+from weft.fleet.wire import DOWN, UP, Beat, Drain, Gone, Hello, Welcome
+
+logger = logging.getLogger(__name__)
+
+MAX_SILENT = 40
+"""After so many ticks without a message a session ends."""
+KEPT_S = 60.0
+"""For how long adapters stay held for a client that has no session."""
+MAX_BYTES = 64 << 20
+"""The largest message that is taken."""
+
+Locate = Callable[[AdapterSource], Awaitable[AdapterSource]]
+"""Finds where this machine has the content that another node has somewhere."""
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """What one link of a client has here."""
+
+    address: bytes
+    """By which the socket knows the link."""
+    client: str
+    received: ReceivedRequests = field(default_factory=ReceivedRequests)
+    requests: set[str] = field(default_factory=set)
+    events: list[TokenEvent] = field(default_factory=list)
+    """What is to be sent with the next message."""
+    welcome: bool = False
+    """Whether it was told that the engine is up."""
+    silent: int = 0
+
+
+@dataclass(slots=True)
+class _Held:
+    """What a client holds here: pairs of digest and holder."""
+
+    pairs: set[tuple[str, str]] = field(default_factory=set)
+    seen_s: float = 0.0
+    """When it had a session last."""
+
+
+class NodeListener:
+    """Owner of the sessions of this node. `check()` states the invariants."""
+
+    def __init__(
+        self,
+        address: str,
+        key: FleetKey,
+        engine: Supervisor,
+        process: str,
+        whole: Callable[[], ReportUpdate | None],
+        on_drain: Callable[[bool], None],
+        locate: Locate,
+    ) -> None:
+        """`process`: which one this is. `whole`: the node's newest report, for those who have none.
+        Raises ConfigError if the address can't be had."""
+        self._engine = engine
+        self._process = process
+        self._whole = whole
+        self._on_drain = on_drain
+        self._locate = locate
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.asyncio.Context()
+        self._guard = AsyncioAuthenticator(self._context)
+        self._socket = self._bind(address, key)
+        self._sessions: dict[bytes, Session] = {}
+        self._held: dict[str, _Held] = {}
+        """By client."""
+        self._unsent: set[Session] = set()
+        self._tasks = {asyncio.create_task(self._receive()), asyncio.create_task(self._tick())}
+
+    def _bind(self, address: str, key: FleetKey) -> Any:
+        self._guard.start()
+        self._guard.configure_curve_callback(DOMAIN, key)
+        socket: Any = self._context.socket(zmq.ROUTER)
+        socket.set_hwm(QUEUED)
+        socket.linger = LAST_WORDS_MS
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
+        key.lock(socket, server=True)
+        try:
+            socket.bind(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            socket.close(0)
+            self._guard.stop()
+            self._context.term()
+            raise ConfigError(f"--fleet-listen {address}: {error}", "fleet_listen") from error
+        return socket
+
+    @property
+    def port(self) -> int:
+        endpoint: str = self._socket.last_endpoint.decode()
+        return int(endpoint.rpartition(":")[2])
+
+    # -- what the node tells all ---------------------------------------------------------------
+
+    def report(self, update: ReportUpdate) -> None:
+        """Send a report to all sessions; those that wait for the engine learn that it is up."""
+        record = UP.encode(update)
+        for session in list(self._sessions.values()):
+            if session.welcome:
+                self._send(session, record)
+            else:
+                self._welcome(session)
+
+    def gone(self, error: WeftError) -> None:
+        """The engine is gone: so are all sessions that knew it, after what it still said."""
+        self._flush()
+        killed = isinstance(error, EngineDead) and error.killed
+        record = UP.encode(Gone(error.message, killed))
+        for session in list(self._sessions.values()):
+            if session.welcome and self._send(session, record):
+                self._drop(session)
+        self._held.clear()
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.gone(EngineDead("the node was stopped"))
+        self._socket.close()
+        self._guard.stop()
+        await asyncio.to_thread(self._context.term)
+
+    def check(self) -> None:
+        """Raise AssertionError unless all invariants hold."""
+        assert all(session.address == at for at, session in self._sessions.items())
+        assert all(session in self._sessions.values() for session in self._unsent)
+        assert all(not session.requests or session.welcome for session in self._sessions.values())
+
+    # -- messages ------------------------------------------------------------------------------
+
+    async def _receive(self) -> None:
+        while True:
+            address, message = await self._socket.recv_multipart()
+            try:
+                self._take(address, message)
+            except WeftError:
+                raise
+            except Exception:
+                logger.exception("a message of another node was not understood")
+
+    def _take(self, address: bytes, message: bytes) -> None:
+        record = DOWN.decode(message)
+        if isinstance(record, Hello):
+            session = self._sessions[address] = Session(address, record.client)
+            self._welcome(session)
+            return
+        found = self._sessions.get(address)
+        if found is None:  # it was dropped, and learns of it by the silence
+            return
+        found.silent = 0
+        match record:
+            case Submit() | SubmitAgain():
+                self._submit(found, found.received.unpack(record).request)
+            case Abort(request_id):
+                found.requests.discard(request_id)
+                self._engine.leave(request_id, EngineDead("the request was ended"))
+            case Hold() | Release() | GetStats():
+                self._spawn(self._answer(found, record))
+            case SetTenants(tenants):
+                self._spawn(self._engine.set_tenants(tenants))
+            case Drain(draining):
+                self._on_drain(draining)
+            case Stop():
+                self._drop(found)
+            case Beat() | _:
+                pass
+
+    def _welcome(self, session: Session) -> None:
+        whole = self._whole()
+        if whole is not None and self._engine.alive:
+            welcome = UP.encode(Welcome(whole.report.node, self._process, self._engine.info))
+            session.welcome = self._send(session, welcome) and self._send(session, UP.encode(whole))
+
+    def _submit(self, session: Session, request: EngineRequest) -> None:
+        session.requests.add(request.request_id)
+        put = partial(self._put, session, request.request_id)
+        try:
+            if self._engine.is_suspect(request):
+                self._spawn(self._generate(request, put))
+            else:
+                self._engine.follow(request, put)
+        except WeftError as error:
+            put(error)
+
+    async def _generate(
+        self, request: EngineRequest, put: Callable[[TokenEvent | WeftError], None]
+    ) -> None:
+        try:
+            async for event in self._engine.generate(request):
+                put(event)
+        except WeftError as error:
+            put(error)
+
+    def _put(self, session: Session, request_id: str, item: TokenEvent | WeftError) -> None:
+        """An event of a request; it goes out with all others that come in this pass."""
+        if request_id not in session.requests:
+            return
+        if isinstance(item, WeftError):
+            if isinstance(item, EngineDead):  # `gone` tells of it
+                return
+            item = TokenEvent(request_id, [], finish_reason="error", error=to_wire(item))
+        if item.finish_reason is not None:
+            session.requests.discard(request_id)
+        session.events.append(item)
+        if not self._unsent:
+            self._loop.call_soon(self._flush)
+        self._unsent.add(session)
+
+    def _flush(self) -> None:
+        sessions, self._unsent = self._unsent, set()
+        for session in sessions:
+            events, session.events = session.events, []
+            self._send(session, UP.encode(Tokens(events)))
+
+    async def _answer(self, session: Session, call: Hold | Release | GetStats) -> None:
+        try:
+            reply = await self._result(session, call)
+        except WeftError as error:
+            reply = Reply(call.call_id, error=to_wire(error))
+        self._send(session, UP.encode(reply))
+
+    async def _result(self, session: Session, call: Hold | Release | GetStats) -> Reply:
+        held = self._held.setdefault(session.client, _Held())
+        match call:
+            case Hold(call_id, source, holder, pinned):
+                name = f"{session.client}/{holder}"
+                info = await self._engine.hold(await self._locate(source), name, pinned)
+                held.pairs.add((info.digest, name))
+                return Reply(call_id, info=info)
+            case Release(call_id, digest, holder):
+                name = f"{session.client}/{holder}"
+                held.pairs.discard((digest, name))
+                await self._engine.release(digest, name)
+                return Reply(call_id)
+            case GetStats(call_id):
+                return Reply(call_id, stats=await self._engine.stats())
+
+    def _send(self, session: Session, message: bytes) -> bool:
+        """Send a message; a session that takes none is dropped. Whether it was sent."""
+        if self._sessions.get(session.address) is not session:
+            return False
+        sent = self._socket.send_multipart([session.address, message], zmq.DONTWAIT)
+        if sent.done() and sent.exception() is not None:
+            self._drop(session)
+            return False
+        return True
+
+    # -- the end of sessions -------------------------------------------------------------------
+
+    def _drop(self, session: Session) -> None:
+        if self._sessions.get(session.address) is session:
+            del self._sessions[session.address]
+        self._unsent.discard(session)
+        requests, session.requests = session.requests, set()
+        for request_id in requests:
+            self._engine.leave(request_id, EngineDead("its client is gone"))
+        if session.client in self._held:
+            self._held[session.client].seen_s = time.monotonic()
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            for session in list(self._sessions.values()):
+                session.silent += 1
+                if session.silent > MAX_SILENT:
+                    logger.warning("another node is silent; its requests are ended here")
+                    self._drop(session)
+            await self._release_left_behind()
+
+    async def _release_left_behind(self) -> None:
+        here = {session.client for session in self._sessions.values()}
+        now = time.monotonic()
+        for client, held in list(self._held.items()):
+            if client in here:
+                held.seen_s = now
+            elif now - held.seen_s > KEPT_S:
+                del self._held[client]
+                for digest, name in held.pairs:
+                    await self._engine.release(digest, name)
+
+    def _spawn(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

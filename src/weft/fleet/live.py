@@ -1,0 +1,118 @@
+"""What a fleet's client keeps of a request that is open, and what it says of nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import asdict, dataclass, field
+
+from weft.core.errors import WeftError, to_wire
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.stats import EngineInfo
+from weft.fleet.node import Node
+from weft.fleet.route import Routed
+from weft.fleet.view import RoutedRequest
+
+TURN_S = 1.0
+"""For how long one request that begins anew may hold up others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Why a request went to a node."""
+
+    at: float
+    """Seconds since 1970."""
+    why: str
+    """Why it was to be placed."""
+    num_output: int
+    """How many tokens it had by then."""
+    routed: Routed
+
+
+@dataclass(slots=True, eq=False)
+class Live:
+    """A request that is open."""
+
+    request: EngineRequest
+    output: list[int]
+    node: Node | None = None
+    attempt: RoutedRequest | None = None
+    """What the router knows of its newest attempt, which has the same id."""
+    attempts: int = 0
+    deaths: int = 0
+    why: str = "it came"
+    """Why it is to be placed now."""
+    moving: str | None = None
+    """Why it was taken from its node; None: it was not."""
+    lacking: set[str] = field(default_factory=set)
+    """Nodes that can't have its adapter."""
+    num_refused: int = 0
+    """How often a node turned out not to have it any more."""
+
+
+class ResumeTurn:
+    """One of the places of requests that begin anew, until `end`, or for TURN_S."""
+
+    def __init__(self, turns: asyncio.Semaphore) -> None:
+        self._turns = turns
+        self._ended = False
+        self._timer = asyncio.get_running_loop().call_later(TURN_S, self.end)
+
+    @classmethod
+    async def take(cls, turns: asyncio.Semaphore) -> ResumeTurn:
+        await turns.acquire()
+        return cls(turns)
+
+    def end(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._timer.cancel()
+            self._turns.release()
+
+
+def described(node: Node, own: bool, num_live: int) -> dict[str, object]:
+    report = node.report
+    facts: dict[str, object] = {"node": node.name, "own": own, "requests_from_here": num_live}
+    if report is None:
+        return {**facts, "state": "down"}
+    load = report.load
+    return {
+        **facts,
+        "state": "draining" if report.draining else "up",
+        "running": load.num_running,
+        "waiting": load.num_waiting,
+        "seats": load.max_seats,
+        "queued_tokens": load.queued_tokens,
+        "kv_usage": load.kv_usage,
+        "adapters": {
+            "running": len(load.running_adapters),
+            "device": len(load.resident),
+            "host": len(load.host),
+            "loading": len(load.loading),
+        },
+        "costs": asdict(load.costs),
+    }
+
+
+def failed(request: EngineRequest, error: WeftError) -> TokenEvent:
+    return TokenEvent(request.request_id, [], finish_reason="error", error=to_wire(error))
+
+
+def digests_of(request: EngineRequest) -> list[str]:
+    """The content that a request needs."""
+    if request.parts:
+        return [part.ref.digest for part in request.parts]
+    return [request.adapter.digest] if request.adapter else []
+
+
+def kind_of(info: EngineInfo) -> tuple[str, int, int, str]:
+    """What all engines of a fleet have in common."""
+    return info.architecture, info.vocab_size, info.num_parameters, info.dtype
+
+
+def passed_on(live: Live, event: TokenEvent) -> TokenEvent:
+    """An event as the reader gets it: what is told once comes from the first attempt."""
+    event = event._replace(request_id=live.request.request_id)
+    if live.attempts > 1:
+        event = event._replace(num_cached_tokens=0, queue_s=None, adapter_wait_s=None)
+    return event

@@ -1,0 +1,161 @@
+"""Who is in a fleet, and the links to all of them.
+
+There is no protocol for membership: a file or DNS says where nodes may be, and is read again and
+again. Whoever answers there, and has the fleet's key, is a node.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+from pathlib import Path
+
+import zmq.asyncio
+
+from weft.core.errors import ConfigError, EngineDead, WeftError
+from weft.fleet.client import LinkClient
+from weft.fleet.curve import FleetKey
+from weft.fleet.fleet_client import FleetClient
+from weft.fleet.node import RemoteNode
+from weft.fleet.reports import REPORT_S, update_between
+from weft.fleet.tcp import TcpLink
+
+logger = logging.getLogger(__name__)
+
+READ_S = 1.0
+"""How often the list is read again."""
+RETRY_S = 0.2
+"""The pause before a node that was lost, or does not answer, is tried again."""
+MAX_RETRY_S = 2.0
+
+
+def is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isascii() and port.isdecimal() and 0 < int(port) < 65536
+
+
+async def read_addresses(where: str) -> list[str]:
+    """The addresses, HOST:PORT each, that a file has in its lines, or to which HOST:PORT resolves.
+    Raises ConfigError, OSError."""
+    if not is_address(where):
+        text = await asyncio.to_thread(Path(where).read_text)
+        lines = (line.partition("#")[0].strip() for line in text.splitlines())
+        found = [line for line in lines if line]
+        for line in found:
+            if not is_address(line):
+                message = f"--fleet {where}: lines must be HOST:PORT, got {line[:80]!r}"
+                raise ConfigError(message, "fleet")
+        return found
+    host, _, port = where.rpartition(":")
+    loop = asyncio.get_running_loop()
+    infos = await loop.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    hosts = dict.fromkeys(str(info[4][0]) for info in infos)
+    return [f"[{each}]:{port}" if ":" in each else f"{each}:{port}" for each in hosts]
+
+
+class Members:
+    """Owner of the links to other nodes, which it tells a FleetClient of."""
+
+    def __init__(
+        self,
+        where: str | None,
+        key: FleetKey,
+        name: str,
+        fleet: FleetClient,
+    ) -> None:
+        """`where`: see `read_addresses`; None: no other node is used. `name`: this node's, "" if it
+        has no engine."""
+        self._key = key
+        self._name = name
+        self._fleet = fleet
+        self._context = zmq.asyncio.Context()
+        self._own: set[str] = set()
+        """Addresses at which this process itself answers."""
+        self._followed: dict[str, asyncio.Task[None]] = {}
+        """Who looks after each address."""
+        self._links: set[TcpLink] = set()
+        self._named: dict[str, str] = {}
+        """By node that is linked: at which address."""
+        self._tasks = [asyncio.create_task(self._tick())]
+        if where is not None:
+            self._tasks.append(asyncio.create_task(self._read(where)))
+
+    async def close(self) -> None:
+        tasks = [*self._tasks, *self._followed.values()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.to_thread(self._context.term)
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(REPORT_S)
+            if self._fleet.own is not None:
+                self._fleet.own.tick()
+            for link in list(self._links):
+                link.tick()
+
+    async def _read(self, where: str) -> None:
+        while True:
+            try:
+                self._follow(await read_addresses(where))
+            except (OSError, WeftError) as error:  # who is known stays known
+                logger.warning("the list of nodes can't be read: %s", error)
+            await asyncio.sleep(READ_S)
+
+    def _follow(self, addresses: list[str]) -> None:
+        wanted = set(addresses) - self._own
+        for address in self._followed.keys() - wanted:
+            self._followed.pop(address).cancel()
+        for address in wanted - self._followed.keys():
+            self._followed[address] = asyncio.create_task(self._look_after(address))
+
+    async def _look_after(self, address: str) -> None:
+        """Keep a link to the node at an address."""
+        pause_s = RETRY_S
+        while True:
+            if await self._link(address):
+                pause_s = RETRY_S
+            if address in self._own:
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, MAX_RETRY_S)
+
+    async def _link(self, address: str) -> bool:
+        """Link to a node, until it is lost. Whether it answered."""
+        client = LinkClient()
+        link = TcpLink(self._context, address, self._key, self._fleet.process, client)
+        self._links.add(link)
+        try:
+            await client.start(link)
+            return await self._serve(address, client, link)
+        except EngineDead as error:
+            logger.debug("%s: %s", address, error.message)
+            return False
+        finally:
+            self._links.discard(link)
+            await client.close()
+
+    async def _serve(self, address: str, client: LinkClient, link: TcpLink) -> bool:
+        if link.process == self._fleet.process:
+            self._own.add(address)
+            return True
+        if link.node == self._name or link.node in self._named:
+            message = "two nodes are called %s; the one at %s is not used: give each a --node-name"
+            logger.error(message, link.node, address)
+            return False
+        self._named[link.node] = address
+        node = RemoteNode(client, link)
+        logger.info("node %s at %s is there", node.name, address)
+        self._fleet.join(node, update_between(None, link.report) if link.report else None)
+        link.on_report = lambda update: self._fleet.reported(node, update)
+        error: WeftError = EngineDead(f"node {node.name} is not in the list any more")
+        try:
+            error = await client.ended()
+        finally:
+            del self._named[link.node]
+            logger.warning("node %s is lost: %s", node.name, error.message)
+            client.died(error)
+            self._fleet.lost(node)
+        return True

@@ -1,0 +1,187 @@
+"""The nodes of a fleet, as its client sees them: this process's own, and others over links."""
+
+from __future__ import annotations
+
+import socket
+import time
+import uuid
+from collections.abc import AsyncGenerator, Callable, Sequence
+from typing import Protocol
+
+from weft.core.adapters import AdapterInfo, AdapterSource
+from weft.core.errors import WeftError
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.stats import EngineInfo, EngineStats
+from weft.core.tenants import Tenant
+from weft.fleet.client import LinkClient
+from weft.fleet.curve import FleetKey
+from weft.fleet.listener import Locate, NodeListener
+from weft.fleet.reports import NodeReport, ReportSender, ReportUpdate
+from weft.fleet.supervisor import Supervisor
+from weft.fleet.tcp import MAX_SILENT, TcpLink
+
+
+class Node(Protocol):
+    """A node whose engine is up, or was."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def report(self) -> NodeReport | None:
+        """Its newest report; None while it takes no requests: it is down, hangs, or is cut off."""
+
+    held: set[str]
+    """Digests of adapters that this process has it hold."""
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]: ...
+
+    def leave(self, request_id: str, error: WeftError) -> None:
+        """See `LinkClient.leave`."""
+
+    async def hold(self, source: AdapterSource, holder: str, pinned: bool) -> AdapterInfo: ...
+
+    async def release(self, digest: str, holder: str) -> None: ...
+
+    async def set_tenants(self, tenants: Sequence[Tenant]) -> None: ...
+
+    async def stats(self) -> EngineStats: ...
+
+    def drain(self, draining: bool) -> None:
+        """See `weft.fleet.wire.Drain`."""
+
+    def tick(self) -> None:
+        """Called each REPORT_S."""
+
+    async def close(self) -> None: ...
+
+
+class OwnNode:
+    """The node of this process: its engine, what it reports of it, and who may use it.
+
+    on_report: called with each report; with None when there are none for now.
+    """
+
+    def __init__(
+        self,
+        name: str | None,
+        engine: Supervisor,
+        listen: str,
+        key: FleetKey,
+        locate: Locate,
+    ) -> None:
+        """`listen`: HOST:PORT for others. `name` None: that of the host and the port. Raises
+        ConfigError if the address can't be had."""
+        self.process = uuid.uuid4().hex
+        """Which process this is; see `weft.fleet.wire.Hello`."""
+        self.held: set[str] = set()
+        self.on_report: Callable[[Node, ReportUpdate | None], None] = lambda *_: None
+        self._engine = engine
+        self._draining = False
+        self._restarts = 0
+        self._silent = 0
+        self.listener = NodeListener(
+            listen, key, engine, self.process, lambda: self._sender.whole(), self.drain, locate
+        )
+        self.name = name or f"{socket.gethostname()}:{self.listener.port}"
+        self._sender = ReportSender(self.name, time.time_ns())
+        engine.on_pulse = self._pulsed
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._engine.info
+
+    @property
+    def report(self) -> NodeReport | None:
+        up = self._engine.alive and self._silent <= MAX_SILENT
+        return self._sender.report if up else None
+
+    @property
+    def troubles(self) -> list[str]:
+        return self._engine.troubles
+
+    def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+        return self._engine.generate(request)
+
+    def leave(self, request_id: str, error: WeftError) -> None:
+        self._engine.leave(request_id, error)
+
+    async def hold(self, source: AdapterSource, holder: str, pinned: bool) -> AdapterInfo:
+        return await self._engine.hold(source, holder, pinned)
+
+    async def release(self, digest: str, holder: str) -> None:
+        await self._engine.release(digest, holder)
+
+    async def set_tenants(self, tenants: Sequence[Tenant]) -> None:
+        await self._engine.set_tenants(tenants)
+
+    async def stats(self) -> EngineStats:
+        return await self._engine.stats()
+
+    def drain(self, draining: bool) -> None:
+        if draining != self._draining:
+            self._draining = draining
+            self._tell()
+
+    def tick(self) -> None:
+        """See whether the engine still reports."""
+        self._silent += 1
+        if self._silent == MAX_SILENT + 1:
+            self.on_report(self, None)
+
+    async def close(self) -> None:
+        await self.listener.close()
+        await self._engine.close()
+
+    def _pulsed(self) -> None:
+        self._silent = 0
+        if self._engine.alive:
+            self._tell()
+        elif (death := self._engine.death) is not None:
+            self.listener.gone(death)
+            self.on_report(self, None)
+
+    def _tell(self) -> None:
+        """Report what is known now to everybody."""
+        if (load := self._engine.load) is None:
+            return
+        if self._restarts != self._engine.restarts:
+            self._restarts = self._engine.restarts
+            self._sender = ReportSender(self.name, time.time_ns())
+        update = self._sender.update(load, self._draining)
+        self.listener.report(update)
+        self.on_report(self, update)
+
+
+class RemoteNode:
+    """Another node, over a link to it."""
+
+    def __init__(self, client: LinkClient, link: TcpLink) -> None:
+        self.held: set[str] = set()
+        self._client = client
+        self._link = link
+        self.generate = client.generate
+        self.leave = client.leave
+        self.hold = client.hold
+        self.release = client.release
+        self.set_tenants = client.set_tenants
+        self.stats = client.stats
+        self.drain = link.drain
+        self.tick = link.tick
+        self.close = client.close
+        self.ended = client.ended
+
+    @property
+    def name(self) -> str:
+        return self._link.node
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._client.info
+
+    @property
+    def report(self) -> NodeReport | None:
+        return self._link.report if self._client.alive else None

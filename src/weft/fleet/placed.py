@@ -1,0 +1,149 @@
+"""Which adapters the nodes of a fleet are to have, and which have them.
+
+Every node has all adapters that are pinned. The others come to a node when a request that needs
+them goes there, by their digest: from the folder that the holder named, or, on another machine,
+from the registry.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from weft.core.adapters import AdapterInfo, AdapterSource
+from weft.core.errors import AdapterUnavailable, EngineDead, WeftError
+
+if TYPE_CHECKING:
+    from weft.fleet.node import Node
+
+HOLDER = "fleet"
+"""Under this name a process holds content on nodes, for all of its own holders."""
+
+
+@dataclass(slots=True)
+class _Content:
+    info: AdapterInfo
+    holders: dict[str, tuple[AdapterSource, bool]] = field(default_factory=dict)
+    """The source and the pin of each hold, the newest last."""
+
+    @property
+    def pinned(self) -> bool:
+        return any(pinned for _, pinned in self.holders.values())
+
+    @property
+    def sources(self) -> list[AdapterSource]:
+        """Where it may be, the newest first."""
+        return list(dict.fromkeys(source for source, _ in reversed(self.holders.values())))
+
+
+class PlacedAdapters:
+    """Owner of what this process wants nodes to hold. What each holds is in `Node.held`."""
+
+    def __init__(self) -> None:
+        self._wanted: dict[str, _Content] = {}
+        """By digest."""
+        self._coming: dict[tuple[Node, str], asyncio.Task[None]] = {}
+        """Holds under way."""
+
+    async def hold(
+        self, nodes: Sequence[Node], source: AdapterSource, holder: str, pinned: bool
+    ) -> AdapterInfo:
+        """See `EngineClient.hold`; the first of these nodes that is up takes the content, and
+        after it all of them if it is pinned."""
+        info, first = await self._hold_first(nodes, source, pinned)
+        content = self._wanted.setdefault(info.digest, _Content(info))
+        content.info = info
+        was_pinned = content.pinned
+        content.holders.pop(holder, None)
+        content.holders[holder] = (source.again(info.digest, info.checked), pinned)
+        first.held.add(info.digest)
+        if content.pinned != was_pinned or content.pinned:
+            await self._bring_to(nodes, info.digest)
+        return info
+
+    async def _hold_first(
+        self, nodes: Sequence[Node], source: AdapterSource, pinned: bool
+    ) -> tuple[AdapterInfo, Node]:
+        error: WeftError = EngineDead("no node of the fleet is up")
+        for node in nodes:
+            known = self._wanted.get(source.digest) if source.digest else None
+            try:
+                pin = pinned or (known is not None and known.pinned)
+                return await node.hold(source, HOLDER, pin), node
+            except EngineDead as dead:
+                error = dead
+        raise error
+
+    async def release(self, nodes: Iterable[Node], digest: str, holder: str) -> None:
+        """See `EngineClient.release`."""
+        content = self._wanted.get(digest)
+        if content is None:
+            return
+        was_pinned = content.pinned
+        content.holders.pop(holder, None)
+        having = [node for node in nodes if digest in node.held]
+        if not content.holders:
+            del self._wanted[digest]
+            for node in having:
+                node.held.discard(digest)
+            calls = [node.release(digest, HOLDER) for node in having]
+            await asyncio.gather(*calls, return_exceptions=True)
+        elif content.pinned != was_pinned:
+            await self._bring_to(having, digest)
+
+    async def bring(self, node: Node, digests: Iterable[str]) -> None:
+        """Let a node hold content. Raises EngineDead, AdapterError."""
+        for digest in digests:
+            key = node, digest
+            task = self._coming.get(key)
+            if task is None:
+                task = self._coming[key] = asyncio.create_task(self._bring(node, digest))
+                task.add_done_callback(partial(self._came, key))
+            await asyncio.shield(task)
+
+    def _came(self, key: tuple[Node, str], _: asyncio.Task[None]) -> None:
+        del self._coming[key]
+
+    async def spread(self, nodes: Sequence[Node]) -> None:
+        """Let nodes hold all that is pinned, as far as they can."""
+        for digest in [digest for digest, each in self._wanted.items() if each.pinned]:
+            await self._bring_to(nodes, digest)
+
+    async def _bring_to(self, nodes: Iterable[Node], digest: str) -> None:
+        calls = [self._bring(node, digest) for node in nodes]
+        await asyncio.gather(*calls, return_exceptions=True)
+
+    async def _bring(self, node: Node, digest: str) -> None:
+        content = self._wanted.get(digest)
+        if content is None:
+            raise AdapterUnavailable("the adapter is not loaded", "model")
+        error: WeftError | None = None
+        for source in content.sources:
+            try:
+                await node.hold(source, HOLDER, content.pinned)
+            except EngineDead:
+                raise
+            except WeftError as failed:
+                error = error or failed
+                continue
+            if digest in self._wanted:
+                node.held.add(digest)
+            else:  # it was released meanwhile
+                await node.release(digest, HOLDER)
+            return
+        assert error is not None, "content that nobody holds"
+        raise error
+
+    def info(self, digest: str) -> AdapterInfo | None:
+        """What is known of content that somebody holds."""
+        content = self._wanted.get(digest)
+        return content.info if content else None
+
+    def check(self, nodes: Iterable[Node]) -> None:
+        """Raise AssertionError unless all invariants hold."""
+        assert all(content.holders for content in self._wanted.values())
+        for node in nodes:
+            assert node.held <= self._wanted.keys(), "held for nobody"

@@ -1,0 +1,73 @@
+"""Makes this process a part of a fleet: its engine a node, its API a client of all nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from weft.core.config import EngineArgs
+from weft.core.errors import ConfigError
+from weft.fleet.curve import read_fleet_key
+from weft.fleet.fleet_client import FleetClient
+from weft.fleet.listener import Locate
+from weft.fleet.members import Members, is_address
+from weft.fleet.node import OwnNode
+from weft.fleet.process import start_process
+from weft.fleet.reports import REPORT_S
+from weft.fleet.supervisor import start_supervised
+
+PORT = 7070
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetArgs:
+    """How a process is a part of a fleet. Raises ConfigError for what can't be so."""
+
+    where: str
+    """A file with HOST:PORT in each line, or HOST:PORT of which DNS has several addresses."""
+    key: Path
+    listen: str = f"0.0.0.0:{PORT}"
+    name: str | None = None
+    """The node's name; None: the host's name and the port at which it listens."""
+    has_engine: bool = True
+    has_api: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.has_engine or self.has_api):
+            raise ConfigError("--no-api and --no-engine leave nothing to serve", "no_api")
+        host, _, port = self.listen.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            message = f"--fleet-listen takes HOST:PORT, got {self.listen!r}"
+            raise ConfigError(message, "fleet_listen")
+        if not is_address(self.where) and not Path(self.where).is_file():
+            message = f"--fleet {self.where}: no such file, and not HOST:PORT"
+            raise ConfigError(message, "fleet")
+        if self.name is not None and not self.name:
+            raise ConfigError("--node-name must not be empty", "node_name")
+
+
+async def start_fleet(
+    args: FleetArgs, engine_args: EngineArgs, watchdog_s: float, locate: Locate
+) -> FleetClient:
+    """Start this process's engine, if it is to have one, and find the other nodes. Without an
+    engine it waits for one of them. Raises ConfigError, and what the engine's start fails with."""
+    key = read_fleet_key(args.key)
+    own = None
+    if args.has_engine:
+        start = partial(start_process, report_s=REPORT_S)
+        engine = await start_supervised(engine_args, start, watchdog_s)
+        try:
+            own = OwnNode(args.name, engine, args.listen, key, locate)
+        except BaseException:
+            await engine.close()
+            raise
+    client = FleetClient(own)
+    name = own.name if own is not None else ""
+    client.members = Members(args.where if args.has_api else None, key, name, client)
+    try:
+        await client.until_joined()
+    except BaseException:
+        await client.close()
+        raise
+    return client

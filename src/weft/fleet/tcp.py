@@ -1,0 +1,150 @@
+"""A client's end of a link to another node: ZeroMQ over TCP, encrypted.
+
+    this process                                      the other node (`weft.fleet.listener`)
+      Hello ────────────────────────────────────────▶
+                                    (its engine is up) ◀─ Welcome, ReportUpdate
+      Submit, Abort, Hold, ..., Beat ───────────────▶
+                     (one message a step) ◀──────────── Tokens, Reply, ReportUpdate each 50 ms
+                                                      ◀─ Gone, or silence, or a closed connection
+
+A link lives no longer than the engine behind it: whoever wants to go on makes a new one. A closed
+connection is seen at once. A node that hangs is known by its silence, counted in ticks of this
+process rather than by a clock: if this process itself was held up, nobody is blamed for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from weft.core.errors import ConfigError, EngineDead
+from weft.core.messages import Command, Started, Submit
+from weft.fleet.client import LinkClient
+from weft.fleet.curve import FleetKey
+from weft.fleet.reports import NodeReport, ReportReceiver, ReportUpdate
+from weft.fleet.sent import SentRequests
+from weft.fleet.wire import DOWN, UP, Beat, Down, Drain, Gone, Hello, Welcome
+
+MAX_SILENT = 4
+"""After so many ticks (of REPORT_S) without a message a node is taken to hang."""
+MAX_CONNECTING = 40
+"""How many ticks the first answer may take."""
+BEAT_EACH = 5
+"""How many ticks are between two signs of life of this process."""
+QUEUED = 1_000
+"""How many messages wait for a slow other end before the link is given up. A node with many
+requests sends one for each step."""
+LAST_WORDS_MS = 200
+"""How long a link that ends may take to say so."""
+_ENDS = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CLOSED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+
+class TcpLink:
+    """A link to another node; `connect` makes one with its client."""
+
+    def __init__(
+        self, context: zmq.asyncio.Context, address: str, key: FleetKey, me: str, client: LinkClient
+    ) -> None:
+        self.address = address
+        self.node = ""
+        """The other node's name, and which process it is, once it has answered."""
+        self.process = ""
+        self.on_report: Callable[[ReportUpdate], None] = lambda _: None
+        self._client = client
+        self._receiver = ReportReceiver()
+        self._sent = SentRequests()
+        self._ticks = self._silent = 0
+        self._socket: Any = context.socket(zmq.DEALER)
+        self._socket.set_hwm(QUEUED)
+        self._socket.linger = LAST_WORDS_MS
+        self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
+        key.lock(self._socket, server=False)
+        self._monitor: Any = self._socket.get_monitor_socket(_ENDS)
+        try:
+            self._socket.connect(f"tcp://{address}")
+        except zmq.ZMQError as error:
+            self._close()
+            raise ConfigError(f"--fleet: {address!r}: {error}", "fleet") from error
+        self._tasks = [
+            asyncio.create_task(self._receive()),
+            asyncio.create_task(self._watch_connection()),
+        ]
+        self._put(Hello(me))
+
+    @property
+    def report(self) -> NodeReport | None:
+        return self._receiver.report
+
+    def send(self, command: Command) -> None:
+        self._put(self._sent.pack(command.request) if isinstance(command, Submit) else command)
+
+    def drain(self, draining: bool) -> None:
+        self._put(Drain(draining))
+
+    def tick(self) -> None:
+        """Called each REPORT_S."""
+        self._ticks += 1
+        self._silent += 1
+        if self._silent > (MAX_SILENT if self.node else MAX_CONNECTING):
+            self._end(f"{self._name} has given no sign of life")
+        elif self._ticks % BEAT_EACH == 0:
+            self._put(Beat())
+
+    async def join(self, timeout_s: float) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._close()
+
+    @property
+    def _name(self) -> str:
+        return f"node {self.node}" if self.node else f"the node at {self.address}"
+
+    def _put(self, record: Down) -> None:
+        sent = self._socket.send(DOWN.encode(record), zmq.DONTWAIT)
+        if sent.done() and sent.exception() is not None:
+            self._end(f"{self._name} takes no messages")
+
+    def _end(self, why: str) -> None:
+        error = EngineDead(why)
+        error.killed = True  # nobody knows of a request that is to blame
+        self._client.died(error)
+
+    async def _receive(self) -> None:
+        while True:
+            record = UP.decode(await self._socket.recv())
+            self._silent = 0
+            match record:
+                case ReportUpdate():
+                    self._receiver.receive(record)
+                    self.on_report(record)
+                case Welcome(node, process, info):
+                    self.node, self.process = node, process
+                    self._client.dispatch(Started(info))
+                case Gone(message, killed):
+                    error = EngineDead(message)
+                    error.killed = killed
+                    self._client.died(error)
+                case _:
+                    self._client.dispatch(record)
+
+    async def _watch_connection(self) -> None:
+        await self._monitor.recv_multipart()
+        self._end(f"the connection to {self._name} was closed")
+
+    def _close(self) -> None:
+        with contextlib.suppress(zmq.ZMQError):
+            self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close()

@@ -1,0 +1,78 @@
+"""How records travel on links between processes and nodes: as msgpack."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar, get_args
+
+import msgspec
+
+from weft.core.messages import Command, Report
+from weft.core.stats import EngineInfo
+from weft.fleet.reports import ReportUpdate
+
+T = TypeVar("T")
+
+
+class Codec(Generic[T]):
+    """Encodes records of a union in msgpack, each as a pair: its class's name and its fields."""
+
+    def __init__(self, kinds: tuple[type[T], ...]) -> None:
+        self._encode = msgspec.msgpack.Encoder().encode
+        self._split = msgspec.msgpack.Decoder(tuple[str, msgspec.Raw]).decode
+        self._decode = {kind.__name__: msgspec.msgpack.Decoder(kind).decode for kind in kinds}
+
+    def encode(self, record: T) -> bytes:
+        return self._encode((type(record).__name__, record))
+
+    def decode(self, data: bytes) -> T:
+        kind, payload = self._split(data)
+        return self._decode[kind](payload)
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """The first message of a link to another node: who sends its requests over it."""
+
+    client: str
+    """It is the same on all links of a process, and that of no other process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """A sign of life of a node's client."""
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """Take no more requests, so that those who have some there take them elsewhere; or do again."""
+
+    draining: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The answer to Hello: this node's engine is up."""
+
+    node: str
+    process: str
+    """Which process it is; see `Hello.client`."""
+    info: EngineInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Gone:
+    """The node's engine is gone, with all requests that it had; the link ends with this."""
+
+    message: str
+    killed: bool
+    """See `EngineDead.killed`."""
+
+
+Down = Command | Hello | Beat | Drain
+Up = Report | Welcome | Gone | ReportUpdate
+
+COMMANDS: Codec[Command] = Codec(get_args(Command))
+REPORTS: Codec[Report] = Codec(get_args(Report))
+DOWN: Codec[Down] = Codec(get_args(Down))
+UP: Codec[Up] = Codec(get_args(Up))

@@ -1,0 +1,357 @@
+"""Streams over a fleet whose nodes die, hang, are cut off and drained: each reader gets each token
+once, as if nothing had happened."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from lossy_fleet import LossyFleet, VirtualLoop, stream_of
+
+from weft.core.adapters import AdapterRef, AdapterSource
+from weft.core.errors import AdapterUnavailable, EngineDead, RequestRefused, from_wire
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.sampling import SamplingParams
+
+DIGESTS = [f"{number:064x}" for number in (1 << 200, 2 << 200, 3 << 200)]
+NUM_NODES = 3
+
+
+@dataclass
+class Reader:
+    """Somebody who reads a stream."""
+
+    request: EngineRequest
+    events: list[TokenEvent] = field(default_factory=list)
+    error: Exception | None = None
+    left: bool = False
+    task: asyncio.Task[None] | None = None
+
+    async def read(self, fleet: LossyFleet) -> None:
+        try:
+            async with aclosing(fleet.client.generate(self.request)) as events:
+                async for event in events:
+                    self.events.append(event)
+        except EngineDead as error:
+            self.error = error
+
+    @property
+    def tokens(self) -> list[int]:
+        return [token for event in self.events for token in event.token_ids]
+
+    @property
+    def ended(self) -> bool:
+        return bool(self.events) and self.events[-1].finish_reason is not None
+
+
+class FleetMachine(RuleBasedStateMachine):
+    """At the end everything is healed, and every stream must be what it would have been."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = VirtualLoop()
+        self.readers: list[Reader] = []
+
+    def run(self, act: Callable[[], object] = lambda: None, seconds: float = 0.0) -> None:
+        """Do something on the event loop, and whatever follows from it."""
+
+        async def settle() -> None:
+            done = act()
+            if isinstance(done, Awaitable):
+                await done
+            for _ in range(10):
+                await asyncio.sleep(0)
+            if seconds:
+                await asyncio.sleep(seconds)
+
+        self.loop.run_until_complete(settle())
+
+    @initialize(seed=st.integers(0, 1 << 30))
+    def begin(self, seed: int) -> None:
+        async def begin() -> None:
+            self.fleet = LossyFleet(NUM_NODES, seed)
+            for engine in self.fleet.engines:
+                engine.begin()
+                await self.fleet.join(engine)
+
+        self.run(begin)
+        for digest in DIGESTS[:2]:
+            held = self.loop.create_task(
+                self.fleet.client.hold(AdapterSource("/a", digest), f"name of {digest}")
+            )
+            while not held.done():
+                self.run(self.carry_all)
+            held.result()
+
+    def carry_all(self) -> None:
+        for link in list(self.fleet.links.values()):
+            link.carry()
+
+    @rule(
+        length=st.integers(1, 12),
+        adapter=st.sampled_from((None, *DIGESTS[:2])),
+        logprobs=st.booleans(),
+        seed=st.integers(0, 99),
+    )
+    def ask(self, length: int, adapter: str | None, logprobs: bool, seed: int) -> None:
+        ref = None if adapter is None else AdapterRef("a", 1, adapter)
+        params = SamplingParams(max_tokens=length, prompt_logprobs=1 if logprobs else None)
+        name = f"r{len(self.readers)}"
+        reader = Reader(EngineRequest(name, [1, 2, 3, seed], params, ref, seed=seed))
+        reader.task = self.loop.create_task(reader.read(self.fleet))
+        self.readers.append(reader)
+        self.run()
+
+    @precondition(lambda self: any(not reader.ended for reader in self.readers))
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        """A reader goes away."""
+        reader = data.draw(st.sampled_from([r for r in self.readers if not r.ended]))
+        reader.left = True
+        self.run(reader.task.cancel)
+
+    @rule(number=st.integers(0, NUM_NODES - 1), times=st.integers(1, 4))
+    def step(self, number: int, times: int) -> None:
+        for _ in range(times):
+            self.fleet.engines[number].step()
+
+    @rule(number=st.integers(0, NUM_NODES - 1), most=st.integers(1, 5))
+    def carry(self, number: int, most: int) -> None:
+        link = self.fleet.links.get(f"n{number}")
+        if link is not None:
+            self.run(lambda: link.carry(most))
+
+    @rule(number=st.integers(0, NUM_NODES - 1))
+    def report(self, number: int) -> None:
+        self.fleet.engines[number].report()
+
+    @rule(seconds=st.floats(0, 3))
+    def wait(self, seconds: float) -> None:
+        self.run(seconds=seconds)
+
+    @rule(number=st.integers(0, NUM_NODES - 1), killed=st.just(True))
+    def kill(self, number: int, killed: bool) -> None:
+        """The node's engine dies, and begins anew."""
+        engine = self.fleet.engines[number]
+        engine.begin()
+        if engine.name in self.fleet.links:
+            self.run(lambda: self.fleet.lose(engine.name, "the engine died", killed))
+
+    @rule(number=st.integers(0, NUM_NODES - 1))
+    def cut(self, number: int) -> None:
+        """The link is lost, while the engine goes on with what it has."""
+        name = f"n{number}"
+        if name in self.fleet.links:
+            self.run(lambda: self.fleet.lose(name, "it gives no sign of life", True))
+
+    @rule(number=st.integers(0, NUM_NODES - 1), draining=st.booleans())
+    def drain(self, number: int, draining: bool) -> None:
+        engine = self.fleet.engines[number]
+        engine.draining = draining
+        engine.report()
+        link = self.fleet.links.get(engine.name)
+        if link is not None:
+            self.run(link.carry)
+
+    @rule()
+    def hear_late(self) -> None:
+        """What was said on links that are given up still comes."""
+        for link in self.fleet.old:
+            self.run(link.carry)
+
+    @rule(number=st.integers(0, NUM_NODES - 1))
+    def join(self, number: int) -> None:
+        engine = self.fleet.engines[number]
+        if engine.name not in self.fleet.links:
+            engine.running = {}  # those of the old link ended with it
+            self.run(lambda: self.fleet.join(engine))
+
+    @rule(number=st.integers(0, NUM_NODES - 1), digest=st.sampled_from(DIGESTS[:2]))
+    def forget(self, number: int, digest: str) -> None:
+        """A node loses an adapter that it was to hold."""
+        engine = self.fleet.engines[number]
+        engine.held = {each for each in engine.held if each[0] != digest}
+
+    @invariant()
+    def sound(self) -> None:
+        if not hasattr(self, "fleet"):
+            return
+        self.fleet.client.check()
+        for reader in self.readers:
+            assert reader.tokens == stream_of(reader.request)[: len(reader.tokens)]
+            assert all(event.request_id == reader.request.request_id for event in reader.events)
+            assert sum(event.prompt_logprobs is not None for event in reader.events) <= 1
+            assert sum(event.queue_s is not None for event in reader.events) <= 1
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "fleet"):
+                self.heal()
+        finally:
+            self.run(self.stop)
+            self.loop.close()
+
+    async def stop(self) -> None:
+        tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def heal(self) -> None:
+        for engine in self.fleet.engines:
+            engine.draining = False
+            self.join(int(engine.name[1:]))
+            engine.report()
+        open_ones = [r for r in self.readers if not r.left]
+        for _ in range(400):
+            if all(reader.task.done() for reader in open_ones):
+                break
+            for engine in self.fleet.engines:
+                engine.step()
+                engine.report()
+            self.run(self.carry_all, seconds=0.06)
+        for reader in open_ones:
+            if isinstance(reader.error, EngineDead):  # there was no node for long
+                assert "no node" in str(reader.error)
+                continue
+            assert reader.tokens == stream_of(reader.request), reader.request
+            assert reader.events[-1].finish_reason == "length"
+            wanted = reader.request.params.prompt_logprobs is not None
+            assert sum(event.prompt_logprobs is not None for event in reader.events) == wanted
+        self.run(self.fleet.client.close)
+        self.fleet.client.check()
+
+
+TestFleet = FleetMachine.TestCase
+TestFleet.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+
+
+@pytest.mark.exhaustive
+class TestFleetAtLength(FleetMachine.TestCase):
+    settings = settings(max_examples=2000, stateful_step_count=80, deadline=None)
+
+
+def in_fleet(test: Callable[[LossyFleet], Awaitable[None]]) -> None:
+    """Run a test in a fleet whose nodes are all up."""
+
+    async def run() -> None:
+        fleet = LossyFleet(NUM_NODES, seed=1)
+        for engine in fleet.engines:
+            engine.begin()
+            await fleet.join(engine)
+        await test(fleet)
+        await fleet.client.close()
+        fleet.client.check()
+
+    loop = VirtualLoop()
+    try:
+        loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+async def settle(fleet: LossyFleet, steps: int = 1) -> None:
+    """Let what is under way arrive, and the engines make some tokens."""
+    for _ in range(steps):
+        for engine in fleet.engines:
+            engine.step()
+            engine.report()
+        for link in list(fleet.links.values()):
+            link.carry()
+        await asyncio.sleep(0.06)
+
+
+def asked(length: int, adapter: str | None = None) -> EngineRequest:
+    ref = None if adapter is None else AdapterRef("a", 1, adapter)
+    return EngineRequest("r", [1, 2, 3], SamplingParams(max_tokens=length), ref, seed=3)
+
+
+def begun(fleet: LossyFleet, request: EngineRequest) -> Reader:
+    reader = Reader(request)
+    reader.task = asyncio.create_task(reader.read(fleet))
+    return reader
+
+
+def where(fleet: LossyFleet) -> list[str]:
+    return [engine.name for engine in fleet.engines if engine.running]
+
+
+def test_what_two_engines_died_of_is_refused() -> None:
+    async def test(fleet: LossyFleet) -> None:
+        reader = begun(fleet, asked(100))
+        for _ in range(2):
+            await settle(fleet, 2)
+            (name,) = where(fleet)
+            next(engine for engine in fleet.engines if engine.name == name).begin()
+            fleet.lose(name, "the engine process ended with exit code 1", killed=False)
+        await reader.task
+        last = reader.events[-1]
+        assert last.error is not None and isinstance(from_wire(last.error), RequestRefused)
+        assert not where(fleet)
+
+    in_fleet(test)
+
+
+def test_a_drained_node_is_empty_at_once_and_takes_nothing() -> None:
+    async def test(fleet: LossyFleet) -> None:
+        reader = begun(fleet, asked(60))
+        await settle(fleet, 3)
+        (name,) = where(fleet)
+        fleet.client.drain(name)
+        await settle(fleet, 3)
+        (other,) = where(fleet)
+        assert other != name and fleet.client.counts["moves"] == 1
+        assert fleet.client.explain("r")[-1]["node"] == other
+        described = {each["node"]: each["state"] for each in fleet.client.describe()}
+        assert described[name] == "draining"
+        await settle(fleet, 100)
+        assert reader.tokens == stream_of(reader.request)
+
+    in_fleet(test)
+
+
+def test_requests_go_where_their_adapter_can_be_had() -> None:
+    """A node that can't read it is passed over; if none can, the request ends with that error."""
+
+    async def test(fleet: LossyFleet) -> None:
+        source = AdapterSource("/a", DIGESTS[0])
+        held = asyncio.create_task(fleet.client.hold(source, "name"))
+        await settle(fleet, 4)
+        await held
+        for engine in fleet.engines[:2]:
+            engine.refuses, engine.held = {DIGESTS[0]}, set()
+        fleet.engines[2].held = set()
+        for node in fleet.client.nodes.values():
+            node.held.clear()
+        reader = begun(fleet, asked(5, DIGESTS[0]))
+        await settle(fleet, 30)
+        assert reader.tokens == stream_of(reader.request)
+        fleet.engines[2].refuses = {DIGESTS[0]}
+        fleet.client.nodes["n2"].held.clear()
+        reader = begun(fleet, asked(5, DIGESTS[0]))
+        await settle(fleet, 30)
+        error = reader.events[-1].error
+        assert error is not None and isinstance(from_wire(error), AdapterUnavailable)
+
+    in_fleet(test)
+
+
+def test_pinned_adapters_are_everywhere_and_are_released_everywhere() -> None:
+    async def test(fleet: LossyFleet) -> None:
+        source = AdapterSource("/a", DIGESTS[0])
+        held = asyncio.create_task(fleet.client.hold(source, "name", pinned=True))
+        await settle(fleet, 4)
+        await held
+        assert all(engine.held for engine in fleet.engines)
+        released = asyncio.create_task(fleet.client.release(DIGESTS[0], "name"))
+        await settle(fleet, 4)
+        await released
+        assert not any(engine.held for engine in fleet.engines)
+
+    in_fleet(test)
