@@ -15,6 +15,7 @@ from weft import __version__
 from weft.bench.cli.commands import bench
 from weft.bench.cli.kernels import tune
 from weft.cli.args import INSTEAD, ServeFlags, spread_lora_modules
+from weft.cli.chat import chat
 from weft.cli.keys import key
 from weft.cli.plan import plan
 from weft.cli.publish import push, registry
@@ -191,6 +192,6 @@ def env(as_json: AsJson = False) -> None:
 
 
 app.command()(plan)
-for command in (push, release, rollback, history):
+for command in (chat, push, release, rollback, history):
     app.command()(command)
 app.command()(tune)

@@ -1,0 +1,190 @@
+"""`weft chat`: talk to a model of a running server, in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weft.cli.scrapes import plain_url
+from weft.core.errors import InvalidRequest, Unreachable, WeftError
+from weft.terminal.options import ending_in_one_line
+
+if TYPE_CHECKING:
+    import httpx
+
+_COMMANDS = """/model NAME  talk to another adapter, or to the base
+/models      list the models
+/new         begin a new conversation
+/quit        end; so does Ctrl-D"""
+
+
+def chat(
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="MODEL", help="An adapter, or the base. Default: the server's base."
+        ),
+    ] = None,
+    url: Annotated[
+        str, typer.Option(metavar="URL", help="The server's address.")
+    ] = "http://127.0.0.1:8000",
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The system message of the conversation.")
+    ] = None,
+    temperature: Annotated[
+        float | None,
+        typer.Option(metavar="T", help="0 always takes the most likely token. Default: 1.", min=0),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY", help="The key that is sent as the bearer token.", envvar="WEFT_API_KEY"
+        ),
+    ] = None,
+) -> None:
+    """Talk to a model of a running server.
+
+    A line is a message. /help lists what else there is. Ctrl-C stops an answer.
+    """
+    import httpx
+
+    with ending_in_one_line():
+        headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(60, read=600)
+        with httpx.Client(base_url=plain_url(url), headers=headers, timeout=timeout) as client:
+            talk = Conversation(client, model, system, temperature)
+            if sys.stdin.isatty():
+                with contextlib.suppress(ImportError):
+                    import readline  # noqa: F401  lines can be edited and called up again
+                typer.echo(f"{talk.model} at {plain_url(url)}; /help lists the commands")
+            for line in _lines():
+                try:
+                    if not _obey(talk, line):
+                        break
+                except WeftError as error:
+                    typer.echo(f"error: {error.message}", err=True)
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, line by line, until the end."""
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        except KeyboardInterrupt:
+            typer.echo()
+            continue
+        if line:
+            yield line
+
+
+def _obey(talk: Conversation, line: str) -> bool:
+    """Answer a message, or do what a command says. False: it was the last."""
+    command, _, rest = line.partition(" ")
+    match command:
+        case "/quit":
+            return False
+        case "/help":
+            typer.echo(_COMMANDS)
+        case "/models":
+            typer.echo("\n".join(talk.models()))
+        case "/new":
+            talk.messages.clear()
+        case "/model":
+            talk.choose(rest.strip())
+        case _ if line.startswith("/"):
+            raise InvalidRequest(f"there is no {command}; /help lists the commands")
+        case _:
+            for piece in talk.ask(line):
+                typer.echo(piece, nl=False)
+            typer.echo()
+    return True
+
+
+class Conversation:
+    """The messages so far, and the model that answers the next one."""
+
+    def __init__(
+        self, client: httpx.Client, model: str | None, system: str | None, temperature: float | None
+    ) -> None:
+        """Raises what `choose` raises."""
+        self._client = client
+        self._system = [{"role": "system", "content": system}] if system else []
+        self._options = {} if temperature is None else {"temperature": temperature}
+        self.messages: list[dict[str, str]] = []
+        self.model = ""
+        self.choose(model or self.models()[0])
+
+    def models(self) -> list[str]:
+        """The names of the server's models, the base first. Raises Unreachable, InvalidRequest."""
+        return [card["id"] for card in self._get("/v1/models")["data"]]
+
+    def choose(self, model: str) -> None:
+        """Let this model answer from now on. Raises Unreachable, InvalidRequest."""
+        self.model = self._get(f"/v1/models/{model}")["id"] if model else self.model
+
+    def ask(self, message: str) -> Iterator[str]:
+        """The pieces of the answer to a message. Both are part of the conversation when the answer
+        has ended, or was stopped by Ctrl-C. Raises Unreachable, InvalidRequest."""
+        told = {"role": "user", "content": message}
+        body = {
+            "model": self.model,
+            "messages": [*self._system, *self.messages, told],
+            "stream": True,
+            **self._options,
+        }
+        said = ""
+        with contextlib.suppress(KeyboardInterrupt):
+            for piece in self._stream(body):
+                said += piece
+                yield piece
+        self.messages += [told, {"role": "assistant", "content": said}]
+
+    def _stream(self, body: dict[str, Any]) -> Iterator[str]:
+        with (
+            self._reaching(),
+            self._client.stream("POST", "/v1/chat/completions", json=body) as answer,
+        ):
+            if answer.is_error:
+                answer.read()
+                raise _refusal(answer)
+            for line in answer.iter_lines():
+                data = line.removeprefix("data: ")
+                if not data or data == "[DONE]":
+                    continue
+                event = json.loads(data)
+                if "error" in event:
+                    raise InvalidRequest(event["error"]["message"])
+                for choice in event["choices"]:
+                    yield choice["delta"].get("content") or ""
+
+    def _get(self, path: str) -> dict[str, Any]:
+        with self._reaching():
+            answer = self._client.get(path)
+            if answer.is_error:
+                raise _refusal(answer)
+            found: dict[str, Any] = answer.json()
+            return found
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        import httpx
+
+        try:
+            yield
+        except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+            raise Unreachable(f"can't reach {self._client.base_url}: {error}") from None
+
+
+def _refusal(answer: httpx.Response) -> InvalidRequest:
+    try:
+        message = answer.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = f"the server answers with status {answer.status_code}"
+    return InvalidRequest(message)
