@@ -111,6 +111,7 @@ class KvEventPublisher:
         try:
             socket.bind(endpoint) if binds else socket.connect(endpoint)
         except zmq.ZMQError as error:
+            self._context.destroy()
             message = f"--kv-events-config: {field} {endpoint}: {error.strerror}"
             raise ConfigError(message, "kv_events_config") from error
         return socket
