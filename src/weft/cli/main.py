@@ -16,6 +16,7 @@ from weft.bench.cli.commands import bench
 from weft.bench.cli.kernels import tune
 from weft.cli.args import INSTEAD, ServeFlags, spread_lora_modules
 from weft.cli.chat import chat
+from weft.cli.cluster import cluster
 from weft.cli.keys import key
 from weft.cli.plan import plan
 from weft.cli.publish import push, registry
@@ -31,6 +32,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(bench, name="bench")
+app.add_typer(cluster, name="cluster")
 app.add_typer(key, name="key")
 app.add_typer(tenants, name="tenants")
 app.add_typer(registry, name="registry")

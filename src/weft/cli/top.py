@@ -34,7 +34,7 @@ def render(view: View, url: str, max_rows: int, notice: str = "") -> RenderableT
         parts.append(Text(notice or "the engine does not answer", style="bold red"))
     if view.errors_per_s:
         parts.append(Text(f"{_rate(view.errors_per_s)} HTTP errors/s", style="bold red"))
-    parts += [_panels(view), _kv(view), _adapters(view), Text(), _table(view, max_rows)]
+    parts += [panels(view), _kv(view), adapter_lines(view), Text(), adapter_table(view, max_rows)]
     return Group(*parts)
 
 
@@ -49,7 +49,7 @@ def _head(view: View, url: str) -> Table:
     return line
 
 
-def _panels(view: View) -> Table:
+def panels(view: View) -> Table:
     """Side by side, three equal parts of the width."""
     row = Table.grid(expand=True)
     for _ in range(3):
@@ -100,7 +100,7 @@ def _kv(view: View) -> Table:
     return line
 
 
-def _adapters(view: View) -> Table:
+def adapter_lines(view: View) -> Table:
     levels = view.now.by("level", "weft:adapters")
     room = view.sum("vllm:max_gpu_lora_adapters")
     parts = [
@@ -131,7 +131,7 @@ def _tier(tier: TierLoad) -> str:
     return f"{used}, {_share(tier.hit_share)} found{evictions}"
 
 
-def _table(view: View, max_rows: int) -> Table:
+def adapter_table(view: View, max_rows: int) -> Table:
     table = Table(box=box.SIMPLE_HEAD, expand=True, show_edge=False, pad_edge=False)
     table.add_column("Adapter", ratio=1, no_wrap=True, overflow="ellipsis")
     for name in ("Tokens/s", "Requests/s", "Requests", "TTFT p50", "TPOT p50"):

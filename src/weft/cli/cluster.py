@@ -1,0 +1,363 @@
+"""`weft cluster`: nodes that serve one base together, and what they say of themselves."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import replace
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import quote, urlsplit
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from weft.core.errors import ConfigError, InvalidRequest, Unreachable, WeftError
+from weft.fleet.launchers import ClusterArgs, ClusterFolder, Launcher, Placed
+from weft.fleet.launchers.local import HOST, LocalLauncher
+from weft.fleet.launchers.static import StaticLauncher
+from weft.terminal.options import ending_in_one_line
+
+LOOK_S = 0.5
+"""How often the process of `weft cluster up` looks after its nodes."""
+TIMEOUT_S = 10.0
+
+cluster = typer.Typer(help="Nodes that serve one base together.", no_args_is_help=True)
+
+Name = Annotated[
+    str, typer.Option("--name", metavar="NAME", help="The cluster's name, if there are several.")
+]
+At = Annotated[
+    str | None,
+    typer.Option(
+        "--at",
+        metavar="WHERE",
+        help="Where the nodes of a cluster are that was started otherwise: HOST:PORT,..., a file"
+        " with one in each line, or HOST:PORT of which DNS knows all.",
+    ),
+]
+Key = Annotated[
+    str, typer.Option("--api-key", metavar="KEY", help="An admin's key.", envvar="WEFT_API_KEY")
+]
+Node = Annotated[str, typer.Argument(metavar="NODE", help="As weft cluster status calls it.")]
+
+
+@cluster.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def up(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(metavar="BASE", help="The base model.")],
+    nodes: Annotated[int, typer.Option(metavar="N", help="How many nodes to start.", min=1)] = 2,
+    on: Annotated[
+        Literal["local", "ray"],
+        typer.Option(
+            help="local: processes of this machine, until this command ends. ray: actors"
+            " of a Ray cluster, which stay."
+        ),
+    ] = "local",
+    registry: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URI",
+            help="The adapters that all nodes have. Default: a folder of the cluster's own.",
+        ),
+    ] = None,
+    port: Annotated[
+        int, typer.Option(metavar="PORT", help="The HTTP port of the first node.", min=1, max=65000)
+    ] = 8000,
+    num_cpus: Annotated[
+        float, typer.Option(metavar="N", help="What a node takes of Ray's CPUs.", min=0)
+    ] = 1,
+    num_gpus: Annotated[
+        float, typer.Option(metavar="N", help="What a node takes of Ray's GPUs.", min=0)
+    ] = 0,
+    name: Name = "default",
+) -> None:
+    """Start nodes. Further flags are those of weft serve, which each node gets.
+
+    [bold]weft cluster up[/] meta-llama/Llama-3.1-8B-Instruct [bold]--nodes[/] 4
+    """
+    with ending_in_one_line():
+        folder = folder_of(name)
+        if registry is None:
+            if on == "ray":
+                raise ConfigError("--on ray needs a --registry for all machines", "registry")
+            registry = str(folder.path / "registry")
+            Path(registry).mkdir(parents=True, exist_ok=True)
+        elif "://" not in registry:
+            registry = str(Path(registry).expanduser().absolute())
+        args = ClusterArgs(
+            model=_absolute(model),
+            num_nodes=nodes,
+            registry=registry,
+            port=port,
+            num_cpus=num_cpus,
+            num_gpus=num_gpus,
+            flags=tuple(context.args),
+        )
+        folder.create(on, args)
+        if on == "ray":
+            _up_ray(name, folder, args)
+        else:
+            _run_local(folder, args)
+
+
+def _absolute(model: str) -> str:
+    return str(Path(model).absolute()) if Path(model).is_dir() else model
+
+
+def folder_of(name: str) -> ClusterFolder:
+    if not name.replace("-", "").isalnum():
+        raise ConfigError(f"--name takes letters, digits and -, got {name!r}", "name")
+    state = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
+    return ClusterFolder(Path(state) / "weft/clusters" / name)
+
+
+def reconcile(launcher: Launcher, there: Sequence[str], wanted: Sequence[str]) -> None:
+    """Start what is wanted and not there; stop what is there and not wanted, the newest first."""
+    for name in wanted:
+        if name not in there:
+            launcher.start(name)
+    for name in reversed(there):
+        if name not in wanted:
+            launcher.stop(name)
+
+
+def _run_local(folder: ClusterFolder, args: ClusterArgs) -> None:
+    """Keep the nodes running until there are to be none, or until a signal comes."""
+    console, shown = Console(), dict[str, str]()
+    launcher = LocalLauncher(folder, args)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, stop)
+    console.print(f"Nodes write to {folder.path}/*.log; Ctrl-C ends them all.", soft_wrap=True)
+    try:
+        while (wanted := folder.read()[1]).num_nodes:
+            reconcile(launcher, [node.name for node in launcher.list()], wanted.names)
+            launcher.tend()
+            for node in launcher.list():
+                if shown.get(node.name) != node.state:
+                    shown[node.name] = node.state
+                    console.print(f"{node.name}  {node.url}  {node.state}", highlight=False)
+            time.sleep(LOOK_S)
+    except KeyboardInterrupt:
+        console.print("Ending the nodes")
+    finally:
+        folder.scale(0)
+        launcher.stop_all()
+
+
+def _up_ray(name: str, folder: ClusterFolder, args: ClusterArgs) -> None:
+    console, launcher = Console(), _ray_launcher(name, folder, args)
+    reconcile(launcher, [], args.names)
+    with console.status("Waiting for the nodes"):
+        while sum(node.state == "up" for node in launcher.list()) < args.num_nodes:
+            time.sleep(LOOK_S)
+    for node in launcher.list():
+        console.print(f"{node.name}  {node.url}  {node.state}", highlight=False)
+
+
+def _ray_launcher(name: str, folder: ClusterFolder, args: ClusterArgs) -> Launcher:
+    from weft.fleet.launchers.ray import RayLauncher  # few have Ray
+
+    return RayLauncher(name, args, folder.key.read_text())
+
+
+def placed(name: str, at: str | None) -> Sequence[Placed]:
+    """The nodes of a cluster, whoever started them. Raises ConfigError, Unreachable."""
+    if at is not None:
+        return StaticLauncher(at).list()
+    folder = folder_of(name)
+    on, args = folder.read()
+    if on == "ray":
+        return _ray_launcher(name, folder, args).list()
+    ports = [args.port + index for index in range(args.num_nodes)]
+    found = StaticLauncher(",".join(f"{HOST}:{port}" for port in ports)).list() if ports else []
+    return [
+        replace(node, name=f"node-{int(node.url.rpartition(':')[2]) - args.port}") for node in found
+    ]
+
+
+# -- questions to nodes --------------------------------------------------------------------------
+
+
+def ask(url: str, path: str, key: str, body: object = None) -> Any:
+    """A node's answer. Raises Unreachable, InvalidRequest with what the node says."""
+    request = urllib.request.Request(url + path)
+    if key:
+        request.add_unredirected_header("Authorization", f"Bearer {key}")
+    if body is not None:
+        request.data = json.dumps(body).encode()
+        request.add_header("Content-Type", "application/json")
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            return json.load(answer)
+    except urllib.error.HTTPError as error:
+        with error:
+            text = error.read().decode(errors="replace")
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            text = json.loads(text)["error"]["message"]
+        raise InvalidRequest(f"{url}{path}: {text}") from None
+    except (OSError, ValueError) as error:
+        raise Unreachable(f"can't reach {url}: {getattr(error, 'reason', error)}") from None
+
+
+def ask_any(nodes: Sequence[Placed], path: str, key: str, body: object = None) -> Any:
+    """The answer of the first node that gives one. Raises Unreachable, InvalidRequest."""
+    refused: WeftError = Unreachable("no node of the cluster answers")
+    for node in nodes:
+        if node.url:
+            try:
+                return ask(node.url, path, key, body)
+            except (Unreachable, InvalidRequest) as error:
+                refused = error
+    raise refused
+
+
+@cluster.command()
+def status(name: Name = "default", at: At = None, api_key: Key = "") -> None:
+    """Show the nodes: where they are, what they do, which adapters they have."""
+    with ending_in_one_line():
+        nodes = placed(name, at)
+        reports = {}
+        with contextlib.suppress(Unreachable):  # while all nodes start
+            reports = reports_of(nodes, api_key)
+        Console().print(nodes_table(nodes, reports))
+
+
+def nodes_table(nodes: Sequence[Placed], reports: dict[str, Any]) -> Table:
+    """`reports`: what `/fleet` says of each node, by its name."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("Node", "State"):
+        table.add_column(title, no_wrap=True)
+    for title in ("Running", "Waiting", "KV", "Device", "Host"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("URL", no_wrap=True)
+    urls = {node.name: node for node in nodes}
+    for each in sorted(reports.keys() | urls.keys()):
+        report, node = reports.get(each, {}), urls.get(each)
+        adapters = report.get("adapters", {})
+        table.add_row(
+            each,
+            report.get("state") or (node.state if node else "unknown"),
+            str(report.get("running", "-")),
+            str(report.get("waiting", "-")),
+            f"{report['kv_usage']:.0%}" if "kv_usage" in report else "-",
+            str(adapters.get("device", "-")),
+            str(adapters.get("host", "-")),
+            node.url if node else "",
+        )
+    return table
+
+
+@cluster.command()
+def drain(
+    node: Node,
+    undo: Annotated[bool, typer.Option("--undo", help="Let it take requests again.")] = False,
+    name: Name = "default",
+    at: At = None,
+    api_key: Key = "",
+) -> None:
+    """Move all requests away from a node, and let it take none."""
+    with ending_in_one_line():
+        body = {"node": node, "draining": not undo}
+        ask_any(placed(name, at), "/fleet/drain", api_key, body)
+
+
+@cluster.command()
+def scale(
+    nodes: Annotated[int, typer.Argument(metavar="N", help="How many; 0 ends the cluster.", min=0)],
+    name: Name = "default",
+) -> None:
+    """Start nodes or end some, until there are as many."""
+    with ending_in_one_line():
+        folder = folder_of(name)
+        on, _ = folder.read()
+        args = folder.scale(nodes)
+        if on == "ray":
+            launcher = _ray_launcher(name, folder, args)
+            reconcile(launcher, [each.name for each in launcher.list()], args.names)
+
+
+@cluster.command()
+def why(
+    request_id: Annotated[str, typer.Argument(metavar="REQUEST_ID", help="As its answer has it.")],
+    name: Name = "default",
+    at: At = None,
+    api_key: Key = "",
+) -> None:
+    """Tell why a request went to its nodes: what each node would have cost it, in seconds."""
+    with ending_in_one_line():
+        for each in _placements(placed(name, at), request_id, api_key):
+            costs = each["costs"]
+            table = Table(title=f"{each['request_id']}: {each['node']} ({each['why']})", box=None)
+            for title in costs[0] if costs else ():
+                table.add_column(title, justify="left" if title == "node" else "right")
+            for terms in costs:
+                table.add_row(
+                    *(f"{v:.4f}" if isinstance(v, float) else str(v) for v in terms.values())
+                )
+            Console().print(table)
+
+
+def _placements(nodes: Sequence[Placed], request_id: str, key: str) -> Any:
+    """Only the node to which the client talked knows."""
+    return ask_any(nodes, f"/fleet/why/{quote(request_id, safe='')}", key)["placed"]
+
+
+@cluster.command()
+def endpoints(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The file to write.")],
+    name: Name = "default",
+    at: At = None,
+) -> None:
+    """Write the addresses of all nodes to a file that llm-d's file discovery reads."""
+    with ending_in_one_line():
+        found = [
+            {"name": node.name.replace(":", "-"), "address": address, "port": str(port)}
+            for node in placed(name, at)
+            for address, port in [_ipv4(node)]
+        ]
+        part = file.with_name(f".{file.name}.new")
+        part.write_text(json.dumps({"endpoints": found}, indent=1) + "\n")
+        part.replace(file)
+
+
+def _ipv4(node: Placed) -> tuple[str, int]:
+    """llm-d takes no other addresses. Raises ConfigError."""
+    parts = urlsplit(node.url)
+    with contextlib.suppress(ValueError):
+        return str(IPv4Address(parts.hostname or "")), parts.port or 80
+    raise ConfigError(f"node {node.name} has no IPv4 address, but {parts.hostname}", "at")
+
+
+@cluster.command()
+def top(
+    name: Name = "default",
+    at: At = None,
+    api_key: Key = "",
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", help="The time between two readings.", min=0.1)
+    ] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
+) -> None:
+    """Watch a cluster: its nodes, load, latency, and its busiest adapters."""
+    from weft.cli.cluster_top import run_cluster_top
+
+    with ending_in_one_line(), contextlib.suppress(KeyboardInterrupt):
+        nodes = placed(name, at)
+        run_cluster_top(nodes, lambda: reports_of(nodes, api_key), interval, once, api_key)
+
+
+def reports_of(nodes: Sequence[Placed], key: str) -> dict[str, Any]:
+    """What `/fleet` says of each node, by its name. Raises Unreachable, InvalidRequest."""
+    return {each["node"]: each for each in ask_any(nodes, "/fleet", key)["nodes"]}

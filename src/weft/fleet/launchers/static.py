@@ -1,0 +1,52 @@
+"""Nodes that somebody else starts, such as Kubernetes or systemd: only where they are is known."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+from weft.core.errors import ConfigError, Unreachable
+from weft.fleet.launchers import Placed
+from weft.fleet.launchers.local import is_ready
+
+
+def find_urls(where: str) -> list[str]:
+    """The nodes of a list `HOST:PORT,...`, of a file with one in each line, or of a name in DNS
+    that has an address for each. Raises ConfigError, Unreachable."""
+    path = Path(where)
+    text = path.read_text() if path.is_file() else where.replace(",", "\n")
+    lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+    return sorted({url for line in lines if line for url in _resolved(line)})
+
+
+def _resolved(given: str) -> list[str]:
+    host, _, port = given.removeprefix("http://").rstrip("/").rpartition(":")
+    if not host or not port.isdecimal():
+        raise ConfigError(f"--at takes HOST:PORT of nodes, got {given!r}", "at")
+    try:
+        infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise Unreachable(f"can't find {host}: {error.strerror or error}") from error
+    hosts = {str(info[4][0]) for info in infos}
+    return [f"http://[{each}]:{port}" if ":" in each else f"http://{each}:{port}" for each in hosts]
+
+
+class StaticLauncher:
+    """Nodes at known places. It can't start or stop any."""
+
+    def __init__(self, where: str) -> None:
+        """`where`: see `find_urls`."""
+        self._where = where
+
+    def start(self, name: str) -> None:
+        raise ConfigError(f"node {name} is not started here, but by who runs the nodes", "at")
+
+    def stop(self, name: str) -> None:
+        raise ConfigError(f"node {name} is not ended here, but by who runs the nodes", "at")
+
+    def list(self) -> list[Placed]:
+        urls = find_urls(self._where)
+        return [
+            Placed(url.removeprefix("http://"), url, "up" if is_ready(url) else "starting")
+            for url in urls
+        ]

@@ -1,0 +1,173 @@
+"""Who starts the nodes of a cluster, and how commands find them. No node is started here."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli.cluster import folder_of, reconcile
+from weft.cli.cluster_top import merge
+from weft.cli.main import app
+from weft.cli.scrapes import parse
+from weft.core.errors import ConfigError
+from weft.fleet.launchers import ClusterArgs, ClusterFolder, Placed
+from weft.fleet.launchers import local as local_module
+from weft.fleet.launchers.local import MAX_PAUSE_S, LocalLauncher
+from weft.fleet.launchers.static import StaticLauncher, find_urls
+
+ARGS = ClusterArgs(model="base", num_nodes=2, registry="/r", port=9000, flags=("--seed", "1"))
+
+
+class Steps:
+    """A launcher that writes down what it is asked."""
+
+    def __init__(self) -> None:
+        self.taken: list[str] = []
+
+    def start(self, name: str) -> None:
+        self.taken.append(f"start {name}")
+
+    def stop(self, name: str) -> None:
+        self.taken.append(f"stop {name}")
+
+    def list(self) -> list[Placed]:
+        return []
+
+
+def test_what_lacks_is_started_and_the_newest_are_stopped() -> None:
+    steps = Steps()
+    reconcile(steps, ["node-1"], ["node-0", "node-1", "node-2"])
+    reconcile(steps, ["node-0", "node-1", "node-2"], ["node-0"])
+    assert steps.taken == ["start node-0", "start node-2", "stop node-2", "stop node-1"]
+
+
+def test_a_folder_keeps_what_a_cluster_was_started_with(tmp_path: Path) -> None:
+    folder = ClusterFolder(tmp_path / "c")
+    with pytest.raises(ConfigError, match="there is no cluster"):
+        folder.read()
+    folder.create("local", ARGS)
+    assert folder.read() == ("local", ARGS)
+    assert folder.key.stat().st_mode & 0o777 == 0o600
+    key = folder.key.read_text()
+    assert len(key) >= 32
+    with pytest.raises(ConfigError, match="there is a cluster"):
+        folder.create("local", ARGS)
+    assert folder.scale(0).names == []
+    folder.create("ray", ARGS)
+    assert (folder.read()[0], folder.key.read_text()) == ("ray", key)
+
+
+class Process:
+    """A process that ends when a test says so."""
+
+    def __init__(self, command: list[str], **_: object) -> None:
+        self.command = command
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def send_signal(self, _: int) -> None:
+        self.code = 0
+
+    def wait(self) -> int:
+        assert self.code is not None
+        return self.code
+
+
+def test_processes_are_started_again_after_growing_pauses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Process] = []
+
+    def spawn(command: list[str], **given: object) -> Process:
+        started.append(Process(command, **given))
+        return started[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", spawn)
+    monkeypatch.setattr(local_module, "is_ready", lambda url: url.endswith(":9001"))
+    now = [0.0]
+    folder = ClusterFolder(tmp_path)
+    folder.create("local", ARGS)
+    launcher = LocalLauncher(folder, ARGS, lambda: now[0])
+    reconcile(launcher, [], ARGS.names)
+    reconcile(launcher, [node.name for node in launcher.list()], ARGS.names)
+    assert folder.members.read_text().split() == ["127.0.0.1:7070", "127.0.0.1:7071"]
+    assert [node.state for node in launcher.list()] == ["starting", "up"]
+    command = " ".join(started[1].command)
+    assert command.startswith(f"{sys.executable} -m weft serve base --host 127.0.0.1 --port 9001")
+    assert "--node-name node-1 --seed 1" in command
+
+    for restarts in range(8):
+        started[-1].code = -9
+        launcher.tend()
+        assert launcher.list()[1].state == "ended"
+        pause_s = min(2.0**restarts, MAX_PAUSE_S)
+        now[0] += pause_s - 0.01
+        launcher.tend()
+        assert launcher.list()[1].restarts == restarts
+        now[0] += 0.02
+        launcher.tend()
+        assert launcher.list()[1].restarts == restarts + 1
+    assert len(started) == 2 + 8
+
+    launcher.stop("node-1")
+    assert folder.members.read_text() == "127.0.0.1:7070\n"
+    launcher.stop_all()
+    assert launcher.list() == []
+
+
+def test_nodes_that_others_start_are_found(tmp_path: Path) -> None:
+    file = tmp_path / "nodes"
+    file.write_text("127.0.0.1:8001  # the first\n\n127.0.0.2:8001\n")
+    assert find_urls(str(file)) == ["http://127.0.0.1:8001", "http://127.0.0.2:8001"]
+    assert find_urls("127.0.0.1:1,127.0.0.1:1,localhost:2")[0] == "http://127.0.0.1:1"
+    for wrong in ("here", "host:", ":1", "127.0.0.1:http"):
+        with pytest.raises(ConfigError, match="--at takes HOST:PORT"):
+            find_urls(wrong)
+    for verb in (StaticLauncher("127.0.0.1:1").start, StaticLauncher("127.0.0.1:1").stop):
+        with pytest.raises(ConfigError, match="who runs the nodes"):
+            verb("node-0")
+
+
+def test_metrics_of_several_nodes_add_up() -> None:
+    text = '# TYPE a counter\na_total{x="1"} 2.0\n# TYPE weft:engine_up gauge\nweft:engine_up 1.0\n'
+    merged = merge({name: parse(text, 5.0) for name in ("node-0", "node-1")})
+    assert merged.sum("a_total") == 4
+    assert merged.by("node", "a_total") == {"node-0": 2, "node-1": 2}
+    assert merged.sum("weft:engine_up") == 2
+
+
+def test_the_file_that_llm_d_reads(tmp_path: Path) -> None:
+    runner, file = CliRunner(), tmp_path / "endpoints.json"
+    done = runner.invoke(
+        app, ["cluster", "endpoints", str(file), "--at", "127.0.0.1:1,127.0.0.2:2"]
+    )
+    assert done.exit_code == 0, done.output
+    assert json.loads(file.read_text()) == {
+        "endpoints": [
+            {"name": "127.0.0.1-1", "address": "127.0.0.1", "port": "1"},
+            {"name": "127.0.0.2-2", "address": "127.0.0.2", "port": "2"},
+        ]
+    }
+    done = runner.invoke(app, ["cluster", "endpoints", str(file), "--at", "[::1]:1"])
+    assert done.exit_code == 1 and "no IPv4 address" in done.output
+
+
+def test_commands_say_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert folder_of("a-1").path == tmp_path / "weft/clusters/a-1"
+    runner = CliRunner()
+    for command, message in (
+        (["status"], "start one with weft cluster up"),
+        (["scale", "2", "--name", "../x"], "--name takes letters"),
+        (["drain", "node-0", "--at", "127.0.0.1:1"], "can't reach http://127.0.0.1:1"),
+        (["up", "base", "--on", "ray"], "needs a --registry"),
+    ):
+        done = runner.invoke(app, ["cluster", *command])
+        assert done.exit_code == 1 and message in done.output.replace("\n", " "), done.output
