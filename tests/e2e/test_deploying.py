@@ -32,6 +32,7 @@ CHOICES: dict[str, dict[str, Any]] = {
         "args": ["--max-num-seqs=64"],
         "apiKeySecret": "keys",
         "hubTokenSecret": "hub",
+        "fleetKeySecret": "fleet",
         "registry": {"uri": "/registry", "claim": "adapters"},
         "imagePullSecrets": [{"name": "pull"}],
         "podAnnotations": {"a": "b"},
