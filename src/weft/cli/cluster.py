@@ -50,10 +50,13 @@ Key = Annotated[
 Node = Annotated[str, typer.Argument(metavar="NODE", help="As weft cluster status calls it.")]
 
 
-@cluster.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+@cluster.command(context_settings={"ignore_unknown_options": True})
 def up(
-    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="BASE", help="The base model.")],
+    flags: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="FLAG", help="Further flags, which each node's weft serve gets."),
+    ] = None,
     nodes: Annotated[int, typer.Option(metavar="N", help="How many nodes to start.", min=1)] = 2,
     on: Annotated[
         Literal["local", "ray"],
@@ -80,7 +83,7 @@ def up(
     ] = 0,
     name: Name = "default",
 ) -> None:
-    """Start nodes. Further flags are those of weft serve, which each node gets.
+    """Start nodes that serve one base together.
 
     [bold]weft cluster up[/] meta-llama/Llama-3.1-8B-Instruct [bold]--nodes[/] 4
     """
@@ -100,7 +103,7 @@ def up(
             port=port,
             num_cpus=num_cpus,
             num_gpus=num_gpus,
-            flags=tuple(context.args),
+            flags=tuple(flags or ()),
         )
         folder.create(on, args)
         if on == "ray":
