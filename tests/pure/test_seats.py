@@ -134,6 +134,25 @@ def test_a_burst_keeps_a_tenant_without_seats_waiting_for_one_step() -> None:
         h.verify(name)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_who_has_few_seats_gets_another_at_once(ahead: int) -> None:
+    """Whenever they come, beside a queue of somebody who has all the others; and also where both
+    have been served alike."""
+    h = Harness(rows=8, num_blocks=200, budget=12, ahead=ahead, caching=False)
+    h.scheduler.set_tenants(BOTH)
+    for i in range(30):
+        h.add(request(f"a{i}", [1] * 2, 38, tenant="a", ignore_eos=True))
+    for i in range(12):
+        for _ in range(i % 4 + 2):
+            h.step()
+        h.add(request(f"b{i}", [2] * 2, 3, tenant="b", ignore_eos=True))
+        h.step()
+        assert h.begun[f"b{i}"][0] == h.steps
+    h.run()
+    for name in h.requests:
+        h.verify(name)
+
+
 def test_without_tenants_nobody_makes_way() -> None:
     h = Harness(rows=4, num_blocks=60, caching=False)
     for i in range(8):

@@ -3,9 +3,10 @@
 Each tenant has a counter: the tokens that it was served, over its weight. Whoever has the lowest
 counter comes first, within a tenant who came first (virtual token counters: Sheng et al.,
 "Fairness in Serving Large Language Models", 2024, arXiv 2401.00588). A tenant whose first request
-begins to wait is lifted to the lowest counter of those that wait already: what it did not use
-while it was away is no credit. So two tenants that always have requests waiting are served alike,
-whatever the one of them sends; with one tenant alone this is first come, first served.
+begins to wait is lifted to just below the lowest counter of those that wait already: what it did
+not use while it was away is no credit, but it comes first once. So two tenants that always have
+requests waiting are served alike, whatever the one of them sends; with one tenant alone this is
+first come, first served.
 
 Requests of one tenant for one adapter are a *lane*, as they can be passed over together:
 
@@ -28,6 +29,9 @@ from typing import Generic, Protocol, TypeVar
 
 from weft.core.tenants import Tenant
 
+HEAD_START = 1.0
+"""How much below the lowest counter a tenant is lifted that comes to wait. So the first of its
+requests is served at once, and not only when another tenant has had more."""
 MAX_IDLE = 1000
 """Tenants without requests that are remembered for the service they have had."""
 
@@ -184,7 +188,7 @@ class FairQueue(Generic[T]):
         """Put a request at its place by arrival: at the end, or back to where it was."""
         account = item.account
         if not account.num_waiting:
-            account.counter = max(account.counter, self._floor())
+            account.counter = max(account.counter, self._floor() - HEAD_START)
             self.num_waiting_tenants += 1
         account.num_waiting += 1
         self._size += 1

@@ -88,8 +88,8 @@ class Scheduler:
         self._by_id[request.request_id] = seq
         self.batch.join(seq)
         self._turns.arrive(use)
-        if self.batch.full and not account.num_seats and self.batch.waiting.contended:
-            self._shares.arrive(seq, self._turns.leased)
+        if self.batch.full and self.batch.waiting.contended:
+            self._shares.arrive(seq, self._turns.leased, self.batch.num_rows)
         return None
 
     def refuse(self, request_id: str, error: WeftError) -> TokenEvent:

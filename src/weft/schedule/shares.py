@@ -11,6 +11,7 @@ What counts is service, the counters of `weft.schedule.queue`; seats are how it 
 make way only for a tenant that waits, whose request could run at once, and that was served less:
 
 - one without any seat, where the other has several;
+- one with less than half of the seats for its weight, even after the exchange;
 - one with fewer seats for its weight, even after the exchange, that was served less by `SLICE`;
 - one without any seat that was served less by `SLICE`: so more tenants than seats take turns.
 
@@ -33,6 +34,8 @@ MIN_RUN = 16
 SLICE = 128.0
 """How much more service for its weight a tenant has had before it gives its last seat away, or
 one to somebody who has seats: what is less is chance."""
+FEW = 3
+"""A tenant that has up to one in so many of the seats may get more of them at once."""
 
 
 class Shares:
@@ -40,6 +43,8 @@ class Shares:
 
     def __init__(self) -> None:
         self._claims: list[Sequence] = []
+        self._num_arrived = 0
+        """How many of them, which are the first, have come since that step."""
         self._short: Sequence | None = None
 
     @property
@@ -50,11 +55,13 @@ class Shares:
         """A waiting request lacks a row, or a part of the step's tokens."""
         self._claims.append(seq)
 
-    def arrive(self, seq: Sequence, leased: Container[str]) -> None:
-        """A request has come while the batch is full, of a tenant without any seat: the next step
-        need not find out first what it lacks. `leased`: the adapters that run."""
-        if seq.can_run and (seq.digest is None or seq.digest in leased):
-            self._claims.append(seq)
+    def arrive(self, seq: Sequence, leased: Container[str], num_rows: int) -> None:
+        """A request has come while the batch is full. If its tenant has few of the seats, the next
+        step need not find out first what it lacks. `leased`: the adapters that run."""
+        few = seq.account.num_seats <= num_rows // FEW
+        if few and seq.can_run and (seq.digest is None or seq.digest in leased):
+            self._claims.insert(self._num_arrived, seq)
+            self._num_arrived += 1
 
     def claim_blocks(self, seq: Sequence) -> None:
         """A waiting request, which is next, lacks KV blocks."""
@@ -75,7 +82,7 @@ class Shares:
             return []
         most = max((account.counter for account in {seq.account for seq in running}), default=0.0)
         if not any(
-            most - own.counter > (SLICE if own.num_seats else 0.0)
+            most - own.counter > (SLICE if own.num_seats > len(running) // FEW else 0.0)
             for own in {seq.account for seq in self._claims}
         ):
             return []  # as most often: nobody is far enough ahead
@@ -84,6 +91,7 @@ class Shares:
     def end(self) -> None:
         """Forget the claims of the last step; those of this one may come."""
         self._claims = []
+        self._num_arrived = 0
         self._short = None
 
     def kept(self, budget: int, chunks: list[Sequence]) -> int:
@@ -165,8 +173,10 @@ class Exchange:
             return []
         if seqs := self._settled[other]:
             left = held[other] - self._size(seqs[-1])
-            fair = (held[own] + self._size(claim)) / own.weight <= left / other.weight
-            if (lead > SLICE and (fair or not held[own])) or (left > 0 and not held[own]):
+            seats, others = (held[own] + self._size(claim)) / own.weight, left / other.weight
+            if lead > SLICE and (seats <= others or not held[own]):
+                return seqs
+            if left > 0 and (not held[own] or (not self._block_size and 2 * seats <= others)):
                 return seqs
         alone = self._block_size or held[own] or held[other] < 2
         return [] if alone else self._fresh[other]
