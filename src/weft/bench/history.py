@@ -78,6 +78,7 @@ def _is(benchmark: str, line: Line) -> bool:
         and config["model"] == peers.MODEL
         and config["rank"] == peers.RANK
         and config["targets"] == "all linear"
+        and config.get("options", {}).get("tensor_parallel_size", 1) == 1
     )
 
 
