@@ -18,6 +18,7 @@ from weft.cli.args import INSTEAD, ServeFlags, spread_lora_modules
 from weft.cli.chat import chat
 from weft.cli.cluster import cluster
 from weft.cli.keys import key
+from weft.cli.migrate import migrate
 from weft.cli.plan import plan
 from weft.cli.publish import push, registry
 from weft.cli.releases import history, release, rollback, tenants
@@ -194,6 +195,6 @@ def env(as_json: AsJson = False) -> None:
 
 
 app.command()(plan)
-for command in (chat, push, release, rollback, history):
+for command in (chat, migrate, push, release, rollback, history):
     app.command()(command)
 app.command()(tune)

@@ -1,0 +1,253 @@
+"""`weft migrate`: the command of another server, as one of Weft."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import typer
+from typer.core import TyperCommand, TyperGroup, TyperOption
+
+from weft.core.errors import ConfigError, WeftError
+from weft.terminal.options import ending_in_one_line
+
+BASE = ("--model", "--model-path", "--model-id", "--served-model")
+"""What other servers call the base model, where it is no argument."""
+
+RENAMED = {
+    "--chunked-prefill-size": "--max-num-batched-tokens",
+    "--context-length": "--max-model-len",
+    "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--lora-extra-vocab-size": "--max-added-tokens",
+    "--lora-paths": "--lora-modules",
+    "--max-loras-per-batch": "--max-loras",
+    "--max-running-requests": "--max-num-seqs",
+    "--max-seq-len-to-capture": "--max-model-len",
+    "--mem-fraction-static": "--gpu-memory-utilization",
+    "--tp": "--tensor-parallel-size",
+    "--tp-size": "--tensor-parallel-size",
+    "-tp": "--tensor-parallel-size",
+}
+
+NEEDLESS = {
+    "--async-scheduling": "it is the default (--overlap)",
+    "--disable-log-requests": "requests are logged only with --log-level debug",
+    "--disable-log-stats": "figures are at /metrics, and not in the log",
+    "--distributed-executor-backend": "each GPU has a process of this server",
+    "--enable-auto-tool-choice": "tools work wherever the chat template takes them",
+    "--enable-chunked-prefill": "long prompts are always read in chunks",
+    "--enable-lora": "adapters are always served",
+    "--enforce-eager": "CUDA graphs are captured in seconds and change no result",
+    "--guided-decoding-backend": "forms are compiled by xgrammar",
+    "--lora-backend": "the best kernels for the device are chosen",
+    "--lora-dtype": "adapters are in the model's precision",
+    "--lora-target-modules": "an adapter may be on any projection of the model",
+    "--max-cpu-loras": "adapters on the host are bounded in bytes, by --adapter-host-memory",
+    "--no-enable-chunked-prefill": "long prompts are always read in chunks",
+    "--structured-outputs-config": "forms are compiled by xgrammar",
+    "--swap-space": "requests that make way are computed again",
+    "--trust-remote-code": "no code of a checkpoint is ever run",
+    "--uvicorn-log-level": "--log-level sets it for all",
+}
+"""Flags that are left out, and why nothing is lost."""
+
+MISSING = {
+    "--chat-template": "the template of the checkpoint, or of the adapter, is used",
+    "--data-parallel-size": "start a server for each copy of the model; they can share a registry",
+    "--hf-overrides": "put the changed config.json beside the weights",
+    "--kv-transfer-config": "prompts and answers are computed by the same server",
+    "--pipeline-parallel-size": "a model is spread over GPUs by --tensor-parallel-size",
+    "--rope-scaling": "put it into config.json",
+    "--speculative-config": "there is no speculative decoding yet",
+    "--ssl-certfile": "let a proxy in front of the server speak TLS",
+    "--ssl-keyfile": "let a proxy in front of the server speak TLS",
+    "--tokenizer": "the tokenizer beside the weights is used",
+}
+"""Flags of which something is lost, and what to do."""
+
+_SWITCHES = {
+    "--async-scheduling",
+    "--disable-log-requests",
+    "--disable-log-stats",
+    "--disable-radix-cache",
+    "--enable-auto-tool-choice",
+    "--enable-chunked-prefill",
+    "--enable-lora",
+    "--enforce-eager",
+    "--no-enable-chunked-prefill",
+    "--trust-remote-code",
+}
+"""Those of the flags above that take no value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """A command for Weft, and what became of the flags that it does not have."""
+
+    base: str
+    args: list[str] = field(default_factory=list)
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Flags without which nothing is lost, and why."""
+    missing: dict[str, str] = field(default_factory=dict)
+    """Flags that would be needed, and what to do instead."""
+
+    @property
+    def command(self) -> str:
+        return shlex.join(["weft", "serve", self.base, *self.args])
+
+
+def migrate(
+    command: Annotated[
+        str,
+        typer.Argument(metavar="COMMAND", help="The command, in quotes: of vLLM, SGLang or LoRAX."),
+    ],
+) -> None:
+    """Translate the command that starts another server, and check its adapters.
+
+    [bold]weft migrate[/] 'vllm serve ./llama --enable-lora --lora-modules sql=./sql'
+
+    Exit status: 0 nothing is lost, 1 a flag or an adapter is, 2 this is no such command.
+    """
+    with ending_in_one_line(status=2):
+        found = translated(command, Options())
+    typer.echo(found.command)
+    for title, flags in (("Left out", found.left_out), ("Missing", found.missing)):
+        if flags:
+            typer.echo(f"\n{title}:")
+        for flag, why in flags.items():
+            typer.echo(f"  {flag}: {why}")
+    verdicts = list(_verdicts(found))
+    if verdicts:
+        typer.echo("\nAdapters:")
+    for name, _, told in verdicts:
+        typer.echo(f"  {name}: {told}")
+    typer.echo(f"\nWhat fits into which GPUs: weft plan {shlex.quote(found.base)}")
+    raise typer.Exit(1 if found.missing or not all(good for _, good, _ in verdicts) else 0)
+
+
+class Options:
+    """The options of `weft serve`."""
+
+    def __init__(self) -> None:
+        from weft.cli.main import app
+
+        group = typer.main.get_command(app)
+        assert isinstance(group, TyperGroup)
+        serve = group.commands["serve"]
+        assert isinstance(serve, TyperCommand)
+        self._serve = serve
+        options = [param for param in serve.params if isinstance(param, TyperOption)]
+        self._by_name = {name: o for o in options for name in (*o.opts, *o.secondary_opts)}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
+
+    def takes_no_value(self, name: str) -> bool:
+        return name in self._by_name and bool(self._by_name[name].is_flag)
+
+    def trouble(self, args: list[str]) -> str | None:
+        """Why an option does not take its values; None if it does."""
+        try:
+            self._serve.make_context("serve", ["BASE", *args])
+        except typer.BadParameter as error:
+            return error.message
+        return None
+
+
+def translated(command: str, options: Options) -> Translation:
+    """The command as one of Weft. Raises ConfigError."""
+    try:
+        words = shlex.split(command.replace("\\\n", " "))
+    except ValueError as error:
+        raise ConfigError(f"the command can't be read: {error}", "command") from None
+    base, flags = "", list[tuple[str, list[str]]]()
+    for name, values in _flags(_after_the_program(words), options):
+        if name in BASE or not name:
+            base = base or (values[0] if values else "")
+        else:
+            flags.append((name, values))
+    if not base:
+        raise ConfigError("the command names no base model", "command")
+    found = Translation(base)
+    for name, values in flags:
+        _translate(found, name, values, options)
+    return found
+
+
+def _after_the_program(words: list[str]) -> list[str]:
+    """The arguments: what follows `vllm serve`, `-m MODULE` or the program's name."""
+    while words and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", words[0]):
+        words = words[1:]  # variables of the environment
+    if "-m" in words[:3]:
+        return words[words.index("-m") + 2 :]
+    return words[2:] if words[1:2] == ["serve"] else words[1:]
+
+
+def _flags(words: list[str], options: Options) -> Iterator[tuple[str, list[str]]]:
+    """Each flag with its values; an argument has no name."""
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if not word.startswith("-"):
+            yield "", [word]
+            continue
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if equals:
+            yield name, [value]
+            continue
+        if name in _SWITCHES or options.takes_no_value(RENAMED.get(name, name)):
+            yield name, []
+            continue
+        values: list[str] = []
+        while at < len(words) and not re.match(r"--?[A-Za-z]", words[at]):
+            values.append(words[at])
+            at += 1
+            if RENAMED.get(name, name) != "--lora-modules":
+                break
+        yield name, values
+
+
+def _translate(found: Translation, name: str, values: list[str], options: Options) -> None:
+    own = RENAMED.get(name, name)
+    shown = shlex.join([name, *values])
+    if name == "--lora-paths":  # one without a name is called by its path
+        values = [
+            value if "=" in value or value[:1] == "{" else f"{value}={value}" for value in values
+        ]
+    if name in NEEDLESS:
+        found.left_out[shown] = NEEDLESS[name]
+    elif name in MISSING:
+        found.missing[shown] = MISSING[name]
+    elif own not in options:
+        found.missing[shown] = "Weft does not know it"
+    elif (trouble := options.trouble([own, *values])) is not None:
+        found.missing[shown] = trouble
+    else:
+        found.args.extend([own, *values])
+
+
+def _verdicts(found: Translation) -> Iterator[tuple[str, bool, str]]:
+    """Each adapter of `--lora-modules`, whether it would be served, and why not."""
+    from weft.cli.args import parse_lora_modules
+    from weft.cli.check import check_adapter
+    from weft.core.config import MAX_RANK, LoraArgs
+
+    inside = False
+    for word in found.args:
+        if word.startswith("-"):
+            inside = word == "--lora-modules"
+            continue
+        for module in parse_lora_modules(word) if inside else ():
+            try:
+                tolerance = LoraArgs().conversion_tolerance
+                report = check_adapter(module.path, found.base, MAX_RANK, tolerance)
+            except WeftError as error:
+                yield module.name, False, f"not checked: {error.message}"
+                continue
+            reasons = "; ".join(refusal.message for refusal in report.refusals)
+            yield module.name, report.served, "served" if report.served else f"refused: {reasons}"

@@ -1,0 +1,90 @@
+"""`weft migrate`: commands of other servers."""
+
+from __future__ import annotations
+
+import shlex
+from functools import cache
+
+import pytest
+from typer.testing import CliRunner
+
+from weft.cli import migrate
+from weft.cli.main import app
+from weft.cli.migrate import Options, translated
+from weft.core.errors import ConfigError
+
+options = cache(Options)
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        (
+            "vllm serve org/m --enable-lora --lora-modules a=./a b=./b --max-loras 8 --port=8001",
+            "org/m --lora-modules a=./a b=./b --max-loras 8 --port 8001",
+        ),
+        (
+            "CUDA_VISIBLE_DEVICES=1 python3 -m vllm.entrypoints.openai.api_server --model m"
+            " --max_model_len 4096 -tp 2 --trust-remote-code",
+            "m --max-model-len 4096 --tensor-parallel-size 2",
+        ),
+        (
+            "python -m sglang.launch_server --model-path m --lora-paths x=./x ./y \\\n"
+            "  --max-loras-per-batch 4 --mem-fraction-static 0.8 --disable-radix-cache",
+            "m --lora-modules x=./x ./y=./y --max-loras 4 --gpu-memory-utilization 0.8"
+            " --no-enable-prefix-caching",
+        ),
+        ("lorax-launcher --model-id m --port 80", "m --port 80"),
+        (
+            """vllm serve m --lora-modules '{"name": "a", "path": "./a"}'""",
+            """m --lora-modules '{"name": "a", "path": "./a"}'""",
+        ),
+    ],
+)
+def test_commands_of_other_servers(command: str, expected: str) -> None:
+    found = translated(command, options())
+    assert shlex.split(found.command) == shlex.split(f"weft serve {expected}")
+    assert not found.missing
+
+
+@pytest.mark.parametrize(
+    ("flags", "shown", "told"),
+    [
+        ("--pipeline-parallel-size 2", "--pipeline-parallel-size 2", "--tensor-parallel-size"),
+        ("--quantization awq --port 1", "--quantization awq", "awq"),
+        ("--max-model-len many", "--max-model-len many", "integer"),
+        ("--no-such-flag x --port 1", "--no-such-flag x", "does not know"),
+        ("--dtype half", "--dtype half", "half"),
+    ],
+)
+def test_what_is_missing_is_named(flags: str, shown: str, told: str) -> None:
+    found = translated(f"vllm serve m {flags}", options())
+    ((flag, why),) = found.missing.items()
+    assert flag == shown and told in why
+    assert found.command == ("weft serve m --port 1" if "--port" in flags else "weft serve m")
+
+
+def test_the_table_leads_to_flags_that_there_are() -> None:
+    assert all(name in options() for name in migrate.RENAMED.values())
+    for text in (migrate.NEEDLESS | migrate.MISSING).values():
+        for word in text.replace("(", " ").replace(")", " ").split():
+            if word.startswith("--"):
+                assert word in options(), word
+
+
+@pytest.mark.parametrize("command", ["", "vllm serve", "vllm serve 'x", "vllm serve --port 1"])
+def test_what_is_no_such_command(command: str) -> None:
+    with pytest.raises(ConfigError):
+        translated(command, options())
+
+
+def test_adapters_are_checked() -> None:
+    tiny, runner = "examples/tiny", CliRunner()
+    command = f"vllm serve {tiny}/base --enable-lora --lora-modules up={tiny}/adapters/upper"
+    done = runner.invoke(app, ["migrate", command])
+    assert done.exit_code == 0, done.output
+    assert "  --enable-lora: adapters are always served\n" in done.stdout
+    assert "  up: served\n" in done.stdout
+    done = runner.invoke(app, ["migrate", f"{command} no={tiny}/adapters/none"])
+    assert done.exit_code == 1 and "  no: not checked: " in done.stdout
+    assert runner.invoke(app, ["migrate", "vllm"]).exit_code == 2
