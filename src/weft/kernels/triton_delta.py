@@ -1,12 +1,13 @@
 """The gated delta rule as Triton kernels; see `weft.kernels.delta` for what is computed.
 
-Decodes take one kernel, from the output of the projection to the input of the next one; chunks of
-prompts take those of `weft.kernels.triton_delta_chunks`. Programs find rows and states through the
+Decodes take one kernel for all up to the gated norm, and one for that; chunks of prompts take
+those of `weft.kernels.triton_delta_chunks`. Programs find rows and states through the
 tables of `StateWork`, so that a captured step serves every mix of sequences.
 """
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -15,6 +16,9 @@ from weft.kernels.delta import DeltaLayer, StateCache, StateWork
 from weft.kernels.ops import Pending, Product
 from weft.kernels.triton_base import has_pending, launch_options, starts_early, with_pending
 from weft.kernels.triton_delta_chunks import added, block_of, decay, run_chunks, silu, sizes_of
+
+PART = 32
+"""Columns of a state that one program has."""
 
 
 @triton.jit
@@ -41,18 +45,16 @@ def _decode(
     y_ptr,
     add_ptr,
     add_slot_ptr,
-    out_ptr,
+    read_ptr,
     conv_ptr,
     delta_ptr,
     weight_ptr,
     log_a_ptr,
     dt_bias_ptr,
-    norm_ptr,
     decodes_ptr,
     position_ptr,
     y_stride,
     C,
-    eps,
     COLUMNS: tl.constexpr,
     G: tl.constexpr,
     H: tl.constexpr,
@@ -60,24 +62,23 @@ def _decode(
     E: tl.constexpr,
     W: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_E: tl.constexpr,
+    PART: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token of a sequence, for one value head. Programs (decodes, H). The value heads of a key
-    head all read its inputs, and the first of them keeps them: at a place that none reads now."""
+    """read, fp32 (N, H, E) = what a decode reads of its state, which it changes first. Programs
+    (decodes, H, parts of E). All programs of a key head read its inputs, and one of them keeps
+    these for later: at a place that none reads now."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0)
     h = tl.program_id(1)
     row = tl.load(decodes_ptr + 2 * n).to(tl.int64)
     state = tl.load(decodes_ptr + 2 * n + 1).to(tl.int64)
-    d = tl.arange(0, BLOCK_D)
-    e = tl.arange(0, BLOCK_E)
-    out_at = out_ptr + (row * H + h) * E + e
     if state < 0:
-        tl.store(out_at, tl.zeros((BLOCK_E,), tl.float32), mask=e < tl.where(row < 0, 0, E))
         return
+    d = tl.arange(0, BLOCK_D)
+    e = tl.program_id(2) * PART + tl.arange(0, PART)
     share: tl.constexpr = H // G
     g = h // share
     nth = h % share
@@ -85,7 +86,6 @@ def _decode(
     position = tl.load(position_ptr + row).to(tl.int32)
     log_a = tl.load(log_a_ptr + h)
     dt_bias = tl.load(dt_bias_ptr + h)
-    norm = tl.load(norm_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     # No kernel since the step before has written the state.
     state_at = delta_ptr + ((state * H + h) * D + d[:, None]) * E + e[None, :]
     within = (d < D)[:, None] & (e < E)[None, :]
@@ -99,18 +99,18 @@ def _decode(
     q_c = COLUMNS[0] + g * COLUMNS[1] + d
     k_c = COLUMNS[2] + g * COLUMNS[3] + d
     v_c = COLUMNS[4] + g * COLUMNS[5] + nth * E + e
-    z_c = COLUMNS[6] + g * COLUMNS[7] + nth * E + e
     b_c = COLUMNS[8] + g * COLUMNS[9] + nth
     a_c = COLUMNS[10] + g * COLUMNS[11] + nth
+    keeps = nth + tl.program_id(2) == 0
     at = g * D + d
     q = _one_token(
         y_row + q_c, add_row + q_c, has, conv_row + at, weight_ptr + at,
-        position, d, D, nth == 0, C, W, PENDING,
+        position, d, D, keeps, C, W, PENDING,
     )  # fmt: skip
     at = (G + g) * D + d
     k = _one_token(
         y_row + k_c, add_row + k_c, has, conv_row + at, weight_ptr + at,
-        position, d, D, nth == 0, C, W, PENDING,
+        position, d, D, keeps, C, W, PENDING,
     )  # fmt: skip
     at = 2 * G * D + h * E + e
     v = _one_token(
@@ -125,11 +125,51 @@ def _decode(
     told = tl.sum(k[:, None] * S, 0)
     S += k[:, None] * ((v - told) / (1 + tl.exp(-b)))[None, :]
     tl.store(state_at, S, mask=within)
-    out = tl.sum(q[:, None] * S, 0)
-    out *= 1 / tl.sqrt(tl.sum(out * out) / E + eps) * norm
-    z = tl.load(y_row + z_c, mask=e < E, other=0.0)
-    z = with_pending(z, add_row + z_c, has, e < E, PENDING).to(tl.float32)
-    tl.store(out_at, out * silu(z), mask=e < E)
+    tl.store(read_ptr + (n * H + h) * E + e, tl.sum(q[:, None] * S, 0), mask=e < E)
+
+
+@triton.jit
+def _gated_norm(
+    y_ptr,
+    add_ptr,
+    add_slot_ptr,
+    read_ptr,
+    out_ptr,
+    norm_ptr,
+    decodes_ptr,
+    y_stride,
+    eps,
+    COLUMNS: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    D: tl.constexpr,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PENDING: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """out (T, H, E) = norm(read) * silu(z) of decodes. Programs (decodes, H)."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    n = tl.program_id(0)
+    h = tl.program_id(1)
+    row = tl.load(decodes_ptr + 2 * n).to(tl.int64)
+    state = tl.load(decodes_ptr + 2 * n + 1)
+    e = tl.arange(0, BLOCK_E)
+    share: tl.constexpr = H // G
+    norm = tl.load(norm_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    known = e < tl.where(state < 0, 0, E)
+    has = has_pending(add_slot_ptr + tl.where(state < 0, 0, row), PENDING)
+    z_c = row * y_stride + COLUMNS[6] + h // share * COLUMNS[7] + h % share * E + e
+    z = with_pending(
+        tl.load(y_ptr + z_c, mask=known, other=0.0), add_ptr + z_c, has, known, PENDING
+    ).to(tl.float32)
+    x = tl.load(read_ptr + (n * H + h) * E + e, mask=known, other=0.0)
+    x *= 1 / tl.sqrt(tl.sum(x * x) / E + eps) * norm
+    out_at = out_ptr + (row * H + h) * E + e
+    tl.store(out_at, x * silu(z), mask=e < tl.where(row < 0, 0, E))
 
 
 def gated_delta(
@@ -156,25 +196,17 @@ def _run_decodes(
     decodes: Tensor,
     positions_T: Tensor,
 ) -> None:
-    _decode[len(decodes), layer.num_values](
-        y_TO,
-        *added(pending, y_TO),
-        out_TO,
-        cache.conv,
-        cache.delta,
-        layer.conv_WC,
-        layer.log_a_H,
-        layer.dt_bias_H,
-        layer.norm_E,
-        decodes,
-        positions_T,
-        y_TO.stride(0),
-        layer.conv_WC.shape[1],
-        layer.eps,
-        **sizes_of(layer, pending),
-        W=len(layer.conv_WC),
-        BLOCK_D=block_of(layer.key_dim),
-        BLOCK_E=block_of(layer.value_dim),
-        num_warps=8,
-        **launch_options(starts_early(y_TO.device)),
-    )
+    N, H, E = len(decodes), layer.num_values, layer.value_dim
+    options, sizes = launch_options(starts_early(y_TO.device)), sizes_of(layer, pending)
+    read_NHE = y_TO.new_empty((N, H, E), dtype=torch.float32)
+    part, inputs = min(PART, block_of(E)), (y_TO, *added(pending, y_TO))
+    _decode[N, H, triton.cdiv(E, part)](
+        *inputs, read_NHE, cache.conv, cache.delta, layer.conv_WC, layer.log_a_H, layer.dt_bias_H,
+        decodes, positions_T, y_TO.stride(0), layer.conv_WC.shape[1],
+        **sizes, W=len(layer.conv_WC), BLOCK_D=block_of(layer.key_dim), PART=part,
+        num_warps=4, **options,
+    )  # fmt: skip
+    _gated_norm[N, H](
+        *inputs, read_NHE, out_TO, layer.norm_E, decodes, y_TO.stride(0), layer.eps,
+        **sizes, BLOCK_E=block_of(E), num_warps=1, **options,
+    )  # fmt: skip

@@ -110,6 +110,41 @@ def _prepare(
 
 
 @triton.jit
+def _wide_dot(a, b, EXACT: tl.constexpr):
+    """The product of two fp32 matrices at nearly their precision."""
+    if EXACT:
+        return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a, b, input_precision="tf32x3")
+
+
+@triton.jit
+def _inverse_of_nilpotent(M, one, TIMES: tl.constexpr, EXACT: tl.constexpr):
+    """(1 + M)^-1 = (1 - M)(1 + M^2)(1 + M^4)... with so many factors behind the first, where the
+    power of M that would come next is zero."""
+    inverse = one - M
+    power = M
+    for _ in tl.static_range(TIMES):
+        power = _wide_dot(power, power, EXACT)
+        inverse += _wide_dot(inverse, power, EXACT)
+    return inverse
+
+
+@triton.jit
+def _inverse(M, t, L: tl.constexpr, EXACT: tl.constexpr):
+    """(1 + M)^-1 of a matrix M (L, L) that is zero on and above its diagonal.
+
+    Powers of M may be much larger than the inverse, so blocks of 8 on the diagonal are inverted
+    first. With these blocks B and their inverse P, 1 + M = (1 + B)(1 + P (M - B)), and P (M - B) is
+    zero but below the blocks.
+    """
+    one = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
+    blocks = tl.where(t[:, None] // 8 == t[None, :] // 8, M, 0.0)
+    P = _inverse_of_nilpotent(blocks, one, 2, EXACT)
+    below = _wide_dot(P, M - blocks, EXACT)
+    return _wide_dot(_inverse_of_nilpotent(below, one, 2, EXACT), P, EXACT)
+
+
+@triton.jit
 def _solve(
     y_ptr,
     add_ptr,
@@ -168,13 +203,8 @@ def _solve(
     later = t[:, None] > t[None, :]
     decays = tl.exp(tl.where(later, g[:, None] - g[None, :], 0.0))
     products = dot(k, tl.trans(k), tl.zeros((L, L), tl.float32), EXACT)
-    inverse = tl.where(later, -b[:, None] * decays * products, 0.0)
-    for i in range(1, count):  # row by row: those above are done
-        mine = tl.sum(tl.where((t == i)[:, None], inverse, 0.0), 0)
-        mine += tl.sum(mine[:, None] * inverse, 0)
-        inverse = tl.where((t == i)[:, None], mine[None, :], inverse)
-    inverse += tl.where(t[:, None] == t[None, :], 1.0, 0.0)
-    inverse = inverse.to(k.dtype)
+    owed = tl.where(later, b[:, None] * decays * products, 0.0)
+    inverse = _inverse(owed, t, L, EXACT).to(k.dtype)
     wanted_u = (v.to(tl.float32) * b[:, None]).to(k.dtype)
     wanted_w = (k.to(tl.float32) * (b * tl.exp(g))[:, None]).to(k.dtype)
     u = dot(inverse, wanted_u, tl.zeros((L, BLOCK_E), tl.float32), EXACT)
@@ -355,7 +385,7 @@ def run_chunks(
     _scan[len(work.runs), H, triton.cdiv(E, part)](
         qkv_TC, w_THD, u_THE, g_TH, cache.delta, work.runs, positions_T, C,
         G=layer.num_keys, H=H, D=D, E=E, L=CHUNK, BLOCK_D=blocks["BLOCK_D"], PART=part,
-        EXACT=exact, num_warps=4,
+        EXACT=exact, num_warps=4, num_stages=1 if exact else 2,
     )  # fmt: skip
     _finish[num_chunks, H](
         *read, u_THE, out_TO, cache.conv, layer.norm_E, work.chunks, positions_T, stride, C,
