@@ -29,9 +29,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
@@ -89,6 +91,7 @@ YARN_FULL = rope(
 )
 
 NO_PAD: dict[str, Any] = {"pad_token_id": None}
+WITHOUT_MLP = {n: v for n, v in SIZES.items() if n != "intermediate_size"}
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 
 CONFIGS: dict[str, PreTrainedConfig] = {
@@ -286,6 +289,29 @@ CONFIGS: dict[str, PreTrainedConfig] = {
         layer_types=["full_attention", "linear_attention", "linear_attention"],
         attention_bias=True,
         tie_word_embeddings=True,
+    ),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(
+        **WITHOUT_MLP | {"initializer_range": 0.04},
+        **EXPERTS,
+        shared_expert_intermediate_size=12,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=12,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+        tie_word_embeddings=True,
+    ),
+    "qwen3-next": Qwen3NextConfig(
+        **SIZES | {"num_hidden_layers": 4, "initializer_range": 0.04},
+        **EXPERTS,
+        shared_expert_intermediate_size=12,
+        head_dim=16,
+        linear_num_key_heads=2,
+        linear_num_value_heads=6,
+        linear_key_head_dim=16,
+        linear_value_head_dim=12,
+        mlp_only_layers=[1],
     ),
     "gemma3": Gemma3TextConfig(
         **SIZES | {"num_hidden_layers": 7},

@@ -41,9 +41,11 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3MoeConfig,
+    Qwen3NextConfig,
     SmolLM3Config,
 )
 
@@ -61,7 +63,17 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
+SMALL = {n: v for n, v in SIZES.items() if n != "intermediate_size"}
+"""The sizes of models without dense MLPs."""
 WINDOW_AND_ALL = ["sliding_attention", "full_attention"]
+HYBRID: dict[str, Any] = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
 FAMILIES: dict[str, PreTrainedConfig] = {
     "llama": LlamaConfig(**SIZES, tie_word_embeddings=False),
     "llama-tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
@@ -108,12 +120,27 @@ FAMILIES: dict[str, PreTrainedConfig] = {
     ),
     "qwen3.5": Qwen3_5TextConfig(
         **SIZES | {"initializer_range": 0.1},
-        head_dim=16,
-        linear_num_key_heads=2,
-        linear_num_value_heads=4,
-        linear_key_head_dim=8,
-        linear_value_head_dim=8,
-        layer_types=["linear_attention", "full_attention"],
+        **HYBRID,
+        tie_word_embeddings=False,
+    ),
+    "qwen3.5-moe": Qwen3_5MoeTextConfig(
+        **SMALL | {"initializer_range": 0.1},
+        **HYBRID,
+        num_experts=5,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=12,
+        tie_word_embeddings=False,
+    ),
+    # The first layer is dense.
+    "qwen3-next": Qwen3NextConfig(
+        **SIZES | {"initializer_range": 0.1},
+        **HYBRID,
+        num_experts=6,
+        num_experts_per_tok=2,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=12,
+        mlp_only_layers=[0],
         tie_word_embeddings=False,
     ),
     "gemma3": Gemma3TextConfig(
@@ -146,9 +173,15 @@ FAMILIES: dict[str, PreTrainedConfig] = {
 }
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
-LINEAR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+IN_FOUR = ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"]
+LINEAR = {
+    "qwen3.5": IN_FOUR,
+    "qwen3.5-moe": [*IN_FOUR, "shared_expert_gate"],
+    "qwen3-next": ["in_proj_qkvz", "in_proj_ba", "out_proj", "shared_expert_gate"],
+}
+"""Families with linear attention, and what they have beside the projections of others."""
 BIASED = ("qwen2", "glm4")
-MIXTURES = ("qwen3-moe", "gpt-oss", "mixtral")
+MIXTURES = ("qwen3-moe", "qwen3.5-moe", "qwen3-next", "gpt-oss", "mixtral")
 ONLY_EXPERTS = ("gpt-oss", "mixtral")
 UNTIED = (
     *(
@@ -166,7 +199,7 @@ UNTIED = (
     *MIXTURES,
 )
 NEWER = ("olmo3", "smollm3", "granite", "gemma3", "glm4", "cohere2", "qwen3.5")
-ALWAYS = ("llama-tied", "qwen2", "phi3", "gemma3", "qwen3.5", "qwen3-moe", "mixtral")
+ALWAYS = ("llama-tied", "qwen2", "phi3", "gemma3", "qwen3-next", "mixtral")
 """Those that differ most in what adapters meet, to which the kinds are dealt; `make exhaustive`
 takes all kinds on all families."""
 SERVED = (
@@ -204,14 +237,14 @@ class Kind:
     def options_on(self, family: str) -> dict[str, Any]:
         """Mixtral and gpt-oss have no MLP but their experts, peft has no DoRA of experts, and Phi-3
         has one projection for q, k and v, and one for gate and up, as GLM-4 has for the latter.
-        Qwen3.5 has linear attention too, whose norm is none of those that can be saved."""
+        Some have linear attention too, whose norm is none of those that can be saved."""
         options = dict(self.options)
-        if family == "qwen3.5":
+        if family in LINEAR:
             if (
                 isinstance(options["target_modules"], list)
                 and "o_proj" in options["target_modules"]
             ):
-                options["target_modules"] = [*options["target_modules"], *LINEAR]
+                options["target_modules"] = [*options["target_modules"], *LINEAR[family]]
             if options.get("modules_to_save") == ["norm"]:
                 options["modules_to_save"] = ["layernorm", "q_norm", "k_norm", "model.norm"]
         for names in FUSED.get(family, ()):

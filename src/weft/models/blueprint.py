@@ -150,6 +150,18 @@ def _experts(moe: MoeConfig, hidden: int, i: int) -> list[Packed]:
         *([replace(gate_up, names=pair)] if len(parts) == 2 else []),
         gate_up,
         Packed(f"{i}.experts_down", "experts", inner, (hidden,), down, bias, "row"),
+        *(_shared_expert(name, hidden, moe.shared_size, i) if moe.shared_size else ()),
+    ]
+
+
+def _shared_expert(name: str, hidden: int, inner: int, i: int) -> list[Packed]:
+    """The expert that all tokens go through, and its gate."""
+    gate_up = _named(name, "shared_expert.gate_proj", "shared_expert.up_proj")
+    gate, down = _named(name, "shared_expert_gate"), _named(name, "shared_expert.down_proj")
+    return [
+        Packed(f"{i}.shared_gate", "linear", hidden, (1,), gate),
+        Packed(f"{i}.shared_gate_up", "linear", hidden, (inner, inner), gate_up, axis="column"),
+        Packed(f"{i}.shared_down", "linear", inner, (hidden,), down, axis="row"),
     ]
 
 

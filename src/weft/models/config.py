@@ -108,6 +108,7 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
         widths["intermediate_size"] = config.intermediate_size
     if moe is not None:
         widths["intermediate_size of experts"] = moe.intermediate_size
+        widths["shared_expert_intermediate_size"] = moe.shared_size
     if linear is not None:
         widths["linear_num_key_heads"] = linear.num_keys
     if kv % size and size % kv:
@@ -124,7 +125,12 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
         num_heads=config.num_heads // size,
         num_kv_heads=max(kv // size, 1),
         intermediate_size=config.intermediate_size // size,
-        moe=moe and replace(moe, intermediate_size=moe.intermediate_size // size),
+        moe=moe
+        and replace(
+            moe,
+            intermediate_size=moe.intermediate_size // size,
+            shared_size=moe.shared_size // size,
+        ),
         linear=linear,
     )
 
@@ -247,7 +253,7 @@ def _build(
         architecture=architecture,
         vocab_size=hf.vocab_size,
         hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
+        intermediate_size=getattr(hf, "intermediate_size", 0),
         num_layers=hf.num_hidden_layers,
         num_heads=hf.num_attention_heads,
         num_kv_heads=hf.num_key_value_heads,

@@ -34,7 +34,7 @@ from weft.models.linear_attention import (
     columns_of,
     gate_of,
 )
-from weft.models.moe import Experts, SparseMlp, is_capturable
+from weft.models.moe import DenseMlp, Experts, SharedExpert, SparseMlp, is_capturable
 from weft.models.rope import RopeTable
 from weft.models.weights import Weights
 
@@ -263,12 +263,19 @@ class _Builder:
     def mlp(self, layer: int) -> DenseMlp | SparseMlp:
         moe = experts_of(self.config, layer)
         if moe is None:
-            gate_up, down = self.linear(f"{layer}.gate_up"), self.linear(f"{layer}.down")
-            return DenseMlp(gate_up, down, self.ops, self.config.activation)
+            return self._dense_mlp(f"{layer}.")
         gate_up_E, down_E = (self.experts(f"{layer}.experts_{n}") for n in ("gate_up", "down"))
         router, clamped = self.linear(f"{layer}.router"), moe.clamped_swiglu
         activation: Activation = "silu" if clamped is None else ClampedSwiglu(*clamped)
-        return SparseMlp(router, gate_up_E, down_E, moe, self.ops, activation)
+        shared = None
+        if moe.shared_size:
+            gate = self.linear(f"{layer}.shared_gate")
+            shared = SharedExpert(gate, self._dense_mlp(f"{layer}.shared_"))
+        return SparseMlp(router, gate_up_E, down_E, moe, self.ops, activation, shared)
+
+    def _dense_mlp(self, of: str) -> DenseMlp:
+        gate_up, down = self.linear(f"{of}gate_up"), self.linear(f"{of}down")
+        return DenseMlp(gate_up, down, self.ops, self.config.activation)
 
 
 class _Layer:
@@ -332,15 +339,3 @@ class _LinearLayer:
 
 
 _Layers = Iterable[tuple[_Layer | _LinearLayer, LayerCache, Rope]]
-
-
-@dataclass(frozen=True, slots=True)
-class DenseMlp:
-    gate_up: Linear
-    down: Linear
-    ops: Ops
-    activation: Activation
-
-    def __call__(self, x_TI: Tensor, step: StepContext) -> Product:
-        inner_TF = self.ops.activate_and_mul(self.gate_up(x_TI, step), self.activation)
-        return self.down(inner_TF, step)

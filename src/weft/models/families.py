@@ -77,6 +77,11 @@ def _qwen3_5(hf: Any) -> LinearConfig | None:
     )
 
 
+def _qwen3_next(hf: Any) -> LinearConfig | None:
+    linear = _qwen3_5(hf)
+    return linear and replace(linear, by_key_head=True)
+
+
 def _windows_but_linear(hf: Any) -> tuple[int | None, ...]:
     return (None,) * len(_layer_types(hf, "full_attention", "linear_attention"))
 
@@ -141,6 +146,24 @@ def _qwen3_moe(hf: Any) -> MoeConfig | None:
         round_weights=True,
         layers=layers,
         names=("mlp", "gate_proj", "up_proj", "down_proj"),
+    )
+
+
+def _qwen3_next_moe(hf: Any) -> MoeConfig | None:
+    moe = _qwen3_moe(hf)
+    return moe and replace(moe, shared_size=hf.shared_expert_intermediate_size)
+
+
+def _qwen3_5_moe(hf: Any) -> MoeConfig:
+    return MoeConfig(
+        num_experts=hf.num_experts,
+        top_k=hf.num_experts_per_tok,
+        intermediate_size=hf.moe_intermediate_size,
+        normalize=True,
+        round_weights=True,
+        layers=(True,) * int(hf.num_hidden_layers),
+        names=("mlp", "gate_proj", "up_proj", "down_proj"),
+        shared_size=hf.shared_expert_intermediate_size,
     )
 
 
@@ -211,6 +234,8 @@ _QWEN3_5 = Family(
     output_gate=True,
     norm_offset=1.0,
 )
+_QWEN3_5_MOE = replace(_QWEN3_5, model_type="qwen3_5_moe_text", moe=_qwen3_5_moe)
+_QWEN3_NEXT = replace(_QWEN3_5, model_type="qwen3_next", moe=_qwen3_next_moe, linear=_qwen3_next)
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": Family(
@@ -322,6 +347,9 @@ FAMILIES: dict[str, Family] = {
     ),
     "Qwen3_5ForCausalLM": _QWEN3_5,
     "Qwen3_5ForConditionalGeneration": replace(_QWEN3_5, text_of="qwen3_5"),
+    "Qwen3_5MoeForCausalLM": _QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": replace(_QWEN3_5_MOE, text_of="qwen3_5_moe"),
+    "Qwen3NextForCausalLM": _QWEN3_NEXT,
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": replace(_GEMMA3, text_of="gemma3"),
     "Mistral3ForConditionalGeneration": replace(_MISTRAL, text_of="mistral3"),

@@ -60,6 +60,9 @@ class MoeConfig:
     clamped_swiglu: tuple[float, float] | None = None
     """alpha and limit of that activation. Gate and up are then one projection of interleaved
     columns, which checkpoints have for all experts in one tensor, (experts, in, out)."""
+    shared_size: int = 0
+    """The inner width of an expert that all tokens go through, each with a weight of its own
+    between 0 and 1; 0: there is none."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:

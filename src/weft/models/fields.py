@@ -54,6 +54,7 @@ READ = frozenset(
         "residual_multiplier",
         "rms_norm_eps",
         "rope_parameters",
+        "shared_expert_intermediate_size",
         "sliding_window",
         "swiglu_alpha",
         "swiglu_limit",

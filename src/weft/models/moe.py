@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the dense MLP.
+"""The MLP of a layer: dense, or a mixture of experts.
 
 Shapes: T token rows, E experts, K experts per token, P = T * K pairs of a token and an expert,
 I hidden size, F width of an expert.
@@ -87,6 +87,31 @@ def is_capturable(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class DenseMlp:
+    gate_up: Linear
+    down: Linear
+    ops: Ops
+    activation: Activation
+
+    def __call__(self, x_TI: Tensor, step: StepContext) -> Product:
+        inner_TF = self.ops.activate_and_mul(self.gate_up(x_TI, step), self.activation)
+        return self.down(inner_TF, step)
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """An expert that all tokens go through."""
+
+    gate: Linear
+    """To one number, of which the sigmoid is the token's weight."""
+    mlp: DenseMlp
+
+    def __call__(self, x_TI: Tensor, step: StepContext) -> Tensor:
+        weight_T1 = self.gate.whole(x_TI, step).sigmoid()
+        return self.mlp(x_TI, step).whole() * weight_T1
+
+
+@dataclass(frozen=True, slots=True)
 class Experts:
     """One linear layer that is there for each expert."""
 
@@ -115,8 +140,10 @@ class SparseMlp:
     moe: MoeConfig
     ops: Ops
     activation: Activation
+    shared: SharedExpert | None = None
 
     def __call__(self, x_TI: Tensor, step: StepContext) -> Product:
+        shared_TI = None if self.shared is None else self.shared(x_TI, step)
         weight_TK, expert_TK = choose_experts(self.router.whole(x_TI, step), self.moe)
         routing = route(expert_TK, self.moe.num_experts)
         token_P = routing.order_P // self.moe.top_k
@@ -130,4 +157,5 @@ class SparseMlp:
         inner_PF = self.ops.activate_and_mul(gate_up, self.activation)
         y_PI = self.down(inner_PF, routing, lora)
         y_TKI = y_PI[routing.place_P].view(*weight_TK.shape, -1)
-        return Product((y_TKI * weight_TK[:, :, None]).sum(1).to(x_TI.dtype))
+        y_TI = (y_TKI * weight_TK[:, :, None]).sum(1).to(x_TI.dtype)
+        return Product(y_TI if shared_TI is None else y_TI + shared_TI)
