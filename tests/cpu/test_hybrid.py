@@ -31,9 +31,9 @@ OPTIONS: dict[str, Any] = {
 def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Path]]:
     """A base, and adapters by name."""
     root = tmp_path_factory.mktemp("hybrid")
-    base = make_base(FAMILIES["qwen3.5"], root / "base")
+    base = make_base(FAMILIES["qwen3-next"], root / "base")
     for name in ("LoRA", "aLoRA"):
-        make_adapter(base, KINDS[name], root / name, "qwen3.5")
+        make_adapter(base, KINDS[name], root / name, "qwen3-next")
     return root / "base", {name: root / name for name in ("LoRA", "aLoRA")}
 
 
@@ -48,12 +48,34 @@ def test_neighbours_and_preemption_change_nothing(world: tuple[Path, dict[str, P
     with LLM(*world, num_blocks=256, **OPTIONS) as llm:
         asked = zip(prompts, names, strict=True)
         alone = [llm.generate([p], params, [name])[0].token_ids for p, name in asked]
+        again = llm.generate(prompts, params, names)
+        cached = [output.num_cached_tokens for output in again]
+        assert cached == [n if n >= 8 else 0 for n in ((len(p) - 1) // 4 * 4 for p in prompts)]
+        assert [output.token_ids for output in again] == alone
     few = {"num_blocks": 40, "max_num_seqs": 5, "max_num_batched_tokens": 13}
     with LLM(*world, **few, **OPTIONS) as llm:
         together = llm.generate(prompts, params, names)
         assert llm.stats().preemptions > 0
         check_idle(llm)
     assert [output.token_ids for output in together] == alone
+
+
+def test_an_activated_adapter_goes_on_from_the_base_s_state(
+    world: tuple[Path, dict[str, Path]],
+) -> None:
+    rng = random.Random(1)
+    prompt = [rng.randrange(1, VOCAB) for _ in range(41)]
+    called, other = [*prompt, *CALL, 3], [*prompt[:22], *CALL, 3]
+    params = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+    with LLM(*world, num_blocks=256, **OPTIONS) as llm:
+        want = [llm.generate([p], params, ["aLoRA"])[0] for p in (called, other)]
+        assert [output.num_cached_tokens for output in want] == [0, 0]
+    with LLM(*world, num_blocks=256, **OPTIONS) as llm:
+        llm.generate([prompt], params, [None])
+        got = [llm.generate([p], params, ["aLoRA"])[0] for p in (called, other, other)]
+        assert [output.num_cached_tokens for output in got] == [40, 0, 24]
+        check_idle(llm)
+    assert [output.token_ids for output in got] == [o.token_ids for o in (*want, want[1])]
 
 
 def test_more_devices_than_heads_are_refused_by_name(world: tuple[Path, dict[str, Path]]) -> None:

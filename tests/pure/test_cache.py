@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,11 +43,11 @@ class Sequence:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    num_states = 0
+    num_states = num_snapshots = 0
 
     def __init__(self) -> None:
         super().__init__()
-        self.cache = Cache(NUM_BLOCKS, BLOCK, self.num_states)
+        self.cache = Cache(NUM_BLOCKS, BLOCK, self.num_states, num_snapshots=self.num_snapshots)
         self.cache.journal = Journal()
         self.told: set[bytes] = set()
         """The keys that who reads the journal knows to be there."""
@@ -150,10 +151,58 @@ class RecurrentMachine(CacheMachine):
 
     num_states = 3
 
+    def _write(self, seq: Sequence, computed: int) -> None:
+        super()._write(seq, computed)
+        assert seq.holding.stops == ()
+
     @invariant()
     def nothing_is_shared(self) -> None:
         for seq in self.sequences:
             assert self.cache.match(Holding(), seq.tokens) == []
+
+
+class SnapshotMachine(CacheMachine):
+    """What is matched ends at a snapshot, which was taken of the same content as the blocks."""
+
+    num_states, num_snapshots = 3, 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: dict[int, Content] = {}
+        """What each snapshot was computed from."""
+        self.pending: dict[int, Content] = {}
+
+    def _write(self, seq: Sequence, computed: int) -> None:
+        if seq.holding.restored >= 0:
+            assert self.kept[seq.holding.restored] == seq.content(seq.computed)
+            seq.holding.restored = -1  # from here on it goes on
+        for stop in seq.holding.stops:
+            assert stop % BLOCK == 0
+            if seq.computed < stop <= computed:
+                super()._write(seq, stop)
+                number = self.cache.snapshot(seq.holding, seq.tokens, stop)
+                if number is not None:
+                    assert number not in self.pending
+                    self.pending[number] = seq.content(stop)
+        super()._write(seq, computed)
+
+    @rule(written=st.booleans())
+    @precondition(lambda self: self.pending)
+    def step_ends(self, written: bool) -> None:
+        number = next(iter(self.pending))
+        content = self.pending.pop(number)
+        if written:
+            self.kept[number] = content
+        self.cache.snapshot_ended(number, written)
+
+    @invariant()
+    def matches_end_at_snapshots(self) -> None:
+        for seq in self.sequences:
+            hits = self.cache.match(Holding(seq.digest, seq.active_from), seq.tokens)
+            for i, block in enumerate(hits):
+                assert self.written[block] == seq.content((i + 1) * BLOCK)
+            if hits:
+                assert seq.content(len(hits) * BLOCK) in self.kept.values()
 
 
 _settings = settings(max_examples=40, stateful_step_count=40)
@@ -161,6 +210,54 @@ TestAttention = CacheMachine.TestCase
 TestAttention.settings = _settings
 TestRecurrent = RecurrentMachine.TestCase
 TestRecurrent.settings = _settings
+TestSnapshots = SnapshotMachine.TestCase
+TestSnapshots.settings = _settings
+
+
+def test_a_prompt_that_goes_on_otherwise_leaves_a_snapshot_where_it_does() -> None:
+    """The first request leaves one at its end, the second where they part; the third finds that."""
+    cache = Cache(40, BLOCK, 3, num_snapshots=4)
+    shared = list(range(5 * BLOCK))
+    found = []
+    for own in (100, 200, 300):
+        tokens, holding = [*shared, *range(own, own + 9)], Holding()
+        hits = cache.match(holding, tokens)
+        assert cache.reserve(holding, len(tokens), hits)
+        found.append((len(hits), holding.stops))
+        numbers = [cache.snapshot(holding, tokens, stop) for stop in holding.stops]
+        cache.register(holding, tokens, len(tokens))
+        for number in numbers:
+            assert number is not None
+            cache.snapshot_ended(number, True)
+        cache.release(holding)
+    at_end = 7 * BLOCK
+    assert found == [(0, (at_end,)), (0, (5 * BLOCK, at_end)), (5, (at_end,))]
+
+
+def test_snapshots_are_of_one_version_and_salt() -> None:
+    cache = Cache(60, BLOCK, 6, num_snapshots=9)
+    tokens = list(range(4 * BLOCK + 1))
+    made: list[dict[str, Any]] = [
+        {},
+        {"salt": "a"},
+        {"digest": DIGESTS[0], "active_from": 0},
+        {"digest": DIGESTS[1], "active_from": 0},
+        {"digest": DIGESTS[0], "active_from": 0, "salt": "a"},
+    ]
+    for fields in made:
+        holding = Holding(**fields)
+        assert cache.match(holding, tokens) == []
+        assert cache.reserve(holding, len(tokens))
+        number = cache.snapshot(holding, tokens, 4 * BLOCK)
+        assert number is not None
+        cache.register(holding, tokens, len(tokens))
+        cache.snapshot_ended(number, True)
+        cache.release(holding)
+    assert all(len(cache.match(Holding(**fields), tokens)) == 4 for fields in made)
+    activated = Holding(DIGESTS[1], 3 * BLOCK + 2)
+    assert cache.match(activated, tokens) == []  # the base left none where it ends
+    assert cache.reserve(activated, len(tokens))
+    assert activated.stops == (3 * BLOCK, 4 * BLOCK)
 
 
 @given(st.lists(st.integers(0, 3), min_size=9, max_size=30))

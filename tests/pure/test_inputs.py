@@ -36,7 +36,7 @@ def test_samples_are_the_last_positions_of_their_entry(
     ]
     blocks = [(row, i, 10 * row + i) for row in rows for i in range(10)]
     state = RowState(NUM_ROWS, MAX_MODEL_LEN, BLOCK, VOCAB)
-    plan = StepPlan(1, rows, starts, counts, num_samples, sum(counts), admitted, blocks, loads=[])
+    plan = StepPlan(1, rows, starts, counts, num_samples, sum(counts), admitted, blocks, [], [])
     inputs = state.build(plan)
 
     by_slot = sorted(rows, key=lambda row: slots[row])

@@ -183,6 +183,8 @@ LINEAR = {
 BIASED = ("qwen2", "glm4")
 MIXTURES = ("qwen3-moe", "qwen3.5-moe", "qwen3-next", "gpt-oss", "mixtral")
 ONLY_EXPERTS = ("gpt-oss", "mixtral")
+CONVERTED = ("qwen3-moe", "mixtral")
+"""Those whose adapters of single experts peft reads too."""
 UNTIED = (
     *(
         "llama",

@@ -98,9 +98,12 @@ class CacheArgs:
     kv_cache_memory: int = 1 << 30
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
+    snapshot_memory: int | None = None
+    """None: an eighth of what the KV cache would have."""
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "block_size", "num_blocks")
+        _at_least(self, 0, "snapshot_memory")
         share = self.gpu_memory_utilization
         _check(0.0 < share <= 1.0, "gpu_memory_utilization", "in (0, 1]", share)
 

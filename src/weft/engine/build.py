@@ -47,6 +47,7 @@ def build_engine(
         args.cache.block_size,
         facts.num_states,
         share_prefixes=args.cache.enable_prefix_caching,
+        num_snapshots=facts.num_snapshots,
     )
     slots = AdapterSlots(facts.adapter_elements, facts.num_slots, policy)
     scheduler = Scheduler(_limits(args, facts), cache, slots, args.scheduler.tenant_weights)

@@ -52,6 +52,7 @@ class Draft:
         self.num_samples: list[int] = []
         self.admitted: list[Admitted] = []
         self.new_blocks: list[tuple[int, int, int]] = []
+        self.snapshots: list[tuple[int, int]] = []
         self.chunks: list[Sequence] = []
         """Running sequences with more than one token to compute."""
 
@@ -61,10 +62,12 @@ class Draft:
 
     def schedule(self, seq: Sequence) -> None:
         """Plan as many tokens as there is room for of a sequence with a row and blocks. They are
-        two entries where its adapter becomes active in between; those behind it come in another
-        step if they need the state that those before it make."""
-        if seq.computed < seq.adapter.active_from < seq.known:
-            self._schedule(seq, seq.adapter.active_from)
+        two entries where its adapter becomes active in between. Those of a sequence with a state
+        need what those before them make of it, so that they come in another step, and so do those
+        behind the place of a snapshot."""
+        ends = [seq.adapter.active_from, *seq.holding.stops]
+        for end in sorted(end for end in ends if seq.computed < end < seq.known):
+            self._schedule(seq, end)
             if self.full or seq.holding.state >= 0:
                 return
         self._schedule(seq, seq.known)
@@ -93,6 +96,7 @@ class Draft:
             self.admitted,
             self.new_blocks,
             loads,
+            self.snapshots,
         )
 
 
@@ -165,9 +169,17 @@ class Batch:
         draft.new_blocks.extend((seq.row, i, b) for i, b in enumerate(holding.blocks))
         draft.admitted.append(seq.admitted(adapter_wait_s))
         insort(self.running, seq)
-        draft.schedule(seq)
+        self.schedule(seq, draft)
         self._charge(seq)
         return True
+
+    def schedule(self, seq: Sequence, draft: Draft) -> None:
+        """Plan a chunk of a sequence, and the snapshot that is to be taken at its end."""
+        draft.schedule(seq)
+        if seq.holding.stops:
+            number = self._cache.snapshot(seq.holding, seq.tokens, seq.computed)
+            if number is not None:
+                draft.snapshots.append((seq.holding.state, number))
 
     def grow(self, seq: Sequence, draft: Draft) -> bool:
         """Give a running request one more block, which others may have to give up; False if `seq`
@@ -201,8 +213,11 @@ class Batch:
         insort(self._parked, seq)
         self.join(seq)
 
-    def roll_back(self, planned: Iterable[Sequence], starts: Iterable[int]) -> list[Sequence]:
+    def roll_back(self, planned: Iterable[Sequence], plan: StepPlan) -> list[Sequence]:
         """Take back a step that has no result: its sequences wait again. Returns each once."""
+        starts = plan.starts
+        for _, number in plan.snapshots:
+            self._cache.snapshot_ended(number, False)
         sequences: dict[Sequence, None] = {}
         for seq, start in zip(planned, starts, strict=True):
             seq.in_flight -= 1

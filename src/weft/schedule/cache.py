@@ -19,8 +19,14 @@ elsewhere, and all of them share what the base computed before they became activ
 with a *salt*: then it is shared among sequences with that salt alone.
 
 A sequence of a model with recurrent layers holds one *state*, from reserve() to release(). It is
-what all the tokens so far have made of it, so a block of another sequence is of no use without the
-state at that block's end: where there are states, nothing is matched.
+what all the tokens so far have made of it, so blocks of another sequence are of no use without the
+state at their end. Such states are kept as *snapshots* (`weft.schedule.snapshots`), with which the
+blocks up to there are matched. They are taken in prompts:
+
+    tokens      [ .......... | ..... | ......................... | .. ]
+    snapshots   where another prompt | behind the last full block
+                with these blocks    | where an activated adapter's base part ends
+                went on otherwise
 """
 
 from __future__ import annotations
@@ -32,9 +38,13 @@ from collections.abc import Iterable, Sequence
 
 from weft.schedule.journal import Journal
 from weft.schedule.sketch import PrefixSketch
+from weft.schedule.snapshots import Snapshots
 
 NEVER = 1 << 62
 """A position beyond any other."""
+
+MIN_BLOCKS = 2
+"""A snapshot is taken where it saves others at least so many blocks of computing."""
 
 
 def _adapted_key(parent: bytes, digest: str, active_from: int) -> bytes:
@@ -64,11 +74,14 @@ class Holding:
         "_active_from",
         "_digest",
         "_keys",
+        "_known_blocks",
         "_name",
         "_root",
         "blocks",
         "next_full",
+        "restored",
         "state",
+        "stops",
     )
 
     def __init__(
@@ -91,6 +104,12 @@ class Holding:
         """The recurrent state; -1 while it has none."""
         self.next_full = NEVER
         """Computed tokens with which the next block is full and may be registered."""
+        self.restored = -1
+        """The snapshot from which the state begins; -1: from nothing, or it goes on."""
+        self.stops: tuple[int, ...] = ()
+        """Computed tokens, rising, with which a snapshot is taken: a chunk must end there."""
+        self._known_blocks = 0
+        """How many blocks of these tokens were in the prefix index, with a snapshot or not."""
 
     def key(self, tokens: Sequence[int], index: int, size: int) -> bytes:
         """The key of the block `index`; `tokens` only ever grow between calls."""
@@ -106,21 +125,32 @@ class Holding:
         """The name of the adapter that computes the block `index`; None: the base does."""
         return self._name if index >= self._active_from // size else None
 
+    def cached_key(self, num_blocks: int) -> bytes:
+        """The key of the last of so many blocks that were matched."""
+        return self._keys[num_blocks - 1]
+
 
 class Cache:
     """Owner of all KV blocks, of the prefix index and of all recurrent states.
 
     num_blocks: blocks of `block_size` tokens each. num_states: recurrent states, 0 for a model
     that has none. share_prefixes: whether sequences share blocks with the same content.
+    num_snapshots: places for snapshots of states; without any, a model with states shares nothing.
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, num_states: int = 0, share_prefixes: bool = True
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_states: int = 0,
+        share_prefixes: bool = True,
+        num_snapshots: int = 0,
     ) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._num_states = num_states
-        self._shares = share_prefixes and not num_states
+        self._shares = share_prefixes and (not num_states or num_snapshots > 0)
+        self.snapshots = Snapshots(num_states, num_snapshots)
         self._users = [0] * num_blocks
         self._key_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
@@ -140,8 +170,9 @@ class Cache:
         return 1.0 - len(self._free) / self.num_blocks
 
     def match(self, holding: Holding, tokens: Sequence[int]) -> list[int]:
-        """Registered blocks with the beginning of `tokens`, without taking them. At least one
-        token is left to compute. They stay registered until the next reserve() or extend()."""
+        """Registered blocks with the beginning of `tokens`, without taking them; for a model with
+        states, up to the last one with a snapshot. At least one token is left to compute. They stay
+        registered until the next reserve() or extend()."""
         hits: list[int] = []
         if self._shares:
             for i in range((len(tokens) - 1) // self.block_size):
@@ -152,6 +183,11 @@ class Cache:
                 hits.append(block)
                 if self.sketch is not None:
                     self.sketch.use(i, key)
+        holding._known_blocks = len(hits)
+        if self._num_states:
+            size = self.block_size
+            while hits and holding.key(tokens, len(hits) - 1, size) not in self.snapshots:
+                hits.pop()
         return hits
 
     def reserve(
@@ -176,12 +212,42 @@ class Cache:
             if not self._users[block]:
                 del self._free[block]
             self._users[block] += 1
+        holding.restored = -1
         if not holding.blocks:
             first_full = (len(hits) + 1) * self.block_size
             holding.next_full = first_full if self._shares else NEVER
+            if self._num_states and self._shares:
+                self._begin_state(holding, num_tokens, len(hits))
         holding.blocks += hits
         holding.blocks += [self._allocate() for _ in range(fresh)]
         return True
+
+    def _begin_state(self, holding: Holding, num_tokens: int, num_hits: int) -> None:
+        """Where the state begins, and where snapshots of it are worth their time."""
+        size = self.block_size
+        if num_hits:
+            holding.restored = self.snapshots.use(holding.cached_key(num_hits))
+        wanted = {
+            holding._known_blocks,
+            (num_tokens - 1) // size,
+            min(holding._active_from, num_tokens) // size,
+        }
+        least = (num_hits + MIN_BLOCKS) * size
+        stops = sorted(blocks * size for blocks in wanted)
+        holding.stops = tuple(stop for stop in stops if least <= stop < num_tokens)
+
+    def snapshot(self, holding: Holding, tokens: Sequence[int], computed: int) -> int | None:
+        """Begin a snapshot of a sequence's state with the first `computed` tokens, at the end of
+        the step that computes them, if one is to be taken there. `snapshot_ended` follows."""
+        if computed not in holding.stops:
+            return None
+        key = holding.key(tokens, computed // self.block_size - 1, self.block_size)
+        return self.snapshots.begin(key)
+
+    def snapshot_ended(self, number: int, written: bool) -> None:
+        """The step has run and what it computed was registered, or it has not run."""
+        snapshots = self.snapshots
+        snapshots.end(number, written and snapshots.key_of(number) in self._block_of)
 
     def extend(self, holding: Holding) -> int | None:
         """Take one more block and return it; None if no block is free."""
@@ -219,6 +285,7 @@ class Cache:
         if holding.state >= 0:
             self._free_states.append(holding.state)
         holding.blocks, holding.state, holding.next_full = [], -1, NEVER
+        holding.restored, holding.stops = -1, ()
 
     def _allocate(self) -> int:
         """Take a free block for new content; it loses what it held."""
@@ -227,6 +294,7 @@ class Cache:
         if key is not None:
             del self._block_of[key]
             self._key_of[block] = None
+            self.snapshots.drop(key)
             if self.sketch is not None:
                 self.sketch.drop(key)
             if self.journal is not None:
@@ -247,3 +315,5 @@ class Cache:
         assert sorted(states + self._free_states) == list(range(self._num_states))
         if self._num_states:
             assert all((holding.state >= 0) == bool(holding.blocks) for holding in holdings)
+        self.snapshots.check()
+        assert self.snapshots.keys <= self._block_of.keys()

@@ -57,6 +57,8 @@ class Admitted:
     """The vocabulary of its adapter; 0: it is the base's."""
     state: int = -1
     """Its recurrent state; -1: the model has none."""
+    restored: int = -1
+    """The snapshot that is copied to its state before the step; -1: none is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class StepPlan:
     """(row, index in the row's block table, block)."""
     loads: list[Load]
     """Adapter loads to start; they do not hold up this step."""
+    snapshots: list[tuple[int, int]]
+    """(recurrent state, snapshot that it is copied to after the step)."""
 
     @property
     def empty(self) -> bool:

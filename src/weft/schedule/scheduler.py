@@ -206,12 +206,14 @@ class Scheduler:
                 self._cache.register(seq.holding, seq.tokens, plan.starts[i] + plan.counts[i])
             if seq.row < 0 and seq.in_flight == 0:
                 self._turns.end_lease(seq.adapter)
+        for _, number in plan.snapshots:
+            self._cache.snapshot_ended(number, True)
         self.totals.generated_tokens += sum(num_samples)
         return events
 
     def fail(self, plans: list[StepPlan], error: WeftError) -> list[TokenEvent]:
         """End who made the first of these steps fail, once that is known; all others wait again."""
-        failed, *_ = [self.batch.roll_back(self._planned.pop(p.step), p.starts) for p in plans]
+        failed, *_ = [self.batch.roll_back(self._planned.pop(p.step), p) for p in plans]
         blamed = self.trials.failed([seq.request_id for seq in failed if not seq.done])
         return [self._finish(self._by_id[blamed], "error", error=error)] if blamed else []
 
@@ -294,7 +296,7 @@ class Scheduler:
         draft.num_left -= kept
         for seq in draft.chunks:
             if not draft.full:
-                draft.schedule(seq)
+                self.batch.schedule(seq, draft)
         draft.num_left += kept
 
     def _plan_waiting(self, draft: Draft, contended: bool) -> None:

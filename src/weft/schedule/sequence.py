@@ -242,6 +242,7 @@ class Sequence:
             adapter.active_from,
             adapter.vocab_size,
             self.holding.state,
+            self.holding.restored,
         )
 
     def __lt__(self, other: Sequence) -> bool:

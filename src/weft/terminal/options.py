@@ -64,6 +64,9 @@ HELP: dict[str, str] = {
     "kv_cache_memory": "Memory for the KV cache on a CPU, such as 512M or 2G.",
     "gpu_memory_utilization": "The share of a GPU's memory to use, from 0 to 1.",
     "enable_prefix_caching": "Reuse what was computed for prompts that begin alike.",
+    "snapshot_memory": "Memory for states of linear attention at the end of cached prefixes, such "
+    "as 2G; by default an eighth of what the KV cache would have."
+    " Of use to models such as Qwen3.5 only.",
     "max_num_seqs": "How many requests may run at the same time; others wait.",
     "max_num_batched_tokens": "How many tokens one step may compute; longer prompts are read in"
     " chunks.",
@@ -76,7 +79,13 @@ _PANEL = {ModelArgs: MODEL, LoraArgs: ADAPTERS, CacheArgs: MEMORY, SchedulerArgs
 _SPELLED = {"num_blocks": "num_gpu_blocks_override", "eviction_policy": "lora_eviction_policy"}
 """Fields whose flag has another name."""
 _BYTES = frozenset(
-    {"adapter_memory", "kv_cache_memory", "adapter_host_memory", "adapter_cache_bytes"}
+    {
+        "adapter_memory",
+        "kv_cache_memory",
+        "snapshot_memory",
+        "adapter_host_memory",
+        "adapter_cache_bytes",
+    }
 )
 
 

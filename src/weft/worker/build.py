@@ -31,8 +31,10 @@ from weft.worker.memory import (
     HostMemory,
     adapter_bytes,
     allocating,
+    cache_bytes,
     context_length,
     count_blocks,
+    count_snapshots,
     count_states,
     host_memory,
 )
@@ -60,7 +62,9 @@ class DeviceParts:
     num_blocks: int
     """Of KV cache."""
     num_states: int
-    """Of layers with linear attention."""
+    """Of layers with linear attention, for sequences."""
+    num_snapshots: int
+    """Of such states."""
     max_model_len: int
 
 
@@ -98,7 +102,10 @@ def build_parts(
     most = model.config.vocab_size + args.lora.max_added_tokens
     sampler = Sampler(num_rows, most, model.device, partial(_put, model.device))
     num_states = count_states(model.config, num_rows)
-    num_blocks = count_blocks(args.cache, model.config, model.dtype, model.device, num_states)
+    of_model = args.cache, model.config, model.dtype
+    left = cache_bytes(*of_model, model.device, num_states)
+    num_snapshots = least(ranks, count_snapshots(*of_model, left), model.device)
+    num_blocks = count_blocks(*of_model, model.device, num_states + num_snapshots)
     num_blocks = least(ranks, num_blocks, model.device)
     capacity = num_blocks * args.cache.block_size
     max_model_len = context_length(args.model.max_model_len, capacity, model.config)
@@ -109,7 +116,7 @@ def build_parts(
             args.cache.block_size,
             model.dtype,
             model.device,
-            num_states,
+            num_states + num_snapshots,
         )
     ops = make_ops("auto", model.device)
     decoder = Decoder(model.config, model.weights, ops, max_model_len, ranks)
@@ -133,7 +140,16 @@ def build_parts(
             stages.end("capture")
     host = pinning.result()
     return DeviceParts(
-        model, pool, executor, activity, self_check, host, num_blocks, num_states, max_model_len
+        model,
+        pool,
+        executor,
+        activity,
+        self_check,
+        host,
+        num_blocks,
+        num_states,
+        num_snapshots,
+        max_model_len,
     )
 
 
@@ -150,6 +166,7 @@ def _assemble(args: EngineArgs, parts: DeviceParts, peers: Peers | None = None) 
         max_model_len=parts.max_model_len,
         num_blocks=parts.num_blocks,
         num_states=parts.num_states,
+        num_snapshots=parts.num_snapshots,
         num_slots=pool.num_slots,
         adapter_elements=pool.arena.numel(),
         element_bytes=pool.element_bytes,

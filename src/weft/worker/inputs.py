@@ -10,7 +10,7 @@ the tokens of one adapter are consecutive.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -143,6 +143,11 @@ class StepInputs:
     """Alternatives asked for, -1 for none at all; None if nobody asked."""
     state_S: Ints | None = None
     """Recurrent states; None: the model has none."""
+    restored: Ints | None = None
+    """(2, copies): numbers of snapshots, and of the states that they are copied to before the step;
+    None if there are none."""
+    snapshots: Ints | None = None
+    """(2, copies): numbers of states, and of the snapshots that they are copied to after it."""
 
 
 class _SamplingRows:
@@ -341,7 +346,11 @@ class RowState:
             slot_S[np.array(plan.starts) < self._active_from[rows]] = -1
         order = np.argsort(slot_S, kind="stable")
         layout = _layout(plan, order, all_sample)
-        return self._assemble(layout, rows[order], slot_S[order], order, counted)
+        inputs = self._assemble(layout, rows[order], slot_S[order], order, counted)
+        restored = [(a.restored, a.state) for a in plan.admitted if a.restored >= 0]
+        if restored or plan.snapshots:
+            return replace(inputs, restored=_copies(restored), snapshots=_copies(plan.snapshots))
+        return inputs
 
     def _admit(self, a: Admitted) -> Counted | None:
         row, vocab_size = a.row, a.vocab_size or self._vocab_size
@@ -431,6 +440,10 @@ class RowState:
     def _num_logprobs(self, rows: Ints) -> Ints | None:
         asked = self._logprobs[rows]
         return asked if (asked >= 0).any() else None
+
+
+def _copies(pairs: list[tuple[int, int]]) -> Ints | None:
+    return np.array(pairs, np.int64).T.copy() if pairs else None
 
 
 def _segments(slot_S: NDArray[np.int32], firsts: Ints, ends: Ints) -> Segments:

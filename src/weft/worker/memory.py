@@ -64,20 +64,45 @@ def count_blocks(
     without room."""
     if args.num_blocks is not None:
         return args.num_blocks
-    available = args.kv_cache_memory
-    if device.type == "cuda":
-        available = GpuMemory(total_bytes(device), free_bytes(device)).for_cache(args)
-        available -= state_bytes(config, num_states, dtype)
+    available = cache_bytes(args, config, dtype, device, num_states)
     blocks = available // kv_bytes_per_block(config, args.block_size, dtype)
     if blocks < 1:
         raise ConfigError("no memory is left for the KV cache", "gpu_memory_utilization")
     return blocks
 
 
+def cache_bytes(
+    args: CacheArgs,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    num_states: int,
+) -> int:
+    """Bytes that are left to the KV cache beside recurrent states."""
+    if device.type != "cuda":
+        return args.kv_cache_memory
+    left = GpuMemory(total_bytes(device), free_bytes(device)).for_cache(args)
+    return left - state_bytes(config, num_states, dtype)
+
+
 def count_states(config: ModelConfig, num_rows: int) -> int:
     """Recurrent states: one for each row of the batch, and some for requests that were put back
     with what they hold. 0 for a model that has none."""
     return 0 if config.linear is None else num_rows + -(-num_rows // 4)
+
+
+MAX_SNAPSHOTS = 4096
+"""More snapshots of small states would be of no use."""
+
+
+def count_snapshots(args: CacheArgs, config: ModelConfig, dtype: torch.dtype, left: int) -> int:
+    """Snapshots of recurrent states; `left`: the bytes that the KV cache would have without them.
+    0 for a model that has no states, or without a prefix cache."""
+    if config.linear is None or not args.enable_prefix_caching:
+        return 0
+    asked = args.snapshot_memory
+    num_bytes = left // 8 if asked is None else asked
+    return max(min(num_bytes // state_bytes(config, 1, dtype), MAX_SNAPSHOTS), 0)
 
 
 def context_length(asked: int | None, capacity: int, config: ModelConfig) -> int:

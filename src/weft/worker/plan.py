@@ -15,7 +15,7 @@ from weft.models.blueprint import model_shard
 from weft.models.config import ModelConfig, share_of
 from weft.models.decoder import kv_bytes_per_block, state_bytes
 from weft.models.loading import allocate_weights, dtype_of, quantize_weights
-from weft.worker.memory import GpuMemory, count_states
+from weft.worker.memory import GpuMemory, count_snapshots, count_states
 
 GPUS: dict[str, int] = {
     "l4": 23_034,
@@ -90,6 +90,8 @@ class RankPlan:
         left = GpuMemory(total, gpu.free - adapters).for_cache(self._args.cache)
         num_states = count_states(self._share, self._args.scheduler.max_num_seqs)
         left -= state_bytes(self._share, num_states, self._dtype)
+        num_snapshots = count_snapshots(self._args.cache, self._share, self._dtype, left)
+        left -= state_bytes(self._share, num_snapshots, self._dtype)
         block_size = self._args.cache.block_size
         blocks = left // kv_bytes_per_block(self._share, block_size, self._dtype)
         return RankMemory(self.size, weights, adapter, adapters, blocks * block_size)

@@ -45,6 +45,8 @@ class WorkerFacts:
     num_blocks: int
     num_states: int
     """Recurrent states, 0 for a model that has none."""
+    num_snapshots: int
+    """Places for copies of such states at the end of cached prefixes."""
     num_slots: int
     adapter_elements: int
     """The size of adapter memory, in elements of `element_bytes`."""
