@@ -101,12 +101,7 @@ def build_parts(
     num_rows = args.scheduler.max_num_seqs
     most = model.config.vocab_size + args.lora.max_added_tokens
     sampler = Sampler(num_rows, most, model.device, partial(_put, model.device))
-    num_states = count_states(model.config, num_rows)
-    of_model = args.cache, model.config, model.dtype
-    left = cache_bytes(*of_model, model.device, num_states)
-    num_snapshots = least(ranks, count_snapshots(*of_model, left), model.device)
-    num_blocks = count_blocks(*of_model, model.device, num_states + num_snapshots)
-    num_blocks = least(ranks, num_blocks, model.device)
+    num_states, num_snapshots, num_blocks = _cache_sizes(args, model, ranks)
     capacity = num_blocks * args.cache.block_size
     max_model_len = context_length(args.model.max_model_len, capacity, model.config)
     with allocating("kv_cache_memory"):
@@ -196,6 +191,16 @@ def joined_ranks(args: ModelArgs, device: torch.device) -> Ranks:
     config = load_model_config(args.model, args.revision)
     width = config.hidden_size * dtype_of(args.dtype, config, device).itemsize
     return make_ranks(device, width)
+
+
+def _cache_sizes(args: EngineArgs, model: LoadedModel, ranks: Ranks) -> tuple[int, int, int]:
+    """Recurrent states, snapshots of them, and blocks of the KV cache."""
+    of_model = args.cache, model.config, model.dtype
+    num_states = count_states(model.config, args.scheduler.max_num_seqs)
+    left = cache_bytes(*of_model, model.device, num_states)
+    num_snapshots = least(ranks, count_snapshots(*of_model, left), model.device)
+    num_blocks = count_blocks(*of_model, model.device, num_states + num_snapshots)
+    return num_states, num_snapshots, least(ranks, num_blocks, model.device)
 
 
 def _make_pool(args: EngineArgs, model: LoadedModel, ranks: Ranks) -> AdapterPool:

@@ -21,7 +21,7 @@ from weft.kernels.lora.extras import (
 from weft.kernels.staging import Staging
 from weft.models.decoder import Decoder, LayerCache, StepContext
 from weft.worker.graphs import StepGraphs, token_sizes
-from weft.worker.inputs import Ints, PromptArrays, Segments, StepInputs
+from weft.worker.inputs import Copies, PromptArrays, Segments, StepInputs
 from weft.worker.sampler import Logprobs, Put, Sampled, Sampler, logprobs_of
 from weft.worker.step import Carried, StepTensors, hidden_states, logits, lora_batch
 
@@ -84,14 +84,12 @@ class StepExecutor:
         self._sampler.admit(inputs.counted)
         logits_NV = prompt = None
         slots = (slot for slot, _, _ in inputs.segments)
-        if inputs.restored is not None:
-            self._copy_states(inputs.restored)
+        self._copy_states(inputs.restored)
         if self.graphs and inputs.prompt is None and not has_extras(self._pool, slots):
             logits_NV = self.graphs.run(inputs)
         if logits_NV is None:
             logits_NV, prompt = self._run_eagerly(inputs)
-        if inputs.snapshots is not None:
-            self._copy_states(inputs.snapshots)
+        self._copy_states(inputs.snapshots)
         if logits_NV is None:
             return Sampled(self._last_token_R[:0], None, prompt)
         runs = vocabulary_runs(self._pool, inputs.sampled_segments, len(logits_NV))
@@ -103,11 +101,11 @@ class StepExecutor:
             logprobs = logprobs_of(logits_NV, ids_N, num, runs)
         return Sampled(ids_N, logprobs, prompt)
 
-    def _copy_states(self, copies: Ints) -> None:
-        """Copy recurrent states of all layers, from the first row's numbers to the second's."""
-        for cache in self._kv:
+    def _copy_states(self, copies: Copies) -> None:
+        """Copy recurrent states of all layers: (from, to) each."""
+        for cache in self._kv if copies else ():
             if isinstance(cache, StateCache):
-                for source, dest in copies.T.tolist():
+                for source, dest in copies:
                     cache.conv[dest].copy_(cache.conv[source])
                     cache.delta[dest].copy_(cache.delta[source])
 

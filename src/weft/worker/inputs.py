@@ -23,6 +23,7 @@ Ints = NDArray[np.int64]
 Array = NDArray[np.generic]
 Segments = tuple[tuple[int, int, int], ...]
 """(slot, first, end) of consecutive rows."""
+Copies = tuple[tuple[int, int], ...]
 Rows = TypeVar("Rows", "SamplingArrays", "BiasArrays", "PenaltyArrays", "MaskArrays")
 
 
@@ -143,11 +144,9 @@ class StepInputs:
     """Alternatives asked for, -1 for none at all; None if nobody asked."""
     state_S: Ints | None = None
     """Recurrent states; None: the model has none."""
-    restored: Ints | None = None
-    """(2, copies): numbers of snapshots, and of the states that they are copied to before the step;
-    None if there are none."""
-    snapshots: Ints | None = None
-    """(2, copies): numbers of states, and of the snapshots that they are copied to after it."""
+    restored: Copies = ()
+    """(snapshot, recurrent state): copied before the step."""
+    snapshots: Copies = ()  # (recurrent state, snapshot): copied after it
 
 
 class _SamplingRows:
@@ -347,9 +346,9 @@ class RowState:
         order = np.argsort(slot_S, kind="stable")
         layout = _layout(plan, order, all_sample)
         inputs = self._assemble(layout, rows[order], slot_S[order], order, counted)
-        restored = [(a.restored, a.state) for a in plan.admitted if a.restored >= 0]
+        restored = tuple((a.restored, a.state) for a in plan.admitted if a.restored >= 0)
         if restored or plan.snapshots:
-            return replace(inputs, restored=_copies(restored), snapshots=_copies(plan.snapshots))
+            return replace(inputs, restored=restored, snapshots=tuple(plan.snapshots))
         return inputs
 
     def _admit(self, a: Admitted) -> Counted | None:
@@ -379,8 +378,6 @@ class RowState:
         from_device_T = positions_T >= self._known[row_T]
         block_T = self._blocks[row_T, positions_T // self._block_size].astype(np.int64)
         state_S = self._state[rows]
-        has_states = state_S[0] >= 0
-        most_blocks = -(-int(seq_lens.max()) // self._block_size)
         segments = sampled_segments = _segments(slot_S, layout.firsts, layout.ends)
         if not layout.plain:
             firsts_N = np.arange(len(slot_N))
@@ -391,7 +388,7 @@ class RowState:
             row_T=row_T,
             positions_T=positions_T,
             slot_mapping_T=block_T * self._block_size + positions_T % self._block_size,
-            block_table_SB=self._blocks[rows, :most_blocks],
+            block_table_SB=self._blocks[rows, : -(-int(seq_lens.max()) // self._block_size)],
             seq_lens_S=seq_lens.astype(np.int32),
             query_start=[0, *layout.ends.tolist()],
             slot_T=slot_S[layout.seq_T],
@@ -406,7 +403,7 @@ class RowState:
             counted=counted,
             prompt=None if layout.plain else self._prompt(layout, rows, slot_S, order),
             num_logprobs_N=self._num_logprobs(row_N),
-            state_S=state_S if has_states else None,
+            state_S=state_S if state_S[0] >= 0 else None,
         )
 
     def _ids(self, row_T: Ints, positions_T: Ints, from_device_T: NDArray[np.bool_]) -> Ints:
@@ -440,10 +437,6 @@ class RowState:
     def _num_logprobs(self, rows: Ints) -> Ints | None:
         asked = self._logprobs[rows]
         return asked if (asked >= 0).any() else None
-
-
-def _copies(pairs: list[tuple[int, int]]) -> Ints | None:
-    return np.array(pairs, np.int64).T.copy() if pairs else None
 
 
 def _segments(slot_S: NDArray[np.int32], firsts: Ints, ends: Ints) -> Segments:
