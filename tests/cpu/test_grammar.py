@@ -37,7 +37,8 @@ from weft.grammar.processes import CompilerProcesses
 from weft.grammar.vocabulary import Vocabulary
 from weft.text import Tokenizer, load_tokenizer
 from weft.text.chat_parser import ChatParser
-from weft.text.tools import TOOL_FORMATS, tools_schema
+from weft.text.harmony import HarmonyParser
+from weft.text.tools import TOOL_FORMATS, schemas_of, tools_schema
 
 PADDING = 50
 """Rows that the model has beyond the tokenizer's vocabulary."""
@@ -532,7 +533,11 @@ TOOLS = [
             "name": name,
             "parameters": {
                 "type": "object",
-                "properties": {"x": {"type": "integer"}, "s": {"type": "string", "maxLength": 9}},
+                "properties": {
+                    "x": {"type": "integer"},
+                    "s": {"type": "string", "maxLength": 9},
+                    "e": {"type": "string", "enum": ["a", "b"]},
+                },
                 "required": ["x"],
             },
         },
@@ -545,18 +550,26 @@ TOOLS = [
 @pytest.mark.parametrize("name", [None, "g"])
 def test_a_required_call_is_made(tool_format: str, name: str | None) -> None:
     hf = AutoTokenizer.from_pretrained(BASE)
-    hf.add_tokens([AddedToken("[TOOL_CALLS]", special=True)], special_tokens=True)
+    marks = [mark for style in TOOL_FORMATS.values() for mark in style.marks]
+    special = [AddedToken(mark, special=True) for mark in marks if mark[:2] in ("<|", "[T")]
+    hf.add_tokens(special, special_tokens=True)
     made = Bench(Tokenizer(hf))
     texts = list(made.texts(tools_schema(TOOLS, tool_format, name), 15))
     made.grammars.close()
     assert texts
     called = set()
     for text in texts:
-        parser = ChatParser(tool_format, False)
+        parser: ChatParser | HarmonyParser = HarmonyParser(reads_calls=True)
+        if tool_format != "harmony":
+            parser = ChatParser(tool_format, False, schemas=schemas_of(TOOLS))
         piece = parser.feed(text)
         assert (piece.content, parser.flush().content) == ("", "")
+        calls: dict[int, list[str]] = {}
         for call in piece.tool_calls:
-            called.add(call.name)
-            arguments = json.loads(call.arguments)
-            assert arguments == {} if call.name == "nothing" else isinstance(arguments["x"], int)
+            calls.setdefault(call.index, [call.name or ""]).append(call.arguments)
+        for name_called, *parts in calls.values():
+            called.add(name_called)
+            arguments = json.loads("".join(parts))
+            assert arguments == {} if name_called == "nothing" else isinstance(arguments["x"], int)
+            assert arguments.get("e", "a") in ("a", "b")
     assert called == ({"f", "g", "nothing"} if name is None else {"g"})

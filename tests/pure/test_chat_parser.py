@@ -12,11 +12,30 @@ from hypothesis import strategies as st
 
 from weft.core.errors import InvalidRequest
 from weft.text.chat_parser import ChatParser, detect_reasoning, opens_reasoning
+from weft.text.harmony import HarmonyParser
 from weft.text.json_stream import JsonObject
 from weft.text.tools import TOOL_FORMATS, detect_tool_format, tools_schema
 
 ARGUMENTS = '{"a": "}\\"<tool_call>", "b": [1, 2]}'
 HERMES = f'<tool_call>\n{{"name": "f", "arguments": {ARGUMENTS}}}\n</tool_call>'
+SCHEMAS = {"f": {"n": {"type": "integer"}, "o": {"type": ["object", "null"]}, "s": {}}}
+XML = """<tool_call>
+<function=f>
+<parameter=city>
+Paris "1"
+</parameter>
+<parameter=n>
+3
+</parameter>
+<parameter=o>
+{"a": [true]}
+</parameter>
+</function>
+</tool_call>"""
+HARMONY = (
+    "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>commentary "
+    'to=functions.f <|constrain|>json<|message|>{"a": 1}<|call|>'
+)
 
 
 @dataclass
@@ -29,7 +48,9 @@ class Parsed:
 def parse(
     pieces: list[str], tool_format: str | None, reasoning: bool = False, opened: bool = False
 ) -> Parsed:
-    parser = ChatParser(tool_format, reasoning, opened)
+    parser: ChatParser | HarmonyParser = HarmonyParser(reads_calls=True)
+    if tool_format != "harmony":
+        parser = ChatParser(tool_format, reasoning, opened, SCHEMAS)
     parsed = Parsed()
     for piece in [*map(parser.feed, pieces), parser.flush()]:
         parsed.content += piece.content
@@ -131,6 +152,36 @@ def test_reasoning_streams_but_for_what_may_be_its_end() -> None:
         ("mistral", "[TOOL_CALLS] []", None, []),
         ("mistral", "[TOOL_CALLS] are a mark {}", None, []),
         ("mistral", '[TOOL_CALLS][{"name": "g", "arguments": {}}, 5]', ", 5]", ["g"]),
+        (
+            "qwen3_coder",
+            f"Well.\n{XML}\n{XML}",
+            "Well.",
+            [("f", '{"city": "Paris \\"1\\"", "n": 3, "o": {"a": [true]}}')] * 2,
+        ),
+        (
+            "qwen3_coder",
+            "<tool_call><function=f><parameter=n>x</parameter><parameter=o>None</parameter>"
+            "<parameter=s>True</parameter></function></tool_call>",
+            "",
+            [("f", '{"n": "x", "o": null, "s": true}')],
+        ),
+        ("qwen3_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>", "", [("g", "{}")]),
+        ("qwen3_coder", "<tool_call><function=g><parameter=n>4", "", [("g", "{")]),
+        ("qwen3_coder", "<tool_call><function></tool_call>", None, []),
+        ("qwen3_coder", "a <tool_call> b", None, []),
+        ("granite", '<|tool_call|>[{"name": "g", "arguments": {"x": 1}}]', "", [("g", '{"x": 1}')]),
+        (
+            "cohere",
+            '<|START_ACTION|>[\n{"tool_call_id": "0", "tool_name": "g", "parameters": {}}]',
+            "",
+            [("g", "{}")],
+        ),
+        ("harmony", HARMONY, "", [("f", '{"a": 1}')]),
+        ("harmony", "<|channel|>final<|message|>It rains.\n<|return|>", "It rains.\n", []),
+        ("harmony", " to=functions.g<|channel|>commentary<|message|>{}", "", [("g", "{}")]),
+        ("harmony", "<|channel|>commentary<|message|>I will.<|end|>" + HARMONY, "I will.", ["f"]),
+        ("harmony", "no header", None, []),
+        ("harmony", "<|channel|>final", "", []),
     ],
 )
 def test_calls(
@@ -144,6 +195,15 @@ def test_calls(
             assert (
                 (name, arguments) == expected if isinstance(expected, tuple) else name == expected
             )
+
+
+def test_messages_of_harmony() -> None:
+    text = f"{HARMONY}<|start|>assistant<|channel|>final<|message|>Done<|return|>"
+    for pieces in ([text], list(text)):
+        assert parse(pieces, "harmony") == Parsed("Done", "hm", [("f", '{"a": 1}')])
+    parser = HarmonyParser(reads_calls=False)
+    piece = parser.flush(parser.feed(text))
+    assert (piece.content, piece.reasoning, piece.tool_calls) == ('{"a": 1}Done', "hm", [])
 
 
 def test_a_call_after_reasoning() -> None:
@@ -177,7 +237,9 @@ FRAGMENTS = st.sampled_from(
         *("<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]"),
         *("[ARGS]", "[", "]", "{", "}", ";", ",", '"', "\\", "\n", " ", "x", "<", "é", "tr", "1."),
         *('{"name": "f", ', '"arguments": {', '"parameters": {"a": ', '{"name": "g", "arguments":'),
-        *('{"name": "f", "arguments": {}}', HERMES),
+        *('{"name": "f", "arguments": {}}', HERMES, XML, HARMONY, "<function=f>", "</function>"),
+        *("<parameter=n>", "</parameter>", "<|channel|>", "final", "<|message|>", "<|start|>"),
+        *(" to=functions.f", "<|end|>", "<|call|>", "<|tool_call|>", "<|START_ACTION|>"),
     ]
 )
 
@@ -199,8 +261,13 @@ def test_nothing_is_lost_and_pieces_do_not_matter(
     assert parse(pieces, tool_format, reasoning, opened) == whole
     assert parse(list(text), tool_format, reasoning, opened) == whole
     for part in (whole.reasoning, whole.content, *(args for _, args in whole.calls)):
-        assert is_within(part, text)
-    if not whole.calls and not whole.reasoning and "<think>" not in text:
+        assert is_within(part, text) or (tool_format == "qwen3_coder" and part[:1] == "{")
+    if (
+        tool_format != "harmony"
+        and not whole.calls
+        and not whole.reasoning
+        and "<think>" not in text
+    ):
         assert whole.content == text or opened  # then a line break may be gone
 
 
@@ -300,6 +367,10 @@ def read_hermes(text: str) -> Parsed:
         ("{% if tools %}<tool_call>{% endif %}", "hermes", False),
         ("[AVAILABLE_TOOLS]{{ tools }}[/AVAILABLE_TOOLS][TOOL_CALLS]", "mistral", False),
         ("{% if builtin_tools %}<|python_tag|>{% endif %}", "llama3_json", False),
+        ("<tool_call>\\n<function=example>\\n<parameter=a>{{ '</think>' }}", "qwen3_coder", True),
+        ("<|start|>assistant<|channel|>final<|message|>", "harmony", False),
+        ("{{ tools }}<|START_ACTION|>", "cohere", False),
+        ("respond only with <|tool_call|> followed by a list", "granite", False),
         ("{{ messages[0].content }}", None, False),
     ],
 )

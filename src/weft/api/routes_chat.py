@@ -33,7 +33,8 @@ from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.serving import Pinned
 from weft.text import OutputDelta
 from weft.text.chat_parser import END_THINK, ChatParser, Piece, ToolCallDelta, opens_reasoning
-from weft.text.tools import tools_schema
+from weft.text.harmony import HarmonyParser
+from weft.text.tools import schemas_of, tools_schema
 
 _TAIL_TOKENS = 16
 """Enough of a prompt's end to see whether it opens or closes the reasoning."""
@@ -155,9 +156,12 @@ class Turn:
         end = self.end_of_reasoning
         return output.token_ids.index(end) + 1 if end in output.token_ids else 0
 
-    def _parser(self) -> ChatParser:
-        tool_format = self._dialect.tool_format if self._tools else None
-        return ChatParser(tool_format, self._dialect.reasoning, self._in_reasoning)
+    def _parser(self) -> ChatParser | HarmonyParser:
+        tool_format, tools = self._dialect.tool_format, self._tools
+        if tool_format == "harmony":
+            return HarmonyParser(reads_calls=bool(tools))
+        tool_format, schemas = (tool_format, schemas_of(tools)) if tools else (None, {})
+        return ChatParser(tool_format, self._dialect.reasoning, self._in_reasoning, schemas)
 
     def _shown_ids(self) -> list[int]:
         """The special tokens that mark reasoning or calls. Texts must show them to be read."""
@@ -207,7 +211,7 @@ class Turn:
 class Reader:
     """Splits one output into content, reasoning and calls, and adds each up."""
 
-    def __init__(self, parser: ChatParser, one_call: bool) -> None:
+    def __init__(self, parser: ChatParser | HarmonyParser, one_call: bool) -> None:
         self._parser = parser
         self._one_call = one_call
         self.content = ""

@@ -134,7 +134,18 @@ class ServeFlags:
         int | None, _flag("--max-connections-per-address", "N", min=0)
     ] = None
     tool_call_parser: Annotated[
-        Literal["auto", "none", "hermes", "llama3_json", "mistral"], _flag("--tool-call-parser")
+        Literal[
+            "auto",
+            "none",
+            "hermes",
+            "llama3_json",
+            "mistral",
+            "qwen3_coder",
+            "granite",
+            "cohere",
+            "harmony",
+        ],
+        _flag("--tool-call-parser"),
     ] = "auto"
     reasoning_parser: Annotated[Literal["auto", "none", "think"], _flag("--reasoning-parser")] = (
         "auto"

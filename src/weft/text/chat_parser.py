@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from weft.text.json_stream import JsonObject
 from weft.text.tools import TOOL_FORMATS
+from weft.text.xml_call import XmlCall
 
 THINK = "<think>"
 END_THINK = "</think>"
@@ -29,6 +31,7 @@ def opens_reasoning(prompt: str) -> bool:
 
 
 _ARGUMENTS = ('"arguments"', '"parameters"')
+_NAMES = ('"name"', '"tool_name"')
 _NAMED_CALL = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?")
 _NAME_CHARS = re.compile(r"[\w.\-\[\]]{0,256}")
 
@@ -79,11 +82,18 @@ class ChatParser:
     too. Text is held back while it may be part of a mark, or a call not yet known to be one.
 
     `starts_in_reasoning`: the prompt ends with the first mark (see `opens_reasoning`).
+    `schemas`: the JSON schemas of tools' parameters, by tool and parameter; only formats that write
+    values other than as JSON need them.
     """
 
     def __init__(
-        self, tool_format: str | None, reasoning: bool, starts_in_reasoning: bool = False
+        self,
+        tool_format: str | None,
+        reasoning: bool,
+        starts_in_reasoning: bool = False,
+        schemas: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
+        self._schemas = schemas or {}
         self._format = None if tool_format is None else TOOL_FORMATS[tool_format]
         self._reasoning = reasoning or starts_in_reasoning
         self._starts_in_reasoning = starts_in_reasoning
@@ -96,7 +106,7 @@ class ChatParser:
         self._raw = ""
         """What was read of that call."""
         self._in_list = False
-        self._call: _JsonCall | _NamedCall | None = None
+        self._call: _JsonCall | _NamedCall | XmlCall | None = None
         self._is_blank = True
         """Whether no content has come since the last call."""
         self.num_tool_calls = 0
@@ -146,7 +156,7 @@ class ChatParser:
             self._text = after
             self._step = self._begin_answer
             return True
-        num_held = max(_held(self._text, END_THINK), _held(self._text, "\n" + END_THINK))
+        num_held = max(held(self._text, END_THINK), held(self._text, "\n" + END_THINK))
         piece.reasoning += self._take(len(self._text) - (0 if final else num_held))
         return False
 
@@ -179,7 +189,7 @@ class ChatParser:
             self._write(piece, len(text) if text.strip() or self._is_content else 0)
             self._text = ""
         else:
-            self._write(piece, len(text[: len(text) - _held(text, style.begin)].rstrip()))
+            self._write(piece, len(text[: len(text) - held(text, style.begin)].rstrip()))
         return False
 
     @property
@@ -205,6 +215,8 @@ class ChatParser:
             return True
         if char == "{":
             self._call = _JsonCall()
+        elif self._format.xml and char == "<":
+            self._call = XmlCall(self._schemas)
         elif self._format.lists and not self._in_list:
             self._call = _NamedCall()
         else:
@@ -306,9 +318,10 @@ class _JsonCall:
         json_, key = self._json, self._json.key
         if json_.in_value and not was_in_value:
             new = key not in self._seen
-            self._seen |= set(_ARGUMENTS) if key in _ARGUMENTS else {key}
+            same = [names for names in (_ARGUMENTS, _NAMES) if key in names]
+            self._seen |= set(same[0]) if same else {key}
             return new
-        if was_in_value and key == '"name"':
+        if was_in_value and key in _NAMES:
             if json_.in_value:
                 self._name_json += char
                 return True
@@ -359,7 +372,7 @@ class _NamedCall:
         return True
 
 
-def _held(text: str, mark: str) -> int:
+def held(text: str, mark: str) -> int:
     """How much of the text's end may be the beginning of `mark`."""
     for num_chars in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:num_chars]):

@@ -28,6 +28,10 @@ class ToolFormat:
     """Whether calls may also be a JSON list, or a name before its arguments."""
     inner: tuple[str, ...] = ()
     """Marks inside of calls."""
+    name: str = "name"
+    """The key of a call's name that the family's own templates use; others are read, too."""
+    xml: bool = False
+    """Whether calls are `<function=name>` with `<parameter=key>`."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -41,6 +45,15 @@ TOOL_FORMATS = {
         begin="<|python_tag|>", separator=";", bare=True, arguments="parameters"
     ),
     "mistral": ToolFormat(begin="[TOOL_CALLS]", lists=True, inner=("[CALL_ID]", "[ARGS]")),
+    "qwen3_coder": ToolFormat(begin="<tool_call>", end="</tool_call>", xml=True),
+    "granite": ToolFormat(begin="<|tool_call|>", lists=True),
+    "cohere": ToolFormat(
+        begin="<|START_ACTION|>", lists=True, name="tool_name", arguments="parameters"
+    ),
+    "harmony": ToolFormat(
+        begin="<|channel|>",
+        inner=("<|start|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"),
+    ),
 }
 """Formats by name:
 
@@ -49,15 +62,30 @@ TOOL_FORMATS = {
   output or after `<|python_tag|>`, several with `;` between them
 - mistral: `[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...]`, and for each call
   `[TOOL_CALLS]name[ARGS]{...}`
+- qwen3_coder (Qwen3-Coder, Qwen 3.5): `<tool_call><function=name><parameter=key>...</parameter>
+  </function></tool_call>`, whose values are JSON where the tool's schema asks for more than text
+- granite (Granite 3): `<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`
+- cohere (Command R7B and A): `<|START_ACTION|>[{"tool_name": ..., "parameters": {...}}, ...]`
+- harmony (gpt-oss): messages with headers, which `weft.text.harmony` reads
 """
+
+
+_SHOWN_BY = (
+    ("<|channel|>", "harmony"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<function=", "qwen3_coder"),
+    ("<|START_ACTION|>", "cohere"),
+    ("<tool_call>", "hermes"),
+    ("<|tool_call|>", "granite"),
+)
+"""What a chat template holds, and the format that this means; the first that is found counts."""
 
 
 def detect_tool_format(chat_template: str) -> str | None:
     """The format that a model's own chat template writes, or None if it writes none of ours."""
-    if "[TOOL_CALLS]" in chat_template:
-        return "mistral"
-    if "<tool_call>" in chat_template:
-        return "hermes"
+    for mark, name in _SHOWN_BY:
+        if mark in chat_template:
+            return name
     if "<|python_tag|>" in chat_template or '"parameters": dictionary' in chat_template:
         return "llama3_json"
     return None
@@ -74,7 +102,9 @@ def tools_schema(tools: list[dict[str, Any]], format: str, name: str | None) -> 
     if not chosen:
         raise InvalidRequest(f"tool_choice names {name!r}, which is not among the tools", "tools")
     style = TOOL_FORMATS[format]
-    calls = {
+    if format == "harmony":
+        return _as_form({"type": "or", "elements": [_harmony_call(f) for f in chosen]})
+    calls: dict[str, Any] = {
         "type": "tags_with_separator",
         "tags": [_call(style, function) for function in chosen],
         "separator": f"{style.separator} " if style.separator else "\n",
@@ -86,8 +116,23 @@ def tools_schema(tools: list[dict[str, Any]], format: str, name: str | None) -> 
         begin = {"type": "token", "token": style.begin}
         elements = [begin, _text(" ["), calls, _text("]")]
         calls = {"type": "sequence", "elements": elements}
+    return _as_form(calls)
+
+
+def _as_form(calls: dict[str, Any]) -> StructuredOutputs:
     tag = {"type": "structural_tag", "format": calls}
     return StructuredOutputs(structural_tag=json.dumps(tag, ensure_ascii=False))
+
+
+def schemas_of(tools: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The JSON schema of each parameter by name, by tool."""
+    return {function["name"]: _properties(function) for function in map(_function, tools)}
+
+
+def _properties(function: dict[str, Any]) -> dict[str, Any]:
+    schema = function.get("parameters")
+    properties = schema.get("properties") if isinstance(schema, dict) else None
+    return properties if isinstance(properties, dict) else {}
 
 
 def _function(tool: dict[str, Any]) -> dict[str, Any]:
@@ -101,13 +146,46 @@ def _call(style: ToolFormat, function: dict[str, Any]) -> dict[str, Any]:
     """One call, with its own marks, as a tag of xgrammar's."""
     name = json.dumps(function["name"], ensure_ascii=False)
     begin, end = (f"{style.begin}\n", f"\n{style.end}") if style.end else ("", "")
+    content = _arguments(function)
+    begin += f'{{"{style.name}": {name}, "{style.arguments}": '
+    if style.xml:
+        begin, end = f"{style.begin}\n<function={function['name']}>\n", f"</function>{end}"
+        return {"type": "tag", "begin": begin, "content": _parameters(function), "end": end}
+    return {"type": "tag", "begin": begin, "content": content, "end": "}" + end}
+
+
+def _parameters(function: dict[str, Any]) -> dict[str, Any]:
+    """Values of the parameters in their order, text as it is and others as JSON. Text can't hold
+    what begins the mark at its end."""
+    required = (function.get("parameters") or {}).get("required")
+    elements: list[dict[str, Any]] = [_text("")]
+    for key, value in _properties(function).items():
+        content: dict[str, Any] = {"type": "json_schema", "json_schema": value}
+        if isinstance(value, dict) and value.get("type") == "string":
+            content = {"type": "regex", "pattern": "([^<]|<[^/])*"}
+            if isinstance(value.get("enum"), list):
+                words = [_text(each) for each in value["enum"] if isinstance(each, str)]
+                content = {"type": "or", "elements": words}
+        parts = [_text(f"<parameter={key}>\n"), content, _text("\n</parameter>\n")]
+        one = {"type": "sequence", "elements": parts}
+        is_required = isinstance(required, list) and key in required
+        elements.append(one if is_required else {"type": "optional", "content": one})
+    return {"type": "sequence", "elements": elements}
+
+
+def _harmony_call(function: dict[str, Any]) -> dict[str, Any]:
+    """One message to a function, as a sequence of xgrammar's."""
+    channel, constrain, message = (
+        {"type": "token", "token": mark} for mark in ("<|channel|>", "<|constrain|>", "<|message|>")
+    )
+    header = _text(f"commentary to=functions.{function['name']} ")
+    elements = [channel, header, constrain, _text("json"), message, _arguments(function)]
+    return {"type": "sequence", "elements": elements}
+
+
+def _arguments(function: dict[str, Any]) -> dict[str, Any]:
     schema = function.get("parameters") or {"type": "object", "properties": {}}
-    return {
-        "type": "tag",
-        "begin": f'{begin}{{"name": {name}, "{style.arguments}": ',
-        "content": {"type": "json_schema", "json_schema": schema},
-        "end": "}" + end,
-    }
+    return {"type": "json_schema", "json_schema": schema}
 
 
 def _text(value: str) -> dict[str, Any]:

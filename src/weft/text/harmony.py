@@ -1,0 +1,108 @@
+"""Reasoning, content and calls out of what gpt-oss writes: messages, each with a header.
+
+<|channel|>analysis<|message|>They ask for the weather.<|end|>
+<|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
+<|start|>assistant<|channel|>final<|message|>It rains.<|return|>
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from weft.text.chat_parser import Piece, ToolCallDelta, held
+from weft.text.tools import TOOL_FORMATS
+
+_CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
+_ENDS = ("<|end|>", "<|call|>", "<|return|>", _START)
+_RECIPIENT = re.compile(r"\bto=(?:functions\.)([\w.-]+)")
+_REASONING = re.compile(r"<\|channel\|>\s*analysis\b")
+_HEADER_BEGINS = (_CHANNEL, "to=", _START)
+_MAX_HEADER = 1024
+
+
+class HarmonyParser:
+    """Splits one output, in pieces of any size; how it is cut changes nothing but the timing.
+
+    Messages of the channel `analysis` are reasoning. Those to a function are calls, if the request
+    has tools. All others are content, and so is an output that begins without a header. Headers and
+    marks are left out.
+    """
+
+    def __init__(self, reads_calls: bool) -> None:
+        self._reads_calls = reads_calls
+        self._text = ""
+        self._in_header = True
+        self._at_start = True
+        """Whether nothing has been read yet."""
+        self._field = "content"
+        """What the message that is being read belongs to: content, reasoning or call."""
+        self.num_tool_calls = 0
+
+    @property
+    def marks(self) -> tuple[str, ...]:
+        """The marks that must show in the text, also where they are special tokens."""
+        return TOOL_FORMATS["harmony"].marks
+
+    def feed(self, text: str) -> Piece:
+        self._text += text
+        return self._run(Piece(), final=False)
+
+    def flush(self, piece: Piece | None = None) -> Piece:
+        """Add to the piece what was held back, when the end of the output has come."""
+        return self._run(piece or Piece(), final=True)
+
+    def _run(self, piece: Piece, final: bool) -> Piece:
+        while self._header(piece, final) if self._in_header else self._body(piece, final):
+            pass
+        return piece
+
+    def _header(self, piece: Piece, final: bool) -> bool:
+        if self._at_start and not self._may_be_header(final):
+            self._in_header = self._at_start = False
+            return True
+        header, found, rest = self._text.partition(_MESSAGE)
+        if len(header) - (0 if found else held(header, _MESSAGE)) > _MAX_HEADER:
+            self._in_header = self._at_start = False
+            return True
+        if not found:
+            return False
+        self._text = rest
+        self._in_header = self._at_start = False
+        recipient = _RECIPIENT.search(header)
+        self._field = "reasoning" if _REASONING.search(header) else "content"
+        if recipient is not None and self._reads_calls:
+            self._field = "call"
+            call_id = f"call_{secrets.token_hex(12)}"
+            piece.tool_calls.append(ToolCallDelta(self.num_tool_calls, call_id, recipient[1], ""))
+            self.num_tool_calls += 1
+        return True
+
+    def _may_be_header(self, final: bool) -> bool:
+        text = self._text.lstrip()
+        if any(text.startswith(begin) for begin in _HEADER_BEGINS):
+            return True
+        return not final and any(begin.startswith(text) for begin in _HEADER_BEGINS)
+
+    def _body(self, piece: Piece, final: bool) -> bool:
+        ends = [(at, end) for end in _ENDS if (at := self._text.find(end)) >= 0]
+        if ends:
+            at, end = min(ends)
+            self._give(piece, self._text[:at])
+            self._text = self._text[at + len(end) :]
+            self._in_header = True
+            return True
+        num_held = 0 if final else max(held(self._text, end) for end in _ENDS)
+        num_given = len(self._text) - num_held
+        self._give(piece, self._text[:num_given])
+        self._text = self._text[num_given:]
+        return False
+
+    def _give(self, piece: Piece, text: str) -> None:
+        if self._field == "reasoning":
+            piece.reasoning += text
+        elif self._field == "content":
+            piece.content += text
+        elif text:
+            more = ToolCallDelta(self.num_tool_calls - 1, None, None, text)
+            piece.tool_calls.append(more)

@@ -1,0 +1,97 @@
+"""A call of a tool as Qwen3-Coder and Qwen3.5 write it, character by character:
+
+<function=weather>
+<parameter=city>
+Paris
+</parameter>
+</function>
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+_FUNCTION, _END = "<function=", "</function>"
+_PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
+_MAX_TAG = 300
+"""Characters of a tag with its name."""
+_PYTHON = {"True": "true", "False": "false", "None": "null"}
+
+
+class XmlCall:
+    """What is read of one call. Its arguments become JSON, parameter by parameter."""
+
+    def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
+        """`schemas`: the JSON schema of each parameter by name, by function."""
+        self.name = ""
+        self.arguments = ""
+        self.done = False
+        self._schemas = schemas
+        self._tag = ""
+        self._key: str | None = None
+        self._value: list[str] = []
+
+    @property
+    def known(self) -> bool:
+        """Whether this is a call for certain."""
+        return bool(self.name)
+
+    def feed(self, char: str) -> bool:
+        """Whether it may still be a call."""
+        if self._key is not None:
+            self._value.append(char)
+            if char == ">" and "".join(self._value[-len(_END_PARAMETER) :]) == _END_PARAMETER:
+                self._end_parameter()
+            return True
+        self._tag = (self._tag + char).lstrip()
+        if not self.name:
+            return self._in_tag(_FUNCTION, char)
+        if self._tag == _END:
+            self.arguments += "}"
+            self.done = True
+            return True
+        return _END.startswith(self._tag) or self._in_tag(_PARAMETER, char)
+
+    def _in_tag(self, begin: str, char: str) -> bool:
+        """Whether the tag may be, or is, one that begins so and holds a name."""
+        tag = self._tag
+        if not tag.startswith(begin):
+            return begin.startswith(tag)
+        if char != ">":
+            return char.isprintable() and len(tag) < _MAX_TAG
+        name, self._tag = tag[len(begin) : -1], ""
+        if begin == _FUNCTION:
+            self.name, self.arguments = name, "{"
+        else:
+            self._key = name
+        return bool(name)
+
+    def _end_parameter(self) -> None:
+        value = "".join(self._value[: -len(_END_PARAMETER)])
+        value = value.removeprefix("\n").removesuffix("\n")
+        assert self._key is not None
+        schema = self._schemas.get(self.name, {}).get(self._key)
+        separator = ", " if len(self.arguments) > 1 else ""
+        key = json.dumps(self._key, ensure_ascii=False)
+        self.arguments += f"{separator}{key}: {_to_json(value, schema)}"
+        self._key, self._value = None, []
+
+
+def _to_json(value: str, schema: Any) -> str:
+    """A value as JSON: text, unless the schema asks for something else and the value is that."""
+    kinds = schema.get("type") if isinstance(schema, dict) else "string"
+    is_text = kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
+    text = _PYTHON.get(value.strip(), value.strip())
+    if not is_text or (kinds != "string" and text == "null"):
+        try:
+            json.loads(text, parse_constant=_refuse)
+            return text
+        except (ValueError, RecursionError):
+            pass
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
