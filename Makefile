@@ -25,7 +25,9 @@ help:
 demo: $(VENV)/.installed-demo
 	@$(BIN)/weft demo
 
-test: lint types imports pytest
+# mypy fills the time in which tests wait.
+test: lint imports
+	@$(MAKE) --no-print-directory -j 2 types pytest
 
 lint: $(VENV)/.installed-test
 	$(BIN)/ruff check

@@ -16,6 +16,7 @@ from __future__ import annotations
 import gc
 import os
 import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,14 +25,24 @@ from hypothesis import settings
 # Images of adapters, of every process that tests start.
 _caches = tempfile.TemporaryDirectory(prefix="weft-tests-")
 os.environ["XDG_CACHE_HOME"] = _caches.name
+# matplotlib reads all fonts of the machine when it finds no list of them in its cache.
+os.environ.setdefault("MPLCONFIGDIR", str(Path.home() / ".cache" / "matplotlib"))
 
 # CI runs the same examples every time; elsewhere every run explores.
-settings.register_profile("weft", deadline=None, derandomize="CI" in os.environ)
+settings.register_profile(
+    "weft",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    max_examples=500 if "EXHAUSTIVE" in os.environ else 40,
+)
 settings.load_profile("weft")
 
 
-TOGETHER = ("tests/e2e/test_clients.py", "tests/e2e/test_server.py")
-"""The files that share a server, so that one worker must take both."""
+TOGETHER = {
+    "tests/e2e/test_server.py": "tests/e2e/test_clients.py",  # a server
+    "tests/cpu/test_golden.py": "tests/e2e/test_ranks.py",  # the oracle's answers
+}
+"""Files that share something with another one, which the same worker has to take."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,7 +61,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
             file = super()._split_scope(nodeid)
-            return TOGETHER[0] if file in TOGETHER else file
+            return TOGETHER.get(file, file)
 
     return Scheduling(config, log)
 

@@ -140,7 +140,9 @@ class World:
         return logits.float().log_softmax(-1)
 
 
-@pytest.fixture(scope="module", params=["llama", "llama-tied"])
+@pytest.fixture(
+    scope="module", params=["llama", pytest.param("llama-tied", marks=pytest.mark.exhaustive)]
+)
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:

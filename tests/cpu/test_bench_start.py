@@ -39,6 +39,7 @@ def test_startup_tells_each_stage_of_two_starts(tmp_path: Path) -> None:
     assert "first token" in done.stdout
 
 
+@pytest.mark.exhaustive
 def test_a_start_that_fails_says_why_in_one_line() -> None:
     done = bench("startup", *TINY, "--max-model-len", "4096", "--no-plot")
     assert done.exit_code == 1

@@ -11,7 +11,6 @@ from __future__ import annotations
 import pytest
 from engines import MakeLLM
 from golden_cases import (
-    LOOPS,
     NAMES,
     TIGHT,
     WORD_TOKENS,
@@ -32,10 +31,17 @@ __all__ = ["workload"]
 
 BACKENDS = pytest.mark.parametrize(
     ("backend", "overlap"),
-    [("torch", False), ("torch", True), ("reference", False)],
+    [
+        pytest.param("torch", False, marks=pytest.mark.exhaustive),
+        ("torch", True),
+        ("reference", False),
+    ],
     ids=["torch-plain", "torch-overlap", "reference-plain"],
 )
 """A loop knows nothing of the backend: the slow one runs in one of them."""
+LOOPS = pytest.mark.parametrize(
+    "overlap", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["plain", "overlap"]
+)
 
 
 def test_the_workload_is_what_the_others_rely_on(workload: list[tuple[Case, Expected]]) -> None:

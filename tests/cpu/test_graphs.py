@@ -90,7 +90,11 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.parametrize(
+    "changes",
+    [FAMILIES["phi3"], pytest.param(FAMILIES["olmo2"], marks=pytest.mark.exhaustive)],
+    ids=FAMILIES,
+)
 def test_families_with_blocks_of_their_own(
     changes: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -866,7 +866,7 @@ def test_slow_folders_hold_up_no_other_registration(world: World) -> None:
     assert all(isinstance(world.wait(), Answer) for _ in world.disk.slow)
 
 
-def test_thousands_of_loads_leave_nothing(tmp_path: Path) -> None:
+def test_very_many_loads_leave_nothing(tmp_path: Path) -> None:
     """Through all tiers, with failures and adapters that come and go."""
     made = _world(host_bytes=40 * 4096, folder=tmp_path / "cache", arena=True)
     world = next(made)
@@ -893,14 +893,14 @@ def test_thousands_of_loads_leave_nothing(tmp_path: Path) -> None:
         world.checked = True
         world.check()
 
-    churn(999)
+    churn(300)
     before, threads = sys.getallocatedblocks(), threading.active_count()
-    churn(3000)
+    churn(900)
     assert sys.getallocatedblocks() - before < 500 and threading.active_count() == threads
     world.pool.broken = False
     assert len(saved(world, len(names))) == len(list((tmp_path / "cache").iterdir()))
     device = world.residency.tiers()["device"]
-    assert device.hits + device.misses >= 3_999
+    assert device.hits + device.misses >= 1_200
     for name in names:
         world.catalog.forget(name)
     host = world.residency.host

@@ -43,7 +43,9 @@ MIN_MARGIN = 1e-4
 TIGHT = {"num_blocks": 44, "block_size": 4, "max_num_batched_tokens": 16, "max_num_seqs": 8}
 """Chunks of at most 16 tokens, and KV memory for a few requests: preemptions."""
 
-LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+LOOPS = pytest.mark.parametrize(
+    "overlap", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["plain", "overlap"]
+)
 
 
 @pytest.fixture(scope="module")

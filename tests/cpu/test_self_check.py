@@ -49,7 +49,10 @@ Patch = pytest.MonkeyPatch
 # -- the check itself --------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
+@pytest.fixture(
+    scope="module",
+    params=["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)],
+)
 def worker(request: pytest.FixtureRequest) -> Iterator[DeviceWorker]:
     yield from make_worker(BASE, dtype=request.param)
 

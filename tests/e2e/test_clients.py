@@ -399,6 +399,7 @@ def to_server(server: Server, model: str, **more: Any) -> dict[str, Any]:
 
 
 @its_own_warnings
+@pytest.mark.exhaustive  # also one of `make test-clients`
 def test_litellm_completion(litellm: Any, server: Server) -> None:
     whole = litellm.completion(**to_server(server, "upper", logprobs=True, top_logprobs=1))
     assert whole.choices[0].message.content == "PLANET"
@@ -422,6 +423,7 @@ def test_litellm_completion(litellm: Any, server: Server) -> None:
 
 
 @its_own_warnings
+@pytest.mark.exhaustive  # also one of `make test-clients`
 def test_litellm_forms(litellm: Any, server: Server) -> None:
     """Without its proxy's packages litellm can't look for tools of MCP servers: it is told not
     to."""
@@ -438,6 +440,7 @@ def test_litellm_forms(litellm: Any, server: Server) -> None:
 
 
 @its_own_warnings
+@pytest.mark.exhaustive  # also one of `make test-clients`
 def test_litellm_async(litellm: Any, server: Server) -> None:
     async def run() -> None:
         async with server.async_client() as made:  # its own would outlive the loop

@@ -112,7 +112,15 @@ def is_healthy(server: Server) -> bool:
 # -- blocks ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        # What this page runs, test_bench.py and test_bench_adapters.py run with less work.
+        pytest.param(page, marks=[pytest.mark.exhaustive] if page.stem == "benchmarks" else [])
+        for page in RUN
+    ],
+    ids=lambda page: page.stem,
+)
 def test_blocks_of(page: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     names: dict[str, object] = {}

@@ -277,7 +277,9 @@ def check_output(oracle: torch.nn.Module, output: RequestOutput) -> None:
             assert abs(want[step, token] - logprob) < TOLERANCE
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3-tied", "qwen3-moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", pytest.param("qwen3-tied", marks=pytest.mark.exhaustive), "qwen3-moe"]
+)
 def test_the_reference_backend(family: str, tmp_path: Path) -> None:
     base = make_base(FAMILIES[family], tmp_path / "base")
     oracles: dict[str, torch.nn.Module] = {}
@@ -295,7 +297,13 @@ def test_the_reference_backend(family: str, tmp_path: Path) -> None:
 RESIDUAL_INITS = ("pissa", "pissa_niter_4", "olora")
 
 
-@pytest.mark.parametrize("init", RESIDUAL_INITS)
+@pytest.mark.parametrize(
+    "init",
+    [
+        RESIDUAL_INITS[0],
+        *(pytest.param(init, marks=pytest.mark.exhaustive) for init in RESIDUAL_INITS[1:]),
+    ],
+)
 def test_on_the_residual_base(init: str, tmp_path: Path) -> None:
     """What is left of the original is another base model."""
     base, folder = make_base(FAMILIES["llama"], tmp_path / "original"), tmp_path / init

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 from triton.runtime.jit import MockTensor as M
 import weft.kernels.collective.triton_sums as sums
-import weft.kernels.lora.triton as lora
 import weft.kernels.lora.triton_beside as beside
+import weft.kernels.lora.triton_many as many
 import weft.kernels.triton_linear as linear
 from weft.kernels.tuned import Blocks
 
@@ -28,66 +28,67 @@ bf, f32, i32, i64 = (M(t) for t in (torch.bfloat16, torch.float32, torch.int32, 
 early = {"PDL": True, "launch_pdl": True, "grid": (1,)}
 common = {"K": 4096, "W": 1024, "PART": 256, "MAX_PARTS": 16, "EXACT": False}
 blocks = Blocks()
-made = {
-    "shrink": lora._shrink.warmup(
-        bf, f32, bf, i32, i64, i32, 1, 3, 4096, 4, 7, NUM_SLICES=3, SHARES=lora.SHARES,
+warm_up = {
+    "shrink": lambda: many.shrink_rows.warmup(
+        bf, f32, bf, i32, i64, i32, 1, 3, 4096, 4, 7, NUM_SLICES=3, SHARES=many.SHARES,
         STAGES=blocks.shrink_stages, num_warps=blocks.shrink_warps, **common, **early,
     ),
-    "expand": lora._expand.warmup(
+    "expand": lambda: many.expand_rows.warmup(
         bf, f32, i32, bf, i32, i64, i64, i32, 1, 3, 4096, 4, 7, WIDTHS=(4096,), GATHER=False,
-        BLOCK_N=blocks.columns, STAGES=blocks.expand_stages, num_warps=blocks.expand_warps,
-        **common, **early,
+        WHOLE=False, BLOCK_N=blocks.columns, STAGES=blocks.expand_stages,
+        num_warps=blocks.expand_warps, **common, **early,
     ),
-    "product": linear._product.warmup(
+    "product": lambda: linear._product.warmup(
         bf, bf, bf, bf, f32, i32, i32, 7, 4096, 1, O=4096, K=4096, BLOCK_T=16, BLOCK_O=64,
         BLOCK_K=256, SPLIT=2, STAGES=3, AHEAD=2, BIAS=False, TURNS=linear.TURNS, EXACT=False,
         num_warps=4, **early,
     ),
-    "adapters": beside._adapters.warmup(
-        bf, f32, f32, i32, bf, i32, i64, i64, i32, 4096, 1, 0, 0, 4, 7, O=4096,
+    "adapters": lambda: beside._adapters.warmup(
+        bf, f32, f32, i32, bf, i32, i64, i64, i32, i64, i32, 4096, 1, 0, 0, 4, 7, O=4096,
         PER_TILE=beside.PER_TILE, TURNS=linear.TURNS, WIDTHS=(4096,), BLOCK_N=128,
-        SHRINK_STAGES=4, EXPAND_STAGES=4, num_warps=4, **common, **early,
+        SHRINK_STAGES=4, EXPAND_STAGES=4, num_warps=4, **beside.ALONE, **common, **early,
     ),
-    "sums": sums.sum_rows.warmup(
+    "sums": lambda: sums.sum_rows.warmup(
         bf, bf, bf, bf, f32, i32, i64, i32, 7, 1e-5, 1.0, WIDTH=4096, BLOCK=4096, ROW=4096,
         ROWS=1024, RANK=0, SIZE=2, TWO_SHOT=False, NORM=True, PENDING=True, num_warps=16, **early,
     ),
 }
-for name, kernel in made.items():
-    Path(name).write_text(kernel.asm["ptx"])
+Path("ptx").write_text(warm_up[Path("name").read_text()]().asm["ptx"])
 """
 
 
-@pytest.fixture(scope="module")
-def compiled(
-    run_without_device: RunWithoutDevice, tmp_path_factory: pytest.TempPathFactory
-) -> Path:
-    """A folder of kernels in PTX."""
-    folder = tmp_path_factory.mktemp("kernels")
+def compiled(name: str, folder: Path, run_without_device: RunWithoutDevice) -> str:
+    """A kernel in PTX."""
+    (folder / "name").write_text(name)
     run_without_device(folder, COMPILE)
-    return folder
+    return (folder / "ptx").read_text()
 
 
 @pytest.mark.parametrize(
     ("kernel", "wait"),
     [
-        ("shrink", "griddepcontrol.wait"),
-        ("expand", "griddepcontrol.wait"),
+        # Adapters beside a product go through the loops of both.
+        pytest.param("shrink", "griddepcontrol.wait", marks=pytest.mark.exhaustive),
+        pytest.param("expand", "griddepcontrol.wait", marks=pytest.mark.exhaustive),
         ("product", "griddepcontrol.wait"),
         ("adapters", "ld.global.gpu.acquire"),  # the product tells it that x is there
     ],
 )
-def test_copies_are_behind_the_wait(compiled: Path, kernel: str, wait: str) -> None:
-    ptx = (compiled / kernel).read_text()
+def test_copies_are_behind_the_wait(
+    run_without_device: RunWithoutDevice, tmp_path: Path, kernel: str, wait: str
+) -> None:
+    ptx = compiled(kernel, tmp_path, run_without_device)
     assert "cp.async" in ptx
     assert 0 < ptx.index("griddepcontrol.launch_dependents") < ptx.index(wait)
     assert ptx.index(wait) < ptx.index("cp.async")
 
 
-def test_sums_over_ranks_wait_before_they_send(compiled: Path) -> None:
+def test_sums_over_ranks_wait_before_they_send(
+    run_without_device: RunWithoutDevice, tmp_path: Path
+) -> None:
     """Nothing is sent or taken, and no count is read, before the kernels ahead have ended; rows are
     sent and taken 16 bytes at a time."""
-    ptx = (compiled / "sums").read_text()
+    ptx = compiled("sums", tmp_path, run_without_device)
     assert "cp.async" not in ptx
     wait = ptx.index("griddepcontrol.wait")
     assert 0 < ptx.index("griddepcontrol.launch_dependents") < wait < ptx.index("st.global")

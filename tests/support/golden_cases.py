@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from dataclasses import dataclass
 
@@ -134,13 +135,19 @@ def _cases(tokenizer: Tokenizer) -> list[Case]:
     return cases
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def workload() -> list[tuple[Case, Expected]]:
     return make_workload()
 
 
 def make_workload() -> list[tuple[Case, Expected]]:
     """Every adapter and the base in turn: words, then a long conversation."""
+    return _answered()
+
+
+@functools.cache
+def _answered() -> list[tuple[Case, Expected]]:
+    """Once for all files of a process, as the oracle takes some seconds."""
     cases = _cases(load_tokenizer(str(BASE)))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
