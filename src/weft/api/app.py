@@ -105,8 +105,6 @@ def create_app(
     )
     app.state.request_timeout_s = settings.request_timeout_s
     _add_routes(app, service, desk, watch, fleet)
-    if settings.page:
-        app.include_router(page_routes(follower is not None, not settings.metrics_apart))
     app.state.follower, app.state.shadows = follower, service.shadows
     app.state.metrics_app = metrics_app(service, watch)
     _add_middleware(app, metrics, audit, settings, tenants)
@@ -120,6 +118,9 @@ def _add_routes(
 ) -> None:
     if fleet is not None:
         app.include_router(fleet_routes(service, fleet))
+    settings = service.settings
+    if settings.page:
+        app.include_router(page_routes(service.follower is not None, not settings.metrics_apart))
     for routes in (
         chat_routes,
         completion_routes,

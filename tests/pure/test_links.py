@@ -1,0 +1,209 @@
+"""Links between nodes over TCP, in one process: who is let in, and what silence leads to."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+import zmq.asyncio
+from lossy_fleet import INFO
+from patience import PATIENCE_S
+
+from weft.core.adapters import AdapterInfo, AdapterSource
+from weft.core.errors import ConfigError, EngineDead, WeftError
+from weft.core.load import EngineLoad
+from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.sampling import SamplingParams
+from weft.fleet.client import LinkClient
+from weft.fleet.curve import FleetKey, read_fleet_key
+from weft.fleet.members import read_addresses
+from weft.fleet.node import OwnNode
+from weft.fleet.reports import REPORT_S
+from weft.fleet.start import FleetArgs
+from weft.fleet.tcp import TcpLink
+
+
+class PretendedSupervisor:
+    """What a node knows of its engine, which answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.info = INFO
+        self.alive = True
+        self.restarts = 0
+        self.troubles: list[str] = []
+        self.death: WeftError | None = None
+        self.load = EngineLoad(max_seats=4)
+        self.on_pulse: Callable[[], None] = lambda: None
+        self.open: dict[str, Callable[[TokenEvent | WeftError], None]] = {}
+        self.held: set[tuple[str, str]] = set()
+
+    def is_suspect(self, request: EngineRequest) -> bool:
+        return False
+
+    def follow(self, request: EngineRequest, put: Callable[[TokenEvent | WeftError], None]) -> None:
+        self.open[request.request_id] = put
+
+    def leave(self, request_id: str, error: WeftError) -> None:
+        self.open.pop(request_id, None)
+
+    async def hold(self, source: AdapterSource, holder: str, pinned: bool) -> AdapterInfo:
+        self.held.add((source.digest or "", holder))
+        return AdapterInfo(source.digest or "", source.path, 8, 100, ())
+
+    async def release(self, digest: str, holder: str) -> None:
+        self.held.discard((digest, holder))
+
+    async def close(self) -> None: ...
+
+
+def key_of(tmp_path: Path, text: str) -> FleetKey:
+    path = tmp_path / "key"
+    path.write_text(text)
+    return read_fleet_key(path)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not holds():
+            await asyncio.sleep(0.005)
+
+
+async def same(source: AdapterSource) -> AdapterSource:
+    return source
+
+
+@asynccontextmanager
+async def linked(
+    tmp_path: Path, other: str | None = None
+) -> AsyncIterator[tuple[PretendedSupervisor, OwnNode, LinkClient, TcpLink]]:
+    """A node, and a client with a link to it that is not started. `other`: the client's key."""
+    text = "our secret " * 5
+    engine = PretendedSupervisor()
+    own = OwnNode("a", engine, "127.0.0.1:0", key_of(tmp_path, text), same)
+    context, client = zmq.asyncio.Context(), LinkClient()
+    address = f"127.0.0.1:{own.listener.port}"
+    link = TcpLink(context, address, key_of(tmp_path, other or text), "me", client)
+    try:
+        yield engine, own, client, link
+    finally:
+        await client.close()
+        await link.join(0)
+        await own.close()
+        own.listener.check()
+        context.term()
+
+
+def asked(name: str) -> EngineRequest:
+    return EngineRequest(name, [1, 2], SamplingParams(), seed=1)
+
+
+async def started(engine: PretendedSupervisor, client: LinkClient, link: TcpLink) -> None:
+    starting = asyncio.create_task(client.start(link))
+    while not starting.done():
+        engine.on_pulse()
+        await asyncio.sleep(REPORT_S / 5)
+    await starting
+
+
+def test_requests_run_over_a_link_until_the_engine_dies(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with linked(tmp_path) as (engine, own, client, link):
+            await started(engine, client, link)
+            assert link.node == "a" and client.info == INFO
+            await until(lambda: link.report is not None)
+            info = await client.hold(AdapterSource("/x", "ab"), "name")
+            assert info.digest == "ab" and engine.held == {("ab", "me/name")}
+            events = client.generate(asked("r"))
+            first = asyncio.create_task(anext(events))
+            await until(lambda: "r" in engine.open)
+            engine.open["r"](TokenEvent("r", [7]))
+            assert (await first).token_ids == [7]
+            own.drain(True)
+            await until(lambda: link.report is not None and link.report.draining)
+            engine.alive, engine.death = False, EngineDead("exit code 1")
+            engine.on_pulse()
+            with pytest.raises(EngineDead, match="exit code 1"):
+                await anext(events)
+            assert not engine.open and own.report is None
+
+    asyncio.run(test())
+
+
+def test_silence_is_taken_for_a_hang_and_only_by_those_who_listen(tmp_path: Path) -> None:
+    """The node ends what it has for a client that is silent."""
+
+    async def test() -> None:
+        async with linked(tmp_path) as (engine, own, client, link):
+            await started(engine, client, link)
+            events = client.generate(asked("r"))
+            waiting = asyncio.create_task(anext(events))
+            await until(lambda: "r" in engine.open)
+            await asyncio.sleep(10 * REPORT_S)  # nobody ticks: nobody is blamed
+            assert client.alive
+            for _ in range(10):
+                link.tick()
+            with pytest.raises(EngineDead, match="sign of life"):
+                await waiting
+            await until(lambda: not engine.open)
+            for _ in range(10):
+                own.tick()
+            assert own.report is None
+
+    asyncio.run(test())
+
+
+def test_a_closed_link_is_seen_at_once(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with linked(tmp_path) as (engine, own, client, link):
+            await started(engine, client, link)
+            await own.listener.close()
+            async with asyncio.timeout(PATIENCE_S):
+                assert isinstance(await client.ended(), EngineDead)
+
+    asyncio.run(test())
+
+
+def test_nobody_is_let_in_without_the_key(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with linked(tmp_path, "another secret " * 5) as (engine, _, client, link):
+            with suppress(EngineDead):
+                async with asyncio.timeout(10 * REPORT_S):
+                    await started(engine, client, link)
+            assert not link.node and link.report is None
+
+    asyncio.run(test())
+
+
+def test_addresses_come_from_a_file_or_dns(tmp_path: Path) -> None:
+    path = tmp_path / "nodes"
+    path.write_text("# ours\nhost:7070\n\n[::1]:7071 # that one\n")
+    assert asyncio.run(read_addresses(str(path))) == ["host:7070", "[::1]:7071"]
+    assert asyncio.run(read_addresses("127.0.0.1:7070")) == ["127.0.0.1:7070"]
+    path.write_text("host\n")
+    with pytest.raises(ConfigError, match="HOST:PORT, got 'host'"):
+        asyncio.run(read_addresses(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        ({"where": "/nowhere"}, "fleet"),
+        ({"listen": "7070"}, "fleet_listen"),
+        ({"name": ""}, "node_name"),
+        ({"has_engine": False, "has_api": False}, "no_api"),
+    ],
+)
+def test_wrong_flags_are_named(tmp_path: Path, wrong: dict[str, object], param: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        FleetArgs(**{"where": "host:1", "key": tmp_path / "key", **wrong})
+    assert refused.value.param == param
+
+
+def test_a_key_must_be_long_enough(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="32 random bytes"):
+        key_of(tmp_path, "short")
+    with pytest.raises(ConfigError, match="No such file"):
+        read_fleet_key(tmp_path / "none")

@@ -1,0 +1,258 @@
+"""Real nodes of a fleet, in processes of their own behind cables that can be cut, and what can
+happen to them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from patience import PATIENCE_S
+from tiny import ADAPTERS, BASE, ask
+
+from weft.core.adapters import AdapterRef, AdapterSource
+from weft.core.errors import WeftError
+from weft.core.requests import EngineRequest
+from weft.core.sampling import SamplingParams, StructuredOutputs
+from weft.fleet.curve import read_fleet_key
+from weft.fleet.fleet_client import FleetClient
+from weft.fleet.members import Members
+from weft.text import load_tokenizer
+
+FAULTS = ("engine killed", "engine stopped", "node killed", "node stopped", "drained", "link cut")
+NAMES = ("caesar", "numeronym", "reverse")
+WEFT = str(Path(sys.executable).with_name("weft"))
+STOPPED_S = 1.0
+"""For how long a process is stopped, a node drained, a link cut."""
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+class Cable:
+    """Carries connections to a port, until it is cut."""
+
+    def __init__(self, target: int) -> None:
+        self.target = target
+        self.port = 0
+        self.is_cut = False
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+
+    async def lay(self) -> None:
+        self._server = await asyncio.start_server(self._connect, "127.0.0.1", 0)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        try:
+            if not self.is_cut:
+                far, near = await asyncio.open_connection("127.0.0.1", self.target)
+                self._writers.add(near)
+                await asyncio.gather(_carry(reader, near), _carry(far, writer))
+        except OSError:
+            pass
+        finally:
+            writer.close()
+
+    def cut(self) -> None:
+        self.is_cut = True
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    def mend(self) -> None:
+        self.is_cut = False
+
+    async def close(self) -> None:
+        self.cut()
+        if self._server is not None:
+            self._server.close()
+
+
+async def _carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+class RealNode:
+    """`weft serve --no-api`, which is started again when it is killed."""
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.name = f"n{number}"
+        self.cable = Cable(_free_port())
+        self._folder = folder
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        flags = ["--dtype", "float32", "--num-threads", "1", "--kv-cache-memory", "64M"]
+        flags += ["--no-api", "--fleet", str(self._folder / "nodes"), "--node-name", self.name]
+        flags += ["--fleet-key", str(self._folder / "key"), "--max-num-seqs", "16"]
+        flags += ["--fleet-listen", f"127.0.0.1:{self.cable.target}"]
+        with (self._folder / f"{self.name}.log").open("ab") as log:
+            self._process = await asyncio.create_subprocess_exec(
+                WEFT, "serve", str(BASE), *flags,
+                stdout=log, stderr=log,
+            )  # fmt: skip
+
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
+    @property
+    def engine_pid(self) -> int:
+        """The largest of its children."""
+        pids = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
+        return max(map(int, pids), key=lambda pid: int(_statm(pid)))
+
+    async def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        await self._process.wait()
+
+    async def stop(self) -> None:
+        """End it in good order."""
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGCONT)
+                self._process.terminate()
+            try:
+                await asyncio.wait_for(self._process.wait(), 30)
+            except TimeoutError:
+                await self.kill()
+        await self.cable.close()
+
+
+def _statm(pid: int) -> str:
+    return Path(f"/proc/{pid}/statm").read_text().split()[1]
+
+
+@dataclass
+class Outcome:
+    """What became of a stream."""
+
+    failed: str = ""
+    tokens: tuple[int, ...] = ()
+    largest_gap_s: float = 0.0
+    attempts: int = 1
+
+
+class RealFleet:
+    """Nodes and a client of them all, in this process."""
+
+    def __init__(self, num_nodes: int, folder: Path) -> None:
+        (folder / "key").write_text("tests " * 10)
+        self.nodes = [RealNode(number, folder) for number in range(num_nodes)]
+        self.client = FleetClient()
+        self._folder = folder
+        self.refs: list[AdapterRef | None] = [None]
+
+    async def start(self) -> None:
+        for node in self.nodes:
+            await node.cable.lay()
+        where = self._folder / "nodes"
+        where.write_text("".join(f"127.0.0.1:{node.cable.port}\n" for node in self.nodes))
+        for node in self.nodes:
+            await node.start()
+        key = read_fleet_key(self._folder / "key")
+        self.client.members = Members(str(where), key, "", self.client)
+        await self.until_whole()
+        for name in NAMES:
+            info = await self.client.hold(AdapterSource(str(ADAPTERS[name])), name)
+            self.refs.append(AdapterRef(name, 1, info.digest))
+
+    @property
+    def num_begun(self) -> int:
+        """Open streams that have output."""
+        return sum(1 for live in self.client._live.values() if live.output)
+
+    async def until_whole(self) -> None:
+        """Wait until all nodes take requests."""
+        async with asyncio.timeout(PATIENCE_S):
+            while sum(1 for _ in self.client._usable()) < len(self.nodes):
+                await asyncio.sleep(0.05)
+
+    async def close(self) -> None:
+        await self.client.close()
+        self.client.check()
+        await asyncio.gather(*(node.stop() for node in self.nodes))
+
+    def requests(self, count: int, length: int) -> list[EngineRequest]:
+        """Distinct requests of all kinds."""
+        tokenizer = load_tokenizer(str(BASE))
+        wild = SamplingParams(temperature=1.5, ignore_eos=True, max_tokens=length)
+        form = StructuredOutputs(regex="([a-c]x[0-9]){3,9}")
+        kinds = [
+            SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True),
+            replace(wild, top_k=40, top_p=0.9, min_p=0.001),
+            replace(wild, repetition_penalty=1.5, presence_penalty=1.0, frequency_penalty=1.5),
+            replace(wild, ignore_eos=False, min_tokens=5, stop_token_ids=tuple(range(40, 60))),
+            replace(wild, logprobs=2, prompt_logprobs=1),
+            replace(wild, ignore_eos=False, structured_outputs=form),
+        ]
+        words = ["hello", "weaver", "loom", "thread", "shuttle"]
+        return [
+            EngineRequest(
+                f"request {i}",
+                tokenizer.chat(ask(words[i % len(words)] * (1 + i % 3))),
+                kinds[i % len(kinds)],
+                self.refs[(i // len(kinds)) % len(self.refs)],
+                seed=i,
+            )
+            for i in range(count)
+        ]
+
+    async def read(self, request: EngineRequest) -> Outcome:
+        """Read a stream to its end."""
+        tokens: list[int] = []
+        last_s, gap_s, failed = time.monotonic(), 0.0, ""
+        try:
+            async for event in self.client.generate(request):
+                now = time.monotonic()
+                if tokens:
+                    gap_s = max(gap_s, now - last_s)
+                last_s = now
+                tokens += event.token_ids
+                if event.error is not None:
+                    failed = event.error[1]
+        except WeftError as error:
+            failed = error.message
+        attempts = len(self.client.explain(request.request_id))
+        return Outcome(failed, tuple(tokens), gap_s, attempts)
+
+    async def inflict(self, fault: str, node: RealNode) -> None:
+        """Let something happen to a node, and end it again. The node need not be whole by then."""
+        if fault == "engine killed":
+            os.kill(node.engine_pid, signal.SIGKILL)
+        elif fault == "node killed":
+            await node.kill()
+            await node.start()
+        elif fault in ("engine stopped", "node stopped"):
+            pid = node.engine_pid if fault == "engine stopped" else node.pid
+            os.kill(pid, signal.SIGSTOP)
+            await asyncio.sleep(STOPPED_S)
+            os.kill(pid, signal.SIGCONT)
+        elif fault == "drained":
+            self.client.drain(node.name)
+            await asyncio.sleep(STOPPED_S)
+            with contextlib.suppress(WeftError):  # it was lost meanwhile, and comes back undrained
+                self.client.drain(node.name, False)
+        else:
+            assert fault == "link cut"
+            node.cable.cut()
+            await asyncio.sleep(STOPPED_S)
+            node.cable.mend()
