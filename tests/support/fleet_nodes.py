@@ -157,6 +157,7 @@ class RealFleet:
     def __init__(self, num_nodes: int, folder: Path) -> None:
         (folder / "key").write_text("tests " * 10)
         self.nodes = [RealNode(number, folder) for number in range(num_nodes)]
+        self._tokenizer = load_tokenizer(str(BASE))  # it takes long, and holds up the event loop
         self.client = FleetClient()
         self._folder = folder
         self.refs: list[AdapterRef | None] = [None]
@@ -193,7 +194,6 @@ class RealFleet:
 
     def requests(self, count: int, length: int) -> list[EngineRequest]:
         """Distinct requests of all kinds."""
-        tokenizer = load_tokenizer(str(BASE))
         wild = SamplingParams(temperature=1.5, ignore_eos=True, max_tokens=length)
         form = StructuredOutputs(regex="([a-c]x[0-9]){3,9}")
         kinds = [
@@ -208,7 +208,7 @@ class RealFleet:
         return [
             EngineRequest(
                 f"request {i}",
-                tokenizer.chat(ask(words[i % len(words)] * (1 + i % 3))),
+                self._tokenizer.chat(ask(words[i % len(words)] * (1 + i % 3))),
                 kinds[i % len(kinds)],
                 self.refs[(i // len(kinds)) % len(self.refs)],
                 seed=i,

@@ -203,7 +203,7 @@ async def _start_and_serve(
         flags = start.flags
         metrics_url = None if beside is None else _url(flags.metrics_host, beside)
         shares = None if shared is None else f"{flags.registry}: {num_shared(shared)} adapters"
-        url = "none" if listener is None else _url(flags.host, listener)
+        url = None if listener is None else _url(flags.host, listener)
         shown = summary(engine.info, registry, url, metrics_url, shares)
         _on_signals(lambda: None)
         # The garbage collector must not look at what is there by now: it would hold up all streams

@@ -15,7 +15,7 @@ from weft.terminal.options import show_bytes
 def summary(
     info: EngineInfo,
     registry: AdapterRegistry,
-    url: str,
+    url: str | None,
     metrics_url: str | None,
     shares: str | None,
 ) -> Panel:
@@ -38,7 +38,8 @@ def summary(
     if shares is not None:
         rows.add_row("Registry", shares)
     rows.add_row("Engine start", in_words(info.start_s))
-    rows.add_row("URL", f"[link={url}]{url}[/link]/v1")
+    if url is not None:
+        rows.add_row("URL", f"[link={url}]{url}[/link]/v1")
     if metrics_url is not None:
         rows.add_row("Metrics", f"[link={metrics_url}]{metrics_url}[/link]/metrics")
     return Panel(rows, title="Weft is ready", title_align="left", expand=False)
