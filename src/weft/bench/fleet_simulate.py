@@ -180,6 +180,7 @@ def fleet_plot(batches: Sequence[tuple[str, FleetReplay]], seats: int, title: st
             vmax=seats,
             interpolation="nearest",
         )
+        axes.grid(visible=False)
         axes.set_title(name, loc="left", fontsize=10)
         axes.set_xlabel("seconds")
     panels[0].set_ylabel("node")

@@ -6,8 +6,8 @@ taken, so that its weights are read for many at once. The other nodes are idle a
 be switched off.
 
     load grows     the nodes that it needs a little later are enabled at once
-    load shrinks   when it would have fitted on one node less for a while, the node that is emptied
-                   for the least work is disabled, and its requests move, a few at a time
+    load shrinks   when it would have fitted on fewer nodes for a while, one after the other is
+                   disabled, the one first that is emptied with the least work; its requests move
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from weft.fleet.view import FleetView, RoutedRequest
 TARGET = 0.85
 """The part of its seats that a node is to have taken."""
 SLACK = 0.9
-"""A node is disabled if the others would have no more than this part of their targets."""
+"""Nodes are disabled as long as the others have no more than this part of their targets."""
 LEAD_S = 2.0
 """How far ahead the load is looked at."""
 PATIENCE_S = 5.0
-"""For how long a node must have been one too many."""
+"""For so long the load must have fitted on fewer nodes."""
 LATE_S = 0.1
 """At this wait on an enabled node, another one is enabled whatever the load is."""
 WINDOW_S = 300.0
@@ -63,6 +63,25 @@ class Enabled:
     """How many nodes there should be, for autoscalers."""
 
 
+class _Most:
+    """The most that a number has been within some time."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._seen: deque[tuple[float, int]] = deque()
+        """(When, number): each number is more than all later ones."""
+
+    def add(self, now: float, number: int) -> int:
+        """The number is this now. Returns the most."""
+        seen = self._seen
+        while seen and seen[-1][1] <= number:
+            seen.pop()
+        seen.append((now, number))
+        while seen[0][0] < now - self._window_s:
+            seen.popleft()
+        return seen[0][1]
+
+
 class Consolidator:
     """Owner of the set of enabled nodes."""
 
@@ -74,12 +93,14 @@ class Consolidator:
         self._num_enabled = 0
         self._last: tuple[float, int] | None = None
         """When the load was looked at last, and how many requests were open."""
+        self._began_s = 0.0
+        """When the load was looked at first: before, nothing is known of it."""
         self._growth = 0.0
         """Requests more in each second, smoothed."""
-        self._spare_since: float | None = None
-        """Since when there has been one node too many."""
-        self._needs: deque[tuple[float, int]] = deque()
-        """(When, how many nodes were needed): each is more than all later ones."""
+        self._fits = _Most(PATIENCE_S)
+        """On how many nodes the load would have fitted, with something to spare."""
+        self._needs = _Most(WINDOW_S)
+        """How many nodes were needed."""
 
     @property
     def enabled(self) -> frozenset[str]:
@@ -88,6 +109,8 @@ class Consolidator:
     def tick(self, now: float, nodes: Sequence[NodeLoad]) -> Enabled:
         """Look at all living nodes; call this several times a second. At first all are enabled."""
         by_name = {node.name: node for node in nodes}
+        if self._last is None:
+            self._began_s = now
         self._follow(by_name)
         open_ = sum(node.num_open for node in nodes)
         expected = open_ + LEAD_S * self._grow(now, open_)
@@ -97,13 +120,14 @@ class Consolidator:
         if any(node.wait_s > LATE_S for node in enabled):
             need = max(need, self._num_enabled + 1)
         need = min(max(need, self._min_nodes), len(nodes))
+        fits = self._fits.add(now, math.ceil(expected / max(SLACK * per_node, 1.0)))
         emptied = None
         if need > self._num_enabled:
-            self._num_enabled, self._spare_since = need, None
-        elif self._is_spare(now, expected, per_node):
+            self._num_enabled = need
+        elif max(need, fits) < self._num_enabled and now - self._began_s >= PATIENCE_S:
             victim = min(enabled, key=lambda node: (node.empty_s, node.num_open, node.name))
             emptied = self._disable(victim.name)
-        return Enabled(self.enabled, emptied, self._remember(now, need))
+        return Enabled(self.enabled, emptied, self._needs.add(now, need) + SPARE)
 
     def _follow(self, by_name: dict[str, NodeLoad]) -> None:
         """Nodes died or came; who comes is enabled, as nobody would come unless it were wanted."""
@@ -121,37 +145,17 @@ class Consolidator:
         self._last = (now, num_open)
         return max(self._growth, 0.0)
 
-    def _is_spare(self, now: float, expected: float, per_node: float) -> bool:
-        left = self._num_enabled - 1
-        if left < self._min_nodes or expected > SLACK * per_node * left:
-            self._spare_since = None
-            return False
-        if self._spare_since is None:
-            self._spare_since = now
-        return now - self._spare_since >= PATIENCE_S
-
     def _disable(self, name: str) -> str:
         self._order.remove(name)
         self._num_enabled -= 1
         self._order.insert(self._num_enabled, name)
-        self._spare_since = None
         return name
-
-    def _remember(self, now: float, need: int) -> int:
-        needs = self._needs
-        while needs and needs[-1][1] <= need:
-            needs.pop()
-        needs.append((now, need))
-        while needs[0][0] < now - WINDOW_S:
-            needs.popleft()
-        return needs[0][1] + SPARE
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold."""
         assert len(set(self._order)) == len(self._order)
         assert 0 <= self._num_enabled <= len(self._order)
-        counts = [need for _, need in self._needs]
-        assert counts == sorted(set(counts), reverse=True)
+        assert self._num_enabled > 0 or not self._order
 
 
 # -- moves -----------------------------------------------------------------------------------------
