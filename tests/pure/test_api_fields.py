@@ -141,6 +141,26 @@ def test_echo(world: World, prompt: Any) -> None:
     run(world, scenario)
 
 
+def test_the_prompt_alone(world: World) -> None:
+    """As harnesses ask for the log-probabilities of a text."""
+
+    async def scenario(web: Web) -> None:
+        body = {"prompt": ["abc", "xy"], "echo": True, "max_tokens": 0, "logprobs": 1}
+        answer = await web.complete(**body)
+        assert [choice["text"] for choice in answer["choices"]] == ["abc", "xy"]
+        for choice, length in zip(answer["choices"], (3, 2), strict=True):
+            assert choice["finish_reason"] == "length"
+            assert choice["logprobs"]["token_logprobs"] == [None, *[-3.0] * (length - 1)]
+        assert answer["usage"]["completion_tokens"] == 0
+        *chunks, _ = await web.chunks(COMPLETE, body)
+        assert "".join(c["choices"][0]["text"] for c in chunks) in ("abcxy", "xyabc")
+        for refused in ({"echo": False}, {"max_tokens": -1}):
+            answer = await web.post(COMPLETE, {"model": "base", **body, **refused})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "max_tokens")
+
+    run(world, scenario)
+
+
 def test_echo_of_several_prompts_and_choices(world: World) -> None:
     async def scenario(web: Web) -> None:
         answer = await web.complete(prompt=["ab", "xy"], echo=True, n=2)

@@ -26,7 +26,7 @@ from weft.api.reading import read_request
 from weft.api.schemas import CompletionBody
 from weft.api.service import Output, Service
 from weft.core.errors import InvalidRequest
-from weft.core.requests import EngineRequest
+from weft.core.requests import EngineRequest, TokenLogprob
 from weft.core.sampling import StructuredOutputs
 from weft.serving import Pinned
 from weft.text import OutputDelta
@@ -70,7 +70,10 @@ class _Completion:
         form, field = self._body.form()
         with naming({"structured_outputs": field}):
             requests = await self._requests(form)
-            outputs = await self._service.collect(requests, self._language)
+            outputs = [Output() for _ in requests]
+            async with aclosing(self._run(requests)) as merged:
+                async for i, delta in merged:
+                    outputs[i].add(delta)
         choices = [
             self._choice(i, output, CompletionLogprobs(self._body, self._tokenizer), requests[i])
             | prompt_logprobs(self._body, self._tokenizer, requests[i], output)
@@ -86,7 +89,7 @@ class _Completion:
             requests = await self._requests(form)
             outputs = [Output() for _ in requests]
             shapes = [CompletionLogprobs(self._body, self._tokenizer) for _ in requests]
-            async with aclosing(self._service.run_all(requests, self._language)) as merged:
+            async with aclosing(self._run(requests)) as merged:
                 async for i, delta in merged:
                     first = not outputs[i].texts
                     outputs[i].add(delta)
@@ -100,6 +103,15 @@ class _Completion:
             total = usage(requests, outputs, self._num_choices)
             yield self._head.chunk(_KIND, []) | {"usage": total}
 
+    async def _run(
+        self, requests: list[EngineRequest]
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """The outputs' deltas, each with the index of its request. Where the prompt alone is
+        wanted, the one token that the engine has to make is left out."""
+        async with aclosing(self._service.run_all(requests, self._language)) as merged:
+            async for i, delta in merged:
+                yield i, _without_tokens(delta) if self._body.max_tokens == 0 else delta
+
     def _usage(self, request: EngineRequest, output: Output) -> dict[str, Any]:
         """The usage of a choice so far, if each chunk is to have it."""
         return {"usage": usage([request], [output], 1)} if self._body.usage_in_all else {}
@@ -109,7 +121,9 @@ class _Completion:
         self._num_choices = num_choices(self._service, body)
         default = self._service.settings.default_max_tokens
         max_tokens = default if body.max_tokens is None else body.max_tokens
-        params = sampling(body, max_tokens, body.logprobs, form)
+        if max_tokens == 0 and not body.echo:
+            raise InvalidRequest("max_tokens 0 needs echo: true", "max_tokens")
+        params = sampling(body, max_tokens or 1, body.logprobs, form)
         if body.echo and body.logprobs is not None:
             asked = max(body.logprobs, body.prompt_logprobs or 0)
             params = replace(params, prompt_logprobs=asked)
@@ -199,3 +213,11 @@ class _Completion:
             return shape.piece(part.token_ids, part.logprobs)
         ids = [*echoed.prompt_ids, *part.token_ids]
         return shape.piece(ids, [*(part.prompt_logprobs or ()), *part.logprobs])
+
+
+def _without_tokens(delta: OutputDelta) -> OutputDelta:
+    logprobs = None if delta.logprobs is None else list[TokenLogprob]()
+    ended = None if delta.finish_reason is None else "length"
+    return replace(
+        delta, text="", token_ids=[], logprobs=logprobs, finish_reason=ended, stop_reason=None
+    )
