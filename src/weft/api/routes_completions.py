@@ -26,7 +26,7 @@ from weft.api.reading import read_request
 from weft.api.schemas import CompletionBody
 from weft.api.service import Output, Service
 from weft.core.errors import InvalidRequest
-from weft.core.requests import EngineRequest, TokenLogprob
+from weft.core.requests import EngineRequest, FinishReason, TokenLogprob
 from weft.core.sampling import StructuredOutputs
 from weft.serving import Pinned
 from weft.text import OutputDelta
@@ -217,7 +217,7 @@ class _Completion:
 
 def _without_tokens(delta: OutputDelta) -> OutputDelta:
     logprobs = None if delta.logprobs is None else list[TokenLogprob]()
-    ended = None if delta.finish_reason is None else "length"
+    ended: FinishReason | None = None if delta.finish_reason is None else "length"
     return replace(
         delta, text="", token_ids=[], logprobs=logprobs, finish_reason=ended, stop_reason=None
     )
