@@ -1,0 +1,163 @@
+"""docs/models.md: `python tests/support/models_page.py > docs/models.md`.
+
+`test_models_page.py` checks that the file is current and that each architecture is in one row.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from adapter_kinds import FAMILIES
+
+from weft.models.blueprint import target_table
+from weft.models.config import load_model_config
+
+
+@dataclass(frozen=True)
+class Row:
+    """One family."""
+
+    name: str
+    family: str
+    """In `adapter_kinds.FAMILIES`: the configuration whose projections are shown."""
+    architectures: tuple[str, ...]
+    """Without what they end in: ForCausalLM, or ForConditionalGeneration for `sees`."""
+    sees: tuple[str, ...] = ()
+    tools: str = ""
+    reasoning: str = ""
+    limits: str = ""
+
+    @property
+    def all_architectures(self) -> list[str]:
+        return [
+            *(f"{name}ForCausalLM" for name in self.architectures),
+            *(f"{name}ForConditionalGeneration" for name in self.sees),
+        ]
+
+    @property
+    def adapted(self) -> list[str]:
+        """The last names of its projections, in the order of a layer."""
+        config = copy.deepcopy(FAMILIES[self.family])
+        config.architectures = [type(config).__name__.removesuffix("Config") + "ForCausalLM"]
+        config.architectures = [config.architectures[0].replace("TextFor", "For")]
+        with tempfile.TemporaryDirectory() as folder:
+            config.save_pretrained(folder)
+            table = target_table(load_model_config(Path(folder)))
+        return list(dict.fromkeys(target.suffix for target in table.targets))
+
+
+THINK = "`<think>`"
+IMAGES = "images refused"
+ROWS = [
+    Row("Llama 2, 3.x", "llama", ("Llama",), tools="`llama3_json`"),
+    Row(
+        "Mistral, Ministral",
+        "mistral",
+        ("Mistral", "Ministral"),
+        sees=("Mistral3",),
+        tools="`mistral`",
+        limits=f"{IMAGES}; no reasoning marks",
+    ),
+    Row(
+        "Ministral 3", "ministral3", ("Ministral3",), tools="`mistral`", limits="no reasoning marks"
+    ),
+    Row("Qwen 2, 2.5", "qwen2", ("Qwen2",), tools="`hermes`"),
+    Row("Qwen 3", "qwen3-tied", ("Qwen3",), tools="`hermes`", reasoning=THINK),
+    Row("Qwen 3 MoE", "qwen3-moe", ("Qwen3Moe",), tools="`hermes`, `qwen3_coder`", reasoning=THINK),
+    Row("Qwen 3 Next", "qwen3-next", ("Qwen3Next",), tools="`hermes`", reasoning=THINK),
+    Row(
+        "Qwen 3.5",
+        "qwen3.5",
+        ("Qwen3_5",),
+        sees=("Qwen3_5",),
+        tools="`qwen3_coder`",
+        reasoning=THINK,
+        limits=IMAGES,
+    ),
+    Row(
+        "Qwen 3.5 MoE",
+        "qwen3.5-moe",
+        ("Qwen3_5Moe",),
+        sees=("Qwen3_5Moe",),
+        tools="`qwen3_coder`",
+        reasoning=THINK,
+        limits=IMAGES,
+    ),
+    Row(
+        "Gemma 3",
+        "gemma3",
+        ("Gemma3",),
+        sees=("Gemma3",),
+        limits=f"{IMAGES}; no tools; no soft cap of attention, none that looks ahead",
+    ),
+    Row(
+        "gpt-oss",
+        "gpt-oss",
+        ("GptOss",),
+        tools="`harmony`",
+        reasoning="with `harmony`",
+        limits="one GPU; mxfp4 takes the room of 16 bits; biases can't be replaced by adapters",
+    ),
+    Row("Mixtral", "mixtral", ("Mixtral",), tools="`mistral`"),
+    Row("Phi 3, 4 mini", "phi3", ("Phi3",), limits="no tools; longrope up to its original context"),
+    Row("SmolLM 3", "smollm3", ("SmolLM3",), tools="`hermes`", reasoning=THINK),
+    Row("OLMo 2", "olmo2", ("Olmo2",), limits="no tools"),
+    Row("OLMo 3", "olmo3", ("Olmo3",), reasoning=THINK, limits="no tools"),
+    Row("Granite 3", "granite", ("Granite",), tools="`granite`"),
+    Row("GLM 4 dense", "glm4", ("Glm", "Glm4"), limits="no tools"),
+    Row(
+        "Cohere 2 (Command R7B, A)",
+        "cohere2",
+        ("Cohere2",),
+        tools="`cohere`",
+        limits="no reasoning marks",
+    ),
+]
+HEAD = """\
+# Models
+
+A model is served as transformers computes it, or refused by the name of the field that asks for
+something else: every field of a family's configuration is read, known to be without effect, or
+refused when it is not at its default. Architectures that are not in this table are refused, too.
+
+Sizes are read from the configuration, so that all sizes of a family are the same to Weft. What is
+compared with transformers in every run of the tests are random models of a few layers, several of
+each family, in float32: logits at every position, of whole prompts and of chunks mixed with
+decodes, within 0.0001. [Fidelity](fidelity.md) compares adapters with `peft`. Published checkpoints
+are not part of the tests.
+
+*Projections* are what adapters may have a LoRA for, beside `modules_to_save` and the rest on that
+page. `model.layers.N.mlp.experts.*` and routers are adapted by `target_parameters`. *Tools* is the
+value of `--tool-call-parser` that these models need, which `auto` finds by the chat template; see
+[API](api.md#tools). Where there is none, requests with tools are refused. *Reasoning* says how a
+model marks it, so that it is told apart from the answer.
+
+| family | architectures | projections | tools | reasoning | limits |
+|---|---|---|---|---|---|
+"""
+FOOT = """
+Of architectures that end in `ForConditionalGeneration` the text model is served; adapters of what
+sees images are refused by the name of their tensor. `--quantization` makes the layers' matrices fp8
+in all families but mixtures. gpt-oss's own mxfp4 is read as the values that it stands for, in 16 or
+32 bits; checkpoints that are quantized otherwise are refused.
+"""
+
+
+def page() -> str:
+    return HEAD + "\n".join(map(_line, ROWS)) + "\n" + FOOT
+
+
+def _line(row: Row) -> str:
+    architectures, adapted = (
+        ", ".join(f"`{name}`" for name in names) for names in (row.all_architectures, row.adapted)
+    )
+    cells = (row.name, architectures, adapted, row.tools, row.reasoning, row.limits)
+    return f"| {' | '.join(cells)} |"
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())
