@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import deque
 from dataclasses import replace
 from typing import Any
@@ -334,7 +335,7 @@ class OverlappedMachine(SchedulerMachine):
 
 
 _settings = settings(
-    max_examples=40,
+    max_examples=400 if "EXHAUSTIVE" in os.environ else 25,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
