@@ -160,7 +160,12 @@ def _run_local(folder: ClusterFolder, args: ClusterArgs) -> None:
 
 
 def _up_ray(name: str, folder: ClusterFolder, args: ClusterArgs) -> None:
-    console, launcher = Console(), _ray_launcher(name, folder, args)
+    console = Console()
+    try:
+        launcher = _ray_launcher(name, folder, args)
+    except WeftError:
+        folder.scale(0)
+        raise
     reconcile(launcher, [], args.names)
     with console.status("Waiting for the nodes"):
         while sum(node.state == "up" for node in launcher.list()) < args.num_nodes:
