@@ -53,6 +53,17 @@ def test_coasting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert by_time == Counter((when, event.request_id) for when, event in coasted[1])
 
 
+def test_a_node_that_lost_all_requests_is_idle_after_its_step() -> None:
+    node = SimulatedNode("node", 30, H200, 64)
+    ask = FleetAsk(0.0, 3, 600, 100, 0)
+    node.submit(request_of(0, ask, []), Holding(digest_of(3), 0), 0.0)
+    node.advance(0.3)
+    assert len(node.take_back("0")) > 10
+    for _ in range(3):
+        node.advance(math.nextafter(node.next_s, math.inf))
+    assert math.isinf(node.next_s)
+
+
 def replay(setup: FleetSetup, asks: list[FleetAsk], seconds: float) -> FleetReplay:
     simulator = FleetSimulator(setup, asks, seconds)
     found = simulator.run()

@@ -173,7 +173,9 @@ class SimulatedNode:
         nothing too early."""
         if self._plan is None or not self._plan.empty or not self.scheduler.quiet:
             return self._end_s
-        steps_s = (self.scheduler.steps_to_end - 1) * self._step_s(self.scheduler.num_coasting)
+        steps_s = max(self.scheduler.steps_to_end - 1, 0) * self._step_s(
+            self.scheduler.num_coasting
+        )
         return min([self._end_s + steps_s, *(max(s, self._end_s) for s in self.loads.ends())])
 
     def advance(self, until: float) -> list[tuple[float, TokenEvent]]:
