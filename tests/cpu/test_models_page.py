@@ -20,7 +20,7 @@ def test_the_page_is_current() -> None:
 
 def test_each_architecture_is_in_one_row() -> None:
     rows = Counter(name for row in models_page.ROWS for name in row.all_architectures)
-    assert rows == Counter(FAMILIES)
+    assert rows == Counter(list(FAMILIES))
 
 
 def test_tool_formats_are_those_that_there_are() -> None:
