@@ -235,7 +235,8 @@ def test_no_token_comes_from_a_wrong_version(
 
     async def run() -> Churn:
         ranks = {"tensor_parallel_size": size, "fully_sharded_loras": size > 1}
-        args = engine_args(str(BASE), num_threads=1, **ROOM, **ranks)
+        room = {**ROOM, "adapter_memory": ROOM["adapter_memory"] // size}
+        args = engine_args(str(BASE), num_threads=1, **room, **ranks)
         client = await engine_thread.start_in_process(args)
         registry = AdapterRegistry(["base"], str(BASE))
         sources, executor = Sources(AdapterRoots([BASE.parent, tmp_path])), LoopExecutor()
