@@ -247,6 +247,10 @@ class Kind:
                 and "o_proj" in options["target_modules"]
             ):
                 options["target_modules"] = [*options["target_modules"], *LINEAR[family]]
+                if "alora_invocation_tokens" in options:  # peft fails where rows are flat
+                    options["target_modules"] = [
+                        t for t in options["target_modules"] if t != "shared_expert_gate"
+                    ]
             if options.get("modules_to_save") == ["norm"]:
                 options["modules_to_save"] = ["layernorm", "q_norm", "k_norm", "model.norm"]
         for names in FUSED.get(family, ()):
