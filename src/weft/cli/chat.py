@@ -57,7 +57,7 @@ def chat(
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(60, read=600)
         with httpx.Client(base_url=plain_url(url), headers=headers, timeout=timeout) as client:
-            talk = Conversation(client, model, system, temperature)
+            talk = Talk(client, model, system, temperature)
             if sys.stdin.isatty():
                 with contextlib.suppress(ImportError):
                     import readline  # noqa: F401  lines can be edited and called up again
@@ -84,7 +84,7 @@ def _lines() -> Iterator[str]:
             yield line
 
 
-def _obey(talk: Conversation, line: str) -> bool:
+def _obey(talk: Talk, line: str) -> bool:
     """Answer a message, or do what a command says. False: it was the last."""
     command, _, rest = line.partition(" ")
     match command:
@@ -107,7 +107,7 @@ def _obey(talk: Conversation, line: str) -> bool:
     return True
 
 
-class Conversation:
+class Talk:
     """The messages so far, and the model that answers the next one."""
 
     def __init__(
