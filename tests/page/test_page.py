@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
+import socket
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -219,4 +221,25 @@ def test_releases(browser: Browser, tmp_path: Path) -> None:
         shot(page, "releases")
         page.get_by_role("button", name="Roll back").click()
         expect(rows.nth(0)).to_contain_text("100 % of the requests")
+        page.close()
+
+
+def test_nodes(browser: Browser, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        here = f"127.0.0.1:{free.getsockname()[1]}"
+    (tmp_path / "key").write_text(secrets.token_hex(32))
+    (tmp_path / "nodes").write_text(f"{here}\n")
+    files = ["--fleet", str(tmp_path / "nodes"), "--fleet-key", str(tmp_path / "key")]
+    with serving(*files, "--fleet-listen", here, "--node-name", "n1") as url:
+        page = browser.new_page()
+        page.goto(f"{url}/#nodes")
+        row = page.locator("#node-table tbody tr")
+        expect(row).to_contain_text("n1 (this one)")
+        expect(row).to_contain_text("0 of ")
+        shot(page, "nodes")
+        row.get_by_role("button", name="Drain").click()
+        expect(row).to_contain_text("draining")
+        row.get_by_role("button", name="Use again").click()
+        expect(row).to_contain_text("up")
         page.close()

@@ -34,7 +34,7 @@ def test_the_page_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
         assert found == page_files().keys()
         assert not re.search(r"<script(?! type=.module. src)|<style| style=| on\w+=", page.text)
         about = (await web.get("/ui/about.json")).json()
-        assert about == {"registry": False, "metrics": True}
+        assert about == {"registry": False, "metrics": True, "fleet": False}
 
     run(world, scenario)
 

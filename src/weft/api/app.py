@@ -120,7 +120,8 @@ def _add_routes(
         app.include_router(fleet_routes(service, fleet))
     settings = service.settings
     if settings.page:
-        app.include_router(page_routes(service.follower is not None, not settings.metrics_apart))
+        registry, metrics = service.follower is not None, not settings.metrics_apart
+        app.include_router(page_routes(registry=registry, metrics=metrics, fleet=fleet is not None))
     for routes in (
         chat_routes,
         completion_routes,

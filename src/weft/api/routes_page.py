@@ -40,11 +40,11 @@ def page_files() -> dict[str, tuple[bytes, str]]:
     return found
 
 
-def page_routes(has_registry: bool, has_metrics: bool) -> APIRouter:
-    """A route for each file, and one for what the server has. They are no part of the API, and need
-    no key."""
+def page_routes(**has: bool) -> APIRouter:
+    """A route for each file, and one for what the server has: a registry, metrics, a fleet. They
+    are no part of the API, and need no key."""
     router = APIRouter()
-    about = json_response({"registry": has_registry, "metrics": has_metrics}, headers=_HEADERS)
+    about = json_response(has, headers=_HEADERS)
     router.add_api_route(ABOUT, lambda: about, include_in_schema=False)
     for path, (content, media_type) in page_files().items():
 

@@ -5,6 +5,7 @@ import { get, make } from "./elements.js";
 import { onChange, showAdapters, showLevels } from "./adapters.js";
 import { begin } from "./chat.js";
 import { showMetrics } from "./live.js";
+import { refreshNodes } from "./nodes.js";
 import "./releases.js";
 
 const METRICS_MS = 1000, MODELS_MS = 5000, LISTED = 2000;
@@ -67,3 +68,5 @@ const about = await (await ask("ui/about.json")).json();
 document.querySelector('nav a[href="#releases"]').hidden = !about.registry;
 if (about.metrics) repeat(refreshMetrics, METRICS_MS);
 get("no-metrics").hidden = about.metrics;
+document.querySelector('nav a[href="#nodes"]').hidden = !about.fleet;
+if (about.fleet) repeat(refreshNodes, METRICS_MS);
