@@ -78,7 +78,10 @@ def test_recurrent_states_take_memory_too(monkeypatch: pytest.MonkeyPatch) -> No
     free = TOTAL - OTHER_BYTES - found.weights
     monkeypatch.setattr(memory, "total_bytes", lambda device: TOTAL)
     monkeypatch.setattr(memory, "free_bytes", lambda device: free)
-    blocks = memory.count_blocks(args.cache, config, torch.bfloat16, GPU, num_states)
+    of_model = args.cache, config, torch.bfloat16
+    left = memory.cache_bytes(*of_model, GPU, num_states)
+    num_states += memory.count_snapshots(*of_model, left)
+    blocks = memory.count_blocks(*of_model, GPU, num_states)
     assert blocks * args.cache.block_size == found.kv_tokens
 
 

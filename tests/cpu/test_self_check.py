@@ -215,9 +215,9 @@ def spoil_sum(change: Callable[[Tensor, Any], None]) -> Callable[..., None]:
     def spoil(worker: DeviceWorker, adapter: AdapterImage, monkeypatch: Patch) -> None:
         right = grouped._add
 
-        def wrong(y: Tensor, x: Tensor, view: Any) -> None:
+        def wrong(y: Tensor, x: Tensor, view: Any, ranks: Any) -> None:
             delta = torch.zeros_like(y)
-            right(delta, x, view)
+            right(delta, x, view, ranks)
             change(delta, view)
             y += delta
 
@@ -230,11 +230,11 @@ def spoil_ranks(worker: DeviceWorker, adapter: AdapterImage, monkeypatch: Patch)
     """A kernel that knows ranks up to 16."""
     right = grouped._add
 
-    def wrong(y: Tensor, x: Tensor, view: Any) -> None:
+    def wrong(y: Tensor, x: Tensor, view: Any, ranks: Any) -> None:
         slices = tuple(s._replace(b_OR=s.b_OR.clone()) for s in view.slices)
         for s in slices:
             s.b_OR[:, 16:] = 0
-        right(y, x, view._replace(slices=slices))
+        right(y, x, view._replace(slices=slices), ranks)
 
     monkeypatch.setattr(grouped, "_add", wrong)
 

@@ -14,7 +14,7 @@ import tiny
 
 from weft.core.errors import ConfigError
 from weft.models.config import ModelConfig, _build, _hf_config
-from weft.models.families import FAMILIES
+from weft.models.families import FAMILIES, family_of
 from weft.models.stated import read_stated
 
 Raw = dict[str, Any]
@@ -127,7 +127,8 @@ EVERY = pytest.mark.parametrize("raw", PUBLISHED.values(), ids=PUBLISHED.keys())
 def outcome(raw: Raw, read: Callable[[], Any]) -> ModelConfig | None:
     """None: refused."""
     try:
-        return _build(raw["architectures"][0], read(), raw, ())
+        architecture = raw["architectures"][0]
+        return _build(architecture, family_of(architecture, raw), read(), raw, ())
     except ConfigError:
         return None
 

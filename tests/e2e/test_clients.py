@@ -631,7 +631,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (RESPOND, {"input": []}, "input"),
     (RESPOND, {"input": [{"type": "image"}]}, "input[0].type"),
     (RESPOND, {"input": "x", "max_output_tokens": HUGE}, "max_output_tokens"),
-    (RESPOND, {"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
+    (RESPOND, {"input": "x", "conversation": "c"}, "conversation"),
 ]
 
 

@@ -170,7 +170,7 @@ def test_retry_after_follows_the_throughput(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_keys(make_world: MakeWorld) -> None:
-    world = make_world(api_keys=["one", "two"])
+    world = make_world(api_keys=["one", "two"], page=False)
 
     async def scenario(web: Web) -> None:
         guarded = (

@@ -6,6 +6,7 @@ import shlex
 from functools import cache
 
 import pytest
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from weft.cli import migrate
@@ -13,7 +14,10 @@ from weft.cli.main import app
 from weft.cli.migrate import Options, translated
 from weft.core.errors import ConfigError
 
-options = cache(Options)
+
+@cache
+def options() -> Options:
+    return Options(get_command(app))
 
 
 @pytest.mark.parametrize(

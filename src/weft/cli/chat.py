@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.cli.scrapes import plain_url
 from weft.core.errors import InvalidRequest, Unreachable, WeftError
 from weft.terminal.options import ending_in_one_line
 
@@ -52,6 +51,8 @@ def chat(
     A line is a message. /help lists what else there is. Ctrl-C stops an answer.
     """
     import httpx
+
+    from weft.cli.scrapes import plain_url
 
     with ending_in_one_line():
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}

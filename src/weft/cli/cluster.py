@@ -18,8 +18,8 @@ from urllib.parse import quote, urlsplit
 
 import typer
 from rich.console import Console
-from rich.table import Table
 
+from weft.cli.nodes_table import nodes_table
 from weft.core.errors import ConfigError, InvalidRequest, Unreachable, WeftError
 from weft.fleet.launchers import ClusterArgs, ClusterFolder, Launcher, Placed
 from weft.fleet.launchers.local import HOST, LocalLauncher
@@ -240,31 +240,6 @@ def status(name: Name = "default", at: At = None, api_key: Key = "") -> None:
         with contextlib.suppress(Unreachable):  # while all nodes start
             reports = reports_of(nodes, api_key)
         Console().print(nodes_table(nodes, reports))
-
-
-def nodes_table(nodes: Sequence[Placed], reports: dict[str, Any]) -> Table:
-    """`reports`: what `/fleet` says of each node, by its name."""
-    table = Table(box=None, pad_edge=False)
-    for title in ("Node", "State"):
-        table.add_column(title, no_wrap=True)
-    for title in ("Running", "Waiting", "KV", "Device", "Host"):
-        table.add_column(title, justify="right", no_wrap=True)
-    table.add_column("URL", no_wrap=True)
-    urls = {node.name: node for node in nodes}
-    for each in sorted(reports.keys() | urls.keys()):
-        report, node = reports.get(each, {}), urls.get(each)
-        adapters = report.get("adapters", {})
-        table.add_row(
-            each,
-            report.get("state") or (node.state if node else "unknown"),
-            str(report.get("running", "-")),
-            str(report.get("waiting", "-")),
-            f"{report['kv_usage']:.0%}" if "kv_usage" in report else "-",
-            str(adapters.get("device", "-")),
-            str(adapters.get("host", "-")),
-            node.url if node else "",
-        )
-    return table
 
 
 @cluster.command()

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from weft.cli.cluster import nodes_table
+from weft.cli.nodes_table import nodes_table
 from weft.cli.scrapes import Labels, Scrape, View, fetch, measure
 from weft.cli.top import HEAD_LINES, ROWS_ONCE, WINDOW_S, adapter_lines, adapter_table, panels
 from weft.core.errors import Unreachable, WeftError

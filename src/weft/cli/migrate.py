@@ -100,6 +100,7 @@ class Translation:
 
 
 def migrate(
+    context: typer.Context,
     command: Annotated[
         str,
         typer.Argument(metavar="COMMAND", help="The command, in quotes: of vLLM, SGLang or LoRAX."),
@@ -112,7 +113,8 @@ def migrate(
     Exit status: 0 nothing is lost, 1 a flag or an adapter is, 2 this is no such command.
     """
     with ending_in_one_line(status=2):
-        found = translated(command, Options())
+        assert context.parent is not None
+        found = translated(command, Options(context.parent.command))
     typer.echo(found.command)
     for title, flags in (("Left out", found.left_out), ("Missing", found.missing)):
         if flags:
@@ -131,10 +133,8 @@ def migrate(
 class Options:
     """The options of `weft serve`."""
 
-    def __init__(self) -> None:
-        from weft.cli.main import app
-
-        group = typer.main.get_command(app)
+    def __init__(self, group: object) -> None:
+        """`group`: all commands, as typer has them."""
         assert isinstance(group, TyperGroup)
         serve = group.commands["serve"]
         assert isinstance(serve, TyperCommand)

@@ -45,6 +45,8 @@ def _section(path: str, callback: Callable[..., object]) -> str:
     usage, arguments = [path], []
     panels: dict[str, list[str]] = {}
     for parameter in inspect.signature(callback, eval_str=True).parameters.values():
+        if parameter.annotation is typer.Context:
+            continue
         kind, *notes = get_args(parameter.annotation)
         info = next(note for note in notes if isinstance(note, ArgumentInfo | OptionInfo))
         kind, default = _type_of(kind), parameter.default

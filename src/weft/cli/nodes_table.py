@@ -1,0 +1,35 @@
+"""The table of a cluster's nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rich.table import Table
+
+from weft.fleet.launchers import Placed
+
+
+def nodes_table(nodes: Sequence[Placed], reports: dict[str, Any]) -> Table:
+    """`reports`: what `/fleet` says of each node, by its name."""
+    table = Table(box=None, pad_edge=False)
+    for title in ("Node", "State"):
+        table.add_column(title, no_wrap=True)
+    for title in ("Running", "Waiting", "KV", "Device", "Host"):
+        table.add_column(title, justify="right", no_wrap=True)
+    table.add_column("URL", no_wrap=True)
+    urls = {node.name: node for node in nodes}
+    for each in sorted(reports.keys() | urls.keys()):
+        report, node = reports.get(each, {}), urls.get(each)
+        adapters = report.get("adapters", {})
+        table.add_row(
+            each,
+            report.get("state") or (node.state if node else "unknown"),
+            str(report.get("running", "-")),
+            str(report.get("waiting", "-")),
+            f"{report['kv_usage']:.0%}" if "kv_usage" in report else "-",
+            str(adapters.get("device", "-")),
+            str(adapters.get("host", "-")),
+            node.url if node else "",
+        )
+    return table
