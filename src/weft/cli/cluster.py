@@ -18,6 +18,7 @@ from urllib.parse import quote, urlsplit
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from weft.cli.nodes_table import nodes_table
 from weft.core.errors import ConfigError, InvalidRequest, Unreachable, WeftError
