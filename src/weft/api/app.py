@@ -14,7 +14,7 @@ from starlette.middleware.cors import CORSMiddleware
 from weft.api.audit import AuditLog
 from weft.api.callers import Tenants, keychain_of, tenant_of_key
 from weft.api.desk import AdapterDesk
-from weft.api.http import ERRORS, handle_error
+from weft.api.http import handle_error
 from weft.api.loop_watch import LoopWatch
 from weft.api.middleware import (
     PROBES,
@@ -100,7 +100,6 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        responses=ERRORS,
         exception_handlers={WeftError: handle_error, HTTPException: handle_error},
     )
     app.state.request_timeout_s = settings.request_timeout_s
@@ -116,23 +115,31 @@ def create_app(
 def _add_routes(
     app: FastAPI, service: Service, desk: AdapterDesk, watch: LoopWatch, fleet: Fleet | None
 ) -> None:
+    """Routes are added as they are: including their routers would make each of them again."""
+    routers = [
+        *(
+            routes(service)
+            for routes in (
+                chat_routes,
+                completion_routes,
+                response_routes,
+                message_routes,
+                tokenize_routes,
+            )
+        ),
+        server_routes(service, watch),
+        *(routes(service, desk) for routes in (adapter_routes, upload_routes, registry_routes)),
+    ]
     if fleet is not None:
-        app.include_router(fleet_routes(service, fleet))
+        routers.append(fleet_routes(service, fleet))
+    for router in routers:
+        app.router.routes.extend(router.routes)
     settings = service.settings
     if settings.page:
         registry, metrics = service.follower is not None, not settings.metrics_apart
-        app.include_router(page_routes(registry=registry, metrics=metrics, fleet=fleet is not None))
-    for routes in (
-        chat_routes,
-        completion_routes,
-        response_routes,
-        message_routes,
-        tokenize_routes,
-    ):
-        app.include_router(routes(service))
-    app.include_router(server_routes(service, watch))
-    for changes in (adapter_routes, upload_routes, registry_routes):
-        app.include_router(changes(service, desk))
+        app.router.routes.extend(
+            page_routes(registry=registry, metrics=metrics, fleet=fleet is not None)
+        )
 
 
 def _add_middleware(

@@ -59,10 +59,11 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
-ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorBody, "description": "The request is at fault."},
-    "5XX": {"model": ErrorBody, "description": "The server is at fault, or overloaded."},
-}
+def described(body: type[BaseModel], description: str) -> dict[str, Any]:
+    """An entry of a route's `responses`. Its schema is made once, and not for each route."""
+    schema = body.model_json_schema()
+    inlined = _inlined(schema, schema.pop("$defs", {}))
+    return {"description": description, "content": {"application/json": {"schema": inlined}}}
 
 
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
@@ -267,3 +268,10 @@ def _inlined(node: Any, models: dict[str, Any]) -> Any:
     if "$ref" in node:
         return _inlined(models[node["$ref"].removeprefix("#/$defs/")], models)
     return {key: _inlined(value, models) for key, value in node.items()}
+
+
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": described(ErrorBody, "The request is at fault."),
+    "5XX": described(ErrorBody, "The server is at fault, or overloaded."),
+}
+"""The `responses` of all routes."""

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
 from weft.api.desk import AdapterDesk
-from weft.api.http import TEXT, body_of, json_response
+from weft.api.http import ERRORS, TEXT, body_of, described, json_response
 from weft.api.reading import read_body
 from weft.api.service import Service
 from weft.core.errors import AdapterPathRefused, InvalidRequest, WeftError
@@ -110,22 +110,22 @@ class AdapterDone(BaseModel):
 
 
 SGLANG_ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": UpdateAnswer, "description": "It can't be loaded or unloaded."},
-    "5XX": {"model": UpdateAnswer, "description": "The engine does not answer."},
+    "4XX": described(UpdateAnswer, "It can't be loaded or unloaded."),
+    "5XX": described(UpdateAnswer, "The engine does not answer."),
 }
 """The `responses` of SGLang's routes."""
 
 
 def adapter_routes(service: Service, desk: AdapterDesk) -> APIRouter:
-    router = APIRouter()
-    router.include_router(_vllm_routes(desk, service.settings.max_body_bytes))
-    router.include_router(_sglang_routes(service, desk))
-    router.include_router(_dynamo_routes(service, desk))
+    router = APIRouter(responses=ERRORS)
+    vllm = _vllm_routes(desk, service.settings.max_body_bytes)
+    for dialect in (vllm, _sglang_routes(service, desk), _dynamo_routes(service, desk)):
+        router.routes.extend(dialect.routes)
     return router
 
 
 def _vllm_routes(desk: AdapterDesk, max_body_bytes: int) -> APIRouter:
-    router = APIRouter(default_response_class=Response, responses=TEXT)
+    router = APIRouter(default_response_class=Response, responses=ERRORS | TEXT)
 
     @router.post("/v1/load_lora_adapter", openapi_extra=body_of(LoadBody))
     async def load_lora_adapter(request: Request) -> Response:
@@ -172,7 +172,7 @@ async def sglang_answer(service: Service, work: Coroutine[Any, Any, str]) -> Res
 
 
 def _dynamo_routes(service: Service, desk: AdapterDesk) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
 
     @router.get("/v1/loras", response_model=AdapterList)
     async def list_adapters() -> Response:

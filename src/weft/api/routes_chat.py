@@ -22,7 +22,7 @@ from weft.api.generation import (
     truncated,
     usage,
 )
-from weft.api.http import EventStream, answer, body_of
+from weft.api.http import ERRORS, EventStream, answer, body_of
 from weft.api.reading import read_request
 from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
@@ -244,7 +244,7 @@ _CHUNK = "chat.completion.chunk"
 
 
 def chat_routes(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
 
     @router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody))
     async def create_chat_completion(request: Request) -> Response:

@@ -10,7 +10,7 @@ from pydantic import Field
 from starlette.responses import Response
 
 from weft.api.bodies import ClosedBody
-from weft.api.http import body_of, json_response
+from weft.api.http import ERRORS, body_of, json_response
 from weft.api.reading import read_body
 from weft.api.service import Service
 from weft.core.errors import InvalidRequest
@@ -33,7 +33,7 @@ class DrainBody(ClosedBody):
 
 
 def fleet_routes(service: Service, fleet: Fleet) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
 
     @router.get("/fleet")
     async def nodes() -> Response:

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from weft.api.generation import naming
-from weft.api.http import EventStream, answer, body_of, json_response
+from weft.api.http import ERRORS, EventStream, answer, body_of, json_response
 from weft.api.messages_body import FIELDS, CountTokensBody, MessagesBody
 from weft.api.reading import read_request
 from weft.api.routes_chat import Reader, Turn
@@ -22,7 +22,7 @@ Event = dict[str, Any]
 
 
 def message_routes(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
 
     @router.post("/v1/messages", openapi_extra=body_of(MessagesBody))
     async def create_message(request: Request) -> Response:

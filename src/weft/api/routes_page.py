@@ -3,11 +3,13 @@ same routes as every client."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from functools import cache
 from importlib.resources import files
 
-from fastapi import APIRouter
+from starlette.requests import Request
 from starlette.responses import Response
+from starlette.routing import Route
 
 from weft.api.http import json_response
 
@@ -40,16 +42,17 @@ def page_files() -> dict[str, tuple[bytes, str]]:
     return found
 
 
-def page_routes(**has: bool) -> APIRouter:
+def page_routes(**has: bool) -> list[Route]:
     """A route for each file, and one for what the server has: a registry, metrics, a fleet. They
     are no part of the API, and need no key."""
-    router = APIRouter()
-    about = json_response(has, headers=_HEADERS)
-    router.add_api_route(ABOUT, lambda: about, include_in_schema=False)
+    routes = [Route(ABOUT, _showing(json_response(has, headers=_HEADERS)))]
     for path, (content, media_type) in page_files().items():
+        routes.append(Route(path, _showing(Response(content, 200, _HEADERS, media_type))))
+    return routes
 
-        def show(content: bytes = content, media_type: str = media_type) -> Response:
-            return Response(content, headers=_HEADERS, media_type=media_type)
 
-        router.add_api_route(path, show, include_in_schema=False)
-    return router
+def _showing(answer: Response) -> Callable[[Request], Awaitable[Response]]:
+    async def show(_: Request) -> Response:
+        return answer
+
+    return show

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from weft.api.bodies import ClosedBody
 from weft.api.desk import AdapterDesk
-from weft.api.http import body_of, json_response
+from weft.api.http import ERRORS, body_of, json_response
 from weft.api.reading import read_body
 from weft.api.service import Service
 from weft.core.errors import AdapterNotFound, InvalidRequest
@@ -73,7 +73,7 @@ class ShownName(BaseModel):
 
 
 def registry_routes(service: Service, desk: AdapterDesk) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
 
     @router.get("/v1/registry/names/{name:path}", response_model=ShownName)
     async def show_name(name: str) -> Response:

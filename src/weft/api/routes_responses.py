@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from weft.api.bodies import CalledFunction, Message, ToolCall
 from weft.api.generation import chat_logprobs, naming
-from weft.api.http import EventStream, answer, body_of, json_response
+from weft.api.http import ERRORS, EventStream, answer, body_of, json_response
 from weft.api.reading import read_request
 from weft.api.responses_body import FIELDS, ResponsesBody
 from weft.api.routes_chat import Reader, Turn
@@ -29,7 +29,7 @@ Event = dict[str, Any]
 
 
 def response_routes(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
     kept = StoredResponses(service.settings.response_store_bytes)
 
     def tenant() -> str:

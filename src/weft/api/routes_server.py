@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from weft.api.bodies import ClosedBody, Conversation, Message
 from weft.api.generation import token_text
-from weft.api.http import TEXT, body_of, handle_error, json_response
+from weft.api.http import ERRORS, TEXT, body_of, handle_error, json_response
 from weft.api.loop_watch import LoopWatch
 from weft.api.reading import read_body
 from weft.api.service import Service
@@ -38,7 +38,7 @@ def _page_size(given: str | None, default: int | None) -> int | None:
 
 
 def server_routes(service: Service, watch: LoopWatch) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
     created = int(time.time())
 
     async def quarantined() -> set[str]:
@@ -87,7 +87,7 @@ def server_routes(service: Service, watch: LoopWatch) -> APIRouter:
         service.access.need("admin")
         return json_response({"version": version("weft")})
 
-    router.include_router(health_routes(service, watch))
+    router.routes.extend(health_routes(service, watch).routes)
     if not service.settings.metrics_apart:
 
         @router.get("/metrics", response_class=Response, responses=TEXT)
@@ -100,7 +100,7 @@ def server_routes(service: Service, watch: LoopWatch) -> APIRouter:
 
 
 def health_routes(service: Service, watch: LoopWatch) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
 
     @router.get("/health", response_class=Response)
     async def health() -> Response:
@@ -134,7 +134,7 @@ def metrics_app(service: Service, watch: LoopWatch) -> FastAPI:
         exception_handlers={WeftError: handle_error, HTTPException: handle_error},
     )
     app.state.tenant_of_key = lambda _: ""
-    app.include_router(health_routes(service, watch))
+    app.router.routes.extend(health_routes(service, watch).routes)
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -174,7 +174,7 @@ class DetokenizeBody(ClosedBody):
 
 
 def tokenize_routes(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
 
     @router.post("/tokenize", openapi_extra=body_of(TokenizeBody))
     async def tokenize(request: Request) -> Response:

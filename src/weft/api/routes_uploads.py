@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from weft.api.desk import AdapterDesk
-from weft.api.http import json_response
+from weft.api.http import ERRORS, json_response
 from weft.api.reading import read_json, receive_file
 from weft.api.routes_adapters import SGLANG_ERRORS, UpdateAnswer, sglang_answer, wait_in
 from weft.api.service import Service
@@ -98,7 +98,7 @@ _TENSORS_BODY = {
 
 
 def upload_routes(service: Service, desk: AdapterDesk) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(responses=ERRORS)
 
     @router.put(
         "/v1/adapters/{name:path}",
