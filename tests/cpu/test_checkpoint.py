@@ -770,7 +770,7 @@ def mutate(content: bytes, mutations: list[tuple[str, float, int]], header: int)
     return content
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(mutations=MUTATIONS, of_config=st.booleans())
 def test_mutated_files_raise_nothing_else(saved: Path, mutations, of_config: bool):
     config, weights = (saved / CONFIG).read_bytes(), (saved / WEIGHTS).read_bytes()
@@ -793,7 +793,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(data=st.data(), value=JSON)
 def test_any_value_in_any_field_raises_nothing_else(saved: Path, data: st.DataObject, value):
     config = json.loads((saved / CONFIG).read_text())
@@ -810,7 +810,7 @@ PIECES = ["a", "b", ".", r"\.", r"\d", "1", "(", "(?:", ")", "|", "*", "+", "?",
 PIECES += ["{,1}", "[ab]", "[^a]", "[", "]", "^", "$", r"\b", r"\w", "-", "}"]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(pieces=st.lists(st.sampled_from(PIECES), max_size=9), name=st.text("ab1._", max_size=8))
 def test_patterns_mean_the_same_as_in_re(pieces: list[str], name: str):
     source = "".join(pieces)

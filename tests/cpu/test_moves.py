@@ -60,7 +60,7 @@ def pool_of(num_elements: int, num_slots: int = 4) -> AdapterPool:
     dest=st.integers(0, 60),
     scratch=st.integers(1, 12),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_a_copy_whose_places_overlap(size: int, source: int, dest: int, scratch: int) -> None:
     """Either way, through a scratch buffer of any size; what is beside it stays."""
     with pytest.MonkeyPatch.context() as patch:

@@ -198,7 +198,7 @@ def test_filters(top_k: int | None, top_p: float | None, min_p: float | None) ->
     top_k=st.none() | st.integers(1, 12),
     top_p=st.none() | st.floats(0.0078125, 1.0, width=32),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_what_is_drawn_was_left_by_the_filters(
     logits: list[int], top_k: int | None, top_p: float | None
 ) -> None:
@@ -411,7 +411,7 @@ def test_a_mask_holds_for_greedy_and_random_rows() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_bad_sequences_are_those_of_transformers(data: st.DataObject) -> None:
     token = st.integers(0, 3)
     sequences = data.draw(st.lists(st.lists(token, min_size=2, max_size=4), min_size=1, max_size=6))

@@ -318,7 +318,7 @@ class Stepped(MemoryStore):
         super().delete(key)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(at=st.integers(1, 40), dies=st.booleans())
 def test_publishing_and_sweeping_at_once(at: int, dies: bool) -> None:
     """Whoever publishes in the middle of a sweep, even of one that dies there, either is told to

@@ -124,7 +124,7 @@ RAW_REQUESTS = [
 
 def test_raw_requests(tmp_path: Path) -> None:
     """Each is answered, or its connection closed, and the server goes on."""
-    world = World(tmp_path, byte_level())
+    world = World(tmp_path, byte_level(), page=False)
     with served(world) as url:
         address = (urlsplit(url).hostname, urlsplit(url).port)
         for request in RAW_REQUESTS:

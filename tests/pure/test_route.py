@@ -73,7 +73,7 @@ requests = st.builds(
     adapter_bytes=st.integers(0, 200 * MB),
     prefixes=st.sampled_from([(), ((16, 100),), ((16, 101), (64, 102)), ((32, 103), (96, 104))]),
 )
-FEW = settings(max_examples=60, deadline=None)
+FEW = settings(max_examples=30, deadline=None)
 
 
 @FEW

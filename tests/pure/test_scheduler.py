@@ -335,7 +335,7 @@ class OverlappedMachine(SchedulerMachine):
 
 
 _settings = settings(
-    max_examples=400 if "EXHAUSTIVE" in os.environ else 25,
+    max_examples=400 if "EXHAUSTIVE" in os.environ else 15,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

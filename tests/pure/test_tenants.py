@@ -282,7 +282,7 @@ ALL_OF = st.sampled_from([f"{name}/*" for name in NAMESPACES])
 GRANTS = st.frozensets(st.one_of(WHOLE, ALL_OF), max_size=3)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(NAMESPACES), GRANTS, ASKED, ASKED), max_size=12),
 )

@@ -213,7 +213,7 @@ def pieces(text: str, rng: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     st.text("ab", max_size=40),
     st.lists(st.text("ab", min_size=1, max_size=6), max_size=4),
