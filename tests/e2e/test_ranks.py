@@ -64,8 +64,8 @@ CASES = [
 """A family, options and kinds of adapters."""
 WAYS = pytest.mark.parametrize(
     "options",
-    [TWO, pytest.param(BOTH_HALVES, marks=pytest.mark.exhaustive)],
-    ids=["one half", "both halves"],
+    [BOTH_HALVES, pytest.param(TWO, marks=pytest.mark.exhaustive)],
+    ids=["both halves", "one half"],
 )
 
 
@@ -78,9 +78,15 @@ def ranks() -> list[int]:
 
 @WAYS
 def test_the_golden_workload(
-    make_llm: MakeLLM, workload: list[tuple[Case, Expected]], options: dict[str, int]
+    make_llm: MakeLLM,
+    workload: list[tuple[Case, Expected]],
+    options: dict[str, int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With so little memory that images are moved, evicted, and sent to the other rank."""
+    """With so little memory that images are moved, evicted, and sent to the other rank. The ranks
+    have the same logits, to the bit, while adapters come and go."""
+    watch_all(tmp_path, monkeypatch)
     llm = make_llm(**{**TIGHT, **options})
     part = interleaved(workload)[-2 * len(NAMES) :]
     assert_right(run(llm, part), part)
@@ -88,6 +94,9 @@ def test_the_golden_workload(
     assert stats.preemptions > 0
     assert stats.adapter_evictions > 0
     assert stats.adapter_loads > len(ADAPTERS)
+    first, second = checksums(tmp_path)
+    assert len(set(first)) > 32
+    assert first == second
 
 
 def test_an_engine_ends_with_a_rank_and_starts_again() -> None:
@@ -122,23 +131,6 @@ def test_an_engine_ends_with_a_rank_and_starts_again() -> None:
         assert set(ranks()) == set(before)
 
     asyncio.run(asyncio.wait_for(work(), 300))
-
-
-def test_ranks_have_the_same_logits(
-    make_llm: MakeLLM,
-    workload: list[tuple[Case, Expected]],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """To the bit, while adapters come and go; each rank has a share of both of their halves."""
-    watch_all(tmp_path, monkeypatch)
-    llm = make_llm(**{**TIGHT, **BOTH_HALVES})
-    part = interleaved(workload)[:8]
-    assert_right(run(llm, part), part)
-    assert llm.stats().adapter_evictions > 0
-    first, second = checksums(tmp_path)
-    assert len(set(first)) > 32
-    assert first == second
 
 
 @pytest.fixture(scope="module", params=CASES)

@@ -201,7 +201,7 @@ UNTIED = (
     *MIXTURES,
 )
 NEWER = ("olmo3", "smollm3", "granite", "gemma3", "glm4", "cohere2", "qwen3.5")
-ALWAYS = ("llama-tied", "qwen2", "phi3", "gemma3", "qwen3-next", "mixtral")
+ALWAYS = ("qwen2", "phi3", "gemma3", "qwen3-next", "mixtral")
 """Those that differ most in what adapters meet, to which the kinds are dealt; `make exhaustive`
 takes all kinds on all families."""
 SERVED = (
