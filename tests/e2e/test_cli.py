@@ -237,11 +237,11 @@ def test_a_broken_adapter_at_the_start_is_named(
 
 def test_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     """It asks few questions here. Its server is a process, as always."""
-    monkeypatch.setattr(demo, "WORDS_EACH", 2)
+    monkeypatch.setattr(demo, "WORDS_EACH", 1)
     monkeypatch.setattr(demo, "REPEATS", 1)
     done = CliRunner().invoke(app, ["demo"])
     assert done.exit_code == 0, done.output
-    check_demo(done.stdout, num_answers=3 * 2 * 12)
+    check_demo(done.stdout, num_answers=3 * 12)
 
 
 @pytest.mark.exhaustive
