@@ -40,6 +40,11 @@ def options() -> Options:
         ),
         ("lorax-launcher --model-id m --port 80", "m --port 80"),
         (
+            "python -m sglang.launch_server --lora-target-modules q_proj k_proj --model-path m"
+            " --max-seq-len-to-capture 8192",
+            "m",
+        ),
+        (
             """vllm serve m --lora-modules '{"name": "a", "path": "./a"}'""",
             """m --lora-modules '{"name": "a", "path": "./a"}'""",
         ),

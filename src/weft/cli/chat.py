@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from weft.core.errors import InvalidRequest, Unreachable, WeftError
-from weft.terminal.options import ending_in_one_line
+from weft.terminal.options import ApiKey, ending_in_one_line
 
 if TYPE_CHECKING:
     import httpx
@@ -39,12 +39,7 @@ def chat(
         float | None,
         typer.Option(metavar="T", help="0 always takes the most likely token. Default: 1.", min=0),
     ] = None,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY", help="The key that is sent as the bearer token.", envvar="WEFT_API_KEY"
-        ),
-    ] = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Talk to a model of a running server.
 

@@ -14,7 +14,7 @@ from typer.core import TyperCommand, TyperGroup, TyperOption
 from weft.core.errors import ConfigError, WeftError
 from weft.terminal.options import ending_in_one_line
 
-BASE = ("--model", "--model-path", "--model-id", "--served-model")
+BASE = ("--model", "--model-path", "--model-id")
 """What other servers call the base model, where it is no argument."""
 
 RENAMED = {
@@ -25,7 +25,6 @@ RENAMED = {
     "--lora-paths": "--lora-modules",
     "--max-loras-per-batch": "--max-loras",
     "--max-running-requests": "--max-num-seqs",
-    "--max-seq-len-to-capture": "--max-model-len",
     "--mem-fraction-static": "--gpu-memory-utilization",
     "--tp": "--tensor-parallel-size",
     "--tp-size": "--tensor-parallel-size",
@@ -46,6 +45,7 @@ NEEDLESS = {
     "--lora-dtype": "adapters are in the model's precision",
     "--lora-target-modules": "an adapter may be on any projection of the model",
     "--max-cpu-loras": "adapters on the host are bounded in bytes, by --adapter-host-memory",
+    "--max-seq-len-to-capture": "CUDA graphs serve requests of any length",
     "--no-enable-chunked-prefill": "long prompts are always read in chunks",
     "--structured-outputs-config": "forms are compiled by xgrammar",
     "--swap-space": "requests that make way are computed again",
@@ -81,6 +81,9 @@ _SWITCHES = {
     "--trust-remote-code",
 }
 """Those of the flags above that take no value."""
+
+_LISTS = {"--lora-modules", "--lora-paths", "--lora-target-modules"}
+"""Flags that take several values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +210,7 @@ def _flags(words: list[str], options: Options) -> Iterator[tuple[str, list[str]]
         while at < len(words) and not re.match(r"--?[A-Za-z]", words[at]):
             values.append(words[at])
             at += 1
-            if RENAMED.get(name, name) != "--lora-modules":
+            if name not in _LISTS:
                 break
         yield name, values
 

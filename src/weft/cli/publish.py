@@ -12,7 +12,7 @@ import typer
 
 from weft.cli.releases import NamedAdapter, Registry, actor, opened
 from weft.core.errors import AdapterError, ConfigError, Unreachable
-from weft.terminal.options import ending_in_one_line, show_bytes
+from weft.terminal.options import ApiKey, ending_in_one_line, show_bytes
 
 if TYPE_CHECKING:
     from weft.registry.records import Name
@@ -55,14 +55,7 @@ def push(
         bool,
         typer.Option(help="Let all requests for the name go to it; only with --registry."),
     ] = True,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY",
-            help="The key that is sent as the bearer token.",
-            envvar="WEFT_API_KEY",
-        ),
-    ] = None,
+    api_key: ApiKey = None,
 ) -> None:
     """Give an adapter a name on a server, or on all servers of a registry.
 

@@ -13,7 +13,7 @@ from weft.fleet.route import Routed
 from weft.fleet.view import RoutedRequest
 
 TURN_S = 1.0
-"""For how long one request that begins anew may hold up others."""
+"""How many seconds one request that begins anew on another node may hold up the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,13 +45,14 @@ class Live:
     moving: str | None = None
     """Why it was taken from its node; None: it was not."""
     lacking: set[str] = field(default_factory=set)
-    """Nodes that can't have its adapter."""
+    """The names of nodes that can't load its adapter."""
     num_refused: int = 0
-    """How often a node turned out not to have it any more."""
+    """How often a node that was thought to have its adapter no longer had it."""
 
 
 class ResumeTurn:
-    """One of the places of requests that begin anew, until `end`, or for TURN_S."""
+    """A request's turn to begin anew on another node. Few requests have one at a time, so that the
+    death of a node does not make a storm of prompts. It lasts until `end`, at most TURN_S."""
 
     def __init__(self, turns: asyncio.Semaphore) -> None:
         self._turns = turns

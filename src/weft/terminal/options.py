@@ -22,6 +22,16 @@ from weft.schedule.policy import POLICIES
 
 MODEL, ADAPTERS, MEMORY, BATCH = "Base model", "Adapters", "Memory", "Batching"
 
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        help="The key that is sent as the bearer token.",
+        envvar="WEFT_API_KEY",
+    ),
+]
+
 HELP: dict[str, str] = {
     "dtype": "The precision of the weights. auto: the checkpoint's on a GPU, float32 on a CPU.",
     "max_model_len": "How many tokens a prompt and its answer may have together. Default: what"

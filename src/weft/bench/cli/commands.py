@@ -27,7 +27,7 @@ from weft.bench.cli.options import (
     reporting,
 )
 from weft.bench.cli.simulate import simulate
-from weft.terminal.options import ending_in_one_line, with_flags
+from weft.terminal.options import ApiKey, ending_in_one_line, with_flags
 
 bench = typer.Typer(
     help="Measure an engine or a running server, or simulate adapter memory.",
@@ -285,12 +285,7 @@ class LoadFlags:
             rich_help_panel=WORKLOAD,
         ),
     ] = 600.0
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KEY", help="The key that is sent as the bearer token.", envvar="WEFT_API_KEY"
-        ),
-    ] = None
+    api_key: ApiKey = None
     plot: Plot = Path("weft-bench-serve.png")
     no_plot: NoPlot = False
     record: Record = None
