@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import itertools
 import json
 import multiprocessing
@@ -33,6 +34,7 @@ from weft.api import ApiSettings, create_app
 from weft.cli.connections import http_config
 from weft.cli.serve import new_event_loop
 from weft.core.messages import Command, Started, Submit, Tokens
+from weft.core.processes import leave_out_torch
 from weft.core.requests import TokenEvent
 from weft.core.stats import EngineInfo
 from weft.fleet.client import LinkClient
@@ -189,6 +191,7 @@ class MadeUpEngine:
 
 
 def serve(up: Connection, step_s: float) -> None:
+    leave_out_torch()  # as `weft serve` does
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(run_server(up, step_s))
 
@@ -200,6 +203,8 @@ async def run_server(up: Connection, step_s: float) -> None:
     await client.start(engine)
     registry = AdapterRegistry(["tiny"], str(TINY))
     app = create_app(client, registry, tokenizer, AdapterRoots([]), ApiSettings(("tiny",), 1 << 20))
+    gc.collect()
+    gc.freeze()  # as `weft serve` does
     with socket.create_server(("127.0.0.1", 0), backlog=4096) as listener:
         up.send(listener.getsockname()[1])
         loop = asyncio.get_running_loop()

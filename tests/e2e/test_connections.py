@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.client import HTTPResponse
 from pathlib import Path
 
 import httpx
@@ -136,6 +137,22 @@ def test_a_length_stated_in_two_ways_ends_the_connection(world: World) -> None:
         client.sendall(both + HEALTH)
         got = b"".join(iter(lambda: client.recv(65536), b""))
         assert got.count(b"HTTP/1.1 ") == 1 and b"connection: close" in got.lower()
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_streams_are_framed_as_the_version_of_http_asks(world: World, version: str) -> None:
+    body = BODY[:-1] + b', "stream": true, "max_tokens": 3}'
+    head = HEAD.replace(b"1.1", version.encode()) + b"connection: close\r\n"
+    with served(world) as url:
+        client = connect(url)
+        client.sendall(head + b"content-length: %d\r\n\r\n" % len(body) + body)
+        answer = HTTPResponse(client)
+        answer.begin()
+        events = answer.read().decode().split("\n\n")
+    assert answer.status == 200 and answer.chunked == (version == "1.1")
+    assert events[-2:] == ["data: [DONE]", ""]
+    texts = [json.loads(event[6:])["choices"][0]["text"] for event in events[:-2]]
+    assert len(texts) > 1 and "".join(texts)
 
 
 def test_connections_of_one_address_are_bounded(world: World) -> None:

@@ -30,6 +30,11 @@ READER_TIMEOUT_S = 120.0
 """How long a stream waits for a client that does not read, at least; it is looked at four times as
 often. Meanwhile the request goes on, and its tokens, at most max_tokens, are kept."""
 
+WRITE = "weft.write"
+"""The key in the state of a request's scope under which a connection offers a short way for pieces
+of a streamed answer: a function that writes one at once, or returns False if it can't."""
+_encode = msgspec.json.Encoder().encode
+
 TEXT: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "Successful Response",
@@ -193,10 +198,12 @@ class EventStream(Response):
         self._release = release
         self._typed = typed
         self._started = False
+        self._write: Callable[[bytes], bool] = _can_not_write
         self._sending_since_s: float | None = None
         """When sending began; None while the client has taken all that there was for it."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._write = scope.get("state", {}).get(WRITE, _can_not_write)
         try:
             await unless_client_leaves(self._left(receive), self._pump(scope, receive, send))
         except ClientDisconnect:
@@ -221,7 +228,9 @@ class EventStream(Response):
                 async with _in_time(scope):
                     async for chunk in self._chunks:
                         name = chunk["type"].encode() if self._typed else None
-                        await self._send(send, msgspec.json.encode(chunk), name)
+                        event = _event(_encode(chunk), name)
+                        if not (self._started and self._write(event)):
+                            await self._send(send, event)
             except ClientDisconnect:
                 raise
             except Exception as error:
@@ -229,13 +238,13 @@ class EventStream(Response):
                     await error_response(error, scope["path"])(scope, receive, send)
                     return
                 body = bytes(error_response(error, scope["path"]).body)
-                await self._send(send, body, b"error" if self._typed else None)
+                await self._send(send, _event(body, b"error" if self._typed else None))
             else:
                 if not self._typed:
-                    await self._send(send, b"[DONE]")
+                    await self._send(send, _event(b"[DONE]"))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send(self, send: Send, data: bytes, name: bytes | None = None) -> None:
+    async def _send(self, send: Send, event: bytes) -> None:
         self._sending_since_s = time.monotonic()
         try:
             if not self._started:
@@ -243,12 +252,18 @@ class EventStream(Response):
                 await send(
                     {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
                 )
-            event = b"" if name is None else b"event: " + name + b"\n"
-            body = event + b"data: " + data + b"\n\n"
-            await send({"type": "http.response.body", "body": body, "more_body": True})
+            await send({"type": "http.response.body", "body": event, "more_body": True})
         except OSError as error:
             raise ClientDisconnect from error
         self._sending_since_s = None
+
+
+def _event(data: bytes, name: bytes | None = None) -> bytes:
+    return b"%bdata: %b\n\n" % (b"" if name is None else b"event: %b\n" % name, data)
+
+
+def _can_not_write(data: bytes) -> bool:
+    return False
 
 
 @functools.cache

@@ -290,20 +290,22 @@ class _Chat:
             async with aclosing(turn.run()) as merged:
                 async for i, delta in merged:
                     if not outputs[i].texts:
-                        yield self._opening(i) | self._usage(i, outputs[i])
+                        yield self._with_usage(self._opening(i), i, outputs[i])
                     outputs[i].add(delta)
                     piece = readers[i].feed(delta)
                     if self._shows(delta, piece):
                         choice = self._chunk_choice(i, delta, piece, readers[i])
-                        yield self._head.chunk(_CHUNK, [choice]) | self._usage(i, outputs[i])
+                        chunk = self._head.chunk(_CHUNK, [choice])
+                        yield self._with_usage(chunk, i, outputs[i])
         if self._body.include_usage:
             total = usage(turn.requests, outputs, turn.num_choices)
             yield self._head.chunk(_CHUNK, []) | {"usage": total}
 
-    def _usage(self, index: int, output: Output) -> dict[str, Any]:
-        """The usage of a choice so far, if each chunk is to have it."""
-        request = self._turn.requests[index]
-        return {"usage": usage([request], [output], 1)} if self._body.usage_in_all else {}
+    def _with_usage(self, chunk: dict[str, Any], index: int, output: Output) -> dict[str, Any]:
+        """The chunk, with the usage of its choice so far if each is to have that."""
+        if self._body.usage_in_all:
+            chunk["usage"] = usage([self._turn.requests[index]], [output], 1)
+        return chunk
 
     def _whole_choice(self, index: int, output: Output) -> dict[str, Any]:
         reader = self._turn.reader()

@@ -71,9 +71,9 @@ class _Completion:
         with naming({"structured_outputs": field}):
             requests = await self._requests(form)
             outputs = [Output() for _ in requests]
-            async with aclosing(self._run(requests)) as merged:
+            async with aclosing(self._service.run_all(requests, self._language)) as merged:
                 async for i, delta in merged:
-                    outputs[i].add(delta)
+                    outputs[i].add(self._wanted(delta))
         choices = [
             self._choice(i, output, CompletionLogprobs(self._body, self._tokenizer), requests[i])
             | prompt_logprobs(self._body, self._tokenizer, requests[i], output)
@@ -89,32 +89,26 @@ class _Completion:
             requests = await self._requests(form)
             outputs = [Output() for _ in requests]
             shapes = [CompletionLogprobs(self._body, self._tokenizer) for _ in requests]
-            async with aclosing(self._run(requests)) as merged:
-                async for i, delta in merged:
-                    first = not outputs[i].texts
-                    outputs[i].add(delta)
+            async with aclosing(self._service.run_all(requests, self._language)) as merged:
+                async for i, made in merged:
+                    delta, output = self._wanted(made), outputs[i]
+                    first = not output.texts
+                    output.add(delta)
                     if first or self._shows(delta):
                         request = requests[i] if first else None
                         choice = self._choice(i, delta, shapes[i], request)
-                        yield self._head.chunk(_KIND, [choice]) | self._usage(
-                            requests[i], outputs[i]
-                        )
+                        chunk = self._head.chunk(_KIND, [choice])
+                        if self._body.usage_in_all:
+                            chunk["usage"] = usage([requests[i]], [output], 1)
+                        yield chunk
         if self._body.include_usage:
             total = usage(requests, outputs, self._num_choices)
             yield self._head.chunk(_KIND, []) | {"usage": total}
 
-    async def _run(
-        self, requests: list[EngineRequest]
-    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-        """The outputs' deltas, each with the index of its request. Where the prompt alone is
-        wanted, the one token that the engine has to make is left out."""
-        async with aclosing(self._service.run_all(requests, self._language)) as merged:
-            async for i, delta in merged:
-                yield i, _without_tokens(delta) if self._body.max_tokens == 0 else delta
-
-    def _usage(self, request: EngineRequest, output: Output) -> dict[str, Any]:
-        """The usage of a choice so far, if each chunk is to have it."""
-        return {"usage": usage([request], [output], 1)} if self._body.usage_in_all else {}
+    def _wanted(self, delta: OutputDelta) -> OutputDelta:
+        """The delta; where the prompt alone is wanted, without the one token that the engine has to
+        make."""
+        return _without_tokens(delta) if self._body.max_tokens == 0 else delta
 
     async def _requests(self, form: StructuredOutputs | None) -> list[EngineRequest]:
         body = self._body

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Collection, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -295,15 +295,20 @@ class Service:
         return await self.intake.encode_chat(messages, language, tenant=tenant, **options)
 
     async def _run(
-        self, request: EngineRequest, language: Language, shown_ids: Collection[int]
-    ) -> AsyncGenerator[OutputDelta, None]:
-        """The request's deltas. Closing the generator aborts what still runs in the engine."""
+        self,
+        index: int,
+        request: EngineRequest,
+        language: Language,
+        shown_ids: Collection[int],
+        place: AbstractContextManager[None],
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """The deltas of one of `run_all`'s requests, which holds this place meanwhile."""
         output = OutputStream(language.tokenizer, request.params, request.prompt_ids, shown_ids)
         shadows, token_ids = self.shadows, list[int]()
         shadow = shadows.number_of(request.adapter) if shadows is not None else None
         start_s = time.monotonic()
         events = self.engine.generate(request)
-        with watched(request, self._model_name, self.metrics, self._traces) as watch:
+        with place, watched(request, self._model_name, self.metrics, self._traces) as watch:
             async with aclosing(events):
                 async for event in events:
                     watch.event(event)
@@ -315,12 +320,12 @@ class Service:
                         if shadows is not None and shadow is not None:
                             took_s = time.monotonic() - start_s
                             shadows.begin(shadow, request, language, token_ids, took_s)
-                    yield delta
+                    yield index, delta
                     if delta.finish_reason is not None:
                         return
             raise EngineDead("the engine ended a request without an answer")
 
-    async def run_all(
+    def run_all(
         self, requests: Sequence[EngineRequest], language: Language, shown_ids: Collection[int] = ()
     ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """The deltas of several requests as they come, each with the index of its request.
@@ -328,19 +333,21 @@ class Service:
         `shown_ids` are special tokens that their texts show in any case. Closing the generator
         aborts what still runs. Raises Overloaded.
         """
+        places = self._places(requests)
+        if len(requests) == 1:
+            return self._run(0, requests[0], language, shown_ids, places)
+        held = nullcontext()
+        runs = [self._run(i, r, language, shown_ids, held) for i, r in enumerate(requests)]
+        return _merge(runs, places)
+
+    @contextmanager
+    def _places(self, requests: Sequence[EngineRequest]) -> Iterator[None]:
+        """A context in which the requests are open. Raises Overloaded."""
         num_tokens = sum(len(r.prompt_ids) + (r.params.max_tokens or 0) for r in requests)
         with self.admission.enter(len(requests), requests[0].tenant, num_tokens):
             if self.shadows is not None:
                 self.shadows.make_room()
-            if len(requests) == 1:
-                async with aclosing(self._run(requests[0], language, shown_ids)) as deltas:
-                    async for delta in deltas:
-                        yield 0, delta
-                return
-            runs = [self._run(request, language, shown_ids) for request in requests]
-            async with aclosing(_merge(runs)) as merged:
-                async for item in merged:
-                    yield item
+            yield
 
     async def collect(
         self, requests: Sequence[EngineRequest], language: Language, shown_ids: Collection[int] = ()
@@ -353,30 +360,32 @@ class Service:
         return outputs
 
 
-async def _merge(
-    streams: Sequence[AsyncGenerator[OutputDelta, None]],
-) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-    """Items of several streams as they come. The first error ends all of them."""
+_Deltas = AsyncGenerator[tuple[int, OutputDelta], None]
+
+
+async def _merge(streams: Sequence[_Deltas], places: AbstractContextManager[None]) -> _Deltas:
+    """Items of several streams as they come, in this context. The first error ends all of them."""
     queue: asyncio.Queue[tuple[int, OutputDelta] | asyncio.Task[None]] = asyncio.Queue()
 
-    async def pump(index: int, stream: AsyncGenerator[OutputDelta, None]) -> None:
+    async def pump(stream: _Deltas) -> None:
         async with aclosing(stream):
-            async for delta in stream:
-                queue.put_nowait((index, delta))
+            async for item in stream:
+                queue.put_nowait(item)
 
-    tasks = [asyncio.create_task(pump(i, s)) for i, s in enumerate(streams)]
-    for task in tasks:
-        task.add_done_callback(queue.put_nowait)
-    try:
-        num_open = len(tasks)
-        while num_open:
-            item = await queue.get()
-            if isinstance(item, asyncio.Task):
-                item.result()
-                num_open -= 1
-            else:
-                yield item
-    finally:
+    with places:
+        tasks = [asyncio.create_task(pump(stream)) for stream in streams]
         for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            task.add_done_callback(queue.put_nowait)
+        try:
+            num_open = len(tasks)
+            while num_open:
+                item = await queue.get()
+                if isinstance(item, asyncio.Task):
+                    item.result()
+                    num_open -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from weft.api.http import error_response
+from weft.api.http import WRITE, error_response
 from weft.api.middleware import PROBES
 from weft.core.errors import Overloaded
 from weft.core.fair_calls import FairCalls
@@ -272,9 +272,19 @@ class ClientConnection(H11Protocol):
             self._seen = self.cycle
             self._unlimit_head()
             self._places.ask(self)
+            if self.scope["http_version"] == "1.1":
+                self.scope["state"][WRITE] = self._write_chunk
             names = {name for name, _ in self.headers}
             if self._places.is_spare(self) or names >= {b"content-length", b"transfer-encoding"}:
                 self.headers.append(CLOSE_HEADER)
+
+    def _write_chunk(self, data: bytes) -> bool:
+        """Write a piece of a streamed answer that has begun, unless the client is gone or has to
+        read first. h11 would write the same bytes: it keeps no count of chunks."""
+        if self.flow.write_paused or self.cycle.disconnected or self.transport.is_closing():
+            return False
+        self.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+        return True
 
     def on_response_complete(self) -> None:
         self._places.wait(self)

@@ -53,7 +53,8 @@ class FairCalls:
             self._waiting.setdefault(tenant, deque()).append(call)
 
     def _most(self, tenant: str) -> int:
-        return self._most_alone if self._there.keys() <= {tenant} else self._most_each
+        num_others = len(self._there) - (tenant in self._there)
+        return self._most_each if num_others else self._most_alone
 
     def _begin(self) -> None:
         """A pass begins."""
