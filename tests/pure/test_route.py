@@ -8,14 +8,22 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weft.core.errors import ConfigError
 from weft.core.load import Costs, EngineLoad
-from weft.fleet.keys import COMING, HOST, RESIDENT, RUNNING, KeyedCodes, Orders
+from weft.fleet.keys import (
+    COMING,
+    HOST,
+    NUM_CODES,
+    RESIDENT,
+    RUNNING,
+    KeyedCodes,
+    KeyedNodes,
+    Orders,
+)
 from weft.fleet.reports import NodeReport, update_between
 from weft.fleet.route import POLICIES, Routed, Router, Shed
 from weft.fleet.view import TRANSIT_S, RoutedRequest
@@ -170,12 +178,12 @@ def test_what_was_sent_counts_until_a_report_has_seen_it() -> None:
     one = router([IDLE])
     one.place(request(1), now=1.0)
     report(one, NAMES[0], IDLE, now=1.0 + TRANSIT_S / 2)  # it may have been made before
-    assert one.view.nodes[0].num_open == 1
+    assert one.view.num_open[0] == 1
     assert one.terms(request(2)).load[0] < one.terms(request(2, adapter=8)).load[0]
     report(one, NAMES[0], replace(IDLE, num_running=1), now=1.0 + 2 * TRANSIT_S)
-    assert one.view.nodes[0].num_open == 1
+    assert one.view.num_open[0] == 1
     one.view.end(NAMES[0], request(1), 30)
-    assert one.view.nodes[0].num_open == 0
+    assert one.view.num_open[0] == 0
     one.view.check()
 
 
@@ -224,7 +232,7 @@ def test_whoever_has_more_than_its_share_is_refused_first() -> None:
 def test_saturated_fleets_follow_the_order_of_the_adapter() -> None:
     full = replace(IDLE, num_running=8, num_waiting=60)
     fleet = router([full] * 6)
-    first = int(fleet.view.orders.places(7)[:6].argmin())
+    first = int(fleet.view.told.orders.seconds(7)[:6].argmin())
     for resident in range(6):
         report(fleet, NAMES[resident], replace(full, resident=frozenset({7})))
         assert node_of(fleet, request()) == NAMES[first]
@@ -250,9 +258,9 @@ def test_a_policy_that_is_not_there() -> None:
 def test_orders_change_little_when_a_node_comes() -> None:
     orders = Orders()
     orders.set_nodes(dict(enumerate(NAMES[:5])), 8)
-    before = [int(orders.places(key)[:5].argmin()) for key in range(1, 600)]
+    before = [int(orders.seconds(key)[:5].argmin()) for key in range(1, 600)]
     orders.set_nodes(dict(enumerate(NAMES)), 8)
-    after = [int(orders.places(key)[:6].argmin()) for key in range(1, 600)]
+    after = [int(orders.seconds(key)[:6].argmin()) for key in range(1, 600)]
     assert all(b == a or a == 5 for b, a in zip(before, after, strict=True))
     assert min(Counter(after).values()) > 50
 
@@ -266,19 +274,24 @@ changes = st.tuples(
 
 
 @FEW
-@given(st.lists(changes, max_size=30), st.sampled_from([0, 16]))
-def test_keyed_codes(history: list[tuple[bool, int, int, list[int]]], stride: int) -> None:
-    """They are a set of bits for each key and node."""
-    codes, model = KeyedCodes(stride, np.dtype(np.intp)), {}
+@given(st.lists(changes, max_size=30))
+def test_keyed_codes_and_nodes(history: list[tuple[bool, int, int, list[int]]]) -> None:
+    """They are a set of bits, or one bit, for each key and node."""
+    codes, nodes, model = KeyedCodes(), KeyedNodes(), {}
     codes.grow(2)
     codes.grow(4)
+    nodes.grow(8)
     for adds, node, bit, some in history:
         (codes.add if adds else codes.discard)(node, bit, some)
+        if bit == RESIDENT:
+            (nodes.add if adds else nodes.discard)(node, some)
         for key in some:
             old = model.get((key, node), 0)
             model[key, node] = old | bit if adds else old & ~bit
         codes.check()
+        nodes.check()
     for key in range(1, 5):
-        wanted = [stride * node + model.get((key, node), 0) for node in range(4)]
-        assert codes.row(key).tolist() == wanted
-        assert (codes.find(key) is not None) == any(model.get((key, n)) for n in range(4))
+        held = [model.get((key, node), 0) for node in range(4)]
+        assert codes.row(key).tolist() == [NUM_CODES * n + code for n, code in enumerate(held)]
+        row = nodes.row(nodes.mask(key))
+        assert row.tolist() == [code & RESIDENT for code in held] + [0] * 4

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
+from typing import Generic, TypeVar
 
 from weft.bench.coasting import CoastingScheduler
 from weft.bench.fleet_trace import OWN_PROMPT, FleetAsk
@@ -20,6 +22,8 @@ from weft.schedule.plan import StepPlan
 from weft.schedule.policy import cost
 from weft.schedule.sketch import PrefixSketch
 from weft.schedule.slots import AdapterSlots
+
+T = TypeVar("T")
 
 H200 = DeviceModel(
     step_s=4.2e-3,
@@ -63,6 +67,10 @@ def costs_of(model: DeviceModel) -> Costs:
     )
 
 
+key_of = cache(adapter_key)
+
+
+@cache
 def digest_of(adapter: int) -> str:
     """The digest of an adapter of a trace; its key is the number plus 1."""
     return f"{adapter + 1:016x}".ljust(64, "0")
@@ -71,6 +79,25 @@ def digest_of(adapter: int) -> str:
 @cache
 def _params(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+
+
+@cache
+def _own_keys(adapter: int) -> list[bytes]:
+    """The keys of the blocks of an adapter's own prompt."""
+    chain = Holding(digest_of(adapter), 0)
+    return [chain.key([0] * OWN_PROMPT, k, BLOCK) for k in range(OWN_PROMPT // BLOCK)]
+
+
+@lru_cache(maxsize=1 << 16)
+def _session_keys(adapter: int, session: int) -> list[bytes]:
+    """The keys of the blocks of a session, as far as somebody has worked them out. All requests
+    of a session begin with the same tokens, so each key is worked out once."""
+    return _own_keys(adapter).copy()
+
+
+def chain_of(ask: FleetAsk) -> Holding:
+    """What a request of the trace will hold of a cache."""
+    return Holding(digest_of(ask.adapter), 0, keys=_session_keys(ask.adapter, ask.session))
 
 
 def request_of(number: int, ask: FleetAsk, output_ids: list[int]) -> EngineRequest:
@@ -94,35 +121,52 @@ class _Scheduler(CoastingScheduler):
         self._by_id[request.request_id].holding = chain
 
 
-class _ToldSketch(PrefixSketch):
-    """Notes what changes, so that reports need not compare everything."""
+class _Changes(Generic[T]):
+    """What a node has told of a set, and what of it may have changed since, so that reports need
+    not compare everything."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, key_of: Callable[[T], int], has: Callable[[T], bool]) -> None:
+        """`key_of`: the key by which an element is told. `has`: whether it is in the set now."""
+        self._key_of = key_of
+        self._has = has
         self.told: set[int] = set()
-        self._changed: dict[bytes, None] = {}
+        self._noted: dict[T, None] = {}
 
-    def use(self, index: int, key: bytes) -> None:
-        super().use(index, key)
-        self._changed[key] = None
-
-    def drop(self, key: bytes) -> None:
-        super().drop(key)
-        self._changed[key] = None
+    def note(self, element: T) -> None:
+        """The element has come or gone."""
+        self._noted[element] = None
 
     def change(self) -> KeyChange:
         """What changed since the last call."""
         added, removed = [], []
-        for key in self._changed:
-            short, here = int.from_bytes(key[:8], "little"), key in self._keys
-            if here and short not in self.told:
-                self.told.add(short)
-                added.append(short)
-            elif not here and short in self.told:
-                self.told.remove(short)
-                removed.append(short)
-        self._changed.clear()
+        for element in self._noted:
+            key, here = self._key_of(element), self._has(element)
+            if here and key not in self.told:
+                self.told.add(key)
+                added.append(key)
+            elif not here and key in self.told:
+                self.told.remove(key)
+                removed.append(key)
+        self._noted.clear()
         return KeyChange(added, removed)
+
+
+class _NotedSketch(PrefixSketch):
+    """Notes what changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.changes = _Changes[bytes](
+            lambda key: int.from_bytes(key[:8], "little"), self._keys.__contains__
+        )
+
+    def use(self, index: int, key: bytes) -> None:
+        super().use(index, key)
+        self.changes.note(key)
+
+    def drop(self, key: bytes) -> None:
+        super().drop(key)
+        self.changes.note(key)
 
 
 class SimulatedNode:
@@ -137,7 +181,7 @@ class SimulatedNode:
         self.slots = AdapterSlots(DEVICE_ADAPTERS * size, DEVICE_ADAPTERS, cost)
         for k in range(num_adapters):
             self.slots.add(digest_of(k), size)
-        self._sketch = _ToldSketch()
+        self._sketch = _NotedSketch()
         self._cache = Cache(NUM_BLOCKS, BLOCK)
         self._cache.sketch = self._sketch
         limits = LIMITS._replace(max_num_seqs=seats, max_loras=seats)
@@ -149,7 +193,8 @@ class SimulatedNode:
         self._end_s = math.inf
         """When the step under way ends, or what an idle node waits for comes."""
         self._plan: StepPlan | None = None
-        self._told = EngineLoad()
+        self._resident = _Changes(key_of, self.slots.is_resident)
+        self._host = _Changes(key_of, self.loads.on_host)
         self._seq = 0
 
     # -- requests ------------------------------------------------------------------------------
@@ -189,6 +234,10 @@ class SimulatedNode:
                 found += [(now, event) for event in events]
             for digest, load_s in self.loads.ended(now):
                 self.slots.loaded(digest, load_s)
+                self._resident.note(digest)
+            for digest in self.loads.moved:
+                self._host.note(digest)
+            self.loads.moved.clear()
             self._begin_step(now)
             if self.scheduler.quiet and self._plan is not None and self._plan.empty:
                 self._coast(until)
@@ -199,6 +248,8 @@ class SimulatedNode:
         plan = scheduler.plan(now)
         for load in plan.loads:
             self.loads.start(load, now)
+            for digest in load.evicted:
+                self._resident.note(digest)
         if plan.empty and not scheduler.num_coasting:
             self._plan = None
             polled_s = now + IDLE_S if scheduler.busy else math.inf
@@ -241,27 +292,21 @@ class SimulatedNode:
             scheduler.batch.num_queued_tokens,
             self._cache.usage,
             free,
-            frozenset(map(adapter_key, scheduler.running_adapters())),
-            {adapter_key(d): s for d, s in self.loads.under_way(now).items()},
+            frozenset(map(key_of, scheduler.running_adapters())),
+            {key_of(d): s for d, s in self.loads.under_way(now).items()},
             costs=self._costs,
         )
 
     def report(self, now: float) -> ReportUpdate:
         """The next report; the first one is whole."""
         self._seq += 1
-        resident = frozenset(map(adapter_key, self.slots.resident))
-        host = frozenset(map(adapter_key, self.loads.host))
         load = self.load(now)
-        changes = (
-            KeyChange.between(self._told.resident, resident),
-            KeyChange.between(self._told.host, host),
-            self._sketch.change(),
-        )
-        self._told = replace(load, resident=resident, host=host)
+        changes = self._resident.change(), self._host.change(), self._sketch.changes.change()
         return ReportUpdate(NodeReport(self.name, 1, self._seq, load), *changes, self._seq == 1)
 
     def whole_report(self, now: float) -> ReportUpdate:
         """The newest report, for those who missed some."""
-        load = replace(self.load(now), resident=self._told.resident, host=self._told.host)
-        load = replace(load, prefixes=frozenset(self._sketch.told))
+        told = self._resident.told, self._host.told, self._sketch.changes.told
+        resident, host, prefixes = map(frozenset, told)
+        load = replace(self.load(now), resident=resident, host=host, prefixes=prefixes)
         return update_between(None, NodeReport(self.name, 1, self._seq, load))

@@ -15,12 +15,13 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from weft.bench.fleet_node import BLOCK, H200, SimulatedNode, digest_of, request_of
+from weft.bench.fleet_node import BLOCK, H200, SimulatedNode, chain_of, request_of
 from weft.bench.fleet_trace import FleetAsk
 from weft.bench.workload import rng_of
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.fleet.consolidate import Consolidator, NodeLoad, plan_moves
 from weft.fleet.route import Router, Shed
+from weft.fleet.told import Told
 from weft.fleet.view import TRANSIT_S, RoutedRequest
 from weft.schedule.cache import Holding
 from weft.schedule.sketch import prefix_keys
@@ -102,7 +103,7 @@ class _Flight:
         self.first_s = math.inf
         self.left_s: float | None = None
         """When it left a node, until it gets its next token elsewhere."""
-        self.chain = Holding()
+        self.chain = chain_of(ask)
         """The keys of its blocks."""
         self.output: list[int] = []
         """What it had got when it was sent last."""
@@ -111,9 +112,9 @@ class _Flight:
         return request_of(self.number, self.ask, self.output)
 
     def describe(self, request: EngineRequest, avoid: str = "") -> RoutedRequest:
-        """What a router needs to know of it; works out the keys of its blocks."""
+        """What a router needs to know of it. It takes a new chain, as it holds nothing now."""
         tokens = request.prompt_ids + request.output_ids
-        self.chain = Holding(digest_of(self.ask.adapter), 0)
+        self.chain = chain_of(self.ask)
         return RoutedRequest(
             request.request_id,
             len(tokens),
@@ -133,7 +134,11 @@ class FleetSimulator:
         self._seconds = seconds
         self.nodes = [self._new_node(i) for i in range(setup.num_nodes)]
         transit_s = TRANSIT_S if setup.report_s else 0.0
-        self.routers = [Router(setup.policy, transit_s) for _ in range(setup.num_routers)]
+        self._told = None if setup.faults_each_s else Told()
+        """What all routers hear; None: links may be cut, so that each hears for itself."""
+        self.routers = [
+            Router(setup.policy, transit_s, told=self._told) for _ in range(setup.num_routers)
+        ]
         self._consolidator = Consolidator(setup.target) if setup.target else None
         self.flights: dict[int, _Flight] = {}
         """Open requests by number."""
@@ -260,9 +265,12 @@ class FleetSimulator:
         self._work(i, now)
         self._dirty.discard(i)
         update = self.nodes[i].report(now)
-        for k, router in enumerate(self.routers):
-            if (k, i) not in self._cut:
-                router.view.update(update, now)
+        if self._told is not None:
+            self._told.update(update, now)
+        else:
+            for k, router in enumerate(self.routers):
+                if (k, i) not in self._cut:
+                    router.view.update(update, now)
         self._touch(i)
 
     def _control(self, now: float) -> None:
@@ -271,10 +279,10 @@ class FleetSimulator:
         loads = [
             NodeLoad(
                 node.name,
-                node.num_open,
-                node.load.max_seats,
-                float(view.table.wait_s[i]),
-                node.num_open * float(view.table.token_s[i]),
+                int(view.num_open[i]),
+                view.told.nodes[i].load.max_seats,
+                float(view.wait_s[i]),
+                float(view.num_open[i] * view.told.token_s[i]),
             )
             for i, node in view.nodes.items()
             if not node.dead

@@ -236,11 +236,11 @@ class SimulatedLoads:
         """For each load: when it ends, what it loads, and when it was ordered."""
         self.came_s: dict[str, float] = {}
         """When each adapter came to the device last."""
+        self.moved: dict[str, None] = {}
+        """What came to the host or left it; whoever wants to know clears it."""
 
-    @property
-    def host(self) -> tuple[str, ...]:
-        """The digests on the host, those used last at the end."""
-        return tuple(self._host)
+    def on_host(self, digest: str) -> bool:
+        return digest in self._host
 
     def under_way(self, now: float) -> dict[str, float]:
         """For how many seconds each load has been under way, by digest."""
@@ -272,9 +272,11 @@ class SimulatedLoads:
             self._host.move_to_end(digest)
             return
         self._host[digest] = None
+        self.moved[digest] = None
         self._free_bytes -= self._bytes[digest]
         while self._free_bytes < 0:
             gone, _ = self._host.popitem(last=False)
+            self.moved[gone] = None
             self._free_bytes += self._bytes[gone]
 
 

@@ -241,15 +241,15 @@ class Placement:
 
     def prefetches(self, view: FleetView) -> list[Prefetch]:
         """What to load where: hot adapters, at the first nodes of their order without them."""
-        able = {i: node.name for i, node in view.nodes.items() if not view.table.closed_s[i]}
+        able = {i: node.name for i, node in view.nodes.items() if not view.closed_s[i]}
         threshold = HOT * self._total / max(len(able), 1)
         found: list[Prefetch] = []
         for adapter, count in self._counts.items():
             if adapter and count >= threshold:
-                codes = view.adapters.row(adapter)
+                codes = view.codes(adapter)
                 held = {i for i in able if codes[i] & (RESIDENT | COMING)}
-                places = view.orders.places(adapter)
-                others = sorted(able.keys() - held, key=lambda i: (places[i], i))
+                order_s = view.told.orders.seconds(adapter)
+                others = sorted(able.keys() - held, key=lambda i: (order_s[i], i))
                 missing = self.copies(adapter, len(able)) - len(held)
                 found += [Prefetch(able[i], adapter) for i in others[: max(missing, 0)]]
         return found

@@ -1,17 +1,17 @@
 """Which keys are held by which nodes, so that a look-up answers for all nodes at once.
 
-For each key there is a row, and in it one small code for each node, whose bits say how the node
-has what the key stands for:
+Of an adapter it is told how each node has it. For each key there is a row, and in it one small
+code for each node, whose bits say that:
 
     adapter key    node 0      node 1      node 2
     a1             RESIDENT    0           HOST | COMING
     a2             0           RUNNING     0
 
-An element of a row is `stride * node + code`, which with a stride of `NUM_CODES` says where to look
-in a table with a line for each node and code. Rows
-exist only for keys that some node holds.
+An element of a row is `NUM_CODES * node + code`, which says where to look in a table with a line
+for each node and code. Of a prefix a node has just the one bit, so that all nodes are one integer.
 
-A key also gives the nodes an order of its own (`Orders`), the same wherever it is worked out.
+Rows and integers exist only for keys that some node holds. A key also gives the nodes an order of
+its own (`Orders`), the same wherever it is worked out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +27,10 @@ RESIDENT, HOST, COMING, RUNNING = 1, 2, 4, 8
 """On the device; on the host; about to be on the device; in the batch."""
 NUM_CODES = 16
 
-MAX_ORDERS = 20_000
-"""How many keys' orders are remembered."""
+MAX_ORDERS = MAX_ROWS = 20_000
+"""How many keys' orders, and how many masks' rows, are remembered."""
+ORDER_S = 0.5e-3
+"""What each place in a key's order of nodes counts."""
 MASK = (1 << 64) - 1
 
 Ints = NDArray[np.intp]
@@ -37,23 +38,18 @@ Floats = NDArray[np.float64]
 
 
 class KeyedCodes:
-    """Owner of the rows of one kind of keys."""
+    """Owner of the rows of adapters' keys."""
 
-    def __init__(self, stride: int, dtype: np.dtype[Any]) -> None:
-        """`dtype`: that of the rows."""
-        self._stride = stride
-        self._nothing: NDArray[Any] = np.zeros(0, dtype)
+    def __init__(self) -> None:
+        self._nothing: Ints = np.zeros(0, dtype=np.intp)
         """The row of a key that no node holds."""
-        self._rows: dict[int, NDArray[Any]] = {}
+        self._rows: dict[int, Ints] = {}
         self._holders: dict[int, int] = {}
         """How many nodes have a code other than 0."""
 
-    def row(self, key: int) -> NDArray[Any]:
+    def row(self, key: int) -> Ints:
+        """The row of a key, which changes when nodes tell more."""
         return self._rows.get(key, self._nothing)
-
-    def find(self, key: int) -> NDArray[Any] | None:
-        """The row of a key that some node holds, or None."""
-        return self._rows.get(key)
 
     def add(self, node: int, bit: int, keys: Iterable[int]) -> None:
         for key in keys:
@@ -63,7 +59,7 @@ class KeyedCodes:
                 self._holders[key] = 0
             code = int(row[node])
             if not code & bit:
-                self._holders[key] += code == self._stride * node
+                self._holders[key] += code == NUM_CODES * node
                 row[node] = code | bit
 
     def discard(self, node: int, bit: int, keys: Iterable[int]) -> None:
@@ -71,7 +67,7 @@ class KeyedCodes:
             row = self._rows.get(key)
             if row is not None and (code := int(row[node])) & bit:
                 row[node] = code & ~bit
-                if code & ~bit == self._stride * node:
+                if code & ~bit == NUM_CODES * node:
                     self._holders[key] -= 1
                     if not self._holders[key]:
                         del self._rows[key], self._holders[key]
@@ -90,7 +86,7 @@ class KeyedCodes:
 
     def grow(self, num_nodes: int) -> None:
         old = len(self._nothing)
-        self._nothing = self._stride * np.arange(num_nodes, dtype=self._nothing.dtype)
+        self._nothing = NUM_CODES * np.arange(num_nodes, dtype=np.intp)
         more = self._nothing[old:]
         self._rows = {key: np.concatenate((row, more)) for key, row in self._rows.items()}
 
@@ -99,6 +95,56 @@ class KeyedCodes:
         assert self._rows.keys() == self._holders.keys()
         for key, row in self._rows.items():
             assert self._holders[key] == int((row != self._nothing).sum()) > 0
+
+
+class KeyedNodes:
+    """Owner of the nodes of prefixes' keys: an integer for each, whose bit i stands for node i."""
+
+    def __init__(self) -> None:
+        self._nodes: dict[int, int] = {}
+        self._rows: dict[int, Floats] = {}
+        self._capacity = 0
+
+    def mask(self, key: int) -> int:
+        return self._nodes.get(key, 0)
+
+    def row(self, mask: int) -> Floats:
+        """1 at each node of a mask, 0 at others. Not to be changed."""
+        row = self._rows.get(mask)
+        if row is None:
+            if len(self._rows) >= MAX_ROWS:
+                self._rows.clear()
+            content = np.frombuffer(mask.to_bytes(self._capacity // 8, "little"), np.uint8)
+            row = np.unpackbits(content, bitorder="little").astype(np.float64)
+            self._rows[mask] = row
+        return row
+
+    def grow(self, num_nodes: int) -> None:
+        """Rows have so many elements, a multiple of 8."""
+        self._capacity = num_nodes
+        self._rows.clear()
+
+    def add(self, node: int, keys: Iterable[int]) -> None:
+        nodes, bit = self._nodes, 1 << node
+        for key in keys:
+            nodes[key] = nodes.get(key, 0) | bit
+
+    def discard(self, node: int, keys: Iterable[int]) -> None:
+        nodes, others = self._nodes, ~(1 << node)
+        for key in keys:
+            if left := nodes.get(key, 0) & others:
+                nodes[key] = left
+            else:
+                nodes.pop(key, None)
+
+    def forget(self, node: int) -> None:
+        """The node holds nothing any more."""
+        bit = 1 << node
+        self.discard(node, [key for key, nodes in self._nodes.items() if nodes & bit])
+
+    def check(self) -> None:
+        """Raise AssertionError if a key is held by no node."""
+        assert all(self._nodes.values())
 
 
 def hash_of(text: str) -> int:
@@ -115,22 +161,23 @@ class Orders:
         self._indices: Ints = np.zeros(0, dtype=np.intp)
         self._hashes = np.zeros(0, dtype=np.uint64)
         self._capacity = 0
-        self._places: dict[int, Floats] = {}
+        self._seconds: dict[int, Floats] = {}
 
     def set_nodes(self, names: Mapping[int, str], capacity: int) -> None:
         """These nodes are there, by their index; arrays have `capacity` elements."""
         self._indices = np.array(list(names), dtype=np.intp)
         self._hashes = np.array([hash_of(name) for name in names.values()], dtype=np.uint64)
         self._capacity = capacity
-        self._places.clear()
+        self._seconds.clear()
 
-    def places(self, key: int) -> Floats:
-        """Each node's place in the key's order: 0 for the first one. 0 where there is no node."""
-        found = self._places.get(key)
+    def seconds(self, key: int) -> Floats:
+        """ORDER_S times each node's place in the key's order: 0 for the first one. 0 where there is
+        no node. Not to be changed."""
+        found = self._seconds.get(key)
         if found is None:
-            if len(self._places) >= MAX_ORDERS:
-                self._places.clear()
-            found = self._places[key] = self._work_out(key)
+            if len(self._seconds) >= MAX_ORDERS:
+                self._seconds.clear()
+            found = self._seconds[key] = self._work_out(key)
         return found
 
     def _work_out(self, key: int) -> Floats:
@@ -139,6 +186,6 @@ class Orders:
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
         x ^= x >> np.uint64(31)
-        places = np.zeros(self._capacity)
-        places[self._indices[np.argsort(x)]] = np.arange(len(x))
-        return places
+        seconds = np.zeros(self._capacity)
+        seconds[self._indices[np.argsort(x)]] = ORDER_S * np.arange(len(x))
+        return seconds

@@ -33,15 +33,14 @@ from numpy.typing import NDArray
 
 from weft.core.errors import ConfigError
 from weft.fleet.keys import NUM_CODES, RUNNING, hash_of
-from weft.fleet.view import BYTE_S, LOAD_S, ROWS_S, TRANSIT_S, FleetView, RoutedRequest
+from weft.fleet.told import ROWS_S, Told
+from weft.fleet.view import TRANSIT_S, FleetView, RoutedRequest
 
 Floats = NDArray[np.float64]
 
 CROWDING = 0.5
 """What a second of another request on the node counts beside one of the request itself: those
 that run are half done on average."""
-ORDER_S = 0.5e-3
-"""What each place in the adapter's order of nodes counts."""
 SATURATED_S = 1.0
 """Beyond this wait at the best node, requests go by their adapter's order."""
 BOUND, ROOM = 1.25, 1.0
@@ -112,24 +111,22 @@ def cost(view: FleetView, request: RoutedRequest, terms: Terms) -> Floats:
 
 def least_loaded(view: FleetView, request: RoutedRequest, terms: Terms) -> Floats:
     """The node with the fewest open requests; any of those, if there are several."""
-    return (
-        view.table.num_open + 1e-3 * view.orders.places(hash_of(request.request_id)) + terms.closed
-    )
+    return view.num_open + view.told.orders.seconds(hash_of(request.request_id)) + terms.closed
 
 
 def bounded_hrw(view: FleetView, request: RoutedRequest, terms: Terms) -> Floats:
     """The first node in the adapter's order that has no more than its bound of requests."""
     able = terms.closed < np.inf
-    mean = (float(view.table.num_open[able].sum()) + 1) / max(int(able.sum()), 1)
-    over = view.table.num_open >= BOUND * mean + ROOM
-    return np.where(over, LATER + view.table.num_open, terms.order) + terms.closed
+    mean = (float(view.num_open[able].sum()) + 1) / max(int(able.sum()), 1)
+    over = view.num_open >= BOUND * mean + ROOM
+    return np.where(over, LATER + view.num_open, terms.order) + terms.closed
 
 
 def punica(view: FleetView, request: RoutedRequest, terms: Terms) -> Floats:
     """The node with the most requests that has a seat left (Chen et al., "Punica: Multi-Tenant LoRA
     Serving", 2023, arXiv 2310.18547); the one with the fewest, where none has."""
-    full = view.table.num_open >= view.table.seats
-    return np.where(full, LATER + view.table.num_open, -view.table.num_open) + terms.closed
+    full = view.num_open >= view.told.seats
+    return np.where(full, LATER + view.num_open, -view.num_open) + terms.closed
 
 
 POLICIES: dict[str, Policy] = {
@@ -152,7 +149,7 @@ def find_policy(name: str) -> Policy:
 class Router:
     """Decides for the requests of one node. It owns its view of all nodes.
 
-    transit_s: see `FleetView`. max_wait_s: a request that would wait longer is refused. A tenant
+    transit_s, told: see `FleetView`. max_wait_s: a request that would wait longer is refused. A tenant
     that has more open requests than its share is refused at as much less as it has more.
     weights: the tenants' shares, 1 for those that are not named.
     """
@@ -163,8 +160,9 @@ class Router:
         transit_s: float = TRANSIT_S,
         max_wait_s: float = math.inf,
         weights: Mapping[str, float] | None = None,
+        told: Told | None = None,
     ) -> None:
-        self.view = FleetView(transit_s)
+        self.view = FleetView(transit_s, told)
         self._policy = find_policy(policy)
         self._max_wait_s = max_wait_s
         self._weights = dict(weights or {})
@@ -179,7 +177,7 @@ class Router:
     def sent(self, routed: Routed, request: RoutedRequest, now: float) -> None:
         """Remember that a request goes where `choose` said."""
         computed = routed.terms.prefill[routed.index]
-        computed /= max(self.view.table.token_s[routed.index], 1e-9)
+        computed /= max(self.view.told.token_s[routed.index], 1e-9)
         self.view.send(routed.index, request, round(computed), now)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
@@ -211,39 +209,51 @@ class Router:
 
     def terms(self, request: RoutedRequest) -> Terms:
         """The parts of J at each place of the view's arrays."""
-        view, table = self.view, self.view.table
+        view, told = self.view, self.view.told
+        view.heed()
         if request.adapter:
-            codes = view.adapters.row(request.adapter)
-            by_node = table.by_code.take(codes, axis=0)
-            load = by_node[:, LOAD_S] + request.adapter_bytes * by_node[:, BYTE_S]
-            rows = by_node[:, ROWS_S]
+            codes = view.codes(request.adapter)
+            by_code = told.by_code.take(codes, axis=1)
+            load = view.load_s(codes, by_code, request.adapter_bytes)
+            rows = by_code[ROWS_S]
         else:
-            load, rows = np.zeros(view.capacity), table.by_code[RUNNING::NUM_CODES, ROWS_S]
-        prefill = self._uncached(request) * table.token_s
-        others = (prefill + rows) * table.num_open
+            load = np.zeros(view.capacity)
+            rows = told.by_code[ROWS_S, RUNNING::NUM_CODES]
+        prefill = self._uncached(request) * told.token_s
+        others = prefill + rows
+        others *= view.num_open
         others *= CROWDING
-        order = ORDER_S * view.orders.places(request.order_key)
-        closed = table.closed_s
+        order = told.orders.seconds(request.order_key)
+        closed = view.closed_s
         if request.labels or request.avoid:
             closed = closed + view.barred_s(request)
-        wait = table.wait_s.copy()
+        wait = view.wait_s
         total = np.maximum(wait, load)
-        for part in (prefill, others, order, closed):
-            total += part
+        total += prefill
+        total += others
+        total += order
+        total += closed
         return Terms(wait, load, prefill, others, order, closed, total)
 
     def _uncached(self, request: RoutedRequest) -> Floats | float:
         """How many tokens each node has to compute. Who has a long prefix has the shorter ones
         that it begins with, so each adds what it is longer by. Every other prefix will do."""
-        find, prefixes = self.view.prefixes.find, request.prefixes
-        some = prefixes[(len(prefixes) + 1) % 2 :: 2]  # with the longest one
-        found = [(tokens, row) for tokens, key in some if (row := find(key)) is not None]
-        if not found:
-            return float(request.num_tokens)
-        shorter = [0, *(tokens for tokens, _ in found[:-1])]
-        longer = [float(own[0] - last) for own, last in zip(found, shorter, strict=True)]
-        cached: Floats = np.array(longer) @ np.minimum([row for _, row in found], 1.0)
-        return request.num_tokens - cached
+        told, on_way, prefixes = self.view.told.prefixes, self.view.prefixes, request.prefixes
+        found: list[tuple[int, int]] = []
+        for tokens, key in prefixes[(len(prefixes) + 1) % 2 :: 2]:  # with the longest one
+            mask = told.mask(key)
+            for index in on_way.nodes(key):
+                mask |= 1 << index
+            if mask:
+                if found and found[-1][0] == mask:
+                    del found[-1]
+                found.append((mask, tokens))
+        uncached: Floats | float = float(request.num_tokens)
+        shorter = 0
+        for mask, tokens in found:
+            uncached = uncached - (tokens - shorter) * told.row(mask)
+            shorter = tokens
+        return uncached
 
     def patience_s(self, tenant: str) -> float:
         """How long a request of a tenant may have to wait before it is refused."""

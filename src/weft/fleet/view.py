@@ -1,39 +1,27 @@
-"""What a router knows of all nodes, laid out so that a decision is a few operations on arrays.
+"""What a router knows of all nodes: what they told last (`weft.fleet.told`), and what this router
+has sent there or seen end there since.
 
-A node is what it reported last, and what this router has sent there or seen end there since. A
-report need not have seen what was sent shortly before it came, so that is added to it again.
-
-Arrays have an element for each node. What depends on an adapter is in tables by node and code
-(`weft.fleet.keys`), in which an adapter's row of codes says where to look.
+A report need not have seen what was sent shortly before it came, so that is added to it again.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.load import EngineLoad
-from weft.fleet.keys import COMING, HOST, NUM_CODES, RESIDENT, RUNNING, KeyedCodes, Orders
-from weft.fleet.reports import KeyChange, ReportUpdate
+from weft.fleet.keys import COMING, RESIDENT, RUNNING, Ints
+from weft.fleet.reports import ReportUpdate
+from weft.fleet.told import BYTE_S, LOAD_S, Told
 
 Floats = NDArray[np.float64]
 
 TRANSIT_S = 0.02
 """What requests and reports may take on their way, together."""
-ANSWER_TOKENS = 128.0
-"""The length of an answer, until some were seen."""
-ADAPTER_BYTES = 84e6
-"""The size of an adapter, until some were seen: rank 16 of a model with 8 billion weights."""
-MEMORY = 0.01
-"""How much the newest request changes these two means."""
-LOADERS = 2
-"""How many loads a node makes at a time."""
-LOAD_S, BYTE_S, ROWS_S = 0, 1, 2
-"""Until an adapter is on the device, but for its size; the same for each byte of it; and what an
-answer with it adds to all the steps in which it takes part, together."""
 RELUCTANT = 1e6
 """Added to the seconds of nodes that get requests only when there is no other node."""
 
@@ -62,162 +50,125 @@ class RoutedRequest:
         return self.adapter or (self.prefixes[0][1] if self.prefixes else 0)
 
 
+class _Sent(NamedTuple):
+    """A request that a node's last report need not have seen."""
+
+    at_s: float
+    request: RoutedRequest
+    num_computed: int
+    """How many tokens had to be computed for it."""
+    loads: bool
+    """Whether its adapter had to be loaded."""
+
+
+@dataclass(slots=True)
 class NodeState:
-    """One node: its last report, and what happened there since."""
+    """One node, as one router sees it."""
 
-    __slots__ = (
-        "coming",
-        "dead",
-        "draining",
-        "enabled",
-        "labels",
-        "load",
-        "name",
-        "num_open",
-        "prefixes",
-        "queued_tokens",
-        "running",
-        "sent",
-    )
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.labels: frozenset[str] = frozenset()
-        self.load = EngineLoad()
-        self.dead = True
-        """Whether it can serve nobody; so until its first report."""
-        self.draining = False
-        self.enabled = True
-        self.num_open = 0
-        self.queued_tokens = 0
-        self.coming: set[int] = set()
-        self.running: set[int] = set()
-        """Adapters that are being loaded and that are in the batch, with those of requests that
-        were sent since the last report."""
-        self.prefixes: set[int] = set()
-        """Those of such requests."""
-        self.sent: deque[tuple[float, RoutedRequest, int]] = deque()
-        """What the last report need not have seen: when it was sent, what, and how many tokens
-        had to be computed for it."""
+    name: str
+    labels: frozenset[str] = frozenset()
+    dead: bool = True
+    """Whether it can serve nobody; so until its first report."""
+    draining: bool = False
+    enabled: bool = True
+    sent: deque[_Sent] = field(default_factory=deque)
 
 
-class CostTable:
-    """What depends on a node alone, or on a node and where it has an adapter; in seconds.
-
-    Arrays may be longer than there are nodes; the places beyond them are closed for ever.
-    """
+class Held:
+    """Which nodes have a key by requests that are on their way there, and by how many."""
 
     def __init__(self) -> None:
-        self.wait_s = np.zeros(0)
-        """Until a request that comes now would begin to be computed."""
-        self.num_open = np.zeros(0)
-        self.seats = np.zeros(0)
-        self.token_s = np.zeros(0)
-        """For each token of a prompt."""
-        self.closed_s = np.zeros(0)
-        """0; RELUCTANT for a node that gets requests only if no other can; infinite if it can't."""
-        self.by_code = np.zeros((0, 3))
-        """Three figures for each node and code (`LOAD_S`, `BYTE_S`, `ROWS_S`)."""
+        self._counts: dict[int, dict[int, int]] = {}
 
-    def grow(self, capacity: int) -> None:
-        more = (0, capacity - len(self.wait_s))
-        self.wait_s, self.num_open, self.seats, self.token_s = (
-            np.pad(each, more) for each in (self.wait_s, self.num_open, self.seats, self.token_s)
-        )
-        self.closed_s = np.pad(self.closed_s, more, constant_values=np.inf)
-        self.by_code = np.pad(self.by_code, ((0, NUM_CODES * more[1]), (0, 0)))
+    def add(self, node: int, key: int) -> None:
+        counts = self._counts.get(key)
+        if counts is None:
+            self._counts[key] = {node: 1}
+        else:
+            counts[node] = counts.get(node, 0) + 1
 
-    def write_load(self, i: int, node: NodeState, answer_tokens: float) -> None:
-        """Work out what depends on how many requests a node has, and on what is queued there.
-        `answer_tokens`: the mean length of an answer."""
-        load, costs, num_open = node.load, node.load.costs, node.num_open
-        seats = max(load.max_seats, 1)
-        step_s = costs.step_s + costs.row_s * min(num_open, seats)
-        step_s += costs.adapter_s * len(node.running)
-        drain_s = max(num_open + 1 - seats, 0) * step_s * answer_tokens / seats
-        self.wait_s[i] = costs.token_s * node.queued_tokens + drain_s
-        self.num_open[i] = num_open
+    def discard(self, node: int, key: int) -> None:
+        counts = self._counts[key]
+        if counts[node] > 1:
+            counts[node] -= 1
+        elif len(counts) > 1:
+            del counts[node]
+        else:
+            del self._counts[key]
 
-    def write(self, i: int, node: NodeState, answer_tokens: float, adapter_bytes: float) -> None:
-        """Work out all elements of a node. The last arguments are means over requests."""
-        self.write_load(i, node, answer_tokens)
-        load, costs = node.load, node.load.costs
-        self.seats[i], self.token_s[i] = max(load.max_seats, 1), costs.token_s
-        near = costs.row_s * answer_tokens
-        far = near + costs.adapter_s * answer_tokens
-        by_code = self.by_code[NUM_CODES * i : NUM_CODES * (i + 1)]
-        by_code[:, ROWS_S] = [far] * RUNNING + [near] * RUNNING
-        self.closed_s[i] = np.inf if node.dead else 0.0
-        if node.draining or not node.enabled:
-            self.closed_s[i] += RELUCTANT
-        from_disk_s = costs.load_s + costs.disk_byte_s * adapter_bytes
-        queue_s = from_disk_s * len(node.coming) / LOADERS
-        fixed_s, host_s, disk_s = costs.load_s + queue_s, costs.host_byte_s, costs.disk_byte_s
-        if load.free_adapter_bytes < adapter_bytes:  # what it evicts has to be loaded again
-            fixed_s, host_s, disk_s = fixed_s + costs.load_s, 2 * host_s, disk_s + host_s
-        rest_s, rest_byte_s = (costs.load_s + queue_s) / 2, costs.disk_byte_s / 2
-        # Absent, on the device, on the host, both; and the same while it is being loaded.
-        by_code[:, LOAD_S] = [fixed_s, 0.0, fixed_s, 0.0, rest_s, 0.0, rest_s, 0.0] * 2
-        by_code[:, BYTE_S] = [disk_s, 0.0, host_s, 0.0, rest_byte_s, 0.0, rest_byte_s, 0.0] * 2
+    def nodes(self, key: int) -> Collection[int]:
+        return self._counts.get(key, ())
+
+    def check(self, held: Counter[tuple[int, int]]) -> None:
+        """Raise AssertionError unless it counts these pairs of key and node."""
+        assert held == {(k, n): c for k, of_key in self._counts.items() for n, c in of_key.items()}
 
 
 class FleetView:
-    """Owner of what is known of all nodes."""
+    """Owner of what one router knows of all nodes."""
 
-    def __init__(self, transit_s: float = TRANSIT_S) -> None:
-        """`transit_s`: a report has seen what was sent this long before it came."""
+    def __init__(self, transit_s: float = TRANSIT_S, told: Told | None = None) -> None:
+        """`transit_s`: a report has seen what was sent this long before it came. `told`: what
+        nodes tell, if several routers of one process hear the same."""
         self._transit_s = transit_s
+        self.told = told or Told()
+        self._heard = 0
+        """How many of the reports have been heeded."""
         self.nodes: dict[int, NodeState] = {}
         """By their index in all arrays."""
-        self._index: dict[str, int] = {}
-        self.table = CostTable()
-        self.adapters = KeyedCodes(NUM_CODES, np.dtype(np.intp))
-        self.prefixes = KeyedCodes(0, np.dtype(np.float64))
-        self.orders = Orders()
+        self._bound = Held()
+        """Adapters of requests that are on their way to nodes."""
+        self.prefixes = Held()
+        """And their prefixes."""
+        self._loading: Counter[int] = Counter()
+        """How many loads such requests cause, by node."""
+        self._more_open, self._more_queued = np.zeros((2, 0))
+        """What is open and queued now beyond what was told."""
+        self._num_open, self._wait_s = np.zeros((2, 0))
+        self._stale = True
+        """Whether these two are to be worked out again."""
+        self.closed_s = np.zeros(0)
+        """0; RELUCTANT for a node that gets requests only if no other can; infinite if it can't."""
         self.open_of: Counter[str] = Counter()
         """This router's open requests by tenant."""
-        self._answer_tokens = ANSWER_TOKENS
-        self._adapter_bytes = ADAPTER_BYTES
 
     # -- who is there --------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
         """The length of all arrays."""
-        return len(self.table.wait_s)
+        return self.told.capacity
 
     def index(self, name: str) -> int:
         """The index of a node, which is a new one if the name is."""
-        index = self._index.get(name)
-        if index is None:
-            index = next(i for i in range(len(self.nodes) + 1) if i not in self.nodes)
-            if index >= self.capacity:
-                capacity = max(8, 2 * index)
-                for each in (self.table, self.adapters, self.prefixes):
-                    each.grow(capacity)
-            self._index[name] = index
+        index = self.told.index(name)
+        if index not in self.nodes:
+            self._grow()
             self.nodes[index] = NodeState(name)
-            self._seat()
-            self._write(index)
         return index
+
+    def _grow(self) -> None:
+        more = (0, self.capacity - len(self.closed_s))
+        if more[1]:
+            self._more_open = np.pad(self._more_open, more)
+            self._more_queued = np.pad(self._more_queued, more)
+            self.closed_s = np.pad(self.closed_s, more, constant_values=np.inf)
+            self._stale = True
 
     def leave(self, name: str) -> None:
         """The node is gone for good, and nothing is remembered of it."""
-        index = self._index.pop(name)
-        self.adapters.forget(index)
-        self.prefixes.forget(index)
+        index = self.index(name)
+        self._see(index, self.nodes[index], np.inf)
+        self.told.leave(name)
         del self.nodes[index]
-        self.table.closed_s[index] = np.inf
-        self._seat()
-
-    def _seat(self) -> None:
-        self.orders.set_nodes({i: node.name for i, node in self.nodes.items()}, self.capacity)
+        self.closed_s[index] = np.inf
 
     def set_dead(self, name: str) -> None:
         """The node does not answer. Its next report says that it does again."""
+        self.heed()
         index = self.index(name)
         self.nodes[index].dead = True
-        self._write(index)
+        self._close(index)
 
     def set_labels(self, name: str, labels: frozenset[str]) -> None:
         self.nodes[self.index(name)].labels = labels
@@ -226,7 +177,13 @@ class FleetView:
         """Let only these nodes get requests, as long as one of them can; None: all."""
         for index, node in self.nodes.items():
             node.enabled = names is None or node.name in names
-            self._write(index)
+            self._close(index)
+
+    def _close(self, index: int) -> None:
+        """Work out whether a node may have requests."""
+        node = self.nodes[index]
+        closed_s = np.inf if node.dead else 0.0
+        self.closed_s[index] = closed_s + RELUCTANT * (node.draining or not node.enabled)
 
     def barred_s(self, request: RoutedRequest) -> Floats:
         """Infinite at nodes that may not serve this request, and 0 at others."""
@@ -240,97 +197,144 @@ class FleetView:
 
     def update(self, update: ReportUpdate, now: float) -> None:
         """A node's next report has come. The first one of a node must be whole."""
-        report = update.report
-        index, load = self.index(report.node), report.load
-        node = self.nodes[index]
-        if update.whole:
-            self.adapters.forget(index)
-            self.prefixes.forget(index)
-            node.coming, node.running, node.prefixes = set(), set(), set()
-        for codes, bit, change in (
-            (self.adapters, RESIDENT, update.resident),
-            (self.adapters, HOST, update.host),
-            (self.prefixes, RESIDENT, update.prefixes),
-        ):
-            _apply(codes, index, bit, change)
+        self.told.update(update, now)
+        self.heed()
+
+    def heed(self) -> None:
+        """Take notice of what nodes have told."""
+        told = self.told
+        if self._heard == told.count:
+            return
+        for index, report in told.since(self._heard):
+            node = self.nodes.get(index) or self.nodes[self.index(report.name)]
+            self._see(index, node, report.at_s - self._transit_s)
+            if node.dead or node.draining != report.draining:
+                node.dead, node.draining = False, report.draining
+                self._close(index)
+        self._heard = told.count
+        self._stale = True
+
+    def _see(self, index: int, node: NodeState, until_s: float) -> None:
+        """A report of a node has seen all that was sent until then."""
         sent = node.sent
-        while sent and sent[0][0] <= now - self._transit_s:
-            sent.popleft()
-        node.load, node.dead, node.draining = load, False, report.draining
-        node.num_open = load.num_open + len(sent)
-        node.queued_tokens = load.queued_tokens + sum(tokens for _, _, tokens in sent)
-        self._hold(index, node)
-        self._write(index)
+        while sent and sent[0].at_s <= until_s:
+            self._arrived(index, sent.popleft())
+        self._more_open[index] = len(sent)
+        self._more_queued[index] = sum(each.num_computed for each in sent) if sent else 0
+
+    def _arrived(self, index: int, sent: _Sent) -> None:
+        """Forget what a request on its way made of its node."""
+        request = sent.request
+        if request.adapter:
+            self._bound.discard(index, request.adapter)
+        for _, key in request.prefixes:
+            self.prefixes.discard(index, key)
+        if sent.loads:
+            self._loading[index] -= 1
+            if not self._loading[index]:
+                del self._loading[index]
 
     def send(self, index: int, request: RoutedRequest, num_computed: int, now: float) -> None:
         """A request was sent to a node, which has to compute so many tokens of it."""
-        node = self.nodes[index]
-        node.sent.append((now, request, num_computed))
-        node.num_open += 1
-        node.queued_tokens += num_computed
-        self.open_of[request.tenant] += 1
-        new = {key for _, key in request.prefixes} - node.prefixes
-        node.prefixes |= new
-        self.prefixes.add(index, COMING, new)
-        adapter = request.adapter
+        loads, adapter = False, request.adapter
         if adapter:
-            self._adapter_bytes += MEMORY * (request.adapter_bytes - self._adapter_bytes)
-        if adapter and not (adapter in node.coming and adapter in node.running):
-            node.coming.add(adapter)
-            node.running.add(adapter)
-            self.adapters.add(index, COMING, (adapter,))
-            self.adapters.add(index, RUNNING, (adapter,))
-            self._write(index)
-        else:
-            self.table.write_load(index, node, self._answer_tokens)
+            code = int(self.told.adapters.row(adapter)[index])
+            loads = not code & (RESIDENT | COMING) and index not in self._bound.nodes(adapter)
+            self.told.asked(request.adapter_bytes)
+            self._bound.add(index, adapter)
+            if loads:
+                self._loading[index] += 1
+        for _, key in request.prefixes:
+            self.prefixes.add(index, key)
+        self.nodes[index].sent.append(_Sent(now, request, num_computed, loads))
+        self._more_open[index] += 1
+        self._more_queued[index] += num_computed
+        self._stale = True
+        self.open_of[request.tenant] += 1
 
     def end(self, name: str, request: RoutedRequest, num_tokens: int | None) -> None:
         """A request left a node: it has ended with so many tokens of output, or, None, before its
         end, as it moves or its client is gone."""
+        self.heed()
         self.open_of[request.tenant] -= 1
         if not self.open_of[request.tenant]:
             del self.open_of[request.tenant]
         if num_tokens is not None:
-            self._answer_tokens += MEMORY * (num_tokens - self._answer_tokens)
-        index = self._index.get(name)
-        if index is not None:
-            node = self.nodes[index]
-            node.num_open = max(node.num_open - 1, 0)
-            for each in node.sent:
-                if each[1].request_id == request.request_id:
-                    node.sent.remove(each)
-                    node.queued_tokens -= each[2]
-                    break
-            self.table.write_load(index, node, self._answer_tokens)
+            self.told.answered(num_tokens)
+        index = self.told.find(name)
+        if index is None or index not in self.nodes:
+            return
+        if self.told.num_open[index] + self._more_open[index] > 0:
+            self._more_open[index] -= 1
+            self._stale = True
+        sent = self.nodes[index].sent
+        for each in sent:
+            if each.request.request_id == request.request_id:
+                sent.remove(each)
+                self._more_queued[index] -= each.num_computed
+                self._arrived(index, each)
+                break
 
-    def _hold(self, index: int, node: NodeState) -> None:
-        """Write down what a node that has just reported has besides its memory's content."""
-        load, requests = node.load, [request for _, request, _ in node.sent]
-        wanted = {request.adapter for request in requests if request.adapter}
-        coming, running = wanted.union(load.loading), wanted.union(load.running_adapters)
-        prefixes = {key for request in requests for _, key in request.prefixes}
-        self.adapters.replace(index, COMING, node.coming, coming)
-        self.adapters.replace(index, RUNNING, node.running, running)
-        self.prefixes.replace(index, COMING, node.prefixes, prefixes)
-        node.coming, node.running, node.prefixes = coming, running, prefixes
+    # -- what a router asks --------------------------------------------------------------------
 
-    def _write(self, index: int) -> None:
-        node = self.nodes[index]
-        self.table.write(index, node, self._answer_tokens, self._adapter_bytes)
+    @property
+    def num_open(self) -> Floats:
+        """Open requests by node."""
+        if self._stale:
+            self._measure()
+        return self._num_open
+
+    @property
+    def wait_s(self) -> Floats:
+        """Until a request that comes now would begin to be computed, by node."""
+        if self._stale:
+            self._measure()
+        return self._wait_s
+
+    def _measure(self) -> None:
+        """What is queued has to be computed first; and where there is no seat, requests have to
+        end, whose answers are of mean length."""
+        told = self.told
+        num_open = told.num_open + self._more_open
+        wait_s = told.queued + self._more_queued
+        wait_s *= told.token_s
+        lacking = num_open - told.spare
+        if len(lacking) and lacking[lacking.argmax()] > 0:
+            step_s = told.step_s + told.row_s * np.minimum(num_open, told.seats)
+            drained_s = step_s * (told.answer_tokens / np.maximum(told.seats, 1.0))
+            wait_s += np.maximum(lacking, 0.0) * drained_s
+        self._num_open, self._wait_s, self._stale = num_open, wait_s, False
+
+    def codes(self, adapter: int) -> Ints:
+        """How each node has an adapter; see `weft.fleet.keys`. Not to be changed."""
+        codes = self.told.adapters.row(adapter)
+        if bound := self._bound.nodes(adapter):
+            codes = codes.copy()
+            for index in bound:
+                codes[index] |= COMING | RUNNING
+        return codes
+
+    def load_s(self, codes: Ints, by_code: Floats, adapter_bytes: int) -> Floats:
+        """Until an adapter is on the device, by node. `by_code`: the lines of its codes."""
+        load_s: Floats = by_code[LOAD_S] + adapter_bytes * by_code[BYTE_S]
+        for index, count in self._loading.items():
+            if not codes[index] & (RESIDENT | COMING):
+                load_s[index] += count * self.told.nodes[index].queue_s
+        return load_s
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold."""
-        self.adapters.check()
-        self.prefixes.check()
-        assert {node.name: index for index, node in self.nodes.items()} == self._index
+        self.told.check()
+        self.heed()
+        assert self.nodes.keys() <= self.told.nodes.keys()
         assert all(count > 0 for count in self.open_of.values())
         for index in range(self.capacity):
-            assert index in self.nodes or self.table.closed_s[index] == np.inf
+            assert index in self.nodes or self.closed_s[index] == np.inf
+        assert (self.num_open >= 0).all()
+        assert (self._more_queued >= 0).all()
+        sent = [(i, each) for i, node in self.nodes.items() for each in node.sent]
+        self._bound.check(Counter((e.request.adapter, i) for i, e in sent if e.request.adapter))
+        self.prefixes.check(Counter((key, i) for i, e in sent for _, key in e.request.prefixes))
+        assert self._loading == Counter(i for i, each in sent if each.loads)
         for node in self.nodes.values():
-            assert node.num_open >= 0 and node.queued_tokens >= 0
-            assert [each[0] for each in node.sent] == sorted(each[0] for each in node.sent)
-
-
-def _apply(codes: KeyedCodes, index: int, bit: int, change: KeyChange) -> None:
-    codes.discard(index, bit, change.removed)
-    codes.add(index, bit, change.added)
+            assert [each.at_s for each in node.sent] == sorted(each.at_s for each in node.sent)

@@ -90,14 +90,16 @@ class Holding:
         active_from: int = NEVER,
         salt: str = "",
         name: str | None = None,
+        keys: list[bytes] | None = None,
     ) -> None:
         """The adapter version `digest` is active from the position `active_from` on. `name` is
-        what the request calls it."""
+        what the request calls it. `keys`: those of its first blocks that are known already, in a
+        list that sequences may share which never differ."""
         self._root = _salted_key(salt)
         self._digest = digest
         self._name = name
         self._active_from = active_from
-        self._keys: list[bytes] = []
+        self._keys: list[bytes] = [] if keys is None else keys
         """Keys of the full blocks of the tokens, as far as they were needed."""
         self.blocks: list[int] = []
         self.state = -1

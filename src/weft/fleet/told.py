@@ -1,0 +1,203 @@
+"""What all nodes told last, laid out so that a decision is a few operations on arrays.
+
+Arrays have an element for each node. What depends on an adapter is in a table by node and code
+(`weft.fleet.keys`), in which an adapter's row of codes says where to look. Arrays may be longer
+than there are nodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.load import EngineLoad
+from weft.fleet.keys import (
+    COMING,
+    HOST,
+    NUM_CODES,
+    RESIDENT,
+    RUNNING,
+    KeyedCodes,
+    KeyedNodes,
+    Orders,
+)
+from weft.fleet.reports import ReportUpdate
+
+Floats = NDArray[np.float64]
+
+ANSWER_TOKENS = 128.0
+"""The length of an answer, until some were seen."""
+ADAPTER_BYTES = 84e6
+"""The size of an adapter, until some were seen: rank 16 of a model with 8 billion weights."""
+MEMORY = 0.01
+"""How much the newest request changes a mean over requests."""
+LOADERS = 2
+"""How many loads a node makes at a time."""
+LOAD_S, BYTE_S, ROWS_S = 0, 1, 2
+"""Until an adapter is on the device, but for its size; the same for each byte of it; and what an
+answer with it adds to all the steps in which it takes part, together."""
+
+
+@dataclass(slots=True)
+class ToldNode:
+    """What a node told last."""
+
+    name: str
+    load: EngineLoad
+    draining: bool = False
+    at_s: float = 0.0
+    """When that came."""
+    count: int = 0
+    """Its place among all reports of all nodes."""
+    queue_s: float = 0.0
+    """What one more load there delays another one."""
+
+
+class Told:
+    """Owner of the newest report of each node."""
+
+    def __init__(self) -> None:
+        self._index: dict[str, int] = {}
+        self.nodes: dict[int, ToldNode] = {}
+        """By their index in all arrays."""
+        self._recent: dict[int, ToldNode] = {}
+        """Those that have told anything, the last one at the end."""
+        self.count = 0
+        """How many reports have come."""
+        self.adapters = KeyedCodes()
+        self.prefixes = KeyedNodes()
+        self.orders = Orders()
+        self._adapter_bytes = ADAPTER_BYTES
+        self.answer_tokens = ANSWER_TOKENS
+        """The mean length of an answer."""
+        self.num_open, self.queued, self.seats, self.spare = np.zeros((4, 0))
+        """Open requests, tokens to be computed, seats, and how many requests leave one seat."""
+        self.token_s, self.row_s, self.step_s = np.zeros((3, 0))
+        """Seconds for each token of a prompt, for each row of a step, and for all else of it."""
+        self.by_code = np.zeros((3, 0))
+        """`LOAD_S`, `BYTE_S` and `ROWS_S` for each node and code."""
+
+    # -- who is there --------------------------------------------------------------------------
+
+    @property
+    def capacity(self) -> int:
+        """The length of all arrays, a multiple of 8."""
+        return len(self.token_s)
+
+    def find(self, name: str) -> int | None:
+        return self._index.get(name)
+
+    def index(self, name: str) -> int:
+        """The index of a node, which is a new one if the name is."""
+        index = self._index.get(name)
+        if index is None:
+            index = next(i for i in range(len(self.nodes) + 1) if i not in self.nodes)
+            if index >= self.capacity:
+                self._grow(max(8, 2 * index))
+            self._index[name] = index
+            self.nodes[index] = ToldNode(name, EngineLoad())
+            self._seat()
+            self._write(index)
+        return index
+
+    def leave(self, name: str) -> int:
+        """The node is gone for good, and nothing is remembered of it but its index."""
+        index = self._index.pop(name)
+        self.adapters.forget(index)
+        self.prefixes.forget(index)
+        del self.nodes[index]
+        self._recent.pop(index, None)
+        self._seat()
+        return index
+
+    def _seat(self) -> None:
+        self.orders.set_nodes({i: node.name for i, node in self.nodes.items()}, self.capacity)
+
+    def _grow(self, capacity: int) -> None:
+        more = (0, capacity - self.capacity)
+        self.num_open, self.queued, self.seats, self.spare = (
+            np.pad(each, more) for each in (self.num_open, self.queued, self.seats, self.spare)
+        )
+        self.token_s, self.row_s, self.step_s = (
+            np.pad(each, more) for each in (self.token_s, self.row_s, self.step_s)
+        )
+        self.by_code = np.pad(self.by_code, ((0, 0), (0, NUM_CODES * more[1])))
+        self.adapters.grow(capacity)
+        self.prefixes.grow(capacity)
+
+    # -- reports -------------------------------------------------------------------------------
+
+    def update(self, update: ReportUpdate, now: float) -> None:
+        """A node's next report has come. The first one of a node must be whole."""
+        report = update.report
+        i, load = self.index(report.node), report.load
+        node = self.nodes[i]
+        if update.whole:
+            self.adapters.forget(i)
+            self.prefixes.forget(i)
+            node.load = EngineLoad()
+        adapters, old = self.adapters, node.load
+        for bit, change in ((RESIDENT, update.resident), (HOST, update.host)):
+            adapters.discard(i, bit, change.removed)
+            adapters.add(i, bit, change.added)
+        adapters.replace(i, COMING, old.loading.keys(), load.loading.keys())
+        adapters.replace(i, RUNNING, old.running_adapters, load.running_adapters)
+        self.prefixes.discard(i, update.prefixes.removed)
+        self.prefixes.add(i, update.prefixes.added)
+        self.count += 1
+        node.load, node.draining, node.at_s, node.count = load, report.draining, now, self.count
+        self._recent.pop(i, None)
+        self._recent[i] = node
+        self._write(i)
+
+    def since(self, count: int) -> Iterator[tuple[int, ToldNode]]:
+        """The nodes that told something since there were so many reports."""
+        for i, node in reversed(self._recent.items()):
+            if node.count <= count:
+                break
+            yield i, node
+
+    def asked(self, adapter_bytes: int) -> None:
+        """Somebody asks for an adapter of this size, which counts for the mean."""
+        self._adapter_bytes += MEMORY * (adapter_bytes - self._adapter_bytes)
+
+    def answered(self, num_tokens: int) -> None:
+        """An answer of this length has ended, which counts for the mean."""
+        self.answer_tokens += MEMORY * (num_tokens - self.answer_tokens)
+
+    def _write(self, i: int) -> None:
+        node = self.nodes[i]
+        load, costs, adapter_bytes = node.load, node.load.costs, self._adapter_bytes
+        seats = max(load.max_seats, 1)
+        self.num_open[i], self.queued[i] = load.num_open, load.queued_tokens
+        self.seats[i], self.spare[i] = seats, seats - 1
+        self.token_s[i], self.row_s[i] = costs.token_s, costs.row_s
+        self.step_s[i] = costs.step_s + costs.adapter_s * len(load.running_adapters)
+        from_disk_s = costs.load_s + costs.disk_byte_s * adapter_bytes
+        node.queue_s = from_disk_s / LOADERS
+        queue_s = node.queue_s * len(load.loading)
+        fixed_s, host_s, disk_s = costs.load_s + queue_s, costs.host_byte_s, costs.disk_byte_s
+        if load.free_adapter_bytes < adapter_bytes:  # what it evicts has to be loaded again
+            fixed_s, host_s, disk_s = fixed_s + costs.load_s, 2 * host_s, disk_s + host_s
+        rest_s, rest_byte_s = (costs.load_s + queue_s) / 2, costs.disk_byte_s / 2
+        near = costs.row_s * self.answer_tokens
+        far = near + costs.adapter_s * self.answer_tokens
+        # Absent, on the device, on the host, both; the same while it is being loaded; and again
+        # while it is in the batch.
+        self.by_code[:, NUM_CODES * i : NUM_CODES * (i + 1)] = (
+            [fixed_s, 0.0, fixed_s, 0.0, rest_s, 0.0, rest_s, 0.0] * 2,
+            [disk_s, 0.0, host_s, 0.0, rest_byte_s, 0.0, rest_byte_s, 0.0] * 2,
+            [far] * RUNNING + [near] * RUNNING,
+        )
+
+    def check(self) -> None:
+        """Raise AssertionError unless all invariants hold."""
+        self.adapters.check()
+        self.prefixes.check()
+        assert {node.name: i for i, node in self.nodes.items()} == self._index
+        counts = [node.count for node in self._recent.values()]
+        assert counts == sorted(counts)
+        assert self._recent == {i: node for i, node in self.nodes.items() if node.count}
