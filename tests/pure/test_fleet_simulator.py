@@ -8,13 +8,12 @@ from collections import Counter
 import pytest
 
 from weft.bench import fleet_node
-from weft.bench.fleet_node import BLOCK, H200, SimulatedNode, digest_of, request_of
+from weft.bench.fleet_node import BLOCK, H200, SimulatedNode, chain_of, request_of
 from weft.bench.fleet_simulate import FleetPlan, row_of, setup_of
 from weft.bench.fleet_simulator import FleetReplay, FleetSetup, FleetSimulator
 from weft.bench.fleet_trace import FleetAsk, FleetTrace
 from weft.core.errors import ConfigError
 from weft.core.requests import TokenEvent
-from weft.schedule.cache import Holding
 from weft.schedule.scheduler import Scheduler
 
 
@@ -30,7 +29,7 @@ def first_and_last(
     found: list[tuple[float, TokenEvent]] = []
     for number, ask in enumerate(asks):
         found += node.advance(ask.arrival_s)
-        node.submit(request_of(number, ask, []), Holding(digest_of(ask.adapter), 0), ask.arrival_s)
+        node.submit(request_of(number, ask, []), chain_of(ask), ask.arrival_s)
     found += node.advance(60.0)
     node.scheduler.check()
     assert not node.scheduler.busy
@@ -45,7 +44,7 @@ def test_coasting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nodes give the same tokens at the same times if the scheduler plans each step in full."""
     asks = draw("zipf:1.0", 40.0, 2.0)
     coasted = first_and_last(asks)
-    monkeypatch.setattr(fleet_node._Scheduler, "plan", Scheduler.plan)
+    monkeypatch.setattr(fleet_node._Scheduler, "decide", Scheduler.plan)
     monkeypatch.setattr(fleet_node._Scheduler, "_plan_decodes", Scheduler._plan_decodes)
     planned = first_and_last(asks)
     assert planned[0] == coasted[0]
@@ -56,7 +55,7 @@ def test_coasting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_node_that_lost_all_requests_is_idle_after_its_step() -> None:
     node = SimulatedNode("node", 30, H200, 64)
     ask = FleetAsk(0.0, 3, 600, 100, 0)
-    node.submit(request_of(0, ask, []), Holding(digest_of(3), 0), 0.0)
+    node.submit(request_of(0, ask, []), chain_of(ask), 0.0)
     node.advance(0.3)
     assert len(node.take_back("0")) > 10
     for _ in range(3):

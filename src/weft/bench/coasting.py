@@ -4,13 +4,15 @@ Most of a step's plan is one more token for each running request. In a simulatio
 *coast*: it is worked out when they will end, and nothing else is done about them until then.
 Admission, adapters, blocks, prompts and preemption are the scheduler's own.
 
-    plan()     as the scheduler does it; those that coast count as tokens, and are not listed
+    decide()   plans as the scheduler does it, unless there is nothing to plan; those that coast
+               count as tokens, and are not listed
     pass_()    some steps have passed; whoever has all tokens now has ended
 """
 
 from __future__ import annotations
 
 import heapq
+from itertools import chain
 
 from weft.core.requests import TokenEvent
 from weft.schedule.batch import Draft
@@ -33,15 +35,12 @@ class CoastingScheduler(Scheduler):
         """The step in which each coasting request began to coast."""
         self._ends: list[tuple[int, int, Sequence]] = []
         """(The step after which it ends, order, request); void if it does not coast any more."""
+        self.quiet = False
+        """Whether nothing is to be decided until a request comes or ends, or a load ends."""
 
     @property
     def num_coasting(self) -> int:
         return len(self._began)
-
-    @property
-    def quiet(self) -> bool:
-        """Whether nothing is to be decided until a request comes or ends, or a load ends."""
-        return len(self._began) == len(self._by_id)
 
     @property
     def steps_to_end(self) -> int:
@@ -54,6 +53,24 @@ class CoastingScheduler(Scheduler):
         """Whether an entry of `_ends` is true still."""
         began = self._began.get(seq)
         return began is not None and began + seq.rules.limit - len(seq.tokens) == end
+
+    def decide(self, now: float) -> StepPlan | None:
+        """Begin a step. None: it is one more token for each request, and nothing else."""
+        self.quiet = not self.batch.waiting and self._all_coast()
+        if self.quiet:
+            return None
+        plan = self.plan(now)
+        self.quiet = plan.empty and not self._turns.lacks_room
+        return plan
+
+    def _all_coast(self) -> bool:
+        running, began = self.batch.running, self._began
+        if len(running) == len(began):
+            return True
+        return all(
+            seq in began or (seq.known - seq.computed == 1 and self._take_off(seq))
+            for seq in running
+        )
 
     def plan(self, now: float) -> StepPlan:
         self._steps += 1
@@ -118,7 +135,15 @@ class CoastingScheduler(Scheduler):
                 events.append(self._finish(seq, "length", [seq.tokens[-1]]))
         return events
 
+    @property
+    def num_queued_tokens(self) -> int:
+        """See `Batch.num_queued_tokens`."""
+        began = self._began
+        seqs = [seq for seq in self.batch.running if seq not in began]
+        return sum(seq.known - seq.computed for seq in chain(seqs, self.batch.waiting))
+
     def abort(self, request_id: str) -> TokenEvent | None:
+        self.quiet = False
         seq = self._by_id.get(request_id)
         if seq is not None:
             self._land(seq)

@@ -117,6 +117,7 @@ class _Scheduler(CoastingScheduler):
 
     def take(self, request: EngineRequest, chain: Holding) -> None:
         """Queue a request whose blocks' keys are worked out already, in `chain`."""
+        self.quiet = False
         self.add(request)
         self._by_id[request.request_id].holding = chain
 
@@ -192,7 +193,10 @@ class SimulatedNode:
         """Steps so far, and how many tokens of answers they made together."""
         self._end_s = math.inf
         """When the step under way ends, or what an idle node waits for comes."""
+        self._busy = False
+        """Whether a step is under way."""
         self._plan: StepPlan | None = None
+        """What it does besides a token for each coasting request; None: nothing."""
         self._resident = _Changes(key_of, self.slots.is_resident)
         self._host = _Changes(key_of, self.loads.on_host)
         self._seq = 0
@@ -201,7 +205,7 @@ class SimulatedNode:
 
     def submit(self, request: EngineRequest, chain: Holding, now: float) -> None:
         self.scheduler.take(request, chain)
-        if self._plan is None:
+        if not self._busy:
             self._end_s = min(self._end_s, now)
 
     def take_back(self, request_id: str) -> list[int]:
@@ -216,12 +220,15 @@ class SimulatedNode:
     def next_s(self) -> float:
         """When something is decided here next, unless a request comes. It may be less than
         nothing too early."""
-        if self._plan is None or not self._plan.empty or not self.scheduler.quiet:
-            return self._end_s
-        steps_s = max(self.scheduler.steps_to_end - 1, 0) * self._step_s(
-            self.scheduler.num_coasting
-        )
-        return min([self._end_s + steps_s, *(max(s, self._end_s) for s in self.loads.ends())])
+        scheduler, end_s = self.scheduler, self._end_s
+        if not (self._busy and scheduler.quiet):
+            return end_s
+        next_s = end_s
+        if (steps := scheduler.steps_to_end) > 1:
+            next_s += (steps - 1) * self._step_s(scheduler.num_coasting)
+        if ends := self.loads.ends():
+            next_s = min(next_s, max(ends[0], end_s))
+        return next_s
 
     def advance(self, until: float) -> list[tuple[float, TokenEvent]]:
         """Work on everything that begins before `until`. Returns first and last tokens, and when
@@ -229,55 +236,55 @@ class SimulatedNode:
         found: list[tuple[float, TokenEvent]] = []
         while self._end_s < until:
             now = self._end_s
-            if self._plan is not None:
-                events = self.scheduler.pass_(self._plan)
-                found += [(now, event) for event in events]
+            if self._busy:
+                found += [(now, event) for event in self.scheduler.pass_(self._plan)]
             for digest, load_s in self.loads.ended(now):
                 self.slots.loaded(digest, load_s)
                 self._resident.note(digest)
-            for digest in self.loads.moved:
-                self._host.note(digest)
-            self.loads.moved.clear()
             self._begin_step(now)
-            if self.scheduler.quiet and self._plan is not None and self._plan.empty:
+            if self._busy and self.scheduler.quiet:
                 self._coast(until)
         return found
 
     def _begin_step(self, now: float) -> None:
         scheduler = self.scheduler
-        plan = scheduler.plan(now)
-        for load in plan.loads:
-            self.loads.start(load, now)
-            for digest in load.evicted:
-                self._resident.note(digest)
-        if plan.empty and not scheduler.num_coasting:
-            self._plan = None
+        plan = self._plan = scheduler.decide(now)
+        rows = num_tokens = scheduler.num_coasting
+        if plan is not None:
+            for load in plan.loads:
+                self.loads.start(load, now)
+                for digest in load.evicted:
+                    self._resident.note(digest)
+            num_tokens = plan.num_tokens
+            rows += sum(plan.num_samples)
+        self._busy = num_tokens > 0
+        if self._busy:
+            self.num_steps += 1
+            self.num_rows += rows
+            self._end_s += self._step_s(num_tokens)
+        else:
             polled_s = now + IDLE_S if scheduler.busy else math.inf
             self._end_s = min([polled_s, *self.loads.ends()])
-            return
-        self._plan = plan
-        rows = sum(plan.num_samples) + scheduler.num_coasting
-        self._count(rows, self._step_s(plan.num_tokens))
 
     def _step_s(self, num_tokens: int) -> float:
         num_adapters = len(self.scheduler.running_adapters())
         return self._model.seconds_of_step(num_tokens, num_adapters)
 
-    def _count(self, rows: int, step_s: float) -> None:
-        self.num_steps += 1
-        self.num_rows += rows
-        self._end_s += step_s
-
     def _coast(self, until: float) -> None:
         """Let those steps pass that need no decision: nobody ends, comes or waits."""
-        steps, step_s = self.scheduler.steps_to_end, self._step_s(self.scheduler.num_coasting)
-        load_s = min(self.loads.ends(), default=math.inf)
+        rows, most = self.scheduler.num_coasting, self.scheduler.steps_to_end - 1
+        step_s, end_s = self._step_s(rows), self._end_s
+        until = min([until, *self.loads.ends()])
         passed = 0
-        while passed < steps - 1 and self._end_s < until and self._end_s < load_s:
-            self._count(self.scheduler.num_coasting, step_s)
+        while passed < most and end_s < until:
+            end_s += step_s
             passed += 1
         if passed:
-            self.scheduler.pass_(None, passed)
+            self._end_s = end_s
+            self.num_steps += passed
+            self.num_rows += passed * rows
+            self.scheduler.pass_(self._plan, passed)
+            self._plan = None
 
     # -- what it tells -------------------------------------------------------------------------
 
@@ -289,7 +296,7 @@ class SimulatedNode:
             self._seats,
             scheduler.num_running,
             scheduler.num_waiting,
-            scheduler.batch.num_queued_tokens,
+            scheduler.num_queued_tokens,
             self._cache.usage,
             free,
             frozenset(map(key_of, scheduler.running_adapters())),
@@ -300,6 +307,9 @@ class SimulatedNode:
     def report(self, now: float) -> ReportUpdate:
         """The next report; the first one is whole."""
         self._seq += 1
+        for digest in self.loads.moved:
+            self._host.note(digest)
+        self.loads.moved.clear()
         load = self.load(now)
         changes = self._resident.change(), self._host.change(), self._sketch.changes.change()
         return ReportUpdate(NodeReport(self.name, 1, self._seq, load), *changes, self._seq == 1)

@@ -133,6 +133,11 @@ class Turns:
         self._reopen(digest)
 
     @property
+    def lacks_room(self) -> bool:
+        """Whether an adapter is not being loaded for want of room, or of a place in the batch."""
+        return bool(self._short)
+
+    @property
     def leased(self) -> tuple[str, ...]:
         return tuple(self._leases)
 
