@@ -39,6 +39,11 @@ class CoastingScheduler(Scheduler):
         """Whether nothing is to be decided until a request comes or ends, or a load ends."""
 
     @property
+    def num_leased(self) -> int:
+        """How many adapters are in the batch."""
+        return self._turns.num_leased
+
+    @property
     def num_coasting(self) -> int:
         return len(self._began)
 

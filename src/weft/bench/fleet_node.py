@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, lru_cache
+from hashlib import blake2b
 from typing import Generic, TypeVar
 
 from weft.bench.coasting import CoastingScheduler
@@ -82,32 +83,46 @@ def _params(max_tokens: int) -> SamplingParams:
 
 
 @cache
+def _ref(adapter: int) -> AdapterRef:
+    digest = digest_of(adapter)
+    return AdapterRef(digest, 1, digest)
+
+
+def _next_key(key: bytes) -> bytes:
+    return blake2b(key, digest_size=16).digest()
+
+
+@cache
 def _own_keys(adapter: int) -> list[bytes]:
     """The keys of the blocks of an adapter's own prompt."""
-    chain = Holding(digest_of(adapter), 0)
-    return [chain.key([0] * OWN_PROMPT, k, BLOCK) for k in range(OWN_PROMPT // BLOCK)]
+    keys = [blake2b(digest_of(adapter).encode(), digest_size=16).digest()]
+    for _ in range(OWN_PROMPT // BLOCK - 1):
+        keys.append(_next_key(keys[-1]))
+    return keys
 
 
 @lru_cache(maxsize=1 << 16)
 def _session_keys(adapter: int, session: int) -> list[bytes]:
-    """The keys of the blocks of a session, as far as somebody has worked them out. All requests
-    of a session begin with the same tokens, so each key is worked out once."""
-    return _own_keys(adapter).copy()
+    """The keys of the first blocks of a session, as many as were needed. All of its requests begin
+    with the same tokens, so that hashing those again would tell nothing."""
+    own = _own_keys(adapter)
+    return [*own, blake2b(own[-1], digest_size=16, salt=session.to_bytes(16)).digest()]
 
 
 def chain_of(ask: FleetAsk) -> Holding:
     """What a request of the trace will hold of a cache."""
-    return Holding(digest_of(ask.adapter), 0, keys=_session_keys(ask.adapter, ask.session))
+    keys = _session_keys(ask.adapter, ask.session)
+    for _ in range(len(keys), (ask.prompt_tokens + ask.output_tokens) // BLOCK):
+        keys.append(_next_key(keys[-1]))
+    return Holding(digest_of(ask.adapter), 0, keys=keys)
 
 
 def request_of(number: int, ask: FleetAsk, output_ids: list[int]) -> EngineRequest:
     """A request of the trace. The tokens of an adapter's own prompt are 0, those of a session its
     number, so that what is shared is the same."""
-    digest = digest_of(ask.adapter)
     session = ask.session + 1
     prompt_ids = [0] * OWN_PROMPT + [session] * (ask.prompt_tokens - OWN_PROMPT)
-    params = _params(ask.output_tokens)
-    ref = AdapterRef(digest, 1, digest)
+    params, ref = _params(ask.output_tokens), _ref(ask.adapter)
     return EngineRequest(str(number), prompt_ids, params, ref, seed=0, output_ids=output_ids)
 
 
@@ -199,6 +214,8 @@ class SimulatedNode:
         """What it does besides a token for each coasting request; None: nothing."""
         self._resident = _Changes(key_of, self.slots.is_resident)
         self._host = _Changes(key_of, self.loads.on_host)
+        self._leased: tuple[tuple[str, ...], frozenset[int]] = (), frozenset()
+        """The adapters in the batch when the load was told last, and their keys."""
         self._seq = 0
 
     # -- requests ------------------------------------------------------------------------------
@@ -267,8 +284,7 @@ class SimulatedNode:
             self._end_s = min([polled_s, *self.loads.ends()])
 
     def _step_s(self, num_tokens: int) -> float:
-        num_adapters = len(self.scheduler.running_adapters())
-        return self._model.seconds_of_step(num_tokens, num_adapters)
+        return self._model.seconds_of_step(num_tokens, self.scheduler.num_leased)
 
     def _coast(self, until: float) -> None:
         """Let those steps pass that need no decision: nobody ends, comes or waits."""
@@ -291,6 +307,9 @@ class SimulatedNode:
     def load(self, now: float) -> EngineLoad:
         """The load without the adapters and prefixes that it has."""
         scheduler = self.scheduler
+        leased = scheduler.running_adapters()
+        if leased != self._leased[0]:
+            self._leased = leased, frozenset(map(key_of, leased))
         free = (self.slots.capacity - self.slots.used_elements) * ELEMENT_BYTES
         return EngineLoad(
             self._seats,
@@ -299,7 +318,7 @@ class SimulatedNode:
             scheduler.num_queued_tokens,
             self._cache.usage,
             free,
-            frozenset(map(key_of, scheduler.running_adapters())),
+            self._leased[1],
             {key_of(d): s for d, s in self.loads.under_way(now).items()},
             costs=self._costs,
         )

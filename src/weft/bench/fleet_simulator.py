@@ -23,7 +23,6 @@ from weft.fleet.consolidate import Consolidator, NodeLoad, plan_moves
 from weft.fleet.route import Router, Shed
 from weft.fleet.told import Told
 from weft.fleet.view import TRANSIT_S, RoutedRequest
-from weft.schedule.cache import Holding
 from weft.schedule.sketch import prefix_keys
 
 CONTROL_S = 0.25

@@ -149,8 +149,8 @@ def find_policy(name: str) -> Policy:
 class Router:
     """Decides for the requests of one node. It owns its view of all nodes.
 
-    transit_s, told: see `FleetView`. max_wait_s: a request that would wait longer is refused. A tenant
-    that has more open requests than its share is refused at as much less as it has more.
+    transit_s, told: see `FleetView`. max_wait_s: a request that would wait longer is refused. A
+    tenant that has more open requests than its share is refused at as much less as it has more.
     weights: the tenants' shares, 1 for those that are not named.
     """
 

@@ -79,6 +79,8 @@ class Told:
         """Seconds for each token of a prompt, for each row of a step, and for all else of it."""
         self.by_code = np.zeros((3, 0))
         """`LOAD_S`, `BYTE_S` and `ROWS_S` for each node and code."""
+        self._by_bits = np.zeros((3, 0, 2, 2, 2, 2))
+        """The same, by the bits of the code: RUNNING, COMING, HOST, RESIDENT."""
 
     # -- who is there --------------------------------------------------------------------------
 
@@ -125,6 +127,7 @@ class Told:
             np.pad(each, more) for each in (self.token_s, self.row_s, self.step_s)
         )
         self.by_code = np.pad(self.by_code, ((0, 0), (0, NUM_CODES * more[1])))
+        self._by_bits = self.by_code.reshape(3, capacity, 2, 2, 2, 2)
         self.adapters.grow(capacity)
         self.prefixes.grow(capacity)
 
@@ -183,14 +186,14 @@ class Told:
         if load.free_adapter_bytes < adapter_bytes:  # what it evicts has to be loaded again
             fixed_s, host_s, disk_s = fixed_s + costs.load_s, 2 * host_s, disk_s + host_s
         rest_s, rest_byte_s = (costs.load_s + queue_s) / 2, costs.disk_byte_s / 2
-        near = costs.row_s * self.answer_tokens
-        far = near + costs.adapter_s * self.answer_tokens
-        # Absent, on the device, on the host, both; the same while it is being loaded; and again
-        # while it is in the batch.
-        self.by_code[:, NUM_CODES * i : NUM_CODES * (i + 1)] = (
-            [fixed_s, 0.0, fixed_s, 0.0, rest_s, 0.0, rest_s, 0.0] * 2,
-            [disk_s, 0.0, host_s, 0.0, rest_byte_s, 0.0, rest_byte_s, 0.0] * 2,
-            [far] * RUNNING + [near] * RUNNING,
+        table = self._by_bits
+        table[LOAD_S, i, :, 0, :, 0], table[LOAD_S, i, :, 1, :, 0] = fixed_s, rest_s
+        table[BYTE_S, i, :, 0, 0, 0], table[BYTE_S, i, :, 0, 1, 0] = disk_s, host_s
+        table[BYTE_S, i, :, 1, :, 0] = rest_byte_s
+        row_s = costs.row_s * self.answer_tokens
+        table[ROWS_S, i, 0], table[ROWS_S, i, 1] = (
+            row_s + costs.adapter_s * self.answer_tokens,
+            row_s,
         )
 
     def check(self) -> None:

@@ -124,6 +124,8 @@ class FleetView:
         """How many loads such requests cause, by node."""
         self._more_open, self._more_queued = np.zeros((2, 0))
         """What is open and queued now beyond what was told."""
+        self._touched: set[int] = set()
+        """The nodes of which that need not be 0."""
         self._num_open, self._wait_s = np.zeros((2, 0))
         self._stale = True
         """Whether these two are to be worked out again."""
@@ -205,9 +207,11 @@ class FleetView:
         told = self.told
         if self._heard == told.count:
             return
+        touched = self._touched
         for index, report in told.since(self._heard):
             node = self.nodes.get(index) or self.nodes[self.index(report.name)]
-            self._see(index, node, report.at_s - self._transit_s)
+            if index in touched:
+                self._see(index, node, report.at_s - self._transit_s)
             if node.dead or node.draining != report.draining:
                 node.dead, node.draining = False, report.draining
                 self._close(index)
@@ -220,7 +224,9 @@ class FleetView:
         while sent and sent[0].at_s <= until_s:
             self._arrived(index, sent.popleft())
         self._more_open[index] = len(sent)
-        self._more_queued[index] = sum(each.num_computed for each in sent) if sent else 0
+        self._more_queued[index] = sum(each.num_computed for each in sent)
+        if not sent:
+            self._touched.discard(index)
 
     def _arrived(self, index: int, sent: _Sent) -> None:
         """Forget what a request on its way made of its node."""
@@ -247,6 +253,7 @@ class FleetView:
         for _, key in request.prefixes:
             self.prefixes.add(index, key)
         self.nodes[index].sent.append(_Sent(now, request, num_computed, loads))
+        self._touched.add(index)
         self._more_open[index] += 1
         self._more_queued[index] += num_computed
         self._stale = True
@@ -255,7 +262,6 @@ class FleetView:
     def end(self, name: str, request: RoutedRequest, num_tokens: int | None) -> None:
         """A request left a node: it has ended with so many tokens of output, or, None, before its
         end, as it moves or its client is gone."""
-        self.heed()
         self.open_of[request.tenant] -= 1
         if not self.open_of[request.tenant]:
             del self.open_of[request.tenant]
@@ -264,8 +270,11 @@ class FleetView:
         index = self.told.find(name)
         if index is None or index not in self.nodes:
             return
+        if self.told.nodes[index].count > self._heard:
+            self.heed()
         if self.told.num_open[index] + self._more_open[index] > 0:
             self._more_open[index] -= 1
+            self._touched.add(index)
             self._stale = True
         sent = self.nodes[index].sent
         for each in sent:

@@ -138,6 +138,10 @@ class Turns:
         return bool(self._short)
 
     @property
+    def num_leased(self) -> int:
+        return len(self._leases)
+
+    @property
     def leased(self) -> tuple[str, ...]:
         return tuple(self._leases)
 
