@@ -89,8 +89,8 @@ def test_a_half_that_is_missing_is_named(folder: Path) -> None:
 
 
 def test_other_quantizations_are_refused(folder: Path) -> None:
-    state_quantization(folder, "gptq")
-    with pytest.raises(ConfigError, match="quantized by gptq") as caught:
+    state_quantization(folder, "aqlm")
+    with pytest.raises(ConfigError, match="quantized by aqlm") as caught:
         load_model_config(folder)
     assert caught.value.param == "quantization_config"
 

@@ -131,7 +131,7 @@ def test_a_format_is_a_row(make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -
     assert halved
     flag = next(p for p in engine_parameters() if p.name == "quantization")
     choices, none = get_args(get_args(flag.annotation)[0])
-    assert get_args(choices) == ("fp8", "fp8-weight-only", "halved")
+    assert get_args(choices) == ("fp8", "fp8-weight-only", "nf4-values", "halved")
     assert none is type(None)
 
 

@@ -141,9 +141,32 @@ model marks it, so that it is told apart from the answer.
 """
 FOOT = """
 Of architectures that end in `ForConditionalGeneration` the text model is served; adapters of what
-sees images are refused by the name of their tensor. `--quantization` makes the layers' matrices fp8
-in all families but mixtures. gpt-oss's own mxfp4 is read as the values that it stands for, in 16 or
-32 bits; checkpoints that are quantized otherwise are refused.
+sees images are refused by the name of their tensor.
+
+## Quantized checkpoints
+
+Checkpoints in fewer bits are read as the values that they stand for, and held in 16 or 32 bits, so
+that an adapter that was trained on such a checkpoint meets the very weights that it was trained on.
+They take the memory of 16 bits.
+
+| `quant_method` | what is read |
+|---|---|
+| `awq` | 4 bits in the `gemm` layout |
+| `bitsandbytes` | nf4 and fp4, with and without double quantization, and int8 |
+| `compressed-tensors` | integers of 4 and 8 bits, and fp8, by tensor, output, group or block |
+| `fp8` | by tensor, by output, or by block |
+| `gptq` | 2, 4 and 8 bits, both versions, with and without reordered inputs |
+| `mxfp4` | the experts of gpt-oss |
+
+Inputs of layers are not rounded, also where a checkpoint asks for that. What else a checkpoint's
+`quantization_config` may say is refused by the name of the field. The tests compare each row with
+the values of the format's own library, bit by bit.
+
+`--quantization` puts the layers' matrices into another form when they are loaded, in all families
+but mixtures: fp8 in two ways, or `nf4-values`. The latter gives a base in 16 bits the values that
+`bitsandbytes` makes of it in 4 bits with double quantization, on which QLoRA adapters are usually
+trained. Weft warns when an adapter's `base_model_name_or_path` names a checkpoint in 4 bits and the
+base is none.
 """
 
 

@@ -15,6 +15,7 @@ from weft.checkpoint.examine import Examined, examine
 from weft.checkpoint.kinds import find_kind, parse_config, parse_files
 from weft.checkpoint.read import DTYPES, MAX_CONFIG_BYTES, AdapterFiles, read_adapter
 from weft.checkpoint.refuse import show
+from weft.checkpoint.trained_on import trained_on, was_in_four_bits
 from weft.core.config import MAX_RANK
 from weft.core.errors import AdapterError, AdapterInvalid, ConfigError
 from weft.core.files import CONFIG_FILE
@@ -233,7 +234,6 @@ def _facts(
     max_rank: int,
 ) -> CheckedFacts:
     config, tensors = parse_files(files, max_rank)
-    trained_on = json.loads(files.config).get("base_model_name_or_path")
     stored = {tensor.dtype for tensor in tensors.values()}
     return CheckedFacts(
         kind=find_kind(config.peft_type).title,
@@ -250,7 +250,7 @@ def _facts(
         digest=image.digest,
         device_bytes=image.num_bytes,
         device_dtype=dtype,
-        trained_on=None if trained_on is None else str(trained_on),
+        trained_on=trained_on(files.config),
     )
 
 
@@ -322,6 +322,8 @@ def _trained_on(trained_on: str | None, base: str) -> str:
         return "it does not say"
     if Path(trained_on).name == Path(base).resolve().name:
         return show(trained_on)
+    if was_in_four_bits(trained_on):
+        return f"{show(trained_on)}, in 4 bits: the base in 16 bits gives other answers"
     return f"{show(trained_on)}; make sure that this is the base given"
 
 

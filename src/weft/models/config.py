@@ -4,7 +4,8 @@ checkpoint is."""
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from weft.models.family import (
     Scales,
 )
 from weft.models.fields import check_fields
+from weft.models.quantized.stated import read_quantization
 from weft.models.rope_config import RopeConfig, context_limit, read_rope, with_query_growth
 from weft.models.stated import read_stated
 
@@ -78,6 +80,8 @@ class ModelConfig:
     """Whether norms are LayerNorms without a bias; else they are RMS norms."""
     sinks: bool = False
     """Whether each head of attention has a score that no value belongs to."""
+    quantized: Mapping[str, Any] | None = field(default=None, hash=False)
+    """How the checkpoint's matrices are quantized, as config.json says; None: they are not."""
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -210,12 +214,6 @@ def _architecture_of(raw: dict[str, Any]) -> str:
             "architectures",
         )
     family = family_of(name, raw)
-    for key in ("quantization_config", "compression_config"):
-        stated = raw.get(key)
-        method = stated.get("quant_method") if isinstance(stated, dict) else stated
-        if stated and not (family.mxfp4 and method == "mxfp4"):
-            message = f"{key} is set: checkpoints quantized by {method} are not served"
-            raise ConfigError(message, key)
     _check_model_type(raw, family.text_of or family.model_type, name)
     if family.text_of:
         text = raw.get("text_config")
@@ -281,6 +279,7 @@ def _build(
         norm_offset=family.norm_offset,
         centered_norms=family.centered_norms,
         sinks=family.sinks,
+        quantized=read_quantization(raw, family.mxfp4),
     )
 
 

@@ -25,7 +25,7 @@ from weft.kernels.linear import DenseWeight
 from weft.kernels.quant import Format, format_named
 from weft.models.blueprint import EMBED, HEAD, model_shard, target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model, share_of
-from weft.models.mxfp4 import with_mxfp4
+from weft.models.quantized.reading import dequantized
 from weft.models.weights import Place, Weights, place_of, place_of_bias, places_of, whole_places
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,8 @@ class LoadedModel:
     weights: Weights
     dtype: torch.dtype
     device: torch.device
+    quantization: str | None
+    """The name of the format in `weft.kernels.quant` that the weights were put into."""
 
     @property
     def table(self) -> TargetTable:
@@ -58,6 +60,9 @@ def load_model(args: ModelArgs, rank: int = 0, fully_sharded_loras: bool = False
     device = device_of(args.device, rank if size > 1 else None)
     config = load_model_config(args.model, args.revision)
     _check_context(args.max_model_len, config)  # before anything slow
+    if size > 1 and args.quantization and format_named(args.quantization).by_projection:
+        message = f"--quantization {args.quantization} is served on one GPU only"
+        raise ConfigError(message, "quantization")
     shard = model_shard(config, rank, size, fully_sharded_loras=fully_sharded_loras)
     dtype = dtype_of(args.dtype, config, device)
     if args.load_format == "dummy":
@@ -65,7 +70,8 @@ def load_model(args: ModelArgs, rank: int = 0, fully_sharded_loras: bool = False
     else:
         folder = resolve_model(args.model, args.revision)
         weights = load_weights(folder, config, dtype, device, args.quantization, shard)
-    return LoadedModel(share_of(config, size), shard, weights, dtype, device)
+    own = share_of(config, size)
+    return LoadedModel(own, shard, weights, dtype, device, args.quantization)
 
 
 def device_of(name: str, index: int | None = None) -> torch.device:
@@ -118,7 +124,8 @@ def load_weights(
     unread = set(places)
     unknown: list[str] = []
     tied_head: Tensor | None = None
-    for stored_name, stored in with_mxfp4(_stored_tensors(folder, device)):
+    stored_tensors = dequantized(_stored_tensors(folder, device), config.quantized)
+    for stored_name, stored in stored_tensors:
         name = text_name(stored_name)
         if name is None:
             continue
@@ -239,7 +246,10 @@ def quantize_weights(weights: Weights, form: Format | None) -> None:
     if form is None:
         return
     for key, (group, *_) in weights.table.by_key.items():
-        if group.kind == "linear":
+        if group.kind == "linear" and form.by_projection:
+            for matrix in weights.dense(key).split_with_sizes(group.packed.widths):
+                matrix.copy_(form.quantize(matrix).dequantized(matrix.dtype))
+        elif group.kind == "linear":
             weights.matrices[key] = form.quantize(weights.dense(key))
 
 

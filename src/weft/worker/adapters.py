@@ -29,6 +29,7 @@ from weft.checkpoint.base import BaseWeights
 from weft.checkpoint.compose import Summand, check_sum, sum_images
 from weft.checkpoint.pack import AdapterImage, pack_image
 from weft.checkpoint.read import AdapterFiles, read_source
+from weft.checkpoint.trained_on import warning_of_four_bits
 from weft.core.adapters import AdapterSource
 from weft.core.config import LoraArgs
 from weft.core.errors import (
@@ -80,6 +81,8 @@ class Packer:
 
     def pack_adapter(self, files: AdapterFiles) -> AdapterImage:
         """Validate what was read, and pack it for the kernels. Raises AdapterInvalid."""
+        if warning := warning_of_four_bits(files.config, self._keeps_sixteen_bits):
+            logger.warning("adapter %s: %s", files.digest[:16], warning)
         with self._aside():
             return pack_image(
                 files,
@@ -91,6 +94,10 @@ class Packer:
                 self._args.max_added_tokens,
                 self._shards,
             )
+
+    @property
+    def _keeps_sixteen_bits(self) -> bool:
+        return self._model.config.quantized is None and self._model.quantization is None
 
     def check_sum(self, parts: Sequence[tuple[str, Summand]]) -> int:
         return check_sum(parts, self._model.table, self._args.max_lora_rank, self._model.dtype)

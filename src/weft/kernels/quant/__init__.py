@@ -28,6 +28,9 @@ class Format:
     """Whether inputs are rounded too. Sums in another order may then round one otherwise, so that
     results can't be compared closely."""
     help: str
+    by_projection: bool = False
+    """Whether each projection of a packed matrix is put into the format on its own, and stays
+    dense. Then it can't be done to a rank's share."""
 
     def quantize(self, matrix_OI: Tensor) -> Weight:
         """Put a matrix (O, I) into this format, on the device where it is."""
@@ -46,6 +49,12 @@ FORMATS: dict[str, Format] = {
         "weft.kernels.quant.fp8:quantize_weight_only",
         rounds_inputs=False,
         help="8-bit floating point, and inputs stay as they are",
+    ),
+    "nf4-values": Format(
+        "weft.kernels.quant.nf4:nf4_values",
+        rounds_inputs=False,
+        help="the values of bitsandbytes' 4 bits, on which QLoRA adapters were trained, in 16 bits",
+        by_projection=True,
     ),
 }
 

@@ -7,18 +7,20 @@ columns, the first in its low bits, and one scale: a power of 2, whose exponent 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from weft.models.quantized.values import Tensors
+
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
 
 
-def dequantized(blocks: Tensor, scales: Tensor) -> Tensor:
+def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
     """The values of blocks, uint8 (..., G, 16), and their scales, uint8 (..., G): float32
     (..., 32 G)."""
     values = torch.tensor([*_POSITIVE, *(-v for v in _POSITIVE)], device=blocks.device)
@@ -44,18 +46,14 @@ class Mxfp4Tensor:
         return "F32"
 
     def __getitem__(self, experts: slice) -> Tensor:
-        return dequantized(self.blocks[experts], self.scales[experts]).transpose(1, 2)
+        return mxfp4_values(self.blocks[experts], self.scales[experts]).transpose(1, 2)
 
 
-def with_mxfp4(tensors: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """A file's tensors by name, of which the pairs `NAME_blocks` and `NAME_scales` become one."""
-    halves: dict[str, Any] = {}
-    for name, tensor in tensors:
+def read_mxfp4(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """All tensors by name, of which the pairs NAME_blocks and NAME_scales become one."""
+    for name, tensor in tensors.items():
         whole, _, part = name.rpartition("_")
-        if part not in ("blocks", "scales"):
+        if part == "blocks" and f"{whole}_scales" in tensors:
+            yield whole, Mxfp4Tensor(tensor, tensors[f"{whole}_scales"])
+        elif part != "scales" or f"{whole}_blocks" not in tensors:
             yield name, tensor
-        elif (other := halves.pop(whole, None)) is None:
-            halves[whole] = tensor
-        else:
-            blocks, scales = (tensor, other) if part == "blocks" else (other, tensor)
-            yield whole, Mxfp4Tensor(blocks, scales)

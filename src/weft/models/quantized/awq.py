@@ -1,0 +1,48 @@
+"""AWQ in its `gemm` layout: 4-bit integers with a scale and a zero point for each group of inputs.
+
+Of a matrix (O, I), whose groups are G: qweight, int32 (I, O / 8), and qzeros, int32 (G, O / 8),
+have eight outputs in a word; scales are (G, O).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from weft.models.quantized.values import (
+    FLOATS,
+    Dequantized,
+    Parts,
+    Tensors,
+    by_group,
+    joined,
+    scaled,
+    unpacked,
+)
+
+_PLACES = [0, 4, 1, 5, 2, 6, 3, 7]
+"""Where in its word each of eight outputs is: even ones in the low half, odd ones in the high."""
+
+
+def read_awq(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return joined(tensors, ".qweight", (".scales", ".qzeros"), _matrix)
+
+
+def _matrix(parts: Parts) -> Dequantized:
+    inputs, words = parts.shape(".qweight")
+    outputs, groups = 8 * words, parts.shape(".scales")[0]
+
+    def values() -> Tensor:
+        numbers_IO = _in_order(parts.read(".qweight", (inputs, words), "I32"))
+        zeros_GO = _in_order(parts.read(".qzeros", (groups, words), "I32"))
+        scales_GO = parts.read(".scales", (groups, outputs), *FLOATS)
+        zeros_IO, scales_IO = (by_group(x, inputs, 0) for x in (zeros_GO, scales_GO))
+        return scaled(numbers_IO - zeros_IO, scales_IO).t()
+
+    return Dequantized((outputs, inputs), values)
+
+
+def _in_order(packed: Tensor) -> Tensor:
+    return unpacked(packed, 4)[..., _PLACES].flatten(1)

@@ -1,0 +1,94 @@
+"""compressed-tensors: 8-bit floats, and integers of 4 or 8 bits, plain or packed into words.
+
+Of a matrix (O, I), whose groups of inputs are G (one, where there is a scale for each output):
+weight_packed, int32 (O, I bits / 32), holds integers plus half their range; weight, int8 (O, I),
+holds them as they are. weight_scale is (O, G), weight_zero_point int8 (O, G), or int32
+(O bits / 32, G) where the weight is packed; weight_g_idx, int32 (I,), is each input's group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import ConfigError
+from weft.models.quantized.fp8 import Block, block_size, fp8_matrix
+from weft.models.quantized.values import (
+    FLOATS,
+    Dequantized,
+    Parts,
+    Tensors,
+    by_group,
+    joined,
+    scaled,
+    unpacked,
+)
+
+_SCALE, _ZERO, _GROUPS = ".weight_scale", ".weight_zero_point", ".weight_g_idx"
+_PACKED, _SHAPE = ".weight_packed", ".weight_shape"
+
+
+def read_compressed(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    groups = [group["weights"] for group in stated["config_groups"].values()]
+    blocks = {block_size(g.get("block_structure")) for g in groups if g["strategy"] == "block"}
+    if len(blocks) > 1:
+        message = "quantization_config: blocks of several sizes in one checkpoint are not served"
+        raise ConfigError(message, "quantization_config.config_groups")
+    plain = partial(_plain, block=next(iter(blocks), None))
+    more = (_ZERO, _GROUPS, ".input_scale", ".input_zero_point")
+    whole = dict(joined(tensors, _PACKED, (_SCALE, _SHAPE, *more), _packed))
+    return joined(whole, ".weight", (_SCALE, *more), plain)
+
+
+def _packed(parts: Parts) -> Dequantized:
+    shape = parts.read(_SHAPE, (2,), "I32", "I64").tolist()
+    outputs, inputs = shape
+    rows, words = parts.shape(_PACKED)
+    bits = next((b for b in (4, 8) if words == -(-inputs * b // 32)), None)
+    if bits is None or rows != outputs:
+        name = parts.stem + _PACKED
+        raise ConfigError(f"{name} has shape {(rows, words)}, too few for {tuple(shape)}", name)
+
+    def values() -> Tensor:
+        half = 1 << (bits - 1)
+        packed = parts.read(_PACKED, (outputs, words), "I32")
+        numbers = unpacked(packed, bits).flatten(1)[:, :inputs] - half
+        zeros = None
+        if _ZERO in parts:
+            groups = parts.shape(_ZERO)[-1]
+            stored = parts.read(_ZERO, (-(-outputs * bits // 32), groups), "I32")
+            zeros = unpacked(stored.t(), bits).flatten(1)[:, :outputs].t() - half
+        return _integers(parts, numbers, zeros)
+
+    return Dequantized((outputs, inputs), values)
+
+
+def _plain(parts: Parts, block: Block | None) -> Dequantized:
+    if parts.dtype(".weight") != "I8":
+        return fp8_matrix(parts, _SCALE, block)
+    shape = parts.shape(".weight")
+
+    def values() -> Tensor:
+        numbers = parts.read(".weight", shape, "I8").to(torch.int32)
+        zeros = parts.read(_ZERO, parts.shape(_SCALE), "I8") if _ZERO in parts else None
+        return _integers(parts, numbers, zeros)
+
+    return Dequantized(shape, values)
+
+
+def _integers(parts: Parts, numbers_OI: Tensor, zeros: Tensor | None) -> Tensor:
+    """The values of integers, whose scales and zero points are (O, G), (1,) or ()."""
+    outputs, inputs = numbers_OI.shape
+    stored = parts.shape(_SCALE)
+    wanted = stored if stored in ((), (1,)) else (outputs, stored[-1])
+    scales = parts.read(_SCALE, wanted, *FLOATS).reshape(-1, stored[-1] if stored else 1)
+    zeros = torch.zeros_like(scales, dtype=torch.int32) if zeros is None else zeros
+    zeros = zeros.reshape(scales.shape)
+    if _GROUPS in parts and bool((index := parts.read(_GROUPS, (inputs,), "I32")).ge(0).all()):
+        return scaled(numbers_OI - zeros[:, index.long()], scales[:, index.long()])
+    scales, zeros = by_group(scales, inputs, 1), by_group(zeros, inputs, 1)
+    return scaled(numbers_OI - zeros, scales)

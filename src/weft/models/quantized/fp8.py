@@ -1,0 +1,56 @@
+"""Matrices in 8-bit floating point (e4m3), with one scale for all, for each output, or for each
+block of both dimensions, as `quant_method: fp8` and compressed-tensors store them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from weft.core.errors import ConfigError
+from weft.models.quantized.values import FLOATS, Dequantized, Parts, Tensors, joined, scaled
+
+Block = tuple[int, int]
+
+
+def read_fp8(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    block = block_size(stated.get("weight_block_size"))
+    scale = ".weight_scale_inv" if block is not None else ".weight_scale"
+    make = partial(fp8_matrix, scale=scale, block=block)
+    return joined(tensors, ".weight", (scale, ".input_scale"), make)
+
+
+def block_size(stated: Any) -> Block | None:
+    """(outputs, inputs) of a block, None where scales are not by block. Raises ConfigError."""
+    if stated is None:
+        return None
+    whole = isinstance(stated, list) and len(stated) == 2 and all(type(n) is int for n in stated)
+    if not whole or min(stated) < 1:
+        message = f"quantization_config: a block of {stated!r} is not two positive sizes"
+        raise ConfigError(message, "quantization_config.weight_block_size")
+    return stated[0], stated[1]
+
+
+def fp8_matrix(parts: Parts, scale: str, block: Block | None) -> Dequantized:
+    shape = outputs, inputs = parts.shape(".weight")
+
+    def values() -> Tensor:
+        numbers = parts.read(".weight", shape, "F8_E4M3")
+        if block is None:
+            return scaled(numbers, _scale_of_rows(parts, scale, outputs))
+        rows, columns = block
+        size = -(-outputs // rows), -(-inputs // columns)
+        scales = parts.read(scale, size, *FLOATS, "F8_E8M0").float()
+        scales = scales.repeat_interleave(rows, 0)[:outputs]
+        return scaled(numbers, scales.repeat_interleave(columns, 1)[:, :inputs])
+
+    return Dequantized(shape, values)
+
+
+def _scale_of_rows(parts: Parts, scale: str, outputs: int) -> Tensor:
+    """One scale, or one for each output: (1, 1) or (outputs, 1)."""
+    shape = parts.shape(scale)
+    wanted = shape if shape in ((), (1,), (1, 1), (outputs,)) else (outputs, 1)
+    return parts.read(scale, wanted, *FLOATS).reshape(-1, 1)

@@ -1,0 +1,58 @@
+"""GPTQ, with and without a reordering of inputs by their activations: integers with a scale and a
+zero point for each group of inputs.
+
+Of a matrix (O, I), whose groups are G:
+qweight, int32 (I bits / 32, O): the integers, consecutive inputs in one word.
+qzeros, int32 (G, O bits / 32): zero points, less one in the first version of the format, in which
+the greatest number thus stands for 0.
+scales, (G, O). g_idx, int32 (I,): each input's group; without it, groups are of neighbours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from weft.core.errors import ConfigError
+from weft.models.quantized.values import (
+    FLOATS,
+    Dequantized,
+    Parts,
+    Tensors,
+    by_group,
+    joined,
+    scaled,
+    unpacked,
+)
+
+
+def read_gptq(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    version = stated.get("checkpoint_format") or stated.get("format")
+    make = partial(_matrix, bits=stated["bits"], shift=0 if version == "gptq_v2" else 1)
+    return joined(tensors, ".qweight", (".scales", ".qzeros", ".g_idx"), make)
+
+
+def _matrix(parts: Parts, bits: int, shift: int) -> Dequantized:
+    words, outputs = parts.shape(".qweight")
+    inputs, groups = words * 32 // bits, parts.shape(".scales")[0]
+
+    def values() -> Tensor:
+        packed = parts.read(".qweight", (words, outputs), "I32")
+        numbers_IO = unpacked(packed.t(), bits).flatten(1).t()
+        scales_GO = parts.read(".scales", (groups, outputs), *FLOATS)
+        zeros = parts.read(".qzeros", (groups, outputs * bits // 32), "I32")
+        zeros_GO = (unpacked(zeros, bits).flatten(1) + shift) & ((1 << bits) - 1)
+        if ".g_idx" in parts:
+            index = parts.read(".g_idx", (inputs,), "I32").long()
+            if not bool(((index >= 0) & (index < groups)).all()):
+                name = f"{parts.stem}.g_idx"
+                raise ConfigError(f"{name} names a group that is not among {groups}", name)
+            scales_IO, zeros_IO = scales_GO[index], zeros_GO[index]
+        else:
+            scales_IO, zeros_IO = (by_group(x, inputs, 0) for x in (scales_GO, zeros_GO))
+        return scaled(numbers_IO - zeros_IO, scales_IO).t()
+
+    return Dequantized((outputs, inputs), values)

@@ -1,0 +1,197 @@
+"""What config.json says of how a checkpoint is quantized, checked field by field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from weft.core.errors import ConfigError
+
+_FIELD = "quantization_config"
+
+
+class _Anything:
+    """Stands for all values of a field that changes nothing about the stored values."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+_ANY = _Anything()
+_Allowed = Mapping[str, Any]
+_NAMES = dict.fromkeys(("modules_to_not_convert", "ignored_layers"), _ANY)
+
+# What tells how a checkpoint was made, or how other programs should compute with it.
+_GPTQ_HINTS = (
+    *("act_group_aware", "backend", "batch_size", "block_name_to_quantize"),
+    *("cache_block_outputs", "damp_auto_increment", "damp_percent", "dataset", "desc_act"),
+    *("exllama_config", "group_size", "hyb_act", "lm_head", "max_input_length", "meta"),
+    *("model_file_base_name", "model_name_or_path", "model_seqlen", "mse", "pad_token_id"),
+    *("module_name_preceding_first_block", "modules_in_block_to_quantize", "quantizer"),
+    *("static_groups", "sym", "tokenizer", "true_sequential", "use_cuda_fp16", "use_exllama"),
+)
+_BITSANDBYTES_HINTS = (
+    *("_load_in_4bit", "_load_in_8bit", "load_in_4bit", "load_in_8bit", "bnb_4bit_compute_dtype"),
+    *("bnb_4bit_use_double_quant", "llm_int8_enable_fp32_cpu_offload", "llm_int8_threshold"),
+    *("llm_int8_has_fp16_weight", "llm_int8_skip_modules"),
+)
+
+_FP8: _Allowed = {
+    **_NAMES,
+    "activation_scheme": ("dynamic", "static", None),
+    "dequantize": _ANY,
+    "fmt": ("e4m3", None),
+    "kv_cache_scheme": _ANY,
+    "scale_fmt": ("float", "ue8m0", None),
+    "weight_block_size": _ANY,
+}
+_GPTQ: _Allowed = {
+    **_NAMES,
+    **dict.fromkeys(
+        [
+            "act_group_aware",
+            "batch_size",
+            "block_name_to_quantize",
+            "cache_block_outputs",
+            "damp_auto_increment",
+            "damp_percent",
+            "dataset",
+            "desc_act",
+            "exllama_config",
+            "group_size",
+            "lm_head",
+            "max_input_length",
+            "meta",
+            "model_seqlen",
+            "modules_in_block_to_quantize",
+            "module_name_preceding_first_block",
+            "mse",
+            "pad_token_id",
+            "quantizer",
+            "static_groups",
+            "sym",
+            "tokenizer",
+            "true_sequential",
+            "use_cuda_fp16",
+            "use_exllama",
+            "model_name_or_path",
+            "model_file_base_name",
+            "backend",
+            "hyb_act",
+        ],
+        _ANY,
+    ),
+    "bits": (2, 4, 8),
+    "checkpoint_format": ("gptq", "gptq_v2", None),
+    "format": ("gptq", "gptq_v2", None),
+    "pack_dtype": ("int32", None),
+}
+_AWQ: _Allowed = {
+    **_NAMES,
+    **dict.fromkeys(("backend", "do_fuse", "fuse_max_seq_len", "group_size"), _ANY),
+    **dict.fromkeys(("exllama_config", "modules_to_fuse", "sym", "desc_act", "lm_head"), _ANY),
+    "bits": (4,),
+    "format": ("gemm", None),
+    "pack_dtype": ("int32", None),
+    "version": ("gemm", "GEMM", None),
+    "zero_point": (True,),
+}
+_BITSANDBYTES: _Allowed = {
+    **_NAMES,
+    **dict.fromkeys(
+        [
+            "_load_in_4bit",
+            "_load_in_8bit",
+            "load_in_4bit",
+            "load_in_8bit",
+            "bnb_4bit_compute_dtype",
+            "bnb_4bit_use_double_quant",
+            "llm_int8_enable_fp32_cpu_offload",
+            "llm_int8_has_fp16_weight",
+            "llm_int8_skip_modules",
+            "llm_int8_threshold",
+        ],
+        _ANY,
+    ),
+    "bnb_4bit_quant_type": ("nf4", "fp4", None),
+    "bnb_4bit_quant_storage": ("uint8", None),
+}
+_COMPRESSED: _Allowed = {
+    "config_groups": _ANY,
+    "format": (
+        *("dense", "float-quantized", "int-quantized", "mixed-precision", "naive-quantized"),
+        "pack-quantized",
+    ),
+    **dict.fromkeys(("global_compression_ratio", "ignore", "kv_cache_scheme", "version"), _ANY),
+    "quantization_status": ("compressed",),
+}
+_GROUP_WEIGHTS: _Allowed = {
+    **dict.fromkeys(("block_structure", "group_size", "observer", "observer_kwargs"), _ANY),
+    **dict.fromkeys(("symmetric", "scale_dtype", "zp_dtype"), _ANY),
+    "actorder": ("group", "weight", "static", None),
+    "num_bits": (4, 8),
+    "strategy": ("tensor", "channel", "group", "block"),
+    "type": ("int", "float"),
+}
+_METHODS: dict[str, _Allowed] = {
+    "awq": _AWQ,
+    "bitsandbytes": _BITSANDBYTES,
+    "compressed-tensors": _COMPRESSED,
+    "fp8": _FP8,
+    "gptq": _GPTQ,
+}
+"""By `quant_method`: the fields that may be there, and the values that each may have. A field that
+is not listed may be there only without a value."""
+
+
+def read_quantization(raw: Mapping[str, Any], mxfp4: bool) -> Mapping[str, Any] | None:
+    """`quantization_config` of a config.json, None for a checkpoint that is not quantized.
+
+    `mxfp4`: whether the family's experts may be in that format. Raises ConfigError, naming the
+    field, for a method that is not read and for a setting that would change the values."""
+    for key in (_FIELD, "compression_config"):
+        stated = raw.get(key)
+        if not stated:
+            continue
+        method = stated.get("quant_method") if isinstance(stated, dict) else stated
+        if key == _FIELD and isinstance(stated, dict):
+            if method == "mxfp4" and mxfp4:
+                return stated
+            if isinstance(method, str) and method in _METHODS:
+                _check(stated, _METHODS[method], f"{_FIELD} of {method}")
+                if method == "compressed-tensors":
+                    _check_groups(stated)
+                return stated
+        read = ", ".join(_METHODS)
+        message = f"{key} is set: checkpoints quantized by {method} are not served, only by {read}"
+        raise ConfigError(message, key)
+    return None
+
+
+def _check_groups(stated: Mapping[str, Any]) -> None:
+    groups = stated.get("config_groups")
+    if not isinstance(groups, dict) or not groups:
+        raise ConfigError(f"{_FIELD} has no config_groups", f"{_FIELD}.config_groups")
+    for name, group in groups.items():
+        where = f"{_FIELD}.config_groups.{name}"
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if not isinstance(weights, dict):
+            raise ConfigError(f"{where} says nothing of weights", where)
+        _check(weights, _GROUP_WEIGHTS, where)
+        if weights.get("type") == "float" and weights.get("num_bits") != 8:
+            raise ConfigError(f"{where}: floats of 4 bits are not served", where)
+
+
+def _check(stated: Mapping[str, Any], allowed: _Allowed, where: str) -> None:
+    for field, values in allowed.items():
+        if values is not _ANY and stated.get(field) not in values:
+            wanted = " or ".join(map(repr, values))
+            message = f"{where}: {field} is {stated.get(field)!r}, and only {wanted} is served"
+            raise ConfigError(message, f"{_FIELD}.{field}")
+    for field, value in stated.items():
+        if field not in allowed and field != "quant_method" and value not in _EMPTY:
+            message = f"{where}: Weft does not know the field {field}, which is {value!r}"
+            raise ConfigError(message, f"{_FIELD}.{field}")
+
+
+_EMPTY: tuple[object, ...] = (None, False, 0, "", {}, [])

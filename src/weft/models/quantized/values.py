@@ -1,0 +1,119 @@
+"""What all formats share: parts of a matrix in a file, joined into one that is read by slices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import ConfigError
+
+Tensors = Mapping[str, Any]
+"""The tensors of a checkpoint by name, each read lazily, as safetensors' slices are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dequantized:
+    """A matrix that a file holds quantized. It is read as a file's dense tensor is; each read
+    computes the whole matrix."""
+
+    shape: tuple[int, ...]
+    values: Callable[[], Tensor]
+
+    def get_shape(self) -> list[int]:
+        return list(self.shape)
+
+    def get_dtype(self) -> str:
+        return "F32"
+
+    def __getitem__(self, index: Any) -> Tensor:
+        return self.values()[index]
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The tensors of one quantized matrix: those of a file whose names begin alike."""
+
+    tensors: Tensors
+    stem: str
+
+    def __contains__(self, part: str) -> bool:
+        return self.stem + part in self.tensors
+
+    def shape(self, part: str) -> tuple[int, ...]:
+        """Raises ConfigError where the file lacks that part."""
+        return tuple(self._stored(part).get_shape())
+
+    def dtype(self, part: str) -> str:
+        """The name that safetensors has for it, such as I8."""
+        name: str = self._stored(part).get_dtype()
+        return name
+
+    def read(self, part: str, shape: tuple[int, ...], *dtypes: str) -> Tensor:
+        """The whole of a part. Raises ConfigError, naming the tensor, where it is missing or has
+        another shape, or a dtype that is not among safetensors' names in `dtypes`."""
+        stored, name = self._stored(part), self.stem + part
+        found, dtype = tuple(stored.get_shape()), stored.get_dtype()
+        if found != shape:
+            raise ConfigError(f"{name} has shape {found}, expected {shape}", name)
+        if dtype not in dtypes:
+            message = f"{name} has dtype {dtype}, expected {' or '.join(dtypes)}"
+            raise ConfigError(message, name)
+        read: Tensor = stored[:] if shape else stored[...]
+        return read
+
+    def _stored(self, part: str) -> Any:
+        name = self.stem + part
+        if name not in self.tensors:
+            raise ConfigError(f"the checkpoint lacks {name}", name)
+        return self.tensors[name]
+
+
+def joined(
+    tensors: Tensors, main: str, others: Iterable[str], make: Callable[[Parts], Dequantized]
+) -> Iterator[tuple[str, Any]]:
+    """All tensors by name; those that belong to a quantized matrix become one, STEM.weight.
+
+    `main` and `others` end the names of a quantized matrix's parts. A STEM.weight is quantized only
+    where the file has STEM with the first of `others`, too."""
+    endings = (main, *others)
+    needed = endings[1]
+
+    def is_quantized(stem: str) -> bool:
+        return stem + main in tensors and (main != ".weight" or stem + needed in tensors)
+
+    for name, stored in tensors.items():
+        ending = next((e for e in endings if name.endswith(e)), None)
+        stem = name.removesuffix(ending or "")
+        if ending is None or not is_quantized(stem):
+            yield name, stored
+        elif ending == main:
+            yield f"{stem}.weight", make(Parts(tensors, stem))
+
+
+FLOATS = ("F16", "BF16", "F32")
+
+
+def unpacked(packed: Tensor, bits: int) -> Tensor:
+    """The unsigned numbers of `bits` bits in int32 words (..., N), lowest first: int32
+    (..., N, 32 / bits)."""
+    shifts = torch.arange(0, 32, bits, device=packed.device, dtype=torch.int32)
+    return (packed[..., None] >> shifts) & ((1 << bits) - 1)
+
+
+def by_group(scales: Tensor, size: int, dim: int) -> Tensor:
+    """Scales, or zero points, one for each of `size` entries along a dimension: those of groups are
+    repeated. Raises ConfigError where the groups are not of one size."""
+    groups = scales.shape[dim]
+    if size % groups:
+        message = f"{size} inputs of a quantized matrix can't be cut into {groups} groups"
+        raise ConfigError(message, "quantization_config")
+    return scales.repeat_interleave(size // groups, dim)
+
+
+def scaled(values: Tensor, scales: Tensor) -> Tensor:
+    """The product, rounded once to the dtype of the scales, as all of these formats define it."""
+    return (values.float() * scales.float()).to(scales.dtype)

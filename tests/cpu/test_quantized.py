@@ -1,0 +1,259 @@
+"""Quantized checkpoints are read as the values that the formats' own libraries make of them.
+
+`quantized/matrices.safetensors` has the stored tensors and the libraries' values; see
+`quantized/make_matrices.py`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+
+from weft.bench.engine import preset_folder
+from weft.checkpoint.trained_on import warning_of_four_bits
+from weft.core.config import ModelArgs
+from weft.core.errors import ConfigError
+from weft.kernels.quant.nf4 import nf4_values
+from weft.models.config import load_model_config
+from weft.models.loading import dummy_weights, load_model, load_weights
+from weft.models.quantized.reading import dequantized
+from weft.models.quantized.stated import read_quantization
+
+MATRICES = Path(__file__).parent / "quantized" / "matrices.safetensors"
+
+
+def compressed(form: str, **weights: Any) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": groups,
+        "ignore": ["lm_head"],
+    }
+
+
+FOUR = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+EIGHT = {"num_bits": 8, "type": "int", "strategy": "channel"}
+FP8 = {"num_bits": 8, "type": "float"}
+BNB = {"quant_method": "bitsandbytes"}
+GPTQ = {"quant_method": "gptq", "group_size": 32}
+STATED: dict[str, dict[str, Any]] = {
+    "ct-w4-group": compressed("pack-quantized", **FOUR),
+    "ct-w4-group-asymmetric": compressed("pack-quantized", **FOUR, symmetric=False),
+    "ct-w4-channel": compressed("pack-quantized", **FOUR | {"strategy": "channel"}),
+    "ct-w8-group": compressed("pack-quantized", **FOUR | {"num_bits": 8}),
+    "ct-int8-channel": compressed("int-quantized", **EIGHT),
+    "ct-int8-asymmetric": compressed("int-quantized", **EIGHT, symmetric=False),
+    "ct-int8-tensor": compressed("int-quantized", **EIGHT | {"strategy": "tensor"}),
+    "ct-fp8-tensor": compressed("float-quantized", **FP8, strategy="tensor"),
+    "ct-fp8-channel": compressed("float-quantized", **FP8, strategy="channel"),
+    "ct-fp8-block": compressed(
+        "float-quantized", **FP8, strategy="block", block_structure=[16, 32]
+    ),
+    "bnb-nf4": BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "bnb-nf4-nested": BNB | {"load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+    "bnb-fp4-nested": BNB | {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "bnb-int8": BNB | {"load_in_8bit": True},
+    "awq": {"quant_method": "awq", "bits": 4, "zero_point": True, "version": "gemm"},
+    "gptq-2": GPTQ | {"bits": 2},
+    "gptq-4": GPTQ | {"bits": 4, "checkpoint_format": "gptq"},
+    "gptq-4-reordered": GPTQ | {"bits": 4, "desc_act": True},
+    "gptq-8": GPTQ | {"bits": 8},
+}
+
+
+def stored(case: str) -> dict[str, Tensor]:
+    """The tensors of a case by name; `expected` are its values."""
+    with safe_open(MATRICES, framework="pt") as file:
+        names = [name for name in file.keys() if name.startswith(f"{case}/")]  # noqa: SIM118
+        return {name.removeprefix(f"{case}/"): file.get_tensor(name) for name in names}
+
+
+def read(tensors: Mapping[str, Tensor], stated: dict[str, Any], folder: Path) -> Tensor:
+    """What is read of a file with these tensors."""
+    save_file(dict(tensors), folder / "model.safetensors")
+    raw = {"quantization_config": json.loads(json.dumps(stated))}
+    with safe_open(folder / "model.safetensors", framework="pt") as file:
+        lazy = [(name, file.get_slice(name)) for name in file.keys()]  # noqa: SIM118
+        found = dict(dequantized(lazy, read_quantization(raw, mxfp4=False)))
+        assert list(found) == ["x.weight"]
+        shape = tuple(found["x.weight"].get_shape())
+        values: Tensor = found["x.weight"][:]
+        assert values.shape == shape
+        return values
+
+
+@pytest.mark.parametrize("case", STATED)
+def test_values_are_the_libraries(case: str, tmp_path: Path) -> None:
+    tensors = stored(case)
+    expected = tensors.pop("expected")
+    tensors.pop("source", None)
+    values = read(tensors, STATED[case], tmp_path)
+    assert torch.equal(values.to(expected.dtype), expected)
+    assert expected.float().std() > 0.1
+
+
+def test_nf4_values_are_what_bitsandbytes_makes_of_a_matrix() -> None:
+    tensors = stored("bnb-nf4-nested")
+    assert torch.equal(nf4_values(tensors["source"]).values_OI, tensors["expected"])
+
+
+def test_nf4_values_are_made_of_each_projection(tmp_path: Path) -> None:
+    """q, k and v lie in one matrix, but have means of scales of their own."""
+    with preset_folder("tiny") as folder:
+        config = load_model_config(folder)
+        plain = dummy_weights(config, torch.bfloat16, "cpu")
+        rounded = dummy_weights(config, torch.bfloat16, "cpu", quantization="nf4-values")
+        args = ModelArgs(model=str(folder), device="cpu", quantization="nf4-values")
+        with pytest.raises(ConfigError, match="one GPU") as caught:
+            load_model(replace(args, tensor_parallel_size=2))
+        assert caught.value.param == "quantization"
+    group = plain.table.by_key["0.qkv"][0]
+    wanted = [nf4_values(m).values_OI for m in plain.dense("0.qkv").split(group.packed.widths)]
+    assert torch.equal(rounded.dense("0.qkv"), torch.cat(wanted))
+    assert torch.equal(rounded.head, plain.head)
+
+
+@pytest.mark.parametrize(
+    ("name", "warns"),
+    [("unsloth/llama-3-8b-bnb-4bit", True), ("x/Qwen3-8B-AWQ", True), ("a-4bit/Llama", False)],
+)
+def test_an_adapter_of_a_base_in_four_bits_is_told_so(name: str, warns: bool) -> None:
+    config = json.dumps({"base_model_name_or_path": name}).encode()
+    warning = warning_of_four_bits(config, base_has_16_bits=True)
+    assert (warning is not None) == warns
+    assert warning is None or "--quantization nf4-values" in warning
+    assert warning_of_four_bits(config, base_has_16_bits=False) is None
+    assert warning_of_four_bits(b"[]", base_has_16_bits=True) is None
+
+
+def test_the_second_version_of_gptq_stores_zero_points_as_they_are(tmp_path: Path) -> None:
+    first = stored("gptq-4")
+    expected, zeros = first.pop("expected"), first["x.qzeros"]
+    nibbles = (zeros[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32)) & 15
+    words = (((nibbles + 1) & 15).long() << torch.arange(0, 32, 4)).sum(-1)
+    second = first | {"x.qzeros": torch.where(words < 2**31, words, words - 2**32).int()}
+    stated = STATED["gptq-4"] | {"checkpoint_format": "gptq_v2"}
+    assert torch.equal(read(second, stated, tmp_path), expected)
+
+
+def test_inputs_of_compressed_tensors_are_reordered_by_their_groups(tmp_path: Path) -> None:
+    """With the groups of neighbours as the order, nothing changes; with all inputs in the last
+    group, its scale counts for all."""
+    tensors = stored("ct-w4-group")
+    expected, scales = tensors.pop("expected"), tensors["x.weight_scale"]
+    order = torch.arange(128, dtype=torch.int32) // 32
+    same = read(tensors | {"x.weight_g_idx": order}, STATED["ct-w4-group"], tmp_path)
+    assert torch.equal(same, expected)
+    last = torch.full_like(order, 3)
+    values = read(tensors | {"x.weight_g_idx": last}, STATED["ct-w4-group"], tmp_path)
+    integers = (expected.float() / scales.float().repeat_interleave(32, 1)).round()
+    assert torch.equal(values, (integers * scales[:, 3:].float()).bfloat16())
+
+
+@pytest.mark.parametrize("block", [[16, 32], [24, 48], None], ids=["even", "rest", "tensor"])
+def test_fp8_is_what_transformers_reads(block: list[int] | None, tmp_path: Path) -> None:
+    codes = torch.randn(64, 96).to(torch.float8_e4m3fn)
+    scales = torch.rand(() if block is None else (-(-64 // block[0]), -(-96 // block[1])))
+    name = "x.weight_scale" if block is None else "x.weight_scale_inv"
+    stated = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic"}
+    values = read({"x.weight": codes, name: scales}, stated, tmp_path)
+    assert torch.equal(values, _dequantize_fp8_weight(codes, scales, block, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("case", "part", "change", "wanted"),
+    [
+        ("awq", "x.scales", None, "lacks x.scales"),
+        ("awq", "x.qzeros", torch.zeros(4, 3, dtype=torch.int32), "x.qzeros has shape"),
+        ("gptq-4", "x.qzeros", torch.zeros(4, 4), "x.qzeros has dtype F32"),
+        ("gptq-4-reordered", "x.g_idx", torch.full((128,), 4, dtype=torch.int32), "not among 4"),
+        ("bnb-nf4", "x.weight.absmax", torch.zeros(3), "x.weight.absmax has shape"),
+        (
+            "bnb-nf4",
+            "x.weight.quant_state.bitsandbytes__nf4",
+            torch.tensor(list(b"{}"), dtype=torch.uint8),
+            "does not describe a matrix",
+        ),
+        ("ct-w4-group", "x.weight_shape", torch.tensor([32, 999]), "x.weight_packed has shape"),
+        ("ct-w4-group", "x.weight_scale", torch.ones(32, 5), "can't be cut into 5 groups"),
+        ("ct-fp8-channel", "x.weight_scale", torch.ones(5, 1), "x.weight_scale has shape"),
+    ],
+)
+def test_a_part_that_does_not_fit_is_named(
+    case: str, part: str, change: Tensor | None, wanted: str, tmp_path: Path
+) -> None:
+    tensors = {name: t for name, t in stored(case).items() if name.startswith("x.")}
+    tensors.pop(part)
+    with pytest.raises(ConfigError, match=wanted):
+        read(tensors if change is None else tensors | {part: change}, STATED[case], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("stated", "field"),
+    [
+        ({"quant_method": "aqlm"}, "quantization_config"),
+        ("awq", "quantization_config"),
+        (STATED["awq"] | {"version": "gemv"}, "quantization_config.version"),
+        (STATED["gptq-4"] | {"bits": 3}, "quantization_config.bits"),
+        (STATED["gptq-4"] | {"dynamic": {"-:head": {}}}, "quantization_config.dynamic"),
+        (STATED["bnb-nf4"] | {"bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage"),
+        (STATED["ct-w4-group"] | {"format": "nvfp4-pack-quantized"}, "format"),
+        (STATED["ct-w4-group"] | {"transform_config": {"R1": {}}}, "transform_config"),
+        (compressed("float-quantized", num_bits=4, type="float", strategy="channel"), "group_0"),
+        (compressed("int-quantized", num_bits=6, type="int", strategy="channel"), "num_bits"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "quantization_config.fmt"),
+    ],
+)
+def test_a_setting_that_is_not_read_is_named(stated: Any, field: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_quantization({"quantization_config": stated}, mxfp4=False)
+    assert caught.value.param is not None and caught.value.param.endswith(field)
+
+
+def test_a_model_has_the_values_of_its_quantized_matrices(tmp_path: Path) -> None:
+    """Two matrices of a layer are quantized, in a file before and a file behind their scales."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=40,
+        hidden_size=128,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=1,
+        max_position_embeddings=64,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    case = stored("gptq-4-reordered")
+    expected, first, second = case.pop("expected"), {}, dict(tensors)
+    names = [f"model.layers.0.mlp.{name}_proj" for name in ("gate", "up")]
+    for i, name in enumerate(names):
+        del second[f"{name}.weight"]
+        for part, value in case.items():
+            into = first if (part == "x.scales") == (i == 0) else second
+            into[f"{name}.{part.removeprefix('x.')}"] = value.clone()
+    for file, content in {"a": first, "b": second}.items():
+        save_file(content, tmp_path / f"{file}.safetensors")
+    index = {n: f"{f}.safetensors" for f, c in {"a": first, "b": second}.items() for n in c}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    path = tmp_path / "config.json"
+    stated = {"quantization_config": STATED["gptq-4-reordered"]}
+    path.write_text(json.dumps(json.loads(path.read_text()) | stated))
+    weights = load_weights(tmp_path, load_model_config(tmp_path), torch.float32, "cpu")
+    assert torch.equal(weights.dense("0.gate_up"), torch.cat((expected, expected)).float())
+    down = tensors["model.layers.0.mlp.down_proj.weight"]
+    assert torch.equal(weights.dense("0.down"), down)
