@@ -71,7 +71,8 @@ def _scales(parts: Parts, state: Mapping[str, Any], count: int) -> Tensor:
     codes = parts.read(_ABSMAX, (count,), "U8")
     meaning = parts.read(_NESTED_MAP, (256,), "F32")
     scales = parts.read(_NESTED_ABSMAX, (-(-count // size),), "F32")
-    return meaning[codes.int()] * scales.repeat_interleave(size)[:count] + state["nested_offset"]
+    offset: float = state["nested_offset"]
+    return meaning[codes.int()] * scales.repeat_interleave(size)[:count] + offset
 
 
 def _state(parts: Parts) -> dict[str, Any]:
