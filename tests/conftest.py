@@ -41,8 +41,10 @@ settings.register_profile(
 settings.load_profile("weft")
 
 
+# The process that servers are forked from, and one of them.
+_SERVERS = ("docs", "fleet", "registry", "server", "streams", "strangers", "supervisor")
 TOGETHER = {
-    "tests/e2e/test_server.py": "tests/e2e/test_clients.py",  # a server
+    **{f"tests/e2e/test_{name}.py": "tests/e2e/test_clients.py" for name in _SERVERS},
     "tests/cpu/test_golden.py": "tests/e2e/test_ranks.py",  # the oracle's answers
 }
 """Files that share something with another one, which the same worker has to take."""

@@ -208,6 +208,7 @@ def test_a_missing_tokenizer(tmp_path: Path) -> None:
     assert "tokenizer" in line and "--skip-tokenizer-init" in line
 
 
+@pytest.mark.usefixtures("quick_engines")
 def test_an_engine_that_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
     """Its process says nothing of its own."""
     line = refusal("serve", BASE, "--port", "0", *SMALL, "--max-model-len", "100000")

@@ -23,7 +23,8 @@ from http_api import COMPLETE, World, served, wait_until
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import PATIENCE_S
-from serving import command_of, until
+from quick_start import command_of
+from serving import until
 from tiny import BASE
 from toy_tokenizers import byte_level
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import pytest
 from patience import PATIENCE_S
+from quick_start import start_weft
 from typer.testing import CliRunner
 
 from weft.cli.main import app
@@ -81,15 +82,15 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The server of quickstart.md, on a free port."""
     quickstart = BLOCKS[DOCS / "quickstart.md"]
     line = next(b.code for b in quickstart if b.code.startswith(SERVE)).replace("\\\n", " ")
     with socket.create_server(("127.0.0.1", 0)) as probe:
         server = Server(probe.getsockname()[1])
     args = [*shlex.split(line)[1:], "--port", str(server.port), *SMALL]
-    command = [sys.executable, "-m", "weft", *args]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
+    with contextlib.chdir(ROOT), (tmp_path_factory.mktemp("server") / "log").open("wb") as log:
+        process = start_weft(args, log)
     try:
         deadline_s = time.monotonic() + PATIENCE_S
         while not is_healthy(server):

@@ -16,7 +16,8 @@ from adapter_kinds import FAMILIES, KINDS, SERVED, make_base
 from engine_thread import start_in_process
 from engines import MakeLLM
 from golden_cases import NAMES, TIGHT, Case, Expected, assert_right, interleaved, run, workload
-from serving import command_of, serving_here
+from quick_start import command_of
+from serving import serving_here
 from test_fidelity import BLOCK, EXPERTS, PARTS, World, check
 from tiny import ADAPTERS, BASE, answer, ask
 from watched_ranks import checksums, watch_all

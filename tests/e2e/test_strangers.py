@@ -17,7 +17,8 @@ from typing import Any
 import httpx
 import pytest
 from patience import PATIENCE_S
-from serving import Server, command_of, serving, until
+from quick_start import command_of
+from serving import Server, serving, until
 from tiny import ADAPTERS
 
 ACME, GLOBEX = list(ADAPTERS)[:2]

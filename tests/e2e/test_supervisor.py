@@ -666,6 +666,7 @@ def test_an_engine_holds_what_survived(changes: list[Change]) -> None:
 # -- over real processes -----------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("quick_engines")
 def test_a_killed_engine_comes_back(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,12 +8,13 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from subprocess import TimeoutExpired
 
 from patience import PATIENCE_S
+from quick_start import Forked, engine_of, start_weft
 from tiny import ADAPTERS, BASE, ask
 
 from weft.core.adapters import AdapterRef, AdapterSource
@@ -27,7 +28,6 @@ from weft.text import load_tokenizer
 
 FAULTS = ("engine killed", "engine stopped", "node killed", "node stopped", "drained", "link cut")
 NAMES = ("caesar", "numeronym", "reverse")
-WEFT = str(Path(sys.executable).with_name("weft"))
 STOPPED_S = 1.0
 """For how long a process is stopped, a node drained, a link cut."""
 
@@ -95,18 +95,16 @@ class RealNode:
         self.name = f"n{number}"
         self.cable = Cable(_free_port())
         self._folder = folder
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: Forked | None = None
 
     async def start(self) -> None:
-        flags = ["--dtype", "float32", "--num-threads", "1", "--kv-cache-memory", "64M"]
-        flags += ["--no-api", "--fleet", str(self._folder / "nodes"), "--node-name", self.name]
-        flags += ["--fleet-key", str(self._folder / "key"), "--max-num-seqs", "16"]
-        flags += ["--fleet-listen", f"127.0.0.1:{self.cable.target}"]
+        args = ["serve", str(BASE), "--dtype", "float32", "--num-threads", "1"]
+        args += ["--kv-cache-memory", "64M"]
+        args += ["--no-api", "--fleet", str(self._folder / "nodes"), "--node-name", self.name]
+        args += ["--fleet-key", str(self._folder / "key"), "--max-num-seqs", "16"]
+        args += ["--fleet-listen", f"127.0.0.1:{self.cable.target}"]
         with (self._folder / f"{self.name}.log").open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                WEFT, "serve", str(BASE), *flags,
-                stdout=log, stderr=log,
-            )  # fmt: skip
+            self._process = await asyncio.to_thread(start_weft, args, log)
 
     @property
     def pid(self) -> int:
@@ -115,30 +113,23 @@ class RealNode:
 
     @property
     def engine_pid(self) -> int:
-        """The largest of its children."""
-        pids = Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()
-        return max(map(int, pids), key=lambda pid: int(_statm(pid)))
+        return engine_of(self.pid)
 
     async def kill(self) -> None:
         assert self._process is not None
         self._process.kill()
-        await self._process.wait()
+        await asyncio.to_thread(self._process.wait, PATIENCE_S)
 
     async def stop(self) -> None:
         """End it in good order."""
         if self._process is not None and self._process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGCONT)
-                self._process.terminate()
+            self._process.send_signal(signal.SIGCONT)
+            self._process.terminate()
             try:
-                await asyncio.wait_for(self._process.wait(), 30)
-            except TimeoutError:
+                await asyncio.to_thread(self._process.wait, 30)
+            except TimeoutExpired:
                 await self.kill()
         await self.cable.close()
-
-
-def _statm(pid: int) -> str:
-    return Path(f"/proc/{pid}/statm").read_text().split()[1]
 
 
 @dataclass

@@ -1,12 +1,10 @@
-"""Servers as their users meet them: a `weft serve` process, or the same application and engine in
-threads of this process, which start in a fraction of the time."""
+"""Servers as their users meet them: a `weft serve` process, which need not import anything at its
+start, or the same application and engine in threads of this process."""
 
 from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +19,7 @@ from engine_thread import start_in_process
 from openai import AsyncOpenAI, OpenAI
 from patience import PATIENCE_S
 from prometheus_client.parser import text_string_to_metric_families
+from quick_start import Forked, engine_of, start_weft
 from tiny import ADAPTERS, BASE
 
 from weft.api import ApiSettings, create_app
@@ -33,7 +32,7 @@ from weft.registry import AdapterRegistry, AdapterRoots, Sources
 class Server:
     """A running `weft serve`."""
 
-    process: subprocess.Popen[bytes]
+    process: Forked
     url: str
     root: Path
     """Its --lora-root."""
@@ -59,18 +58,7 @@ class Server:
         return {f.name: f.samples for f in text_string_to_metric_families(text)}
 
     def engine_pid(self) -> int:
-        """The one child that runs the engine; multiprocessing keeps another for its resources."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text()
-        found = [int(c) for c in children.split() if b"spawn_main" in command_of(int(c))]
-        assert len(found) == 1, found
-        return found[0]
-
-
-def command_of(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+        return engine_of(self.process.pid)
 
 
 @contextmanager
@@ -85,18 +73,14 @@ def serving(
     """`adapters`: folders by name, or names of examples. `max_files`: that it may have open."""
     folders = adapters if isinstance(adapters, Mapping) else ADAPTERS
     modules = [f"{name}={folders[name]}" for name in adapters]
-    command = [sys.executable, "-m", "weft", "serve", str(model)]
-    command += ["--port", "0", "--served-model-name", "base", "--lora-root", str(root)]
-    command += ["--num-threads", "1", "--kv-cache-memory", "64M", "--adapter-memory", "64M"]
-    command += [*flags, *(["--lora-modules", *modules] if modules else [])]
-    command += [] if api_key is None else ["--api-key", api_key]
-    if max_files is not None:
-        command = ["sh", "-c", 'ulimit -n "$0" && exec "$@"', str(max_files), *command]
+    args = ["serve", str(model)]
+    args += ["--port", "0", "--served-model-name", "base", "--lora-root", str(root)]
+    args += ["--num-threads", "1", "--kv-cache-memory", "64M", "--adapter-memory", "64M"]
+    args += [*flags, *(["--lora-modules", *modules] if modules else [])]
+    args += [] if api_key is None else ["--api-key", api_key]
     log = root / "server.log"
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        process = start_weft(args, out, max_files)
     try:
         yield Server(process, _wait_for_url(process, log), root, log, api_key or "none")
     finally:
@@ -105,7 +89,7 @@ def serving(
             process.wait(PATIENCE_S)
         finally:
             process.kill()
-            process.wait()
+            process.wait(PATIENCE_S)
 
 
 @contextmanager
@@ -141,7 +125,7 @@ def serving_here(root: Path, model: Path, **options: object) -> Iterator[str]:
         served.result()
 
 
-def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+def _wait_for_url(process: Forked, log: Path) -> str:
     deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline and process.poll() is None:
         found = re.search(r"(http://[0-9.]+:\d+)/v1", log.read_text())
