@@ -4,9 +4,16 @@ once, as if nothing had happened."""
 from __future__ import annotations
 
 import asyncio
+import json
+import threading
+import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -18,6 +25,8 @@ from weft.core.adapters import AdapterRef, AdapterSource
 from weft.core.errors import AdapterUnavailable, EngineDead, RequestRefused, from_wire
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
+from weft.fleet.consolidate import SPARE
+from weft.fleet.controller import Controller
 
 DIGESTS = [f"{number:064x}" for number in (1 << 200, 2 << 200, 3 << 200)]
 NUM_NODES = 3
@@ -150,10 +159,10 @@ class FleetMachine(RuleBasedStateMachine):
         if name in self.fleet.links:
             self.run(lambda: self.fleet.lose(name, "it gives no sign of life", True))
 
-    @rule(number=st.integers(0, NUM_NODES - 1), draining=st.booleans())
-    def drain(self, number: int, draining: bool) -> None:
+    @rule(number=st.integers(0, NUM_NODES - 1), draining=st.booleans(), idle=st.booleans())
+    def drain(self, number: int, draining: bool, idle: bool) -> None:
         engine = self.fleet.engines[number]
-        engine.draining = draining
+        engine.draining, engine.idle = draining, idle
         engine.report()
         link = self.fleet.links.get(engine.name)
         if link is not None:
@@ -205,7 +214,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     def heal(self) -> None:
         for engine in self.fleet.engines:
-            engine.draining = False
+            engine.draining = engine.idle = False
             self.join(int(engine.name[1:]))
             engine.report()
         open_ones = [r for r in self.readers if not r.left]
@@ -306,7 +315,7 @@ def test_a_drained_node_is_empty_at_once_and_takes_nothing() -> None:
         fleet.client.drain(name)
         await settle(fleet, 3)
         (other,) = where(fleet)
-        assert other != name and fleet.client.counts["moves"] == 1
+        assert other != name and fleet.client.figures.moves == 1
         assert fleet.client.explain("r")[-1]["node"] == other
         described = {each["node"]: each["state"] for each in fleet.client.describe()}
         assert described[name] == "draining"
@@ -314,6 +323,115 @@ def test_a_drained_node_is_empty_at_once_and_takes_nothing() -> None:
         assert reader.tokens == stream_of(reader.request)
 
     in_fleet(test)
+
+
+def states(fleet: LossyFleet) -> Counter[str]:
+    return Counter(str(each["state"]) for each in fleet.client.describe())
+
+
+def test_few_requests_end_up_on_few_nodes_and_more_on_more() -> None:
+    async def test(fleet: LossyFleet) -> None:
+        for engine in fleet.engines:
+            engine.controller = fleet.client.process
+        controller = Controller(fleet.client, target=0.5)
+        readers = [begun(fleet, asked(400))]
+        await settle(fleet, 120)
+        assert states(fleet) == {"up": 1, "idle": 2} and len(where(fleet)) == 1
+        assert fleet.client.figures.wanted_replicas == 1 + SPARE
+        readers += [begun(fleet, replace(asked(80), request_id=f"r{k}")) for k in range(6)]
+        await settle(fleet, 10)
+        assert states(fleet) == {"up": 3}
+        assert fleet.client.figures.wanted_replicas == 3 + SPARE
+        readers += [begun(fleet, replace(asked(80), request_id=f"s{k}")) for k in range(4)]
+        await settle(fleet, 5)
+        assert len(where(fleet)) == 3
+        await settle(fleet, 400)
+        assert all(reader.tokens == stream_of(reader.request) for reader in readers)
+        await controller.close()
+
+    in_fleet(test)
+
+
+def test_one_process_decides_and_the_next_one_begins_with_what_nodes_were_told() -> None:
+    async def test(fleet: LossyFleet) -> None:
+        first, second, _ = fleet.engines
+        first.controller, second.controller = "another", fleet.client.process
+        second.idle = True
+        controller = Controller(fleet.client, target=0.5)
+        await settle(fleet, 120)
+        assert fleet.client.figures.wanted_replicas is None and states(fleet)["idle"] == 1
+        first.begin()
+        fleet.lose(first.name, "the engine died", killed=True)
+        await settle(fleet, 10)
+        assert fleet.client.figures.wanted_replicas is not None
+        assert second.idle and states(fleet) == {"idle": 1, "up": 1}
+        await controller.close()
+
+    in_fleet(test)
+
+
+def test_idle_nodes_serve_again_when_nobody_wants_them_idle() -> None:
+    async def test(fleet: LossyFleet) -> None:
+        for engine in fleet.engines:
+            engine.controller, engine.idle = fleet.client.process, True
+        controller = Controller(fleet.client)
+        await settle(fleet, 10)
+        assert states(fleet) == {"up": 3}
+        await controller.close()
+
+    in_fleet(test)
+
+
+def test_a_hot_adapter_comes_to_a_second_node_ahead_of_requests() -> None:
+    async def test(fleet: LossyFleet) -> None:
+        controller = Controller(fleet.client)
+        held = asyncio.create_task(fleet.client.hold(AdapterSource("/a", DIGESTS[0]), "name"))
+        await settle(fleet, 4)
+        await held
+        reader = begun(fleet, asked(90, DIGESTS[0]))
+        await settle(fleet, 60)
+        assert sum(bool(engine.held) for engine in fleet.engines) > 1
+        assert len(where(fleet)) <= 1, "its request did not go there"
+        await settle(fleet, 60)
+        assert reader.tokens == stream_of(reader.request)
+        await controller.close()
+
+    in_fleet(test)
+
+
+def test_the_webhook_is_told_how_many_nodes_are_wanted() -> None:
+    """Each change once; what could not be told is told again."""
+    told: SimpleQueue[Any] = SimpleQueue()
+
+    class Hook(BaseHTTPRequestHandler):
+        failing = True
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            self.send_response(503 if Hook.failing else 204)
+            self.end_headers()
+            if not Hook.failing:
+                told.put(body)
+            Hook.failing = False
+
+        def log_message(self, *_: object) -> None: ...
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hook)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    async def test(fleet: LossyFleet) -> None:
+        for engine in fleet.engines:
+            engine.controller = fleet.client.process
+        controller = Controller(fleet.client, None, f"http://127.0.0.1:{server.server_port}")
+        while told.empty():
+            await settle(fleet, 1)
+            await asyncio.to_thread(time.sleep, 0.002)  # the clock here is not the server's
+        await controller.close()
+
+    in_fleet(test)
+    server.shutdown()
+    server.server_close()
+    assert told.get() == {"wanted_replicas": 1 + SPARE, "nodes": {"up": 3}}
 
 
 def test_requests_go_where_their_adapter_can_be_had() -> None:

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from weft.core.adapters import AdapterInfo, AdapterRef
-from weft.core.stats import AdapterStats, EngineStats, Spread, TierStats
+from weft.core.stats import AdapterStats, EngineStats, FleetFigures, Spread, TierStats
 from weft.metrics import Metrics, tallies
 from weft.metrics.exposition import Bounds, Histogram
 from weft.metrics.tallies import OTHER, PERIOD_S, Tallies
@@ -100,6 +100,17 @@ def test_an_engine_that_does_not_answer() -> None:
     assert "weft:engine_up 0.0" in text
     assert 'weft:adapter_prompt_tokens_total{adapter="a"} 3.0' in text
     assert "vllm:num_requests_running" not in text and "lora_requests_info" not in text
+
+
+def test_a_fleet_and_what_autoscalers_read_of_it() -> None:
+    figures = FleetFigures({"up": 2, "idle": 1}, moves=3, losses=1, wanted_replicas=4)
+    text = Metrics("base").render(INFO, None, {}, fleet=figures).decode()
+    assert 'weft:fleet_nodes{state="idle"} 1.0' in text and "weft:fleet_moves_total 3.0" in text
+    assert "\nweft:wanted_replicas 4.0\n" in text
+    silent = Metrics("base").render(INFO, None, {}, fleet=FleetFigures()).decode()
+    assert "weft:wanted_replicas" not in silent
+    scaled = (ROOT / "deploy/kubernetes/weft-keda.yaml").read_text()
+    assert "weft:wanted_replicas" in scaled
 
 
 def test_one_request() -> None:

@@ -68,7 +68,9 @@ class PretendedEngine:
         self.epoch = 0
         self._rng = rng
         self.link: PretendedLink | None = None
-        self.draining = False
+        self.draining = self.idle = False
+        self.controller = ""
+        """What it names in its reports."""
         self.held: set[tuple[str, str]] = set()
         self.refuses: set[str] = set()
         """Digests that can't be read here."""
@@ -141,13 +143,16 @@ class PretendedEngine:
             self._say(Tokens(events))
 
     def report(self) -> None:
-        self._say(self._sender.update(self._load(), self.draining))
+        self._say(self._update())
 
     def whole(self) -> ReportUpdate:
-        self._sender.update(self._load(), self.draining)
+        self._update()
         update = self._sender.whole()
         assert update is not None
         return update
+
+    def _update(self) -> ReportUpdate:
+        return self._sender.update(self._load(), self.draining, self.idle, self.controller)
 
     def _load(self) -> EngineLoad:
         digests = frozenset(adapter_key(digest) for digest, _ in self.held)
@@ -176,6 +181,9 @@ class PretendedLink:
 
     def drain(self, draining: bool) -> None:
         self.engine.draining = draining
+
+    def rest(self, idle: bool) -> None:
+        self.engine.idle = idle
 
     def tick(self) -> None: ...
 

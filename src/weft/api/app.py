@@ -30,14 +30,14 @@ from weft.api.reading import IGNORED
 from weft.api.routes_adapters import adapter_routes
 from weft.api.routes_chat import chat_routes
 from weft.api.routes_completions import completion_routes
-from weft.api.routes_fleet import Fleet, fleet_routes
+from weft.api.routes_fleet import fleet_routes
 from weft.api.routes_messages import message_routes
 from weft.api.routes_page import ABOUT, page_files, page_routes
 from weft.api.routes_registry import registry_routes
 from weft.api.routes_responses import response_routes
 from weft.api.routes_server import metrics_app, server_routes, tokenize_routes
 from weft.api.routes_uploads import upload_routes
-from weft.api.service import DIGEST, VERSION, Service
+from weft.api.service import DIGEST, VERSION, Fleet, Service
 from weft.api.settings import ApiSettings, parse_key
 from weft.core.errors import WeftError
 from weft.core.messages import EngineClient
@@ -79,7 +79,7 @@ def create_app(
     follower = Follower(*shared, registry, publisher) if shared is not None else None
     releases = Releases(follower, publisher, executor) if follower is not None else None
     service = Service(
-        engine, registry, tokenizer, settings, metrics, executor, traces, tenants, follower
+        engine, registry, tokenizer, settings, metrics, executor, traces, tenants, follower, fleet
     )
     audit = audit or AuditLog(None)
     desk = AdapterDesk(service, publisher, releases, sources, executor, audit, tenants)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
-
 from fastapi import APIRouter, Request
 from pydantic import Field
 from starlette.responses import Response
@@ -12,18 +9,8 @@ from starlette.responses import Response
 from weft.api.bodies import ClosedBody
 from weft.api.http import ERRORS, body_of, json_response
 from weft.api.reading import read_body
-from weft.api.service import Service
+from weft.api.service import Fleet, Service
 from weft.core.errors import InvalidRequest
-
-
-class Fleet(Protocol):
-    """The nodes that serve this API's requests."""
-
-    def describe(self) -> Sequence[dict[str, object]]: ...
-
-    def explain(self, request_id: str) -> Sequence[dict[str, object]]: ...
-
-    def drain(self, name: str, draining: bool = True) -> None: ...
 
 
 class DrainBody(ClosedBody):

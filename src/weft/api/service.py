@@ -23,7 +23,7 @@ from weft.core.adapters import WeightedAdapter
 from weft.core.errors import EngineDead, InvalidRequest, ModelNotFound, Unauthorized
 from weft.core.messages import EngineClient
 from weft.core.requests import EngineRequest, TokenLogprob
-from weft.core.stats import EngineStats
+from weft.core.stats import EngineStats, FleetFigures
 from weft.core.tenants import tenant_in
 from weft.metrics import Metrics, RegistryView
 from weft.registry import Access, AdapterRegistry, Caller, ModelCard
@@ -118,6 +118,18 @@ class Output:
         return "".join(self.texts)
 
 
+class Fleet(Protocol):
+    """The nodes that serve this API's requests."""
+
+    def describe(self) -> Sequence[dict[str, object]]: ...
+
+    def explain(self, request_id: str) -> Sequence[dict[str, object]]: ...
+
+    def drain(self, name: str, draining: bool = True) -> None: ...
+
+    def measure(self) -> FleetFigures: ...
+
+
 class Service:
     """What both generation routes share. Holds no request: each call's state is its own."""
 
@@ -132,9 +144,11 @@ class Service:
         traces: TraceSink | None = None,
         tenants: Tenants | None = None,
         follower: Follower | None = None,
+        fleet: Fleet | None = None,
     ) -> None:
-        """`follower` follows a shared registry, if there is one."""
-        self.engine = engine
+        """`follower` follows a shared registry, if there is one. `fleet`: what `engine` is, if it
+        has several nodes."""
+        self.engine, self.fleet = engine, fleet
         self._registry, self._tenants = registry, tenants
         self.follower = follower
         self.settings = settings
@@ -237,7 +251,8 @@ class Service:
         view = None
         if follower is not None:
             view = RegistryView(follower.names.state.seq, follower.shared.stale_s())
-        return self.metrics.render(self.engine.info, stats, self._registry.adapters(), view)
+        fleet = self.fleet.measure() if self.fleet is not None else None
+        return self.metrics.render(self.engine.info, stats, self._registry.adapters(), view, fleet)
 
     def salt(self, tenant: str, asked: str | None) -> str:
         """With whom a tenant's request shares cached prefixes: with those of the same salt. Each

@@ -19,7 +19,7 @@ from weft.bench.fleet_node import BLOCK, H200, SimulatedNode, chain_of, request_
 from weft.bench.fleet_trace import FleetAsk
 from weft.bench.workload import rng_of
 from weft.core.requests import EngineRequest, TokenEvent
-from weft.fleet.consolidate import Consolidator, NodeLoad, plan_moves
+from weft.fleet.consolidate import Consolidator, loads_of, plan_moves
 from weft.fleet.route import Router, Shed
 from weft.fleet.told import Told
 from weft.fleet.view import TRANSIT_S, RoutedRequest
@@ -275,19 +275,8 @@ class FleetSimulator:
     def _control(self, now: float) -> None:
         assert self._consolidator is not None
         view = self.routers[0].view
-        loads = [
-            NodeLoad(
-                node.name,
-                int(view.num_open[i]),
-                view.told.nodes[i].load.max_seats,
-                float(view.wait_s[i]),
-                float(view.num_open[i] * view.told.token_s[i]),
-            )
-            for i, node in view.nodes.items()
-            if not node.dead
-        ]
         before = self._consolidator.enabled
-        found = self._consolidator.tick(now, loads)
+        found = self._consolidator.tick(now, loads_of(view))
         if found.names != before:
             for router in self.routers:
                 router.view.set_enabled(found.names)

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 HTTP = "HTTP server"
 FLEET = "Fleet"
+FLEET_ONLY = ("fleet", "fleet_key", "node_name", "consolidate", "scale_webhook")
+FLEET_ONLY += ("no_engine", "no_api")
+"""The flags that need --fleet."""
 
 _HELP = {
     "--host": "The address to listen on; 0.0.0.0 stands for all.",
@@ -93,6 +96,10 @@ _HELP = {
     "--fleet-listen": "Where other nodes reach this one; port 0 takes any free one.",
     "--node-name": "What this node is called; no two nodes may have one name. Default: the host's"
     " name and the port of --fleet-listen.",
+    "--consolidate": "Keep requests on as few nodes as serve them well: those are to have this part"
+    " of their seats taken, such as 0.85. Requests move away from the other nodes, which are idle"
+    " until they are needed. Default: all nodes serve.",
+    "--scale-webhook": "POST how many nodes there should be to this URL, whenever that changes.",
     "--no-engine": "Serve HTTP alone: requests run on other nodes of the fleet.",
     "--no-api": "Run the engine alone, for other nodes of the fleet: no HTTP, but for"
     " --metrics-port.",
@@ -179,6 +186,8 @@ class ServeFlags:
     fleet_key: Annotated[Path | None, _flag("--fleet-key", "FILE", FLEET)] = None
     fleet_listen: Annotated[str, _flag("--fleet-listen", "HOST:PORT", FLEET)] = "0.0.0.0:7070"
     node_name: Annotated[str | None, _flag("--node-name", "NAME", FLEET)] = None
+    consolidate: Annotated[float | None, _flag("--consolidate", "PART", FLEET)] = None
+    scale_webhook: Annotated[str | None, _flag("--scale-webhook", "URL", FLEET)] = None
     no_engine: Annotated[bool, _flag("--no-engine", panel=FLEET)] = False
     no_api: Annotated[bool, _flag("--no-api", panel=FLEET)] = False
     enable_lora: Annotated[bool, typer.Option("--enable-lora", hidden=True)] = False
@@ -218,7 +227,7 @@ class ServeFlags:
     def fleet_args(self) -> FleetArgs | None:
         """How the server is a part of a fleet; None: it stands alone. Raises ConfigError."""
         if self.fleet is None or self.fleet_key is None:
-            for name in ("fleet", "fleet_key", "node_name", "no_engine", "no_api"):
+            for name in FLEET_ONLY:
                 if getattr(self, name):
                     needed = "fleet_key" if name == "fleet" else "fleet"
                     flag, missing = (f"--{each.replace('_', '-')}" for each in (name, needed))
@@ -231,6 +240,8 @@ class ServeFlags:
             key=self.fleet_key,
             listen=self.fleet_listen,
             name=self.node_name,
+            target=self.consolidate,
+            webhook=self.scale_webhook,
             has_engine=not self.no_engine,
             has_api=not self.no_api,
         )

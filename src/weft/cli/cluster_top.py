@@ -48,7 +48,7 @@ def render(
     view: View, nodes: Sequence[Placed], reports: dict[str, Any], max_rows: int, notice: str = ""
 ) -> RenderableType:
     """One frame. `notice`: what is wrong with it."""
-    up = sum(report["state"] == "up" for report in reports.values())
+    up = sum(report["state"] in ("up", "idle") for report in reports.values())
     parts: list[RenderableType] = [
         Text.assemble(("weft cluster top  ", "bold cyan"), (view.model, "bold"), f"  {up} nodes up")
     ]

@@ -104,6 +104,20 @@ class EngineInfo:
     """Seconds of the stages of its start, in their order; see `weft.core.stages`."""
 
 
+@dataclass(slots=True)
+class FleetFigures:
+    """What a process knows of the fleet that it is a part of."""
+
+    nodes: dict[str, int] = field(default_factory=dict)
+    """How many there are, by state."""
+    moves: int = 0
+    """Requests of this process that left a node that still served them."""
+    losses: int = 0
+    """Requests of this process that lost their node."""
+    wanted_replicas: int | None = None
+    """How many nodes there should be; None: another process says it."""
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot of the engine, read between two steps. All counters since the start."""

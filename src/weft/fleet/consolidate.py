@@ -50,6 +50,24 @@ class NodeLoad:
     """How long a request that comes now waits there."""
     empty_s: float = 0.0
     """What its requests would take elsewhere to be computed again."""
+    idle: bool = False
+    """What it was told by whoever decided before; who decides anew begins with that."""
+
+
+def loads_of(view: FleetView) -> list[NodeLoad]:
+    """All nodes that could serve."""
+    return [
+        NodeLoad(
+            node.name,
+            int(view.num_open[i]),
+            view.told.nodes[i].load.max_seats,
+            float(view.wait_s[i]),
+            float(view.num_open[i] * view.told.token_s[i]),
+            node.idle,
+        )
+        for i, node in view.nodes.items()
+        if not node.dead and not node.draining
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +148,12 @@ class Consolidator:
         return Enabled(self.enabled, emptied, self._needs.add(now, need) + SPARE)
 
     def _follow(self, by_name: dict[str, NodeLoad]) -> None:
-        """Nodes died or came; who comes is enabled, as nobody would come unless it were wanted."""
+        """Nodes died or came; who comes is enabled, as nobody would come unless it were wanted,
+        or has been told to be idle."""
         enabled = [name for name in self._order[: self._num_enabled] if name in by_name]
         idle = [name for name in self._order[self._num_enabled :] if name in by_name]
-        enabled += sorted(by_name.keys() - set(self._order))
+        for name in sorted(by_name.keys() - set(self._order)):
+            (idle if by_name[name].idle else enabled).append(name)
         self._order, self._num_enabled = enabled + idle, len(enabled)
 
     def _grow(self, now: float, num_open: int) -> float:

@@ -19,10 +19,10 @@ import itertools
 import logging
 import time
 import uuid
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Protocol
 
 from weft.core.adapters import AdapterInfo, AdapterSource
@@ -36,10 +36,11 @@ from weft.core.errors import (
 )
 from weft.core.load import adapter_key
 from weft.core.requests import EngineRequest, TokenEvent
-from weft.core.stats import EngineInfo, EngineStats
+from weft.core.stats import EngineInfo, EngineStats, FleetFigures
 from weft.core.tenants import Tenant
 from weft.fleet.live import (
     Decision,
+    Decisions,
     Live,
     ResumeTurn,
     described,
@@ -47,6 +48,7 @@ from weft.fleet.live import (
     failed,
     kind_of,
     passed_on,
+    state_of,
 )
 from weft.fleet.node import Node, OwnNode
 from weft.fleet.placed import PlacedAdapters
@@ -71,8 +73,6 @@ MAX_ATTEMPTS = 20
 MAX_REFUSED = 3
 MAX_WAIT_S = 60.0
 """A new request that would wait longer is refused."""
-MAX_EXPLAINED = 1_000
-"""Requests whose decisions are remembered."""
 
 
 class Closing(Protocol):
@@ -87,17 +87,16 @@ class FleetClient:
         self.own = own
         self.router = router or Router(max_wait_s=MAX_WAIT_S)
         self.process = own.process if own is not None else uuid.uuid4().hex
-        self.members: Closing | None = None
-        """Who brings other nodes; it is closed with this."""
+        self.helpers: list[Closing] = []
+        """Who brings other nodes, and who decides how many serve; they are closed with this."""
         self.nodes: dict[str, Node] = {}
         """By name: those whose engines are up, or were, for its own."""
-        self.counts = Counter({"moves": 0, "losses": 0})
-        """How many attempts ended as their node was drained, and as it was lost."""
-        self._adapters = PlacedAdapters()
+        self.figures = FleetFigures()
+        self.adapters = PlacedAdapters()
         self._live: dict[str, Live] = {}
         self._ids = itertools.count()
         self._turns = asyncio.Semaphore(MAX_RESUMING)
-        self._decisions: OrderedDict[str, list[Decision]] = OrderedDict()
+        self._decisions = Decisions()
         self._tenants: tuple[Tenant, ...] | None = None
         self._info: EngineInfo | None = None
         self._closing = False
@@ -117,7 +116,7 @@ class FleetClient:
         self.nodes[node.name] = node
         if self._tenants is not None:
             self._spawn(self._tell_tenants(node, self._tenants))
-        self._spawn(self._adapters.spread([node]))
+        self._spawn(self.adapters.spread([node]))
         if update is not None:
             self.reported(node, update)
 
@@ -127,11 +126,12 @@ class FleetClient:
             return
         if update is None:
             self.router.view.set_dead(node.name)
-            self._take_away(node, f"node {node.name} gives no sign of life", None)
+            self._give_up(node)
             return
         self.router.view.update(update, time.monotonic())
-        if update.report.draining and any(self._usable()):
-            self._take_away(node, f"node {node.name} is drained", "drained")
+        draining, idle = update.report.draining, update.report.idle
+        if (draining or idle) and any(self._usable(idle=False)):
+            self._empty(node, "drained" if draining else "left idle")
 
     def lost(self, node: Node) -> None:
         """A node is gone. Its requests learn of it by themselves."""
@@ -151,20 +151,38 @@ class FleetClient:
             raise InvalidRequest(f"no node named {name!r} is there", "node")
         node.drain(draining)
 
-    def _take_away(self, node: Node, message: str, why: str | None) -> None:
-        """Let all requests on a node go elsewhere. `why` None: it is lost."""
-        error = EngineDead(message)
+    def _give_up(self, node: Node) -> None:
+        """All requests on a node have to go on elsewhere: it is lost."""
+        error = EngineDead(f"node {node.name} gives no sign of life")
         error.killed = True  # no request is to blame
         for live in list(self._live.values()):
             if live.node is node and live.moving is None and live.attempt is not None:
-                live.moving = why
                 node.leave(live.attempt.request_id, error)
 
-    def _usable(self) -> Iterable[Node]:
-        """The nodes that take requests."""
+    def _empty(self, node: Node, why: str) -> None:
+        """Let all requests on a node, which still serves them, go elsewhere."""
+        found = [live for live in self._live.values() if live.node is node and not live.leaving]
+        if found:
+            self._spawn(self._move(found, why))
+
+    async def _move(self, found: Sequence[Live], why: str) -> None:
+        """Let requests go elsewhere. Each goes on where it is until it has its turn."""
+        for live in found:
+            live.leaving = True
+        for live in found:
+            node, attempt = live.node, live.attempt
+            turn = await ResumeTurn.take(self._turns)
+            if node is None or attempt is None or live.attempt is not attempt or live.turn:
+                turn.end()
+                continue
+            live.turn, live.moving = turn, why
+            node.leave(attempt.request_id, EngineDead("the request moves"))
+
+    def _usable(self, idle: bool = True) -> Iterable[Node]:
+        """The nodes that may take requests; those that are idle among them, or not."""
         for node in self.nodes.values():
             report = node.report
-            if report is not None and not report.draining:
+            if report is not None and not report.draining and (idle or not report.idle):
                 yield node
 
     # -- requests ------------------------------------------------------------------------------
@@ -177,7 +195,9 @@ class FleetClient:
         turn: ResumeTurn | None = None
         try:
             while True:
-                turn = await ResumeTurn.take(self._turns) if live.attempts else None
+                turn, live.turn = live.turn, None
+                if turn is None and live.attempts:
+                    turn = await ResumeTurn.take(self._turns)
                 ended = False
                 try:
                     node, attempt = await self._place(live)
@@ -205,6 +225,8 @@ class FleetClient:
                         turn.end()
         finally:
             del self._live[request.request_id]
+            if live.turn is not None:
+                live.turn.end()
 
     def _depart(self, live: Live, ended: bool) -> None:
         """An attempt is over."""
@@ -232,14 +254,14 @@ class FleetClient:
     def _count_loss(self, live: Live, error: EngineDead) -> TokenEvent | None:
         """The node of a request is lost. Its last event, if it is not to go on."""
         if live.moving is not None:
-            self.counts["moves"] += 1
+            self.figures.moves += 1
             live.why = f"its node was {live.moving}"
             return None
         if live.node is None or self._closing or live.attempts >= MAX_ATTEMPTS:
             raise error
         if live.node.report is None:
             self.router.view.set_dead(live.node.name)
-        self.counts["losses"] += 1
+        self.figures.losses += 1
         live.why = error.message
         live.deaths += not error.killed
         if live.deaths < MAX_DEATHS:
@@ -273,7 +295,7 @@ class FleetClient:
             try:
                 missing = [d for d in digests_of(live.request) if d not in node.held]
                 if missing:
-                    await self._adapters.bring(node, missing)
+                    await self.adapters.bring(node, missing)
             except EngineDead:
                 self.router.view.set_dead(node.name)
             except AdapterError as error:
@@ -291,7 +313,7 @@ class FleetClient:
         tokens = [*request.prompt_ids, *live.output]
         adapter, active_from = request.adapter, NEVER
         if adapter is not None:
-            info, active_from = self._adapters.info(adapter.digest), 0
+            info, active_from = self.adapters.info(adapter.digest), 0
         if info is not None and info.invocation_token_ids:
             found = find_invocation(request.prompt_ids, info.invocation_token_ids)
             adapter, active_from = (None, NEVER) if found is None else (adapter, found)
@@ -310,40 +332,31 @@ class FleetClient:
         self, live: Live, node: Node, attempt: RoutedRequest, routed: Routed
     ) -> EngineRequest:
         """An attempt begins on a node. What it is asked for."""
-        self.router.sent(routed, attempt, time.monotonic())
-        live.node, live.attempt, live.moving = node, attempt, None
+        now = time.monotonic()
+        self.router.sent(routed, attempt, now)
+        if not live.attempts:
+            self.adapters.popular.saw(attempt.adapter, now)
+        live.node, live.attempt, live.moving, live.leaving = node, attempt, None, False
         live.attempts += 1
         decision = Decision(time.time(), live.why, len(live.output), routed)
-        self._decisions.setdefault(live.request.request_id, []).append(decision)
-        if len(self._decisions) > MAX_EXPLAINED:
-            self._decisions.popitem(last=False)
+        self._decisions.add(live.request.request_id, decision)
         output = list(live.output)
         return replace(live.request, request_id=attempt.request_id, output_ids=output)
 
     # -- for those who run the fleet -------------------------------------------------------------
 
     def explain(self, request_id: str) -> list[dict[str, object]]:
-        """Why a request went where it went, each time that it was placed; empty if that is not
-        known any more. What was asked for several prompts or choices is named by the part before
-        their numbers. Costs are in seconds."""
-        return [
-            {
-                "request_id": key,
-                "time": each.at,
-                "node": each.routed.node,
-                "why": each.why,
-                "output_tokens": each.num_output,
-                "costs": [asdict(terms) for terms in self.router.explain(each.routed)],
-            }
-            for key, decisions in self._decisions.items()
-            if request_id in (key, key.rpartition("-")[0])
-            for each in decisions
-        ]
+        """See `Decisions.explain`."""
+        return self._decisions.explain(request_id, self.router)
 
     def describe(self) -> list[dict[str, object]]:
         """Each node as it is known here: its state, and its last report."""
         live = Counter(live.node.name for live in self._live.values() if live.node)
         return [described(node, node is self.own, live[node.name]) for node in self.nodes.values()]
+
+    def measure(self) -> FleetFigures:
+        states = Counter(state_of(node) for node in self.nodes.values())
+        return replace(self.figures, nodes=dict(states))
 
     # -- the rest of EngineClient --------------------------------------------------------------
 
@@ -367,10 +380,10 @@ class FleetClient:
         """Content is read on this process's own node, if it has one that is up, else on another.
         Nodes to which requests for it go get it then; all get it if it is pinned."""
         nodes = sorted(self._usable(), key=lambda node: node is not self.own)
-        return await self._adapters.hold(nodes, source, holder, pinned)
+        return await self.adapters.hold(nodes, source, holder, pinned)
 
     async def release(self, digest: str, holder: str) -> None:
-        await self._adapters.release(list(self.nodes.values()), digest, holder)
+        await self.adapters.release(list(self.nodes.values()), digest, holder)
 
     async def set_tenants(self, tenants: Sequence[Tenant]) -> None:
         """Every node is told, also those that come later."""
@@ -390,12 +403,12 @@ class FleetClient:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.own is not None:
             await self.own.close()
-        if self.members is not None:
-            await self.members.close()
+        for helper in self.helpers:
+            await helper.close()
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold."""
-        self._adapters.check(self.nodes.values())
+        self.adapters.check(self.nodes.values())
         assert all(live.request.request_id == key for key, live in self._live.items())
         assert all((live.node is None) == (live.attempt is None) for live in self._live.values())
         self.router.view.check()

@@ -39,7 +39,7 @@ from weft.fleet.reports import REPORT_S, ReportUpdate
 from weft.fleet.sent import ReceivedRequests
 from weft.fleet.supervisor import Supervisor
 from weft.fleet.tcp import LAST_WORDS_MS, QUEUED
-from weft.fleet.wire import DOWN, UP, Beat, Drain, Gone, Hello, Welcome
+from weft.fleet.wire import DOWN, UP, Beat, Drain, Gone, Hello, Rest, Welcome
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ class NodeListener:
         engine: Supervisor,
         process: str,
         whole: Callable[[], ReportUpdate | None],
-        on_drain: Callable[[bool], None],
+        on_order: Callable[[Drain | Rest], None],
         locate: Locate,
     ) -> None:
         """`process`: which one this is. `whole`: the node's newest report, for those who have none.
@@ -97,7 +97,7 @@ class NodeListener:
         self._engine = engine
         self._process = process
         self._whole = whole
-        self._on_drain = on_drain
+        self._on_order = on_order
         self._locate = locate
         self._loop = asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
@@ -126,6 +126,11 @@ class NodeListener:
             self._context.term()
             raise ConfigError(f"--fleet-listen {address}: {error}", "fleet_listen") from error
         return socket
+
+    @property
+    def clients(self) -> set[str]:
+        """The processes that have a session here."""
+        return {session.client for session in self._sessions.values()}
 
     @property
     def port(self) -> int:
@@ -200,8 +205,8 @@ class NodeListener:
                 self._spawn(self._answer(found, record))
             case SetTenants(tenants):
                 self._spawn(self._engine.set_tenants(tenants))
-            case Drain(draining):
-                self._on_drain(draining)
+            case Drain() | Rest():
+                self._on_order(record)
             case Stop():
                 self._drop(found)
             case Beat() | _:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
 
 from weft.core.errors import WeftError, to_wire
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo
 from weft.fleet.node import Node
-from weft.fleet.route import Routed
+from weft.fleet.route import Routed, Router
 from weft.fleet.view import RoutedRequest
 
+MAX_EXPLAINED = 1_000
+"""Requests whose decisions are remembered."""
 TURN_S = 1.0
 """How many seconds one request that begins anew on another node may hold up the others."""
 
@@ -27,6 +30,36 @@ class Decision:
     num_output: int
     """How many tokens it had by then."""
     routed: Routed
+
+
+class Decisions:
+    """Owner of what was decided for the last requests."""
+
+    def __init__(self) -> None:
+        self._by_request: OrderedDict[str, list[Decision]] = OrderedDict()
+
+    def add(self, request_id: str, decision: Decision) -> None:
+        self._by_request.setdefault(request_id, []).append(decision)
+        if len(self._by_request) > MAX_EXPLAINED:
+            self._by_request.popitem(last=False)
+
+    def explain(self, request_id: str, router: Router) -> list[dict[str, object]]:
+        """Why a request went where it went, each time that it was placed; empty if that is not
+        known any more. What was asked for several prompts or choices is named by the part before
+        their numbers. Costs are in seconds."""
+        return [
+            {
+                "request_id": key,
+                "time": each.at,
+                "node": each.routed.node,
+                "why": each.why,
+                "output_tokens": each.num_output,
+                "costs": [asdict(terms) for terms in router.explain(each.routed)],
+            }
+            for key, decisions in self._by_request.items()
+            if request_id in (key, key.rpartition("-")[0])
+            for each in decisions
+        ]
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +81,10 @@ class Live:
     """The names of nodes that can't load its adapter."""
     num_refused: int = 0
     """How often a node that was thought to have its adapter no longer had it."""
+    leaving: bool = False
+    """It is to leave its node, and waits for its turn to begin anew elsewhere."""
+    turn: ResumeTurn | None = None
+    """That turn, once it has it."""
 
 
 class ResumeTurn:
@@ -71,15 +108,22 @@ class ResumeTurn:
             self._turns.release()
 
 
+def state_of(node: Node) -> str:
+    report = node.report
+    if report is None:
+        return "down"
+    return "draining" if report.draining else "idle" if report.idle else "up"
+
+
 def described(node: Node, own: bool, num_live: int) -> dict[str, object]:
     report = node.report
     facts: dict[str, object] = {"node": node.name, "own": own, "requests_from_here": num_live}
     if report is None:
-        return {**facts, "state": "down"}
+        return {**facts, "state": state_of(node)}
     load = report.load
     return {
         **facts,
-        "state": "draining" if report.draining else "up",
+        "state": state_of(node),
         "running": load.num_running,
         "waiting": load.num_waiting,
         "seats": load.max_seats,

@@ -19,6 +19,7 @@ from weft.fleet.listener import Locate, NodeListener
 from weft.fleet.reports import NodeReport, ReportSender, ReportUpdate
 from weft.fleet.supervisor import Supervisor
 from weft.fleet.tcp import MAX_SILENT, TcpLink
+from weft.fleet.wire import Drain, Rest
 
 
 class Node(Protocol):
@@ -53,6 +54,9 @@ class Node(Protocol):
     def drain(self, draining: bool) -> None:
         """See `weft.fleet.wire.Drain`."""
 
+    def rest(self, idle: bool) -> None:
+        """See `weft.fleet.wire.Rest`."""
+
     def tick(self) -> None:
         """Called each REPORT_S."""
 
@@ -72,19 +76,21 @@ class OwnNode:
         listen: str,
         key: FleetKey,
         locate: Locate,
+        has_api: bool = True,
     ) -> None:
-        """`listen`: HOST:PORT for others. `name` None: that of the host and the port. Raises
-        ConfigError if the address can't be had."""
+        """`listen`: HOST:PORT for others. `name` None: that of the host and the port. `has_api`:
+        whether this process routes requests. Raises ConfigError if the address can't be had."""
         self.process = uuid.uuid4().hex
         """Which process this is; see `weft.fleet.wire.Hello`."""
         self.held: set[str] = set()
         self.on_report: Callable[[Node, ReportUpdate | None], None] = lambda *_: None
         self._engine = engine
-        self._draining = False
+        self._has_api = has_api
+        self._draining = self._idle = False
         self._restarts = 0
         self._silent = 0
         self.listener = NodeListener(
-            listen, key, engine, self.process, lambda: self._sender.whole(), self.drain, locate
+            listen, key, engine, self.process, lambda: self._sender.whole(), self._ordered, locate
         )
         self.name = name or f"{socket.gethostname()}:{self.listener.port}"
         self._sender = ReportSender(self.name, time.time_ns())
@@ -126,6 +132,11 @@ class OwnNode:
             self._draining = draining
             self._tell()
 
+    def rest(self, idle: bool) -> None:
+        if idle != self._idle:
+            self._idle = idle
+            self._tell()
+
     def tick(self) -> None:
         """See whether the engine still reports."""
         self._silent += 1
@@ -135,6 +146,14 @@ class OwnNode:
     async def close(self) -> None:
         await self.listener.close()
         await self._engine.close()
+
+    def _ordered(self, order: Drain | Rest) -> None:
+        """Another node has asked for this."""
+        match order:
+            case Drain(draining):
+                self.drain(draining)
+            case Rest(idle):
+                self.rest(idle)
 
     def _pulsed(self) -> None:
         self._silent = 0
@@ -151,7 +170,8 @@ class OwnNode:
         if self._restarts != self._engine.restarts:
             self._restarts = self._engine.restarts
             self._sender = ReportSender(self.name, time.time_ns())
-        update = self._sender.update(load, self._draining)
+        controller = self.process if self._has_api else min(self.listener.clients, default="")
+        update = self._sender.update(load, self._draining, self._idle, controller)
         self.listener.report(update)
         self.on_report(self, update)
 
@@ -170,6 +190,7 @@ class RemoteNode:
         self.set_tenants = client.set_tenants
         self.stats = client.stats
         self.drain = link.drain
+        self.rest = link.rest
         self.tick = link.tick
         self.close = client.close
         self.ended = client.ended

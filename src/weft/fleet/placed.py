@@ -2,22 +2,28 @@
 
 Every node has all adapters that are pinned. The others come to a node when a request that needs
 them goes there, by their digest: from the folder that the holder named, or, on another machine,
-from the registry.
+from the registry. Hot ones come to further nodes ahead of requests.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.errors import AdapterUnavailable, EngineDead, WeftError
+from weft.core.load import adapter_key
+from weft.fleet.consolidate import Placement
+from weft.fleet.view import FleetView
 
 if TYPE_CHECKING:
     from weft.fleet.node import Node
+
+logger = logging.getLogger(__name__)
 
 HOLDER = "fleet"
 """Under this name a process holds content on nodes, for all of its own holders."""
@@ -43,8 +49,11 @@ class PlacedAdapters:
     """Owner of what this process wants nodes to hold. What each holds is in `Node.held`."""
 
     def __init__(self) -> None:
+        self.popular = Placement()
         self._wanted: dict[str, _Content] = {}
         """By digest."""
+        self._digests: dict[int, str] = {}
+        """Those of `_wanted` by their keys."""
         self._coming: dict[tuple[Node, str], asyncio.Task[None]] = {}
         """Holds under way."""
 
@@ -55,6 +64,7 @@ class PlacedAdapters:
         after it all of them if it is pinned."""
         info, first = await self._hold_first(nodes, source, pinned)
         content = self._wanted.setdefault(info.digest, _Content(info))
+        self._digests[adapter_key(info.digest)] = info.digest
         content.info = info
         was_pinned = content.pinned
         content.holders.pop(holder, None)
@@ -87,6 +97,7 @@ class PlacedAdapters:
         having = [node for node in nodes if digest in node.held]
         if not content.holders:
             del self._wanted[digest]
+            self._digests.pop(adapter_key(digest), None)
             for node in having:
                 node.held.discard(digest)
             calls = [node.release(digest, HOLDER) for node in having]
@@ -111,6 +122,17 @@ class PlacedAdapters:
         """Let nodes hold all that is pinned, as far as they can."""
         for digest in [digest for digest, each in self._wanted.items() if each.pinned]:
             await self._bring_to(nodes, digest)
+
+    async def prefetch(self, nodes: Mapping[str, Node], view: FleetView) -> None:
+        """Let hot adapters be on so many nodes that none is their only one; one by one."""
+        for each in self.popular.prefetches(view):
+            node, digest = nodes.get(each.node), self._digests.get(each.adapter)
+            if node is None or digest is None or digest in node.held:
+                continue
+            try:
+                await self.bring(node, [digest])
+            except WeftError as error:
+                logger.info("node %s gets no copy of a hot adapter: %s", node.name, error.message)
 
     async def _bring_to(self, nodes: Iterable[Node], digest: str) -> None:
         calls = [self._bring(node, digest) for node in nodes]
@@ -145,5 +167,6 @@ class PlacedAdapters:
     def check(self, nodes: Iterable[Node]) -> None:
         """Raise AssertionError unless all invariants hold."""
         assert all(content.holders for content in self._wanted.values())
+        assert set(self._digests.values()) <= self._wanted.keys()
         for node in nodes:
             assert node.held <= self._wanted.keys(), "held for nobody"

@@ -34,6 +34,11 @@ class NodeReport(msgspec.Struct, frozen=True):
     load: EngineLoad
     draining: bool = False
     """It takes no new requests, and those that it has go elsewhere."""
+    idle: bool = False
+    """The same, as others serve all that there is without it; it is ready to serve again."""
+    controller: str = ""
+    """Which process decides for the fleet as long as this node is the first of those that serve:
+    that of its own API, or of one that is linked to it. See `weft.fleet.controller`."""
 
 
 class KeyChange(msgspec.Struct, frozen=True):
@@ -88,11 +93,13 @@ class ReportSender:
         self.report: NodeReport | None = None
         """The newest one."""
 
-    def update(self, load: EngineLoad, draining: bool = False) -> ReportUpdate:
+    def update(
+        self, load: EngineLoad, draining: bool = False, idle: bool = False, controller: str = ""
+    ) -> ReportUpdate:
         """The next report, for those who have all before."""
         last = self.report
         seq = last.seq + 1 if last else 1
-        self.report = NodeReport(self._node, self._epoch, seq, load, draining)
+        self.report = NodeReport(self._node, self._epoch, seq, load, draining, idle, controller)
         return update_between(last.load if last else None, self.report)
 
     def whole(self) -> ReportUpdate | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError
+from weft.fleet.controller import Controller
 from weft.fleet.curve import read_fleet_key
 from weft.fleet.fleet_client import FleetClient
 from weft.fleet.listener import Locate
@@ -18,6 +19,7 @@ from weft.fleet.reports import REPORT_S
 from weft.fleet.supervisor import start_supervised
 
 PORT = 7070
+MIN_TARGET = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +32,10 @@ class FleetArgs:
     listen: str = f"0.0.0.0:{PORT}"
     name: str | None = None
     """The node's name; None: the host's name and the port at which it listens."""
+    target: float | None = None
+    """The part of its seats that a node is to have taken before others serve; None: all serve."""
+    webhook: str | None = None
+    """A URL that is told how many nodes there should be."""
     has_engine: bool = True
     has_api: bool = True
 
@@ -43,6 +49,12 @@ class FleetArgs:
         if not is_address(self.where) and not Path(self.where).is_file():
             message = f"--fleet {self.where}: no such file, and not HOST:PORT"
             raise ConfigError(message, "fleet")
+        if self.target is not None and not MIN_TARGET <= self.target <= 1:
+            message = f"--consolidate takes {MIN_TARGET} to 1, got {self.target}"
+            raise ConfigError(message, "consolidate")
+        if self.webhook is not None and not self.webhook.startswith(("http://", "https://")):
+            message = f"--scale-webhook takes an http(s) URL, got {self.webhook!r}"
+            raise ConfigError(message, "scale_webhook")
         if self.name is not None and not self.name:
             raise ConfigError("--node-name must not be empty", "node_name")
 
@@ -58,13 +70,15 @@ async def start_fleet(
         start = partial(start_process, report_s=REPORT_S)
         engine = await start_supervised(engine_args, start, watchdog_s)
         try:
-            own = OwnNode(args.name, engine, args.listen, key, locate)
+            own = OwnNode(args.name, engine, args.listen, key, locate, args.has_api)
         except BaseException:
             await engine.close()
             raise
     client = FleetClient(own)
     name = own.name if own is not None else ""
-    client.members = Members(args.where if args.has_api else None, key, name, client)
+    client.helpers.append(Members(args.where if args.has_api else None, key, name, client))
+    if args.has_api:
+        client.helpers.append(Controller(client, args.target, args.webhook))
     try:
         await client.until_joined()
     except BaseException:

@@ -28,7 +28,7 @@ from weft.fleet.client import LinkClient
 from weft.fleet.curve import FleetKey
 from weft.fleet.reports import NodeReport, ReportReceiver, ReportUpdate
 from weft.fleet.sent import SentRequests
-from weft.fleet.wire import DOWN, UP, Beat, Down, Drain, Gone, Hello, Welcome
+from weft.fleet.wire import DOWN, UP, Beat, Down, Drain, Gone, Hello, Rest, Welcome
 
 MAX_SILENT = 4
 """After so many ticks (of REPORT_S) without a message a node is taken to hang."""
@@ -91,6 +91,9 @@ class TcpLink:
 
     def drain(self, draining: bool) -> None:
         self._put(Drain(draining))
+
+    def rest(self, idle: bool) -> None:
+        self._put(Rest(idle))
 
     def tick(self) -> None:
         """Called each REPORT_S."""

@@ -48,6 +48,7 @@ class ToldNode:
     name: str
     load: EngineLoad
     draining: bool = False
+    idle: bool = False
     at_s: float = 0.0
     """When that came."""
     count: int = 0
@@ -151,7 +152,8 @@ class Told:
         self.prefixes.discard(i, update.prefixes.removed)
         self.prefixes.add(i, update.prefixes.added)
         self.count += 1
-        node.load, node.draining, node.at_s, node.count = load, report.draining, now, self.count
+        node.load, node.at_s, node.count = load, now, self.count
+        node.draining, node.idle = report.draining, report.idle
         self._recent.pop(i, None)
         self._recent[i] = node
         self._write(i)

@@ -70,6 +70,7 @@ class NodeState:
     dead: bool = True
     """Whether it can serve nobody; so until its first report."""
     draining: bool = False
+    idle: bool = False
     enabled: bool = True
     sent: deque[_Sent] = field(default_factory=deque)
 
@@ -185,7 +186,9 @@ class FleetView:
         """Work out whether a node may have requests."""
         node = self.nodes[index]
         closed_s = np.inf if node.dead else 0.0
-        self.closed_s[index] = closed_s + RELUCTANT * (node.draining or not node.enabled)
+        self.closed_s[index] = closed_s + RELUCTANT * (
+            node.draining or node.idle or not node.enabled
+        )
 
     def barred_s(self, request: RoutedRequest) -> Floats:
         """Infinite at nodes that may not serve this request, and 0 at others."""
@@ -212,8 +215,8 @@ class FleetView:
             node = self.nodes.get(index) or self.nodes[self.index(report.name)]
             if index in touched:
                 self._see(index, node, report.at_s - self._transit_s)
-            if node.dead or node.draining != report.draining:
-                node.dead, node.draining = False, report.draining
+            if node.dead or (node.draining, node.idle) != (report.draining, report.idle):
+                node.dead, node.draining, node.idle = False, report.draining, report.idle
                 self._close(index)
         self._heard = told.count
         self._stale = True

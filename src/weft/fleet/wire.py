@@ -51,6 +51,13 @@ class Drain:
 
 
 @dataclass(frozen=True, slots=True)
+class Rest:
+    """Be idle, as long as the other nodes can serve all that there is; or serve again."""
+
+    idle: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Welcome:
     """The answer to Hello: this node's engine is up."""
 
@@ -69,7 +76,7 @@ class Gone:
     """See `EngineDead.killed`."""
 
 
-Down = Command | Hello | Beat | Drain
+Down = Command | Hello | Beat | Drain | Rest
 Up = Report | Welcome | Gone | ReportUpdate
 
 COMMANDS: Codec[Command] = Codec(get_args(Command))

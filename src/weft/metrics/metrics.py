@@ -17,7 +17,14 @@ from prometheus_client import CollectorRegistry, Counter, ProcessCollector, gene
 from prometheus_client.exposition import CONTENT_TYPE_LATEST as CONTENT_TYPE
 
 from weft.core.adapters import AdapterInfo, AdapterRef
-from weft.core.stats import LOAD_BOUNDS_S, LOAD_STAGES, EngineInfo, EngineStats, Spread
+from weft.core.stats import (
+    LOAD_BOUNDS_S,
+    LOAD_STAGES,
+    EngineInfo,
+    EngineStats,
+    FleetFigures,
+    Spread,
+)
 from weft.metrics.exposition import Bounds, Exposition, Histogram, Labels, labels
 from weft.metrics.shadows import ShadowCounters
 from weft.metrics.tallies import OTHER, Tallies, Tally
@@ -188,11 +195,12 @@ class Metrics:
         stats: EngineStats | None,
         adapters: Adapters,
         view: RegistryView | None = None,
+        fleet: FleetFigures | None = None,
     ) -> bytes:
         """The text of one scrape.
 
         `stats` is None when the engine does not answer, and `adapters` are the live versions.
-        `view` is of the shared registry, if there is one.
+        `view` is of the shared registry, if there is one, and so is `fleet` of the fleet.
         """
         out = Exposition()
         out.gauge("weft:engine_up", "1 while the engine answers.", [("", stats is not None)])
@@ -201,6 +209,8 @@ class Metrics:
             out.gauge("weft:registry_seq", text, [("", view.seq)])
             text = "Seconds since the shared registry last answered."
             out.gauge("weft:registry_stale_seconds", text, [("", view.stale_s)])
+        if fleet is not None:
+            _add_fleet(out, fleet)
         cache = labels(
             model_name=self._model_name,
             engine="0",
@@ -255,6 +265,18 @@ class Metrics:
             "Requests by finish reason, as their clients saw them.",
             _by_reason(model, self._all),
         )
+
+
+def _add_fleet(out: Exposition, fleet: FleetFigures) -> None:
+    nodes = [(labels(state=state), count) for state, count in sorted(fleet.nodes.items())]
+    out.gauge("weft:fleet_nodes", "Nodes of the fleet as this one knows them, by state.", nodes)
+    text = "Requests of this server that left a node which still served them."
+    out.counter("weft:fleet_moves", text, [("", fleet.moves)])
+    text = "Requests of this server that lost their node and went on elsewhere."
+    out.counter("weft:fleet_losses", text, [("", fleet.losses)])
+    if fleet.wanted_replicas is not None:
+        text = "How many nodes there should be. One node of a fleet says it for all."
+        out.gauge("weft:wanted_replicas", text, [("", fleet.wanted_replicas)])
 
 
 def _add_tallies(out: Exposition, shown: Iterable[tuple[str, Tally]]) -> None:
