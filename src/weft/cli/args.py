@@ -28,8 +28,10 @@ if TYPE_CHECKING:
 
 HTTP = "HTTP server"
 FLEET = "Fleet"
-FLEET_ONLY = ("fleet", "fleet_key", "node_name", "consolidate", "scale_webhook")
-FLEET_ONLY += ("no_engine", "no_api")
+FLEET_ONLY = (
+    *("fleet", "fleet_key", "node_name", "consolidate", "scale_webhook"),
+    *("no_engine", "no_api"),
+)
 """The flags that need --fleet."""
 
 _HELP = {

@@ -115,8 +115,10 @@ class PlacedAdapters:
                 task.add_done_callback(partial(self._came, key))
             await asyncio.shield(task)
 
-    def _came(self, key: tuple[Node, str], _: asyncio.Task[None]) -> None:
+    def _came(self, key: tuple[Node, str], task: asyncio.Task[None]) -> None:
         del self._coming[key]
+        if not task.cancelled():
+            task.exception()  # whoever waited for it may have left
 
     async def spread(self, nodes: Sequence[Node]) -> None:
         """Let nodes hold all that is pinned, as far as they can."""
