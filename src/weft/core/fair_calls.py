@@ -52,6 +52,17 @@ class FairCalls:
         else:
             self._waiting.setdefault(tenant, deque()).append(call)
 
+    async def turn(self, tenant: str) -> None:
+        """Wait until a call would be made."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def take() -> None:
+            if not turn.done():  # somebody still waits
+                turn.set_result(None)
+
+        self.call(tenant, take)
+        await turn
+
     def _most(self, tenant: str) -> int:
         num_others = len(self._there) - (tenant in self._there)
         return self._most_each if num_others else self._most_alone
