@@ -176,6 +176,8 @@ class MadeUpEngine:
                 self._due_s += self._step_s
             for _ in range(3):  # all that wait for tokens have taken them by then
                 await asyncio.sleep(0)
+            if self._step_s:
+                await asyncio.sleep(max(0.0, self._due_s - time.monotonic()))
 
     def _step(self) -> list[TokenEvent]:
         token = next(self._says)

@@ -37,6 +37,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -308,6 +309,8 @@ class Waits:
     p50_ms: float
     """Until the first token, like the next."""
     p99_ms: float
+    step_ms: float
+    """The median time between two tokens of one answer."""
     gap_ms: float
     """The longest time between two tokens of one answer, or until the first one."""
     errors: dict[str, int]
@@ -323,10 +326,12 @@ class Waits:
             for o in outcomes
             for before, after in zip([o.sent_s or 0.0, *o.chunk_s], o.chunk_s, strict=False)
         ]
+        steps = [1e3 * (after - before) for o in outcomes for before, after in pairwise(o.chunk_s)]
         return cls(
             requests=len(outcomes),
             p50_ms=round(statistics.median(firsts), 1),
             p99_ms=round(firsts[min(len(firsts) - 1, int(0.99 * len(firsts)))], 1),
+            step_ms=round(statistics.median(steps or [1e3 * PATIENCE_S]), 1),
             gap_ms=round(max(gaps, default=1e3 * PATIENCE_S), 1),
             errors=dict(Counter(o.error for o in outcomes if o.error)),
         )
@@ -415,13 +420,13 @@ def show(rows: list[Row]) -> None:
     """Print the rows; each figure is in milliseconds, alone / now / before."""
     table = new_table(
         "A victim beside each attack: alone / now / before", "attack", "p50 ms", "p99 ms",
-        "worst gap ms", "failed",
+        "p50 step ms", "worst gap ms", "failed",
     )  # fmt: skip
     for row in rows:
         waits = [each for each in (row.alone, row.now, row.before) if each is not None]
         figures = [
             " / ".join(f"{getattr(each, name):,.0f}" for each in waits)
-            for name in ("p50_ms", "p99_ms", "gap_ms")
+            for name in ("p50_ms", "p99_ms", "step_ms", "gap_ms")
         ]
         failed = " / ".join(str(sum(each.errors.values())) for each in waits)
         table.add_row(ATTACKS[row.attack].what, *figures, failed)
