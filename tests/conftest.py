@@ -36,7 +36,7 @@ settings.register_profile(
     "weft",
     deadline=None,
     derandomize="CI" in os.environ,
-    max_examples=500 if "EXHAUSTIVE" in os.environ else 40,
+    max_examples=500 if "EXHAUSTIVE" in os.environ else 25,
 )
 settings.load_profile("weft")
 

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
+from command_line import CliRunner
 
 from weft.bench import decode, throughput
 from weft.bench.client import LoadClient, Outcome

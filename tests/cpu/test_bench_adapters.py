@@ -16,9 +16,9 @@ from typing import Any
 
 import pytest
 from click.testing import Result
+from command_line import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from weft.bench import churn, cold, peers
 from weft.bench.optimum import fewest_loads
@@ -204,13 +204,17 @@ def test_shares() -> None:
     assert jain([0, 0]) == 1.0
 
 
+def short(name: str, **other: Any) -> Trace:
+    return draw(name, count=110, **other)
+
+
 @cache
 def replayed(name: str, policy: str) -> Replay:
-    return replay(draw(name), policy, memory(20), MODEL)
+    return replay(short(name), policy, memory(20), MODEL)
 
 
 def optimum(name: str, found: Replay) -> float:
-    sizes = sizes_of(draw(name), MODEL)
+    sizes = sizes_of(short(name), MODEL)
     return 1 - fewest_loads(found.uses, sizes, memory(20).device_bytes) / len(found.uses)
 
 
@@ -224,7 +228,7 @@ def test_policies_against_each_other_and_the_optimum(name: str) -> None:
 
 @pytest.mark.parametrize("name", TRACES)
 def test_every_request_is_answered_once(name: str) -> None:
-    trace, found = draw(name), replayed(name, "cost")
+    trace, found = short(name), replayed(name, "cost")
     assert found.output_tokens == sum(ask.output_tokens for ask in trace.asks)
     assert len(found.uses) == len(trace.asks) + found.num_preemptions
     asked = Counter(digest_of(ask.adapter) for ask in trace.asks)
@@ -234,7 +238,7 @@ def test_every_request_is_answered_once(name: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_replay_is_the_same_each_time(policy: str) -> None:
-    trace = draw("bursts", ranks=(8, 64))
+    trace = short("bursts", ranks=(8, 64))
     assert replay(trace, policy, memory(15), MODEL) == replay(trace, policy, memory(15), MODEL)
 
 
@@ -246,7 +250,7 @@ def test_more_memory_gives_more_hits() -> None:
 
 def test_simulate(tmp_path: Path) -> None:
     plot, record = tmp_path / "simulate.png", tmp_path / "history.jsonl"
-    args = ("simulate", "--trace", "zipf:1.0,flood", "--adapters", "8,40", "--num-requests", "40")
+    args = ("simulate", "--trace", "zipf:1.0,flood", "--adapters", "8,40", "--num-requests", "20")
     args += ("--adapter-memory", "1G", "--ranks", "8,32", "--record", str(record))
     first = report(*args, "--plot", str(plot))
     second = report(*args, "--no-plot")

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import Result
-from typer.testing import CliRunner
+from command_line import CliRunner
 
 if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import Result
-from typer.testing import CliRunner
+from command_line import CliRunner
 
 from weft.bench.profile import ProfileRow, Span, profile_row, profile_table, with_lora_part
 from weft.cli.main import app

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from command_line import CliRunner
 from safetensors.torch import load_file, save_file
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
 from weft import LLM, SamplingParams
 from weft.cli.main import app

@@ -50,7 +50,6 @@ TOKENIZER = load_tokenizer(str(BASE))
 
 Start = Callable[..., Awaitable[LinkClient]]
 STARTS: list[Start] = [start_in_process, start_process]
-EITHER = pytest.mark.parametrize("start", STARTS, ids=["thread", "process"])
 
 
 class Bench:
@@ -69,8 +68,9 @@ class Bench:
         return self._runner.run(limited())
 
     def close(self) -> None:
+        """Requests that run or have just been sent end with it, once."""
         self.run(idle(self.client))
-        self.run(self.client.close())
+        self.run(close_ends_open_streams(self.client))
         self._runner.close()
 
 
@@ -205,6 +205,13 @@ def test_all_parameters_reach_the_engine(bench: Bench) -> None:
     assert event.error is not None and event.error[2] == "stop_token_ids"
 
 
+@pytest.mark.parametrize(
+    "bench",
+    [pytest.param(start_in_process, marks=pytest.mark.exhaustive), start_process],
+    ids=["thread", "process"],
+    indirect=True,
+    scope="module",
+)
 def test_hostile_forms_harm_nobody(bench: Bench) -> None:
     """Those that would take for ever, and those whose masks would: a stream goes on, and a good
     form is served."""
@@ -470,22 +477,16 @@ def test_who_reads_late_gets_tokens_before_an_error() -> None:
     ]
 
 
-@EITHER
-def test_close_ends_open_streams(start: Start) -> None:
-    async def go() -> None:
-        client = await start(ARGS)
-        readers = await open_streams(client, 3)
-        late = asyncio.create_task(collect(client, request_of(params=ENDLESS)))
-        await asyncio.sleep(0)
-        async with asyncio.timeout(PATIENCE_S):
-            await client.close()
-            assert set(await asyncio.gather(*readers)) <= {"abort", "dead"}
-            (ended,) = await asyncio.gather(late, return_exceptions=True)
-        assert isinstance(ended, EngineDead) or ended[-1].finish_reason == "abort"
-        await assert_dead(client)
-        await client.close()
-
-    asyncio.run(go())
+async def close_ends_open_streams(client: LinkClient) -> None:
+    readers = await open_streams(client, 3)
+    late = asyncio.create_task(collect(client, request_of(params=ENDLESS)))
+    await asyncio.sleep(0)
+    await client.close()
+    assert set(await asyncio.gather(*readers)) <= {"abort", "dead"}
+    (ended,) = await asyncio.gather(late, return_exceptions=True)
+    assert isinstance(ended, EngineDead) or ended[-1].finish_reason == "abort"
+    await assert_dead(client)
+    await client.close()
 
 
 def test_a_killed_process_ends_open_streams() -> None:

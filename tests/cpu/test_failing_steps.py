@@ -23,7 +23,11 @@ from weft.fleet.direct import DirectClient
 from weft.worker.worker import DeviceWorker
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["overlapped", "plain"])
+@pytest.fixture(
+    scope="module",
+    params=[True, pytest.param(False, marks=pytest.mark.exhaustive)],
+    ids=["overlapped", "plain"],
+)
 def client(request: pytest.FixtureRequest) -> Iterator[DirectClient]:
     made = DirectClient(
         engine_args(str(BASE), num_threads=1, num_blocks=512, overlap=request.param)

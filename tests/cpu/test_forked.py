@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from http_api import wait_until
-from patience import PATIENCE_S
+from patience import PATIENCE_S, wait_until
 
 from weft.core import frames
 from weft.core.forked import ForkedProcess, Mother, ProcessEnded, WorkerTask, run_mother

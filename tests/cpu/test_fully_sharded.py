@@ -189,7 +189,7 @@ def test_a_third_party_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.skipif(sys.platform != "linux", reason="Triton is for Linux")
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("own_rank", [0, 1])
+@pytest.mark.parametrize("own_rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 def test_triton_kernels_through_inboxes(own_rank: int) -> None:
     """One of two ranks in Triton's interpreter, with what the other would send in its inbox: for
     many rows, beside a product, and through a group in place of inboxes."""

@@ -140,7 +140,7 @@ def verdict(config: bytes, weights: bytes, table: TargetTable) -> Examined | str
 
 
 fuzz = settings(
-    max_examples=25,
+    max_examples=15,
     deadline=timedelta(seconds=30),
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )

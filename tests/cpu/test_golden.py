@@ -39,6 +39,16 @@ BACKENDS = pytest.mark.parametrize(
     ids=["torch-plain", "torch-overlap", "reference-plain"],
 )
 """A loop knows nothing of the backend: the slow one runs in one of them."""
+BATCHED = pytest.mark.parametrize(
+    ("backend", "overlap"),
+    [
+        ("torch", True),
+        pytest.param("torch", False, marks=pytest.mark.exhaustive),
+        pytest.param("reference", False, marks=pytest.mark.exhaustive),
+    ],
+    ids=["torch-overlap", "torch-plain", "reference-plain"],
+)
+"""What mixed batches show of the slow backend need not be shown of each adapter alone."""
 LOOPS = pytest.mark.parametrize(
     "overlap", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["plain", "overlap"]
 )
@@ -50,7 +60,7 @@ def test_the_workload_is_what_the_others_rely_on(workload: list[tuple[Case, Expe
     assert min(len(c.prompt_ids) for c, _ in workload if not c.word) > 100
 
 
-@BACKENDS
+@BATCHED
 def test_each_adapter_alone(
     make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str
 ) -> None:
@@ -111,7 +121,7 @@ def test_prefix_is_not_shared_across_adapters(
         assert (output.text, output.num_cached_tokens) == (answer(name, "hello"), 0)
 
 
-@BACKENDS
+@BATCHED
 def test_first_logprobs(
     make_llm: MakeLLM, workload: list[tuple[Case, Expected]], overlap: bool, backend: str
 ) -> None:

@@ -17,8 +17,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from http_api import wait_until
-from patience import PATIENCE_S
+from patience import PATIENCE_S, wait_until
 from tiny import BASE
 from tokenizers import AddedToken
 from toy_tokenizers import byte_level, sentencepiece
@@ -546,16 +545,22 @@ TOOLS = [
 ] + [{"type": "function", "function": {"name": "nothing"}}]
 
 
-@pytest.mark.parametrize("tool_format", list(TOOL_FORMATS))
-@pytest.mark.parametrize("name", [None, "g"])
-def test_a_required_call_is_made(tool_format: str, name: str | None) -> None:
+@pytest.fixture(scope="module")
+def calling() -> Iterator[Bench]:
+    """Over a tokenizer that has the marks of all formats of calls."""
     hf = AutoTokenizer.from_pretrained(BASE)
     marks = [mark for style in TOOL_FORMATS.values() for mark in style.marks]
     special = [AddedToken(mark, special=True) for mark in marks if mark[:2] in ("<|", "[T")]
     hf.add_tokens(special, special_tokens=True)
     made = Bench(Tokenizer(hf))
-    texts = list(made.texts(tools_schema(TOOLS, tool_format, name), 15))
+    yield made
     made.grammars.close()
+
+
+@pytest.mark.parametrize("tool_format", list(TOOL_FORMATS))
+@pytest.mark.parametrize("name", [None, "g"])
+def test_a_required_call_is_made(calling: Bench, tool_format: str, name: str | None) -> None:
+    texts = list(calling.texts(tools_schema(TOOLS, tool_format, name), 15))
     assert texts
     called = set()
     for text in texts:

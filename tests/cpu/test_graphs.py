@@ -67,14 +67,36 @@ def check(model: Model, inputs: StepInputs) -> torch.Tensor:
     return free
 
 
-def test_decodes_of_any_mix_match_steps_without_a_graph(model: Model) -> None:
-    for inputs in DECODES:
+@pytest.mark.parametrize(
+    "steps",
+    [
+        pytest.param(DECODES[1:4:2], id="few"),
+        pytest.param(DECODES, id="all", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_decodes_of_any_mix_match_steps_without_a_graph(
+    model: Model, steps: list[StepInputs]
+) -> None:
+    for inputs in steps:
         check(model, inputs)
 
 
-def test_steps_with_chunks_match_steps_without_a_graph(model: Model) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(("full", "part of a prompt", "adapters"), id="few"),
+        pytest.param(
+            ("full", "prompt", "base", "one token of a prompt"),
+            id="others",
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+)
+def test_steps_with_chunks_match_steps_without_a_graph(
+    model: Model, names: tuple[str, ...]
+) -> None:
     """After a larger step, of which nothing may be left behind."""
-    for name in ("full", "prompt", "part of a prompt", "adapters", "base", "one token of a prompt"):
+    for name in names:
         check(model, MIXED[name])
 
 

@@ -54,7 +54,7 @@ def test_a_template_that_flips_into_a_link_or_a_fifo(tmp_path: Path) -> None:
     def flip() -> None:
         for what in itertools.cycle(("link", "text", "FIFO", "text")):
             becomes(template, what)
-            if over.is_set():
+            if over.wait(0.0005):
                 return
 
     async def scenario(web: Web) -> None:

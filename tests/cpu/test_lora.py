@@ -183,7 +183,7 @@ ROWS = st.lists(st.integers(-1, NUM_SLOTS - 1), min_size=1, max_size=40).filter(
     seed=st.integers(0, 2**20),
     data=st.data(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_random_batches(
     backend: str,
     dtype: torch.dtype,

@@ -210,7 +210,9 @@ class Traffic:
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
+@pytest.mark.parametrize(
+    "overlap", [pytest.param(False, marks=pytest.mark.exhaustive), True], ids=["plain", "overlap"]
+)
 def test_requests_answer_right_while_their_adapters_move(
     overlap: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

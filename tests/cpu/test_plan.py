@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from typer.testing import CliRunner
+from command_line import CliRunner
 
 from weft.bench.engine import AdapterShape, preset_folder
 from weft.cli.main import app

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from http_api import HI, Web, World, run, wait_until
-from patience import PATIENCE_S
+from http_api import HI, Web, World, run
+from patience import PATIENCE_S, wait_until
 from toy_tokenizers import TEMPLATE, TOOLS_TEMPLATE, byte_level, sentencepiece, thinking
 
 from weft.core.errors import AdapterInvalid, InvalidRequest, Overloaded

@@ -143,7 +143,9 @@ def all_extras(table: TargetTable, rows: int = 8, added: int = 3) -> Extras:
     return Extras(every, every, norms, rows, rows, vocab_size=vocab_size)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in (2, 3))]
+)
 def test_right_adapters_pass(worker: DeviceWorker, seed: int) -> None:
     """Of any ranks and strength, with anything beside A and B."""
     random, table = Random(seed), worker.model.table

@@ -137,7 +137,7 @@ def test_teams_share_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = [-1, *[0] * 18, 1, 2, 3]
     for group in TABLE.groups:
         _, alone = product(backend, slots, group.index)
-        for num_programs in (2, 3, 5):
+        for num_programs in (2, 5):
             monkeypatch.setattr(triton_beside, "programs_beside", lambda _, num=num_programs: num)
             _, shared = product(backend, slots, group.index)
             assert torch.equal(shared.add_TO[1:], alone.add_TO[1:])

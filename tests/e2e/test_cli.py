@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 import tiny
 import typer
+from command_line import CliRunner
 from engine_thread import start_in_process
 from patience import PATIENCE_S
-from typer.testing import CliRunner
 
 from weft.cli import demo, engines
 from weft.cli.args import ServeFlags, parse_lora_modules, spread_lora_modules

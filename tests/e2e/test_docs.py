@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from command_line import CliRunner
 from patience import PATIENCE_S
 from quick_start import start_weft
-from typer.testing import CliRunner
 
 from weft.cli.main import app
 from weft.cli.reference import reference

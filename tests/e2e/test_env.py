@@ -9,8 +9,8 @@ import subprocess
 import sys
 
 import pytest
+from command_line import CliRunner
 from patience import PATIENCE_S
-from typer.testing import CliRunner
 
 import weft
 from weft.cli.main import app

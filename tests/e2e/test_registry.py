@@ -11,9 +11,9 @@ from threading import Event
 
 import httpx
 import tiny
+from command_line import CliRunner
 from serving import Server, serving, until
 from tiny import ADAPTERS
-from typer.testing import CliRunner
 
 from weft import publish
 from weft.cli.main import app

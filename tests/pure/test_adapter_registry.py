@@ -330,7 +330,7 @@ class RegistryMachine(RuleBasedStateMachine):
 
 
 TestRegistryMachine = RegistryMachine.TestCase
-TestRegistryMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestRegistryMachine.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
 
 
 # names ----------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ from http_api import (
     run,
     served,
     until,
-    wait_until,
 )
+from patience import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from toy_tokenizers import byte_level
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,14 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     made = World(tmp_path_factory.mktemp("world"), thinking(), BIG)
     yield made
     assert not made.engine.requests
+    made.check()
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """For tests that look at their own answers alone, and at what counters have grown by."""
+    made = World(tmp_path_factory.mktemp("world"), thinking(), BIG)
+    yield made
     made.check()
 
 
@@ -123,20 +131,25 @@ ROWS: list[tuple[str, str, dict[str, Any], str]] = [
     ("path", "fields", "ignored"), [r[1:] for r in ROWS], ids=[r[0] for r in ROWS]
 )
 def test_bodies_of_clients(
-    world: World, path: str, fields: dict[str, Any], ignored: str, stream: bool
+    counting: World, path: str, fields: dict[str, Any], ignored: str, stream: bool
 ) -> None:
+    async def count(web: Web) -> float:
+        text = (await web.get("/metrics")).text
+        counted = {f.name: f.samples for f in text_string_to_metric_families(text)}
+        samples = counted["weft:ignoring_requests"]
+        return sum(
+            s.value for s in samples if s.name.endswith("_total") and s.labels["route"] == path
+        )
+
     async def scenario(web: Web) -> None:
-        least = dict(ROUTES)[path]
+        least, before = dict(ROUTES)[path], await count(web)
         answer = await web.post(path, {"model": "base", **least, "stream": stream, **fields})
         assert answer.status_code == 200, answer.text
         told = answer.headers.get(IGNORED, "")
         assert told == ignored or ("f15,..." in told and len(told) < 100)
-        text = (await web.get("/metrics")).text
-        counted = {f.name: f.samples for f in text_string_to_metric_families(text)}
-        count = [s.value for s in counted["weft:ignoring_requests"] if s.labels["route"] == path]
-        assert count[:1] == ([1] if told else [])
+        assert await count(web) - before == bool(told)
 
-    run(world, scenario)
+    run(counting, scenario)
 
 
 def test_strict_fields(tmp_path: Path) -> None:
@@ -368,20 +381,23 @@ def test_the_oldest_turns_are_left_out(world: World) -> None:
 # What must not hold up a server.
 
 
-def filled(head: str, item: str, tail: str) -> bytes:
+Body = Callable[[], bytes]
+
+
+def filled(head: str, item: str, tail: str) -> Body:
     """A body of 1 MB, most of it `item`s."""
     count = (MB - len(head) - len(tail)) // (len(item) + 1)
-    return (head + ",".join([item] * count) + tail).encode()
+    return lambda: (head + ",".join([item] * count) + tail).encode()
 
 
-def members(head: str, tail: str, value: str = "1") -> bytes:
+def members(head: str, tail: str, value: str = "1") -> Body:
     count = (MB - 200) // (len(value) + 10)
-    return (head + ",".join(f'"{i:06}":{value}' for i in range(count)) + tail).encode()
+    return lambda: (head + ",".join(f'"{i:06}":{value}' for i in range(count)) + tail).encode()
 
 
 OPEN_CHAT = '{"model":"base","messages":['
 TEXT = '{"model":"base","prompt":"a",'
-HOSTILE: list[tuple[str, bytes, str | None]] = [
+HOSTILE: list[tuple[str, Body, str | None]] = [
     (CHAT, filled(OPEN_CHAT, '{"role":"user","content":""}', "]}"), None),
     (CHAT, filled(OPEN_CHAT, "{}", "]}"), None),
     (CHAT, filled(OPEN_CHAT, "0", "]}"), "messages[0]"),
@@ -411,11 +427,12 @@ HOSTILE: list[tuple[str, bytes, str | None]] = [
 ]
 
 
-@pytest.mark.parametrize(("path", "content", "param"), HOSTILE)
+@pytest.mark.parametrize(("path", "body", "param"), HOSTILE)
 def test_large_bodies_are_refused_at_once(
-    shared: World, path: str, content: bytes, param: str | None
+    shared: World, path: str, body: Body, param: str | None
 ) -> None:
     async def scenario(web: Web) -> None:
+        content = body()
         start_s = time.process_time()
         answer = await web.http.post(path, content=content)
         took_s = time.process_time() - start_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,21 +29,57 @@ Definition = Function | ast.ClassDef
 
 
 @dataclass(frozen=True)
+class Part:
+    """A class or a function."""
+
+    name: str
+    is_class: bool
+    num_lines: int
+    num_attributes: int
+    is_kernel: bool
+    docstring: str
+
+
+@dataclass(frozen=True)
 class File:
     name: str
     num_lines: int
-    tree: ast.Module
-    classes: list[ast.ClassDef]
-    functions: list[Function]
+    docstring: str
+    parts: list[Part]
+
+    @property
+    def classes(self) -> list[Part]:
+        return [part for part in self.parts if part.is_class]
 
 
 def read(path: Path) -> File:
     text = path.read_text()
     tree = ast.parse(text)
-    nodes = list(ast.walk(tree))
-    classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-    functions = [node for node in nodes if isinstance(node, Function)]
-    return File(str(path.relative_to(ROOT)), text.count("\n"), tree, classes, functions)
+    parts = [part_of(node) for node in definitions(tree.body)]
+    name = str(path.relative_to(ROOT))
+    return File(name, text.count("\n"), ast.get_docstring(tree) or "", parts)
+
+
+def definitions(body: list[ast.stmt]) -> Iterator[Definition]:
+    """At any depth; no expression holds one."""
+    for node in body:
+        if isinstance(node, Definition):
+            yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            yield from definitions(getattr(node, field, []))
+
+
+def part_of(node: Definition) -> Part:
+    is_class = isinstance(node, ast.ClassDef)
+    marks = [ast.unparse(mark) for mark in node.decorator_list]
+    return Part(
+        node.name,
+        is_class,
+        node.end_lineno - node.lineno + 1,
+        len(attributes(node, marks)) if is_class else 0,
+        any("jit" in mark for mark in marks),
+        ast.get_docstring(node) or "",
+    )
 
 
 @functools.cache
@@ -50,11 +87,7 @@ def all_files() -> list[File]:
     return [read(path) for path in sorted(ROOT.rglob("*.py"))]
 
 
-def num_lines(node: Definition) -> int:
-    return node.end_lineno - node.lineno + 1
-
-
-def attributes(node: Definition) -> set[str]:
+def attributes(node: ast.ClassDef, marks: list[str]) -> set[str]:
     """What the methods assign on self, and the fields of a dataclass that is not frozen."""
     found = {
         part.attr
@@ -64,14 +97,9 @@ def attributes(node: Definition) -> set[str]:
         and isinstance(part.value, ast.Name)
         and part.value.id == "self"
     }
-    marks = [ast.unparse(mark) for mark in node.decorator_list]
     if any(mark.startswith("dataclass") and "frozen=True" not in mark for mark in marks):
         found |= {p.target.id for p in node.body if isinstance(p, ast.AnnAssign)}
     return found
-
-
-def is_kernel(node: Definition) -> bool:
-    return any("jit" in ast.unparse(mark) for mark in node.decorator_list)
 
 
 @functools.cache
@@ -79,13 +107,12 @@ def larger() -> dict[str, str]:
     """By path, or path and name: what is larger than it may be, and how large it is."""
     found = {f.name: f"{f.num_lines} lines" for f in all_files() if f.num_lines > FILE_LINES}
     for file in all_files():
-        for node in file.classes:
-            lines, width = num_lines(node), len(attributes(node))
-            if lines > CLASS_LINES or width > CLASS_ATTRIBUTES:
-                found[f"{file.name}:{node.name}"] = f"{lines} lines, {width} attributes"
-        for node in file.functions:
-            if num_lines(node) > FUNCTION_LINES and not is_kernel(node):
-                found[f"{file.name}:{node.name}"] = f"{num_lines(node)} lines"
+        for part in file.parts:
+            lines, width = part.num_lines, part.num_attributes
+            if part.is_class and (lines > CLASS_LINES or width > CLASS_ATTRIBUTES):
+                found[f"{file.name}:{part.name}"] = f"{lines} lines, {width} attributes"
+            if not part.is_class and lines > FUNCTION_LINES and not part.is_kernel:
+                found[f"{file.name}:{part.name}"] = f"{lines} lines"
     return found
 
 
@@ -107,8 +134,8 @@ def test_all_of_it_stays_small() -> None:
 def test_a_class_has_a_name_of_its_own() -> None:
     places = defaultdict(list)
     for file in all_files():
-        for node in file.classes:
-            places[node.name].append(file.name)
+        for part in file.classes:
+            places[part.name].append(file.name)
     several = {name: files for name, files in places.items() if len(files) > 1}
     assert not {name: files for name, files in several.items() if name not in SHARED_NAMES}
 
@@ -116,6 +143,5 @@ def test_a_class_has_a_name_of_its_own() -> None:
 def test_docstrings_are_sentences() -> None:
     """None begins as if it went on from somewhere else."""
     for file in all_files():
-        for node in (file.tree, *file.classes, *file.functions):
-            text = ast.get_docstring(node) or ""
+        for text in (file.docstring, *(part.docstring for part in file.parts)):
             assert not text.startswith("Of "), f"{file.name}: {text.splitlines()[0]}"

@@ -205,7 +205,7 @@ class SnapshotMachine(CacheMachine):
                 assert seq.content(len(hits) * BLOCK) in self.kept.values()
 
 
-_settings = settings(max_examples=20, stateful_step_count=40)
+_settings = settings(max_examples=12, stateful_step_count=40)
 TestAttention = CacheMachine.TestCase
 TestAttention.settings = _settings
 TestRecurrent = RecurrentMachine.TestCase

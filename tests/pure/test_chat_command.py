@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from command_line import CliRunner
 from http_api import World, served
 from toy_tokenizers import byte_level
-from typer.testing import CliRunner
 
 from weft.cli.main import app
 

@@ -244,7 +244,7 @@ FRAGMENTS = st.sampled_from(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.lists(FRAGMENTS, max_size=14).map("".join) | st.text(max_size=30),
     st.sampled_from([*TOOL_FORMATS, None]),
@@ -277,7 +277,7 @@ def is_within(part: str, text: str) -> bool:
     return all(char in characters for char in part)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     st.lists(
         st.text('ab {}[]<":,;\\n', max_size=5)
@@ -310,7 +310,7 @@ JSON_TEXTS = st.recursive(
 ).map(json.dumps)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     JSON_TEXTS.map(lambda value: f'{{"k": {value}, "l":[ ] }}') | st.text('{}[]",:\\u0e1.- \nn'),
     st.lists(st.tuples(st.integers(0, 60), st.sampled_from('{}[]",:\\u0a1.-e \n\t')), max_size=2),

@@ -238,7 +238,7 @@ class FleetMachine(RuleBasedStateMachine):
 
 
 TestFleet = FleetMachine.TestCase
-TestFleet.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestFleet.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
 
 
 @pytest.mark.exhaustive

@@ -107,4 +107,4 @@ class HoldersMachine(RuleBasedStateMachine):
 
 
 TestHoldersMachine = HoldersMachine.TestCase
-TestHoldersMachine.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
+TestHoldersMachine.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)

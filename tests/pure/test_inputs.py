@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.sampling import SamplingParams
@@ -19,7 +19,6 @@ entries = st.tuples(st.integers(-1, 2), st.integers(0, 12), st.integers(1, 6), s
 """(adapter slot, first position, tokens, samples): one entry for each row."""
 
 
-@settings(max_examples=80)
 @given(st.lists(entries, min_size=1, max_size=NUM_ROWS))
 def test_samples_are_the_last_positions_of_their_entry(
     drawn: list[tuple[int, int, int, int]],

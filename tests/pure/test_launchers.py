@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from command_line import CliRunner
 
 from weft.cli.cluster import folder_of, reconcile
 from weft.cli.cluster_top import merge

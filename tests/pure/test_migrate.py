@@ -6,8 +6,8 @@ import shlex
 from functools import cache
 
 import pytest
+from command_line import CliRunner
 from typer.main import get_command
-from typer.testing import CliRunner
 
 from weft.cli import migrate
 from weft.cli.main import app

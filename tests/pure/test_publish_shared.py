@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from command_line import CliRunner
 from packed_adapters import CONFIG, adapter, digest, read, written
-from typer.testing import CliRunner
 
 import weft
 from weft.cli.main import app

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.registry.frozen_map import FrozenMap
@@ -216,7 +216,6 @@ CHANGES: st.SearchStrategy[Change] = st.one_of(
 )
 
 
-@settings(max_examples=50)
 @given(st.lists(CHANGES, max_size=25), st.integers(1, 5))
 def test_changes_in_one_entry_or_in_many_come_to_the_same(
     made: Sequence[Change], per_entry: int
@@ -253,7 +252,6 @@ def _is_one_change(before: State, after: State, op: Op) -> None:
                 assert after.names[op.change.name].generation == generation == old + 1
 
 
-@settings(max_examples=50)
 @given(st.lists(st.tuples(st.text("abc", max_size=2), st.none() | st.integers(0, 3))))
 def test_a_table_is_a_mapping_that_never_changes(steps: list[tuple[str, int | None]]) -> None:
     table: FrozenMap[int] = FrozenMap()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import cycle
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weft.core.errors import InvalidRequest
@@ -157,7 +157,6 @@ def asks(draw: st.DrawFn) -> tuple[list[EngineRequest], dict[str, int]]:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-@settings(max_examples=50)
 @given(asks=asks(), widths=st.lists(st.integers(1, 5), min_size=1, max_size=7))
 def test_several_are_as_one_at_a_time(
     ahead: int, asks: tuple[list[EngineRequest], dict[str, int]], widths: list[int]

@@ -315,7 +315,7 @@ class SlotsMachine(RuleBasedStateMachine):
 
 
 TestSlotsMachine = SlotsMachine.TestCase
-TestSlotsMachine.settings = settings(max_examples=25, stateful_step_count=40, deadline=None)
+TestSlotsMachine.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
 
 
 # -- nobody starves ----------------------------------------------------------------------------
@@ -560,7 +560,6 @@ def test_times_decide_for_lru_and_fifo() -> None:
 
 @pytest.mark.parametrize("name", ["lru", "fifo"])
 @given(uses=st.lists(st.integers(0, 6), min_size=1, max_size=30))
-@settings(max_examples=30, deadline=None)
 def test_the_policy_says_who_goes_first(name: str, uses: list[int]) -> None:
     slots = AdapterSlots(8 * 4, 4, POLICIES[name])
     came: dict[str, int] = {}

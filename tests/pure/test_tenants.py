@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from weft import api
@@ -282,7 +282,6 @@ ALL_OF = st.sampled_from([f"{name}/*" for name in NAMESPACES])
 GRANTS = st.frozensets(st.one_of(WHOLE, ALL_OF), max_size=3)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(NAMESPACES), GRANTS, ASKED, ASKED), max_size=12),
 )

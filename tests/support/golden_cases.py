@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import warnings
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from weft.llm import RequestOutput
 from weft.text import Tokenizer, load_tokenizer
 
 NAMES: list[str | None] = [*ADAPTERS, None]
-WORDS_EACH = 4
+WORDS_EACH = 4 if "EXHAUSTIVE" in os.environ else 2
 WORD_TOKENS, LONG_TOKENS = 24, 10
 EOS = 2
 MIN_MARGIN = 1e-3

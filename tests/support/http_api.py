@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from patience import PATIENCE_S
+from patience import PATIENCE_S, wait_until
 from toy_tokenizers import byte_level
 
 from weft.api import ApiSettings, create_app
@@ -340,10 +339,3 @@ def served(world: World, **options: Any) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(PATIENCE_S)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "it took too long"
-        time.sleep(0.005)
