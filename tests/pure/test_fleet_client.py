@@ -325,6 +325,57 @@ def test_a_drained_node_is_empty_at_once_and_takes_nothing() -> None:
     in_fleet(test)
 
 
+def test_who_lost_its_memory_to_others_goes_where_there_is_room() -> None:
+    """The youngest first; nobody goes where there is no more room than here."""
+
+    async def test(fleet: LossyFleet) -> None:
+        first, *others = fleet.engines
+        for engine in others:
+            engine.idle = True
+        await settle(fleet, 2)
+        readers = [begun(fleet, replace(asked(90), request_id=f"r{k}")) for k in range(3)]
+        await settle(fleet, 3)
+        for engine in others:
+            engine.idle, engine.kv_usage = False, 0.95
+        _, *stranded = first.running
+        first.stranded = tuple(stranded)
+        await settle(fleet, 3)
+        assert where(fleet) == [first.name], "no node has room"
+        others[0].kv_usage, first.stranded = 0.5, ()
+        await settle(fleet, 2)
+        first.stranded = tuple(stranded)
+        await settle(fleet, 1)
+        first.stranded = ()
+        await settle(fleet, 3)
+        assert [len(engine.running) for engine in fleet.engines] == [2, 1, 0]
+        assert fleet.client.explain("r2")[-1]["why"] == "its node was short of memory"
+        await settle(fleet, 100)
+        assert all(reader.tokens == stream_of(reader.request) for reader in readers)
+
+    in_fleet(test)
+
+
+def test_who_left_for_want_of_memory_comes_back_if_there_is_no_other_node() -> None:
+    async def test(fleet: LossyFleet) -> None:
+        reader = begun(fleet, asked(90))
+        await settle(fleet, 3)
+        (name,) = where(fleet)
+        source = next(engine for engine in fleet.engines if engine.name == name)
+        source.stranded = tuple(source.running)
+        source.report()
+        fleet.links[name].carry()
+        source.stranded = ()
+        for engine in fleet.engines:
+            if engine is not source:
+                fleet.lose(engine.name, "it gives no sign of life", killed=True)
+        await settle(fleet, 5)
+        assert where(fleet) == [name]
+        await settle(fleet, 100)
+        assert reader.tokens == stream_of(reader.request)
+
+    in_fleet(test)
+
+
 def states(fleet: LossyFleet) -> Counter[str]:
     return Counter(str(each["state"]) for each in fleet.client.describe())
 

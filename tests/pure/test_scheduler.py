@@ -351,8 +351,12 @@ def test_preemption_loses_nothing(ahead: int) -> None:
     h = Harness(ahead=ahead, num_blocks=11)
     for i in range(4):
         h.add(request(f"r{i}", [1 + i] * 9, 20, ignore_eos=True))
+    while not h.scheduler.totals.preemptions:
+        assert not h.scheduler.batch.stranded(9)
+        h.step()
+    assert h.scheduler.batch.stranded(9) == ("r3",), "the youngest has made way"
     h.run()
-    assert h.scheduler.totals.preemptions > 0
+    assert not h.scheduler.batch.stranded(9)
     for name in h.requests:
         h.verify(name)
         assert h.events[name][-1].finish_reason == "length"

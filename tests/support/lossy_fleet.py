@@ -69,6 +69,8 @@ class PretendedEngine:
         self._rng = rng
         self.link: PretendedLink | None = None
         self.draining = self.idle = False
+        self.stranded: tuple[str, ...] = ()
+        self.kv_usage = 0.0
         self.controller = ""
         """What it names in its reports."""
         self.held: set[tuple[str, str]] = set()
@@ -156,7 +158,13 @@ class PretendedEngine:
 
     def _load(self) -> EngineLoad:
         digests = frozenset(adapter_key(digest) for digest, _ in self.held)
-        return EngineLoad(4, len(self.running), resident=digests)
+        return EngineLoad(
+            4,
+            len(self.running),
+            resident=digests,
+            kv_usage=self.kv_usage,
+            stranded=self.stranded,
+        )
 
     def _say(self, report: Report | ReportUpdate) -> None:
         if self.link is not None:

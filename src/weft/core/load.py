@@ -12,6 +12,7 @@ MAX_RESIDENT = 1_024
 MAX_HOST = 4_096
 MAX_PREFIXES = 4_096
 """The most keys of each kind that a report has."""
+MAX_STRANDED = 16
 
 
 def adapter_key(digest: str) -> int:
@@ -68,6 +69,9 @@ class EngineLoad:
     """Keys of cached prefixes, at most MAX_PREFIXES, those used last; see
     `weft.schedule.sketch`."""
     costs: Costs = Costs()
+    stranded: tuple[str, ...] = ()
+    """Ids of requests that lost their KV blocks to others and wait to be computed again, at most
+    MAX_STRANDED, the youngest ones."""
 
     @property
     def num_open(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from weft.checkpoint.pack import AdapterImage
 from weft.core.adapters import AdapterInfo
 from weft.core.errors import WeftError
-from weft.core.load import MAX_HOST, MAX_RESIDENT, EngineLoad, adapter_key
+from weft.core.load import MAX_HOST, MAX_RESIDENT, MAX_STRANDED, EngineLoad, adapter_key
 from weft.core.messages import (
     Abort,
     Command,
@@ -205,6 +205,7 @@ class Engine:
             _keys(self._residency.host.digests()[-MAX_HOST:]),
             self._cache.sketch.keys,
             meter.costs,
+            scheduler.batch.stranded(MAX_STRANDED),
         )
 
     # -- steps ---------------------------------------------------------------------------------

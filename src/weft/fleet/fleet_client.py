@@ -34,7 +34,6 @@ from weft.core.errors import (
     Overloaded,
     RequestRefused,
 )
-from weft.core.load import adapter_key
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats, FleetFigures
 from weft.core.tenants import Tenant
@@ -46,8 +45,10 @@ from weft.fleet.live import (
     described,
     digests_of,
     failed,
+    has_room,
     kind_of,
     passed_on,
+    routed_request,
     state_of,
 )
 from weft.fleet.node import Node, OwnNode
@@ -55,9 +56,6 @@ from weft.fleet.placed import PlacedAdapters
 from weft.fleet.reports import REPORT_S, ReportUpdate
 from weft.fleet.route import Routed, Router, Shed
 from weft.fleet.view import RoutedRequest
-from weft.schedule.cache import NEVER, Holding
-from weft.schedule.sequence import find_invocation
-from weft.schedule.sketch import prefix_keys
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +69,8 @@ MAX_DEATHS = 2
 """A request at so many deaths of engines is taken to be what they died of."""
 MAX_ATTEMPTS = 20
 MAX_REFUSED = 3
+MAX_RELIEVED = 4
+"""A request with more attempts stays where it is though its memory is taken."""
 MAX_WAIT_S = 60.0
 """A new request that would wait longer is refused."""
 
@@ -132,6 +132,8 @@ class FleetClient:
         draining, idle = update.report.draining, update.report.idle
         if (draining or idle) and any(self._usable(idle=False)):
             self._empty(node, "drained" if draining else "left idle")
+        elif update.report.load.stranded:
+            self._relieve(node, update.report.load.stranded)
 
     def lost(self, node: Node) -> None:
         """A node is gone. Its requests learn of it by themselves."""
@@ -164,6 +166,21 @@ class FleetClient:
         found = [live for live in self._live.values() if live.node is node and not live.leaving]
         if found:
             self._spawn(self._move(found, why))
+
+    def _relieve(self, node: Node, stranded: Sequence[str]) -> None:
+        """A node has no memory for these requests. The youngest of ours goes where there is; the
+        next one, if that was not enough, with the next report."""
+        for live in reversed(self._live.values()):
+            attempt = live.attempt
+            if live.node is not node or attempt is None or attempt.request_id not in stranded:
+                continue
+            if live.leaving or live.attempts > MAX_RELIEVED:
+                continue
+            full = {n.name for n in self.nodes.values() if n is node or not has_room(n, live)}
+            if full < self.nodes.keys():
+                live.shunned = frozenset(full)
+                self._spawn(self._move([live], "short of memory"))
+            return
 
     async def _move(self, found: Sequence[Live], why: str) -> None:
         """Let requests go elsewhere. Each goes on where it is until it has its turn."""
@@ -277,9 +294,13 @@ class FleetClient:
         """
         clock = asyncio.get_running_loop().time
         until_s = clock() + (WAIT_S if live.output else FIRST_WAIT_S)
-        routed_request = self._routed_request(live)
+        wanted = self._routed_request(live)
         while True:
-            routed = self.router.choose(routed_request)
+            routed = self.router.choose(wanted)
+            if isinstance(routed, Shed) and live.shunned:
+                live.shunned = frozenset()
+                wanted = self._routed_request(live)
+                continue
             if isinstance(routed, Shed):
                 if not live.attempts and self.alive and not live.lacking:
                     message = "no node of the fleet could begin with the request soon"
@@ -301,32 +322,17 @@ class FleetClient:
             except AdapterError as error:
                 logger.warning("node %s: %s", node.name, error.message)
                 live.lacking.add(node.name)
-                routed_request = replace(routed_request, avoid=frozenset(live.lacking))
+                wanted = self._routed_request(live)
                 if live.lacking >= self.nodes.keys():
                     raise
             else:
-                return node, self._begin(live, node, routed_request, routed)
+                return node, self._begin(live, node, wanted, routed)
 
     def _routed_request(self, live: Live) -> RoutedRequest:
-        """What the router needs to know of the next attempt of a request."""
-        request, info = live.request, None
-        tokens = [*request.prompt_ids, *live.output]
-        adapter, active_from = request.adapter, NEVER
-        if adapter is not None:
-            info, active_from = self.adapters.info(adapter.digest), 0
-        if info is not None and info.invocation_token_ids:
-            found = find_invocation(request.prompt_ids, info.invocation_token_ids)
-            adapter, active_from = (None, NEVER) if found is None else (adapter, found)
-        chain = Holding(adapter.digest if adapter else None, active_from, request.cache_salt)
-        return RoutedRequest(
-            f"{self.process[:12]}.{next(self._ids)}",
-            len(tokens),
-            adapter_key(adapter.digest) if adapter else 0,
-            info.num_bytes if info else 0,
-            tuple(prefix_keys(chain, tokens, self.info.block_size)),
-            request.tenant,
-            avoid=frozenset(live.lacking),
-        )
+        adapter = live.request.adapter
+        info = self.adapters.info(adapter.digest) if adapter is not None else None
+        attempt = f"{self.process[:12]}.{next(self._ids)}"
+        return routed_request(live, attempt, info, self.info.block_size)
 
     def _begin(
         self, live: Live, node: Node, attempt: RoutedRequest, routed: Routed
@@ -337,6 +343,7 @@ class FleetClient:
         if not live.attempts:
             self.adapters.popular.saw(attempt.adapter, now)
         live.node, live.attempt, live.moving, live.leaving = node, attempt, None, False
+        live.shunned = frozenset()
         live.attempts += 1
         decision = Decision(time.time(), live.why, len(live.output), routed)
         self._decisions.add(live.request.request_id, decision)

@@ -6,15 +6,23 @@ import asyncio
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
 
+from weft.core.adapters import AdapterInfo
 from weft.core.errors import WeftError, to_wire
+from weft.core.load import adapter_key
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo
 from weft.fleet.node import Node
 from weft.fleet.route import Routed, Router
 from weft.fleet.view import RoutedRequest
+from weft.schedule.cache import NEVER, Holding
+from weft.schedule.sequence import find_invocation
+from weft.schedule.sketch import prefix_keys
 
 MAX_EXPLAINED = 1_000
 """Requests whose decisions are remembered."""
+ROOMY = 0.9
+"""So much of a node's KV blocks may be in use when a request comes that another node has no memory
+for: what runs there grows too."""
 TURN_S = 1.0
 """How many seconds one request that begins anew on another node may hold up the others."""
 
@@ -77,6 +85,9 @@ class Live:
     """Why it is to be placed now."""
     moving: str | None = None
     """Why it was taken from its node; None: it was not."""
+    shunned: frozenset[str] = frozenset()
+    """The nodes that had no memory for it when it left one of them. It goes there only if no other
+    can have it."""
     lacking: set[str] = field(default_factory=set)
     """The names of nodes that can't load its adapter."""
     num_refused: int = 0
@@ -115,6 +126,16 @@ def state_of(node: Node) -> str:
     return "draining" if report.draining else "idle" if report.idle else "up"
 
 
+def has_room(node: Node, live: Live) -> bool:
+    """Whether a node can take a request without taking memory from others."""
+    report, info = node.report, node.info
+    num_tokens = len(live.request.prompt_ids) + len(live.output)
+    if report is None or report.draining or report.idle:
+        return False
+    added = num_tokens / (info.num_blocks * info.block_size)
+    return report.load.free_seats > 0 and report.load.kv_usage + added <= ROOMY
+
+
 def described(node: Node, own: bool, num_live: int) -> dict[str, object]:
     report = node.report
     facts: dict[str, object] = {"node": node.name, "own": own, "requests_from_here": num_live}
@@ -141,6 +162,28 @@ def described(node: Node, own: bool, num_live: int) -> dict[str, object]:
 
 def failed(request: EngineRequest, error: WeftError) -> TokenEvent:
     return TokenEvent(request.request_id, [], finish_reason="error", error=to_wire(error))
+
+
+def routed_request(
+    live: Live, attempt: str, adapter_info: AdapterInfo | None, block_size: int
+) -> RoutedRequest:
+    """What the router needs to know of the next attempt of a request, which gets this id."""
+    request = live.request
+    tokens = [*request.prompt_ids, *live.output]
+    adapter, active_from = request.adapter, NEVER if request.adapter is None else 0
+    if adapter_info is not None and adapter_info.invocation_token_ids:
+        found = find_invocation(request.prompt_ids, adapter_info.invocation_token_ids)
+        adapter, active_from = (None, NEVER) if found is None else (adapter, found)
+    chain = Holding(adapter.digest if adapter else None, active_from, request.cache_salt)
+    return RoutedRequest(
+        attempt,
+        len(tokens),
+        adapter_key(adapter.digest) if adapter else 0,
+        adapter_info.num_bytes if adapter_info else 0,
+        tuple(prefix_keys(chain, tokens, block_size)),
+        request.tenant,
+        avoid=live.shunned | live.lacking,
+    )
 
 
 def digests_of(request: EngineRequest) -> list[str]:

@@ -134,6 +134,13 @@ class Batch:
         lacking = (seq.known - seq.computed for seq in chain(self.running, self.waiting))
         return sum(count for count in lacking if count > 1)
 
+    def stranded(self, most: int) -> tuple[str, ...]:
+        """Ids of the youngest requests that had begun and lost their blocks, so many at most."""
+        if not self.totals.preemptions:
+            return ()
+        found = sorted(s for s in self.waiting if s.num_cached >= 0 and not s.holding.blocks)
+        return tuple(seq.request_id for seq in found[-most:])
+
     @property
     def num_free(self) -> int:
         return len(self._free_rows)
