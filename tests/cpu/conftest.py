@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 from engines import make_llm, make_module_llm
+from quick_start import quick_engines
 
 from weft.core.targets import TargetTable
 
-__all__ = ["make_llm", "make_module_llm"]
+__all__ = ["make_llm", "make_module_llm", "quick_engines"]
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ import pytest
 from engine_thread import start_in_process
 from http_api import INFO
 from patience import PATIENCE_S
+from quick_start import quick_start
 from tiny import ADAPTERS, BASE, answer, ask
 
 from weft.core.adapters import AdapterRef, AdapterSource
@@ -76,7 +77,8 @@ class Bench:
 
 @pytest.fixture(scope="module", params=STARTS, ids=["thread", "process"])
 def bench(request: pytest.FixtureRequest, engines: list[Engine]) -> Iterator[Bench]:
-    made = Bench(request.param)
+    with quick_start():
+        made = Bench(request.param)
     yield made
     made.close()
 
@@ -489,6 +491,7 @@ async def close_ends_open_streams(client: LinkClient) -> None:
     await client.close()
 
 
+@pytest.mark.usefixtures("quick_engines")
 def test_a_killed_process_ends_open_streams() -> None:
     """Streams and calls alike, also those that are sent before its death is known."""
 

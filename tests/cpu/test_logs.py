@@ -199,6 +199,7 @@ def test_in_text_requests_are_for_debugging(capsys: Capture) -> None:
 # -- the engine ------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("quick_engines")
 def test_the_engine_process_logs_in_the_same_form(capfd: Capture, tmp_path: Path) -> None:
     base = tmp_path / "base"
     shutil.copytree(tiny.BASE, base)

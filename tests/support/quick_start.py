@@ -26,7 +26,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from io import BytesIO
 from multiprocessing import context, popen_fork, reduction, util
 from pathlib import Path
@@ -99,10 +99,19 @@ def start_weft(args: Sequence[str], log: BinaryIO, max_files: int | None = None)
     return Forked(log.fileno(), log.fileno(), args=args, max_files=max_files)
 
 
+@contextlib.contextmanager
+def quick_start() -> Iterator[None]:
+    """The engines that this process starts meanwhile are the mother's children."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context.SpawnProcess, "_Popen", staticmethod(_ForkedPopen))
+        yield
+
+
 @pytest.fixture
-def quick_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engines that this process starts are the mother's children."""
-    monkeypatch.setattr(context.SpawnProcess, "_Popen", staticmethod(_ForkedPopen))
+def quick_engines() -> Iterator[None]:
+    """The engines that a test starts are forked."""
+    with quick_start():
+        yield
 
 
 def engine_of(pid: int) -> int:
