@@ -47,6 +47,7 @@ TOGETHER = {
     **{f"tests/e2e/test_{name}.py": "tests/e2e/test_clients.py" for name in _SERVERS},
     "tests/cpu/test_engine.py": "tests/e2e/test_clients.py",
     "tests/cpu/test_logs.py": "tests/e2e/test_clients.py",
+    "tests/e2e/test_compiling.py": "tests/e2e/test_waits.py",  # the process that compiles
     "tests/cpu/test_golden.py": "tests/e2e/test_ranks.py",  # the oracle's answers
 }
 """Files that share something with another one, which the same worker has to take."""

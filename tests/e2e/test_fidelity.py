@@ -173,12 +173,14 @@ class World:
 
 
 def dealt(family: str) -> dict[str, Kind]:
-    """The kinds that are compared on this family whenever tests are run. Each is dealt to a family
-    whose head is tied to its embedding, and to one whose is not; a few kinds are for all."""
+    """The kinds that are compared on this family whenever tests are run. Each is dealt to one; what
+    changes embedding or head, to one where they are tied and to one where they are not. A few kinds
+    are for all."""
     found = {name: KINDS[name] for name in EVERYWHERE}
     for index, (name, kind) in enumerate((KINDS | EXPERTS).items()):
         on = [name for name in ALWAYS if name in kind.families]
-        for group in ([n for n in on if n in UNTIED], [n for n in on if n not in UNTIED]):
+        tied, untied = [n for n in on if n not in UNTIED], [n for n in on if n in UNTIED]
+        for group in [tied, untied] if kind.changes_ends else [on]:
             if group and group[index % len(group)] == family:
                 found[name] = kind
     return found

@@ -40,7 +40,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     made.check()
 
 
-@pytest.mark.parametrize("num_examples", [5, pytest.param(50, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("num_examples", [2, pytest.param(50, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("mode", [GenerationMode.POSITIVE, GenerationMode.NEGATIVE])
 def test_every_route_answers_as_described(
     world: World, mode: GenerationMode, num_examples: int

@@ -236,6 +236,12 @@ class Kind:
     invocation: tuple[int, ...] = ()
     """What must be in a prompt."""
 
+    @property
+    def changes_ends(self) -> bool:
+        """Whether it says anything of the embedding or the head."""
+        named = any(end in repr(self.options) for end in (*ENDS, "trainable_token_indices"))
+        return named or bool(self.save or self.resize)
+
     def options_on(self, family: str) -> dict[str, Any]:
         """Mixtral and gpt-oss have no MLP but their experts, peft has no DoRA of experts, and Phi-3
         has one projection for q, k and v, and one for gate and up, as GLM-4 has for the latter.

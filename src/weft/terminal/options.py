@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
-from functools import wraps
+from functools import cache, wraps
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
@@ -175,8 +175,12 @@ def engine_parameters() -> list[inspect.Parameter]:
     return [*found, _parameter(EngineArgs, threads, BATCH)]
 
 
+_hints = cache(get_type_hints)
+"""The types of a dataclass' fields, which many commands have flags for."""
+
+
 def _parameter(part: type[Any], field: Field[Any], panel: str) -> inspect.Parameter:
-    hint = get_type_hints(part)[field.name]
+    hint: Any = _hints(part)[field.name]
     flag = "--" + _SPELLED.get(field.name, field.name).replace("_", "-")
     names = f"{flag}/--no-{flag.removeprefix('--')}" if hint is bool else flag
     special: dict[str, Any] = {}

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from weft.bench.cli.options import WORKLOAD, NoPlot, Plot, Ranks, Record, Seed, reporting
-from weft.bench.report import Report
 from weft.terminal.options import parse_bytes, with_flags
+
+if TYPE_CHECKING:
+    from weft.bench.report import Report
 
 FLEET = "Fleet"
 
