@@ -165,8 +165,16 @@ class _Mother:
         self._process.wait()
 
 
-@functools.cache
+_starting = threading.Lock()
+
+
 def _mother() -> _Mother:
+    with _starting:
+        return _only_mother()
+
+
+@functools.cache
+def _only_mother() -> _Mother:
     return _Mother()
 
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
-from functools import cache, wraps
+from functools import wraps
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
@@ -165,22 +165,15 @@ def with_flags(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def engine_parameters() -> list[inspect.Parameter]:
-    found = [
-        _parameter(part, field, panel)
-        for part, panel in _PANEL.items()
-        for field in fields(part)
-        if field.name != "model"
-    ]
+    found: list[inspect.Parameter] = []
+    for part, panel in _PANEL.items():
+        hints = get_type_hints(part)
+        found += [_parameter(hints[f.name], f, panel) for f in fields(part) if f.name != "model"]
     threads = next(f for f in fields(EngineArgs) if f.name == "num_threads")
-    return [*found, _parameter(EngineArgs, threads, BATCH)]
+    return [*found, _parameter(get_type_hints(EngineArgs)["num_threads"], threads, BATCH)]
 
 
-_hints = cache(get_type_hints)
-"""The types of a dataclass' fields, which many commands have flags for."""
-
-
-def _parameter(part: type[Any], field: Field[Any], panel: str) -> inspect.Parameter:
-    hint: Any = _hints(part)[field.name]
+def _parameter(hint: Any, field: Field[Any], panel: str) -> inspect.Parameter:
     flag = "--" + _SPELLED.get(field.name, field.name).replace("_", "-")
     names = f"{flag}/--no-{flag.removeprefix('--')}" if hint is bool else flag
     special: dict[str, Any] = {}
