@@ -58,10 +58,7 @@ class Admission:
         self._max_open = max_open
         self._tenants: Mapping[str, Tenant] = {} if tenants is None else tenants
         self._open: dict[str, _Open] = {}
-
-    @property
-    def num_open(self) -> int:
-        return sum(each.num_open for each in self._open.values())
+        self.num_open = 0
 
     def check(self, name: str = "", count: int = 1) -> None:
         """Refuse a tenant early, before work is put into its request. Raises as `enter`."""
@@ -77,11 +74,13 @@ class Admission:
         self._check_size(tenant, count, num_tokens)
         self._check_room(tenant, count, num_tokens)
         own = self._open.setdefault(tenant.name, _Open())
+        self.num_open += count
         own.num_open += count
         own.num_tokens += num_tokens
         try:
             yield
         finally:
+            self.num_open -= count
             own.num_open -= count
             own.num_tokens -= num_tokens
             own.ended_s.extend([time.monotonic()] * count)
@@ -105,7 +104,9 @@ class Admission:
         """Raise Overloaded if the tenant has to wait with so many requests."""
         own, caps = self._open.get(tenant.name) or _Open(), tenant.caps
         total = self.num_open
-        room = self._max_open if not own.num_open else self._room(tenant, own, total)
+        room = self._max_open - (total if own.num_open else 0)
+        if count > room:
+            room = self._room(tenant, own, total)
         if count > room:
             raise Overloaded(
                 f"{total} requests are open, {own.num_open} of them yours, and the server takes "
@@ -139,6 +140,7 @@ class Admission:
 
     def check_invariants(self) -> None:
         """Raise AssertionError when an invariant is broken."""
+        assert self.num_open == sum(each.num_open for each in self._open.values())
         for each in self._open.values():
             assert each.num_open >= 0 and each.num_tokens >= 0
             assert each.num_open or not each.num_tokens

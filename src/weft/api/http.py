@@ -15,7 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from weft.core.errors import RequestTimeout, WeftError
 
@@ -228,9 +228,7 @@ class EventStream(Response):
                 async with _in_time(scope):
                     async for chunk in self._chunks:
                         name = chunk["type"].encode() if self._typed else None
-                        event = _event(_encode(chunk), name)
-                        if not (self._started and self._write(event)):
-                            await self._send(send, event)
+                        await self._send(send, _event(_encode(chunk), name))
             except ClientDisconnect:
                 raise
             except Exception as error:
@@ -245,14 +243,19 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _send(self, send: Send, event: bytes) -> None:
+        if not self._started:
+            self._started = True
+            head = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await self._pass_on(send, head)
+        if not self._write(event):
+            body = {"type": "http.response.body", "body": event, "more_body": True}
+            await self._pass_on(send, body)
+
+    async def _pass_on(self, send: Send, message: Message) -> None:
+        """Send a message by way of the server, which may have to wait for the client."""
         self._sending_since_s = time.monotonic()
         try:
-            if not self._started:
-                self._started = True
-                await send(
-                    {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                )
-            await send({"type": "http.response.body", "body": event, "more_body": True})
+            await send(message)
         except OSError as error:
             raise ClientDisconnect from error
         self._sending_since_s = None

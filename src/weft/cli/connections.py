@@ -17,7 +17,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import uvicorn
@@ -126,7 +126,7 @@ class Places:
 
     def take(self, connection: ClientConnection) -> bool:
         """Give a new connection a place, unless there is none for it."""
-        address = _counted_as(connection.client)
+        address = _counted_as(connection.client[0] if connection.client else "")
         limit = self._limits.per_address
         if address and limit and self._by_address[address] >= limit:
             self._warn(f"{address} has {limit} connections; further ones are refused")
@@ -183,10 +183,11 @@ class Places:
             logger.warning("%s", message)
 
 
-def _counted_as(client: tuple[str, int] | None) -> str:
+@lru_cache(maxsize=1024)
+def _counted_as(host: str) -> str:
     """The address, or network, that a client is counted for; "" if it has none."""
     try:
-        address = ipaddress.ip_address(client[0].partition("%")[0] if client else "")
+        address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
         return ""
     if address.version == 6 and address.ipv4_mapped is None:

@@ -58,6 +58,9 @@ class Tenant:
             raise ConfigError(f"weight must be more than 0, got {self.weight}", "weight")
 
 
+NOBODY = Tenant("")
+
+
 def tenant_in(tenants: Mapping[str, Tenant], name: str) -> Tenant:
     """The tenant of this name. All whose names nobody has configured are one, named ""."""
-    return tenants.get(name) or tenants.get("") or Tenant("")
+    return tenants.get(name) or tenants.get("") or NOBODY
