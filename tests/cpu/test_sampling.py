@@ -33,7 +33,7 @@ from weft.kernels.sampling import (
     top_logprobs,
 )
 from weft.schedule.masks import BadSequences, words_of
-from weft.worker.inputs import (
+from weft.worker.choosing import (
     BiasArrays,
     Counted,
     MaskArrays,

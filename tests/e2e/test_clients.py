@@ -90,6 +90,24 @@ def http(server: Server) -> Iterator[httpx.Client]:
 # openai -------------------------------------------------------------------------------------------
 
 
+def test_embeddings_of_the_base_and_of_an_adapter(server: Server) -> None:
+    """The client asks for base64, and unpacks it."""
+    found: dict[str, list[float]] = {}
+    for model in ("base", MODELS[1]):
+        answered = server.client.embeddings.create(model=model, input=["planet", "garden"])
+        assert [each.index for each in answered.data] == [0, 1]
+        assert answered.usage.prompt_tokens == answered.usage.total_tokens > 0
+        found[model] = answered.data[0].embedding
+        assert sum(value * value for value in found[model]) == pytest.approx(1, abs=1e-5)
+        plain = server.client.embeddings.create(
+            model=model, input="planet", encoding_format="float", dimensions=8
+        )
+        (vector,) = (each.embedding for each in plain.data)
+        scale = vector[0] / found[model][0]
+        assert vector == pytest.approx([value * scale for value in found[model][:8]], abs=1e-5)
+    assert found["base"] != pytest.approx(found[MODELS[1]], abs=1e-3)
+
+
 def test_openai_models(client: OpenAI) -> None:
     assert [m.id for m in client.models.list()] == MODELS
     assert client.models.retrieve("upper").id == "upper"

@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from device import (
     VOCAB,
@@ -17,6 +18,7 @@ from device import (
     allowed_tokens,
     expected_prompt_logprobs,
     expected_tokens,
+    expected_vector,
 )
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -24,7 +26,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from weft.core.adapters import AdapterRef
 from weft.core.errors import AdapterUnavailable, InvalidRequest
-from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.requests import EngineRequest, Pooling, TokenEvent
 from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.schedule.cache import Cache
 from weft.schedule.limits import SchedulerLimits
@@ -167,6 +169,9 @@ class Harness:
     def verify(self, request_id: str) -> None:
         """The request ended once, with the tokens that it must have."""
         request = self.requests[request_id]
+        if request.pooling is not None:
+            self._verify_vector(request)
+            return
         reason = self.events[request_id][-1].finish_reason
         got = self.output(request_id)
         assert got == expected_tokens(request, len(got), self.active_from[request_id])
@@ -182,6 +187,17 @@ class Harness:
             assert reason in ("abort", "error")
         params = request.params
         assert 0 not in got[:-1] or (params.ignore_eos and not params.structured_outputs)
+
+    def _verify_vector(self, request: EngineRequest) -> None:
+        """There is one event: the vector that it must have, or an error."""
+        (event,) = self.events[request.request_id]
+        assert event.token_ids == []
+        if event.finish_reason in ("abort", "error"):
+            assert event.vector is None
+            return
+        assert event.vector is not None
+        expected = expected_vector(request, self.active_from[request.request_id])
+        assert np.frombuffer(event.vector, "<f4") == pytest.approx([expected])
 
     def _verify_prompt_logprobs(self, request: EngineRequest) -> None:
         """They come with the first token, all of them, once."""
@@ -205,11 +221,12 @@ def request(
     adapter: str | None = None,
     bad: tuple[tuple[int, ...], ...] = (),
     tenant: str = "",
+    pooling: Pooling | None = None,
     **params: object,
 ) -> EngineRequest:
     ref = AdapterRef("a", 1, adapter) if adapter else None
     sampling = SamplingParams(max_tokens=max_tokens, **params)  # type: ignore[arg-type]
-    return EngineRequest(name, prompt, sampling, ref, bad, tenant, seed=0)
+    return EngineRequest(name, prompt, sampling, ref, bad, tenant, seed=0, pooling=pooling)
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -243,6 +260,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs=st.sampled_from([None, None, None, 0]),
         tenant=st.sampled_from(["", "", "a", "b"]),
         invocation=st.sampled_from([(), (), (1, 2), (3,), (1, 1)]),
+        pooling=st.sampled_from([None, None, None, "last", "mean"]),
     )
     def submit(
         self,
@@ -255,6 +273,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         prompt_logprobs: int | None,
         tenant: str,
         invocation: tuple[int, ...],
+        pooling: Pooling | None,
     ) -> None:
         name = f"r{len(self.h.requests)}"
         prompt = TALK[:shared] + prompt
@@ -262,6 +281,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         active_from = find_invocation(prompt, invocation) if invocation else 0
         min_tokens = min(choice.get("min_tokens", 0), max_tokens)
         options = {"ignore_eos": ignore_eos, "prompt_logprobs": prompt_logprobs, **choice}
+        if pooling is not None:
+            options, min_tokens = {"pooling": pooling}, 0
         self.h.add(
             request(
                 name,
@@ -746,6 +767,35 @@ def test_prompt_logprobs_and_the_prefix_cache() -> None:
         h.run()
         h.verify(name)
     assert [h.events[name][0].num_cached_tokens for name in "abc"] == [0, 12, 0]
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_pooled_requests_come_in_chunks_are_preempted_and_use_the_cache(ahead: int) -> None:
+    h = Harness(ahead=ahead, num_blocks=8)
+    for i in range(6):
+        h.add(request(f"r{i}", [1, 2, 3] * 4 + [i] * (i % 3), 9, ignore_eos=True))
+        h.add(request(f"p{i}", [1, 2, 3] * 5, pooling="mean" if i % 2 else "last"))
+    h.run()
+    assert h.scheduler.totals.preemptions > 0
+    for name in h.requests:
+        h.verify(name)
+    h = Harness(ahead=ahead)
+    for name, pooling in [("a", "mean"), ("b", "last"), ("c", "mean"), ("d", "last")]:
+        h.add(request(name, [1, 2, 3] * 5, pooling=pooling))
+        h.run()
+        h.verify(name)
+    assert [h.events[name][0].num_cached_tokens for name in "abcd"] == [0, 12, 0, 12]
+
+
+def test_a_pooled_prompt_may_fill_the_context() -> None:
+    h = Harness()
+    for name, count in (("fits", 40), ("too long", 41)):
+        h.add(request(name, [1] * count, pooling="last"))
+        h.run()
+        h.verify(name)
+    assert h.events["fits"][0].finish_reason == "stop"
+    (error,) = [h.events["too long"][0].error]
+    assert error is not None and error[0] == "context_length_exceeded" and error[2] == "prompt"
 
 
 def test_base_requests_pass_a_waiting_adapter() -> None:

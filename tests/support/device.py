@@ -13,6 +13,8 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from weft.core.requests import EngineRequest, TokenLogprob
 from weft.schedule.plan import StepPlan, StepResult, Words
 from weft.schedule.slots import Load
@@ -107,6 +109,15 @@ def expected_prompt_logprobs(
     ]
 
 
+def expected_vector(request: EngineRequest, active_from: Activation = 0) -> float:
+    """A position's hidden state is what the model says after it."""
+    context = context_of(request, request.prompt_ids, active_from)
+    count = len(context)
+    counted = range(1, count + 1) if request.pooling == "mean" else [count]
+    states = [next_token(context[:n], context[n - 1][1]) for n in counted]
+    return sum(states) / len(states)
+
+
 @dataclass
 class Device:
     rows: RowState
@@ -148,6 +159,10 @@ class Device:
         return StepResult(
             [[tokens[i]] for i in inputs.plan_order_N.tolist()],
             prompt_logprobs=self._prompt_logprobs(inputs),
+            vectors={
+                rows.entry: np.float32([sum(self._wanted(inputs, t) for t in range(*rows[1:]))])
+                for rows in inputs.pooled
+            },
         )
 
     def _wanted(self, inputs: StepInputs, t: int) -> int:

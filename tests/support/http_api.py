@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import struct
 import threading
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,8 +111,19 @@ class EchoEngine:
                 if not ended:
                     self.aborted.append(request.request_id)
 
+    def _pooled(self, request: EngineRequest) -> TokenEvent:
+        """How many tokens there are, the first and the last one; an adapter has more of them."""
+        ids = [*request.prompt_ids]
+        if request.adapter is not None:
+            ids += self.adapters[request.adapter.digest]
+        vector = struct.pack("<4f", len(ids), ids[0], ids[-1], 0)
+        return TokenEvent(request.request_id, [], finish_reason="stop", vector=vector)
+
     def _events(self, request: EngineRequest) -> Iterator[TokenEvent]:
         params = request.params
+        if request.pooling is not None:
+            yield self._pooled(request)
+            return
         ids = self.answers.pop(0) if self.answers else request.prompt_ids[::-1]
         if request.adapter is not None:
             if request.adapter.digest not in self.adapters:

@@ -33,6 +33,7 @@ from weft.api.routes_completions import completion_routes
 from weft.api.routes_fleet import fleet_routes
 from weft.api.routes_messages import message_routes
 from weft.api.routes_page import ABOUT, page_files, page_routes
+from weft.api.routes_pooling import pooling_routes
 from weft.api.routes_registry import registry_routes
 from weft.api.routes_responses import response_routes
 from weft.api.routes_server import metrics_app, server_routes, tokenize_routes
@@ -124,6 +125,7 @@ def _add_routes(
                 completion_routes,
                 response_routes,
                 message_routes,
+                pooling_routes,
                 tokenize_routes,
             )
         ),

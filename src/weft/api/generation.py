@@ -127,15 +127,15 @@ def num_choices(service: Service, body: GenerationBody) -> int:
 
 
 def truncated(
-    service: Service, body: GenerationBody, prompt_ids: list[int], max_tokens: int | None
+    service: Service, keep: int | None, prompt_ids: list[int], num_answer: int
 ) -> list[int]:
-    """The end of the prompt that `truncate_prompt_tokens` leaves. Raises InvalidRequest."""
-    keep = body.truncate_prompt_tokens
+    """The end of the prompt that `truncate_prompt_tokens` (`keep`) leaves, beside so many tokens of
+    an answer. Raises InvalidRequest."""
     if keep is None:
         return prompt_ids
     limit = service.intake.max_model_len
     if keep == -1:
-        keep = max(limit - max(max_tokens or 1, 1), 1)
+        keep = max(limit - num_answer, 1)
     if not 1 <= keep <= limit:
         raise InvalidRequest(
             f"truncate_prompt_tokens must be -1 or in [1, {limit}], got {keep}",

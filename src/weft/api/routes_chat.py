@@ -134,7 +134,12 @@ class Turn:
         if self._drops_oldest:
             room = self._service.intake.max_model_len - max(max_tokens or 1, 1)
             return await newest_that_fit(messages, room, encode)
-        return truncated(self._service, body, await encode(messages), max_tokens)
+        return truncated(
+            self._service,
+            self._body.truncate_prompt_tokens,
+            await encode(messages),
+            max(max_tokens or 1, 1),
+        )
 
     async def collect(self) -> list[Output]:
         """The whole outputs, in the order of the choices."""

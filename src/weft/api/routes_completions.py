@@ -123,7 +123,8 @@ class _Completion:
             params = replace(params, prompt_logprobs=asked)
         prompts = await self._prompts()
         self._check_count(len(prompts) * self._num_choices)
-        prompts = [truncated(self._service, body, ids, body.max_tokens) for ids in prompts]
+        keep, num_answer = body.truncate_prompt_tokens, max(body.max_tokens or 1, 1)
+        prompts = [truncated(self._service, keep, ids, num_answer) for ids in prompts]
         check_logprobs(self._service, params, prompts, self._num_choices)
         tenant = self._service.settings.tenant_of(self._pinned.name)
         return await self._service.intake.requests(

@@ -17,7 +17,7 @@ from collections.abc import (
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
@@ -29,7 +29,13 @@ from weft.api.schemas import AdapterWeight
 from weft.api.settings import ApiSettings
 from weft.api.shadows import Shadows
 from weft.core.adapters import WeightedAdapter
-from weft.core.errors import EngineDead, InvalidRequest, ModelNotFound, Unauthorized
+from weft.core.errors import (
+    EngineDead,
+    InvalidRequest,
+    ModelNotFound,
+    Unauthorized,
+    from_wire,
+)
 from weft.core.fair_calls import FairCalls
 from weft.core.messages import EngineClient
 from weft.core.requests import EngineRequest, TokenLogprob
@@ -43,6 +49,8 @@ from weft.serving.publisher import Executor
 from weft.text import AdapterTokenizers, OutputDelta, OutputStream, TokenReader
 from weft.text.chat_parser import END_THINK, detect_reasoning
 from weft.text.tools import detect_tool_format
+
+T = TypeVar("T")
 
 STICKY = "x-weft-sticky"
 """The header whose requests all get the same version of a name."""
@@ -310,7 +318,7 @@ class Service:
         return Dialect.of(language.tokenizer, self.settings) if language.author else self._dialect
 
     async def encode(
-        self, texts: Sequence[str], field_name: str, language: Language, **options: bool
+        self, texts: Sequence[str], field_name: str, language: Language, **options: Any
     ) -> list[list[int]]:
         """As `Intake.encode`, for the tenant of this request."""
         tenant = self.settings.tenant_of(None)
@@ -393,20 +401,44 @@ class Service:
                 outputs[index].add(delta)
         return outputs
 
+    async def pool(self, requests: Sequence[EngineRequest]) -> list[bytes]:
+        """The vectors of pooled requests, in their order; see `TokenEvent.vector`. Raises
+        Overloaded, and the first error of a request, which ends all others."""
+        vectors = [b""] * len(requests)
+        runs = [self._vector(index, request) for index, request in enumerate(requests)]
+        turn = partial(self._starts.turn, requests[0].tenant)
+        async with aclosing(_merge(runs, self._places(requests), turn)) as merged:
+            async for index, vector in merged:
+                vectors[index] = vector
+        return vectors
 
-_Deltas = AsyncGenerator[tuple[int, OutputDelta], None]
+    async def _vector(
+        self, index: int, request: EngineRequest
+    ) -> AsyncGenerator[tuple[int, bytes], None]:
+        """The vector of one request, with its index. Closing the generator aborts what still runs."""
+        with watched(request, self._model_name, self.metrics, self._traces) as watch:
+            async with aclosing(self.engine.generate(request)) as events:
+                async for event in events:
+                    watch.event(event)
+                    if event.error is not None:
+                        raise from_wire(event.error)
+                    if event.vector is not None:
+                        watch.record.finish_reason = "stop"
+                        yield index, event.vector
+                        return
+            raise EngineDead("the engine ended a request without an answer")
 
 
 async def _merge(
-    streams: Sequence[_Deltas],
+    streams: Sequence[AsyncGenerator[T, None]],
     places: AbstractContextManager[None],
     turn: Callable[[], Awaitable[None]],
-) -> _Deltas:
+) -> AsyncGenerator[T, None]:
     """Items of several streams as they come, in this context. Each waits for its turn to begin. The
     first error ends all of them."""
-    queue: asyncio.Queue[tuple[int, OutputDelta] | asyncio.Task[None]] = asyncio.Queue()
+    queue: asyncio.Queue[T | asyncio.Task[None]] = asyncio.Queue()
 
-    async def pump(stream: _Deltas) -> None:
+    async def pump(stream: AsyncGenerator[T, None]) -> None:
         async with aclosing(stream):
             await turn()
             async for item in stream:

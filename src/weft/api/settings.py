@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from weft.api.callers import caller_var
 from weft.core.errors import ConfigError
 from weft.core.tenants import Tenant
+from weft.serving.embedding import DECODER, EmbeddingRule
 from weft.text.tools import TOOL_FORMATS
 
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})?=(?!=*$)(.+)")
@@ -77,6 +78,8 @@ class ApiSettings:
     """Those of its prompts: their tokens x n x (prompt_logprobs + 1)."""
     long_text_chars: int = 10_000
     """Texts beyond this are tokenized on a thread, off the event loop."""
+    embedding: EmbeddingRule = DECODER
+    """How hidden states of the model become vectors."""
     default_max_tokens: int = 16
     """What completions get by default; chats get the rest of the context."""
     tool_call_parser: str | None = "auto"

@@ -27,7 +27,7 @@ from weft.cli.deadline import end_within
 from weft.cli.engines import leave_fleet, start_engine, until_empty
 from weft.cli.front import FrontDoor, served_beside
 from weft.cli.summary import num_shared, summary
-from weft.core.config import EngineArgs
+from weft.core.config import EngineArgs, ModelArgs
 from weft.core.errors import ConfigError, WeftError
 from weft.core.processes import leave_out_torch
 from weft.core.tenants import Tenant
@@ -40,6 +40,7 @@ from weft.registry.blobs import Blobs
 from weft.registry.contents import Contents, cache_folder
 from weft.registry.shared import SharedRegistry
 from weft.serving import LoopExecutor, Publisher
+from weft.serving.embedding import EmbeddingRule, embedding_rule
 from weft.serving.follower import Follower
 from weft.text import AdapterTokenizers, Tokenizer, load_tokenizer
 
@@ -182,12 +183,13 @@ async def _start_and_serve(
             await engine.set_tenants(list(start.api.tenants.values()))
         await start.door.tell(engine)
         max_bytes = start.flags.max_adapter_size
+        rule = await asyncio.to_thread(_embedding_rule, start.engine.model)
         app = create_app(
             engine,
             registry,
             tokenizers,
             Sources(start.roots, start.allowed, contents, max_bytes),
-            start.api,
+            replace(start.api, embedding=rule),
             traces,
             start.door.tenants,
             start.door.audit,
@@ -278,6 +280,11 @@ async def _load(
         with contextlib.suppress(asyncio.CancelledError, WeftError):
             await (await engine).close()
         raise
+
+
+def _embedding_rule(model: ModelArgs) -> EmbeddingRule:
+    """How the model's folder wants vectors to be made."""
+    return embedding_rule(resolve_model(model.model, model.revision, weights=False))
 
 
 async def _load_adapters(console: Console, modules: list[LoraModule], publisher: Publisher) -> None:

@@ -12,6 +12,8 @@ from weft.core.adapters import AdapterPart, AdapterRef
 from weft.core.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
+Pooling = Literal["last", "mean"]
+"""Which hidden states of a prompt make its vector: that of its last token, or the mean of all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ class EngineRequest:
     again, nor are the log-probabilities of the prompt."""
     cache_salt: str = ""
     """Cached prefixes are shared only among requests with the same salt."""
+    pooling: Pooling | None = None
+    """If it is set, the request ends after its prompt, and yields a vector instead of tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +81,6 @@ class TokenEvent(NamedTuple):
     adapter_wait_s: float | None = None
     """With `queue_s`: the part of it in which the request was passed over because its adapter was
     not on the device, or not to be had in this batch."""
+    vector: bytes | None = None
+    """With the only event of a request that has `pooling`: the pooled hidden states after the
+    model's last norm, as little-endian float32."""

@@ -158,7 +158,8 @@ class Batch:
         cache, holding = self._cache, seq.holding
         parked = bool(holding.blocks)
         hits: list[int] = []
-        if not parked and seq.prompt_logprobs is None:  # those need all of the prompt computed
+        asked = seq.prompt_output
+        if not parked and not (asked is not None and asked.needs_all):
             hits = cache.match(holding, seq.tokens)
         spare = cache.num_blocks // 100 if self.running else 0
         while not cache.reserve(holding, len(seq.tokens), hits, spare):

@@ -32,7 +32,10 @@ class SchedulerLimits(NamedTuple):
         return eos.union(params.stop_token_ids)
 
     def longest(self, request: EngineRequest) -> int:
-        """The number of tokens, prompt included, at which the request ends."""
+        """The number of tokens, prompt included, at which the request ends. One that is pooled
+        samples a token, with which its prompt is known to be done."""
+        if request.pooling is not None:
+            return len(request.prompt_ids) + 1
         if request.params.max_tokens is None:
             return self.max_model_len
         return min(self.max_model_len, len(request.prompt_ids) + request.params.max_tokens)
@@ -45,10 +48,11 @@ def check_request(request: EngineRequest, limits: SchedulerLimits, vocab_size: i
         raise InvalidRequest("the prompt is empty", "prompt")
     if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
         raise InvalidRequest(f"the prompt has a token id outside of [0, {vocab_size})", "prompt")
-    if len(request.prompt_ids) >= limits.max_model_len:
+    too_long = limits.max_model_len + (request.pooling is not None)
+    if len(request.prompt_ids) >= too_long:
         raise ContextLengthExceeded(
-            f"the prompt has {len(request.prompt_ids)} tokens, which leaves no room for an "
-            f"answer in a context of {limits.max_model_len}",
+            f"the prompt has {len(request.prompt_ids)} tokens, and a context of "
+            f"{limits.max_model_len} has room for {too_long - 1}",
             "prompt",
         )
     _check_tokens(request, limits, vocab_size)

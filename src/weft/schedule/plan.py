@@ -8,10 +8,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.core.requests import TokenLogprob
+from weft.core.requests import Pooling, TokenLogprob
 from weft.core.sampling import SamplingParams
 from weft.schedule.slots import Load
 
+Vector = NDArray[np.float32]
 Words = NDArray[np.int32]
 """Tokens that may be chosen, one bit each: bit t % 32 of word t // 32 is token t's."""
 
@@ -59,6 +60,8 @@ class Admitted:
     """Its recurrent state; -1: the model has none."""
     restored: int = -1
     """The snapshot that is copied to its state before the step; -1: none is."""
+    pooling: Pooling | None = None
+    """Whose hidden states are summed up for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +101,5 @@ class StepResult:
     """One for each token; None for entries whose request did not ask, or if none did."""
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     """By entry of the plan: what each computed token of a prompt says of the one after it."""
+    vectors: dict[int, Vector] = field(default_factory=dict)
+    """By entry of the plan: the sum of the hidden states that are pooled for its request."""

@@ -177,8 +177,7 @@ class Scheduler:
         planned, num_samples = self._planned.pop(plan.step, []), plan.num_samples
         if not self.trials.quiet:
             self.trials.passed({seq.request_id for seq in planned})
-        for i, prompt_logprobs in result.prompt_logprobs.items():
-            planned[i].take_prompt_logprobs(plan.starts[i], prompt_logprobs)
+        _take_of_prompts(planned, plan, result)
         k = 0
         for i, seq in enumerate(planned):
             seq.in_flight -= 1
@@ -192,7 +191,7 @@ class Scheduler:
                         len(tokens) + 1 >= rules.known_limit
                         or new[0] in rules.endings
                         or len(new) > 1
-                        or seq.prompt_logprobs is not None
+                        or seq.prompt_output is not None
                     ):
                         events += self._take(seq, new, logprobs)
                     else:
@@ -241,9 +240,9 @@ class Scheduler:
             events.append(self._end(seq, new, logprobs))
         elif new:
             events.append(TokenEvent(seq.request_id, new, logprobs, None, None, seq.num_cached))
-        if events and seq.prompt_logprobs is not None:
-            events[0] = events[0]._replace(prompt_logprobs=[None, *seq.prompt_logprobs])
-            seq.prompt_logprobs = None
+        if events and seq.prompt_output is not None:
+            events[0] = seq.prompt_output.into(events[0])
+            seq.prompt_output = None
         if error is not None:
             events.append(self._finish(seq, "error", error=error))
         return events
@@ -395,3 +394,13 @@ class Scheduler:
         assert all(s.in_flight or s.known <= s.rules.known_limit for s in running)
         assert not any(s.rules.compiling for s in running)
         assert requests or self._planned or not self._turns.leased
+
+
+def _take_of_prompts(planned: list[Sequence], plan: StepPlan, result: StepResult) -> None:
+    """Take what a step has yielded of prompts themselves."""
+    for i, logprobs in result.prompt_logprobs.items():
+        if (asked := planned[i].prompt_output) is not None:
+            asked.take_logprobs(plan.starts[i], logprobs)
+    for i, vector in result.vectors.items():
+        if (asked := planned[i].prompt_output) is not None:
+            asked.take_sum(plan.starts[i], vector)

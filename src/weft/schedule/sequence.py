@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weft.core.errors import InvalidRequest, WeftError, from_wire, to_wire
-from weft.core.requests import EngineRequest, TokenLogprob
+from weft.core.requests import EngineRequest
 from weft.schedule.cache import NEVER, Holding
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.masks import BadSequences
 from weft.schedule.plan import Admitted, Matcher
+from weft.schedule.prompt_output import PromptOutput
 from weft.schedule.queue import Account
 
 OUTPUT_WEIGHT = 2.0
@@ -157,7 +158,7 @@ class Sequence:
         "known",
         "num_cached",
         "order",
-        "prompt_logprobs",
+        "prompt_output",
         "request",
         "request_id",
         "row",
@@ -190,10 +191,8 @@ class Sequence:
         name = request.adapter.bare if request.adapter is not None else None
         self.holding = Holding(adapter.digest, adapter.active_from, request.cache_salt, name)
         self.rules = OutputRules(request, limits, adapter.vocab_size)
-        self.prompt_logprobs: list[TokenLogprob] | None = None
-        """What is there so far; None once it was handed out, or if nobody asked."""
-        if request.params.prompt_logprobs is not None and not request.output_ids:
-            self.prompt_logprobs = []
+        self.prompt_output = PromptOutput.asked_by(request)
+        """None once it was handed out, or if nobody asked."""
         self.num_cached = -1
         """Prompt tokens that came from the prefix cache; -1 before the first admission."""
 
@@ -215,16 +214,10 @@ class Sequence:
         """Whether a waiting request lacks nothing of its own, as far as its tenant may have it."""
         return not (self.in_flight or self.rules.compiling or self.account.at_cap)
 
-    def take_prompt_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
-        """Take those that follow the computed position `start`. A preempted prompt is computed
-        again: what is there already stays."""
-        if self.prompt_logprobs is not None:
-            self.prompt_logprobs += logprobs[len(self.prompt_logprobs) - start :]
-
     def admitted(self, adapter_wait_s: float) -> Admitted:
         """What the worker is told when the request takes its row."""
         request, rules, adapter = self.request, self.rules, self.adapter
-        asked = None if self.prompt_logprobs is None else request.params.prompt_logprobs
+        asked = self.prompt_output
         return Admitted(
             self.request_id,
             self.row,
@@ -237,12 +230,13 @@ class Sequence:
             rules.bad_tokens,
             rules.bad_sequences,
             rules.grammar,
-            -1 if asked is None else asked,
+            -1 if asked is None else asked.num_logprobs,
             adapter_wait_s,
             adapter.active_from,
             adapter.vocab_size,
             self.holding.state,
             self.holding.restored,
+            request.pooling,
         )
 
     def __lt__(self, other: Sequence) -> bool:

@@ -14,7 +14,7 @@ import msgspec
 
 from weft.core.adapters import WeightedAdapter
 from weft.core.errors import ContextLengthExceeded, InvalidRequest
-from weft.core.requests import EngineRequest
+from weft.core.requests import EngineRequest, Pooling
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineInfo
 from weft.grammar.check import check_form
@@ -33,6 +33,8 @@ _MESSAGE_CHARS = 16
 """A message counts as at least so many characters, when it is asked how much work it is."""
 
 
+_ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
+"""How a pooled request samples the token with which its prompt ends."""
 _CLIENTS = "its client"
 """Who wrote a template that came with a request."""
 
@@ -141,8 +143,10 @@ class Intake:
         add_special_tokens: bool = True,
         any_length: bool = False,
         tenant: str = "",
+        seconds: Sequence[str] = (),
     ) -> list[list[int]]:
         """The token ids of text prompts. Errors name `field_name`, where the texts came from.
+        `seconds`, if there are any, make pairs with the texts, each of which is one prompt.
 
         Texts that are plainly too long are refused before they are tokenized, unless `any_length`
         is given. Raises InvalidRequest, ContextLengthExceeded, Overloaded.
@@ -150,11 +154,15 @@ class Intake:
         tokenizer = self.tokenizer_of(language, field_name)
         for text in () if any_length else texts:
             self._check_length(tokenizer, len(text), field_name)
-        size, author = sum(map(len, texts)), _author(language)
+        size, author = sum(map(len, (*texts, *seconds))), _author(language)
         if isinstance(tokenizer, Tokenizer) and not self._goes_away(tokenizer, size):
             encode = partial(tokenizer.encode, add_special_tokens=add_special_tokens)
+            if seconds:
+                pairs = zip(texts, seconds, strict=True)
+                return await self._here(size, lambda: [encode(a, second=b) for a, b in pairs])
             return await self._here(size, lambda: [encode(text) for text in texts])
-        job, owner = Encode(list(texts), add_special_tokens), Owner(author, tenant)
+        job = Encode(list(texts), add_special_tokens, list(seconds))
+        owner = Owner(author, tenant)
         return _ids(await self._away(Call(job, tokenizer, owner, field_name, size)))
 
     async def encode_chat(
@@ -300,6 +308,43 @@ class Intake:
                 for choice in range(num_choices)
             ]
         return made
+
+    def pooled(
+        self,
+        request_id: str,
+        prompts: Sequence[list[int]],
+        pooling: Pooling,
+        pinned: Pinned,
+        tenant: str,
+        *,
+        prompt_field: str,
+        cache_salt: str = "",
+    ) -> list[EngineRequest]:
+        """Checked requests to the engine, each for the vector of one prompt, which may fill the
+        whole context. Raises InvalidRequest, ContextLengthExceeded."""
+        for prompt_ids in prompts:
+            self.check_ids(prompt_ids, prompt_field, pinned.language)
+            if (count := len(prompt_ids)) > self.max_model_len:
+                raise ContextLengthExceeded(
+                    f"this model's context holds {self.max_model_len} tokens, and an input has "
+                    f"{count}",
+                    prompt_field,
+                )
+        lease = pinned.lease
+        return [
+            EngineRequest(
+                f"{request_id}-{n}",
+                prompt_ids,
+                _ONE_TOKEN,
+                lease.ref,
+                tenant=tenant,
+                parts=lease.parts,
+                seed=0,
+                cache_salt=cache_salt,
+                pooling=pooling,
+            )
+            for n, prompt_ids in enumerate(prompts)
+        ]
 
     async def _bad_token_ids(
         self, words: Sequence[str], language: Language, tenant: str

@@ -108,11 +108,15 @@ class Tokenizer(TokenReader):
         ids = self.encode(mark, add_special_tokens=False)
         return ids[0] if len(ids) == 1 else None
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+    def encode(
+        self, text: str, add_special_tokens: bool = True, second: str | None = None
+    ) -> list[int]:
+        """The token ids of a text, or of a pair of texts."""
+        special = add_special_tokens
         if self._fast is not None:
-            ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+            ids: list[int] = self._fast.encode(text, second, add_special_tokens=special).ids
             return ids
-        return list(self._hf.encode(text, add_special_tokens=add_special_tokens))
+        return list(self._hf.encode(text, second, add_special_tokens=special))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         if self._fast is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -21,7 +22,7 @@ from weft.kernels.lora.extras import (
 from weft.kernels.staging import Staging
 from weft.models.decoder import Decoder, LayerCache, StepContext
 from weft.worker.graphs import StepGraphs, token_sizes
-from weft.worker.inputs import Copies, PromptArrays, Segments, StepInputs
+from weft.worker.inputs import Copies, PooledRows, PromptArrays, Segments, StepInputs
 from weft.worker.sampler import Logprobs, Put, Sampled, Sampler, logprobs_of
 from weft.worker.step import Carried, StepTensors, hidden_states, logits, lora_batch
 
@@ -82,16 +83,17 @@ class StepExecutor:
     def run(self, inputs: StepInputs) -> Sampled:
         """Run a step; what it gives is on the device."""
         self._sampler.admit(inputs.counted)
-        logits_NV = prompt = None
+        logits_NV = prompt = pooled_PI = None
         slots = (slot for slot, _, _ in inputs.segments)
         self._copy_states(inputs.restored)
-        if self.graphs and inputs.prompt is None and not has_extras(self._pool, slots):
+        needs_states = inputs.prompt is not None or inputs.pooled
+        if self.graphs and not needs_states and not has_extras(self._pool, slots):
             logits_NV = self.graphs.run(inputs)
         if logits_NV is None:
-            logits_NV, prompt = self._run_eagerly(inputs)
+            logits_NV, prompt, pooled_PI = self._run_eagerly(inputs)
         self._copy_states(inputs.snapshots)
         if logits_NV is None:
-            return Sampled(self._last_token_R[:0], None, prompt)
+            return Sampled(self._last_token_R[:0], None, prompt, pooled_PI)
         runs = vocabulary_runs(self._pool, inputs.sampled_segments, len(logits_NV))
         ids_N = self._sampler.choose(logits_NV, inputs, runs)
         self._last_token_R[self._put(inputs.sampled_rows_N)] = ids_N
@@ -99,7 +101,7 @@ class StepExecutor:
         if inputs.num_logprobs_N is not None:
             num = int(inputs.num_logprobs_N.max())
             logprobs = logprobs_of(logits_NV, ids_N, num, runs)
-        return Sampled(ids_N, logprobs, prompt)
+        return Sampled(ids_N, logprobs, prompt, pooled_PI)
 
     def _copy_states(self, copies: Copies) -> None:
         """Copy recurrent states of all layers: (from, to) each."""
@@ -115,8 +117,11 @@ class StepExecutor:
 
     # -- without a graph -----------------------------------------------------------------------
 
-    def _run_eagerly(self, inputs: StepInputs) -> tuple[Tensor | None, Logprobs | None]:
-        """fp32 logits (N, V) if any row is sampled, and the prompt's log-probabilities if asked."""
+    def _run_eagerly(
+        self, inputs: StepInputs
+    ) -> tuple[Tensor | None, Logprobs | None, Tensor | None]:
+        """fp32 logits (N, V) if any row is sampled; and, if asked for, the log-probabilities of
+        prompts and pooled states (P, I)."""
         step = self._on_device(inputs)
         hidden_TI = hidden_states(self._decoder, step, self._kv)
         logits_NV = None
@@ -125,7 +130,8 @@ class StepExecutor:
         prompt = None
         if inputs.prompt is not None:
             prompt = self._prompt_logprobs(hidden_TI, step, inputs.prompt)
-        return logits_NV, prompt
+        pooled_PI = _pooled(hidden_TI, inputs.pooled) if inputs.pooled else None
+        return logits_NV, prompt, pooled_PI
 
     def _on_device(self, inputs: StepInputs) -> StepTensors:
         """A step's arrays on the device, in one copy, and its adapters ready for use."""
@@ -191,6 +197,13 @@ class StepExecutor:
             return None
         batch = lora_batch(slot_T, segments, slot_N, sampled_segments)
         return with_extras(self._lora.begin(batch), self._pool, batch)
+
+
+def _pooled(hidden_TI: Tensor, pooled: Sequence[PooledRows]) -> Tensor:
+    """The sums of the hidden states of each group of rows, fp32 (P, I). A group's sum has the same
+    bits whatever else is in the step."""
+    sums = [hidden_TI[rows.first : rows.end].sum(0, dtype=torch.float32) for rows in pooled]
+    return torch.stack(sums)
 
 
 def _state_rows(inputs: StepInputs) -> StateRows | None:

@@ -30,7 +30,8 @@ from weft.kernels.delta import CHUNK, StateRows, StateWork, state_work
 from weft.kernels.lora.base import LoraBackend, LoraStep
 from weft.kernels.staging import Staging
 from weft.models.decoder import Decoder, LayerCache, StepContext
-from weft.worker.inputs import Ints, Segments, StepInputs
+from weft.worker.choosing import Ints
+from weft.worker.inputs import Segments, StepInputs
 from weft.worker.step import Carried, StepTensors, hidden_states, logits, lora_batch
 
 MAX_CHUNKS = 64

@@ -1,8 +1,7 @@
 """From a plan to arrays: what the forward pass of one step reads.
 
 Shapes: R rows of the batch (one per running request, kept between steps), S sequences and T
-tokens of a step, N sampled tokens, B blocks of the longest sequence. Of the sampled ones, M are
-random, P have penalties, K a mask, and there are B biases (see `weft.kernels.sampling`).
+tokens of a step, N sampled tokens, B blocks of the longest sequence.
 
 All work is vectorised over the step. Sequences are ordered by adapter slot, base first, so that
 the tokens of one adapter are consecutive.
@@ -11,88 +10,28 @@ the tokens of one adapter are consecutive.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from weft.schedule.masks import FOREVER, TokenMask, mask_of
-from weft.schedule.plan import Admitted, StepPlan, Words
+from weft.core.requests import Pooling
+from weft.schedule.plan import Admitted, StepPlan
+from weft.worker.choosing import (
+    Counted,
+    Ints,
+    SamplingArrays,
+    SamplingRows,
+    ShapingArrays,
+    ShapingRows,
+)
 
-Ints = NDArray[np.int64]
 Array = NDArray[np.generic]
 Segments = tuple[tuple[int, int, int], ...]
 """(slot, first, end) of consecutive rows."""
 Copies = tuple[tuple[int, int], ...]
-Rows = TypeVar("Rows", "SamplingArrays", "BiasArrays", "PenaltyArrays", "MaskArrays")
-
-
-class SamplingArrays(NamedTuple):
-    """Parameters of the rows, among the sampled ones, that are not greedy (M of N)."""
-
-    random_M: Ints
-    temperature_M: NDArray[np.float32]
-    top_k_M: Ints | None
-    top_p_M: NDArray[np.float32] | None
-    min_p_M: NDArray[np.float32] | None
-    seed_M: Ints
-    position_M: Ints
-
-
-def part_of(arrays: Rows, begin: int, end: int) -> Rows | None:
-    """The part for sampled rows [begin, end) of a record whose first field has their indices."""
-    values: tuple[Any, ...] = arrays
-    kept = (values[0] >= begin) & (values[0] < end)
-    if not kept.any():
-        return None
-    parts: list[Any] = [a if a is None else a[kept] for a in values]
-    parts[0] -= begin
-    return type(arrays)(*parts)
-
-
-class BiasArrays(NamedTuple):
-    sampled_B: Ints
-    """The index of the row among the N sampled ones."""
-    token_B: Ints
-    value_B: NDArray[np.float32]
-
-
-class PenaltyArrays(NamedTuple):
-    sampled_P: Ints
-    row_P: Ints
-    """Row of the batch, by which the device keeps counts."""
-    repetition_P: NDArray[np.float32]
-    presence_P: NDArray[np.float32]
-    frequency_P: NDArray[np.float32]
-
-
-class MaskArrays(NamedTuple):
-    sampled_K: Ints
-    words_KW: Words
-
-
-@dataclass(frozen=True, slots=True)
-class ShapingArrays:
-    """What changes the logits of sampled rows; None for what no row has."""
-
-    bias: BiasArrays | None
-    penalties: PenaltyArrays | None
-    mask: MaskArrays | None
-
-    def part(self, begin: int, end: int) -> ShapingArrays | None:
-        bias = self.bias and part_of(self.bias, begin, end)
-        penalties = self.penalties and part_of(self.penalties, begin, end)
-        mask = self.mask and part_of(self.mask, begin, end)
-        return ShapingArrays(bias, penalties, mask) if bias or penalties or mask else None
-
-
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """Tokens of a row with penalties when it is admitted; later ones are counted on the device."""
-
-    row: int
-    prompt_ids: Ints
-    output_ids: Ints
+_POOLINGS: tuple[Pooling | None, ...] = (None, "last", "mean")
+_LAST, _MEAN = 1, 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +50,15 @@ class PromptArrays:
         """The segments of the positions [begin, end), as `StepInputs.segments` has them."""
         firsts = np.arange(end - begin)
         return _segments(self.slot_L[begin:end], firsts, firsts + 1)
+
+
+class PooledRows(NamedTuple):
+    """Consecutive rows, of the T tokens, whose hidden states are summed up."""
+
+    entry: int
+    """The entry of the plan."""
+    first: int
+    end: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,117 +95,7 @@ class StepInputs:
     restored: Copies = ()
     """(snapshot, recurrent state): copied before the step."""
     snapshots: Copies = ()  # (recurrent state, snapshot): copied after it
-
-
-class _SamplingRows:
-    """How the rows choose tokens at random."""
-
-    def __init__(self, num_rows: int, vocab_size: int) -> None:
-        self._vocab_size = np.full(num_rows, vocab_size, dtype=np.int64)
-        self._temperature = np.zeros(num_rows, dtype=np.float32)
-        self._top_k = np.zeros(num_rows, dtype=np.int64)
-        self._top_p = np.ones(num_rows, dtype=np.float32)
-        self._min_p = np.zeros(num_rows, dtype=np.float32)
-        self._seed = np.zeros(num_rows, dtype=np.int64)
-
-    def admit(self, a: Admitted, vocab_size: int) -> None:
-        row, params = a.row, a.params
-        self._vocab_size[row] = vocab_size
-        self._temperature[row] = params.temperature
-        self._top_k[row] = params.top_k if 0 < params.top_k < vocab_size else 0
-        self._top_p[row] = params.top_p
-        self._min_p[row] = params.min_p
-        self._seed[row] = a.seed
-
-    def arrays(self, rows: Ints, positions: Ints) -> SamplingArrays | None:
-        random = np.flatnonzero(self._temperature[rows] > 0)
-        if not len(random):
-            return None
-        rows = rows[random]
-        top_k, top_p, min_p = self._top_k[rows], self._top_p[rows], self._min_p[rows]
-        return SamplingArrays(
-            random,
-            self._temperature[rows],
-            np.where(top_k > 0, top_k, self._vocab_size[rows]) if top_k.any() else None,
-            top_p if (top_p < 1).any() else None,
-            min_p if min_p.any() else None,
-            self._seed[rows],
-            positions[random],
-        )
-
-
-class _ShapingRows:
-    """What changes the logits of the rows."""
-
-    def __init__(self, num_rows: int) -> None:
-        self._shaped_until = np.zeros(num_rows, dtype=np.int64)
-        """Position from which on the row's logits are left as they are."""
-        self._masked_until = np.zeros(num_rows, dtype=np.int64)
-        self._penalties = np.zeros((num_rows, 3), dtype=np.float32)
-        self._penalised = np.zeros(num_rows, dtype=np.bool_)
-        self._masks: dict[int, TokenMask] = {}
-        self._biases: dict[int, tuple[Ints, NDArray[np.float32]]] = {}
-
-    def admit(self, a: Admitted, vocab_size: int) -> Counted | None:
-        """The tokens to count if the row has penalties."""
-        row, params = a.row, a.params
-        self._masks.pop(row, None)
-        self._biases.pop(row, None)
-        mask = mask_of(a, vocab_size)
-        if mask is not None:
-            self._masks[row] = mask
-        if params.logit_bias:
-            self._biases[row] = (
-                np.array(list(params.logit_bias), dtype=np.int64),
-                np.array(list(params.logit_bias.values()), dtype=np.float32),
-            )
-        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-        penalised = penalties != (1.0, 0.0, 0.0)
-        self._penalties[row] = penalties
-        self._penalised[row] = penalised
-        self._masked_until[row] = mask.until if mask else 0
-        always = penalised or bool(params.logit_bias)
-        self._shaped_until[row] = FOREVER if always else self._masked_until[row]
-        if not penalised:
-            return None
-        ids = np.array(a.token_ids, dtype=np.int64)
-        return Counted(row, ids[: a.num_prompt], ids[a.num_prompt :])
-
-    def arrays(self, rows: Ints, positions: Ints) -> ShapingArrays | None:
-        if not (positions < self._shaped_until[rows]).any():
-            return None
-        return ShapingArrays(
-            self._bias(rows), self._penalties_of(rows), self._mask(rows, positions)
-        )
-
-    def _bias(self, rows: Ints) -> BiasArrays | None:
-        found = [(n, *self._biases[r]) for n, r in enumerate(rows.tolist()) if r in self._biases]
-        if not found:
-            return None
-        sampled, tokens, values = zip(*found, strict=True)
-        return BiasArrays(
-            np.repeat(sampled, [len(t) for t in tokens]),
-            np.concatenate(tokens),
-            np.concatenate(values),
-        )
-
-    def _penalties_of(self, rows: Ints) -> PenaltyArrays | None:
-        sampled = np.flatnonzero(self._penalised[rows])
-        if not len(sampled):
-            return None
-        rows = rows[sampled]
-        return PenaltyArrays(sampled, rows, *self._penalties[rows].T.copy())
-
-    def _mask(self, rows: Ints, positions: Ints) -> MaskArrays | None:
-        sampled = np.flatnonzero(positions < self._masked_until[rows])
-        if not len(sampled):
-            return None
-        masks = [self._masks[row] for row in rows[sampled].tolist()]
-        most = max(mask.num_words for mask in masks)
-        words_KW = np.zeros((len(sampled), most), dtype=np.int32)
-        for mask, words_W, n in zip(masks, words_KW, sampled.tolist(), strict=True):
-            mask.fill(words_W[: mask.num_words], int(positions[n]))
-        return MaskArrays(sampled, words_KW)
+    pooled: tuple[PooledRows, ...] = ()
 
 
 class _Layout(NamedTuple):
@@ -329,8 +167,12 @@ class RowState:
         self._num_prompt = np.zeros(num_rows, dtype=np.int64)
         self._logprobs = np.full(num_rows, -1, dtype=np.int64)
         self._prompt_logprobs = np.full(num_rows, -1, dtype=np.int64)
-        self._sampling = _SamplingRows(num_rows, vocab_size)
-        self._shaping = _ShapingRows(num_rows)
+        self._pooling = np.zeros(num_rows, dtype=np.int8)
+        """An index of _POOLINGS."""
+        self._pools = False
+        """Whether any request was pooled so far."""
+        self._sampling = SamplingRows(num_rows, vocab_size)
+        self._shaping = ShapingRows(num_rows)
 
     def build(self, plan: StepPlan) -> StepInputs:
         """The inputs of a plan that is not empty; plans are built in their order."""
@@ -361,6 +203,8 @@ class RowState:
         self._num_prompt[row] = a.num_prompt
         self._logprobs[row] = -1 if a.params.logprobs is None else a.params.logprobs
         self._prompt_logprobs[row] = a.num_prompt_logprobs
+        self._pooling[row] = _POOLINGS.index(a.pooling)
+        self._pools = self._pools or a.pooling is not None
         self._sampling.admit(a, vocab_size)
         return self._shaping.admit(a, vocab_size)
 
@@ -404,6 +248,7 @@ class RowState:
             prompt=None if layout.plain else self._prompt(layout, rows, slot_S, order),
             num_logprobs_N=self._num_logprobs(row_N),
             state_S=state_S if state_S[0] >= 0 else None,
+            pooled=self._pooled(layout, rows, order) if self._pools else (),
         )
 
     def _ids(self, row_T: Ints, positions_T: Ints, from_device_T: NDArray[np.bool_]) -> Ints:
@@ -433,6 +278,16 @@ class RowState:
             slot_L=np.repeat(slot_S[asked], counts),
             entries=list(zip(order[asked].tolist(), counts.tolist(), nums, strict=True)),
         )
+
+    def _pooled(self, layout: _Layout, rows: Ints, order: Ints) -> tuple[PooledRows, ...]:
+        """The rows that are pooled: those of all tokens, or that of a prompt's last one."""
+        pooling = self._pooling[rows]
+        is_last = layout.seq_lens == self._num_prompt[rows]
+        found = np.flatnonzero((pooling == _MEAN) | ((pooling == _LAST) & is_last))
+        ends = layout.ends[found]
+        firsts = np.where(pooling[found] == _MEAN, layout.firsts[found], ends - 1)
+        columns = order[found].tolist(), firsts.tolist(), ends.tolist()
+        return tuple(map(PooledRows, *columns))
 
     def _num_logprobs(self, rows: Ints) -> Ints | None:
         asked = self._logprobs[rows]

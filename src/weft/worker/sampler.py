@@ -24,16 +24,15 @@ from weft.kernels.sampling import (
     shape,
     top_logprobs,
 )
-from weft.schedule.plan import StepResult
-from weft.worker.inputs import (
-    Array,
+from weft.schedule.plan import StepResult, Vector
+from weft.worker.choosing import (
     Counted,
     PenaltyArrays,
     SamplingArrays,
     ShapingArrays,
-    StepInputs,
     part_of,
 )
+from weft.worker.inputs import Array, StepInputs
 
 Put = Callable[[Array], Tensor]
 """Brings a host array to the device."""
@@ -106,12 +105,14 @@ class Sampler:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """A step's outcome, in the order of its inputs; `logprobs` and `prompt` are there only if a
-    request asks for them."""
+    """A step's outcome, in the order of its inputs; what follows the ids is there only if a request
+    asks for it."""
 
     ids_N: Tensor
     logprobs: Logprobs | None
     prompt: Logprobs | None
+    pooled_PI: Tensor | None = None
+    """fp32, a sum of hidden states for each of the step's `PooledRows`."""
 
 
 def logprobs_of(
@@ -130,6 +131,7 @@ def to_host(sampled: Sampled) -> Sampled:
         _to_host(sampled.ids_N),
         tuple(map(_to_host, sampled.logprobs)) if sampled.logprobs else None,
         tuple(map(_to_host, sampled.prompt)) if sampled.prompt else None,
+        None if sampled.pooled_PI is None else _to_host(sampled.pooled_PI),
     )
 
 
@@ -153,7 +155,12 @@ def step_result(inputs: StepInputs, sampled: Sampled) -> StepResult:
             part = [t.numpy()[begin : begin + count] for t in sampled.prompt]
             prompt_logprobs[entry] = [r for r in _records(part, [num] * count) if r is not None]
             begin += count
-    return StepResult(sampled.ids_N.numpy()[order, None].tolist(), logprobs, prompt_logprobs)
+    vectors: dict[int, Vector] = {}
+    if sampled.pooled_PI is not None:
+        entries = [rows.entry for rows in inputs.pooled]
+        vectors = dict(zip(entries, sampled.pooled_PI.numpy(), strict=True))
+    tokens = sampled.ids_N.numpy()[order, None].tolist()
+    return StepResult(tokens, logprobs, prompt_logprobs, vectors)
 
 
 def _records(arrays: Sequence[Array], nums: list[int]) -> list[TokenLogprob | None]:

@@ -40,6 +40,8 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
 
     texts: list[str]
     add_special_tokens: bool
+    seconds: list[str] = []
+    """What makes a pair with each text; empty: nothing does."""
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):

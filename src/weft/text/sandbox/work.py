@@ -11,6 +11,7 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import msgspec
@@ -71,8 +72,9 @@ class _Kept:
     def hf(self) -> Any:
         return _shell(self._special_tokens)
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        ids: list[int] = self.rust.encode(text, add_special_tokens=add_special_tokens).ids
+    def encode(self, text: str, add_special_tokens: bool, second: str | None = None) -> list[int]:
+        special = add_special_tokens
+        ids: list[int] = self.rust.encode(text, second, add_special_tokens=special).ids
         return ids
 
 
@@ -139,7 +141,8 @@ def _answer(task: Task, tokenizers: _Tokenizers) -> Answer:
 def _do(job: Encode | Decode | Chat, kept: _Kept) -> Answer:
     match job:
         case Encode():
-            return Ids.of([kept.encode(text, job.add_special_tokens) for text in job.texts])
+            pairs = zip_longest(job.texts, job.seconds)
+            return Ids.of([kept.encode(a, job.add_special_tokens, b) for a, b in pairs])
         case Decode():
             return Text(kept.rust.decode(job.ids, skip_special_tokens=False))
         case Chat():

@@ -1,0 +1,187 @@
+"""Vectors of texts, and what is made of them: `/v1/embeddings`, `/score` and `/rerank`."""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from fastapi import APIRouter, Request
+from starlette.responses import Response
+
+from weft.api.generation import truncated
+from weft.api.http import ERRORS, answer, body_of
+from weft.api.pooling_bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from weft.api.reading import read_request
+from weft.api.schemas import Prompt
+from weft.api.service import Service
+from weft.core.errors import InvalidRequest
+from weft.core.requests import EngineRequest
+from weft.serving import Pinned
+from weft.serving.embedding import Vectors, as_vectors, normalized, shortened
+
+
+class Texts(NamedTuple):
+    """Texts, and the field that they came from."""
+
+    field: str
+    texts: list[str]
+
+
+Work = Callable[["_Pooling", Any], Awaitable[dict[str, Any]]]
+
+
+def pooling_routes(service: Service) -> APIRouter:
+    router = APIRouter(responses=ERRORS)
+
+    def add(paths: Sequence[str], kind: type[PoolingBody], work: Work) -> None:
+        for path in paths:
+            router.add_api_route(
+                path, _endpoint(service, kind, work), methods=["POST"], openapi_extra=body_of(kind)
+            )
+
+    add(["/v1/embeddings"], EmbeddingBody, _embed)
+    add(["/score", "/v1/score"], ScoreBody, _score)
+    add(["/rerank", "/v1/rerank", "/v2/rerank"], RerankBody, _rerank)
+    return router
+
+
+def _endpoint(
+    service: Service, kind: type[PoolingBody], work: Work
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        body = await read_request(request, kind, service.settings)
+        pinned = await service.pin(body, request.headers)
+        pooling = _Pooling(service, body, pinned)
+        headers = service.headers_of(pinned)
+        return await answer(request, pooling.named(work(pooling, body)), pinned.release, headers)
+
+    endpoint.__doc__ = kind.__doc__
+    return endpoint
+
+
+class _Pooling:
+    """One request: its texts become prompts, and these become vectors."""
+
+    def __init__(self, service: Service, body: PoolingBody, pinned: Pinned) -> None:
+        self._service = service
+        self._body = body
+        self._pinned = pinned
+        self._id = uuid.uuid4().hex
+        self._num_tokens = 0
+
+    @property
+    def normalizes(self) -> bool:
+        """Whether the model's folder wants vectors of length 1."""
+        return self._service.settings.embedding.normalize
+
+    async def named(self, work: Awaitable[dict[str, Any]]) -> dict[str, Any]:
+        """The answer, with what all of them begin and end with."""
+        answered = await work
+        usage = {"prompt_tokens": self._num_tokens, "total_tokens": self._num_tokens}
+        head = {"id": f"pool-{self._id}", "created": int(time.time()), "model": self._body.model}
+        return head | answered | {"usage": usage}
+
+    async def prompts(self, given: Prompt, field: str) -> list[list[int]]:
+        """The token ids of texts, or of what are ids already."""
+        prompt = [given] if isinstance(given, str) else given
+        if not prompt:
+            raise InvalidRequest(f"{field} must not be empty", field)
+        if isinstance(prompt[0], int):
+            return self._truncated([prompt], field)
+        self._check_count(len(prompt), field)
+        if not isinstance(prompt[0], str):
+            return self._truncated(prompt, field)
+        body = self._body
+        return self._truncated(
+            await self._service.encode(
+                prompt,
+                field,
+                self._pinned.language,
+                add_special_tokens=body.add_special_tokens is not False,
+                any_length=body.truncate_prompt_tokens is not None,
+            ),
+            field,
+        )
+
+    def _truncated(self, prompts: Sequence[list[int]], field: str) -> list[list[int]]:
+        self._check_count(len(prompts), field)
+        keep = self._body.truncate_prompt_tokens
+        return [truncated(self._service, keep, ids, 0) for ids in prompts]
+
+    def _check_count(self, count: int, field: str) -> None:
+        if count > (limit := self._service.settings.max_prompts):
+            raise InvalidRequest(f"{field} has {count} texts, and may have {limit}", field)
+
+    async def vectors(self, prompts: Mapping[str, Sequence[list[int]]]) -> list[Vectors]:
+        """The vectors of the prompts of each field, as the model's folder wants them pooled, not
+        normalised."""
+        service, rule = self._service, self._service.settings.embedding
+        rule.check()
+        tenant = service.settings.tenant_of(self._pinned.name)
+        service.admission.check(tenant, sum(map(len, prompts.values())))
+        requests: list[EngineRequest] = []
+        for field, given in prompts.items():
+            requests += service.intake.pooled(
+                f"pool-{self._id}-{field}",
+                given,
+                rule.pooling,
+                self._pinned,
+                tenant,
+                prompt_field=field,
+                cache_salt=service.salt(tenant, self._body.cache_salt),
+            )
+        self._num_tokens += sum(len(request.prompt_ids) for request in requests)
+        found = as_vectors(await service.pool(requests))
+        ends = np.cumsum([len(given) for given in prompts.values()])
+        return np.split(found, ends[:-1])
+
+    async def alike(self, first: Texts, second: Texts) -> list[float]:
+        """How alike the texts of each pair are: the cosine of the angle between their vectors. A
+        text that comes several times is computed once."""
+        unique = {each.field: list(dict.fromkeys(each.texts)) for each in (first, second)}
+        prompts = {field: await self.prompts(texts, field) for field, texts in unique.items()}
+        vectors = map(normalized, await self.vectors(prompts))
+        of_first, of_second = (
+            dict(zip(texts, found, strict=True))
+            for texts, found in zip(unique.values(), vectors, strict=True)
+        )
+        pairs = zip(first.texts, second.texts, strict=True)
+        return [float(np.dot(of_first[a], of_second[b])) for a, b in pairs]
+
+
+async def _embed(pooling: _Pooling, body: EmbeddingBody) -> dict[str, Any]:
+    prompts = await pooling.prompts(body.input, "input")
+    (vectors,) = await pooling.vectors({"input": prompts})
+    vectors = shortened(vectors, body.dimensions)
+    normalize = pooling.normalizes if body.normalize is None else body.normalize
+    vectors = normalized(vectors) if normalize else vectors
+    shown = [_base64(v) if body.encoding_format == "base64" else v.tolist() for v in vectors]
+    data = [{"object": "embedding", "index": i, "embedding": v} for i, v in enumerate(shown)]
+    return {"object": "list", "data": data}
+
+
+async def _score(pooling: _Pooling, body: ScoreBody) -> dict[str, Any]:
+    first, second = body.pairs()
+    scores = await pooling.alike(Texts("text_1", first), Texts("text_2", second))
+    data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
+    return {"object": "list", "data": data}
+
+
+async def _rerank(pooling: _Pooling, body: RerankBody) -> dict[str, Any]:
+    texts = body.texts()
+    queries = Texts("query", [body.query] * len(texts))
+    scores = await pooling.alike(queries, Texts("documents", texts))
+    best = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]
+    results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
+    if body.return_documents is not False:
+        for result in results:
+            result["document"] = {"text": texts[result["index"]]}
+    return {"results": results}
+
+
+def _base64(vector: Vectors) -> str:
+    return base64.b64encode(vector.astype("<f4").tobytes()).decode()

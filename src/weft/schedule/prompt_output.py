@@ -1,0 +1,49 @@
+"""What a request yields of its prompt itself: log-probabilities of its tokens, or one vector."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from weft.core.requests import EngineRequest, TokenEvent, TokenLogprob
+from weft.schedule.plan import Vector
+
+
+class PromptOutput:
+    """It comes chunk by chunk, as the prompt is computed, and goes out with the first event. A
+    preempted prompt is computed again, with the same results."""
+
+    __slots__ = ("_count", "_logprobs", "_sum", "needs_all", "num_logprobs")
+
+    def __init__(self, request: EngineRequest) -> None:
+        asked, pooling = request.params.prompt_logprobs, request.pooling
+        self.num_logprobs = -1 if asked is None else asked
+        """Alternatives to report at each position; -1: nothing is to be reported."""
+        self.needs_all = asked is not None or pooling == "mean"
+        """Whether each position must be computed, cached or not."""
+        self._logprobs: list[TokenLogprob] = []
+        self._sum: Vector | None = None
+        """Of the hidden states so far that are pooled."""
+        self._count = len(request.prompt_ids) if pooling == "mean" else 1
+
+    @staticmethod
+    def asked_by(request: EngineRequest) -> PromptOutput | None:
+        """None if the request wants nothing of its prompt, or has had it from another engine."""
+        wants_logprobs = request.params.prompt_logprobs is not None and not request.output_ids
+        return PromptOutput(request) if wants_logprobs or request.pooling else None
+
+    def take_logprobs(self, start: int, logprobs: list[TokenLogprob]) -> None:
+        """Take those that follow the computed position `start`. What is there already stays."""
+        self._logprobs += logprobs[len(self._logprobs) - start :]
+
+    def take_sum(self, start: int, chunk: Vector) -> None:
+        """Add the sum over the pooled positions of a chunk that begins at `start`."""
+        self._sum = chunk if self._sum is None or start == 0 else self._sum + chunk
+
+    def into(self, event: TokenEvent) -> TokenEvent:
+        """The first event, with all of this. The token of a pooled request is nobody's."""
+        if self._sum is not None:
+            vector = (self._sum / np.float32(self._count)).astype("<f4").tobytes()
+            event = event._replace(token_ids=[], finish_reason="stop", vector=vector)
+        if self.num_logprobs >= 0:
+            event = event._replace(prompt_logprobs=[None, *self._logprobs])
+        return event

@@ -1,0 +1,107 @@
+"""How a model's hidden states become a text's vector, as its folder says it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from weft.core.errors import ConfigError, InvalidRequest
+from weft.core.requests import Pooling
+
+Vectors = NDArray[np.float32]
+
+_MODES: Mapping[str, Pooling] = {"lasttoken": "last", "mean": "mean", "mean_tokens": "mean"}
+_ENCODERS = ("Transformer", "Pooling", "Normalize")
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingRule:
+    """What sentence-transformers keeps beside a model. A model without it is a plain decoder, of
+    which the last token has seen all others."""
+
+    pooling: Pooling = "last"
+    normalize: bool = True
+    """Whether vectors get the length 1."""
+    refused: str = ""
+    """Why no vector is right that could be made here; "": all is served."""
+
+    def check(self) -> None:
+        """Raise InvalidRequest if the model wants what is not served."""
+        if self.refused:
+            raise InvalidRequest(f"this model makes no vectors here: {self.refused}", "model")
+
+
+def embedding_rule(folder: Path) -> EmbeddingRule:
+    """The rule in a model's folder: `modules.json`, and the config of pooling that it names. Raises
+    ConfigError for a file that is no JSON of the right form."""
+    pooling_folder, normalize = "1_Pooling", True
+    if (modules := _read(folder / "modules.json")) is not None:
+        try:
+            kinds = {str(each["type"]).rpartition(".")[2]: str(each["path"]) for each in modules}
+        except (TypeError, KeyError) as error:
+            raise ConfigError(f"{folder}/modules.json is not a list of modules", "model") from error
+        if other := [kind for kind in kinds if kind not in _ENCODERS]:
+            return EmbeddingRule(refused=f"modules.json asks for {other[0]}")
+        pooling_folder, normalize = kinds.get("Pooling", pooling_folder), "Normalize" in kinds
+    stated = _read(folder / pooling_folder / "config.json")
+    if stated is None:
+        return EmbeddingRule(normalize=normalize)
+    if not isinstance(stated, dict):
+        raise ConfigError(f"{folder}/{pooling_folder}/config.json is no JSON object", "model")
+    modes = _modes(stated)
+    served = [_MODES[mode] for mode in modes if mode in _MODES]
+    if len(modes) != 1 or not served:
+        said = " and ".join(modes) or "none"
+        why = f"its pooling is {said}, and only lasttoken and mean are served"
+        return EmbeddingRule(refused=why)
+    return EmbeddingRule(served[0], normalize)
+
+
+def _modes(stated: Mapping[str, Any]) -> list[str]:
+    """The modes that are on, in either of the two forms that there have been."""
+    if isinstance(mode := stated.get("pooling_mode"), str):
+        return [mode]
+    prefix = "pooling_mode_"
+    return [k.removeprefix(prefix) for k, on in stated.items() if k.startswith(prefix) and on]
+
+
+def _read(path: Path) -> Any:
+    """What a JSON file holds; None if there is none."""
+    if not path.is_file():
+        return None
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"can't read {path}: {error}", "model") from error
+
+
+DECODER = EmbeddingRule()
+"""That of a model whose folder says nothing."""
+
+
+def as_vectors(pooled: list[bytes]) -> Vectors:
+    """What the engine gave, one row for each request."""
+    return np.stack([np.frombuffer(each, "<f4") for each in pooled])
+
+
+def normalized(vectors: Vectors) -> Vectors:
+    """Each row with the length 1; one of zeros stays as it is."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    scaled: Vectors = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
+    return scaled
+
+
+def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
+    """The first so many numbers of each row, or all if that is None. Raises InvalidRequest for more
+    than there are."""
+    size = vectors.shape[1]
+    if dimensions is not None and dimensions > size:
+        message = f"dimensions must be at most {size}, the model's hidden size, got {dimensions}"
+        raise InvalidRequest(message, "dimensions")
+    return vectors[:, :dimensions]
