@@ -217,7 +217,7 @@ def test_another_kind_within_the_tolerance(tmp_path: Path) -> None:
 
 
 def test_every_refused_field_is_told_at_once(broken: Broken) -> None:
-    folder = broken(use_qalora=True, task_type="SEQ_CLS", bias="some", shiny=3, r=300)
+    folder = broken(use_qalora=True, task_type="TOKEN_CLS", bias="some", shiny=3, r=300)
     done = check(folder)
     assert done.exit_code == 1
     refusals = report(folder)["refusals"]

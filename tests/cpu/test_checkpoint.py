@@ -215,7 +215,7 @@ def refused(param: str, config: object, tensors: Tensors | bytes, **options) -> 
 FIELDS = [
     ("peft_type", "PROMPT_TUNING"),
     ("peft_type", None),
-    ("task_type", "SEQ_CLS"),
+    ("task_type", "TOKEN_CLS"),
     ("task_type", []),
     ("bias", "some"),
     ("bias", 1),

@@ -222,7 +222,7 @@ REFUSED: list[tuple[str, dict[str, object], str]] = [
     ("loha", {"rank_pattern": {"q_proj": 3}}, f"{Q0}.hada_w1_a"),
     ("loha", {"exclude_modules": ["q_proj"]}, "exclude_modules"),
     ("loha", {"modules_to_save": ["lm_head"]}, "modules_to_save"),
-    ("loha", {"task_type": "SEQ_CLS"}, "task_type"),
+    ("loha", {"task_type": "TOKEN_CLS"}, "task_type"),
     ("lokr", {"decompose_both": "yes"}, "decompose_both"),
     ("lokr", {"decompose_factor": 4}, f"{DOWN0}.lokr_w1"),
     ("lokr", {"decompose_factor": None}, "decompose_factor"),

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import warnings
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from engines import MakeLLM
 from numpy.typing import NDArray
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file, save_file
 from tiny import ADAPTERS, BASE, ask
-from transformers import AutoModelForCausalLM
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from weft import SamplingParams
+from weft.core.errors import AdapterInvalid, InvalidRequest
 from weft.core.requests import EngineRequest, Pooling
+from weft.serving.embedding import probabilities
 from weft.text import load_tokenizer
 
 TOKENIZER = load_tokenizer(str(BASE))
@@ -48,13 +55,19 @@ def _run(model: PeftModel, ids: list[int]) -> NDArray[np.float32]:
     return states
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{}, pytest.param({"tensor_parallel_size": 2}, marks=pytest.mark.exhaustive)],
+    ids=["one rank", "two ranks"],
+)
 def test_vectors_are_those_of_transformers_whoever_shares_the_batch(
-    make_llm: MakeLLM, oracle: PeftModel
+    make_llm: MakeLLM, oracle: PeftModel, options: dict[str, int]
 ) -> None:
     llm = make_llm(
         adapters={name: ADAPTERS[name] for name in NAMES if name},
         max_num_batched_tokens=16,
         max_num_seqs=8,
+        **options,
     )
     requests: dict[str, tuple[EngineRequest, str | None, Pooling | None]] = {}
     poolings: list[Pooling | None] = [None, "last", "mean"]
@@ -65,14 +78,7 @@ def test_vectors_are_those_of_transformers_whoever_shares_the_batch(
                 key = f"{name} {word} {pooling}"
                 params = PARAMS if pooling is None else SamplingParams(max_tokens=1)
                 ref = llm._registry.resolve(name).ref if name else None
-                request = EngineRequest(
-                    key,
-                    ids,
-                    params,
-                    llm._registry.resolve(name).ref if name else None,
-                    seed=0,
-                    pooling=pooling,
-                )
+                request = EngineRequest(key, ids, params, ref, seed=0, pooling=pooling)
                 requests[key] = request, name, pooling
     found: dict[str, bytes] = {}
     tokens: dict[str, list[int]] = {}
@@ -90,3 +96,67 @@ def test_vectors_are_those_of_transformers_whoever_shares_the_batch(
         expected = states[-1] if pooling == "last" else states.mean(0)
         got = np.frombuffer(found[key], "<f4")
         np.testing.assert_allclose(got, expected, atol=1e-4, rtol=1e-4, err_msg=key)
+
+
+def _trained(folder: Path, task: str, model: Any, **options: Any) -> Any:
+    """An adapter for some task, whose weights are drawn at random."""
+    torch.manual_seed(5)
+    config = LoraConfig(
+        task_type=task, r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        adapted = get_peft_model(
+            model.from_pretrained(BASE, dtype=torch.float32, **options), config
+        )
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
+def test_classifiers_and_adapters_for_features(make_llm: MakeLLM, tmp_path: Path) -> None:
+    judge = _trained(
+        tmp_path / "judge", "SEQ_CLS", AutoModelForSequenceClassification, num_labels=3
+    )
+    features = _trained(tmp_path / "features", "FEATURE_EXTRACTION", AutoModel)
+    folders = {name: tmp_path / name for name in ("judge", "features")}
+    llm = make_llm(adapters=folders)
+    refs = {name: llm._registry.resolve(name).ref for name in folders}
+    ids = TOKENIZER.encode("planet")
+    requests = [
+        EngineRequest(name, ids, PARAMS, ref, seed=0, pooling="last") for name, ref in refs.items()
+    ]
+    found = {e.request_id: e.vector or b"" for e in llm._client.run(requests)}
+    vectors = {name: np.frombuffer(each, "<f4")[None] for name, each in found.items()}
+    info = llm._registry.info("judge")
+    assert info is not None and info.head is not None and info.head.num_labels == 3
+    with torch.no_grad():
+        expected = judge(torch.tensor([ids])).logits.softmax(-1).numpy()
+        states = features(torch.tensor([ids])).last_hidden_state[:, -1].numpy()
+    np.testing.assert_allclose(probabilities(info.head, vectors["judge"]), expected, atol=1e-4)
+    np.testing.assert_allclose(vectors["features"], states, atol=1e-4, rtol=1e-4)
+    with pytest.raises(InvalidRequest, match="classify"):
+        llm.generate("planet", PARAMS, adapter="judge")
+
+
+@pytest.mark.parametrize(
+    ("weight", "param"),
+    [
+        (None, "task_type"),
+        (torch.zeros(3, 7), "base_model.model.score.weight"),
+        (torch.full((3, 128), torch.nan), "base_model.model.score.weight"),
+    ],
+)
+def test_a_head_that_does_not_fit_is_refused(
+    make_llm: MakeLLM, tmp_path: Path, weight: torch.Tensor | None, param: str
+) -> None:
+    shutil.copytree(ADAPTERS["upper"], tmp_path / "judge")
+    config = tmp_path / "judge" / "adapter_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"task_type": "SEQ_CLS"}))
+    file = tmp_path / "judge" / "adapter_model.safetensors"
+    tensors = load_file(file)
+    if weight is not None:
+        tensors["base_model.model.score.weight"] = weight
+    save_file(tensors, file)
+    with pytest.raises(AdapterInvalid) as refused:
+        make_llm(adapters={"judge": tmp_path / "judge"})
+    assert refused.value.param == param

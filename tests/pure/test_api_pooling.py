@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from http_api import MakeWorld, Web, World, make_world, run
+from safetensors.numpy import save_file
 from toy_tokenizers import byte_level
 
 from weft.core.errors import ConfigError
@@ -166,6 +167,63 @@ def test_more_dimensions_than_there_are_and_an_engine_that_fails(make_world: Mak
         await web.unload("own")
 
     run(world, scenario)
+
+
+def classifier(world: World, name: str, weight: list[list[float]]) -> str:
+    """A folder of an adapter whose head has these rows."""
+    folder = Path(world.adapter(name, ""))
+    (folder / "adapter_config.json").write_text('{"task_type": "SEQ_CLS", "peft_type": "LORA"}')
+    score = {"base_model.model.score.weight": np.array(weight, np.float32)}
+    save_file(score, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
+def test_an_adapter_that_was_trained_for_it_classifies(make_world: MakeWorld) -> None:
+    """The fake's vector is the number of tokens, the first and the last one, and 0."""
+    world = make_world()
+
+    async def scenario(web: Web) -> None:
+        weight = [[1.0, 0, 0, 0], [0, 0, 0.5, 0], [0, 0, 0, 1]]
+        loaded = await web.load("judge", classifier(world, "judge", weight))
+        assert loaded.status_code == 200, loaded.text
+        extra = len(next(iter(world.engine.adapters.values())))
+        last = next(iter(world.engine.adapters.values()))[-1]
+        for path, given in (("/classify", ["ab", "c"]), ("/v1/classify", [[5, 6], [7]])):
+            answer = await web.post(path, {"model": "judge", "input": given})
+            assert answer.status_code == 200, answer.text
+            for each, count in zip(answer.json()["data"], (2, 1), strict=True):
+                powers = np.exp(np.array([count + extra, 0.5 * last, 0]) - (count + extra))
+                assert each["probs"] == pytest.approx(powers / powers.sum(), rel=1e-5)
+                assert each["label"] == f"LABEL_{powers.argmax()}" and each["num_classes"] == 3
+        for path, body, param in (
+            ("/v1/completions", {"model": "judge", "prompt": "a"}, "model"),
+            ("/score", {"model": "judge", "text_1": "a", "text_2": "b"}, "model"),
+            ("/classify", {"model": "base", "input": "a"}, "model"),
+        ):
+            answer = await web.post(path, body)
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == param
+        await web.unload("judge")
+
+    run(world, scenario)
+
+
+def test_one_label_scores_pairs(make_world: MakeWorld) -> None:
+    world = make_world()
+
+    async def scenario(web: Web) -> None:
+        await web.load("judge", classifier(world, "judge", [[1e-3, 0, 0, 0]]))
+        extra = len(next(iter(world.engine.adapters.values())))
+        body = {"model": "judge", "query": "ab", "documents": ["c", "defg"]}
+        results = (await web.post("/rerank", body)).json()["results"]
+        assert [each["index"] for each in results] == [1, 0]
+        for each, pair in zip(results, ("abdefg", "abc"), strict=True):
+            logit = 1e-3 * (len(ids(pair)) + extra)
+            assert each["relevance_score"] == pytest.approx(1 / (1 + np.exp(-logit)))
+        await web.unload("judge")
+
+    run(world, scenario)
+    prompts = [request.prompt_ids for request in world.engine.requests]
+    assert prompts == [ids("abc"), ids("abdefg")]
 
 
 def test_the_models_folder_says_how_vectors_are_made(tmp_path: Path) -> None:

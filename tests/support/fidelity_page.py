@@ -265,7 +265,7 @@ REFUSED: list[Refused] = [
     Refused("MonteCLoRA", "monteclora_config", {"monteclora_config": {"num_samples": 4}}),
     Refused("VeLoRA", "velora_config", {"velora_config": {"num_groups": 4}}),
     Refused("OFT, BOFT, prompts and all other types", "peft_type", {"peft_type": "BOFT"}),
-    Refused("other tasks than causal language models", "task_type", {"task_type": "SEQ_CLS"}),
+    Refused("tasks with an answer for each token", "task_type", {"task_type": "TOKEN_CLS"}),
     Refused("whole linear layers", "modules_to_save", {"modules_to_save": ["q_proj"]}),
     Refused("what the file does not hold", "use_dora", {"use_dora": True}),
     Refused("a field that is not known and says something", "its name", {"shiny": True}),

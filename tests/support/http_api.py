@@ -172,7 +172,9 @@ class EchoEngine:
         content = file.read_bytes().decode(errors="replace")
         if content == "bad":
             raise AdapterInvalid("use_dora is not served", "use_dora")
-        digest = digest_of(content)
+        config, digest = file.with_name("adapter_config.json"), digest_of(content)
+        if config.exists() and (fields := config.read_bytes()) != b"{}":
+            digest = content_digest(fields, [file.read_bytes()], file.stat().st_size)
         self.holders.setdefault(digest, {})[holder] = pinned
         self.adapters[digest] = byte_level().encode(content, add_special_tokens=False)
         if self.on_hold is not None:

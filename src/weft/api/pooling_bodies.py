@@ -46,6 +46,12 @@ class EmbeddingBody(PoolingBody):
     """Whether vectors get the length 1; by default as the model's folder says."""
 
 
+class ClassifyBody(PoolingBody):
+    """`POST /classify`, by an adapter that was trained for it."""
+
+    input: Prompt
+
+
 _Texts = TextOr[Annotated[list[str], bounded(MAX_PROMPTS, least=1)]]
 
 

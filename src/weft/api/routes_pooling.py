@@ -1,4 +1,5 @@
-"""Vectors of texts, and what is made of them: `/v1/embeddings`, `/score` and `/rerank`."""
+"""Vectors of texts, and what is made of them: `/v1/embeddings`, `/score`, `/rerank` and
+`/classify`."""
 
 from __future__ import annotations
 
@@ -14,14 +15,14 @@ from starlette.responses import Response
 
 from weft.api.generation import truncated
 from weft.api.http import ERRORS, answer, body_of
-from weft.api.pooling_bodies import EmbeddingBody, PoolingBody, RerankBody, ScoreBody
+from weft.api.pooling_bodies import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from weft.api.reading import read_request
 from weft.api.schemas import Prompt
 from weft.api.service import Service
 from weft.core.errors import InvalidRequest
-from weft.core.requests import EngineRequest
+from weft.core.requests import EngineRequest, Pooling
 from weft.serving import Pinned
-from weft.serving.embedding import Vectors, as_vectors, normalized, shortened
+from weft.serving.embedding import Vectors, as_vectors, normalized, probabilities, shortened
 
 
 class Texts(NamedTuple):
@@ -45,6 +46,7 @@ def pooling_routes(service: Service) -> APIRouter:
 
     add(["/v1/embeddings"], EmbeddingBody, _embed)
     add(["/score", "/v1/score"], ScoreBody, _score)
+    add(["/classify", "/v1/classify"], ClassifyBody, _classify)
     add(["/rerank", "/v1/rerank", "/v2/rerank"], RerankBody, _rerank)
     return router
 
@@ -95,16 +97,19 @@ class _Pooling:
         self._check_count(len(prompt), field)
         if not isinstance(prompt[0], str):
             return self._truncated(prompt, field)
+        return self._truncated(await self._encoded(prompt, field), field)
+
+    async def _encoded(
+        self, texts: Sequence[str], field: str, seconds: Sequence[str] = ()
+    ) -> list[list[int]]:
         body = self._body
-        return self._truncated(
-            await self._service.encode(
-                prompt,
-                field,
-                self._pinned.language,
-                add_special_tokens=body.add_special_tokens is not False,
-                any_length=body.truncate_prompt_tokens is not None,
-            ),
+        return await self._service.encode(
+            texts,
             field,
+            self._pinned.language,
+            add_special_tokens=body.add_special_tokens is not False,
+            any_length=body.truncate_prompt_tokens is not None,
+            seconds=seconds,
         )
 
     def _truncated(self, prompts: Sequence[list[int]], field: str) -> list[list[int]]:
@@ -119,8 +124,14 @@ class _Pooling:
     async def vectors(self, prompts: Mapping[str, Sequence[list[int]]]) -> list[Vectors]:
         """The vectors of the prompts of each field, as the model's folder wants them pooled, not
         normalised."""
-        service, rule = self._service, self._service.settings.embedding
+        rule = self._service.settings.embedding
         rule.check()
+        return await self._pooled(prompts, rule.pooling)
+
+    async def _pooled(
+        self, prompts: Mapping[str, Sequence[list[int]]], pooling: Pooling
+    ) -> list[Vectors]:
+        service = self._service
         tenant = service.settings.tenant_of(self._pinned.name)
         service.admission.check(tenant, sum(map(len, prompts.values())))
         requests: list[EngineRequest] = []
@@ -128,7 +139,7 @@ class _Pooling:
             requests += service.intake.pooled(
                 f"pool-{self._id}-{field}",
                 given,
-                rule.pooling,
+                pooling,
                 self._pinned,
                 tenant,
                 prompt_field=field,
@@ -139,9 +150,37 @@ class _Pooling:
         ends = np.cumsum([len(given) for given in prompts.values()])
         return np.split(found, ends[:-1])
 
-    async def alike(self, first: Texts, second: Texts) -> list[float]:
-        """How alike the texts of each pair are: the cosine of the angle between their vectors. A
-        text that comes several times is computed once."""
+    async def classes(self, prompts: Sequence[list[int]], field: str) -> Vectors:
+        """How likely each label is for each prompt. Raises InvalidRequest for a model that does not
+        classify."""
+        head = self._pinned.head
+        if head is None:
+            raise InvalidRequest(
+                f"{self._body.model!r} classifies no texts: that needs an adapter that was trained"
+                " for it (SEQ_CLS)",
+                "model",
+            )
+        (vectors,) = await self._pooled({field: prompts}, "last")
+        return probabilities(head, vectors)
+
+    async def scores(self, first: Texts, second: Texts) -> list[float]:
+        """How well the texts of each pair go together: as the model says that was trained to
+        classify pairs by one label, or else as alike as their vectors are."""
+        head = self._pinned.head
+        if head is None:
+            return await self._alike(first, second)
+        if head.num_labels > 1:
+            message = f"{self._body.model!r} knows {head.num_labels} labels, and a score needs one"
+            raise InvalidRequest(message, "model")
+        self._check_count(len(second.texts), second.field)
+        prompts = await self._encoded(first.texts, second.field, seconds=second.texts)
+        found = await self.classes(self._truncated(prompts, second.field), second.field)
+        scores: list[float] = found[:, 0].tolist()
+        return scores
+
+    async def _alike(self, first: Texts, second: Texts) -> list[float]:
+        """The cosine of the angle between the vectors of each pair. A text that comes several times
+        is computed once."""
         unique = {each.field: list(dict.fromkeys(each.texts)) for each in (first, second)}
         prompts = {field: await self.prompts(texts, field) for field, texts in unique.items()}
         vectors = map(normalized, await self.vectors(prompts))
@@ -166,7 +205,7 @@ async def _embed(pooling: _Pooling, body: EmbeddingBody) -> dict[str, Any]:
 
 async def _score(pooling: _Pooling, body: ScoreBody) -> dict[str, Any]:
     first, second = body.pairs()
-    scores = await pooling.alike(Texts("text_1", first), Texts("text_2", second))
+    scores = await pooling.scores(Texts("text_1", first), Texts("text_2", second))
     data = [{"index": i, "object": "score", "score": score} for i, score in enumerate(scores)]
     return {"object": "list", "data": data}
 
@@ -174,13 +213,27 @@ async def _score(pooling: _Pooling, body: ScoreBody) -> dict[str, Any]:
 async def _rerank(pooling: _Pooling, body: RerankBody) -> dict[str, Any]:
     texts = body.texts()
     queries = Texts("query", [body.query] * len(texts))
-    scores = await pooling.alike(queries, Texts("documents", texts))
+    scores = await pooling.scores(queries, Texts("documents", texts))
     best = sorted(range(len(texts)), key=lambda i: -scores[i])[: body.top_n or None]
     results: list[dict[str, Any]] = [{"index": i, "relevance_score": scores[i]} for i in best]
     if body.return_documents is not False:
         for result in results:
             result["document"] = {"text": texts[result["index"]]}
     return {"results": results}
+
+
+async def _classify(pooling: _Pooling, body: ClassifyBody) -> dict[str, Any]:
+    found = await pooling.classes(await pooling.prompts(body.input, "input"), "input")
+    data = [
+        {
+            "index": i,
+            "label": f"LABEL_{int(probs.argmax())}",
+            "probs": probs.tolist(),
+            "num_classes": len(probs),
+        }
+        for i, probs in enumerate(found)
+    ]
+    return {"object": "list", "data": data}
 
 
 def _base64(vector: Vectors) -> str:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _HELP = {
     "peft_type": "Train a LoRA, or merge this adapter into a base of its own.",
-    "task_type": "Train for CAUSAL_LM.",
+    "task_type": "Train for CAUSAL_LM, SEQ_CLS or FEATURE_EXTRACTION.",
     **dict.fromkeys(
         (
             "bias",

@@ -52,6 +52,16 @@ class AdapterSource:
 
 
 @dataclass(frozen=True, slots=True)
+class ClassHead:
+    """What an adapter that was trained to classify texts has for it: a matrix (labels, hidden),
+    which the hidden state of a text's last token is multiplied by."""
+
+    num_labels: int
+    weight: bytes
+    """Little-endian float32, row by row."""
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterInfo:
     """What the engine reports of an adapter that it accepted."""
 
@@ -73,6 +83,8 @@ class AdapterInfo:
     """The size of its vocabulary if that is another than the base's, else 0."""
     checked: bool = False
     """Whether the device was seen to compute it as its files say."""
+    head: ClassHead | None = None
+    """It is applied by who publishes the adapter: engines know nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from weft.core.adapters import ClassHead
 from weft.core.errors import ConfigError, InvalidRequest
 from weft.core.requests import Pooling
 
@@ -105,3 +106,16 @@ def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
         message = f"dimensions must be at most {size}, the model's hidden size, got {dimensions}"
         raise InvalidRequest(message, "dimensions")
     return vectors[:, :dimensions]
+
+
+def probabilities(head: ClassHead, vectors: Vectors) -> Vectors:
+    """(texts, labels): how likely each label is, given the hidden states of texts' last tokens. One
+    label alone is there or not, and of several there is one."""
+    weight_LI = np.frombuffer(head.weight, "<f4").reshape(head.num_labels, -1)
+    logits = vectors @ weight_LI.T
+    if head.num_labels == 1:
+        sure: Vectors = 0.5 + 0.5 * np.tanh(logits / 2)
+        return sure
+    powers = np.exp(logits - logits.max(1, keepdims=True))
+    shares: Vectors = powers / powers.sum(1, keepdims=True)
+    return shares

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from weft.core.adapters import WeightedAdapter
+from weft.core.adapters import ClassHead, WeightedAdapter
 from weft.core.errors import ContextLengthExceeded, InvalidRequest
 from weft.core.requests import EngineRequest, Pooling
 from weft.core.sampling import SamplingParams
@@ -62,6 +62,8 @@ class Pinned(AbstractContextManager["Pinned"]):
 
     lease: Lease
     language: Language
+    head: ClassHead | None = None
+    """What it classifies with, if it was trained for that."""
 
     @property
     def name(self) -> str | None:
@@ -105,15 +107,18 @@ class Intake:
             access.need("use")
             return Pinned(Lease(None), self._base)
         lease = access.resolve(model)
-        return Pinned(lease, self._language(lease.ref.name if lease.ref else None))
+        return self._pinned(lease, lease.ref.name if lease.ref else None)
 
     def pin_sum(self, access: Access, adapters: Sequence[WeightedAdapter]) -> Pinned:
         """Pin the weighted sum of several adapters, which speaks the base model's language. One
         adapter with the scale 1 is itself. Raises PermissionDenied, InvalidRequest,
         ModelNotFound."""
         lease = access.resolve_sum(adapters)
-        name = lease.ref.name if lease.ref and not lease.parts else None
-        return Pinned(lease, self._language(name))
+        return self._pinned(lease, lease.ref.name if lease.ref and not lease.parts else None)
+
+    def _pinned(self, lease: Lease, adapter: str | None) -> Pinned:
+        info = None if adapter is None else self._registry.info(adapter)
+        return Pinned(lease, self._language(adapter), info.head if info is not None else None)
 
     def language_of(self, access: Access, model: str | None) -> Language:
         """The language of a model that is not pinned. Raises PermissionDenied, ModelNotFound."""
@@ -282,6 +287,9 @@ class Intake:
         and fewer tokens may be made. Raises InvalidRequest, ContextLengthExceeded.
         """
         lease, language = pinned.lease, pinned.language
+        if pinned.head is not None:
+            message = f"{pinned.name!r} was trained to classify texts: ask for it at /classify"
+            raise InvalidRequest(message, "model")
         params.check_vocab(language.vocab_size)
         if params.structured_outputs is not None:
             if not language.takes_forms:

@@ -10,13 +10,15 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
+from dataclasses import replace as with_changes
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
-from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
+from weft.checkpoint.heads import read_head
+from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource, ClassHead
 from weft.core.errors import AdapterUnavailable, EngineDead, WeftError
-from weft.core.folders import Folder
+from weft.core.folders import Folder, read_aside
 from weft.core.messages import EngineClient
 from weft.core.tenants import Tenant
 from weft.registry import AdapterRegistry, Sources
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 
 T = TypeVar("T")
+
+MAX_HEAD_BYTES = 1 << 30
+"""What a head that classifies, and what else is only in an adapter's file, may take."""
 
 
 class Executor(Protocol):
@@ -322,10 +327,11 @@ class Publisher:
             if await self._executor.blocking(lambda: self._tokenizers.read(folder)) != files:
                 message = "the adapter's files changed while it was loaded"
                 raise AdapterUnavailable(message, "lora_path")
+            head = await self._executor.blocking(lambda: _read_head(folder, info))
         except WeftError:
             await self._release(AdapterRef(name, 0, info.digest))
             raise
-        return info
+        return with_changes(info, head=head)
 
     def _turn(self, name: str) -> asyncio.Lock:
         return self._turns.setdefault(name, asyncio.Lock())
@@ -349,3 +355,9 @@ class Publisher:
             await self._engine.release(ref.digest, ref.name)
         except EngineDead:
             logger.warning("adapter %r went with the dead engine", ref.name)
+
+
+def _read_head(folder: Folder, info: AdapterInfo) -> ClassHead | None:
+    """The head of an adapter whose image is at most as large as the file, in the larger dtype."""
+    max_bytes = 4 * info.num_bytes + MAX_HEAD_BYTES
+    return read_aside(lambda deadline: read_head(folder, info.digest, max_bytes, deadline))

@@ -17,6 +17,7 @@ import numpy as np
 
 from weft.checkpoint.config import PeftConfig
 from weft.checkpoint.fields import load_object
+from weft.checkpoint.heads import base_part, check_task, without_heads
 from weft.checkpoint.kinds.base import Kind, PeftAdapter
 from weft.checkpoint.parts import AdapterParts
 from weft.checkpoint.read import AdapterFiles, Stored, parse_stored
@@ -59,9 +60,8 @@ def parse_config(text: bytes, max_rank: int) -> PeftConfig:
     """The config in the bytes of adapter_config.json. Raises AdapterInvalid, naming the field."""
     fields = load_object(text)
     kind = find_kind(fields.get("peft_type"))
-    if fields.get("task_type") not in (None, "CAUSAL_LM"):
-        refuse("task_type", f"only CAUSAL_LM is served, got {show(fields['task_type'])}")
-    return kind.parse(fields, max_rank)
+    check_task(fields)
+    return kind.parse(without_heads(fields), max_rank)
 
 
 def parse_files(
@@ -71,7 +71,8 @@ def parse_files(
     AdapterInvalid."""
     config = parse_config(files.config, max_rank)
     tensors, naming = text_part(parse_stored(files.weights, table))
-    return replace(config, naming=naming), tensors
+    tensors, of_task = base_part(config.options, tensors, table)
+    return replace(config, naming={**of_task, **naming}), tensors
 
 
 def sort_adapter(
