@@ -70,8 +70,8 @@ def parse_files(
     """The config and the tensors, by the names that they have in a text model. Raises
     AdapterInvalid."""
     config = parse_config(files.config, max_rank)
-    tensors, naming = text_part(parse_stored(files.weights, table))
-    tensors, of_task = base_part(config.options, tensors, table)
+    of_text, naming = text_part(parse_stored(files.weights, table))
+    tensors, of_task = base_part(config.options, of_text, table)
     return replace(config, naming={**of_task, **naming}), tensors
 
 
