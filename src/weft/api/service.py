@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections.abc import (
     AsyncGenerator,
-    Awaitable,
-    Callable,
     Collection,
     Iterator,
     Mapping,
@@ -17,13 +14,14 @@ from collections.abc import (
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from urllib.parse import quote
 
 from starlette.datastructures import Headers
 
 from weft.api.admission import Admission
 from weft.api.callers import Tenants, caller_var
+from weft.api.merging import merged
 from weft.api.middleware import TraceSink, watched
 from weft.api.schemas import AdapterWeight
 from weft.api.settings import ApiSettings
@@ -49,8 +47,6 @@ from weft.serving.publisher import Executor
 from weft.text import AdapterTokenizers, OutputDelta, OutputStream, TokenReader
 from weft.text.chat_parser import END_THINK, detect_reasoning
 from weft.text.tools import detect_tool_format
-
-T = TypeVar("T")
 
 STICKY = "x-weft-sticky"
 """The header whose requests all get the same version of a name."""
@@ -375,7 +371,7 @@ class Service:
             return self._run(0, requests[0], language, shown_ids, places)
         held = nullcontext()
         runs = [self._run(i, r, language, shown_ids, held) for i, r in enumerate(requests)]
-        return _merge(runs, places, partial(self._starts.turn, requests[0].tenant))
+        return merged(runs, places, partial(self._starts.turn, requests[0].tenant))
 
     @contextmanager
     def _places(self, requests: Sequence[EngineRequest]) -> Iterator[None]:
@@ -407,15 +403,15 @@ class Service:
         vectors = [b""] * len(requests)
         runs = [self._vector(index, request) for index, request in enumerate(requests)]
         turn = partial(self._starts.turn, requests[0].tenant)
-        async with aclosing(_merge(runs, self._places(requests), turn)) as merged:
-            async for index, vector in merged:
+        async with aclosing(merged(runs, self._places(requests), turn)) as found:
+            async for index, vector in found:
                 vectors[index] = vector
         return vectors
 
     async def _vector(
         self, index: int, request: EngineRequest
     ) -> AsyncGenerator[tuple[int, bytes], None]:
-        """The vector of one request, with its index. Closing the generator aborts what still runs."""
+        """The index and the vector of one request. Closing the generator aborts what still runs."""
         with watched(request, self._model_name, self.metrics, self._traces) as watch:
             async with aclosing(self.engine.generate(request)) as events:
                 async for event in events:
@@ -427,37 +423,3 @@ class Service:
                         yield index, event.vector
                         return
             raise EngineDead("the engine ended a request without an answer")
-
-
-async def _merge(
-    streams: Sequence[AsyncGenerator[T, None]],
-    places: AbstractContextManager[None],
-    turn: Callable[[], Awaitable[None]],
-) -> AsyncGenerator[T, None]:
-    """Items of several streams as they come, in this context. Each waits for its turn to begin. The
-    first error ends all of them."""
-    queue: asyncio.Queue[T | asyncio.Task[None]] = asyncio.Queue()
-
-    async def pump(stream: AsyncGenerator[T, None]) -> None:
-        async with aclosing(stream):
-            await turn()
-            async for item in stream:
-                queue.put_nowait(item)
-
-    with places:
-        tasks = [asyncio.create_task(pump(stream)) for stream in streams]
-        for task in tasks:
-            task.add_done_callback(queue.put_nowait)
-        try:
-            num_open = len(tasks)
-            while num_open:
-                item = await queue.get()
-                if isinstance(item, asyncio.Task):
-                    item.result()
-                    num_open -= 1
-                else:
-                    yield item
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
