@@ -47,7 +47,7 @@ pytest: $(VENV)/.installed-test
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(TESTS) -n 2 --dist loadfile --no-loadscope-reorder
 
 quick: $(VENV)/.installed-test
-	OMP_NUM_THREADS=1 $(BIN)/pytest tests/pure -n 2
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/pure -n 2 --dist loadfile
 
 exhaustive: $(VENV)/.installed-test
 	EXHAUSTIVE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(TESTS) -m exhaustive \

@@ -49,6 +49,10 @@ TOGETHER = {
     "tests/cpu/test_logs.py": "tests/e2e/test_clients.py",
     "tests/e2e/test_compiling.py": "tests/e2e/test_waits.py",  # the process that compiles
     "tests/cpu/test_golden.py": "tests/e2e/test_ranks.py",  # the oracle's answers
+    **dict.fromkeys(  # matplotlib
+        [f"tests/cpu/test_bench_{name}.py" for name in ("adapters", "kernels", "start")],
+        "tests/cpu/test_bench.py",
+    ),
 }
 """Files that share something with another one, which the same worker has to take."""
 
