@@ -20,6 +20,7 @@ from toy_tokenizers import byte_level
 from weft.api import ApiSettings, create_app
 from weft.api.audit import AuditLog
 from weft.api.callers import Tenants
+from weft.api.service import Fleet
 from weft.cli.connections import http_config
 from weft.core.adapters import AdapterInfo, AdapterRef, AdapterSource
 from weft.core.errors import AdapterInvalid, AdapterNotFound, EngineDead
@@ -229,6 +230,7 @@ class World:
         shared: tuple[SharedRegistry, Blobs] | None = None,
         allowed: Sequence[str] = (),
         sources: Sources | None = None,
+        fleet: Fleet | None = None,
         **settings: Any,
     ) -> None:
         self.folder = folder
@@ -244,6 +246,7 @@ class World:
             tenants=tenants_file,
             audit=audit,
             shared=shared,
+            fleet=fleet,
         )
         self.follower: Follower | None = self.app.state.follower
 

@@ -30,7 +30,7 @@ from weft.api.reading import IGNORED
 from weft.api.routes_adapters import adapter_routes
 from weft.api.routes_chat import chat_routes
 from weft.api.routes_completions import completion_routes
-from weft.api.routes_fleet import fleet_routes
+from weft.api.routes_fleet import ROUTED, ExplainRoutes, fleet_routes
 from weft.api.routes_messages import message_routes
 from weft.api.routes_page import ABOUT, page_files, page_routes
 from weft.api.routes_pooling import pooling_routes
@@ -134,6 +134,7 @@ def _add_routes(
     ]
     if fleet is not None:
         routers.append(fleet_routes(service, fleet))
+        app.add_middleware(ExplainRoutes, service=service, fleet=fleet)
     for router in routers:
         app.router.routes.extend(router.routes)
     settings = service.settings
@@ -168,6 +169,6 @@ def _add_middleware(
             allow_origins=settings.allowed_origins,
             allow_methods=["*"],
             allow_headers=["*"],
-            expose_headers=[REQUEST_ID, IGNORED, VERSION, DIGEST, "retry-after"],
+            expose_headers=[REQUEST_ID, IGNORED, VERSION, DIGEST, ROUTED, "retry-after"],
         )
     app.add_middleware(RequestIds)

@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Protocol
 
-from weft.core.errors import Unauthorized
+from weft.core.errors import InvalidRequest, Unauthorized
 from weft.core.tenants import Tenant
 from weft.registry.tenants import Caller, Directory, Keychain
 
@@ -16,6 +16,20 @@ caller_var: ContextVar[Caller | None] = ContextVar("caller", default=None)
 """Who sent the HTTP request under way. None: it needed no key."""
 client_var: ContextVar[str | None] = ContextVar("client", default=None)
 """The network address from which it came."""
+FAIRNESS = "x-llm-d-inference-fairness-id"
+"""The header in which llm-d's gateway says with whom a request shares its place in the queue."""
+fairness_var: ContextVar[str] = ContextVar("fairness", default="")
+"""What it says of the request under way."""
+MAX_FAIRNESS = 128
+
+
+def fairness_of(headers: Mapping[str, str]) -> str:
+    """Raises InvalidRequest for what can't be a tenant's name."""
+    said = headers.get(FAIRNESS, "")
+    if len(said) > MAX_FAIRNESS or not (said.isascii() and (not said or said.isprintable())):
+        message = f"{FAIRNESS} takes up to {MAX_FAIRNESS} printable ASCII characters"
+        raise InvalidRequest(message, FAIRNESS)
+    return said
 
 
 class Tenants(Protocol):

@@ -20,7 +20,7 @@ from urllib.parse import quote
 from starlette.datastructures import Headers
 
 from weft.api.admission import Admission
-from weft.api.callers import Tenants, caller_var
+from weft.api.callers import Tenants, caller_var, fairness_of, fairness_var
 from weft.api.merging import merged
 from weft.api.middleware import TraceSink, watched
 from weft.api.schemas import AdapterWeight
@@ -140,7 +140,7 @@ class Fleet(Protocol):
 
     def describe(self) -> Sequence[dict[str, object]]: ...
 
-    def explain(self, request_id: str) -> Sequence[dict[str, object]]: ...
+    def explain(self, request_id: str) -> Sequence[dict[str, Any]]: ...
 
     def drain(self, name: str, draining: bool = True) -> None: ...
 
@@ -202,6 +202,7 @@ class Service:
         if not self.engine.alive:
             raise EngineDead("the engine is not running")
         access, model, lora_path = self.access, body.model, body.lora_path
+        fairness_var.set(fairness_of(headers))
         self.admission.check(self.settings.tenant_of(model))
         adapters = [WeightedAdapter(a.name, a.scale) for a in body.adapters or ()]
         if self.follower is not None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from weft.api.callers import caller_var
+from weft.api.callers import caller_var, fairness_var
 from weft.core.errors import ConfigError
 from weft.core.tenants import Tenant
 from weft.serving.embedding import DECODER, EmbeddingRule
@@ -113,8 +113,9 @@ class ApiSettings:
     def tenant_of(self, adapter: str | None) -> str:
         """The tenant of a request for an adapter by name (None: for the base). Where tenants are
         configured it is that of the request's key, and all others are one, "". Else it is what
-        the adapter's name has before the first "/", or all of it; a sum is the first one's."""
+        the request's header FAIRNESS says; or, without it, what the adapter's name has before the
+        first "/", or all of it; a sum is the first one's."""
         if self.tenants:
             caller = caller_var.get()
             return caller.tenant if caller and caller.tenant in self.tenants else ""
-        return (adapter or "").partition(",")[0].partition("/")[0]
+        return fairness_var.get() or (adapter or "").partition(",")[0].partition("/")[0]

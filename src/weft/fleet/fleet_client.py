@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.errors import (
@@ -352,7 +352,7 @@ class FleetClient:
 
     # -- for those who run the fleet -------------------------------------------------------------
 
-    def explain(self, request_id: str) -> list[dict[str, object]]:
+    def explain(self, request_id: str) -> list[dict[str, Any]]:
         """See `Decisions.explain`."""
         return self._decisions.explain(request_id, self.router)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from weft.core.adapters import AdapterInfo
 from weft.core.errors import WeftError, to_wire
@@ -14,6 +15,7 @@ from weft.core.stats import EngineInfo
 from weft.fleet.node import Node
 from weft.fleet.route import Routed, Router
 from weft.fleet.view import RoutedRequest
+from weft.metrics.logs import request_id_var
 from weft.schedule.cache import NEVER, Holding
 from weft.schedule.sequence import find_invocation
 from weft.schedule.sketch import prefix_keys
@@ -38,6 +40,8 @@ class Decision:
     num_output: int
     """How many tokens it had by then."""
     routed: Routed
+    http_id: str = field(default_factory=lambda: request_id_var.get() or "")
+    """That of the HTTP request that it is a part of; "" if there is none."""
 
 
 class Decisions:
@@ -51,10 +55,10 @@ class Decisions:
         if len(self._by_request) > MAX_EXPLAINED:
             self._by_request.popitem(last=False)
 
-    def explain(self, request_id: str, router: Router) -> list[dict[str, object]]:
+    def explain(self, request_id: str, router: Router) -> list[dict[str, Any]]:
         """Why a request went where it went, each time that it was placed; empty if that is not
-        known any more. What was asked for several prompts or choices is named by the part before
-        their numbers. Costs are in seconds."""
+        known any more. The id is that of the answer, or of the HTTP request; each of several
+        prompts or choices has a number behind the answer's. Costs are in seconds."""
         return [
             {
                 "request_id": key,
@@ -65,8 +69,8 @@ class Decisions:
                 "costs": [asdict(terms) for terms in router.explain(each.routed)],
             }
             for key, decisions in self._by_request.items()
-            if request_id in (key, key.rpartition("-")[0])
             for each in decisions
+            if request_id in (key, key.rpartition("-")[0], each.http_id)
         ]
 
 

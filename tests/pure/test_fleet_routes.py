@@ -1,0 +1,65 @@
+"""What an API with a fleet says of where requests went, and whose place in the queue they have."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+from http_api import COMPLETE, Web, World
+from toy_tokenizers import byte_level
+
+from weft.api.callers import FAIRNESS
+from weft.api.routes_fleet import EXPLAIN, MAX_SHOWN, ROUTED
+from weft.core.stats import FleetFigures
+
+BODY = {"model": "base", "prompt": "ab"}
+
+
+class Nodes:
+    """A fleet that has placed request "mine" many times."""
+
+    def describe(self) -> Sequence[dict[str, object]]:
+        return []
+
+    def explain(self, request_id: str) -> Sequence[dict[str, Any]]:
+        costs = [{"node": f"n{k}", "total": float(k)} for k in range(20)]
+        return [{"node": "n0", "costs": costs}] * 9 if request_id == "mine" else []
+
+    def drain(self, name: str, draining: bool = True) -> None: ...
+
+    def measure(self) -> FleetFigures:
+        return FleetFigures()
+
+
+def ask(world: World, headers: dict[str, str], stream: bool = False) -> httpx.Response:
+    async def asked() -> httpx.Response:
+        web = Web(world)
+        try:
+            return await web.http.post(COMPLETE, json={**BODY, "stream": stream}, headers=headers)
+        finally:
+            await web.http.aclose()
+
+    return asyncio.run(asked())
+
+
+def test_an_answer_says_on_demand_where_its_request_went(tmp_path: Path) -> None:
+    world = World(tmp_path, byte_level(), fleet=Nodes())
+    for stream in (False, True):
+        answer = ask(world, {EXPLAIN: "1", "x-request-id": "mine"}, stream)
+        placed = json.loads(answer.headers[ROUTED])
+        assert len(placed) == MAX_SHOWN and placed[0]["node"] == "n0"
+        assert [each["node"] for each in placed[0]["costs"]] == ["n0", "n1", "n2", "n3"]
+        assert ROUTED not in ask(world, {"x-request-id": "mine"}, stream).headers
+
+
+def test_a_gateway_says_with_whom_a_request_shares_its_place(tmp_path: Path) -> None:
+    world = World(tmp_path, byte_level())
+    ask(world, {FAIRNESS: "team-a"})
+    ask(world, {})
+    assert [request.tenant for request in world.engine.requests] == ["team-a", ""]
+    refused = ask(world, {FAIRNESS: "x" * 200})
+    assert refused.status_code == 400 and refused.json()["error"]["param"] == FAIRNESS
