@@ -6,6 +6,7 @@ import asyncio
 import json
 import shutil
 from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -230,6 +231,33 @@ def test_without_a_seed_outputs_differ(llm: LLM) -> None:
     params = SamplingParams(temperature=4.0, max_tokens=16, ignore_eos=True)
     outputs = llm.generate([[1, 4, 9]] * 4, params)
     assert len({tuple(o.token_ids) for o in outputs}) == 4
+
+
+# -- guesses -----------------------------------------------------------------------------------
+
+
+def test_guesses_change_no_token(llm: LLM) -> None:
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12] * 6, [3, 1, 4, 1, 5, 9, 2, 6] * 5, [20, 21, 22] * 9]
+    params = [
+        SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, logprobs=2),
+        SamplingParams(max_tokens=48, temperature=0.0, ignore_eos=True, min_tokens=40),
+        SamplingParams(max_tokens=48, temperature=0.3, top_p=0.9, seed=3, ignore_eos=True),
+    ]
+
+    def generate(speculative: str) -> list[RequestOutput]:
+        asked = [replace(p, speculative=speculative) for p in params]
+        return llm.generate(prompts, asked, ["reverse", None, "upper"])
+
+    plain, before = generate("off"), llm.stats()
+    guessed, after = generate("ngram"), llm.stats()
+    assert [o.token_ids for o in guessed] == [o.token_ids for o in plain]
+    assert [o.finish_reason for o in guessed] == [o.finish_reason for o in plain]
+    pairs = zip(guessed[0].logprobs or [], plain[0].logprobs or [], strict=True)
+    assert all(mine.logprob == pytest.approx(other.logprob, abs=1e-4) for mine, other in pairs)
+    right = after.right_guesses - before.right_guesses
+    assert 20 < right <= after.guessed_tokens - before.guessed_tokens
+    assert after.generated_tokens - before.generated_tokens == 3 * 48
+    assert after.steps - before.steps < 48
 
 
 # -- adapters at run time ----------------------------------------------------------------------

@@ -164,6 +164,9 @@ class GenerationBody(OpenBody):
     guided_grammar: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    speculative: str | None = None
+    """Whether the next tokens are guessed from the text so far, which changes the speed only: ngram
+    or off."""
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None

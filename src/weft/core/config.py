@@ -115,6 +115,7 @@ class SchedulerArgs:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     overlap: bool = True
+    speculative: Literal["off", "ngram"] = "off"
     tenant_weights: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

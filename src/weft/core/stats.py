@@ -154,6 +154,8 @@ class EngineStats:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    guessed_tokens: int = 0
+    right_guesses: int = 0
     preemptions: int = 0
     adapter_loads: int = 0
     adapter_evictions: int = 0

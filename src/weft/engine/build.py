@@ -74,6 +74,8 @@ def _limits(args: EngineArgs, facts: WorkerFacts) -> SchedulerLimits:
         max_adapter_wait=args.lora.max_adapter_wait,
         vocab_size=facts.vocab_size,
         eos_token_ids=frozenset(facts.eos_token_ids),
+        speculative=args.scheduler.speculative,
+        can_speculate=not facts.num_states,
     )
 
 

@@ -167,6 +167,8 @@ class Engine:
             prompt_tokens=totals.prompt_tokens,
             cached_tokens=totals.cached_tokens,
             generated_tokens=totals.generated_tokens,
+            guessed_tokens=totals.guessed_tokens,
+            right_guesses=totals.right_guesses,
             preemptions=totals.preemptions,
             adapter_loads=slots.num_loads,
             adapter_evictions=slots.num_evictions,

@@ -50,6 +50,8 @@ _GAUGES = (
 _COUNTERS = (
     ("vllm:prompt_tokens", "Prompt tokens of admitted requests.", "prompt_tokens"),
     ("vllm:generation_tokens", "Tokens generated.", "generated_tokens"),
+    ("vllm:spec_decode_num_draft_tokens", "Tokens guessed.", "guessed_tokens"),
+    ("vllm:spec_decode_num_accepted_tokens", "Guesses that were right.", "right_guesses"),
     ("vllm:num_preemptions", "Requests put back to make room.", "preemptions"),
     ("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", "prompt_tokens"),
     ("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", "cached_tokens"),

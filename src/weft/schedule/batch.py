@@ -33,6 +33,8 @@ class Totals:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
+    guessed_tokens: int = 0
+    right_guesses: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     """How many requests ended, by reason."""
 
@@ -53,6 +55,9 @@ class Draft:
         self.admitted: list[Admitted] = []
         self.new_blocks: list[tuple[int, int, int]] = []
         self.snapshots: list[tuple[int, int]] = []
+        self.fed: list[tuple[int, int, int]] = []
+        self.num_guesses = 0
+        """Tokens that may be guessed."""
         self.chunks: list[Sequence] = []
         """Running sequences with more than one token to compute."""
 
@@ -71,6 +76,28 @@ class Draft:
             if self.full or seq.holding.state >= 0:
                 return
         self._schedule(seq, seq.known)
+
+    def guess(self, seq: Sequence, num_places: int) -> None:
+        """Plan guesses at what comes after the decode that was planned last, as far as the blocks
+        go, which have `num_places`. Nothing else of the sequence is planned until they are
+        settled."""
+        tokens, rules, known = seq.tokens, seq.rules, seq.known - 1
+        assert rules.guesser is not None
+        if known == len(tokens):
+            self.fed.append((seq.row, known - 1, tokens[-1]))
+        room = min(self.num_guesses, num_places - known, rules.limit - seq.known)
+        guesses = rules.guesser.guess(tokens, known - len(tokens), room)
+        if not guesses:
+            return
+        num, rules.known_limit = len(guesses), 0
+        places = range(known, known + num)
+        self.sequences += [seq] * num
+        self.rows += [seq.row] * num
+        self.starts += places
+        self.fed += zip([seq.row] * num, places, guesses, strict=True)
+        self.num_guesses -= num
+        seq.computed, seq.known = known + num, known + num + 1
+        seq.in_flight += num
 
     def _schedule(self, seq: Sequence, end: int) -> None:
         count = min(end - seq.computed, self.num_left)
@@ -97,6 +124,7 @@ class Draft:
             self.new_blocks,
             loads,
             self.snapshots,
+            self.fed,
         )
 
 
@@ -232,6 +260,8 @@ class Batch:
             seq.known, seq.computed = len(seq.tokens), min(seq.computed, start)
             sequences[seq] = None
         for seq in sequences:
+            if seq.rules.guesser is not None and seq.rules.guesser.guessing:
+                seq.rules.settle_guesses()
             if seq.row >= 0:
                 self.park(seq)
                 if seq.holding.state >= 0:
@@ -239,6 +269,14 @@ class Batch:
             elif seq.in_flight == 0:
                 self._turns.end_lease(seq.adapter)
         return list(sequences)
+
+    def settle_guesses(self, seq: Sequence) -> None:
+        """The step with a request's guesses is over: what came after a wrong one is void."""
+        seq.known = len(seq.tokens)
+        seq.computed = min(seq.computed, seq.known - 1)
+        num, found = seq.rules.settle_guesses()
+        self.totals.guessed_tokens += num
+        self.totals.right_guesses += found
 
     def remove(self, seq: Sequence) -> None:
         """A request has ended, wherever it is; not during a walk of the queue."""

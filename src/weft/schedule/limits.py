@@ -17,6 +17,10 @@ class SchedulerLimits(NamedTuple):
     """The time for which a request waits for its adapter at most, in the unit of `plan`'s now."""
     vocab_size: int
     eos_token_ids: frozenset[int]
+    speculative: str = "off"
+    """Whether the next tokens of requests are guessed that say nothing of it: off or ngram."""
+    can_speculate: bool = True
+    """Whether guesses can be taken back, which recurrent states don't allow."""
 
     def eos_of(self, request: EngineRequest, vocab_size: int) -> frozenset[int]:
         """The EOS tokens of the model and of the request's adapter, as far as they are in the

@@ -67,7 +67,7 @@ class Admitted:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """One step. The lists run in parallel, one entry per sequence in the step: two, if its adapter
-    becomes active in this step, the base's part first."""
+    becomes active in this step, the base's part first, and more where tokens are guessed."""
 
     step: int
     rows: list[int]
@@ -85,6 +85,9 @@ class StepPlan:
     """Adapter loads to start; they do not hold up this step."""
     snapshots: list[tuple[int, int]]
     """(recurrent state, snapshot that it is copied to after the step)."""
+    fed: list[tuple[int, int, int]] = field(default_factory=list)
+    """(row, position, token) of decodes whose token the device does not know, or not yet: it is a
+    guess, or came in a step with guesses. A row with guesses has an entry for each."""
 
     @property
     def empty(self) -> bool:

@@ -193,7 +193,10 @@ class Scheduler:
                         or len(new) > 1
                         or seq.prompt_output is not None
                     ):
-                        events += self._take(seq, new, logprobs)
+                        if rules.guesser is None or rules.guesser.fits(plan.starts[i], tokens):
+                            events += self._take(seq, new, logprobs)
+                        if not (rules.known_limit or seq.in_flight or seq.done):
+                            self.batch.settle_guesses(seq)
                     else:
                         tokens += new
                         if len(tokens) > seq.holding.next_full:
@@ -207,7 +210,7 @@ class Scheduler:
                 self._turns.end_lease(seq.adapter)
         for _, number in plan.snapshots:
             self._cache.snapshot_ended(number, True)
-        self.totals.generated_tokens += sum(num_samples)
+        self.totals.generated_tokens += sum([len(event.token_ids) for event in events])
         return events
 
     def fail(self, plans: list[StepPlan], error: WeftError) -> list[TokenEvent]:
@@ -237,7 +240,8 @@ class Scheduler:
         new, logprobs = new[:count], logprobs and logprobs[:count]
         events: list[TokenEvent] = []
         if ended:
-            events.append(self._end(seq, new, logprobs))
+            reason, stop_reason = seq.ending(new[-1])
+            events.append(self._finish(seq, reason, new, logprobs, stop_reason))
         elif new:
             events.append(TokenEvent(seq.request_id, new, logprobs, None, None, seq.num_cached))
         if events and seq.prompt_output is not None:
@@ -255,6 +259,8 @@ class Scheduler:
         block_size = self._cache.block_size
         sequences, rows, starts = draft.sequences, draft.rows, draft.starts
         budget = draft.num_left
+        if not self.batch.waiting:
+            draft.num_guesses = min(budget, self._limits.max_num_seqs) - len(self.batch.running)
         for seq in self.batch.running:  # preemption shortens it, from its end
             known = seq.known
             computed = seq.computed
@@ -271,6 +277,8 @@ class Scheduler:
                 seq.computed = known
                 seq.known = known + 1
                 seq.in_flight += 1
+                if seq.rules.guesser is not None:
+                    draft.guess(seq, len(seq.holding.blocks) * block_size)
         draft.counts = [1] * len(rows)
         draft.num_samples = [1] * len(rows)
         draft.num_left -= len(rows)
@@ -327,16 +335,6 @@ class Scheduler:
                     self._shares.claim_blocks(seq)
 
     # -- the end of a request ------------------------------------------------------------------
-
-    def _end(
-        self, seq: Sequence, new: list[int], logprobs: list[TokenLogprob] | None
-    ) -> TokenEvent:
-        """End a request with the last of these tokens."""
-        last = new[-1]
-        if last not in seq.rules.endings:
-            return self._finish(seq, "length", new, logprobs)
-        stop_reason = last if last in seq.request.params.stop_token_ids else None
-        return self._finish(seq, "stop", new, logprobs, stop_reason)
 
     def _finish(
         self,

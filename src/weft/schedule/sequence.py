@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from weft.core.errors import InvalidRequest, WeftError, from_wire, to_wire
-from weft.core.requests import EngineRequest
+from weft.core.requests import EngineRequest, FinishReason
 from weft.schedule.cache import NEVER, Holding
+from weft.schedule.guesses import Guesser
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.masks import BadSequences
 from weft.schedule.plan import Admitted, Matcher
@@ -27,6 +28,7 @@ class OutputRules:
         "early_endings",
         "endings",
         "grammar",
+        "guesser",
         "known_limit",
         "limit",
         "paced",
@@ -50,7 +52,27 @@ class OutputRules:
         """Whether each token must be known before the next one is planned."""
         num_tokens = len(request.prompt_ids) + len(request.output_ids)
         self.known_limit = num_tokens + 1 if self.paced else self.limit
-        """What `Sequence.known` may reach before the next token is accepted."""
+        """What `Sequence.known` may reach before the next token is accepted; 0 while guesses are
+        in flight."""
+        self.guesser = Guesser() if self._may_guess(request, limits) else None
+
+    def _may_guess(self, request: EngineRequest, limits: SchedulerLimits) -> bool:
+        """Penalties count each token that was chosen, also one that turns out not to count."""
+        params = request.params
+        asked = params.speculative or limits.speculative
+        penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
+        return (
+            asked == "ngram"
+            and limits.can_speculate
+            and not self.paced
+            and penalties == (1.0, 0.0, 0.0)
+        )
+
+    def settle_guesses(self) -> tuple[int, int]:
+        """The step with guesses is over; see `Guesser.settle`."""
+        assert self.guesser is not None
+        self.known_limit = self.limit
+        return self.guesser.settle()
 
     def compiled(self, grammar: Matcher, output_ids: Iterable[int]) -> None:
         """The grammar is there; it is told the output that the request came with. Raises
@@ -213,6 +235,12 @@ class Sequence:
     def can_run(self) -> bool:
         """Whether a waiting request lacks nothing of its own, as far as its tenant may have it."""
         return not (self.in_flight or self.rules.compiling or self.account.at_cap)
+
+    def ending(self, last: int) -> tuple[FinishReason, int | None]:
+        """Why its output ends with this token, and the stop token that it asked for."""
+        if last not in self.rules.endings:
+            return "length", None
+        return "stop", last if last in self.request.params.stop_token_ids else None
 
     def admitted(self, adapter_wait_s: float) -> Admitted:
         """What the worker is told when the request takes its row."""

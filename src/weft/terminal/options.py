@@ -40,6 +40,8 @@ HELP: dict[str, str] = {
     "quantization": "Hold the base's matrices in fewer bits. "
     + "".join(f"{name}: {form.help}. " for name, form in FORMATS.items())
     + "Adapters stay in the model's precision.",
+    "speculative": "ngram: guess a request's next tokens where its text repeats itself, and compute"
+    " them together. The tokens stay the same. A request's field speculative overrides it.",
     "device": "The device to run on. auto: a CUDA GPU if there is one.",
     "revision": "The branch, tag or commit of a model from the Hugging Face hub.",
     "tensor_parallel_size": "How many GPUs to spread the model over. Each has a process of its own"

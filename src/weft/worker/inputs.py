@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from weft.core.requests import Pooling
+from weft.schedule.masks import FOREVER
 from weft.schedule.plan import Admitted, StepPlan
 from weft.worker.choosing import (
     Counted,
@@ -25,6 +26,7 @@ from weft.worker.choosing import (
     ShapingArrays,
     ShapingRows,
 )
+from weft.worker.layout import Layout, layout_of
 
 Array = NDArray[np.generic]
 Segments = tuple[tuple[int, int, int], ...]
@@ -98,57 +100,6 @@ class StepInputs:
     pooled: tuple[PooledRows, ...] = ()
 
 
-class _Layout(NamedTuple):
-    """Where the S sequences and the N samples of a step are among its T tokens, and which sequence
-    each token and sample is of.
-
-    sequences     0            1    2              firsts 0 4 5   ends 4 5 7
-    tokens        p  p  p  p   d    p  p
-    samples                x   x                   the prompt of 2 ends in a later step
-    """
-
-    starts: Ints
-    counts: Ints
-    firsts: Ints
-    ends: Ints
-    seq_lens: Ints
-    positions_T: Ints
-    seq_T: Ints | slice
-    seq_N: Ints | slice
-    token_N: Ints
-    """The token after which each sample comes."""
-    position_N: Ints
-    """The position that each sampled token will have."""
-
-    @property
-    def plain(self) -> bool:
-        """Whether each sequence has one token and one sample, so that all three are alike."""
-        return isinstance(self.seq_T, slice)
-
-
-def _layout(plan: StepPlan, order: Ints, all_sample: bool) -> _Layout:
-    """The layout of a plan whose entries are put in this order."""
-    starts = np.array(plan.starts, dtype=np.int64)[order]
-    if plan.num_tokens == len(order) and all_sample:
-        firsts = np.arange(len(order))
-        lens, every = starts + 1, slice(None)  # slices of everything cost nothing
-        counts = ends = firsts + 1
-        return _Layout(starts, counts, firsts, ends, lens, starts, every, every, firsts, lens)
-    counts = np.array(plan.counts, dtype=np.int64)[order]
-    num_samples = np.array(plan.num_samples, dtype=np.int64)[order]
-    seq_T = np.repeat(np.arange(len(order)), counts)
-    seq_N = np.repeat(np.arange(len(order)), num_samples)
-    seq_lens, ends = starts + counts, np.cumsum(counts)
-    firsts = ends - counts
-    positions_T = np.arange(len(seq_T)) - (firsts - starts)[seq_T]
-    # The last sample of a sequence comes after its last token, the one before after that before.
-    from_last_N = np.cumsum(num_samples)[seq_N] - 1 - np.arange(len(seq_N))
-    token_N, position_N = ends[seq_N] - 1 - from_last_N, seq_lens[seq_N] - from_last_N
-    return _Layout(
-        starts, counts, firsts, ends, seq_lens, positions_T, seq_T, seq_N, token_N, position_N
-    )
-
-
 class RowState:
     """What is kept of running requests between steps, indexed by their row."""
 
@@ -164,6 +115,9 @@ class RowState:
         self._state = np.full(num_rows, -1, dtype=np.int64)
         self._active_from = np.zeros(num_rows, dtype=np.int64)
         """Position from which on the row's slot counts."""
+        self._fed_from: Ints | None = None
+        """Of the step that is being built: the position from which on the plan has a row's tokens;
+        None: it has no token."""
         self._num_prompt = np.zeros(num_rows, dtype=np.int64)
         self._logprobs = np.full(num_rows, -1, dtype=np.int64)
         self._prompt_logprobs = np.full(num_rows, -1, dtype=np.int64)
@@ -180,18 +134,26 @@ class RowState:
         if plan.new_blocks:
             row, index, block = np.array(plan.new_blocks, dtype=np.int64).T
             self._blocks[row, index] = block
+        self._fed_from = self._feed(plan.fed) if plan.fed else None
         rows = np.array(plan.rows, dtype=np.int64)
         slot_S = self._slot[rows]
         all_sample = all(plan.num_samples)
         if not all_sample:  # what samples is at the end of a sequence, where its adapter is active
             slot_S[np.array(plan.starts) < self._active_from[rows]] = -1
         order = np.argsort(slot_S, kind="stable")
-        layout = _layout(plan, order, all_sample)
+        layout = layout_of(plan, order, all_sample)
         inputs = self._assemble(layout, rows[order], slot_S[order], order, counted)
         restored = tuple((a.restored, a.state) for a in plan.admitted if a.restored >= 0)
         if restored or plan.snapshots:
             return replace(inputs, restored=restored, snapshots=tuple(plan.snapshots))
         return inputs
+
+    def _feed(self, fed: list[tuple[int, int, int]]) -> Ints:
+        row, position, token = np.array(fed, dtype=np.int64).T
+        self._tokens[row, position] = token
+        fed_from = np.full(len(self._known), FOREVER, dtype=np.int64)
+        np.minimum.at(fed_from, row, position)
+        return fed_from
 
     def _admit(self, a: Admitted) -> Counted | None:
         row, vocab_size = a.row, a.vocab_size or self._vocab_size
@@ -210,7 +172,7 @@ class RowState:
 
     def _assemble(
         self,
-        layout: _Layout,
+        layout: Layout,
         rows: Ints,
         slot_S: NDArray[np.int32],
         order: Ints,
@@ -220,6 +182,8 @@ class RowState:
         row_T, row_N = rows[layout.seq_T], rows[layout.seq_N]
         slot_N, position_N = slot_S[layout.seq_N], layout.position_N
         from_device_T = positions_T >= self._known[row_T]
+        if self._fed_from is not None:
+            from_device_T &= positions_T < self._fed_from[row_T]
         block_T = self._blocks[row_T, positions_T // self._block_size].astype(np.int64)
         state_S = self._state[rows]
         segments = sampled_segments = _segments(slot_S, layout.firsts, layout.ends)
@@ -260,7 +224,7 @@ class RowState:
         return ids_T
 
     def _prompt(
-        self, layout: _Layout, rows: Ints, slot_S: NDArray[np.int32], order: Ints
+        self, layout: Layout, rows: Ints, slot_S: NDArray[np.int32], order: Ints
     ) -> PromptArrays | None:
         """The positions of prompts that are followed by another token of the prompt."""
         starts, firsts = layout.starts, layout.firsts
@@ -279,7 +243,7 @@ class RowState:
             entries=list(zip(order[asked].tolist(), counts.tolist(), nums, strict=True)),
         )
 
-    def _pooled(self, layout: _Layout, rows: Ints, order: Ints) -> tuple[PooledRows, ...]:
+    def _pooled(self, layout: Layout, rows: Ints, order: Ints) -> tuple[PooledRows, ...]:
         """The rows that are pooled: those of all tokens, or that of a prompt's last one."""
         pooling = self._pooling[rows]
         is_last = layout.seq_lens == self._num_prompt[rows]

@@ -1,0 +1,105 @@
+"""What guessing the next tokens brings where text repeats, and costs where it does not.
+
+    python benchmarks/speculation.py                          # the tiny base, on a CPU
+    python benchmarks/speculation.py --preset llama-3-8b      # random weights, on a GPU
+
+Each batch is generated with and without guesses in turns. *repeats*: greedy choices, which soon
+repeat themselves, with random weights too. *does not*: tokens drawn at a high temperature. Prints
+medians of the time per step of a request, guesses in a step, and how many of them were right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from weft import LLM, SamplingParams
+from weft.bench.engine import preset_folder
+
+TINY = Path(__file__).parents[1] / "examples" / "tiny" / "base"
+PROMPT = [5, 6, 7, 8, 9, 10, 11, 12] * 8
+TEXTS = {"repeats": 0.0, "does not": 50.0}
+"""The temperature of each kind of text."""
+MODES = ("off", "ngram")
+
+
+@dataclass
+class Run:
+    ms_per_token: float
+    guessed: int
+    right: int
+    steps: int
+    token_ids: list[list[int]]
+
+
+def generate(llm: LLM, batch: int, num_tokens: int, temperature: float, mode: str) -> Run:
+    params = [
+        SamplingParams(
+            max_tokens=num_tokens,
+            temperature=temperature,
+            seed=i,
+            ignore_eos=True,
+            speculative=mode,
+        )
+        for i in range(batch)
+    ]
+    before, begun = llm.stats(), time.perf_counter()
+    outputs = llm.generate([[*PROMPT, 20 + i] for i in range(batch)], params)
+    elapsed, after = time.perf_counter() - begun, llm.stats()
+    return Run(
+        1000 * elapsed / num_tokens,
+        after.guessed_tokens - before.guessed_tokens,
+        after.right_guesses - before.right_guesses,
+        after.steps - before.steps,
+        [output.token_ids for output in outputs],
+    )
+
+
+def measure(llm: LLM, batch: int, num_tokens: int, repeats: int, table: Table) -> None:
+    for text, temperature in TEXTS.items():
+        runs: dict[str, list[Run]] = {mode: [] for mode in MODES}
+        for _ in range(repeats + 1):
+            for mode in MODES:
+                runs[mode].append(generate(llm, batch, num_tokens, temperature, mode))
+        without, guessed = (
+            statistics.median(run.ms_per_token for run in runs[mode][1:]) for mode in MODES
+        )
+        last = runs["ngram"][-1]
+        table.add_row(
+            str(batch),
+            text,
+            f"{without:.2f}",
+            f"{guessed:.2f}",
+            f"{without / guessed:.2f}",
+            f"{num_tokens / last.steps:.2f}",
+            f"{last.right} of {last.guessed}",
+            "yes" if last.token_ids == runs["off"][-1].token_ids else "no",
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--preset", help="A shape, such as llama-3-8b, with random weights.")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    titles = ("batch", "text", "ms a token", "with guesses", "times as fast", "tokens a step")
+    table = Table(*titles, "right guesses", "same tokens")
+    dummy = {"load_format": "dummy"} if args.preset else {}
+    model = preset_folder(args.preset) if args.preset else nullcontext(TINY)
+    with model as folder, LLM(folder, max_num_seqs=64, max_model_len=512, **dummy) as llm:
+        for batch in args.batch:
+            measure(llm, batch, args.tokens, args.repeats, table)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()

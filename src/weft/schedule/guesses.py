@@ -1,0 +1,90 @@
+"""Guesses at the next tokens of a request, from what its own text has said before.
+
+Text that is edited, quoted or filled in repeats itself. Where the last three tokens stand further
+up, too, those that came after them there are guessed to come now (prompt lookup decoding, as
+`transformers` calls it). A step then computes the guesses beside the next token:
+
+    tokens      ... a b c d e f   ...   a b c        "a b c" was followed by "d e f"
+    positions                           7 8 9
+    the step                                c d e    three rows; rows of d and e are guesses
+    it samples                              d e x    d and e were right, and x comes after them
+
+A row's sample counts if all guesses before it are what was sampled there. So the tokens of a
+request are those that it would have had without guesses, sampled ones included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+WIDTH = 3
+"""Tokens that have to stand further up."""
+MAX_GUESSES = 7
+"""With the next token they are eight rows, which take hardly longer than one."""
+_MAX_PAUSE = 64
+
+
+class Guesser:
+    """Owner of the guesses at one request. It guesses more where it was right, and pauses where it
+    was wrong."""
+
+    __slots__ = ("_after", "_first", "_found", "_guesses", "_indexed", "_misses", "_most", "_pause")
+
+    def __init__(self) -> None:
+        self._after: dict[tuple[int, ...], int] = {}
+        """By three tokens that follow each other, the position after their last occurrence."""
+        self._indexed = WIDTH
+        self._most = 3
+        self._misses = 0
+        """How often in a row the first guess was wrong."""
+        self._pause = 0
+        """The number of tokens from which on it guesses again."""
+        self._first = 0
+        self._guesses: list[int] = []
+        self._found = 0
+
+    @property
+    def guessing(self) -> bool:
+        """Whether guesses are in a step in flight."""
+        return bool(self._guesses)
+
+    def guess(self, tokens: Sequence[int], pending: int, room: int) -> list[int]:
+        """At most `room` tokens, for the positions behind `tokens` and `pending` more that only
+        the device knows."""
+        room = min(room, self._most)
+        if room < 1 or len(tokens) < max(self._pause, WIDTH):
+            return []
+        for end in range(self._indexed, len(tokens)):
+            self._after[tuple(tokens[end - WIDTH : end])] = end
+        self._indexed = max(self._indexed, len(tokens))
+        start = self._after.get(tuple(tokens[-WIDTH:]))
+        if start is None:
+            return []
+        period = len(tokens) - start  # the text may end within what is repeated
+        following = [tokens[start + i % period] for i in range(pending, pending + room)]
+        self._first, self._guesses, self._found = len(tokens) + pending, following, 0
+        return following
+
+    def fits(self, start: int, tokens: Sequence[int]) -> bool:
+        """Whether a row with the token at `start` counts, now that these are known."""
+        i = start - self._first
+        if i < 0 or not self._guesses:
+            return True
+        if start != len(tokens) - 1 or tokens[start] != self._guesses[i]:
+            return False
+        self._found += 1
+        return True
+
+    def settle(self) -> tuple[int, int]:
+        """The step with the guesses is over. Returns how many there were, and how many were
+        right."""
+        num, found = len(self._guesses), self._found
+        if found:
+            self._misses = 0
+            self._most = min(MAX_GUESSES, self._most + 2) if found == num else found + 1
+        else:
+            self._misses += 1
+            self._most = 1
+            self._pause = self._first + min(_MAX_PAUSE, 1 << self._misses)
+        self._guesses = []
+        return num, found
