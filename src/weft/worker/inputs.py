@@ -115,9 +115,6 @@ class RowState:
         self._state = np.full(num_rows, -1, dtype=np.int64)
         self._active_from = np.zeros(num_rows, dtype=np.int64)
         """Position from which on the row's slot counts."""
-        self._fed_from: Ints | None = None
-        """Of the step that is being built: the position from which on the plan has a row's tokens;
-        None: it has no token."""
         self._num_prompt = np.zeros(num_rows, dtype=np.int64)
         self._logprobs = np.full(num_rows, -1, dtype=np.int64)
         self._prompt_logprobs = np.full(num_rows, -1, dtype=np.int64)
@@ -134,7 +131,6 @@ class RowState:
         if plan.new_blocks:
             row, index, block = np.array(plan.new_blocks, dtype=np.int64).T
             self._blocks[row, index] = block
-        self._fed_from = self._feed(plan.fed) if plan.fed else None
         rows = np.array(plan.rows, dtype=np.int64)
         slot_S = self._slot[rows]
         all_sample = all(plan.num_samples)
@@ -143,17 +139,24 @@ class RowState:
         order = np.argsort(slot_S, kind="stable")
         layout = layout_of(plan, order, all_sample)
         inputs = self._assemble(layout, rows[order], slot_S[order], order, counted)
+        if plan.fed:
+            inputs = self._fed(inputs, plan.fed)
         restored = tuple((a.restored, a.state) for a in plan.admitted if a.restored >= 0)
         if restored or plan.snapshots:
             return replace(inputs, restored=restored, snapshots=tuple(plan.snapshots))
         return inputs
 
-    def _feed(self, fed: list[tuple[int, int, int]]) -> Ints:
+    def _fed(self, inputs: StepInputs, fed: list[tuple[int, int, int]]) -> StepInputs:
+        """The inputs with the tokens that the plan itself has."""
         row, position, token = np.array(fed, dtype=np.int64).T
         self._tokens[row, position] = token
         fed_from = np.full(len(self._known), FOREVER, dtype=np.int64)
         np.minimum.at(fed_from, row, position)
-        return fed_from
+        from_device_T = inputs.positions_T >= self._known[inputs.row_T]
+        from_device_T &= inputs.positions_T < fed_from[inputs.row_T]
+        ids_T = self._ids(inputs.row_T, inputs.positions_T, from_device_T)
+        some = from_device_T if from_device_T.any() else None
+        return replace(inputs, ids_T=ids_T, from_device_T=some)
 
     def _admit(self, a: Admitted) -> Counted | None:
         row, vocab_size = a.row, a.vocab_size or self._vocab_size
@@ -182,8 +185,6 @@ class RowState:
         row_T, row_N = rows[layout.seq_T], rows[layout.seq_N]
         slot_N, position_N = slot_S[layout.seq_N], layout.position_N
         from_device_T = positions_T >= self._known[row_T]
-        if self._fed_from is not None:
-            from_device_T &= positions_T < self._fed_from[row_T]
         block_T = self._blocks[row_T, positions_T // self._block_size].astype(np.int64)
         state_S = self._state[rows]
         segments = sampled_segments = _segments(slot_S, layout.firsts, layout.ends)
