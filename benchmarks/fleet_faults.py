@@ -1,11 +1,16 @@
 """Streams over a fleet of real nodes to which everything happens, one fault after another.
 
-    python benchmarks/fleet_faults.py [--streams 10000] [--nodes 3] [--at-a-time 12]
+    python benchmarks/fleet_faults.py [--streams 10000] [--seconds 300] [--nodes 3] [--load 0.7]
 
-Nodes are `weft serve --no-api` with the tiny model on the CPU; the client is this process. Each
-stream must be what the same request gave when nothing happened. Counted are streams that failed,
-and those that lost, repeated or changed tokens; the pause of those that had to go on elsewhere is
-printed. A fault begins when all nodes are up again. The last line is JSON.
+Nodes are `weft serve --no-api` with the tiny model on the CPU; the client is this process, which
+keeps so many streams open that `--load` of all seats are taken. Faults come at random times,
+`--pause` seconds apart on average, and befall any node, as long as another one is whole. Each
+stream must be what the same request gave when nothing happened.
+
+Counted are streams that failed, and those that lost, repeated or changed tokens. The longest pause
+of each stream that had to go on elsewhere is printed by cause, beside that of the others, and what
+it had more than their median. After `--seconds` no stream begins; how many did not is said. The
+last line is JSON.
 """
 
 from __future__ import annotations
@@ -19,58 +24,100 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests/support"))
 
-from fleet_nodes import FAULTS, Outcome, RealFleet
+from fleet_nodes import FAULTS, SEATS, Outcome, RealFleet, RealNode
 
 from weft.core.requests import EngineRequest
 
+PATIENCE_S = 60.0
+"""How long a stream may take; one that takes longer has failed."""
 
-async def campaign(args: argparse.Namespace, folder: Path) -> dict[str, object]:
-    fleet = RealFleet(args.nodes, folder)
-    try:
-        await fleet.start()
-        requests = fleet.requests(args.distinct, args.length)
-        print(f"{args.nodes} nodes are up; {len(requests)} requests run undisturbed", flush=True)
-        gate = asyncio.Semaphore(args.at_a_time)
 
-        async def run(request: EngineRequest) -> Outcome:
-            async with gate:
-                return await fleet.read(request)
+class Campaign:
+    """Streams beside each other, and what became of them."""
 
-        expected = await asyncio.gather(*map(run, requests))
-        assert not any(outcome.failed for outcome in expected), expected
-        faults: Counter[str] = Counter()
-        tormentor = asyncio.create_task(torment(fleet, random.Random(args.seed), faults))
+    def __init__(self, fleet: RealFleet, requests: list[EngineRequest], expected: list[Outcome]):
+        self.fleet = fleet
+        self.requests = requests
+        self.expected = expected
+        self.found: list[tuple[Outcome, Outcome]] = []
+        """What was to be, and what was."""
+        self.faults: Counter[str] = Counter()
+        self._suffering: set[str] = set()
+        """The names of nodes to which something happens now."""
+
+    async def run(self, args: argparse.Namespace) -> float:
+        """Run the streams, and return how many seconds that took."""
         started_s = time.monotonic()
-        numbered = [
-            (i % len(requests), replace(requests[i % len(requests)], request_id=f"stream {i}"))
-            for i in range(args.streams)
-        ]
-        found = await asyncio.gather(*(run(request) for _, request in numbered))
-        seconds = time.monotonic() - started_s
-        tormentor.cancel()
-        await asyncio.gather(tormentor, return_exceptions=True)
-        pairs = [(expected[i], outcome) for (i, _), outcome in zip(numbered, found, strict=True)]
-        await fleet.until_whole()
-        return {**judged(pairs), "faults": dict(faults), "seconds": round(seconds)}
-    finally:
-        await fleet.close()
+        numbers = itertools.count()
+        at_a_time = max(1, round(args.load * SEATS * args.nodes))
 
+        async def reader() -> None:
+            while time.monotonic() < started_s + args.seconds:
+                if (number := next(numbers)) >= args.streams:
+                    return
+                await self._read(number)
 
-async def torment(fleet: RealFleet, rng: random.Random, faults: Counter[str]) -> None:
-    """Go through all faults again and again, in random order."""
-    for _ in itertools.count():
-        for fault in rng.sample(FAULTS, len(FAULTS)):
-            await fleet.until_whole()
-            await asyncio.sleep(rng.uniform(0.5, 2.0))
-            await fleet.inflict(fault, rng.choice(fleet.nodes))
-            faults[fault] += 1
-            print(f"{fault}: {sum(faults.values())} faults", flush=True)
+        tormentor = asyncio.create_task(self._torment(args))
+        progress = asyncio.create_task(self._tell(args))
+        await asyncio.gather(*(reader() for _ in range(at_a_time)))
+        for task in (tormentor, progress):
+            task.cancel()
+        await asyncio.gather(tormentor, progress, return_exceptions=True)
+        return time.monotonic() - started_s
+
+    async def _read(self, number: int) -> None:
+        which = number % len(self.requests)
+        request = replace(self.requests[which], request_id=f"stream {number}")
+        try:
+            outcome = await asyncio.wait_for(self.fleet.read(request), PATIENCE_S)
+        except TimeoutError:
+            outcome = Outcome(f"not complete after {PATIENCE_S:g} s")
+        wanted = self.expected[which]
+        if outcome.failed or outcome.tokens != wanted.tokens:
+            print(f"{request}\nwanted {wanted}\ngot    {outcome}", flush=True)
+        self.found.append((wanted, outcome))
+
+    async def _torment(self, args: argparse.Namespace) -> None:
+        """Go through all faults again and again, in random order."""
+        rng = random.Random(args.seed)
+        async with asyncio.TaskGroup() as under_way:
+            while True:
+                for fault in rng.sample(FAULTS, len(FAULTS)):
+                    await asyncio.sleep(rng.uniform(0.5, 1.5) * args.pause)
+                    while len(whole := self._unharmed()) < 2:
+                        await asyncio.sleep(0.05)
+                    node = rng.choice(whole)
+                    self._suffering.add(node.name)
+                    under_way.create_task(self._inflict(fault, node))
+
+    async def _inflict(self, fault: str, node: RealNode) -> None:
+        try:
+            await self.fleet.inflict(fault, node)
+            self.faults[fault] += 1
+        except (ProcessLookupError, FileNotFoundError):  # it has just ended
+            pass
+        finally:
+            self._suffering.discard(node.name)
+
+    def _unharmed(self) -> list[RealNode]:
+        return [node for node in self.fleet.whole() if node.name not in self._suffering]
+
+    async def _tell(self, args: argparse.Namespace) -> None:
+        while True:
+            await asyncio.sleep(10)
+            whole = len(self.fleet.whole())
+            print(
+                f"{len(self.found)} of {args.streams} streams, {self.faults.total()} faults,"
+                f" {whole} nodes are whole",
+                flush=True,
+            )
 
 
 def judged(pairs: list[tuple[Outcome, Outcome]]) -> dict[str, object]:
@@ -78,32 +125,98 @@ def judged(pairs: list[tuple[Outcome, Outcome]]) -> dict[str, object]:
     for message, count in Counter(failed).most_common(5):
         print(f"failed: {count} x {message}")
     whole = [(wanted, got) for wanted, got in pairs if not got.failed]
-    gaps = [got.largest_gap_s * 1e3 for _, got in whole if got.attempts > 1 and got.largest_gap_s]
-    usual = [wanted.largest_gap_s * 1e3 for wanted, _ in pairs]
-    cuts = statistics.quantiles(gaps, n=100) if len(gaps) > 1 else []
+    stayed = [got.largest_gap_s * 1e3 for _, got in whole if len(got.whys) == 1]
+    usual = statistics.median(stayed) if stayed else 0.0
+    by_cause = defaultdict(list)
+    added = []
+    for _, got in whole:
+        if len(got.whys) > 1:
+            gap = got.largest_gap_s * 1e3
+            added.append(max(gap - usual, 0.0))
+            by_cause[kind(got.whys[1:])].append(gap)
+    for cause, gaps in sorted(by_cause.items()):
+        print(f"{cause}: {len(gaps)} streams, longest pause {shown(gaps)}")
+    print(f"streams that stayed: {len(stayed)}, longest pause {shown(stayed)}")
     return {
         "streams": len(pairs),
-        "went on elsewhere": sum(got.attempts > 1 for _, got in pairs),
+        "went on elsewhere": len(added),
+        "at most times": max((len(got.whys) - 1 for _, got in whole), default=0),
         "failed": len(failed),
-        "lost or repeated": sum(len(wanted.tokens) != len(got.tokens) for wanted, got in whole),
+        "lost or repeated": sum(
+            len(wanted.tokens) != len(got.tokens) or wanted.num_logprobs != got.num_logprobs
+            for wanted, got in whole
+        ),
         "changed": sum(wanted.tokens != got.tokens for wanted, got in whole),
-        "gap ms p50": round(cuts[49]) if cuts else None,
-        "gap ms p99": round(cuts[98]) if cuts else None,
-        "largest gap undisturbed ms p50": round(statistics.median(usual)),
+        "added gap ms p50": quantile(added, 50),
+        "added gap ms p99": quantile(added, 99),
+        "longest pause of others ms p50": round(usual),
     }
+
+
+def kind(whys: Iterable[str]) -> str:
+    """The causes without the names of nodes."""
+    for why in whys:
+        for words, name in (
+            ("drained", "drained"),
+            ("exit code", "engine killed"),
+            ("was closed", "node killed or link cut"),
+            ("sign of life", "hung"),
+        ):
+            if words in why:
+                return name
+    return "other"
+
+
+def shown(gaps: list[float]) -> str:
+    return f"p50 {quantile(gaps, 50)} ms, p99 {quantile(gaps, 99)} ms"
+
+
+def quantile(values: list[float], percent: int) -> int | None:
+    if len(values) < 2:
+        return round(values[0]) if values else None
+    return round(statistics.quantiles(values, n=100, method="inclusive")[percent - 1])
+
+
+async def run(args: argparse.Namespace, folder: Path) -> dict[str, object]:
+    fleet = RealFleet(args.nodes, folder)
+    try:
+        await fleet.start()
+        requests = fleet.requests(args.distinct, args.length)
+        gate = asyncio.Semaphore(SEATS * args.nodes // 2)
+
+        async def undisturbed(request: EngineRequest) -> Outcome:
+            async with gate:
+                return await fleet.read(request)
+
+        expected = await asyncio.gather(*map(undisturbed, requests))
+        assert not any(outcome.failed for outcome in expected), expected
+        print(f"{args.nodes} nodes; {len(requests)} requests ran undisturbed", flush=True)
+        campaign = Campaign(fleet, requests, expected)
+        seconds = await campaign.run(args)
+        fleet.client.check()
+        return {
+            **judged(campaign.found),
+            "not begun": args.streams - len(campaign.found),
+            "faults": dict(campaign.faults),
+            "seconds": round(seconds),
+        }
+    finally:
+        await fleet.close()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=10_000)
+    parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--nodes", type=int, default=3)
-    parser.add_argument("--at-a-time", type=int, default=12)
-    parser.add_argument("--distinct", type=int, default=120)
-    parser.add_argument("--length", type=int, default=40)
+    parser.add_argument("--load", type=float, default=0.7)
+    parser.add_argument("--pause", type=float, default=2.0)
+    parser.add_argument("--distinct", type=int, default=140)
+    parser.add_argument("--length", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        print(json.dumps(asyncio.run(campaign(args, Path(folder)))))
+        print(json.dumps(asyncio.run(run(args, Path(folder)))))
 
 
 if __name__ == "__main__":

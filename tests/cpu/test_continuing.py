@@ -8,11 +8,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from continuing import run, tokens_of
 from engines import MakeLLM
 from tiny import ADAPTERS, BASE, ask
 
 from weft import LLM, SamplingParams
-from weft.core.requests import EngineRequest, TokenEvent
+from weft.core.requests import EngineRequest
 from weft.core.sampling import StructuredOutputs
 from weft.text import load_tokenizer
 from weft.text.tokenizer import bad_token_ids, spellings
@@ -66,22 +67,6 @@ def engines(make_module_llm: MakeLLM, tmp_path_factory: pytest.TempPathFactory) 
         "max_num_seqs": 12,
     }
     return [make_module_llm(adapters=adapters), make_module_llm(adapters=adapters, **other)]
-
-
-def run(llm: LLM, requests: list[EngineRequest]) -> dict[str, list[TokenEvent]]:
-    events: dict[str, list[TokenEvent]] = {request.request_id: [] for request in requests}
-    for request in requests:
-        assert llm._client.engine.submit(request) is None
-    while not all(found and found[-1].finish_reason for found in events.values()):
-        for report in llm._client.engine.step():
-            for event in getattr(report, "events", ()):
-                events[event.request_id].append(event)
-    llm._client.engine.scheduler.check()
-    return events
-
-
-def tokens_of(events: list[TokenEvent]) -> list[int]:
-    return [token for event in events for token in event.token_ids]
 
 
 @pytest.mark.parametrize("case", CASES)

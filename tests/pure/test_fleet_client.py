@@ -22,7 +22,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from lossy_fleet import LossyFleet, VirtualLoop, stream_of
 
 from weft.core.adapters import AdapterRef, AdapterSource
-from weft.core.errors import AdapterUnavailable, EngineDead, RequestRefused, from_wire
+from weft.core.errors import (
+    AdapterUnavailable,
+    EngineDead,
+    RegistryUnavailable,
+    RequestRefused,
+    from_wire,
+)
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
 from weft.fleet.consolidate import SPARE
@@ -159,6 +165,21 @@ class FleetMachine(RuleBasedStateMachine):
         if name in self.fleet.links:
             self.run(lambda: self.fleet.lose(name, "it gives no sign of life", True))
 
+    @rule(number=st.integers(0, NUM_NODES - 1), most=st.integers(0, 3), side=st.booleans())
+    def drop(self, number: int, most: int, side: bool) -> None:
+        """The link carries a few messages more, loses those behind them of one direction, and the
+        other end knows it before this one: what is sent from now on is lost."""
+        link = self.fleet.links.get(f"n{number}")
+        if link is not None and not link.cut:
+            self.run(lambda: link.carry(most))
+            (link.up if side else link.down).clear()
+            link.cut, link.engine.link, link.engine.running = True, None, {}
+
+    @rule(number=st.integers(0, NUM_NODES - 1), away=st.booleans())
+    def registry(self, number: int, away: bool) -> None:
+        """A node can't reach the registry, or can again."""
+        self.fleet.engines[number].registry_away = away
+
     @rule(number=st.integers(0, NUM_NODES - 1), draining=st.booleans(), idle=st.booleans())
     def drain(self, number: int, draining: bool, idle: bool) -> None:
         engine = self.fleet.engines[number]
@@ -170,8 +191,9 @@ class FleetMachine(RuleBasedStateMachine):
 
     @rule()
     def hear_late(self) -> None:
-        """What was said on links that are given up still comes."""
+        """What was said on links that are given up still comes, and comes once more."""
         for link in self.fleet.old:
+            link.up.extend(tuple(link.up))
             self.run(link.carry)
 
     @rule(number=st.integers(0, NUM_NODES - 1))
@@ -214,7 +236,9 @@ class FleetMachine(RuleBasedStateMachine):
 
     def heal(self) -> None:
         for engine in self.fleet.engines:
-            engine.draining = engine.idle = False
+            engine.draining = engine.idle = engine.registry_away = False
+            if engine.name in self.fleet.links and self.fleet.links[engine.name].cut:
+                self.cut(int(engine.name[1:]))
             self.join(int(engine.name[1:]))
             engine.report()
         open_ones = [r for r in self.readers if not r.left]
@@ -228,6 +252,9 @@ class FleetMachine(RuleBasedStateMachine):
         for reader in open_ones:
             if isinstance(reader.error, EngineDead):  # there was no node for long
                 assert "no node" in str(reader.error)
+                continue
+            last = reader.events[-1].error
+            if last is not None and isinstance(from_wire(last), RegistryUnavailable):  # likewise
                 continue
             assert reader.tokens == stream_of(reader.request), reader.request
             assert reader.events[-1].finish_reason == "length"
@@ -507,6 +534,31 @@ def test_requests_go_where_their_adapter_can_be_had() -> None:
         await settle(fleet, 30)
         error = reader.events[-1].error
         assert error is not None and isinstance(from_wire(error), AdapterUnavailable)
+
+    in_fleet(test)
+
+
+def test_a_request_waits_while_the_registry_is_away() -> None:
+    async def test(fleet: LossyFleet) -> None:
+        held = asyncio.create_task(fleet.client.hold(AdapterSource("/a", DIGESTS[0]), "name"))
+        await settle(fleet, 4)
+        await held
+        for engine in fleet.engines:
+            engine.held, engine.registry_away = set(), True
+            fleet.client.nodes[engine.name].held.clear()
+        reader = begun(fleet, asked(5, DIGESTS[0]))
+        await settle(fleet, 30)
+        assert not reader.events
+        fleet.engines[1].registry_away = False
+        await settle(fleet, 30)
+        assert reader.tokens == stream_of(reader.request)
+        late = begun(fleet, asked(5, DIGESTS[0]))
+        fleet.engines[1].begin()
+        fleet.client.nodes["n1"].held.clear()
+        fleet.engines[1].registry_away = True
+        await settle(fleet, 200)
+        error = late.events[-1].error
+        assert error is not None and isinstance(from_wire(error), RegistryUnavailable)
 
     in_fleet(test)
 

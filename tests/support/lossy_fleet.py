@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weft.core.adapters import AdapterInfo
-from weft.core.errors import AdapterUnavailable, EngineDead, to_wire
+from weft.core.errors import AdapterUnavailable, EngineDead, RegistryUnavailable, to_wire
 from weft.core.load import EngineLoad, adapter_key
 from weft.core.messages import (
     Abort,
@@ -76,6 +76,8 @@ class PretendedEngine:
         self.held: set[tuple[str, str]] = set()
         self.refuses: set[str] = set()
         """Digests that can't be read here."""
+        self.registry_away = False
+        """Whether what is not held can't be had now."""
         self.running: dict[str, tuple[EngineRequest, int]] = {}
         """The requests with how much output they have."""
         self.charged = 0
@@ -107,6 +109,10 @@ class PretendedEngine:
             case Hold(call_id, source, holder):
                 if source.digest in self.refuses:
                     error = to_wire(AdapterUnavailable("no such folder", "model"))
+                    self._say(Reply(call_id, error=error))
+                    return
+                if self.registry_away:
+                    error = to_wire(RegistryUnavailable("the registry does not answer"))
                     self._say(Reply(call_id, error=error))
                     return
                 self.held.add((source.digest, holder))

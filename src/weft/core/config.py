@@ -44,9 +44,17 @@ class ModelArgs:
     revision: str | None = None
     tensor_parallel_size: int = 1
     """Devices that the model is spread over, each with a process of its own."""
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "max_model_len", "tensor_parallel_size")
+        for has, flag in (
+            (self.quantization is not None, "--quantization"),
+            (self.tensor_parallel_size > 1, "--tensor-parallel-size"),
+        ):
+            if self.deterministic and has:
+                message = f"--deterministic can't be given with {flag}"
+                raise ConfigError(message, "deterministic")
 
 
 @dataclass(frozen=True, slots=True)

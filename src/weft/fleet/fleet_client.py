@@ -32,6 +32,7 @@ from weft.core.errors import (
     EngineDead,
     InvalidRequest,
     Overloaded,
+    RegistryUnavailable,
     RequestRefused,
 )
 from weft.core.requests import EngineRequest, TokenEvent
@@ -59,6 +60,7 @@ from weft.fleet.view import RoutedRequest
 
 logger = logging.getLogger(__name__)
 
+BUSY = "no node of the fleet could begin with the request soon"
 WAIT_S = 30.0
 """How long a request that has begun waits for a node that can go on with it."""
 FIRST_WAIT_S = 5.0
@@ -233,7 +235,7 @@ class FleetClient:
                     if last := self._count_loss(live, error):
                         yield last
                         return
-                except AdapterError as error:  # no node can have its adapter
+                except (AdapterError, RegistryUnavailable) as error:  # no node has its adapter
                     yield failed(request, error)
                     return
                 finally:
@@ -289,44 +291,44 @@ class FleetClient:
     async def _place(self, live: Live) -> tuple[Node, EngineRequest]:
         """Choose a node that has the request's adapter, or gets it, and make what it is asked.
 
-        Raises EngineDead if there is no node for long, AdapterError if none can have the adapter,
-        Overloaded if a new request would have to wait for long.
+        Raises EngineDead if there is no node for long, AdapterError if none can have the adapter or
+        RegistryUnavailable if none can now, Overloaded if a new request would wait for long.
         """
         clock = asyncio.get_running_loop().time
         until_s = clock() + (WAIT_S if live.output else FIRST_WAIT_S)
         wanted = self._routed_request(live)
+        away: RegistryUnavailable | None = None  # why nodes are shunned, if that is why
         while True:
             routed = self.router.choose(wanted)
-            if isinstance(routed, Shed) and live.shunned:
-                live.shunned = frozenset()
-                wanted = self._routed_request(live)
-                continue
             if isinstance(routed, Shed):
-                if not live.attempts and self.alive and not live.lacking:
-                    message = "no node of the fleet could begin with the request soon"
-                    raise Overloaded(message, retry_after_s=routed.retry_after_s)
-                if clock() > until_s or self._closing:
-                    raise EngineDead("no node of the fleet is up")
-                await asyncio.sleep(REPORT_S)
+                if self.alive and not (live.attempts or live.lacking or live.shunned):
+                    raise Overloaded(BUSY, retry_after_s=routed.retry_after_s)
+                waits = away is not None or not live.shunned
+                if waits and (clock() > until_s or self._closing):
+                    raise away or EngineDead("no node of the fleet is up")
+                await asyncio.sleep(REPORT_S if waits else 0)
+                away, live.shunned = None, frozenset()
+                wanted = replace(wanted, avoid=frozenset(live.lacking))
                 continue
             node = self.nodes.get(routed.node)
             if node is None or node.report is None:
                 self.router.view.set_dead(routed.node)
                 continue
             try:
-                missing = [d for d in digests_of(live.request) if d not in node.held]
-                if missing:
+                if missing := [d for d in digests_of(live.request) if d not in node.held]:
                     await self.adapters.bring(node, missing)
             except EngineDead:
                 self.router.view.set_dead(node.name)
+            except RegistryUnavailable as error:  # it may have it when the registry is back
+                away, live.shunned = error, live.shunned | {node.name}
             except AdapterError as error:
                 logger.warning("node %s: %s", node.name, error.message)
                 live.lacking.add(node.name)
-                wanted = self._routed_request(live)
                 if live.lacking >= self.nodes.keys():
                     raise
             else:
                 return node, self._begin(live, node, wanted, routed)
+            wanted = replace(wanted, avoid=live.shunned | live.lacking)
 
     def _routed_request(self, live: Live) -> RoutedRequest:
         adapter = live.request.adapter

@@ -106,7 +106,7 @@ class PlacedAdapters:
             await self._bring_to(having, digest)
 
     async def bring(self, node: Node, digests: Iterable[str]) -> None:
-        """Let a node hold content. Raises EngineDead, AdapterError."""
+        """Let a node hold content. Raises EngineDead, AdapterError, RegistryUnavailable."""
         for digest in digests:
             key = node, digest
             task = self._coming.get(key)

@@ -16,6 +16,22 @@ from torch import Tensor
 HAS_TRITON = find_spec("triton") is not None
 
 
+def product(
+    x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, deterministic: bool = False
+) -> Tensor:
+    """`x W^T + b`, (T, O). If `deterministic`, a row's bits are a function of that row alone,
+    however many others there are; without a GPU rows are then computed one by one."""
+    if x_TI.is_cuda and HAS_TRITON:
+        from weft.kernels import triton_linear
+
+        return triton_linear.linear(x_TI, weight_OI, bias_O, deterministic)
+    if deterministic and len(x_TI):
+        # A copy begins at a multiple of 64 bytes, on which a library's choice may depend.
+        rows = (x_TI[t : t + 1].clone() for t in range(len(x_TI)))
+        return torch.cat([F.linear(row_1I, weight_OI, bias_O) for row_1I in rows])
+    return F.linear(x_TI, weight_OI, bias_O)
+
+
 class Weight(Protocol):
     """A matrix (O, I). Other formats than a dense one are in `weft.kernels.quant`."""
 
@@ -38,6 +54,8 @@ class DenseWeight:
     """A matrix as a tensor in the serving dtype."""
 
     values_OI: Tensor
+    deterministic: bool = False
+    """See `product`."""
 
     @property
     def shape(self) -> torch.Size:
@@ -48,11 +66,7 @@ class DenseWeight:
         return self.values_OI.nbytes
 
     def apply(self, x_TI: Tensor, bias_O: Tensor | None) -> Tensor:
-        if x_TI.is_cuda and HAS_TRITON:
-            from weft.kernels import triton_linear
-
-            return triton_linear.linear(x_TI, self.values_OI, bias_O)
-        return F.linear(x_TI, self.values_OI, bias_O)
+        return product(x_TI, self.values_OI, bias_O, self.deterministic)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         return self.values_OI.to(dtype)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from weft.core.errors import ConfigError
 from weft.kernels.attention import Attend, AttentionBatch, KVCache, write_kv
+from weft.kernels.attention.by_row import attend_by_row
 from weft.kernels.attention.sdpa import torch_attend
 from weft.kernels.collective.base import Ranks
 from weft.kernels.delta import DeltaLayer, StateCache, StateRows, gated_delta
@@ -231,14 +232,16 @@ class Ops:
         return gated_delta(y.whole(), layer, cache, rows, positions_T)
 
 
-def make_ops(name: str, device: torch.device) -> Ops:
-    """Make the ops of that name; "auto" is triton on a CUDA device, else torch. Raises ConfigError
-    when there are none of that name, or they can't run there."""
+def make_ops(name: str, device: torch.device, deterministic: bool = False) -> Ops:
+    """Make the ops of that name; "auto" is triton on a CUDA device, else torch. If
+    `deterministic`, what a row gets has the same bits whatever else is in its step, and in
+    whatever steps the rows before it were computed. Raises ConfigError when there are none of that
+    name, or they can't run there."""
     if name == "auto":
         name = "triton" if device.type == "cuda" else "torch"
     if name == "torch":
-        return Ops()
+        return Ops(attend_by_row if deterministic else torch_attend)
     if name == "triton":
-        made: Ops = import_module("weft.kernels.triton_ops").TritonOps(device)
+        made: Ops = import_module("weft.kernels.triton_ops").TritonOps(device, deterministic)
         return made
     raise ConfigError(f"there are no ops named {name!r}; there are: torch, triton", "ops")

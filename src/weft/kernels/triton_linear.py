@@ -1,10 +1,15 @@
-"""The base product for few rows.
+"""The base product for few rows; and for any number of rows, where bits must not depend on it.
 
 Shapes: T token rows, K inputs, O outputs.
 
 With few rows a product only reads its weights. So its programs keep many bytes in flight, and
 ask for the first ones before the kernel ahead has ended. Kernels that run beside it are told when x
 is there (`weft.kernels.lora.triton_beside`).
+
+A *deterministic* product gives a row the same bits whatever other rows there are. Both kernels add
+up K in the same order: each of its parts, whose number follows from the weight alone, from its
+first element to its last by the same matrix instruction, and then the parts in their order. How
+many rows and columns a program computes changes no sum.
 """
 
 from __future__ import annotations
@@ -109,6 +114,50 @@ def _product(
         tl.store(y_ptr + t[:, None] * O + o[None, :], y, mask=(t < T)[:, None])
 
 
+@triton.jit(do_not_specialize=["T"])
+def _product_of_many(
+    x_ptr,
+    w_ptr,
+    bias_ptr,
+    y_ptr,
+    T,
+    x_stride,
+    O,  # noqa: E741
+    K,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    STAGES: tl.constexpr,
+    BIAS: tl.constexpr,
+    EXACT: tl.constexpr,
+):
+    """A tile of y (T, O) = x @ w^T + bias, with the bits of `_product` where that has as many
+    SPLIT parts. Programs: tiles of rows of one tile of columns after another, which share its
+    weights."""
+    num_t = tl.cdiv(T, BLOCK_T)
+    t = tl.program_id(0) % num_t * BLOCK_T + tl.arange(0, BLOCK_T)
+    o = tl.program_id(0) // num_t * BLOCK_O + tl.arange(0, BLOCK_O)
+    i = tl.arange(0, BLOCK_K)
+    x_row = x_ptr + t[:, None].to(tl.int64) * x_stride
+    w_row = w_ptr + o[:, None].to(tl.int64) * K
+    each = K // SPLIT
+    total = tl.full((BLOCK_O, BLOCK_T), 0.0, tl.float32)
+    for part in tl.static_range(SPLIT):
+        acc = tl.full((BLOCK_O, BLOCK_T), 0.0, tl.float32)
+        for start in tl.range(part * each, (part + 1) * each, BLOCK_K, num_stages=STAGES):
+            k = start + i
+            w = tl.load(w_row + k[None, :], mask=(o < O)[:, None] & (k < K)[None, :], other=0.0)
+            x = tl.load(x_row + k[None, :], mask=(t < T)[:, None] & (k < K)[None, :], other=0.0)
+            acc = dot(w, tl.trans(x), acc, EXACT)
+        total += acc
+    if BIAS:
+        total += tl.load(bias_ptr + o, mask=o < O, other=0.0).to(tl.float32)[:, None]
+    y_at = y_ptr + t[:, None].to(tl.int64) * O + o[None, :]
+    y = tl.trans(total).to(y_ptr.dtype.element_ty)
+    tl.store(y_at, y, mask=(t < T)[:, None] & (o < O)[None, :])
+
+
 TURNS = 64
 """How many flags there are. They are many more than launches that can be under way at once, as
 each is there with all its programs."""
@@ -135,34 +184,83 @@ def _has_room(device: torch.device) -> bool:
     return bool(found >= 200 << 10)
 
 
-def cut_of(x_TK: Tensor, weight_OK: Tensor) -> Cut | None:
+def cut_of(x_TK: Tensor, weight_OK: Tensor, deterministic: bool = False) -> Cut | None:
     """How to cut a product; None where another kernel is better, or this one can't."""
-    (T, K), O = x_TK.shape, len(weight_OK)  # noqa: E741
-    if not 0 < T <= FEW_ROWS or O % 64 or K % 128 or not _has_room(x_TK.device):
+    if not 0 < len(x_TK) <= FEW_ROWS or not _can_cut(weight_OK) or x_TK.stride(1) != 1:
         return None
-    if x_TK.dtype == torch.float32 and not INTERPRETED:
-        return None
-    if not (weight_OK.is_contiguous() and x_TK.stride(1) == 1):
-        return None
-    found = tuned.cut_for(x_TK.device, T, O, K)
+    cut = _cut(weight_OK, len(x_TK))
+    split = _split(weight_OK) if deterministic else cut.split
+    return cut if cut.split == split else Cut(128, split, 3)
+
+
+def _can_cut(weight_OK: Tensor) -> bool:
+    O, K = weight_OK.shape  # noqa: E741
+    if O % 64 or K % 128 or not weight_OK.is_contiguous() or not _has_room(weight_OK.device):
+        return False
+    return INTERPRETED or weight_OK.dtype != torch.float32
+
+
+def _cut(weight_OK: Tensor, num_rows: int) -> Cut:
+    (O, K), device = weight_OK.shape, weight_OK.device  # noqa: E741
+    found = tuned.cut_for(device, num_rows, O, K)
     if found is not None:
         return found
-    enough = processors(x_TK.device) * (4 if T > 32 else 2) // 3
+    enough = processors(device) * (4 if num_rows > 32 else 2) // 3
     split = 1
     while split < 4 and O // 64 * split < enough and K % (256 * split) == 0:
         split *= 2
-    cut = Cut(128, split, 3 if T > 32 else 4)
-    if T <= 16 and split > 1 and K % (256 * split) == 0:
+    cut = Cut(128, split, 3 if num_rows > 32 else 4)
+    if num_rows <= 16 and split > 1 and K % (256 * split) == 0:
         cut = replace(cut, step=256, stages=3)
     return cut
 
 
-def linear(x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tensor:
+def _split(weight_OK: Tensor) -> int:
+    """How many parts K has in all deterministic products with a weight: as many as it has with few
+    rows, if it can have them with FEW_ROWS too."""
+    O, K = weight_OK.shape  # noqa: E741
+    split = _cut(weight_OK, 1).split if _can_cut(weight_OK) else 1
+    while split > 1 and not Cut(128, split, 3).fits(FEW_ROWS, O, K):
+        split //= 2
+    return split
+
+
+def linear(
+    x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, deterministic: bool = False
+) -> Tensor:
     """`x W^T + b`, (T, O)."""
-    cut = cut_of(x_TK, weight_OK)
-    if cut is None:
-        return F.linear(x_TK, weight_OK, bias_O)
-    return launch(x_TK, weight_OK, bias_O, cut, None).y_TO
+    cut = cut_of(x_TK, weight_OK, deterministic)
+    if cut is not None:
+        return launch(x_TK, weight_OK, bias_O, cut, None).y_TO
+    if deterministic and len(x_TK):
+        return _launch_many(x_TK.contiguous(), weight_OK.contiguous(), bias_O)
+    return F.linear(x_TK, weight_OK, bias_O)
+
+
+def _launch_many(x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None) -> Tensor:
+    (T, K), O = x_TK.shape, len(weight_OK)  # noqa: E741
+    y_TO = x_TK.new_empty(T, O)
+    exact = INTERPRETED or x_TK.dtype == torch.float32
+    rows = columns = 64 if exact else 128
+    _product_of_many[triton.cdiv(T, rows) * triton.cdiv(O, columns),](
+        x_TK,
+        weight_OK,
+        y_TO if bias_O is None else bias_O,
+        y_TO,
+        T,
+        K,
+        O,
+        K,
+        BLOCK_T=rows,
+        BLOCK_O=columns,
+        BLOCK_K=32 if exact else 64,
+        SPLIT=_split(weight_OK),
+        STAGES=4,
+        BIAS=bias_O is not None,
+        EXACT=exact,
+        num_warps=4 if exact else 8,
+    )
+    return y_TO
 
 
 class Launched(NamedTuple):

@@ -199,10 +199,10 @@ def _rope_and_write(
 class TritonOps(Ops):
     """Ops for CUDA devices (and, in Triton's interpreter, for the CPU)."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, deterministic: bool = False) -> None:
         if device.type == "cpu" and not INTERPRETED:
             raise ConfigError("the triton ops need a GPU", "ops")
-        super().__init__(PagedAttention(device))
+        super().__init__(PagedAttention(device, deterministic))
         self._options = launch_options(starts_early(device))
 
     def rms_norm(

@@ -69,7 +69,7 @@ class Decoder:
         names = [f"model.layers.{i}.{name}" for i in layers for name in config.norm_names]
         self._norms = [parts.norm(name) for name in (*names, LAST_NORM)]
         """Those of each layer in the order of their use, and the last one."""
-        self._head = Head(weights.head, parts.group(HEAD), ranks)
+        self._head = Head(weights.head, parts.group(HEAD), ranks, weights.deterministic)
         distinct = list(dict.fromkeys(config.ropes))
         self._ropes = [
             RopeTable(rope, config.head_dim, max_model_len, self.dtype, self.device)

@@ -16,7 +16,7 @@ from torch import Tensor
 from weft.kernels.attention import AttentionBatch
 from weft.kernels.collective.base import Ranks
 from weft.kernels.delta import StateRows
-from weft.kernels.linear import Weight
+from weft.kernels.linear import Weight, product
 from weft.kernels.lora.base import LoraStep, NormStep, VocabularyStep
 from weft.kernels.ops import Ops, Product
 
@@ -203,9 +203,15 @@ class Head:
     weight_VI: Tensor
     group: int
     ranks: Ranks
+    deterministic: bool = False
+    """See `weft.kernels.linear.product`."""
 
     def __call__(self, x_NI: Tensor, step: StepContext) -> Tensor:
-        y_NV = self.ranks.gather_columns(F.linear(x_NI, self.weight_VI))
+        if self.deterministic:
+            y_NV = product(x_NI, self.weight_VI, None, True)
+        else:
+            y_NV = F.linear(x_NI, self.weight_VI)
+        y_NV = self.ranks.gather_columns(y_NV)
         if step.lora is not None:
             step.lora.head(y_NV, x_NI, self.group)
         if step.vocabulary is not None:

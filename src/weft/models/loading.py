@@ -63,6 +63,8 @@ def load_model(args: ModelArgs, rank: int = 0, fully_sharded_loras: bool = False
     if size > 1 and args.quantization and format_named(args.quantization).by_projection:
         message = f"--quantization {args.quantization} is served on one GPU only"
         raise ConfigError(message, "quantization")
+    if args.deterministic:
+        _check_deterministic(config)
     shard = model_shard(config, rank, size, fully_sharded_loras=fully_sharded_loras)
     dtype = dtype_of(args.dtype, config, device)
     if args.load_format == "dummy":
@@ -70,6 +72,8 @@ def load_model(args: ModelArgs, rank: int = 0, fully_sharded_loras: bool = False
     else:
         folder = resolve_model(args.model, args.revision)
         weights = load_weights(folder, config, dtype, device, args.quantization, shard)
+    if args.deterministic:
+        weights.make_deterministic()
     own = share_of(config, size)
     return LoadedModel(own, shard, weights, dtype, device, args.quantization)
 
@@ -103,6 +107,17 @@ def _check_context(asked: int | None, config: ModelConfig) -> None:
     if asked is not None and asked > limit:
         message = f"--max-model-len {asked} is more than the model's own limit of {limit} tokens"
         raise ConfigError(message, "max_model_len")
+
+
+def _check_deterministic(config: ModelConfig) -> None:
+    """Raises ConfigError for a model some of whose kernels are not."""
+    for has, what in (
+        (config.moe is not None, "a mixture of experts"),
+        (config.linear is not None, "linear attention"),
+    ):
+        if has:
+            message = f"--deterministic does not serve {what}, which {config.architecture} has"
+            raise ConfigError(message, "deterministic")
 
 
 def load_weights(

@@ -33,6 +33,15 @@ class Weights:
     vectors: dict[str, Tensor] = field(default_factory=dict)
     """What no adapter changes, by name."""
 
+    @property
+    def deterministic(self) -> bool:
+        """Whether all products with them are; see `weft.kernels.linear.product`."""
+        return all(isinstance(m, DenseWeight) and m.deterministic for m in self.matrices.values())
+
+    def make_deterministic(self) -> None:
+        for key in self.matrices:
+            self.matrices[key] = DenseWeight(self.dense(key), deterministic=True)
+
     def dense(self, key: str) -> Tensor:
         """A matrix that is never quantized."""
         matrix = self.matrices[key]

@@ -46,6 +46,8 @@ HELP: dict[str, str] = {
     "revision": "The branch, tag or commit of a model from the Hugging Face hub.",
     "tensor_parallel_size": "How many GPUs to spread the model over. Each has a process of its own"
     " and holds a share of the base, of every adapter and of the KV cache.",
+    "deterministic": "Give each request the same bits whatever is computed beside it, also when it"
+    " goes on elsewhere. docs/fleet.md says what that costs, and which models can have it.",
     "max_loras": "How many different adapters one batch may hold.",
     "adapter_host_memory": "Host memory for adapters, such as 4G; others are read from disk when"
     " used. Default: 4G, but at most an eighth of the memory.",

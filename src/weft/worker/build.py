@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from weft.core.config import EngineArgs, ModelArgs
+from weft.core.errors import ConfigError
 from weft.core.stages import Stages
 from weft.kernels.collective import make_ranks
 from weft.kernels.collective.base import ALONE, Ranks, Solo
@@ -113,9 +114,9 @@ def build_parts(
             model.device,
             num_states + num_snapshots,
         )
-    ops = make_ops("auto", model.device)
+    ops = make_ops("auto", model.device, args.model.deterministic)
     decoder = Decoder(model.config, model.weights, ops, max_model_len, ranks)
-    lora = make_backend(args.lora.lora_backend, pool)
+    lora = make_backend(_backend_name(args, model.device), pool)
     executor = StepExecutor(decoder, kv, pool, lora, sampler, num_rows)
     _end_stage(stages, "memory", model.device)
     executor.make_graphs(
@@ -208,8 +209,27 @@ def _make_pool(args: EngineArgs, model: LoadedModel, ranks: Ranks) -> AdapterPoo
     num_elements = num_bytes // model.dtype.itemsize
     with allocating("adapter_memory"):
         return AdapterPool(
-            model.table, num_elements, MAX_RESIDENT, model.dtype, model.device, ranks
+            model.table,
+            num_elements,
+            MAX_RESIDENT,
+            model.dtype,
+            model.device,
+            ranks,
+            args.model.deterministic,
         )
+
+
+def _backend_name(args: EngineArgs, device: torch.device) -> str:
+    """The LoRA backend. Raises ConfigError if it is to be deterministic and is not."""
+    name = args.lora.lora_backend
+    if not args.model.deterministic:
+        return name
+    if name == "auto":
+        return "triton" if device.type == "cuda" else "reference"
+    if name not in ("triton", "reference"):
+        message = f"--deterministic is not served by the LoRA backend {name!r}"
+        raise ConfigError(message, "deterministic")
+    return name
 
 
 def _make_check(
@@ -222,7 +242,7 @@ def _make_check(
     return SelfCheck(
         Decoder(model.config, model.weights, ops, TOKENS, alone),
         model.table,
-        partial(make_backend, args.lora.lora_backend),
+        partial(make_backend, _backend_name(args, model.device)),
         allocate_kv_cache(model.config, num_blocks(size), size, model.dtype, model.device, 2),
         size,
         activity.is_recent,

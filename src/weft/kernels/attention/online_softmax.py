@@ -98,12 +98,14 @@ def accumulate(
     BLOCK_SIZE: tl.constexpr,
     CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr,
+    ALIKE: tl.constexpr,
 ):
     """Online softmax of rows q (M, D) over context tokens [first, last): (acc, sum, maximum). It
     takes powers of 2: `scale` has LOG2E in it.
 
     CAUSAL: row m sees up to position[m]; WINDOW: and only after position[m] - window. Rounds that
-    every row sees all of go without masks. Blocks are looked up one round ahead, as the
+    every row sees all of go without masks, but if all rounds are to be ALIKE: with a mask, the
+    compiler rounds otherwise. Blocks are looked up one round ahead, as the
     compiler overlaps fewer rounds of loads whose addresses are loaded in the same round.
     """
     i = tl.arange(0, BLOCK_N)
@@ -112,7 +114,7 @@ def accumulate(
     acc = tl.full((BLOCK_M, BLOCK_D), 0.0, tl.float32)
     block = _blocks_of(first + i, last, table_at, BLOCK_SIZE)
     masked = first
-    if CAUSAL and not WINDOW:
+    if CAUSAL and not WINDOW and not ALIKE:
         masked = tl.maximum(tl.min(position) + 1, 0) // BLOCK_N * BLOCK_N
         for start in range(0, masked, BLOCK_N):
             n = start + i

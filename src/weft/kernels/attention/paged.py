@@ -3,6 +3,10 @@
 Shapes: T token rows, S sequences, H query heads, K key and value heads, G = H / K query heads of
 one key head, D head dimension, B blocks of a sequence, P parts that a decode's context is cut into.
 
+A *deterministic* row has the same bits as a decode and in any chunk: `_prefill` then computes all
+of them, in rounds that begin at multiples of their size in the context, so that what a row adds up,
+and how, follows from its position alone.
+
 Sums are in fp32, and a result is rounded once. A decode's launches follow from the number of
 sequences alone, so that a CUDA graph of them serves any lengths; a sequence of length 0 (padding
 of a graph) reads no cache and gives zeros.
@@ -140,6 +144,7 @@ def _decode(
         BLOCK_SIZE,
         False,
         False,
+        False,
     )
     H = K * G
     if PARTS == 1:
@@ -212,6 +217,7 @@ def _prefill(
     v_ptr,
     out_ptr,
     table_ptr,
+    lens_ptr,
     tiles_ptr,
     sinks_ptr,
     scale,
@@ -225,20 +231,35 @@ def _prefill(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
+    ALIKE: tl.constexpr,
 ):
     """A tile of query rows of one sequence, G heads of each; programs (K, tiles).
 
-    tiles int32 (., 4): sequence, first row, number of rows, position of the first row. The rest
+    tiles int32 (., 4): sequence, first row, number of rows, position of the first row; with ROWS
+    "pairs", pairs as `_decode` has them, a tile each; with "all", the sequence of the program's
+    number has one row, of the same number. ALIKE: a row has the same bits in every tile. The rest
     as `_decode` has it.
     """
     head = tl.program_id(0)
-    tile = tiles_ptr + 4 * tl.program_id(1)
-    seq = tl.load(tile)
-    row = tl.load(tile + 1)
-    count = tl.load(tile + 2)
-    position = tl.load(tile + 3)
+    if ROWS == "tiles":
+        tile = tiles_ptr + 4 * tl.program_id(1)
+        seq = tl.load(tile)
+        row = tl.load(tile + 1)
+        count = tl.load(tile + 2)
+        position = tl.load(tile + 3)
+    else:
+        seq = tl.program_id(1)
+        row = seq
+        if ROWS == "pairs":
+            seq = tl.load(tiles_ptr + 2 * tl.program_id(1))
+            row = tl.load(tiles_ptr + 2 * tl.program_id(1) + 1)
+            if seq < 0:
+                return
+        position = tl.load(lens_ptr + seq) - 1
+        count = 1
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, BLOCK_D)
     mask = (m < count * G)[:, None] & (d < D)[None, :]
@@ -249,7 +270,8 @@ def _prefill(
     )
     first = 0
     if WINDOW:
-        first = tl.maximum(position - window + 1, 0) // BLOCK_SIZE * BLOCK_SIZE
+        each: tl.constexpr = BLOCK_N if ALIKE else BLOCK_SIZE
+        first = tl.maximum(position - window + 1, 0) // each * each
     acc, total, most = accumulate(
         q,
         k_ptr,
@@ -269,6 +291,7 @@ def _prefill(
         BLOCK_SIZE,
         True,
         WINDOW,
+        ALIKE,
     )
     if SINKS:
         acc, total = with_sinks(acc, total, most, load_sinks(sinks_ptr, heads, heads < K * G))
@@ -280,7 +303,8 @@ def _prefill(
 class PagedAttention:
     """The kernels above on one device: an `Attend`."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, deterministic: bool = False) -> None:
+        self._deterministic = deterministic
         self._programs = processors(device)
         self._shared_bytes = 0
         """How much shared memory a program may have."""
@@ -315,18 +339,28 @@ class PagedAttention:
             "SINKS": sinks_H is not None,
         }
         sinks = out_THD if sinks_H is None else sinks_H
-        if work.num_decodes:
+        parts: list[tuple[str, int, Tensor]] = []
+        if work.num_decodes and not self._deterministic:
             self._decode(tensors, batch, work, sinks, numbers, constants)
+        elif work.num_decodes and work.pairs is None:
+            parts.append(("all", work.num_decodes, table_SB))
+        elif work.pairs is not None:
+            parts.append(("pairs", work.num_decodes, work.pairs))
         if work.tiles is not None:
-            rows, row_bytes = tile_rows(H // K), constants["BLOCK_D"] * q_THD.element_size()
-            _prefill[K, len(work.tiles)](
+            parts.append(("tiles", len(work.tiles), work.tiles))
+        rows, row_bytes = tile_rows(H // K), constants["BLOCK_D"] * q_THD.element_size()
+        for kind, num_tiles, tiles in parts:
+            _prefill[K, num_tiles](
                 *tensors,
                 table_SB,
-                work.tiles,
+                batch.seq_lens_S,
+                tiles,
                 sinks,
                 *numbers,
                 BLOCK_M=rows,
                 BLOCK_N=CHUNKS.tokens,
+                ROWS=kind,
+                ALIKE=self._deterministic,
                 num_warps=CHUNKS.warps,
                 num_stages=CHUNKS.stages_within(self._shared_bytes, rows, row_bytes),
                 **constants,

@@ -79,8 +79,11 @@ class AdapterPool:
         dtype: torch.dtype,
         device: torch.device,
         ranks: Ranks = ALONE,
+        deterministic: bool = False,
     ) -> None:
+        """`deterministic`: whether a row's results must not depend on other rows, to the bit."""
         self.table = table
+        self.deterministic = deterministic
         self.ranks = ranks
         self.num_slots = num_slots
         self.arena = torch.empty(num_elements, dtype=dtype, device=device)

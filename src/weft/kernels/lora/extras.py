@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from weft.core.targets import ImageLayout, vocabulary
+from weft.kernels.linear import product
 from weft.kernels.lora.base import (
     AdapterPool,
     ExpertStep,
@@ -107,7 +108,7 @@ class ExtrasStep(LoraStep):
             if found := own.rows(own.layout.head_rows):
                 ids_n, rows_nI = found
                 y_nV = y_NV[own.start : own.stop]
-                logits = x_NI[own.start : own.stop] @ rows_nI.t()
+                logits = own.logits(x_NI, rows_nI)
                 if ids_n is None:
                     y_nV[:, : len(rows_nI)] = logits
                 else:
@@ -158,7 +159,7 @@ class _AddedTokens:
         y_NW = F.pad(y_NV, (0, width - self._vocab), value=-torch.inf)
         for own in self._sampled:
             rows_nI = own.added(own.layout.head_rows)
-            added_Nn = x_NI[own.start : own.stop] @ rows_nI.t()
+            added_Nn = own.logits(x_NI, rows_nI)
             y_NW[own.start : own.stop, self._vocab : own.layout.vocab_size] = added_Nn
         return y_NW
 
@@ -170,6 +171,7 @@ class _Own:
         self.start, self.stop = segment.start, segment.stop
         self.layout = layout
         self._image = pool.arena[at : at + layout.num_elements]
+        self._deterministic = pool.deterministic
         vocab, self._hidden = vocabulary(pool.table, "embedding")
         self.num_added = max(layout.vocab_size - vocab, 0)
         """How many tokens the adapter adds to the vocabulary."""
@@ -179,6 +181,11 @@ class _Own:
         if not offsets or offsets[index] < 0:
             return None
         return self._bits(offsets[index], size, torch.float32)
+
+    def logits(self, x_NI: Tensor, rows_nI: Tensor) -> Tensor:
+        """The logits of tokens for the segment's rows."""
+        x_NI = x_NI[self.start : self.stop]
+        return product(x_NI, rows_nI, None, True) if self._deterministic else x_NI @ rows_nI.t()
 
     def norm(self, index: int, size: int) -> Tensor | None:
         offsets = self.layout.norm_offset

@@ -154,7 +154,7 @@ class TritonStep(LoraStep):
         if not isinstance(weight, DenseWeight):
             return None
         backend, rows, num_rows = self._backend, self.rows, len(x_TI)
-        cut = cut_of(x_TI, weight.values_OI)
+        cut = cut_of(x_TI, weight.values_OI, weight.deterministic)
         if cut is None or rows.slots is None or len(rows.tiles) != num_rows:
             return None
         pool, of = backend.pool, backend.pool.table.groups[group]

@@ -1,0 +1,73 @@
+"""With --deterministic, bits depend on nothing but the request: not on its neighbours, nor on which
+of its tokens were computed together."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+import torch
+from continuing import assert_same_bits_at_any_cut
+from engines import MakeLLM
+
+from weft.core.config import ModelArgs
+from weft.core.errors import ConfigError
+from weft.kernels.linear import product
+
+INTERPRETED = pytest.mark.skipif(
+    sys.platform != "linux" or os.environ.get("TRITON_INTERPRET") != "1",
+    reason="compiled kernels are for a GPU",
+)
+
+
+@pytest.mark.parametrize(
+    "dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.exhaustive)]
+)
+def test_any_cut_gives_the_same_bits(make_llm: MakeLLM, dtype: str) -> None:
+    assert_same_bits_at_any_cut(make_llm, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_row_of_a_product_does_not_see_the_others(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x_TI, weight_OI, bias_O = (torch.randn(n, dtype=dtype) for n in ((70, 200), (130, 200), (130,)))
+    whole_TO = product(x_TI, weight_OI, bias_O, deterministic=True)
+    for part in (slice(0, 1), slice(3, 20), slice(5, 70)):
+        assert torch.equal(product(x_TI[part], weight_OI, bias_O, True), whole_TO[part])
+
+
+@pytest.mark.parametrize(
+    "option",
+    [{"quantization": "fp8"}, {"tensor_parallel_size": 2}],
+    ids=lambda each: next(iter(each)),
+)
+def test_what_can_not_be_deterministic_is_refused(option: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="--deterministic") as raised:
+        ModelArgs("model", deterministic=True, **option)
+    assert raised.value.param == "deterministic"
+
+
+def test_backends_that_are_not_are_refused(make_llm: MakeLLM) -> None:
+    with pytest.raises(ConfigError, match="'torch'"):
+        make_llm(deterministic=True, lora_backend="torch")
+
+
+@INTERPRETED
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("shape", [(128, 256), (70, 200)], ids=["cut", "odd"])
+def test_rows_of_triton_products_do_not_see_the_others(shape: tuple[int, int]) -> None:
+    from deterministic_cases import assert_rows_of_products_are_alone
+
+    numbers = [1, 16, 17, 64, 65]
+    assert_rows_of_products_are_alone(torch.device("cpu"), torch.float32, shape, numbers)
+
+
+@INTERPRETED
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.exhaustive), 50])
+def test_rows_of_triton_attention_do_not_see_the_others(window: int | None) -> None:
+    from deterministic_cases import assert_rows_of_attention_are_alone
+
+    heads, cuts = (4, 2, 16), [[40, 100]]
+    device, dtype = torch.device("cpu"), torch.float32
+    assert_rows_of_attention_are_alone(device, dtype, heads, window, 150, cuts)
