@@ -33,7 +33,7 @@ from torch import Tensor
 
 from weft.kernels.collective.base import Ranks, sum_in_order
 from weft.kernels.collective.group import GroupRanks
-from weft.kernels.collective.peers import can_connect, connect
+from weft.kernels.collective.peers import PeerRanks, can_connect, open_inboxes
 from weft.kernels.ops import Ops, Pending, Product, make_ops
 from weft.terminal.environment import collect
 
@@ -107,7 +107,7 @@ class Bench:
         self.device, self.width, self.size = device, width, size
         self.ops = make_ops("triton", device)
         self.group = GroupRanks()
-        self.peers = connect(self.group, 2 * width, device)
+        self.peers = PeerRanks(self.group, open_inboxes(self.group, 2 * width, device))
         shape = (max(ROWS), width)
         self.shared = symmetric.empty(shape, dtype=torch.bfloat16, device=device)
         symmetric.rendezvous(self.shared, dist.group.WORLD)

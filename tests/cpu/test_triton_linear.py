@@ -24,7 +24,7 @@ import weft.kernels.triton_linear as kernels
 from weft.core.targets import layout_of
 from weft.kernels.attention import KVCache, make_batch
 from weft.kernels.linear import DenseWeight
-from weft.kernels.lora import AdapterPool, LoraBatch, Segment, triton_beside
+from weft.kernels.lora import AdapterPool, LoraBatch, Segment
 from weft.kernels.lora.triton import TritonBackend, TritonStep, Tuning
 from weft.kernels.ops import Ops, Pending, Product, Rope
 from weft.kernels.triton_ops import TritonOps
@@ -128,20 +128,6 @@ def test_a_row_does_not_see_the_others() -> None:
         for t in (5, 18, 20, 21):
             _, alone = product(backend, slots, group.index, slice(t, t + 1))
             assert torch.equal(alone.add_TO[0], together.add_TO[t]), (group.index, t)
-
-
-def test_teams_share_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However many programs there are, the same bits: here fewer than tiles, each for itself, as
-    the interpreter runs one after the other."""
-    backend = make_backend(torch.float32)
-    slots = [-1, *[0] * 18, 1, 2, 3]
-    for group in TABLE.groups:
-        _, alone = product(backend, slots, group.index)
-        for num_programs in (2, 5):
-            monkeypatch.setattr(triton_beside, "programs_beside", lambda _, num=num_programs: num)
-            _, shared = product(backend, slots, group.index)
-            assert torch.equal(shared.add_TO[1:], alone.add_TO[1:])
-        monkeypatch.undo()
 
 
 @pytest.mark.parametrize("slots", [[-1, -1], [0, 1, 1]], ids=["base", "adapters"])

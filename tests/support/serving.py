@@ -25,6 +25,7 @@ from tiny import ADAPTERS, BASE
 from weft.api import ApiSettings, create_app
 from weft.cli.connections import http_config
 from weft.core.config import engine_args
+from weft.fleet.supervisor import start_supervised
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
 
 
@@ -99,7 +100,8 @@ def serving_here(root: Path, model: Path, **options: object) -> Iterator[str]:
 
     async def serve() -> None:
         nonlocal server
-        engine = await start_in_process(engine_args(str(model), num_threads=1, **options))
+        args = engine_args(str(model), num_threads=1, **options)
+        engine = await start_supervised(args, start_in_process)
         try:
             registry = AdapterRegistry(["base"], str(model))
             settings = ApiSettings(served_model_names=("base",))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.checksum import checksum
-from weft.worker import peers
+from weft.worker import spawn
 from weft.worker.sampler import Sampler
 
 AT_ONCE = 16
@@ -38,8 +38,8 @@ def watch(folder: str, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
 def watch_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Watch this process, and the ranks that it is going to start."""
     watch(str(folder), monkeypatch)
-    command = f"import watched_ranks; watched_ranks.watch({str(folder)!r}); {peers._COMMAND}"
-    monkeypatch.setattr(peers, "_COMMAND", command)
+    command = f"import watched_ranks; watched_ranks.watch({str(folder)!r}); {spawn.COMMAND}"
+    monkeypatch.setattr(spawn, "COMMAND", command)
 
 
 def checksums(folder: Path) -> list[list[str]]:

@@ -24,12 +24,15 @@ def main() -> None:
 
 
 def _start(order: dict[str, object]) -> dict[str, object]:
-    from weft.bench.drive import Job, driving  # imports are part of what is measured
+    from weft.worker.spawn import spawn_ahead  # imports are part of what is measured
+
+    options = dict(order["options"])  # type: ignore[call-overload]
+    spawn_ahead(options.get("tensor_parallel_size") or 1)  # as an engine's process does
+    from weft.bench.drive import Job, driving
     from weft.core.config import engine_args
     from weft.core.stages import Stages
 
     seconds = {"imports": time.time() - float(str(order["began"]))}
-    options = dict(order["options"])  # type: ignore[call-overload]
     with driving(engine_args(str(order["model"]), **options)) as driver:
         stages = Stages()
         adapter = driver.register(str(order["adapter"]))

@@ -26,6 +26,7 @@ from weft.fleet.sent import ReceivedRequests, SentRequests
 from weft.fleet.sockets import SocketFolder
 from weft.fleet.wire import COMMANDS, REPORTS
 from weft.metrics.logs import LogArgs, configure_logging, configured_logging
+from weft.worker.spawn import spawn_ahead
 
 logger = logging.getLogger(__name__)
 
@@ -131,6 +132,7 @@ def _main(
     _end_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to both; the parent decides
         signal.signal(number, signal.SIG_IGN)
+    spawn_ahead(args.model.tensor_parallel_size)
     started = threading.Event()
     inbox: SimpleQueue[Command] = SimpleQueue()
     context: Context = zmq.Context()

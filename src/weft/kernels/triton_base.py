@@ -41,6 +41,19 @@ def dot(a, b, acc, EXACT: tl.constexpr):
 
 
 @triton.jit
+def ask_for(at):
+    """Ask for the lines of 128 bytes that `at` points into, in the second-level cache."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [at],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def wait_for(flag_ptr, num):
     """Wait until `num` is there."""
     while tl.atomic_add(flag_ptr, 0, sem="acquire") != num:

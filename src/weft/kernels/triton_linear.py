@@ -26,23 +26,17 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels import tuned
-from weft.kernels.triton_base import INTERPRETED, dot, launch_options, processors, starts_early
+from weft.kernels.triton_base import (
+    INTERPRETED,
+    ask_for,
+    dot,
+    launch_options,
+    processors,
+    starts_early,
+)
 from weft.kernels.tuned import MEETING_FLOATS, MEETING_TILES, Cut
 
 FEW_ROWS = 64
-
-
-@triton.jit
-def _prefetch(at):
-    """Ask for the lines of 128 bytes that `at` points into, in the second-level cache."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-        "=r,l",
-        [at],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit(do_not_specialize=["T", "turn"])
@@ -84,11 +78,11 @@ def _product(
     w_row = w_ptr + o[:, None].to(tl.int64) * K
     if PDL:
         if AHEAD > 0:
-            _prefetch(w_row + part * EACH + 64 * tl.arange(0, AHEAD)[None, :])
+            ask_for(w_row + part * EACH + 64 * tl.arange(0, AHEAD)[None, :])
         tl.extra.cuda.gdc_wait()
-    if pid == 0:  # x is there: see `launch`
+    if pid == 0:  # x is there: see `launch`. It has been in memory since the kernels ahead ended.
         tl.debug_barrier()
-        tl.atomic_xchg(flags_ptr + turn % TURNS, turn, sem="release")
+        tl.atomic_xchg(flags_ptr + turn % TURNS, turn, sem="relaxed")
     x_row = x_ptr + t[:, None] * x_stride
     acc = tl.full((BLOCK_O, BLOCK_T), 0.0, tl.float32)
     for step in tl.range(0, EACH // BLOCK_K, num_stages=STAGES):

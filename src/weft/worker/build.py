@@ -129,7 +129,7 @@ def build_parts(
         asked = args.lora.adapter_host_memory
         pinning = beside.submit(host_memory, asked, model.device, host_fd)
         with torch.inference_mode():
-            executor.compile()
+            executor.compile(ranks.rank, ranks.size)
     stages.end("compile")
     with torch.inference_mode():
         if executor.capture():

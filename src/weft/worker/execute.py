@@ -68,9 +68,9 @@ class StepExecutor:
             token_sizes(max_num_batched_tokens),
         )
 
-    def compile(self) -> None:
+    def compile(self, rank: int, num_ranks: int) -> None:
         if self.graphs is not None:
-            self.graphs.compile()
+            self.graphs.compile(rank, num_ranks)
 
     def capture(self) -> bool:
         """Capture the graphs, and return whether there are any."""

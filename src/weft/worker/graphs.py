@@ -149,14 +149,17 @@ class StepGraphs:
         self._logits_SV = make((max_seqs, decoder.num_logits), torch.float32)
         self._replays: dict[tuple[_Form, bool], Callable[[], None]] = {}
 
-    def compile(self) -> None:
-        """Compile what all sizes need, side by side."""
+    def compile(self, rank: int, num_ranks: int) -> None:
+        """Compile what all sizes need, side by side. Ranks begin with other sizes, as what one has
+        compiled is there for all."""
         if self._device.type != "cuda":
             return
         from weft.kernels.compiling import compiling_ahead  # Triton is for Linux
 
         with compiling_ahead():
-            for form in (*self._decodes, *self._mixed):
+            forms = (*self._decodes, *self._mixed)
+            first = rank * len(forms) // num_ranks
+            for form in (*forms[first:], *forms[:first]):
                 for forward in self._steps(form).values():
                     forward()
 

@@ -17,7 +17,6 @@ import logging
 import mmap
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import tempfile
@@ -60,6 +59,7 @@ from weft.worker.records import (
     WriteOrder,
 )
 from weft.worker.ring import RingWriter, ring_bytes
+from weft.worker.spawn import spawn
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,6 @@ SETTLE_S = 30.0
 """How long ranks may take to come to rest when a step has failed, and be silent."""
 END_S = 3.0
 """How long a rank may take to end by itself."""
-_COMMAND = "from weft.worker.rank import main; main()"
 
 
 @dataclass(slots=True)
@@ -121,18 +120,9 @@ class Peers:
         os.ftruncate(ring_fd, ring_bytes(RING_BYTES, len(bells)))
         self._ring = RingWriter(mmap.mmap(ring_fd, 0), bells)
         self._peers: list[_Peer] = []
-        path = os.pathsep.join(path or os.curdir for path in sys.path)
         for rank, bell in zip(others, bells, strict=True):
-            ours, theirs = socket.socketpair()
-            fds = [theirs.fileno(), ring_fd, bell, self.host_fd]
-            with theirs:
-                process = subprocess.Popen(
-                    [sys.executable, "-c", _COMMAND, *map(str, fds)],
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=fds,
-                    env={**os.environ, "PYTHONPATH": path},
-                )
-            peer = _Peer(rank, process, Connection(ours.detach()), time.monotonic())
+            process, link = spawn([ring_fd, bell, self.host_fd])
+            peer = _Peer(rank, process, Connection(link.detach()), time.monotonic())
             self._peers.append(peer)
             setup = RankSetup(args, rank, os.getpid(), self._folder.name, _logs())
             peer.connection.send_bytes(pickle.dumps(setup))

@@ -12,6 +12,7 @@ import mmap
 import os
 import pickle
 import signal
+import socket
 import sys
 import threading
 import time
@@ -54,6 +55,7 @@ from weft.worker.records import (
 )
 from weft.worker.ring import RingReader
 from weft.worker.selfcheck import probed
+from weft.worker.spawn import received
 from weft.worker.threads import WatchedThreads
 from weft.worker.worker import DeviceSteps
 
@@ -113,6 +115,7 @@ class RankLoop:
         while True:
             order: Order = pickle.loads(ring.read())
             if isinstance(order, CloseOrder):
+                self._settle()  # another rank may be waiting for the sums of a step under way
                 return
             self._carry_out(order)
 
@@ -229,8 +232,12 @@ class RankLoop:
 
 def main() -> None:
     """Serve until the first rank says to end, or is gone."""
-    socket_fd, ring_fd, bell, host_fd = map(int, sys.argv[1:])
-    connection = Connection(socket_fd)
+    down = socket.socket(fileno=int(sys.argv[1]))
+    files = received(down, 3)
+    if not files:
+        return
+    ring_fd, bell, host_fd = files
+    connection = Connection(down.detach())
     setup: RankSetup = pickle.loads(connection.recv_bytes())
     die_with_parent(setup.parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to all; the first rank decides

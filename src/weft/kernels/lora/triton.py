@@ -39,8 +39,9 @@ from weft.kernels import tuned
 from weft.kernels.collective.peers import PeerRanks
 from weft.kernels.linear import DenseWeight, Weight
 from weft.kernels.lora.base import AdapterPool, ExpertStep, LoraBatch, LoraStep
-from weft.kernels.lora.triton_beside import NUM_FLAGS, RankExchange, launch_beside
+from weft.kernels.lora.triton_beside import NUM_FLAGS, launch_beside
 from weft.kernels.lora.triton_many import SHARES, expand_rows, shrink_rows, sum_v
+from weft.kernels.lora.triton_ranks import RankExchange
 from weft.kernels.lora.triton_rows import TileList, TileRows, tiles_of_experts
 from weft.kernels.lora.triton_tiles import EXPERT
 from weft.kernels.ops import Pending, Product
@@ -213,10 +214,11 @@ class TritonStep(LoraStep):
             sum_v[min(len(rows.tiles), processors(x_TI.device)),](
                 self._work,
                 rows.tiles,
+                backend.pool.a_offset_SG,
+                backend.pool.b_offset_SL,
                 backend.pool.rank_SL,
                 *exchange.tensors,
-                numbers[1],
-                numbers[-1],
+                *(numbers[i] for i in (0, 1, 3, 4)),
                 first,
                 NUM_SLICES=len(of.slices),
                 **exchange.constants,
@@ -241,6 +243,7 @@ class TritonStep(LoraStep):
             pool.arena,
             rows.tiles,
             pool.a_offset_SG,
+            pool.b_offset_SL,
             pool.rank_SL,
             *numbers,
             NUM_SLICES=len(pool.table.groups[group].slices),

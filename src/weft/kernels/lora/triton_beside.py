@@ -16,7 +16,6 @@ Programs that wait for each other only count; no sum depends on who comes first.
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
 
 import torch
 import triton
@@ -24,26 +23,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.compiler import CompiledKernel
 
-from weft.kernels.collective.peers import Inboxes
-from weft.kernels.lora.triton_tiles import expand_tile, num_blocks_of, shrink_tile, sum_tile
+from weft.kernels.lora.triton_ranks import ALONE, RankExchange, sum_tile
+from weft.kernels.lora.triton_tiles import (
+    ask_ahead,
+    expand_tile,
+    num_blocks_of,
+    read_tile,
+    shrink_tile,
+)
 from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early, wait_for
-from weft.kernels.triton_linear import TURNS, Launched
-
-
-@triton.jit
-def _meet(count_ptr, mates, teams, all_ptr, turn_ptr, LAST: tl.constexpr):
-    """Wait until all of a team's programs are here. The last ones to leave, of the team and, where
-    it is the LAST time that they meet, of all teams, make the flags ready for the next launch."""
-    tl.debug_barrier()
-    tl.atomic_add(count_ptr, 1, sem="release")
-    wait_for(count_ptr, mates)
-    if tl.atomic_add(count_ptr + 1, 1, sem="relaxed") == mates - 1:
-        tl.store(count_ptr, 0)
-        tl.store(count_ptr + 1, 0)
-        if LAST:  # noqa: SIM102 - known to the compiler, which "and" would not be
-            if tl.atomic_add(all_ptr, 1, sem="relaxed") == teams - 1:
-                tl.store(all_ptr, 0)
-                tl.store(turn_ptr, 0)
+from weft.kernels.triton_linear import FEW_ROWS, TURNS, Launched
 
 
 @triton.jit(do_not_specialize=["turn", "group", "first_slice", "num_groups", "num_targets"])
@@ -84,13 +73,15 @@ def _adapters(
 ):
     """delta of the rows that have adapters, beside the product of the same x, launched just before.
 
-    Each tile of rows has a team of programs, at most PER_TILE; a team takes more where there are
-    more tiles than programs. Programs wait for their own team alone: those with lower numbers are
-    there or were, so that it takes no more than PER_TILE places for all to come through.
+    Each tile of rows has a team of programs, at most PER_TILE. Programs wait for their own team
+    alone: those with lower numbers are there or were, so that it takes no more than PER_TILE places
+    for all to come through.
 
     They may have started before x is there, so the product tells: flags int32 (NUM_FLAGS,) has a
-    flag for each of TURNS launches, as those that follow may be waiting for theirs, then a counter
-    of teams and four of each team's programs.
+    flag for each of TURNS launches, as those that follow may be waiting for theirs. Meanwhile they
+    read tables, and ask for the first of their matrices. Behind that is a counter of the programs
+    that wait for nobody any more, and two for each team. The last program of all, which has no
+    team, makes all of them ready for the next launch, and waits for the product.
 
     With SIZE > 1, v is summed over ranks in between, by the first program of each team. Others
     wait for it, and it for the same tiles of other ranks. Take the lowest tile that is not done
@@ -99,140 +90,114 @@ def _adapters(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     pid = tl.program_id(0)
-    NUM_SLICES: tl.constexpr = len(WIDTHS)
-    turn_ptr = flags_ptr + turn % TURNS
+    last = tl.num_programs(0) - 1
     num_tiles = tl.load(tiles_ptr + 3)
-    mates = tl.maximum(tl.minimum(PER_TILE, tl.num_programs(0) // tl.maximum(num_tiles, 1)), 1)
-    teams = tl.minimum(num_tiles, tl.num_programs(0) // mates)
-    team = pid // mates
-    if team < teams:
-        for i in range(team, num_tiles, teams):
-            shrink_tile(
-                x_ptr,
-                work_ptr,
-                arena_ptr,
-                tiles_ptr + 4 * i,
-                a_offset_ptr,
-                rank_ptr,
-                group,
-                first_slice,
-                x_stride,
-                num_groups,
-                num_targets,
-                pid % mates,
-                pid % mates + 1,
-                mates,
-                turn_ptr,
-                turn,
-                K,
-                W,
-                NUM_SLICES,
-                PART,
-                MAX_PARTS,
-                SHRINK_STAGES,
-                True,
-                EXACT,
-                PDL,
-            )
-        all_ptr = flags_ptr + TURNS
-        count_ptr = all_ptr + 1 + 4 * team
-        if SIZE > 1:
-            _meet(count_ptr + 2, mates, teams, all_ptr, turn_ptr, False)
-            if pid % mates == 0:
-                for i in range(team, num_tiles, teams):
-                    sum_tile(
-                        work_ptr,
-                        tiles_ptr + 4 * i,
-                        rank_ptr,
-                        inbox_ptrs,
-                        uses_ptr,
-                        first_slice,
-                        num_targets,
-                        0,
-                        K,
-                        W,
-                        NUM_SLICES,
-                        PART,
-                        MAX_PARTS,
-                        ROWS,
-                        RANK,
-                        SIZE,
-                    )
-        _meet(count_ptr, mates, teams, all_ptr, turn_ptr, True)
-        num_blocks = num_blocks_of(WIDTHS, BLOCK_N)
-        for i in range(team, num_tiles, teams):
-            expand_tile(
-                add_ptr,
-                work_ptr,
-                tiles_ptr,
-                arena_ptr,
-                tiles_ptr + 4 * i,
-                a_offset_ptr,
-                b_offset_ptr,
-                rank_ptr,
-                group,
-                first_slice,
-                O,
-                num_groups,
-                num_targets,
-                pid % mates * num_blocks // mates,
-                (pid % mates + 1) * num_blocks // mates,
-                WIDTHS,
-                K,
-                W,
-                BLOCK_N,
-                PART,
-                MAX_PARTS,
-                EXPAND_STAGES,
-                False,
-                False,
-                SIZE > 1,
-                EXACT,
-            )
-    if pid == 0:
+    mates = tl.minimum(PER_TILE, last // tl.maximum(num_tiles, 1))
+    turn_ptr = flags_ptr + turn % TURNS
+    done_ptr = flags_ptr + TURNS
+    if pid == last:
+        wait_for(turn_ptr, turn)  # the launch before has left the counters ready
+        wait_for(done_ptr, num_tiles * mates)
+        counters = tl.arange(0, 256)
+        tl.store(done_ptr + counters, 0, mask=counters <= 2 * num_tiles)
+        tl.store(turn_ptr, 0)
         if PDL:  # whoever waits for this kernel waits for the product too
             tl.extra.cuda.gdc_wait()
-        if num_tiles == 0:
-            tl.store(turn_ptr, 0)
+    elif pid < num_tiles * mates:
+        mate = pid % mates
+        tile = read_tile(
+            tiles_ptr + 4 * (pid // mates),
+            a_offset_ptr,
+            b_offset_ptr,
+            rank_ptr,
+            group,
+            first_slice,
+            num_groups,
+            num_targets,
+            len(WIDTHS),
+        )
+        if PDL:
+            ask_ahead(arena_ptr, tile, mate, mates, WIDTHS, K, W, BLOCK_N, PART, MAX_PARTS)
+        wait_for(turn_ptr, turn)
+        shrink_tile(
+            x_ptr,
+            work_ptr,
+            arena_ptr,
+            tile,
+            x_stride,
+            mate,
+            mate + 1,
+            mates,
+            K,
+            W,
+            PART,
+            MAX_PARTS,
+            SHRINK_STAGES,
+            EXACT,
+        )
+        count_ptr = done_ptr + 1 + 2 * (pid // mates)
+        tl.debug_barrier()
+        tl.atomic_add(count_ptr, 1, sem="release")
+        if SIZE > 1:
+            if mate == 0:
+                wait_for(count_ptr, mates)
+                sum_tile(
+                    work_ptr,
+                    tile,
+                    inbox_ptrs,
+                    uses_ptr,
+                    0,
+                    K,
+                    W,
+                    PART,
+                    MAX_PARTS,
+                    ROWS,
+                    RANK,
+                    SIZE,
+                )
+                tl.debug_barrier()
+                tl.atomic_add(count_ptr + 1, 1, sem="release")
+            wait_for(count_ptr + 1, 1)
+        else:
+            wait_for(count_ptr, mates)
+        tl.atomic_add(done_ptr, 1, sem="relaxed")
+        num_blocks = num_blocks_of(WIDTHS, BLOCK_N)
+        expand_tile(
+            add_ptr,
+            work_ptr,
+            tiles_ptr,
+            arena_ptr,
+            tile,
+            O,
+            mate * num_blocks // mates,
+            (mate + 1) * num_blocks // mates,
+            WIDTHS,
+            K,
+            W,
+            BLOCK_N,
+            PART,
+            MAX_PARTS,
+            EXPAND_STAGES,
+            False,
+            False,
+            SIZE > 1,
+            EXACT,
+        )
 
 
-PER_TILE = 16
-"""The most programs for a tile of rows."""
+PER_TILE = 1 if INTERPRETED else 16
+"""The most programs for a tile of rows. The interpreter runs one program after the other, so that
+none may wait for a later one."""
 
-MOST_PROGRAMS = 1024
-"""The most programs for adapters beside a product."""
-
-NUM_FLAGS = TURNS + 1 + 4 * MOST_PROGRAMS
+NUM_FLAGS = TURNS + 1 + 2 * FEW_ROWS
 """How many flags and counters there are: see `_adapters`."""
 
 
-ALONE = {"ROWS": 1, "RANK": 0, "SIZE": 1}
-
-
-class RankExchange(NamedTuple):
-    """Where ranks sum v; see `sum_tile`."""
-
-    inboxes: Inboxes
-    """For rows as long as those of the workspace."""
-    rank: int
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.inboxes.uses_R)
-
-    @property
-    def tensors(self) -> tuple[Tensor, Tensor]:
-        return self.inboxes.address_S, self.inboxes.uses_R
-
-    @property
-    def constants(self) -> dict[str, int]:
-        return {"ROWS": self.num_rows, "RANK": self.rank, "SIZE": len(self.inboxes.inbox_S)}
-
-
-def programs_beside(device: torch.device) -> int:
-    """How many programs adapters beside a product have: as many as a device holds at once. The
-    interpreter runs one program after the other, so that none may wait for a later one."""
-    return 1 if INTERPRETED else min(4 * processors(device), MOST_PROGRAMS)
+def _num_programs(x_TK: Tensor) -> int:
+    """How many programs adapters beside a product have: about as many as a device holds at once,
+    at least one for each row, and one more."""
+    places = 0 if INTERPRETED else 4 * processors(x_TK.device)
+    return max(places, len(x_TK)) + 1
 
 
 def launch_beside(
@@ -253,7 +218,7 @@ def launch_beside(
     b_offset, rank. `numbers`: group, first slice, number of groups, number of targets. `widths`:
     the rows of B of each slice. `exchange`: where v is summed over ranks; None: it is whole.
     """
-    grid = (programs_beside(x_TK.device),)
+    grid = (_num_programs(x_TK),)
     beside = _adapters[grid]
     if not (INTERPRETED or isinstance(product.kernel, CompiledKernel)):
         # The product is being compiled, and did not run: nobody would tell that x is there.
@@ -279,5 +244,6 @@ def launch_beside(
         EXACT=INTERPRETED or x_TK.dtype == torch.float32,
         **(ALONE if exchange is None else exchange.constants),
         num_warps=4,
+        maxnreg=128,  # so that four programs fit a processor
         **launch_options(starts_early(x_TK.device)),
     )

@@ -8,7 +8,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from weft.kernels.lora.triton_tiles import expand_tile, num_blocks_of, shrink_tile, sum_tile
+from weft.kernels.lora.triton_ranks import sum_tile
+from weft.kernels.lora.triton_tiles import (
+    expand_tile,
+    num_blocks_of,
+    read_tile,
+    shrink_tile,
+)
 
 SHARES = 48
 """How many shares the shrink of a tile is cut into, for programs to divide."""
@@ -30,6 +36,7 @@ def shrink_rows(
     arena_ptr,
     tiles_ptr,
     a_offset_ptr,
+    b_offset_ptr,
     rank_ptr,
     group,
     first_slice,
@@ -53,32 +60,34 @@ def shrink_rows(
     total = tl.load(tiles_ptr + 3) * SHARES
     begin, end = _share_of(total)
     for i in range(begin // SHARES, (end + SHARES - 1) // SHARES):
+        tile = read_tile(
+            tiles_ptr + 4 * i,
+            a_offset_ptr,
+            b_offset_ptr,
+            rank_ptr,
+            group,
+            first_slice,
+            num_groups,
+            num_targets,
+            NUM_SLICES,
+        )
+        if PDL:  # tables are read before
+            tl.extra.cuda.gdc_wait()
         shrink_tile(
             x_ptr,
             work_ptr,
             arena_ptr,
-            tiles_ptr + 4 * i,
-            a_offset_ptr,
-            rank_ptr,
-            group,
-            first_slice,
+            tile,
             x_stride,
-            num_groups,
-            num_targets,
             tl.maximum(begin - i * SHARES, 0),
             tl.minimum(end - i * SHARES, SHARES),
             SHARES,
-            tiles_ptr,
-            0,
             K,
             W,
-            NUM_SLICES,
             PART,
             MAX_PARTS,
             STAGES,
-            False,
             EXACT,
-            PDL,
         )
     if PDL:  # those without a share too: whoever waits for this kernel waits for those ahead
         tl.extra.cuda.gdc_wait()
@@ -121,20 +130,24 @@ def expand_rows(
     if PDL:
         tl.extra.cuda.gdc_wait()
     for i in range(begin // num_blocks, (end + num_blocks - 1) // num_blocks):
-        expand_tile(
-            y_ptr,
-            work_ptr,
-            ids_ptr,
-            arena_ptr,
+        tile = read_tile(
             tiles_ptr + 4 * i,
             a_offset_ptr,
             b_offset_ptr,
             rank_ptr,
             group,
             first_slice,
-            y_stride,
             num_groups,
             num_targets,
+            len(WIDTHS),
+        )
+        expand_tile(
+            y_ptr,
+            work_ptr,
+            ids_ptr,
+            arena_ptr,
+            tile,
+            y_stride,
             begin - i * num_blocks,
             end - i * num_blocks,
             WIDTHS,
@@ -151,14 +164,18 @@ def expand_rows(
         )
 
 
-@triton.jit(do_not_specialize=["first_slice", "num_targets", "first"])
+@triton.jit(do_not_specialize=["group", "first_slice", "num_groups", "num_targets", "first"])
 def sum_v(
     work_ptr,
     tiles_ptr,
+    a_offset_ptr,
+    b_offset_ptr,
     rank_ptr,
     inbox_ptrs,
     uses_ptr,
+    group,
     first_slice,
+    num_groups,
     num_targets,
     first,
     K: tl.constexpr,
@@ -178,18 +195,25 @@ def sum_v(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     for i in range(tl.program_id(0), tl.load(tiles_ptr + 3), tl.num_programs(0)):
+        tile = read_tile(
+            tiles_ptr + 4 * i,
+            a_offset_ptr,
+            b_offset_ptr,
+            rank_ptr,
+            group,
+            first_slice,
+            num_groups,
+            num_targets,
+            NUM_SLICES,
+        )
         sum_tile(
             work_ptr,
-            tiles_ptr + 4 * i,
-            rank_ptr,
+            tile,
             inbox_ptrs,
             uses_ptr,
-            first_slice,
-            num_targets,
             first,
             K,
             W,
-            NUM_SLICES,
             PART,
             MAX_PARTS,
             ROWS,

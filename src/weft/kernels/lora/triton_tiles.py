@@ -19,8 +19,7 @@ import triton
 import triton.language as tl
 
 from weft.core.targets import ALIGN
-from weft.kernels.collective.triton_sums import bits_of, send, sum_taken
-from weft.kernels.triton_base import dot, wait_for
+from weft.kernels.triton_base import ask_for, dot
 
 EXPERT = 1 << 16
 """What an expert's number is multiplied by: a tile's first word is its slot, plus this times its
@@ -32,11 +31,10 @@ TILE_ROWS = 16
 _ALIGN = tl.constexpr(ALIGN)
 _ROWS = tl.constexpr(TILE_ROWS)
 _EXPERT = tl.constexpr(EXPERT)
-_SUM_RANKS = tl.constexpr(64)
 
 
 @triton.jit
-def _parts_of(R, K, W, PART: tl.constexpr, MAX_PARTS: tl.constexpr):
+def parts_of(R, K, W, PART: tl.constexpr, MAX_PARTS: tl.constexpr):
     """(steps of PART in a part of K, number of parts) for an adapter of R ranks."""
     steps = (K + PART - 1) // PART
     wanted = tl.minimum(tl.minimum(steps, MAX_PARTS), W // ((R + 15) // 16 * 16))
@@ -45,7 +43,7 @@ def _parts_of(R, K, W, PART: tl.constexpr, MAX_PARTS: tl.constexpr):
 
 
 @triton.jit
-def _sum_parts(
+def sum_parts(
     v_at,
     rows,
     r0,
@@ -127,10 +125,38 @@ def _shrink_parts(
 
 
 @triton.jit
-def _slot_and_expert(tile_ptr):
-    """A tile's slot and expert, which share a number; see EXPERT."""
-    packed = tl.load(tile_ptr)
-    return packed % _EXPERT, packed // _EXPERT
+def read_tile(
+    tile_ptr,
+    a_offset_ptr,
+    b_offset_ptr,
+    rank_ptr,
+    group,
+    first_slice,
+    num_groups,
+    num_targets,
+    NUM_SLICES: tl.constexpr,
+):
+    """What the tables say of a tile, as the functions below take it: (expert, first row, number of
+    rows, offset of A, ranks by slice, offsets of B by slice)."""
+    slot_and_expert = tl.load(tile_ptr)
+    slot = slot_and_expert % _EXPERT
+    a_offset = tl.load(a_offset_ptr + slot * num_groups + group)
+    at = slot * num_targets + first_slice
+    ranks = (tl.load(rank_ptr + at),)
+    b_offsets = (tl.load(b_offset_ptr + at),)
+    for j in tl.static_range(1, NUM_SLICES):
+        ranks = ranks + (tl.load(rank_ptr + at + j),)  # noqa: RUF005 - for the compiler
+        b_offsets = b_offsets + (tl.load(b_offset_ptr + at + j),)  # noqa: RUF005
+    rows = tl.load(tile_ptr + 2)
+    return slot_and_expert // _EXPERT, tl.load(tile_ptr + 1), rows, a_offset, ranks, b_offsets
+
+
+@triton.jit
+def sum_of(ranks):
+    R = ranks[0]
+    for j in tl.static_range(1, len(ranks)):
+        R += ranks[j]
+    return R
 
 
 @triton.jit
@@ -139,54 +165,83 @@ def _aligned(n):
 
 
 @triton.jit
+def num_blocks_of(WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Blocks of columns of all slices."""
+    num = 0
+    for j in tl.static_range(len(WIDTHS)):
+        num += (WIDTHS[j] + BLOCK_N - 1) // BLOCK_N
+    return num
+
+
+@triton.jit
+def ask_ahead(
+    arena_ptr,
+    tile,
+    mate,
+    mates,
+    WIDTHS: tl.constexpr,
+    K: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    PART: tl.constexpr,
+    MAX_PARTS: tl.constexpr,
+):
+    """Ask for the first of A and of B that program `mate` of a tile's `mates` will read."""
+    a_offset = tile[3]
+    ranks = tile[4]
+    b_offsets = tile[5]
+    LINE: tl.constexpr = 1024 // arena_ptr.dtype.element_ty.primitive_bitwidth
+    R = sum_of(ranks)
+    if R > 0:
+        each, parts = parts_of(R, K, W, PART, MAX_PARTS)
+        share = mate * ((R + 15) // 16 * MAX_PARTS) // mates
+        k0 = share % MAX_PARTS * parts // MAX_PARTS * each * PART
+        r = tl.minimum(share // MAX_PARTS * 16 + tl.arange(0, 16), R - 1)
+        k = tl.minimum(k0 + LINE * tl.arange(0, 8), K - 1)
+        ask_for(arena_ptr + a_offset + r[:, None] * K + k[None, :])
+    num_blocks = num_blocks_of(WIDTHS, BLOCK_N)
+    begin = mate * num_blocks // mates
+    end = (mate + 1) * num_blocks // mates
+    for of in tl.static_range(len(WIDTHS)):
+        blocks = (WIDTHS[of] + BLOCK_N - 1) // BLOCK_N
+        first = tl.maximum(begin, 0) * BLOCK_N * ranks[of]
+        last = tl.minimum(tl.minimum(end, blocks) * BLOCK_N, WIDTHS[of]) * ranks[of]
+        if first < last:
+            at = tl.minimum(first + LINE * tl.arange(0, 128), last - 1)
+            ask_for(arena_ptr + b_offsets[of] + at)
+        begin -= blocks
+        end -= blocks
+
+
+@triton.jit
 def shrink_tile(
     x_ptr,
     work_ptr,
     arena_ptr,
-    tile_ptr,
-    a_offset_ptr,
-    rank_ptr,
-    group,
-    first_slice,
+    tile,
     x_stride,
-    num_groups,
-    num_targets,
     begin,
     end,
     shares,
-    flag_ptr,
-    turn,
     K: tl.constexpr,
     W: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
     PART: tl.constexpr,
     MAX_PARTS: tl.constexpr,
     STAGES: tl.constexpr,
-    FLAG: tl.constexpr,
     EXACT: tl.constexpr,
-    PDL: tl.constexpr,
 ):
     """v = x A^T of a tile's rows: shares [begin, end) of its blocks of ranks and their parts.
 
-    x (T, K) with unit stride along K. It is there when the kernels ahead have ended or, with FLAG,
-    once the flag says `turn`; the adapter's tables are read meanwhile.
+    x (T, K) with unit stride along K. Who calls this has waited for x: not in the loops here, which
+    are pipelined, so that they would ask for x before.
     """
     m = tl.arange(0, _ROWS)
     num_steps: tl.constexpr = (K + PART - 1) // PART
-    slot, expert = _slot_and_expert(tile_ptr)
-    row = tl.load(tile_ptr + 1)
-    rows = tl.load(tile_ptr + 2)
-    a_offset = tl.load(a_offset_ptr + slot * num_groups + group)
-    R = 0
-    for j in tl.static_range(NUM_SLICES):
-        R += tl.load(rank_ptr + slot * num_targets + first_slice + j)
-    a_offset = tl.multiple_of(a_offset + expert * _aligned(R * K), _ALIGN)
-    if FLAG:
-        wait_for(flag_ptr, turn)
-    elif PDL:  # not in the loops, which are pipelined: they would ask for x before
-        tl.extra.cuda.gdc_wait()
+    expert, row, rows, a_offset, ranks, _ = tile
+    R = sum_of(ranks)
     if R > 0:
-        each, parts = _parts_of(R, K, W, PART, MAX_PARTS)
+        a_offset = tl.multiple_of(a_offset + expert * _aligned(R * K), _ALIGN)
+        each, parts = parts_of(R, K, W, PART, MAX_PARTS)
         total = (R + 15) // 16 * MAX_PARTS
         begin = begin * total // shares
         end = end * total // shares
@@ -209,59 +264,6 @@ def shrink_tile(
                 STAGES,
                 EXACT,
             )
-
-
-@triton.jit
-def sum_tile(
-    work_ptr,
-    tile_ptr,
-    rank_ptr,
-    inbox_ptrs,
-    uses_ptr,
-    first_slice,
-    num_targets,
-    first,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    NUM_SLICES: tl.constexpr,
-    PART: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
-    RANK: tl.constexpr,
-    SIZE: tl.constexpr,
-):
-    """v of those of a tile's rows that are among [first, first + ROWS) = its sum over ranks, in
-    place of the first of its parts.
-
-    Each rank has computed v of its share of x. Rows go through inboxes with places of W floats, as
-    those of `weft.kernels.collective.triton_sums.sum_rows` do.
-    """
-    m = tl.arange(0, _ROWS)
-    slot, _ = _slot_and_expert(tile_ptr)
-    t = tl.load(tile_ptr + 1) + m
-    rows = tl.load(tile_ptr + 2)
-    there = (m < rows) & (t >= first) & (t < first + ROWS)
-    R = 0
-    for j in tl.static_range(NUM_SLICES):
-        R += tl.load(rank_ptr + slot * num_targets + first_slice + j)
-    if R > 0:
-        _, parts = _parts_of(R, K, W, PART, MAX_PARTS)
-        v_at = work_ptr + t[:, None].to(tl.int64) * W
-        uses = tl.load(uses_ptr + t - first, mask=there, other=0)
-        place = ((uses & 1) * (SIZE * ROWS) + t - first) * W
-        for r0 in range(0, R, _SUM_RANKS):
-            r = r0 + tl.arange(0, _SUM_RANKS)
-            mask = there[:, None] & (r < R)[None, :]
-            stride = (R + 15) // 16 * 16
-            v = _sum_parts(v_at, rows, r0, R, parts, stride, _SUM_RANKS, False)
-            own = bits_of(v, tl.int32)
-            places = place[:, None] + r[None, :]
-            for other in tl.static_range(SIZE):
-                if other != RANK:
-                    send(inbox_ptrs, other, places + RANK * ROWS * W, own, mask)
-            total = sum_taken(own, inbox_ptrs, places, ROWS * W, mask, RANK, SIZE, tl.float32)
-            tl.store(v_at + r[None, :], total, mask=mask)
-        tl.store(uses_ptr + t - first, uses + 1, mask=there)
 
 
 @triton.jit
@@ -300,7 +302,7 @@ def _expand_columns(
     n = tl.arange(0, BLOCK_N)
     r = tl.arange(0, 16)
     if rank <= 16:
-        v = _sum_parts(v_at, rows, 0, rank, parts, part_stride, 16, WHOLE)
+        v = sum_parts(v_at, rows, 0, rank, parts, part_stride, 16, WHOLE)
         for n0 in tl.range(first, last, BLOCK_N, num_stages=STAGES):
             there = n0 + n < last
             b = tl.load(
@@ -321,18 +323,9 @@ def _expand_columns(
                     mask=there[:, None] & (r0 + r < rank)[None, :],
                     other=0.0,
                 )
-                v = _sum_parts(v_at, rows, r0, rank, parts, part_stride, 16, WHOLE)
+                v = sum_parts(v_at, rows, r0, rank, parts, part_stride, 16, WHOLE)
                 acc = _times_b(acc, v, b, EXACT)
             _put(y_at + (n0 + n)[None, :], (m < rows)[:, None] & there[None, :], acc, ADD)
-
-
-@triton.jit
-def num_blocks_of(WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Blocks of columns of all slices."""
-    num = 0
-    for j in tl.static_range(len(WIDTHS)):
-        num += (WIDTHS[j] + BLOCK_N - 1) // BLOCK_N
-    return num
 
 
 @triton.jit
@@ -341,15 +334,8 @@ def expand_tile(
     work_ptr,
     ids_ptr,
     arena_ptr,
-    tile_ptr,
-    a_offset_ptr,
-    b_offset_ptr,
-    rank_ptr,
-    group,
-    first_slice,
+    tile,
     y_stride,
-    num_groups,
-    num_targets,
     begin,
     end,
     WIDTHS: tl.constexpr,
@@ -371,33 +357,31 @@ def expand_tile(
     """
     m = tl.arange(0, _ROWS)
     n = tl.arange(0, BLOCK_N)
-    slot, expert = _slot_and_expert(tile_ptr)
-    row = tl.load(tile_ptr + 1)
-    rows = tl.load(tile_ptr + 2)
-    R = 0
-    for j in tl.static_range(len(WIDTHS)):
-        R += tl.load(rank_ptr + slot * num_targets + first_slice + j)
+    expert, row, rows, a_offset, ranks, b_offsets = tile
+    R = sum_of(ranks)
     t = (row + m)[:, None].to(tl.int64)
     parts = 1
     if GATHER:
         ids = tl.load(ids_ptr + t, mask=(m < rows)[:, None], other=0)
-        v_at = arena_ptr + tl.load(a_offset_ptr + slot * num_groups + group) + ids * R
+        v_at = arena_ptr + a_offset + ids * R
     else:
         v_at = work_ptr + t * W
         if R > 0 and not WHOLE:
-            _, parts = _parts_of(R, K, W, PART, MAX_PARTS)
+            _, parts = parts_of(R, K, W, PART, MAX_PARTS)
     part_stride = (R + 15) // 16 * 16
     y_at = y_ptr + t * y_stride
     for of in range(len(WIDTHS)):  # unrolled, it would take as many times as long to compile
         width = WIDTHS[0]
+        rank = ranks[0]
+        b_offset = b_offsets[0]
         for s in tl.static_range(1, len(WIDTHS)):
             width = tl.where(of == s, WIDTHS[s], width)
+            rank = tl.where(of == s, ranks[s], rank)
+            b_offset = tl.where(of == s, b_offsets[s], b_offset)
         blocks = (width + BLOCK_N - 1) // BLOCK_N
         first = tl.maximum(begin, 0) * BLOCK_N
         last = tl.minimum(tl.minimum(end, blocks) * BLOCK_N, width)
-        rank = tl.load(rank_ptr + slot * num_targets + first_slice + of)
         if first < last:
-            b_offset = tl.load(b_offset_ptr + slot * num_targets + first_slice + of)
             b_offset += expert * _aligned(rank * width)
             b_at = arena_ptr + tl.multiple_of(b_offset, _ALIGN)
             if rank == 0:
