@@ -166,6 +166,21 @@ def test_a_closed_link_is_seen_at_once(tmp_path: Path) -> None:
     asyncio.run(test())
 
 
+def test_a_link_whose_end_is_cancelled_holds_up_nothing(tmp_path: Path) -> None:
+    async def test() -> None:
+        context = zmq.asyncio.Context()
+        key = key_of(tmp_path, "secret " * 8)
+        link = TcpLink(context, "127.0.0.1:1", key, "me", LinkClient())
+        ending = asyncio.create_task(link.join(0))
+        await asyncio.sleep(0)
+        ending.cancel()
+        await asyncio.gather(ending, return_exceptions=True)
+        assert link._socket.closed and link._monitor.closed
+        context.term()
+
+    asyncio.run(test())
+
+
 def test_nobody_is_let_in_without_the_key(tmp_path: Path) -> None:
     async def test() -> None:
         async with linked(tmp_path, "another secret " * 5) as (engine, _, client, link):

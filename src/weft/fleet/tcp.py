@@ -107,8 +107,10 @@ class TcpLink:
     async def join(self, timeout_s: float) -> None:
         for task in self._tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self._close()
+        try:
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+        finally:  # a socket that stays open would hold up the end of its context for ever
+            self._close()
 
     @property
     def _name(self) -> str:
