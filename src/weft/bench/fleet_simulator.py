@@ -19,7 +19,7 @@ from weft.bench.fleet_node import BLOCK, H200, SimulatedNode, chain_of, request_
 from weft.bench.fleet_trace import FleetAsk
 from weft.bench.workload import rng_of
 from weft.core.requests import EngineRequest, TokenEvent
-from weft.fleet.consolidate import Consolidator, loads_of, plan_moves
+from weft.fleet.consolidate import GENTLE, SHARE, Consolidator, loads_of, plan_moves
 from weft.fleet.route import Router, Shed
 from weft.fleet.told import Told
 from weft.fleet.view import TRANSIT_S, RoutedRequest
@@ -283,10 +283,10 @@ class FleetSimulator:
         if found.emptied is not None:
             i = view.index(found.emptied)
             self._work(i, now)
-            self._move([f for f in self.flights.values() if f.node == i], now)
+            self._move([f for f in self.flights.values() if f.node == i], now, GENTLE)
             self._touch(i)
 
-    def _move(self, flights: Iterable[_Flight], now: float) -> None:
+    def _move(self, flights: Iterable[_Flight], now: float, share: float = SHARE) -> None:
         """Let requests go on elsewhere. Those whose node is lost run nowhere until then."""
         by_router: dict[int, list[_Flight]] = {}
         for flight in flights:
@@ -298,7 +298,8 @@ class FleetSimulator:
                 if flight.node not in self._away and source.scheduler.has(str(flight.number)):
                     flight.output = source.scheduler.output_of(str(flight.number))
                 asked.append(flight.describe(flight.request(), source.name))
-            for move, request in zip(plan_moves(self.routers[k], asked, now), asked, strict=True):
+            moves = plan_moves(self.routers[k], asked, now, share)
+            for move, request in zip(moves, asked, strict=True):
                 self._plan_move(self.flights[int(move.request_id)], request, move.node, move.at_s)
 
     def _plan_move(

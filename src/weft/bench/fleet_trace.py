@@ -24,8 +24,9 @@ LONGEST_PROMPT = 6000
 LONGEST_ANSWER = 2000
 PAUSE_S = 5.0
 """A user needs at least so long, the answer's time included, to go on."""
-BURST_EACH_S, BURST_S, BURST_TIMES = 20.0, 2.0, 3.0
-"""In `bursts`, for so long the rate is that many times as high, and lower between."""
+BURST_EACH_S, BURST_S, BURST_TIMES = 10.0, 1.0, 3.0
+"""In `bursts`, in the middle of each such time the rate is for so long that many times as high,
+and lower between."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +45,9 @@ class FleetTrace:
     """How popular adapters are, and how the rate changes.
 
     `zipf:EXPONENT` and `uniform` say how popular adapters are; the rate is constant. In `bursts`
-    (Zipf 1.0) three times as many requests come for 2 s of every 20. In `day` (Zipf 1.0) the rate
-    goes from a fifth of its peak up to it and down again, as a cosine; in `ramp` (Zipf 1.5) it
-    rises from nothing to its peak and falls again, evenly.
+    (Zipf 1.0) three times as many requests come for a second of every 10. In `day` (Zipf 1.0) the
+    rate goes from a fifth of its peak up to it and down again, as a cosine; in `ramp` (Zipf 1.5)
+    it rises from nothing to its peak and falls again, evenly.
     """
 
     name: str
@@ -75,7 +76,10 @@ class FleetTrace:
         if self.shape == "bursts":
             between = (BURST_EACH_S - BURST_S * BURST_TIMES) / (BURST_EACH_S - BURST_S)
             calm = peak * between
-            return lambda t: peak * BURST_TIMES if t % BURST_EACH_S < BURST_S else calm
+            began_s = BURST_EACH_S / 2
+            return lambda t: (
+                peak * BURST_TIMES if 0 <= t % BURST_EACH_S - began_s < BURST_S else calm
+            )
         if self.shape == "day":
             return lambda t: peak * (0.6 - 0.4 * math.cos(2 * math.pi * t / seconds))
         if self.shape == "ramp":

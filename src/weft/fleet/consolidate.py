@@ -6,8 +6,9 @@ taken, so that its weights are read for many at once. The other nodes are idle a
 be switched off.
 
     load grows     the nodes that it needs a little later are enabled at once
-    load shrinks   when it would have fitted on fewer nodes for a while, one after the other is
-                   disabled, the one first that is emptied with the least work; its requests move
+    load shrinks   when it would have fitted on fewer nodes for a while, one is disabled, the one
+                   that is emptied with the least work; its requests move. The next one follows
+                   when it is empty
 """
 
 from __future__ import annotations
@@ -29,14 +30,16 @@ LEAD_S = 2.0
 """How far ahead the load is looked at."""
 PATIENCE_S = 5.0
 """For so long the load must have fitted on fewer nodes."""
-LATE_S = 0.1
-"""At this wait on an enabled node, another one is enabled whatever the load is."""
+LATE_S, LATE = 0.1, 0.1
+"""If requests wait this long on more than this part of the enabled nodes, another one is enabled
+whatever the load is."""
 WINDOW_S = 300.0
 """Autoscalers are told the most that was needed within this time."""
 SPARE = 1
 """And so many nodes more, as a new one takes long to come."""
-SHARE = 0.5
-"""The part of a node's time that it may spend on prompts of requests that move to it."""
+SHARE, GENTLE = 0.5, 0.1
+"""The part of a node's time that it may spend on prompts of requests that move to it: because
+their node is lost, or because theirs is to be left idle, where nobody waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,7 @@ class NodeLoad:
 
 def loads_of(view: FleetView) -> list[NodeLoad]:
     """All nodes that could serve."""
+    view.heed()
     return [
         NodeLoad(
             node.name,
@@ -111,6 +115,8 @@ class Consolidator:
         self._num_enabled = 0
         self._last: tuple[float, int] | None = None
         """When the load was looked at last, and how many requests were open."""
+        self._emptying = ""
+        """The node that was disabled last."""
         self._began_s = 0.0
         """When the load was looked at first: before, nothing is known of it."""
         self._growth = 0.0
@@ -135,16 +141,23 @@ class Consolidator:
         per_node = self._target * sum(node.seats for node in nodes) / max(len(nodes), 1)
         need = math.ceil(expected / max(per_node, 1.0))
         enabled = [by_name[name] for name in self._order[: self._num_enabled]]
-        if any(node.wait_s > LATE_S for node in enabled):
+        fits = math.ceil(expected / max(SLACK * per_node, 1.0))
+        if sum(node.wait_s > LATE_S for node in enabled) > LATE * len(enabled):
             need = max(need, self._num_enabled + 1)
+            fits = max(fits, need)
         need = min(max(need, self._min_nodes), len(nodes))
-        fits = self._fits.add(now, math.ceil(expected / max(SLACK * per_node, 1.0)))
+        fits = self._fits.add(now, fits)
+        last = by_name.get(self._emptying)
         emptied = None
         if need > self._num_enabled:
             self._num_enabled = need
-        elif max(need, fits) < self._num_enabled and now - self._began_s >= PATIENCE_S:
+        elif (
+            max(need, fits) < self._num_enabled
+            and now - self._began_s >= PATIENCE_S
+            and not (last and last.num_open and last not in enabled)
+        ):
             victim = min(enabled, key=lambda node: (node.empty_s, node.num_open, node.name))
-            emptied = self._disable(victim.name)
+            emptied = self._emptying = self._disable(victim.name)
         return Enabled(self.enabled, emptied, self._needs.add(now, need) + SPARE)
 
     def _follow(self, by_name: dict[str, NodeLoad]) -> None:
@@ -192,12 +205,14 @@ class PlannedMove:
     """When to send it there. If the node that it leaves is alive, it goes on there until then."""
 
 
-def plan_moves(router: Router, requests: Iterable[RoutedRequest], now: float) -> list[PlannedMove]:
+def plan_moves(
+    router: Router, requests: Iterable[RoutedRequest], now: float, share: float = SHARE
+) -> list[PlannedMove]:
     """Where each of these requests goes, and when; those that came first go first.
 
     Each goes where it costs least, which counts those that go there before it. So that nobody's
     tokens are held up by a storm of prompts, a node gets the next one when it could have computed
-    the one before in SHARE of its time. The router takes all of them for sent.
+    the one before in `share` of its time. The router takes all of them for sent.
     """
     free_s: dict[int, float] = {}
     moves: list[PlannedMove] = []
@@ -207,7 +222,7 @@ def plan_moves(router: Router, requests: Iterable[RoutedRequest], now: float) ->
             moves.append(PlannedMove(request.request_id, None, now))
             continue
         at_s = free_s.get(found.index, now)
-        free_s[found.index] = at_s + float(found.terms.prefill[found.index]) / SHARE
+        free_s[found.index] = at_s + float(found.terms.prefill[found.index]) / share
         moves.append(PlannedMove(request.request_id, found.node, at_s))
     return moves
 

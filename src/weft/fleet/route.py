@@ -38,7 +38,7 @@ from weft.fleet.view import TRANSIT_S, FleetView, RoutedRequest
 
 Floats = NDArray[np.float64]
 
-CROWDING = 0.5
+CROWDING = np.array(0.5)
 """What a second of another request on the node counts beside one of the request itself: those
 that run are half done on average."""
 SATURATED_S = 1.0
@@ -76,8 +76,7 @@ class NodeTerms:
     order: float
 
 
-@dataclass(frozen=True, slots=True)
-class Routed:
+class Routed(NamedTuple):
     """A request goes to a node."""
 
     index: int
@@ -219,7 +218,7 @@ class Router:
         else:
             load = np.zeros(view.capacity)
             rows = told.by_code[ROWS_S, RUNNING::NUM_CODES]
-        prefill = self._uncached(request) * told.token_s
+        prefill = self._prefill(request)
         others = prefill + rows
         others *= view.num_open
         others *= CROWDING
@@ -235,9 +234,10 @@ class Router:
         total += closed
         return Terms(wait, load, prefill, others, order, closed, total)
 
-    def _uncached(self, request: RoutedRequest) -> Floats | float:
-        """How many tokens each node has to compute. Who has a long prefix has the shorter ones
-        that it begins with, so each adds what it is longer by. Every other prefix will do."""
+    def _prefill(self, request: RoutedRequest) -> Floats:
+        """Seconds to compute what each node's cache lacks of a request. Who has a long prefix has
+        the shorter ones that it begins with, so each adds what it is longer by. Every other prefix
+        will do."""
         told, on_way, prefixes = self.view.told.prefixes, self.view.prefixes, request.prefixes
         found: list[tuple[int, int]] = []
         for tokens, key in prefixes[(len(prefixes) + 1) % 2 :: 2]:  # with the longest one
@@ -248,12 +248,20 @@ class Router:
                 if found and found[-1][0] == mask:
                     del found[-1]
                 found.append((mask, tokens))
+        token_s = self.view.told.token_s
         uncached: Floats | float = float(request.num_tokens)
+        alone: list[tuple[int, int]] = []
         shorter = 0
         for mask, tokens in found:
-            uncached = uncached - (tokens - shorter) * told.row(mask)
+            if mask & (mask - 1):
+                uncached = uncached - (tokens - shorter) * told.row(mask)
+            else:
+                alone.append((mask.bit_length() - 1, tokens - shorter))
             shorter = tokens
-        return uncached
+        prefill = uncached * token_s
+        for index, tokens in alone:
+            prefill[index] -= tokens * token_s.item(index)
+        return prefill
 
     def patience_s(self, tenant: str) -> float:
         """How long a request of a tenant may have to wait before it is refused."""

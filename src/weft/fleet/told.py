@@ -53,7 +53,7 @@ class ToldNode:
     """When that came."""
     count: int = 0
     """Its place among all reports of all nodes."""
-    queue_s: float = 0.0
+    loader_s: float = 0.0
     """What one more load there delays another one."""
 
 
@@ -74,8 +74,9 @@ class Told:
         self._adapter_bytes = ADAPTER_BYTES
         self.answer_tokens = ANSWER_TOKENS
         """The mean length of an answer."""
-        self.num_open, self.queued, self.seats, self.spare = np.zeros((4, 0))
-        """Open requests, tokens to be computed, seats, and how many requests leave one seat."""
+        self.num_open, self.queue_s, self.seats, self.spare = np.zeros((4, 0))
+        """Open requests, seconds to compute what is queued, seats, and how many requests leave one
+        seat."""
         self.token_s, self.row_s, self.step_s = np.zeros((3, 0))
         """Seconds for each token of a prompt, for each row of a step, and for all else of it."""
         self.by_code = np.zeros((3, 0))
@@ -121,8 +122,8 @@ class Told:
 
     def _grow(self, capacity: int) -> None:
         more = (0, capacity - self.capacity)
-        self.num_open, self.queued, self.seats, self.spare = (
-            np.pad(each, more) for each in (self.num_open, self.queued, self.seats, self.spare)
+        self.num_open, self.queue_s, self.seats, self.spare = (
+            np.pad(each, more) for each in (self.num_open, self.queue_s, self.seats, self.spare)
         )
         self.token_s, self.row_s, self.step_s = (
             np.pad(each, more) for each in (self.token_s, self.row_s, self.step_s)
@@ -177,13 +178,13 @@ class Told:
         node = self.nodes[i]
         load, costs, adapter_bytes = node.load, node.load.costs, self._adapter_bytes
         seats = max(load.max_seats, 1)
-        self.num_open[i], self.queued[i] = load.num_open, load.queued_tokens
+        self.num_open[i], self.queue_s[i] = load.num_open, costs.token_s * load.queued_tokens
         self.seats[i], self.spare[i] = seats, seats - 1
         self.token_s[i], self.row_s[i] = costs.token_s, costs.row_s
         self.step_s[i] = costs.step_s + costs.adapter_s * len(load.running_adapters)
         from_disk_s = costs.load_s + costs.disk_byte_s * adapter_bytes
-        node.queue_s = from_disk_s / LOADERS
-        queue_s = node.queue_s * len(load.loading)
+        node.loader_s = from_disk_s / LOADERS
+        queue_s = node.loader_s * len(load.loading)
         fixed_s, host_s, disk_s = costs.load_s + queue_s, costs.host_byte_s, costs.disk_byte_s
         if load.free_adapter_bytes < adapter_bytes:  # what it evicts has to be loaded again
             fixed_s, host_s, disk_s = fixed_s + costs.load_s, 2 * host_s, disk_s + host_s

@@ -123,7 +123,7 @@ class FleetView:
         """And their prefixes."""
         self._loading: Counter[int] = Counter()
         """How many loads such requests cause, by node."""
-        self._more_open, self._more_queued = np.zeros((2, 0))
+        self._more_open, self._more_queue_s = np.zeros((2, 0))
         """What is open and queued now beyond what was told."""
         self._touched: set[int] = set()
         """The nodes of which that need not be 0."""
@@ -154,7 +154,7 @@ class FleetView:
         more = (0, self.capacity - len(self.closed_s))
         if more[1]:
             self._more_open = np.pad(self._more_open, more)
-            self._more_queued = np.pad(self._more_queued, more)
+            self._more_queue_s = np.pad(self._more_queue_s, more)
             self.closed_s = np.pad(self.closed_s, more, constant_values=np.inf)
             self._stale = True
 
@@ -178,6 +178,7 @@ class FleetView:
 
     def set_enabled(self, names: frozenset[str] | None) -> None:
         """Let only these nodes get requests, as long as one of them can; None: all."""
+        self.heed()
         for index, node in self.nodes.items():
             node.enabled = names is None or node.name in names
             self._close(index)
@@ -223,11 +224,11 @@ class FleetView:
 
     def _see(self, index: int, node: NodeState, until_s: float) -> None:
         """A report of a node has seen all that was sent until then."""
-        sent = node.sent
+        sent, token_s = node.sent, self.told.token_s.item(index)
         while sent and sent[0].at_s <= until_s:
             self._arrived(index, sent.popleft())
         self._more_open[index] = len(sent)
-        self._more_queued[index] = sum(each.num_computed for each in sent)
+        self._more_queue_s[index] = sum(each.num_computed for each in sent) * token_s
         if not sent:
             self._touched.discard(index)
 
@@ -258,7 +259,7 @@ class FleetView:
         self.nodes[index].sent.append(_Sent(now, request, num_computed, loads))
         self._touched.add(index)
         self._more_open[index] += 1
-        self._more_queued[index] += num_computed
+        self._more_queue_s[index] += num_computed * self.told.token_s.item(index)
         self._stale = True
         self.open_of[request.tenant] += 1
 
@@ -283,8 +284,9 @@ class FleetView:
         for each in sent:
             if each.request.request_id == request.request_id:
                 sent.remove(each)
-                self._more_queued[index] -= each.num_computed
                 self._arrived(index, each)
+                rest = sum(each.num_computed for each in sent)
+                self._more_queue_s[index] = rest * self.told.token_s.item(index)
                 break
 
     # -- what a router asks --------------------------------------------------------------------
@@ -308,8 +310,7 @@ class FleetView:
         end, whose answers are of mean length."""
         told = self.told
         num_open = told.num_open + self._more_open
-        wait_s = told.queued + self._more_queued
-        wait_s *= told.token_s
+        wait_s = told.queue_s + self._more_queue_s
         lacking = num_open - told.spare
         if len(lacking) and lacking[lacking.argmax()] > 0:
             step_s = told.step_s + told.row_s * np.minimum(num_open, told.seats)
@@ -331,7 +332,7 @@ class FleetView:
         load_s: Floats = by_code[LOAD_S] + adapter_bytes * by_code[BYTE_S]
         for index, count in self._loading.items():
             if not codes[index] & (RESIDENT | COMING):
-                load_s[index] += count * self.told.nodes[index].queue_s
+                load_s[index] += count * self.told.nodes[index].loader_s
         return load_s
 
     def check(self) -> None:
@@ -343,7 +344,7 @@ class FleetView:
         for index in range(self.capacity):
             assert index in self.nodes or self.closed_s[index] == np.inf
         assert (self.num_open >= 0).all()
-        assert (self._more_queued >= 0).all()
+        assert (self._more_queue_s >= 0).all()
         sent = [(i, each) for i, node in self.nodes.items() for each in node.sent]
         self._bound.check(Counter((e.request.adapter, i) for i, e in sent if e.request.adapter))
         self.prefixes.check(Counter((key, i) for i, e in sent for _, key in e.request.prefixes))

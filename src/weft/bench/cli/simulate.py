@@ -95,7 +95,7 @@ class SimulateFlags(FleetFlags):
             " at once of which half ask for one adapter; flood, one tenant of eight sends half of"
             " all requests at once; crowd, a hundred tenants who always wait. Default:"
             " zipf:1.0,uniform,bursts,flood. Of a fleet: zipf:EXPONENT; uniform; bursts, three"
-            " times the rate for 2 s of every 20; day, a wave; ramp, up and down. Default:"
+            " times the rate for 1 s of every 10; day, a wave; ramp, up and down. Default:"
             " zipf:1.0.",
             rich_help_panel=WORKLOAD,
         ),
