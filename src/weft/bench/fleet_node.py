@@ -185,6 +185,24 @@ class _NotedSketch(PrefixSketch):
         self.changes.note(key)
 
 
+class _Told:
+    """What a node has told of its adapters and prefixes."""
+
+    def __init__(self, slots: AdapterSlots, loads: SimulatedLoads, sketch: _NotedSketch) -> None:
+        self.resident = _Changes(key_of, slots.is_resident)
+        self.host = _Changes(key_of, loads.on_host)
+        self.prefixes = sketch.changes
+        self.seq = 0
+        self._running: tuple[tuple[str, ...], frozenset[int]] = (), frozenset()
+        """The adapters in the batch when that was told last, and their keys."""
+
+    def running(self, digests: tuple[str, ...]) -> frozenset[int]:
+        """The keys of the adapters in the batch."""
+        if digests != self._running[0]:
+            self._running = digests, frozenset(map(key_of, digests))
+        return self._running[1]
+
+
 class SimulatedNode:
     """One engine in virtual time. `advance(t)` lets it work until then."""
 
@@ -197,9 +215,8 @@ class SimulatedNode:
         self.slots = AdapterSlots(DEVICE_ADAPTERS * size, DEVICE_ADAPTERS, cost)
         for k in range(num_adapters):
             self.slots.add(digest_of(k), size)
-        self._sketch = _NotedSketch()
         self._cache = Cache(NUM_BLOCKS, BLOCK)
-        self._cache.sketch = self._sketch
+        self._cache.sketch = sketch = _NotedSketch()
         limits = LIMITS._replace(max_num_seqs=seats, max_loras=seats)
         self.scheduler = _Scheduler(limits, self._cache, self.slots)
         sizes = {digest_of(k): model.rank_bytes for k in range(num_adapters)}
@@ -212,11 +229,7 @@ class SimulatedNode:
         """Whether a step is under way."""
         self._plan: StepPlan | None = None
         """What it does besides a token for each coasting request; None: nothing."""
-        self._resident = _Changes(key_of, self.slots.is_resident)
-        self._host = _Changes(key_of, self.loads.on_host)
-        self._leased: tuple[tuple[str, ...], frozenset[int]] = (), frozenset()
-        """The adapters in the batch when the load was told last, and their keys."""
-        self._seq = 0
+        self._told = _Told(self.slots, self.loads, sketch)
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -257,7 +270,7 @@ class SimulatedNode:
                 found += [(now, event) for event in self.scheduler.pass_(self._plan)]
             for digest, load_s in self.loads.ended(now):
                 self.slots.loaded(digest, load_s)
-                self._resident.note(digest)
+                self._told.resident.note(digest)
             self._begin_step(now)
             if self._busy and self.scheduler.quiet:
                 self._coast(until)
@@ -271,7 +284,7 @@ class SimulatedNode:
             for load in plan.loads:
                 self.loads.start(load, now)
                 for digest in load.evicted:
-                    self._resident.note(digest)
+                    self._told.resident.note(digest)
             num_tokens = plan.num_tokens
             rows += sum(plan.num_samples)
         self._busy = num_tokens > 0
@@ -307,9 +320,6 @@ class SimulatedNode:
     def load(self, now: float) -> EngineLoad:
         """The load without the adapters and prefixes that it has."""
         scheduler = self.scheduler
-        leased = scheduler.running_adapters()
-        if leased != self._leased[0]:
-            self._leased = leased, frozenset(map(key_of, leased))
         free = (self.slots.capacity - self.slots.used_elements) * ELEMENT_BYTES
         return EngineLoad(
             self._seats,
@@ -318,24 +328,29 @@ class SimulatedNode:
             scheduler.num_queued_tokens,
             self._cache.usage,
             free,
-            self._leased[1],
+            self._told.running(scheduler.running_adapters()),
             {key_of(d): s for d, s in self.loads.under_way(now).items()},
             costs=self._costs,
         )
 
     def report(self, now: float) -> ReportUpdate:
         """The next report; the first one is whole."""
-        self._seq += 1
+        self._told.seq += 1
         for digest in self.loads.moved:
-            self._host.note(digest)
+            self._told.host.note(digest)
         self.loads.moved.clear()
         load = self.load(now)
-        changes = self._resident.change(), self._host.change(), self._sketch.changes.change()
-        return ReportUpdate(NodeReport(self.name, 1, self._seq, load), *changes, self._seq == 1)
+        told = self._told
+        changes = told.resident.change(), told.host.change(), told.prefixes.change()
+        return ReportUpdate(
+            NodeReport(self.name, 1, self._told.seq, load), *changes, self._told.seq == 1
+        )
 
     def whole_report(self, now: float) -> ReportUpdate:
         """The newest report, for those who missed some."""
-        told = self._resident.told, self._host.told, self._sketch.changes.told
-        resident, host, prefixes = map(frozenset, told)
+        told = self._told
+        resident, host, prefixes = (
+            frozenset(each.told) for each in (told.resident, told.host, told.prefixes)
+        )
         load = replace(self.load(now), resident=resident, host=host, prefixes=prefixes)
-        return update_between(None, NodeReport(self.name, 1, self._seq, load))
+        return update_between(None, NodeReport(self.name, 1, self._told.seq, load))

@@ -22,7 +22,7 @@ from weft.fleet.keys import COMING, RESIDENT
 from weft.fleet.route import Routed, Router
 from weft.fleet.view import FleetView, RoutedRequest
 
-TARGET = 0.85
+TARGET = 0.8
 """The part of its seats that a node is to have taken."""
 SLACK = 0.9
 """Nodes are disabled as long as the others have no more than this part of their targets."""
@@ -30,7 +30,7 @@ LEAD_S = 2.0
 """How far ahead the load is looked at."""
 PATIENCE_S = 5.0
 """For so long the load must have fitted on fewer nodes."""
-LATE_S, LATE = 0.1, 0.1
+LATE_S, LATE = 0.1, 0.25
 """If requests wait this long on more than this part of the enabled nodes, another one is enabled
 whatever the load is."""
 WINDOW_S = 300.0
@@ -66,7 +66,7 @@ def loads_of(view: FleetView) -> list[NodeLoad]:
             int(view.num_open[i]),
             view.told.nodes[i].load.max_seats,
             float(view.wait_s[i]),
-            float(view.num_open[i] * view.told.token_s[i]),
+            float(view.num_open[i] * view.told.table.token_s[i]),
             node.idle,
         )
         for i, node in view.nodes.items()

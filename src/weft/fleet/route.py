@@ -124,7 +124,7 @@ def bounded_hrw(view: FleetView, request: RoutedRequest, terms: Terms) -> Floats
 def punica(view: FleetView, request: RoutedRequest, terms: Terms) -> Floats:
     """The node with the most requests that has a seat left (Chen et al., "Punica: Multi-Tenant LoRA
     Serving", 2023, arXiv 2310.18547); the one with the fewest, where none has."""
-    full = view.num_open >= view.told.seats
+    full = view.num_open >= view.told.table.seats
     return np.where(full, LATER + view.num_open, -view.num_open) + terms.closed
 
 
@@ -176,7 +176,7 @@ class Router:
     def sent(self, routed: Routed, request: RoutedRequest, now: float) -> None:
         """Remember that a request goes where `choose` said."""
         computed = routed.terms.prefill[routed.index]
-        computed /= max(self.view.told.token_s[routed.index], 1e-9)
+        computed /= max(self.view.told.table.token_s[routed.index], 1e-9)
         self.view.send(routed.index, request, round(computed), now)
 
     def set_weights(self, weights: Mapping[str, float]) -> None:
@@ -212,12 +212,12 @@ class Router:
         view.heed()
         if request.adapter:
             codes = view.codes(request.adapter)
-            by_code = told.by_code.take(codes, axis=1)
+            by_code = told.table.by_code.take(codes, axis=1)
             load = view.load_s(codes, by_code, request.adapter_bytes)
             rows = by_code[ROWS_S]
         else:
             load = np.zeros(view.capacity)
-            rows = told.by_code[ROWS_S, RUNNING::NUM_CODES]
+            rows = told.table.by_code[ROWS_S, RUNNING::NUM_CODES]
         prefill = self._prefill(request)
         others = prefill + rows
         others *= view.num_open
@@ -248,7 +248,7 @@ class Router:
                 if found and found[-1][0] == mask:
                     del found[-1]
                 found.append((mask, tokens))
-        token_s = self.view.told.token_s
+        token_s = self.view.told.table.token_s
         uncached: Floats | float = float(request.num_tokens)
         alone: list[tuple[int, int]] = []
         shorter = 0

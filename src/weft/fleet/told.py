@@ -57,6 +57,57 @@ class ToldNode:
     """What one more load there delays another one."""
 
 
+class LoadTable:
+    """What follows from each node's load, in arrays; those that are in seconds end with `_s`."""
+
+    def __init__(self) -> None:
+        self.num_open, self.seats, self.spare = np.zeros((3, 0))
+        """Open requests, seats, and how many requests leave one seat."""
+        self.queue_s = np.zeros(0)
+        """To compute what is queued."""
+        self.token_s, self.row_s, self.step_s = np.zeros((3, 0))
+        """For each token of a prompt, for each row of a step, and for all else of it."""
+        self.by_code = np.zeros((3, 0))
+        """`LOAD_S`, `BYTE_S` and `ROWS_S` for each node and code."""
+        self._by_bits = np.zeros((3, 0, 2, 2, 2, 2))
+        """The same, by the bits of the code: RUNNING, COMING, HOST, RESIDENT."""
+
+    def grow(self, capacity: int) -> None:
+        more = capacity - len(self.token_s)
+        self.num_open, self.seats, self.spare, self.queue_s = (
+            np.pad(each, (0, more))
+            for each in (self.num_open, self.seats, self.spare, self.queue_s)
+        )
+        self.token_s, self.row_s, self.step_s = (
+            np.pad(each, (0, more)) for each in (self.token_s, self.row_s, self.step_s)
+        )
+        self.by_code = np.pad(self.by_code, ((0, 0), (0, NUM_CODES * more)))
+        self._by_bits = self.by_code.reshape(3, capacity, 2, 2, 2, 2)
+
+    def write(self, i: int, load: EngineLoad, answer_tokens: float, adapter_bytes: float) -> float:
+        """Work out all elements of a node. The last arguments are means over requests. Returns
+        what one more load there delays another one."""
+        costs, seats = load.costs, max(load.max_seats, 1)
+        self.num_open[i], self.queue_s[i] = load.num_open, costs.token_s * load.queued_tokens
+        self.seats[i], self.spare[i] = seats, seats - 1
+        self.token_s[i], self.row_s[i] = costs.token_s, costs.row_s
+        self.step_s[i] = costs.step_s + costs.adapter_s * len(load.running_adapters)
+        loader_s = (costs.load_s + costs.disk_byte_s * adapter_bytes) / LOADERS
+        queue_s = loader_s * len(load.loading)
+        fixed_s, host_s, disk_s = costs.load_s + queue_s, costs.host_byte_s, costs.disk_byte_s
+        if load.free_adapter_bytes < adapter_bytes:  # what it evicts has to be loaded again
+            fixed_s, host_s, disk_s = fixed_s + costs.load_s, 2 * host_s, disk_s + host_s
+        rest_s, rest_byte_s = (costs.load_s + queue_s) / 2, costs.disk_byte_s / 2
+        row_s = costs.row_s * answer_tokens
+        table = self._by_bits
+        table[LOAD_S, i, :, 0, :, 0], table[LOAD_S, i, :, 1, :, 0] = fixed_s, rest_s
+        table[BYTE_S, i, :, 0, 0, 0], table[BYTE_S, i, :, 0, 1, 0] = disk_s, host_s
+        table[BYTE_S, i, :, 1, :, 0] = rest_byte_s
+        table[ROWS_S, i, 0] = row_s + costs.adapter_s * answer_tokens
+        table[ROWS_S, i, 1] = row_s
+        return loader_s
+
+
 class Told:
     """Owner of the newest report of each node."""
 
@@ -74,22 +125,14 @@ class Told:
         self._adapter_bytes = ADAPTER_BYTES
         self.answer_tokens = ANSWER_TOKENS
         """The mean length of an answer."""
-        self.num_open, self.queue_s, self.seats, self.spare = np.zeros((4, 0))
-        """Open requests, seconds to compute what is queued, seats, and how many requests leave one
-        seat."""
-        self.token_s, self.row_s, self.step_s = np.zeros((3, 0))
-        """Seconds for each token of a prompt, for each row of a step, and for all else of it."""
-        self.by_code = np.zeros((3, 0))
-        """`LOAD_S`, `BYTE_S` and `ROWS_S` for each node and code."""
-        self._by_bits = np.zeros((3, 0, 2, 2, 2, 2))
-        """The same, by the bits of the code: RUNNING, COMING, HOST, RESIDENT."""
+        self.table = LoadTable()
 
     # -- who is there --------------------------------------------------------------------------
 
     @property
     def capacity(self) -> int:
         """The length of all arrays, a multiple of 8."""
-        return len(self.token_s)
+        return len(self.table.token_s)
 
     def find(self, name: str) -> int | None:
         return self._index.get(name)
@@ -121,17 +164,8 @@ class Told:
         self.orders.set_nodes({i: node.name for i, node in self.nodes.items()}, self.capacity)
 
     def _grow(self, capacity: int) -> None:
-        more = (0, capacity - self.capacity)
-        self.num_open, self.queue_s, self.seats, self.spare = (
-            np.pad(each, more) for each in (self.num_open, self.queue_s, self.seats, self.spare)
-        )
-        self.token_s, self.row_s, self.step_s = (
-            np.pad(each, more) for each in (self.token_s, self.row_s, self.step_s)
-        )
-        self.by_code = np.pad(self.by_code, ((0, 0), (0, NUM_CODES * more[1])))
-        self._by_bits = self.by_code.reshape(3, capacity, 2, 2, 2, 2)
-        self.adapters.grow(capacity)
-        self.prefixes.grow(capacity)
+        for each in (self.table, self.adapters, self.prefixes):
+            each.grow(capacity)
 
     # -- reports -------------------------------------------------------------------------------
 
@@ -175,29 +209,8 @@ class Told:
         self.answer_tokens += MEMORY * (num_tokens - self.answer_tokens)
 
     def _write(self, i: int) -> None:
-        node = self.nodes[i]
-        load, costs, adapter_bytes = node.load, node.load.costs, self._adapter_bytes
-        seats = max(load.max_seats, 1)
-        self.num_open[i], self.queue_s[i] = load.num_open, costs.token_s * load.queued_tokens
-        self.seats[i], self.spare[i] = seats, seats - 1
-        self.token_s[i], self.row_s[i] = costs.token_s, costs.row_s
-        self.step_s[i] = costs.step_s + costs.adapter_s * len(load.running_adapters)
-        from_disk_s = costs.load_s + costs.disk_byte_s * adapter_bytes
-        node.loader_s = from_disk_s / LOADERS
-        queue_s = node.loader_s * len(load.loading)
-        fixed_s, host_s, disk_s = costs.load_s + queue_s, costs.host_byte_s, costs.disk_byte_s
-        if load.free_adapter_bytes < adapter_bytes:  # what it evicts has to be loaded again
-            fixed_s, host_s, disk_s = fixed_s + costs.load_s, 2 * host_s, disk_s + host_s
-        rest_s, rest_byte_s = (costs.load_s + queue_s) / 2, costs.disk_byte_s / 2
-        table = self._by_bits
-        table[LOAD_S, i, :, 0, :, 0], table[LOAD_S, i, :, 1, :, 0] = fixed_s, rest_s
-        table[BYTE_S, i, :, 0, 0, 0], table[BYTE_S, i, :, 0, 1, 0] = disk_s, host_s
-        table[BYTE_S, i, :, 1, :, 0] = rest_byte_s
-        row_s = costs.row_s * self.answer_tokens
-        table[ROWS_S, i, 0], table[ROWS_S, i, 1] = (
-            row_s + costs.adapter_s * self.answer_tokens,
-            row_s,
-        )
+        node, means = self.nodes[i], (self.answer_tokens, self._adapter_bytes)
+        node.loader_s = self.table.write(i, node.load, *means)
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold."""

@@ -75,7 +75,7 @@ class NodeState:
     sent: deque[_Sent] = field(default_factory=deque)
 
 
-class Held:
+class OnWay:
     """Which nodes have a key by requests that are on their way there, and by how many."""
 
     def __init__(self) -> None:
@@ -117,9 +117,9 @@ class FleetView:
         """How many of the reports have been heeded."""
         self.nodes: dict[int, NodeState] = {}
         """By their index in all arrays."""
-        self._bound = Held()
+        self._bound = OnWay()
         """Adapters of requests that are on their way to nodes."""
-        self.prefixes = Held()
+        self.prefixes = OnWay()
         """And their prefixes."""
         self._loading: Counter[int] = Counter()
         """How many loads such requests cause, by node."""
@@ -224,7 +224,7 @@ class FleetView:
 
     def _see(self, index: int, node: NodeState, until_s: float) -> None:
         """A report of a node has seen all that was sent until then."""
-        sent, token_s = node.sent, self.told.token_s.item(index)
+        sent, token_s = node.sent, self.told.table.token_s.item(index)
         while sent and sent[0].at_s <= until_s:
             self._arrived(index, sent.popleft())
         self._more_open[index] = len(sent)
@@ -259,7 +259,7 @@ class FleetView:
         self.nodes[index].sent.append(_Sent(now, request, num_computed, loads))
         self._touched.add(index)
         self._more_open[index] += 1
-        self._more_queue_s[index] += num_computed * self.told.token_s.item(index)
+        self._more_queue_s[index] += num_computed * self.told.table.token_s.item(index)
         self._stale = True
         self.open_of[request.tenant] += 1
 
@@ -276,7 +276,7 @@ class FleetView:
             return
         if self.told.nodes[index].count > self._heard:
             self.heed()
-        if self.told.num_open[index] + self._more_open[index] > 0:
+        if self.told.table.num_open[index] + self._more_open[index] > 0:
             self._more_open[index] -= 1
             self._touched.add(index)
             self._stale = True
@@ -286,7 +286,7 @@ class FleetView:
                 sent.remove(each)
                 self._arrived(index, each)
                 rest = sum(each.num_computed for each in sent)
-                self._more_queue_s[index] = rest * self.told.token_s.item(index)
+                self._more_queue_s[index] = rest * self.told.table.token_s.item(index)
                 break
 
     # -- what a router asks --------------------------------------------------------------------
@@ -308,13 +308,13 @@ class FleetView:
     def _measure(self) -> None:
         """What is queued has to be computed first; and where there is no seat, requests have to
         end, whose answers are of mean length."""
-        told = self.told
-        num_open = told.num_open + self._more_open
-        wait_s = told.queue_s + self._more_queue_s
-        lacking = num_open - told.spare
+        told, table = self.told, self.told.table
+        num_open = table.num_open + self._more_open
+        wait_s = table.queue_s + self._more_queue_s
+        lacking = num_open - table.spare
         if len(lacking) and lacking[lacking.argmax()] > 0:
-            step_s = told.step_s + told.row_s * np.minimum(num_open, told.seats)
-            drained_s = step_s * (told.answer_tokens / np.maximum(told.seats, 1.0))
+            step_s = table.step_s + table.row_s * np.minimum(num_open, table.seats)
+            drained_s = step_s * (told.answer_tokens / np.maximum(table.seats, 1.0))
             wait_s += np.maximum(lacking, 0.0) * drained_s
         self._num_open, self._wait_s, self._stale = num_open, wait_s, False
 
