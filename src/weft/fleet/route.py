@@ -76,7 +76,8 @@ class NodeTerms:
     order: float
 
 
-class Routed(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Routed:
     """A request goes to a node."""
 
     index: int
