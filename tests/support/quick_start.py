@@ -64,6 +64,7 @@ class Forked:
     ) -> None:
         """descriptors: its standard output and error, and the pipe of a `process`."""
         self.returncode: int | None = None
+        self._reaping = threading.Lock()
         order = _Order(args, process, dict(os.environ), str(Path.cwd()), max_files)
         self.pid = _mother().ask(pickle.dumps(order), *descriptors)
         self.ended = os.pidfd_open(self.pid)
@@ -76,12 +77,13 @@ class Forked:
         return self.returncode
 
     def wait(self, timeout_s: float | None = None) -> int:
-        if self.returncode is None:
-            if not select.select([self.ended], [], [], timeout_s)[0]:
-                raise subprocess.TimeoutExpired("weft", timeout_s or 0.0)
-            status = _mother().ask(_NUMBER.pack(self.pid))
-            self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
+        if not select.select([self.ended], [], [], timeout_s)[0]:
+            raise subprocess.TimeoutExpired("weft", timeout_s or 0.0)
+        with self._reaping:  # the mother can wait for it once
+            if self.returncode is None:
+                status = _mother().ask(_NUMBER.pack(self.pid))
+                self.returncode = os.waitstatus_to_exitcode(status)
+            return self.returncode
 
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
