@@ -21,6 +21,7 @@ from weft.fleet.client import LinkClient
 from weft.fleet.curve import FleetKey, read_fleet_key
 from weft.fleet.members import read_addresses
 from weft.fleet.node import OwnNode
+from weft.fleet.patience import Patience
 from weft.fleet.reports import REPORT_S
 from weft.fleet.start import FleetArgs
 from weft.fleet.tcp import TcpLink
@@ -85,7 +86,7 @@ async def linked(
     own = OwnNode("a", engine, "127.0.0.1:0", key_of(tmp_path, text), same)
     context, client = zmq.asyncio.Context(), LinkClient()
     address = f"127.0.0.1:{own.listener.port}"
-    link = TcpLink(context, address, key_of(tmp_path, other or text), "me", client)
+    link = TcpLink(context, address, key_of(tmp_path, other or text), "me", client, Patience())
     try:
         yield engine, own, client, link
     finally:

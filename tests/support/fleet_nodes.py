@@ -193,7 +193,7 @@ class RealFleet:
         for node in self.nodes:
             await node.start()
         key = read_fleet_key(self._folder / "key")
-        self.client.members = Members(str(where), key, "", self.client)
+        self.client.helpers.append(Members(str(where), key, "", self.client))
         await self.until_whole()
         for name in NAMES:  # from a folder that no node has: it is in the registry alone
             version = await asyncio.to_thread(publish, self._store, name, ADAPTERS[name])

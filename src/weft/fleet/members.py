@@ -18,6 +18,7 @@ from weft.fleet.client import LinkClient
 from weft.fleet.curve import FleetKey
 from weft.fleet.fleet_client import FleetClient
 from weft.fleet.node import RemoteNode
+from weft.fleet.patience import Patience
 from weft.fleet.reports import REPORT_S, update_between
 from weft.fleet.tcp import TcpLink
 
@@ -74,6 +75,8 @@ class Members:
         """Addresses at which this process itself answers."""
         self._followed: dict[str, asyncio.Task[None]] = {}
         """Who looks after each address."""
+        self._patience: dict[str, Patience] = {}
+        """What is known of the nodes' pauses, by address: it outlives links."""
         self._links: set[TcpLink] = set()
         self._named: dict[str, str] = {}
         """By node that is linked: at which address."""
@@ -108,6 +111,7 @@ class Members:
         wanted = set(addresses) - self._own
         for address in self._followed.keys() - wanted:
             self._followed.pop(address).cancel()
+            self._patience.pop(address, None)
         for address in wanted - self._followed.keys():
             self._followed[address] = asyncio.create_task(self._look_after(address))
 
@@ -125,7 +129,9 @@ class Members:
     async def _link(self, address: str) -> bool:
         """Link to a node, until it is lost. Whether it answered."""
         client = LinkClient()
-        link = TcpLink(self._context, address, self._key, self._fleet.process, client)
+        patience = self._patience.setdefault(address, Patience())
+        patience.heard()
+        link = TcpLink(self._context, address, self._key, self._fleet.process, client, patience)
         self._links.add(link)
         try:
             await client.start(link)

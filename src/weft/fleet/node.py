@@ -16,9 +16,10 @@ from weft.core.tenants import Tenant
 from weft.fleet.client import LinkClient
 from weft.fleet.curve import FleetKey
 from weft.fleet.listener import Locate, NodeListener
+from weft.fleet.patience import Patience
 from weft.fleet.reports import NodeReport, ReportSender, ReportUpdate
 from weft.fleet.supervisor import Supervisor
-from weft.fleet.tcp import MAX_SILENT, TcpLink
+from weft.fleet.tcp import TcpLink
 from weft.fleet.wire import Drain, Rest
 
 
@@ -88,7 +89,7 @@ class OwnNode:
         self._has_api = has_api
         self._draining = self._idle = False
         self._restarts = 0
-        self._silent = 0
+        self._patience = Patience()
         self.listener = NodeListener(
             listen, key, engine, self.process, lambda: self._sender.whole(), self._ordered, locate
         )
@@ -102,7 +103,7 @@ class OwnNode:
 
     @property
     def report(self) -> NodeReport | None:
-        up = self._engine.alive and self._silent <= MAX_SILENT
+        up = self._engine.alive and not self._patience.over
         return self._sender.report if up else None
 
     @property
@@ -139,8 +140,7 @@ class OwnNode:
 
     def tick(self) -> None:
         """See whether the engine still reports."""
-        self._silent += 1
-        if self._silent == MAX_SILENT + 1:
+        if self._patience.tick():
             self.on_report(self, None)
 
     async def close(self) -> None:
@@ -156,7 +156,7 @@ class OwnNode:
                 self.rest(idle)
 
     def _pulsed(self) -> None:
-        self._silent = 0
+        self._patience.heard()
         if self._engine.alive:
             self._tell()
         elif (death := self._engine.death) is not None:

@@ -26,12 +26,11 @@ from weft.core.errors import ConfigError, EngineDead
 from weft.core.messages import Command, Started, Submit
 from weft.fleet.client import LinkClient
 from weft.fleet.curve import FleetKey
+from weft.fleet.patience import Patience
 from weft.fleet.reports import NodeReport, ReportReceiver, ReportUpdate
 from weft.fleet.sent import SentRequests
 from weft.fleet.wire import DOWN, UP, Beat, Down, Drain, Gone, Hello, Rest, Welcome
 
-MAX_SILENT = 4
-"""After so many ticks (of REPORT_S) without a message a node is taken to hang."""
 MAX_CONNECTING = 40
 """How many ticks the first answer may take."""
 BEAT_EACH = 5
@@ -54,8 +53,15 @@ class TcpLink:
     """A link to another node; `connect` makes one with its client."""
 
     def __init__(
-        self, context: zmq.asyncio.Context, address: str, key: FleetKey, me: str, client: LinkClient
+        self,
+        context: zmq.asyncio.Context,
+        address: str,
+        key: FleetKey,
+        me: str,
+        client: LinkClient,
+        patience: Patience,
     ) -> None:
+        """`patience`: what is known of the pauses of the node there."""
         self.address = address
         self.node = ""
         """The other node's name, and which process it is, once it has answered."""
@@ -64,7 +70,8 @@ class TcpLink:
         self._client = client
         self._receiver = ReportReceiver()
         self._sent = SentRequests()
-        self._ticks = self._silent = 0
+        self._patience = patience
+        self._ticks = 0
         self._socket: Any = context.socket(zmq.DEALER)
         self._socket.set_hwm(QUEUED)
         self._socket.linger = LAST_WORDS_MS
@@ -98,8 +105,7 @@ class TcpLink:
     def tick(self) -> None:
         """Called each REPORT_S."""
         self._ticks += 1
-        self._silent += 1
-        if self._silent > (MAX_SILENT if self.node else MAX_CONNECTING):
+        if self._patience.tick() if self.node else self._ticks > MAX_CONNECTING:
             self._end(f"{self._name} has given no sign of life")
         elif self._ticks % BEAT_EACH == 0:
             self._put(Beat())
@@ -129,7 +135,7 @@ class TcpLink:
     async def _receive(self) -> None:
         while True:
             record = UP.decode(await self._socket.recv())
-            self._silent = 0
+            self._patience.heard()
             match record:
                 case ReportUpdate():
                     self._receiver.receive(record)
