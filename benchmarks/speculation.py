@@ -93,7 +93,7 @@ def main() -> None:
     args = parser.parse_args()
     titles = ("batch", "text", "ms a token", "with guesses", "times as fast", "tokens a step")
     table = Table(*titles, "right guesses", "same tokens")
-    dummy = {"load_format": "dummy"} if args.preset else {}
+    dummy = {"load_format": "dummy", "skip_tokenizer_init": True} if args.preset else {}
     model = preset_folder(args.preset) if args.preset else nullcontext(TINY)
     with model as folder, LLM(folder, max_num_seqs=64, max_model_len=512, **dummy) as llm:
         for batch in args.batch:
