@@ -171,7 +171,7 @@ def test_a_link_whose_end_is_cancelled_holds_up_nothing(tmp_path: Path) -> None:
     async def test() -> None:
         context = zmq.asyncio.Context()
         key = key_of(tmp_path, "secret " * 8)
-        link = TcpLink(context, "127.0.0.1:1", key, "me", LinkClient())
+        link = TcpLink(context, "127.0.0.1:1", key, "me", LinkClient(), Patience())
         ending = asyncio.create_task(link.join(0))
         await asyncio.sleep(0)
         ending.cancel()
