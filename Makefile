@@ -3,7 +3,7 @@
 # make quick  the tests that need neither torch nor another process, in less than a minute
 # make docs   docs/cli.md from the commands' help, and the documentation site into site/
 # make exhaustive   the tests that prove again, on more families and sizes, what `make test` proves on a few
-# make test-clients   litellm and guidellm, in an environment of their own, against a server
+# make test-clients   libraries that people use, each in an environment of its own, against a server
 # make test-page   the server's page in a browser (CHROMIUM=/usr/bin/chromium, or playwright's own)
 # make test-gpu   the tests that need a CUDA device, with the python3 that is there
 #
@@ -53,11 +53,9 @@ exhaustive: $(VENV)/.installed-test
 	EXHAUSTIVE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/pytest $(TESTS) -m exhaustive \
 	  -n 2 --dist loadfile
 
-# They want other versions of packages than Weft does.
+# They want other versions of packages than Weft does, and than one another.
 test-clients: $(VENV)/.installed-test
-	test -d $(VENV)-clients || $(PYTHON) -m venv $(VENV)-clients
-	$(VENV)-clients/bin/pip install -q --disable-pip-version-check -r tests/clients/requirements.txt
-	$(VENV)-clients/bin/python tests/clients/run.py $(abspath $(BIN)/python)
+	$(PYTHON) tests/clients/run.py $(abspath $(BIN)/python) --envs $(abspath $(VENV)-clients)
 
 test-page: $(VENV)/.installed-test
 	test -d $(VENV)-page || $(PYTHON) -m venv $(VENV)-page

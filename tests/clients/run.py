@@ -1,87 +1,182 @@
-"""litellm in several turns, and guidellm, against a real server. They need other packages than
-Weft, so `make test-clients` runs this in an environment of its own."""
+"""Libraries that people use, each in an environment of its own, against one real server.
+
+    run.py PYTHON [--envs DIR] [NAME ...]
+
+PYTHON has Weft. DIR keeps the environments, which are made as they are needed. Without names, all
+clients are tried. What works is printed as the table of docs/clients.md; the exit status is 1 if
+something does not.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-TINY = Path(__file__).parents[2] / "examples" / "tiny"
+HERE = Path(__file__).parent
+TINY = HERE.parents[1] / "examples" / "tiny"
 START_S = 240.0
+CASE_S = 900.0
+TEMPLATE = """\
+{{ bos_token }}{% if tools and messages[0].role == 'system' %}<|system|>{{ tools | tojson }}<|end|>\
+{% endif %}{% for m in messages %}{{ '<|' + m.role + '|>' }}{{ m.content }}\
+{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}\
+<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+"""It shows that the model calls tools."""
+
+Results = dict[str, bool]
+COLUMNS = {
+    "one": "one turn",
+    "turns": "several turns",
+    "stream": "stream",
+    "tools": "tools",
+    "forms": "forms",
+    "other": "other",
+}
 
 
-def main(weft: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "server.log"
-        command = [weft, "-m", "weft", "serve", str(TINY / "base"), "--port", "0"]
-        command += ["--num-threads", "1", "--kv-cache-memory", "64M", "--adapter-memory", "64M"]
-        command += ["--served-model-name", "base"]
-        command += ["--lora-modules", f"reverse={TINY / 'adapters' / 'reverse'}"]
-        with log.open("wb") as out:
-            server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
-        try:
-            url = address(server, log)
-            several_turns(url)
-            load(url, Path(folder))
-        finally:
-            server.terminate()
-            server.wait(60)
+class Client(NamedTuple):
+    """A library, and what is installed for it: the first package is the library itself."""
+
+    title: str
+    packages: tuple[str, ...]
+    script: str
 
 
-def address(server: subprocess.Popen[bytes], log: Path) -> str:
-    deadline = time.monotonic() + START_S
-    while time.monotonic() < deadline and server.poll() is None:
-        if found := re.search(r"(http://[0-9.]+:\d+)/v1", log.read_text()):
-            return found[1]
-        time.sleep(0.1)
-    raise SystemExit(log.read_text())
+class Tool(NamedTuple):
+    """A program that measures or evaluates servers."""
+
+    title: str
+    packages: tuple[str, ...]
+    work: Callable[[Path, str, Path], None]
+    """Given its environment, the server's address and an empty folder. It fails if not all is as it
+    must be."""
 
 
-def several_turns(url: str) -> None:
-    """Each turn sends back the messages of the answers before it, as litellm made them."""
-    import litellm
-
-    for provider in ("openai", "hosted_vllm"):
-        messages: list[Any] = []
-        for word in ("planet", "garden", "window"):
-            messages.append({"role": "user", "content": word})
-            answer = litellm.completion(
-                model=f"{provider}/reverse",
-                api_base=f"{url}/v1",
-                api_key="none",
-                messages=messages,
-                temperature=0,
-                max_tokens=12,
-                num_retries=0,
-            )
-            message = answer.choices[0].message
-            messages.append(message.model_dump())
-        assert messages[1]["content"] == "tenalp", messages[1]
-        print(f"litellm as {provider}: {len(messages) // 2} turns")
-
-
-def load(url: str, folder: Path) -> None:
-    """A short run of guidellm, all of whose requests must succeed."""
+def with_guidellm(env: Path, url: str, folder: Path) -> None:
     report = folder / "report.json"
-    command = [str(Path(sys.executable).parent / "guidellm"), "run"]
+    command = [str(env / "bin" / "guidellm"), "run"]
     command += ["--backend", f"kind=openai_http,target={url},model=reverse"]
     command += ["--profile", "kind=concurrent,streams=2"]
     command += ["--constraint", "kind=max_requests,count=8"]
     command += ["--tokenizer", f"kind=hf_auto,model={TINY / 'base'}"]
     command += ["--data", "kind=synthetic_text,prompt_tokens=16,output_tokens=8"]
     command += ["--output", f"kind=json,path={report}", "--disable-console-interactive"]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, stdout=sys.stderr, timeout=CASE_S)
     for benchmark in json.loads(report.read_text())["benchmarks"]:
         totals = benchmark["metrics"]["request_totals"]
         assert totals["successful"] == 8 and not totals["errored"], totals
-        print(f"guidellm: {totals['successful']} requests")
+
+
+CLIENTS: dict[str, Client | Tool] = {
+    "openai": Client("openai", ("openai==2.54.0",), "openai_client.py"),
+    "anthropic": Client("anthropic", ("anthropic==2.12.0",), "anthropic_client.py"),
+    "litellm": Client("litellm, and its proxy", ("litellm[proxy]==1.106.2",), "litellm_client.py"),
+    "langchain": Client("LangChain", ("langchain-openai==1.7.3",), "langchain_client.py"),
+    "llamaindex": Client(
+        "LlamaIndex", ("llama-index-llms-openai-like==0.8.1",), "llamaindex_client.py"
+    ),
+    "guidellm": Tool("guidellm", ("guidellm==0.8.1",), with_guidellm),
+}
+
+
+def environment(name: str, folder: Path) -> Path:
+    """The client's environment, which is made if it is not there."""
+    if not (folder / "bin" / "pip").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        command = [str(folder / "bin" / "pip"), "install", "-q", "--disable-pip-version-check"]
+        subprocess.run([*command, *CLIENTS[name].packages, "pydantic"], check=True)
+    return folder
+
+
+def tried(name: str, env: Path, url: str) -> Results:
+    """What works, by the case's name."""
+    client = CLIENTS[name]
+    with tempfile.TemporaryDirectory() as folder:
+        if isinstance(client, Tool):
+            try:
+                client.work(env, url, Path(folder))
+            except (AssertionError, OSError, subprocess.SubprocessError) as error:
+                print(f"--- {name}: {error}", file=sys.stderr)
+                return {"other": False}
+            return {"other": True}
+        script = HERE / "cases" / client.script
+        command = [str(env / "bin" / "python"), str(script), url]
+        ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=CASE_S)
+        lines = ran.stdout.splitlines()
+        found: Results = json.loads(lines[-1]) if lines else {"one": False}
+        return found
+
+
+def version_of(name: str, env: Path) -> str:
+    package = re.split(r"[\[=]", CLIENTS[name].packages[0])[0]
+    code = f"import importlib.metadata as m; print(m.version({package!r}))"
+    command = [str(env / "bin" / "python"), "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def row(name: str, version: str, results: Results) -> str:
+    more = {key for key in results if key not in COLUMNS}
+    shown = {True: "yes", False: "NO", None: ""}
+    cells = [shown[results.get(case)] for case in COLUMNS]
+    if more:
+        cells[-1] = ", ".join(f"{each}: {shown[results[each]]}" for each in sorted(more))
+    return f"| {CLIENTS[name].title} | {version} | {' | '.join(cells)} |"
+
+
+def serve(weft: str, folder: Path) -> tuple[subprocess.Popen[bytes], str]:
+    """A server of the tiny base, whose context is long enough for what clients add, and its
+    address."""
+    model = Path(shutil.copytree(TINY / "base", folder / "model"))
+    (model / "chat_template.jinja").write_text(TEMPLATE)
+    config = json.loads((model / "config.json").read_text()) | {"max_position_embeddings": 4096}
+    (model / "config.json").write_text(json.dumps(config))
+    log = folder / "server.log"
+    command = [weft, "-m", "weft", "serve", str(model), "--port", "0"]
+    command += ["--num-threads", "1", "--kv-cache-memory", "64M", "--adapter-memory", "64M"]
+    command += ["--served-model-name", "base"]
+    command += ["--lora-modules", f"reverse={TINY / 'adapters' / 'reverse'}"]
+    with log.open("wb") as out:
+        server = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and server.poll() is None:
+        if found := re.search(r"(http://[0-9.]+:\d+)/v1", log.read_text()):
+            return server, found[1]
+        time.sleep(0.1)
+    server.kill()
+    raise SystemExit(log.read_text())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("python")
+    parser.add_argument("--envs", type=Path, default=Path(".venv-clients").absolute())
+    parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(CLIENTS))
+    given = parser.parse_intermixed_args()
+    fine = True
+    print(f"| client | version | {' | '.join(COLUMNS.values())} |")
+    print("|" + "---|" * (2 + len(COLUMNS)), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        server, url = serve(given.python, Path(folder))
+        try:
+            for name in given.names or CLIENTS:
+                env = environment(name, given.envs.absolute() / name)
+                results = tried(name, env, url)
+                fine = fine and all(results.values())
+                print(row(name, version_of(name, env), results), flush=True)
+        finally:
+            server.terminate()
+            server.wait(60)
+    raise SystemExit(0 if fine else 1)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main()

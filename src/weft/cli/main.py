@@ -17,6 +17,7 @@ from weft.bench.cli.kernels import tune
 from weft.cli.args import INSTEAD, ServeFlags, spread_lora_modules
 from weft.cli.chat import chat
 from weft.cli.cluster import cluster
+from weft.cli.evaluate import evaluate
 from weft.cli.keys import key
 from weft.cli.migrate import migrate
 from weft.cli.plan import plan
@@ -198,3 +199,4 @@ app.command()(plan)
 for command in (chat, migrate, push, release, rollback, history):
     app.command()(command)
 app.command()(tune)
+app.command("eval")(evaluate)
