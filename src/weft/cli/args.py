@@ -99,7 +99,7 @@ _HELP = {
     "--node-name": "What this node is called; no two nodes may have one name. Default: the host's"
     " name and the port of --fleet-listen.",
     "--consolidate": "Keep requests on as few nodes as serve them well: those are to have this part"
-    " of their seats taken, such as 0.85. Requests move away from the other nodes, which are idle"
+    " of their seats taken, such as 0.8. Requests move away from the other nodes, which are idle"
     " until they are needed. Default: all nodes serve.",
     "--scale-webhook": "POST how many nodes there should be to this URL, whenever that changes.",
     "--no-engine": "Serve HTTP alone: requests run on other nodes of the fleet.",
