@@ -375,7 +375,7 @@ def test_preemption_loses_nothing(ahead: int) -> None:
     while not h.scheduler.totals.preemptions:
         assert not h.scheduler.batch.stranded(9)
         h.step()
-    assert h.scheduler.batch.stranded(9) == ("r3",), "the youngest has made way"
+    assert h.scheduler.batch.stranded(9) == ("r2",), "the youngest that had begun made way"
     h.run()
     assert not h.scheduler.batch.stranded(9)
     for name in h.requests:
