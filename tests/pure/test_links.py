@@ -9,12 +9,15 @@ from pathlib import Path
 
 import pytest
 import zmq.asyncio
+from hypothesis import example, given
+from hypothesis import strategies as st
 from lossy_fleet import INFO
 from patience import PATIENCE_S
 
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.errors import ConfigError, EngineDead, WeftError
 from weft.core.load import EngineLoad
+from weft.core.messages import Abort, Command, Started, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
 from weft.fleet.client import LinkClient
@@ -129,6 +132,67 @@ def test_requests_run_over_a_link_until_the_engine_dies(tmp_path: Path) -> None:
             with pytest.raises(EngineDead, match="exit code 1"):
                 await anext(events)
             assert not engine.open and own.report is None
+
+    asyncio.run(test())
+
+
+class SilentLink:
+    """A link on which nothing comes but what a test dispatches."""
+
+    def __init__(self) -> None:
+        self.sent: list[Command] = []
+
+    def send(self, command: Command) -> None:
+        self.sent.append(command)
+
+    async def join(self, timeout_s: float) -> None: ...
+
+
+HAPPENINGS = ("a token", "the reader's turn", "it is left", "the engine dies", "the last token")
+
+
+@given(st.lists(st.sampled_from(HAPPENINGS), max_size=12))
+@example(["the reader's turn", "a token", "it is left", "a token"])
+@example(["the reader's turn", "a token", "the engine dies", "a token", "a token"])
+def test_a_stream_is_what_came_before_its_end_however_late_it_is_read(happened: list[str]) -> None:
+    """An error ends it too, and what an engine says after that is nobody's."""
+
+    async def test() -> None:
+        client, link = LinkClient(), SilentLink()
+        client.dispatch(Started(INFO))
+        await client.start(link)
+        got: list[int | str] = []
+
+        async def read() -> None:
+            try:
+                async for event in client.generate(asked("r")):
+                    got.extend(event.token_ids)
+            except EngineDead as error:
+                got.append(error.message)
+
+        reading = asyncio.create_task(read())
+        await asyncio.sleep(0)
+        wanted: list[int | str] = []
+        ends: list[str] = []
+        for number, what in enumerate([*happened, "the last token"]):
+            match what:
+                case "a token" | "the last token":
+                    reason = "length" if what == "the last token" else None
+                    client.dispatch(Tokens([TokenEvent("r", [number], finish_reason=reason)]))
+                    wanted += [] if ends else [number]
+                case "it is left":
+                    client.leave("r", EngineDead(what))
+                    wanted += [] if ends else [what]
+                case "the engine dies":
+                    client.died(EngineDead(what))
+                    wanted += [] if ends else [what]
+                case _:
+                    await asyncio.sleep(0)
+                    continue
+            ends += [] if what == "a token" else [what]
+        await reading
+        assert got == wanted
+        assert (Abort("r") in link.sent) == (ends[0] == "it is left")
 
     asyncio.run(test())
 

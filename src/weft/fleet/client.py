@@ -67,6 +67,8 @@ class LinkClient:
         self._dead: WeftError | None = None
         self._ended = asyncio.Event()
         self._streams: dict[str, _Reader] = {}
+        """By request: those of which the engine may still say something. A reader leaves with its
+        last event or its error, so that nothing comes after that, however late it is read."""
         self._in_turn = FairCalls(WOKEN_EACH, WOKEN_ALONE)
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count()
@@ -106,21 +108,18 @@ class LinkClient:
         stream = _Stream(self._loop, self._in_turn, request)
         self._open(stream)
         self._in_turn.enter(request.tenant)
-        ended = False
         try:
-            while not ended:
+            while True:
                 for item in await stream.take():
                     if isinstance(item, WeftError):
                         raise item
-                    ended = item.finish_reason is not None
                     yield item
-                    if ended:
-                        break
+                    if item.finish_reason is not None:
+                        return
         finally:
-            del self._streams[request.request_id]
             self._in_turn.leave(request.tenant)
-            if not ended and self.alive:
-                self._send(Abort(request.request_id))
+            if self._streams.get(request.request_id) is stream:
+                self._end(request.request_id)
 
     def follow(self, request: EngineRequest, put: Put) -> None:
         """As `generate`, for somebody who passes events on: `put` is called with each, and with
@@ -129,13 +128,15 @@ class LinkClient:
 
     def leave(self, request_id: str, error: WeftError) -> None:
         """End a request early, if it is open: its reader gets this error."""
-        reader = self._streams.get(request_id)
-        if reader is not None:
-            reader.put(error)
-            if isinstance(reader, _Follower):
-                del self._streams[request_id]
-                if self.alive:
-                    self._send(Abort(request_id))
+        if request_id in self._streams:
+            self._end(request_id).put(error)
+
+    def _end(self, request_id: str) -> _Reader:
+        """Let the engine end a request. Its reader hears no more of it."""
+        reader = self._streams.pop(request_id)
+        if self.alive:
+            self._send(Abort(request_id))
+        return reader
 
     def _open(self, reader: _Reader) -> None:
         request = reader.request
@@ -184,7 +185,7 @@ class LinkClient:
                     reader = self._streams.get(event.request_id)
                     if reader is not None:
                         reader.put(event)
-                        if event.finish_reason is not None and isinstance(reader, _Follower):
+                        if event.finish_reason is not None:
                             del self._streams[event.request_id]
             case Reply(call_id):
                 future = self._calls.pop(call_id, None)
@@ -212,10 +213,8 @@ class LinkClient:
         if not self._started.done():
             self._started.set_exception(error)
         readers, self._streams = self._streams, {}
-        for request_id, reader in readers.items():
+        for reader in readers.values():
             reader.put(error)
-            if isinstance(reader, _Stream):  # it goes when its reader has the error
-                self._streams[request_id] = reader
         calls, self._calls = self._calls, {}
         for future in calls.values():
             if not future.done():
@@ -292,7 +291,8 @@ class _Stream:
 
 
 def _joined(items: list[TokenEvent | WeftError]) -> list[TokenEvent | WeftError]:
-    """Join all token events into one, so that a reader who is behind the engine catches up."""
+    """Join all token events into one, so that a reader who is behind the engine catches up. Only
+    the last item can be an error, as nothing comes after one."""
     events = [item for item in items if isinstance(item, TokenEvent) and item.error is None]
     if len(events) < 2:
         return items
