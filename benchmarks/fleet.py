@@ -39,12 +39,13 @@ class InstantLink:
 
     def __init__(self) -> None:
         self.client: LinkClient | None = None
-        self.open: dict[str, None] = {}
+        self.open: dict[str, int] = {}
+        """How many tokens each request has."""
         self.report = ReportSender("a", 1).update(EngineLoad(max_seats=256)).report
 
     def send(self, command: Command) -> None:
         if isinstance(command, Submit):
-            self.open[command.request.request_id] = None
+            self.open[command.request.request_id] = len(command.request.prompt_ids)
         elif isinstance(command, Abort):
             self.open.pop(command.request_id, None)
 
@@ -56,7 +57,9 @@ class InstantLink:
 
     def step(self) -> None:
         assert self.client is not None
-        self.client.dispatch(Tokens([TokenEvent(name, [5]) for name in self.open]))
+        self.open = {name: num_tokens + 1 for name, num_tokens in self.open.items()}
+        events = [TokenEvent(name, [5], num_tokens=each) for name, each in self.open.items()]
+        self.client.dispatch(Tokens(events))
 
 
 async def instant() -> tuple[InstantLink, LinkClient]:

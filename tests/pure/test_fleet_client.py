@@ -334,6 +334,34 @@ def test_what_two_engines_died_of_is_refused() -> None:
     in_fleet(test)
 
 
+@pytest.mark.parametrize("slip", ["missing", "twice"])
+@pytest.mark.parametrize("read_at_once", [False, True])
+def test_tokens_that_are_missing_or_come_twice_are_noticed(slip: str, read_at_once: bool) -> None:
+    """The request begins anew from the output that it has, whether its reader is behind or not."""
+
+    async def test(fleet: LossyFleet) -> None:
+        reader = begun(fleet, asked(60))
+        await settle(fleet, 3)
+        (name,) = where(fleet)
+        engine = next(engine for engine in fleet.engines if engine.name == name)
+        up = fleet.links[name].up
+        for _ in range(3):
+            engine.step()
+        if slip == "missing":
+            del up[1]
+        else:
+            up.insert(1, up[1])
+        while up:
+            fleet.links[name].carry(1 if read_at_once else 3)
+            await asyncio.sleep(0.01)
+        await settle(fleet, 100)
+        assert reader.tokens == stream_of(reader.request)
+        assert fleet.client.figures.losses == 1
+        assert "missing" in fleet.client.explain("r")[-1]["why"]
+
+    in_fleet(test)
+
+
 def test_a_drained_node_is_empty_at_once_and_takes_nothing() -> None:
     async def test(fleet: LossyFleet) -> None:
         reader = begun(fleet, asked(60))

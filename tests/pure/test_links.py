@@ -141,11 +141,34 @@ class SilentLink:
 
     def __init__(self) -> None:
         self.sent: list[Command] = []
+        self.broken_for: LinkClient | None = None
+        """Who is to learn with the next command that the link is broken."""
 
     def send(self, command: Command) -> None:
+        if self.broken_for is not None:
+            self.broken_for.died(EngineDead("it takes no messages"))
         self.sent.append(command)
 
     async def join(self, timeout_s: float) -> None: ...
+
+
+@pytest.mark.parametrize("followed", [False, True])
+def test_a_request_that_finds_the_link_broken_ends_with_that(followed: bool) -> None:
+    async def test() -> None:
+        client, link = LinkClient(), SilentLink()
+        client.dispatch(Started(INFO))
+        await client.start(link)
+        link.broken_for = client
+        if followed:
+            got: list[TokenEvent | WeftError] = []
+            client.follow(asked("r"), got.append)
+            assert [str(each) for each in got] == ["it takes no messages"]
+        else:
+            with pytest.raises(EngineDead, match="takes no messages"):
+                async with asyncio.timeout(PATIENCE_S):
+                    await anext(client.generate(asked("r")))
+
+    asyncio.run(test())
 
 
 HAPPENINGS = ("a token", "the reader's turn", "it is left", "the engine dies", "the last token")

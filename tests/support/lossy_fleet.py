@@ -140,6 +140,7 @@ class PretendedEngine:
                     request_id,
                     tokens,
                     finish_reason="length" if ended else None,
+                    num_tokens=len(request.prompt_ids) + end,
                     prompt_logprobs=logprobs if wanted and not request.output_ids else None,
                     queue_s=0.1 if first else None,
                 )

@@ -72,6 +72,9 @@ class TokenEvent(NamedTuple):
     """The stop token or stop string that ended the request; None for EOS."""
     num_cached_tokens: int = 0
     """Prompt tokens that were taken from the prefix cache."""
+    num_tokens: int = 0
+    """With tokens: how many the request has with these, those of its prompt too. A reader who
+    counts knows by it that no token is missing, and none comes twice."""
     error: tuple[str, str, str | None] | None = None
     """With finish_reason "error": see `weft.core.errors.from_wire`."""
     prompt_logprobs: list[TokenLogprob | None] | None = None

@@ -142,8 +142,12 @@ class LinkClient:
         request = reader.request
         if request.request_id in self._streams:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        self._send(Submit(request))
-        self._streams[request.request_id] = reader
+        self._streams[request.request_id] = reader  # first, as sending may find the link broken
+        try:
+            self._send(Submit(request))
+        except BaseException:
+            self._streams.pop(request.request_id, None)
+            raise
 
     async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
         reply = await self._call(lambda call_id: Hold(call_id, source, holder, pinned))
@@ -303,6 +307,7 @@ def _joined(items: list[TokenEvent | WeftError]) -> list[TokenEvent | WeftError]
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         num_cached_tokens=max(event.num_cached_tokens for event in events),
+        num_tokens=last.num_tokens,
     )
     return [joined, *items[len(events) :]]
 

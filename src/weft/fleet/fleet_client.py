@@ -43,6 +43,7 @@ from weft.fleet.live import (
     Decisions,
     Live,
     ResumeTurn,
+    add_to_output,
     described,
     digests_of,
     failed,
@@ -226,7 +227,7 @@ class FleetClient:
                                 turn.end()
                             if self._is_refused(live, event):
                                 break
-                            live.output += event.token_ids
+                            add_to_output(live, event)
                             ended = event.finish_reason is not None
                             yield passed_on(live, event)
                             if ended:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from weft.core.adapters import AdapterInfo
-from weft.core.errors import WeftError, to_wire
+from weft.core.errors import EngineDead, WeftError, to_wire
 from weft.core.load import adapter_key
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo
@@ -200,6 +200,17 @@ def digests_of(request: EngineRequest) -> list[str]:
 def kind_of(info: EngineInfo) -> tuple[str, int, int, str]:
     """What all engines of a fleet have in common."""
     return info.architecture, info.vocab_size, info.num_parameters, info.dtype
+
+
+def add_to_output(live: Live, event: TokenEvent) -> None:
+    """Add an event's tokens to the output that a request has. Raises EngineDead if they don't come
+    right after it: then it goes on, from what it has, as if its node were lost."""
+    num_tokens = len(live.request.prompt_ids) + len(live.output) + len(event.token_ids)
+    if event.token_ids and event.num_tokens != num_tokens:
+        error = EngineDead("tokens are missing, or came twice")
+        error.killed = True  # the request is not to blame
+        raise error
+    live.output += event.token_ids
 
 
 def passed_on(live: Live, event: TokenEvent) -> TokenEvent:

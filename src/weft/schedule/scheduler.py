@@ -201,8 +201,9 @@ class Scheduler:
                         tokens += new
                         if len(tokens) > seq.holding.next_full:
                             self._cache.register(seq.holding, tokens, len(tokens) - 1)
+                        known, cached = len(tokens), seq.num_cached
                         events.append(
-                            TokenEvent(seq.request_id, new, logprobs, None, None, seq.num_cached)
+                            TokenEvent(seq.request_id, new, logprobs, None, None, cached, known)
                         )
             elif not seq.done:
                 self._cache.register(seq.holding, seq.tokens, plan.starts[i] + plan.counts[i])
@@ -243,7 +244,8 @@ class Scheduler:
             reason, stop_reason = seq.ending(new[-1])
             events.append(self._finish(seq, reason, new, logprobs, stop_reason))
         elif new:
-            events.append(TokenEvent(seq.request_id, new, logprobs, None, None, seq.num_cached))
+            known, cached = len(tokens), seq.num_cached
+            events.append(TokenEvent(seq.request_id, new, logprobs, None, None, cached, known))
         if events and seq.prompt_output is not None:
             events[0] = seq.prompt_output.into(events[0])
             seq.prompt_output = None
@@ -358,6 +360,7 @@ class Scheduler:
             reason,
             stop_reason,
             max(seq.num_cached, 0),
+            len(seq.tokens),
             to_wire(error) if error else None,
         )
 
