@@ -1,11 +1,14 @@
-"""Streams over a fleet of real nodes to which everything happens, one fault after another.
+r"""Streams over a fleet of real nodes to which everything happens, one fault after another.
 
-    python benchmarks/fleet_faults.py [--streams 10000] [--seconds 300] [--nodes 3] [--load 0.7]
+    python benchmarks/fleet_faults.py [--streams 10000] [--seconds 300] [--nodes 3] [--load 0.7] \
+        [--held-up 0.1]
 
 Nodes are `weft serve --no-api` with the tiny model on the CPU; the client is this process, which
 keeps so many streams open that `--load` of all seats are taken. Faults come at random times,
 `--pause` seconds apart on average, and befall any node, as long as another one is whole. Each
-stream must be what the same request gave when nothing happened.
+stream must be what the same request gave when nothing happened. With `--held-up 0.1`, the client is
+kept from reading for about 0.1 s after each 0.1 s, as on a loaded machine: what happens to a stream
+then meets tokens that it has not read yet.
 
 Counted are streams that failed, and those that lost, repeated or changed tokens. The longest pause
 of each stream that had to go on elsewhere is printed by cause, beside that of the others, and what
@@ -64,12 +67,12 @@ class Campaign:
                     return
                 await self._read(number)
 
-        tormentor = asyncio.create_task(self._torment(args))
-        progress = asyncio.create_task(self._tell(args))
+        works = (self._torment(args), self._tell(args), self._hold_up(args))
+        beside = [asyncio.create_task(work) for work in works]
         await asyncio.gather(*(reader() for _ in range(at_a_time)))
-        for task in (tormentor, progress):
+        for task in beside:
             task.cancel()
-        await asyncio.gather(tormentor, progress, return_exceptions=True)
+        await asyncio.gather(*beside, return_exceptions=True)
         return time.monotonic() - started_s
 
     async def _read(self, number: int) -> None:
@@ -108,6 +111,13 @@ class Campaign:
 
     def _unharmed(self) -> list[RealNode]:
         return [node for node in self.fleet.whole() if node.name not in self._suffering]
+
+    async def _hold_up(self, args: argparse.Namespace) -> None:
+        """Keep this process from reading, again and again, so that its streams are behind."""
+        rng = random.Random(args.seed)
+        while args.held_up:
+            await asyncio.sleep(rng.uniform(0.2, 1.2) * args.held_up)
+            time.sleep(rng.uniform(0.1, 1.2) * args.held_up)
 
     async def _tell(self, args: argparse.Namespace) -> None:
         while True:
@@ -160,6 +170,8 @@ def kind(whys: Iterable[str]) -> str:
             ("drained", "drained"),
             ("exit code", "engine killed"),
             ("was closed", "node killed or link cut"),
+            ("takes no messages", "node killed or link cut"),
+            ("are missing", "tokens missing or twice"),
             ("sign of life", "hung"),
         ):
             if words in why:
@@ -211,6 +223,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=3)
     parser.add_argument("--load", type=float, default=0.7)
     parser.add_argument("--pause", type=float, default=2.0)
+    parser.add_argument("--held-up", type=float, default=0.0)
     parser.add_argument("--distinct", type=int, default=140)
     parser.add_argument("--length", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)

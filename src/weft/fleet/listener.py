@@ -262,7 +262,7 @@ class NodeListener:
     async def _answer(self, session: Session, call: Hold | Release | GetStats) -> None:
         try:
             reply = await self._result(session, call)
-        except WeftError as error:
+        except Exception as error:  # of any kind: the client waits for an answer
             reply = Reply(call.call_id, error=to_wire(error))
         self._send(session, UP.encode(reply))
 
