@@ -131,7 +131,7 @@ class FleetClient:
             self.router.view.set_dead(node.name)
             self._give_up(node)
             return
-        self.router.view.update(update, time.monotonic())
+        self.router.view.update(update, asyncio.get_running_loop().time())
         draining, idle = update.report.draining, update.report.idle
         if (draining or idle) and any(self._usable(idle=False)):
             self._empty(node, "drained" if draining else "left idle")
@@ -341,7 +341,7 @@ class FleetClient:
         self, live: Live, node: Node, attempt: RoutedRequest, routed: Routed
     ) -> EngineRequest:
         """An attempt begins on a node. What it is asked for."""
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         self.router.sent(routed, attempt, now)
         if not live.attempts:
             self.adapters.popular.saw(attempt.adapter, now)
