@@ -656,7 +656,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
         ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
         ({"architectures": DROP}, "architectures"),
         ({"model_type": "qwen2"}, "model_type"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"quantization_config": {"quant_method": "aqlm"}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "hidden_act"),
         ({"dtype": "float64"}, "dtype"),
         ({"num_key_value_heads": 3}, "num_key_value_heads"),

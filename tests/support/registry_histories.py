@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
+from patience import wait_until
 from registry_simulation import FIRST, NAMES, VERSIONS, Call, violations
 
 from weft.core.errors import (
@@ -169,6 +170,7 @@ def run(uri: str, folder: Path, seconds: float, count: int, seed: int) -> Outcom
         registry.listen(record)
         workers = Workers(count, uri, folder, seed)
         stack.callback(workers.end)
+        wait_until(lambda: any(path.stat().st_size for path in folder.iterdir()))
         until = time.monotonic() + seconds
         while time.monotonic() < until:
             time.sleep(chance.uniform(0.1, 0.6))
