@@ -1,4 +1,4 @@
-"""What several nodes cost beside one: processor time a token, time to the first, an empty node.
+"""What a fleet's client costs beside one engine's: processor time a token, time to the first.
 
     python benchmarks/fleet.py [--streams 64] [--tokens 400]
 
@@ -53,6 +53,8 @@ class InstantLink:
 
     def drain(self, draining: bool) -> None: ...
 
+    def rest(self, idle: bool) -> None: ...
+
     def tick(self) -> None: ...
 
     def step(self) -> None:
@@ -105,20 +107,10 @@ async def measure(
         while num_tokens < step * args.streams:
             await asyncio.sleep(0)
     token_us = (time.process_time() - begun_s) / (args.streams * args.tokens) * 1e6
-    emptied_ms = 0.0
-    if isinstance(client, FleetClient):
-        begun, there = time.perf_counter(), set(link.open)
-        for node in client.nodes.values():
-            client._take_away(node, "it is drained", "drained")
-        while there & link.open.keys():  # they come again, as there is no other node
-            await asyncio.sleep(0)
-        emptied_ms = (time.perf_counter() - begun) * 1e3
     for reader in readers:
         reader.cancel()
     await asyncio.gather(*readers, return_exceptions=True)
     found = {"us a token": token_us, "first token ms": statistics.median(first_ms)}
-    if emptied_ms:
-        found["emptied ms"] = emptied_ms
     print(name, {key: round(value, 3) for key, value in found.items()}, flush=True)
     return found
 
