@@ -49,6 +49,11 @@ class Client(NamedTuple):
     title: str
     packages: tuple[str, ...]
     script: str
+    """The cases, in Python, or in JavaScript for a package of npm."""
+
+    @property
+    def of_node(self) -> bool:
+        return self.script.endswith(".mjs")
 
 
 class Tool(NamedTuple):
@@ -59,6 +64,7 @@ class Tool(NamedTuple):
     work: Callable[[Path, str, Path], None]
     """Given its environment, the server's address and an empty folder. It fails if not all is as it
     must be."""
+    of_node = False
 
 
 def with_guidellm(env: Path, url: str, folder: Path) -> None:
@@ -84,16 +90,36 @@ CLIENTS: dict[str, Client | Tool] = {
     "llamaindex": Client(
         "LlamaIndex", ("llama-index-llms-openai-like==0.8.1",), "llamaindex_client.py"
     ),
+    "instructor": Client("instructor", ("instructor==1.17.0",), "instructor_client.py"),
+    "pydantic-ai": Client(
+        "Pydantic AI", ("pydantic-ai-slim[openai]==2.68.0",), "pydantic_ai_client.py"
+    ),
+    "openai-agents": Client("openai-agents", ("openai-agents==0.24.0",), "openai_agents_client.py"),
+    "ai-sdk": Client(
+        "Vercel AI SDK",
+        ("ai@6.0.326", "@ai-sdk/openai-compatible@2.0.91", "zod@4.6.7"),
+        "ai_sdk.mjs",
+    ),
     "guidellm": Tool("guidellm", ("guidellm==0.8.1",), with_guidellm),
 }
 
 
 def environment(name: str, folder: Path) -> Path:
-    """The client's environment, which is made if it is not there."""
-    if not (folder / "bin" / "pip").exists():
-        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    """The client's environment, which is made anew if it does not hold the client's packages."""
+    packages = CLIENTS[name].packages
+    installed = folder / "installed.json"
+    if installed.exists() and json.loads(installed.read_text()) == [*packages]:
+        return folder
+    if CLIENTS[name].of_node:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "package.json").write_text('{"private": true}')
+        command = ["npm", "install", "--no-audit", "--no-fund", *packages]
+        subprocess.run(command, cwd=folder, check=True, stdout=sys.stderr)
+    else:
+        subprocess.run([sys.executable, "-m", "venv", "--clear", str(folder)], check=True)
         command = [str(folder / "bin" / "pip"), "install", "-q", "--disable-pip-version-check"]
-        subprocess.run([*command, *CLIENTS[name].packages, "pydantic"], check=True)
+        subprocess.run([*command, *packages, "pydantic"], check=True)
+    installed.write_text(json.dumps(packages))
     return folder
 
 
@@ -109,7 +135,10 @@ def tried(name: str, env: Path, url: str) -> Results:
                 return {"other": False}
             return {"other": True}
         script = HERE / "cases" / client.script
-        command = [str(env / "bin" / "python"), str(script), url]
+        program = str(env / "bin" / "python")
+        if client.of_node:
+            program, script = "node", Path(shutil.copy(script, env))  # where its packages are
+        command = [program, str(script), url]
         ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=CASE_S)
         lines = ran.stdout.splitlines()
         found: Results = json.loads(lines[-1]) if lines else {"one": False}
@@ -117,6 +146,8 @@ def tried(name: str, env: Path, url: str) -> Results:
 
 
 def version_of(name: str, env: Path) -> str:
+    if CLIENTS[name].of_node:
+        return CLIENTS[name].packages[0].rpartition("@")[2]
     package = re.split(r"[\[=]", CLIENTS[name].packages[0])[0]
     code = f"import importlib.metadata as m; print(m.version({package!r}))"
     command = [str(env / "bin" / "python"), "-c", code]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -15,6 +16,8 @@ import openai
 from shared import MODEL, REVERSED, URL, WORD, Paint, run
 
 ASK: Any = [{"role": "user", "content": WORD}]
+KEY = f"sk-{secrets.token_hex(32)}"
+"""The proxy does not start without a key."""
 PROVIDERS = ("openai", "hosted_vllm")
 
 
@@ -72,10 +75,11 @@ def proxy() -> None:
         port = free.getsockname()[1]
     command = [str(Path(sys.executable).parent / "litellm"), "--model", f"hosted_vllm/{MODEL}"]
     command += ["--api_base", f"{URL}/v1", "--host", "127.0.0.1", "--port", str(port)]
-    log = subprocess.DEVNULL
-    server = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "CI": "1"})
+    server = subprocess.Popen(
+        command, stdout=sys.stderr, env=os.environ | {"LITELLM_MASTER_KEY": KEY}
+    )
     try:
-        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY)
         deadline = time.monotonic() + 300
         while True:
             try:
