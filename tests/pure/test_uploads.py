@@ -59,6 +59,27 @@ def test_a_tar_or_a_safetensors_file(world: World) -> None:
     world.check()
 
 
+def test_a_check_loads_nothing(tmp_path: Path) -> None:
+    sources = Sources(AdapterRoots([]), contents=Contents(tmp_path / "kept"))
+    world = World(tmp_path, byte_level(), sources=sources)
+
+    async def scenario(web: Web) -> None:
+        answer = await web.http.put("/v1/adapters/a?check=true", content=tar(FILES))
+        found = answer.json()
+        assert (answer.status_code, found["status"]) == (200, "accepted"), answer.text
+        assert found["lora_name"] == "a" and len(found["digest"]) == 64
+        assert found["max_rank"] > 0 and found["targets"] and found["num_bytes"] > 0
+        for content in (b"hello", tar({**FILES, CONFIG_FILE: b"{"})):
+            checked = await web.http.put("/v1/adapters/a?check=true", content=content)
+            loaded = await web.http.put("/v1/adapters/a", content=content)
+            assert checked.status_code == 400 and checked.json() == loaded.json()
+        assert not await models(web)
+        assert not list((tmp_path / "kept" / "stage").iterdir())
+
+    run(world, scenario)
+    world.check()
+
+
 def test_what_is_refused_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     contents = Contents(tmp_path / "kept")
     sources = Sources(AdapterRoots([]), contents=contents, max_bytes=20_000)

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from weft.api.audit import AuditLog
 from weft.api.callers import Tenants, caller_var
 from weft.api.service import Service
+from weft.core.adapters import AdapterInfo
 from weft.core.errors import InvalidRequest, Overloaded, WeftError
 from weft.registry import Access, AdapterRoots, Sources
 from weft.registry.records import Name, shown_route
@@ -93,6 +94,22 @@ class AdapterDesk:
             path = f"{UPLOAD}://sha256:{await receive(packed)}"
             work = self._load(name, path, replace, pinned, wait, packed)
             return await self._executor.to_the_end(_closing(stack.pop_all(), work))
+
+    async def examine(self, name: str, receive: Callable[[Path], Awaitable[str]]) -> AdapterInfo:
+        """Try an adapter that the client sends, as for `upload`, without loading it. Returns what
+        the engine reports of it. Raises what `upload` raises."""
+        access = self._service.access
+        whole = access.to_publish(name)
+        with self.receiving(), ExitStack() as stack:
+            packed = stack.enter_context(self._all.contents.stage()) / "packed"
+            path = f"{UPLOAD}://sha256:{await receive(packed)}"
+            sources = self._sources(access).with_upload(packed)
+
+            async def examine() -> AdapterInfo:
+                async with self._publisher.tried(whole, lambda: sources.open(path)) as tried:
+                    return tried.info
+
+            return await self._executor.to_the_end(_closing(stack.pop_all(), examine()))
 
     @contextmanager
     def receiving(self) -> Iterator[None]:

@@ -21,6 +21,7 @@ from weft.api.http import ERRORS, json_response
 from weft.api.reading import read_json, receive_file
 from weft.api.routes_adapters import SGLANG_ERRORS, UpdateAnswer, sglang_answer, wait_in
 from weft.api.service import Service
+from weft.core.adapters import AdapterInfo
 from weft.core.errors import AdapterInvalid, InvalidRequest
 from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
 from weft.registry.unpack import tar_of
@@ -34,6 +35,20 @@ class UploadAnswer(BaseModel):
     lora_name: str
     digest: str
     """sha256 of the adapter's content."""
+
+
+class CheckAnswer(BaseModel):
+    """An adapter that could be served."""
+
+    status: Literal["accepted"]
+    lora_name: str
+    digest: str
+    max_rank: int
+    targets: list[str]
+    num_bytes: int
+    """What it takes on the device."""
+    conversion_error: float
+    """How far the LoRA that would be served is off, for an adapter of another kind."""
 
 
 class SerializedTensors(Struct):
@@ -77,7 +92,7 @@ _tensors = msgspec.json.Decoder(SerializedTensors)
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _FILE_KINDS = ("application/octet-stream", "application/x-tar", "application/gzip")
-_IN_QUERY = {"pinned": {"type": "boolean"}, "replace": {"type": "boolean"}}
+_IN_QUERY = {name: {"type": "boolean"} for name in ("check", "pinned", "replace")}
 _FILE_BODY = {
     "parameters": [{"name": n, "in": "query", "schema": s} for n, s in _IN_QUERY.items()],
     "requestBody": {"required": True, "content": dict.fromkeys(_FILE_KINDS, _BINARY)},
@@ -102,19 +117,21 @@ def upload_routes(service: Service, desk: AdapterDesk) -> APIRouter:
 
     @router.put(
         "/v1/adapters/{name:path}",
-        response_model=UploadAnswer,
+        response_model=UploadAnswer | CheckAnswer,
         openapi_extra=_FILE_BODY,
     )
     async def upload_adapter(request: Request, name: str) -> Response:
         """Load the adapter in the body under this name: a tar of its folder, gzipped or not, or a
         safetensors file whose metadata have the text of adapter_config.json as `adapter_config`.
         What the body is shows in its first bytes. With `replace=false` in the query, a name that
-        has other content is refused."""
+        has other content is refused. With `check=true` the adapter is tried, and not loaded."""
         pinned, replace = _flag(request, "pinned", False), _flag(request, "replace", True)
 
         async def receive(path: Path) -> str:
             return await receive_file(request, path, desk.max_upload_bytes)
 
+        if _flag(request, "check", False):
+            return json_response(_checked(name, await desk.examine(name, receive)))
         whole, digest = await desk.upload(name, receive, replace, pinned, wait_in(request))
         return json_response({"status": "success", "lora_name": whole, "digest": digest})
 
@@ -143,6 +160,18 @@ def upload_routes(service: Service, desk: AdapterDesk) -> APIRouter:
         return await sglang_answer(service, load())
 
     return router
+
+
+def _checked(name: str, info: AdapterInfo) -> dict[str, Any]:
+    return {
+        "status": "accepted",
+        "lora_name": name,
+        "digest": info.digest,
+        "max_rank": info.max_rank,
+        "targets": list(info.targets),
+        "num_bytes": info.num_bytes,
+        "conversion_error": info.conversion_error,
+    }
 
 
 def _flag(request: Request, name: str, default: bool) -> bool:

@@ -94,14 +94,28 @@ class Row {
 
 let chosen = null;
 
-function choose(name, what, make_body) {
+/** Have what was chosen checked, and offer to load it. */
+async function choose(name, what, make_body) {
   chosen = make_body;
   get("upload-name").value = name.replace(/\.(tar|tar\.gz|tgz|safetensors)$/, "");
   get("chosen-what").textContent = what;
   get("chosen").hidden = false;
-  tell("");
   get("upload-name").focus();
+  tell("It is checked …");
+  const path = `v1/adapters/${escaped(get("upload-name").value)}?check=true`;
+  let verdict;
+  try {
+    const found = await (await ask(path, { method: "PUT", body: await make_body() })).json();
+    const off = found.conversion_error ? `, ${(100 * found.conversion_error).toPrecision(2)} % off` : "";
+    verdict = [`It can be served: rank ${found.max_rank}${off}, ${bytes(found.num_bytes)} on the device, ` +
+      `for ${found.targets.join(", ")}.`, "good"];
+  } catch (error) {
+    verdict = [`It can't be served: ${error.message}`, "bad"];
+  }
+  if (chosen === make_body) tell(...verdict);
 }
+
+const escaped = (name) => name.split("/").map(encodeURIComponent).join("/");
 
 function chooseFile(file) {
   choose(file.name, `${file.name}, ${bytes(file.size)}`, async () => file);
@@ -152,19 +166,22 @@ get("folder").addEventListener("change", (event) => {
 });
 form.addEventListener("submit", async (event) => {
   event.preventDefault();
+  if (!chosen) return;  // it is on its way
   const name = get("upload-name").value.trim(), pinned = get("upload-pinned").checked;
-  const path = `v1/adapters/${name.split("/").map(encodeURIComponent).join("/")}?pinned=${pinned}`;
-  tell("It is sent and checked …");
+  const path = `v1/adapters/${escaped(name)}?pinned=${pinned}`, make_body = chosen;
+  chosen = null;
+  tell("It is sent and loaded …");
   const began = performance.now();
   try {
-    const answer = await (await ask(path, { method: "PUT", body: await chosen() })).json();
+    const answer = await (await ask(path, { method: "PUT", body: await make_body() })).json();
     const seconds = ((performance.now() - began) / 1000).toFixed(1);
-    tell(`${answer.lora_name} is served as it is. Checked and loaded in ${seconds} s; ` +
+    tell(`${answer.lora_name} is served as it is. Loaded in ${seconds} s; ` +
       `its content is sha256:${answer.digest.slice(0, 16)}…`, "good");
     get("verdict").append(codeOf(() => asCode(path, { method: "PUT", file: `${name}.tar` })));
-    get("chosen").hidden = true;
+    get("chosen").hidden = !chosen;
     changed();
   } catch (error) {
+    chosen ??= make_body;
     tell(`Not served: ${error.message}`, "bad");
   }
 });
