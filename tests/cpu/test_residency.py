@@ -869,6 +869,7 @@ def test_slow_folders_hold_up_no_other_registration(world: World) -> None:
 
 def test_very_many_loads_leave_nothing(tmp_path: Path) -> None:
     """Through all tiers, with failures and adapters that come and go."""
+    others = set(threading.enumerate())
     made = _world(host_bytes=40 * 4096, folder=tmp_path / "cache", arena=True)
     world = next(made)
     names = [f"d{number}" for number in range(12)]
@@ -897,7 +898,8 @@ def test_very_many_loads_leave_nothing(tmp_path: Path) -> None:
     churn(300)
     before, threads = sys.getallocatedblocks(), threading.active_count()
     churn(900)
-    assert sys.getallocatedblocks() - before < 500 and threading.active_count() == threads
+    assert sys.getallocatedblocks() - before < 500
+    assert threading.active_count() - threads < 20, "more than pools that grow to their size"
     world.pool.broken = False
     assert len(saved(world, len(names))) == len(list((tmp_path / "cache").iterdir()))
     device = world.residency.tiers()["device"]
@@ -910,6 +912,9 @@ def test_very_many_loads_leave_nothing(tmp_path: Path) -> None:
     assert world.slots.used_elements == 0 and host.stats().num_bytes == 0
     assert not (world.catalog.known or world.residency._loading)
     assert not list(made)
+    for thread in set(threading.enumerate()) - others:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive(), thread.name
 
 
 def test_a_torn_copy_is_made_again(world: World) -> None:
