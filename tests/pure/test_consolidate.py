@@ -86,9 +86,9 @@ def test_waits_enable_another_node() -> None:
 def test_growth_is_seen_ahead() -> None:
     fleet = Clock(6)
     fleet.run(6, 38.0)
-    for num_open in range(6, 18, 2):
+    for num_open in range(6, 32):
         last = fleet.run(num_open, 0.5)[-1]
-    assert len(last.names) > 16 / (0.8 * SEATS)
+    assert len(last.names) > (31 + 1) / (0.8 * SEATS)
 
 
 def test_autoscalers_hear_of_the_most_that_was_needed() -> None:

@@ -12,7 +12,7 @@ from weft.bench import fleet_node
 from weft.bench.fleet_node import BLOCK, H200, SimulatedNode, chain_of, request_of
 from weft.bench.fleet_simulate import FleetPlan, row_of, setup_of
 from weft.bench.fleet_simulator import FleetReplay, FleetSetup, FleetSimulator
-from weft.bench.fleet_trace import FleetAsk, FleetTrace
+from weft.bench.fleet_trace import LEAVES_S, PAUSE_S, FleetAsk, FleetTrace
 from weft.core.errors import ConfigError
 from weft.core.requests import TokenEvent
 from weft.schedule.scheduler import Scheduler
@@ -114,6 +114,10 @@ def test_traces_go_on_with_sessions_and_follow_their_rate() -> None:
     asks = draw("day", 40.0, 60.0)
     longer = [ask for number, ask in enumerate(asks) if ask.session != number]
     assert len(longer) > len(asks) / 4
+    last: dict[int, float] = {}
+    for ask in asks:
+        assert PAUSE_S <= ask.arrival_s - last.get(ask.session, ask.arrival_s - PAUSE_S) <= LEAVES_S
+        last[ask.session] = ask.arrival_s
     by_ten_s = Counter(int(ask.arrival_s // 10) for ask in asks)
     assert by_ten_s[2] > 2 * by_ten_s[0]
     assert all(ask.prompt_tokens > 4 * BLOCK for ask in asks)

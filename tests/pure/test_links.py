@@ -20,7 +20,7 @@ from weft.core.load import EngineLoad
 from weft.core.messages import Abort, Command, Started, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
-from weft.fleet.client import LinkClient
+from weft.fleet.client import GROUP, LinkClient
 from weft.fleet.curve import FleetKey, read_fleet_key
 from weft.fleet.members import read_addresses
 from weft.fleet.node import OwnNode
@@ -101,8 +101,8 @@ async def linked(
         context.term()
 
 
-def asked(name: str) -> EngineRequest:
-    return EngineRequest(name, [1, 2], SamplingParams(), seed=1)
+def asked(name: str, in_groups: bool = False) -> EngineRequest:
+    return EngineRequest(name, [1, 2], SamplingParams(), seed=1, in_groups=in_groups)
 
 
 async def started(engine: PretendedSupervisor, client: LinkClient, link: TcpLink) -> None:
@@ -175,10 +175,12 @@ def test_a_request_that_finds_the_link_broken_ends_with_that(followed: bool) -> 
 HAPPENINGS = ("a token", "the reader's turn", "it is left", "the engine dies", "the last token")
 
 
-@given(st.lists(st.sampled_from(HAPPENINGS), max_size=12))
-@example(["the reader's turn", "a token", "it is left", "a token"])
-@example(["the reader's turn", "a token", "the engine dies", "a token", "a token"])
-def test_a_stream_is_what_came_before_its_end_however_late_it_is_read(happened: list[str]) -> None:
+@given(st.lists(st.sampled_from(HAPPENINGS), max_size=12), st.booleans())
+@example(["the reader's turn", "a token", "it is left", "a token"], False)
+@example(["the reader's turn", "a token", "the engine dies", "a token", "a token"], False)
+def test_a_stream_is_what_came_before_its_end_however_late_it_is_read(
+    happened: list[str], in_groups: bool
+) -> None:
     """An error ends it too, and what an engine says after that is nobody's."""
 
     async def test() -> None:
@@ -189,7 +191,7 @@ def test_a_stream_is_what_came_before_its_end_however_late_it_is_read(happened: 
 
         async def read() -> None:
             try:
-                async for event in client.generate(asked("r")):
+                async for event in client.generate(asked("r", in_groups)):
                     got.extend(event.token_ids)
             except EngineDead as error:
                 got.append(error.message)
@@ -217,6 +219,36 @@ def test_a_stream_is_what_came_before_its_end_however_late_it_is_read(happened: 
         await reading
         assert got == wanted
         assert (Abort("r") in link.sent) == (ends[0] == "it is left")
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("in_groups", "sizes"), [(False, [1] * 40), (True, [1, GROUP, GROUP, 39 - 2 * GROUP])]
+)
+def test_a_reader_of_groups_is_woken_for_the_first_token_and_then_for_many(
+    in_groups: bool, sizes: list[int]
+) -> None:
+    """The last token is never waited for."""
+
+    async def test() -> None:
+        client = LinkClient()
+        client.dispatch(Started(INFO))
+        await client.start(SilentLink())
+        got: list[list[int]] = []
+
+        async def read() -> None:
+            got.extend([e.token_ids async for e in client.generate(asked("r", in_groups))])
+
+        reading = asyncio.create_task(read())
+        for number in range(40):
+            await asyncio.sleep(0)
+            reason = "length" if number == 39 else None
+            client.dispatch(Tokens([TokenEvent("r", [number], finish_reason=reason)]))
+            await asyncio.sleep(0)
+        await reading
+        assert [len(ids) for ids in got] == sizes
+        assert [token for ids in got for token in ids] == [*range(40)]
 
     asyncio.run(test())
 

@@ -239,6 +239,21 @@ def test_a_router_that_is_alone_leaves_nothing_to_chance() -> None:
         assert found.terms.chance is None
 
 
+def test_chance_is_as_without_the_nodes_that_take_no_requests() -> None:
+    busy = replace(IDLE, max_seats=64, num_running=60)
+    holds = replace(busy, resident=frozenset({7}))
+    chances = []
+    for idle in ([], [IDLE, replace(IDLE, resident=frozenset({7}))]):
+        fleet = router([holds, busy, busy, *idle])
+        fleet.view.set_enabled(frozenset(NAMES[:3]))
+        for k in range(9):
+            fleet.view.send(k % 3, request(k, 1 + k), 0.01, 1.0)
+        chance = fleet.terms(request(99, 7)).chance
+        assert chance is not None
+        chances.append(chance[:3].tolist())
+    assert chances[0] == chances[1]
+
+
 def test_labels_drains_and_deaths() -> None:
     fleet = router([replace(IDLE, resident=frozenset({7})), IDLE, IDLE])
     view = fleet.view

@@ -7,6 +7,7 @@ with an earlier one: their prompt begins with that one's prompt and answer.
 from __future__ import annotations
 
 import math
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,8 +23,9 @@ NEW_TOKENS = 160.0
 """The median length of what a user adds; log-normal with a sigma of 0.7."""
 LONGEST_PROMPT = 6000
 LONGEST_ANSWER = 2000
-PAUSE_S = 5.0
-"""A user needs at least so long, the answer's time included, to go on."""
+PAUSE_S, LEAVES_S = 5.0, 30.0
+"""A user needs at least so long, the answer's time included, to go on, and has left after more
+than that."""
 BURST_EACH_S, BURST_S, BURST_TIMES = 10.0, 1.0, 3.0
 """In `bursts`, in the middle of each such time the rate is for so long that many times as high,
 and lower between."""
@@ -104,15 +106,19 @@ class FleetTrace:
         adapters = rng.choice(num_adapters, count, p=popularity / popularity.sum())
         new = rng.lognormal(math.log(NEW_TOKENS), 0.7, count).clip(8, 2000).astype(int)
         outputs = rng.geometric(1 / answer, count).clip(1, LONGEST_ANSWER)
-        goes_on = rng.uniform(size=count) < 0.5
+        goes_on, chosen = rng.uniform(size=count) < 0.5, rng.uniform(size=count)
         asks: list[FleetAsk] = []
         earlier: dict[int, deque[FleetAsk]] = {}
         for k in range(count):
             adapter, arrival_s = int(adapters[k]), float(times[k])
             asked = earlier.setdefault(adapter, deque())
+            while asked and asked[0].arrival_s < arrival_s - LEAVES_S:
+                asked.popleft()
             session, prompt = len(asks), OWN_PROMPT + int(new[k])
-            if goes_on[k] and asked and asked[0].arrival_s < arrival_s - PAUSE_S:
-                last = asked.popleft()
+            ready = bisect(asked, arrival_s - PAUSE_S, key=lambda each: each.arrival_s)
+            if goes_on[k] and ready:
+                last = asked[which := int(chosen[k] * ready)]
+                del asked[which]
                 longer = last.prompt_tokens + last.output_tokens + int(new[k])
                 if longer <= LONGEST_PROMPT:
                     session, prompt = last.session, longer

@@ -44,6 +44,8 @@ WOKEN_EACH = 8
 millisecond for its tokens, for which all others wait."""
 WOKEN_ALONE = 64
 """The same while no other tenant has a stream."""
+GROUP = 16
+"""How many events a reader is given at a time that takes tokens in groups."""
 
 
 class Link(Protocol):
@@ -185,7 +187,8 @@ class LinkClient:
     def dispatch(self, report: Report) -> None:
         match report:
             case Tokens(events):
-                for event in events:
+                # First tokens first: these come in the middle of no answer.
+                for event in sorted(events, key=_is_later):
                     reader = self._streams.get(event.request_id)
                     if reader is not None:
                         reader.put(event)
@@ -240,6 +243,11 @@ class LinkClient:
         self._link.send(command)
 
 
+def _is_later(event: TokenEvent) -> bool:
+    """Whether it is not the first event of its request."""
+    return event.queue_s is None
+
+
 Put = Callable[[TokenEvent | WeftError], None]
 
 
@@ -265,7 +273,7 @@ class _Follower:
 class _Stream:
     """The events of one request that its reader has not taken yet."""
 
-    __slots__ = ("_in_turn", "_items", "_loop", "_waiter", "request")
+    __slots__ = ("_due", "_in_turn", "_is_ready", "_items", "_loop", "_waiter", "request")
 
     def __init__(
         self, loop: asyncio.AbstractEventLoop, in_turn: FairCalls, request: EngineRequest
@@ -274,24 +282,40 @@ class _Stream:
         self._in_turn = in_turn
         self.request = request
         self._items: list[TokenEvent | WeftError] = []
+        self._due = 1
+        """How many events the reader is woken for, unless the last one has come."""
+        self._is_ready = False
+        """Whether there are so many."""
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: TokenEvent | WeftError) -> None:
-        if not self._items and self._waiter is not None and not self._waiter.done():
-            self._in_turn.call(self.request.tenant, self._wake)
         self._items.append(item)
+        if self._is_ready or (len(self._items) < self._due and not _is_last(item)):
+            return
+        self._is_ready = True
+        if self._waiter is not None and not self._waiter.done():
+            self._in_turn.call(self.request.tenant, self._wake)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     async def take(self) -> list[TokenEvent | WeftError]:
-        """Wait until there is something, and the tenant's turn, and take all that is there."""
-        if not self._items:
+        """Wait until there is enough, and the tenant's turn, and take all that is there. The first
+        event is always enough, as it tells how long the request has waited."""
+        if not self._is_ready:
             self._waiter = self._loop.create_future()
             await self._waiter
+        self._is_ready = False
+        if self.request.in_groups:
+            self._due = GROUP
         items, self._items = self._items, []
         return items if len(items) == 1 else _joined(items)
+
+
+def _is_last(item: TokenEvent | WeftError) -> bool:
+    """Whether nothing comes after this."""
+    return isinstance(item, WeftError) or item.finish_reason is not None
 
 
 def _joined(items: list[TokenEvent | WeftError]) -> list[TokenEvent | WeftError]:

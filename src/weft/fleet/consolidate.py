@@ -24,10 +24,15 @@ from weft.fleet.view import FleetView, RoutedRequest
 
 TARGET = 0.8
 """The part of its seats that a node is to have taken."""
-SLACK = 0.9
+SLACK = 0.95
 """Nodes are disabled as long as the others have no more than this part of their targets."""
 LEAD_S = 2.0
 """How far ahead the load is looked at."""
+SMOOTH_S, TREND_S = 2.0, 5.0
+"""Over such times the load and its growth are smoothed, as requests come and end by chance."""
+JUMP = 3.0
+"""How many times as much as by chance the load must differ from what was expected to count at
+once."""
 PATIENCE_S = 5.0
 """For so long the load must have fitted on fewer nodes."""
 LATE_S, LATE = 0.1, 0.25
@@ -105,6 +110,34 @@ class _Most:
         return seen[0][1]
 
 
+class _Load:
+    """How many requests are open, smoothed together with its growth (Holt's double exponential
+    smoothing)."""
+
+    def __init__(self) -> None:
+        self._at_s = -math.inf
+        """When it was looked at last."""
+        self._level = self._growth = 0.0
+        """Open requests then, and how many more in each second."""
+
+    def expect(self, now: float, num_open: int) -> float:
+        """So many requests are open now. Returns how many may be `LEAD_S` later, at least as many
+        as if they grew no fewer."""
+        passed_s, before = now - self._at_s, self._level
+        self._at_s = now
+        if passed_s == math.inf:
+            self._level = num_open
+        elif passed_s > 0:
+            expected = before + passed_s * self._growth
+            off = num_open - expected
+            chance = JUMP * math.sqrt(max(expected, 1.0))
+            part = 1.0 if abs(off) > chance else -math.expm1(-passed_s / SMOOTH_S)
+            self._level = expected + part * off
+            rate = (self._level - before) / passed_s
+            self._growth -= (rate - self._growth) * math.expm1(-passed_s / TREND_S)
+        return self._level + LEAD_S * max(self._growth, 0.0)
+
+
 class Consolidator:
     """Owner of the set of enabled nodes."""
 
@@ -114,14 +147,11 @@ class Consolidator:
         self._order: list[str] = []
         """All nodes: first the enabled ones, then those that were disabled last."""
         self._num_enabled = 0
-        self._last: tuple[float, int] | None = None
-        """When the load was looked at last, and how many requests were open."""
+        self._load = _Load()
         self._emptying = ""
         """The node that was disabled last."""
-        self._began_s = 0.0
+        self._began_s: float | None = None
         """When the load was looked at first: before, nothing is known of it."""
-        self._growth = 0.0
-        """Requests more in each second, smoothed."""
         self._fits = _Most(PATIENCE_S)
         """On how many nodes the load would have fitted, with something to spare."""
         self._needs = _Most(WINDOW_S)
@@ -134,11 +164,10 @@ class Consolidator:
     def tick(self, now: float, nodes: Sequence[NodeLoad]) -> Enabled:
         """Look at all living nodes; call this several times a second. At first all are enabled."""
         by_name = {node.name: node for node in nodes}
-        if self._last is None:
+        if self._began_s is None:
             self._began_s = now
         self._follow(by_name)
-        open_ = sum(node.num_open for node in nodes)
-        expected = open_ + LEAD_S * self._grow(now, open_)
+        expected = self._load.expect(now, sum(node.num_open for node in nodes))
         per_node = self._target * sum(node.seats for node in nodes) / max(len(nodes), 1)
         need = math.ceil(expected / max(per_node, 1.0))
         enabled = [by_name[name] for name in self._order[: self._num_enabled]]
@@ -169,15 +198,6 @@ class Consolidator:
         for name in sorted(by_name.keys() - set(self._order)):
             (idle if by_name[name].idle else enabled).append(name)
         self._order, self._num_enabled = enabled + idle, len(enabled)
-
-    def _grow(self, now: float, num_open: int) -> float:
-        """How fast the load grows; 0 while it shrinks."""
-        if self._last is not None and now > self._last[0]:
-            passed_s = now - self._last[0]
-            rate = (num_open - self._last[1]) / passed_s
-            self._growth += (rate - self._growth) * (1 - math.exp(-passed_s / LEAD_S))
-        self._last = (now, num_open)
-        return max(self._growth, 0.0)
 
     def _disable(self, name: str) -> str:
         self._order.remove(name)

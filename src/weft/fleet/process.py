@@ -24,8 +24,8 @@ from weft.core.processes import die_with_parent
 from weft.fleet.client import LinkClient
 from weft.fleet.sent import ReceivedRequests, SentRequests
 from weft.fleet.sockets import SocketFolder
-from weft.fleet.wire import COMMANDS, REPORTS
-from weft.metrics.logs import LogArgs, configure_logging, configured_logging
+from weft.fleet.wire import COMMANDS, ORDERS, REPORTS, EngineOrder
+from weft.metrics.logs import configure_logging, configured_logging
 from weft.worker.spawn import spawn_ahead
 
 logger = logging.getLogger(__name__)
@@ -47,29 +47,48 @@ async def start_process(args: EngineArgs, report_s: float | None = None) -> Link
     return await client.start(ProcessLink(args, client, report_s))
 
 
+class _Spawned:
+    """An engine's process, which imports torch before it is told what to run."""
+
+    def __init__(self, tensor_parallel_size: int) -> None:
+        self.folder = SocketFolder()
+        self.down, self.up = (self.folder.address(name) for name in ("commands", "reports"))
+        self.process = multiprocessing.get_context("spawn").Process(
+            target=_main,
+            args=(self.down, self.up, tensor_parallel_size),
+            name="weft-engine",
+            daemon=True,
+        )
+        self.process.start()
+        atexit.register(self.process.kill)  # before multiprocessing waits for it
+
+
+_ahead: list[_Spawned] = []
+
+
+def spawn_engine_ahead(tensor_parallel_size: int) -> None:
+    """Start the process of the engine that this process will start next, so that both import what
+    they need side by side."""
+    _ahead.append(_Spawned(tensor_parallel_size))
+
+
 class ProcessLink:
     """The API's end of the link: it starts the process, watches it and carries messages."""
 
     def __init__(self, args: EngineArgs, client: LinkClient, report_s: float | None = None) -> None:
         self._client = client
-        self._folder = SocketFolder()
+        spawned = _ahead.pop() if _ahead else _Spawned(args.model.tensor_parallel_size)
+        self._folder, self._process = spawned.folder, spawned.process
         self._context = zmq.asyncio.Context()
-        down, up = (self._folder.address(name) for name in ("commands", "reports"))
         self._down = _socket(zmq.Context.shadow(self._context.underlying), zmq.PUSH)
-        self._down.connect(down)  # not bind: sending to nobody must not block the event loop
+        self._down.connect(spawned.down)  # not bind: sending to nobody must not block the loop
         self._up = _socket(self._context, zmq.PULL)
-        self._up.bind(up)
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=_main,
-            args=(args, down, up, configured_logging(), report_s),
-            name="weft-engine",
-            daemon=True,
-        )
-        self._process.start()
-        atexit.register(self._process.kill)  # before multiprocessing waits for it
+        self._up.bind(spawned.up)
+        self._down.send(ORDERS.encode(EngineOrder(args, configured_logging(), report_s)))
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._process.sentinel, self._ended)
         self._sent = SentRequests()
+        self._has_started = False
         self._receiver = asyncio.create_task(self._receive())
 
     @property
@@ -86,14 +105,17 @@ class ProcessLink:
     async def join(self, timeout_s: float) -> None:
         await asyncio.to_thread(self._process.join, min(timeout_s, END_S))
         if self._process.is_alive():
-            logger.warning("the engine has not ended by itself and is killed")
+            if self._has_started:  # else it may still import what it needs, and has read no command
+                logger.warning("the engine has not ended by itself and is killed")
             self._process.kill()
             await asyncio.to_thread(self._process.join)
         self._close()
 
     async def _receive(self) -> None:
         while True:
-            self._client.dispatch(REPORTS.decode(await self._up.recv()))
+            report = REPORTS.decode(await self._up.recv())
+            self._has_started = self._has_started or isinstance(report, Started)
+            self._client.dispatch(report)
 
     def _ended(self) -> None:
         """Report that the process is gone, after what it still sent has been delivered."""
@@ -123,24 +145,26 @@ def _socket(context: Any, kind: int) -> Any:
     return socket
 
 
-def _main(
-    args: EngineArgs, down: str, up: str, logs: LogArgs | None, report_s: float | None
-) -> None:
+def _main(down: str, up: str, tensor_parallel_size: int) -> None:
     """Run the engine process. It ends by Stop, by an error, or when its parent is gone."""
-    if logs is not None:
-        configure_logging(logs.level, logs.json)
     _end_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to both; the parent decides
         signal.signal(number, signal.SIG_IGN)
-    spawn_ahead(args.model.tensor_parallel_size)
+    spawn_ahead(tensor_parallel_size)
     started = threading.Event()
     inbox: SimpleQueue[Command] = SimpleQueue()
     context: Context = zmq.Context()
     commands = _socket(context, zmq.PULL)  # here, as the context may end before the thread begins
     commands.bind(down)
-    threading.Thread(target=_pull, args=(commands, inbox, started), daemon=True).start()
+    orders: SimpleQueue[EngineOrder] = SimpleQueue()
+    threading.Thread(target=_pull, args=(commands, orders, inbox, started), daemon=True).start()
     # Here, as the API process need not wait for torch.
     from weft.engine.serve import PublishCache, run_engine
+
+    order = orders.get()
+    args = order.args
+    if order.logs is not None:
+        configure_logging(order.logs.level, order.logs.json)
 
     reports = _socket(context, zmq.PUSH)
     reports.linger = FLUSH_MS
@@ -170,7 +194,7 @@ def _main(
     code = 0
     try:
         publisher = None if args.kv_events is None else open_publisher
-        run_engine(args, inbox, emit, pulse, report_s, publisher)
+        run_engine(args, inbox, emit, pulse, order.report_s, publisher)
     except Exception:
         logger.exception("the engine failed")
         code = 1
@@ -180,12 +204,17 @@ def _main(
 
 
 def _pull(
-    commands: zmq.Socket[bytes], inbox: SimpleQueue[Command], started: threading.Event
+    commands: zmq.Socket[bytes],
+    orders: SimpleQueue[EngineOrder],
+    inbox: SimpleQueue[Command],
+    started: threading.Event,
 ) -> None:
-    """Bring commands to the inbox, up to Stop. A Stop that comes before the engine has started
-    ends the process at once, as a start may take minutes."""
+    """Bring the order to where the process waits for it, and then commands to the inbox, up to
+    Stop. A Stop that comes before the engine has started ends the process at once, as a start may
+    take minutes."""
     received = ReceivedRequests()
     with contextlib.suppress(zmq.ContextTerminated):
+        orders.put(ORDERS.decode(commands.recv()))
         while True:
             command = COMMANDS.decode(commands.recv())
             if isinstance(command, Stop) and not started.is_set():

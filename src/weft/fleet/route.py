@@ -194,7 +194,7 @@ class Router:
         best = self._best(self._policy, request, terms)
         if best is None:
             return Shed(1, math.inf)
-        if terms.wait[best] > SATURATED_S:
+        if terms.wait.item(best) > SATURATED_S:
             best = self._best(bounded_hrw, request, terms)
             assert best is not None, "nodes vanished"
             wait_s, patience_s = float(terms.wait[best]), self.patience_s(request.tenant)
@@ -208,7 +208,7 @@ class Router:
         if not len(scores):
             return None
         best = int(scores.argmin())
-        return best if scores[best] < np.inf else None
+        return best if scores.item(best) < math.inf else None
 
     def terms(self, request: RoutedRequest) -> Terms:
         """The parts of J at each place of the view's arrays."""

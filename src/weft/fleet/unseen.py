@@ -19,6 +19,7 @@ import math
 import zlib
 
 import numpy as np
+from numpy.typing import NDArray
 
 from weft.fleet.keys import MASK, ORDER_S, Floats, mixed
 
@@ -50,7 +51,14 @@ class Unseen:
         """The average of `num_on_way`, taken whenever a request comes."""
         self._prefill_s = 0.0
         """The mean time that a prompt takes."""
+        self.takes: NDArray[np.bool_] = np.zeros(0, np.bool_)
+        """Which nodes take requests; see `set_takes`."""
+        self._num_taking = 0
         self._noise = _noise()
+
+    def set_takes(self, takes: NDArray[np.bool_]) -> None:
+        """These nodes take requests, by their index."""
+        self.takes, self._num_taking = takes, int(np.count_nonzero(takes))
 
     def send(self, prefill_s: float) -> None:
         """A request was sent, whose prompt takes so long."""
@@ -59,34 +67,33 @@ class Unseen:
         self.num_on_way += 1
         self.num_open += 1
 
-    def scale_s(self, num_open: int, num_nodes: int) -> float:
-        """What the unseen requests of all other routers cost a node on average, in seconds.
+    def scale_s(self, num_open: int) -> float:
+        """What the unseen requests of all other routers cost a node that takes requests, in seconds
+        on average.
 
         `num_open` counts the open requests of all routers. For each request of its own, this router
         takes the others to have as many on their way as they have open.
         """
         others = num_open - self.num_open
-        if others <= 0 or not num_nodes:
+        if others <= 0 or not self._num_taking:
             return 0.0
         per_own = others / (self.num_open or 1)
-        return CROWD * self._prefill_s * self._mean_on_way * per_own / num_nodes
+        return CROWD * self._prefill_s * self._mean_on_way * per_own / self._num_taking
 
-    def chance_s(
-        self, request_id: str, load: Floats, num_open: int, num_nodes: int
-    ) -> Floats | None:
+    def chance_s(self, request_id: str, load: Floats, num_open: int) -> Floats | None:
         """The random part of a request's costs at each node, in seconds; None if it would be too
         small to count. `load`: until its adapter is on the device; 0 if it is.
 
         Many nodes that need to load the adapter must not draw the request from the few that have
         it, because the least of many random numbers is small. So either kind counts as a whole.
         """
-        scale_s = self.scale_s(num_open, num_nodes)
+        scale_s = self.scale_s(num_open)
         if scale_s < ORDER_S:
             return None
         start = zlib.crc32(request_id.encode()) % (NUM_NOISE - len(load))
         chance = self._noise[start : start + len(load)] * scale_s
-        lacks = load.astype(np.bool_)
-        lacking = int(np.count_nonzero(lacks))
+        lacks = np.logical_and(load, self.takes)
+        lacking, num_nodes = int(np.count_nonzero(lacks)), self._num_taking
         if 0 < lacking < num_nodes:
             chance += lacks * (scale_s * math.log(lacking / (num_nodes - lacking)))
         return chance

@@ -165,6 +165,7 @@ class FleetView:
             self._crowd.grow(self.capacity)
             self._begins_s = np.pad(self._begins_s, more)
             self.closed_s = np.pad(self.closed_s, more, constant_values=np.inf)
+            self.unseen.set_takes(self.closed_s == 0.0)
 
     def leave(self, name: str) -> None:
         """The node is gone for good, and nothing is remembered of it."""
@@ -172,9 +173,9 @@ class FleetView:
         self._see(index, self.nodes[index], np.inf)
         self.told.leave(name)
         del self.nodes[index]
-        self.num_open[index], self.closed_s[index] = 0.0, np.inf
+        self.num_open[index] = 0.0
         self._crowd.set(index, 0)
-        self._crowd.end(index)
+        self._set_closed(index, np.inf)
 
     def set_dead(self, name: str) -> None:
         """The node does not answer. Its next report says that it does again."""
@@ -195,14 +196,18 @@ class FleetView:
 
     def _close(self, index: int) -> None:
         """Work out whether a node may have requests."""
-        node, before_s = self.nodes[index], self.closed_s[index]
+        node = self.nodes[index]
         closed_s = np.inf if node.dead else 0.0
         closed_s += RELUCTANT * (node.draining or node.idle or not node.enabled)
-        self.closed_s[index] = closed_s
+        self._set_closed(index, closed_s)
+
+    def _set_closed(self, index: int, closed_s: float) -> None:
+        before_s, self.closed_s[index] = self.closed_s[index], closed_s
         if closed_s:
             self._crowd.end(index)
         elif before_s:
             self._crowd.begin(index, self._now)
+        self.unseen.set_takes(self.closed_s == 0.0)
 
     def barred_s(self, request: RoutedRequest) -> Floats:
         """Infinite at nodes that may not serve this request, and 0 at others."""
@@ -362,7 +367,7 @@ class FleetView:
 
     def chance_s(self, request: RoutedRequest, load: Floats) -> Floats | None:
         """See `Unseen.chance_s`."""
-        return self.unseen.chance_s(request.request_id, load, self.told.num_open, len(self.nodes))
+        return self.unseen.chance_s(request.request_id, load, self.told.num_open)
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold."""
@@ -379,6 +384,7 @@ class FleetView:
         assert self._loading == Counter(i for i, each in sent if each.loads)
         assert self.unseen.num_on_way == len(sent)
         assert self.unseen.num_open == self.open_of.total()
+        assert (self.unseen.takes == (self.closed_s == 0.0)).all()
         self._crowd.check(self.num_open, self.closed_s)
         for index, node in self.nodes.items():
             told = self.told.nodes[index]

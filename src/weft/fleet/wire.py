@@ -7,9 +7,11 @@ from typing import Generic, TypeVar, get_args
 
 import msgspec
 
+from weft.core.config import EngineArgs
 from weft.core.messages import Command, Report
 from weft.core.stats import EngineInfo
 from weft.fleet.reports import ReportUpdate
+from weft.metrics.logs import LogArgs
 
 T = TypeVar("T")
 
@@ -28,6 +30,17 @@ class Codec(Generic[T]):
     def decode(self, data: bytes) -> T:
         kind, payload = self._split(data)
         return self._decode[kind](payload)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOrder:
+    """The first message to an engine's process: what it is to run, and how it logs."""
+
+    args: EngineArgs
+    logs: LogArgs | None
+    """None: logging is not configured."""
+    report_s: float | None
+    """See `weft.engine.serve.run_engine`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +111,7 @@ class FilePiece:
 Down = Command | Hello | Beat | Drain | Rest | GetPiece
 Up = Report | Welcome | Gone | ReportUpdate
 
+ORDERS: Codec[EngineOrder] = Codec((EngineOrder,))
 COMMANDS: Codec[Command] = Codec(get_args(Command))
 REPORTS: Codec[Report] = Codec(get_args(Report))
 DOWN: Codec[Down] = Codec(get_args(Down))
