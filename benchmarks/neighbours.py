@@ -57,6 +57,7 @@ from rich.console import Console
 from weft.bench.client import LoadClient, Outcome
 from weft.bench.engine import PRESETS
 from weft.bench.report import new_table
+from weft.core.processes import freeze_heap
 
 TINY = Path(__file__).parents[1] / "examples" / "tiny"
 VICTIM, ATTACKER = "victim-key", "attacker-key"
@@ -417,6 +418,7 @@ def measure(names: list[str], command: list[str], seconds: float) -> list[tuple[
         root = Path(folder)
         with serving(command, root) as url:
             asyncio.run(victim(url, 2.0))  # warms up what the first requests compile
+            freeze_heap()  # the victim is not to wait for its own garbage collector
             return [beside(name, url, root, seconds) for name in names]
 
 

@@ -472,6 +472,28 @@ def test_both_parts_go_into_one_step() -> None:
     assert h.events["r"]
 
 
+@pytest.mark.parametrize(("budget", "together"), [(24, True), (21, False)])
+def test_a_prompt_goes_on_behind_its_snapshot(budget: int, together: bool) -> None:
+    """In the same step, if it ends there: by way of the snapshot, which then is not copied."""
+    limits = SchedulerLimits(2, budget, 40, 1, WAIT, VOCAB, frozenset())
+    cache = Cache(16, BLOCK, 2, num_snapshots=2)
+    scheduler = Scheduler(limits, cache, AdapterSlots(60, 8))
+    scheduler.add(request("r", [1 + i % 7 for i in range(22)]))
+    plan = scheduler.plan(0.0)
+    assert plan.counts == ([20, 2] if together else [20])
+    [(state, number)] = plan.snapshots
+    inputs = RowState(2, 40, BLOCK, VOCAB).build(plan)
+    assert inputs.state_S is not None
+    if together:
+        assert inputs.source_S is not None
+        assert inputs.source_S.tolist() == [state, number]
+        assert inputs.state_S.tolist() == [number, state]
+        assert inputs.snapshots == ()
+    else:
+        assert (inputs.state_S.tolist(), inputs.source_S) == ([state], None)
+        assert inputs.snapshots == ((state, number),)
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_steps_hold_no_more_sequences_than_rows(ahead: int) -> None:
     """Though one has two parts in a step; with preemptions, and the prompt's log-probabilities."""

@@ -134,6 +134,23 @@ def test_a_burst_keeps_a_tenant_without_seats_waiting_for_one_step() -> None:
         h.verify(name)
 
 
+def test_a_burst_at_a_moment_when_nobody_is_there_gets_no_credit_for_that() -> None:
+    """It does not go before a tenant that was served for long before, and returns."""
+    h = Harness(rows=4, num_blocks=200, budget=64, ahead=0, caching=False)
+    h.scheduler.set_tenants(BOTH)
+    for i in range(10):
+        h.add(request(f"b{i}", [2] * 2, 30, tenant="b", ignore_eos=True))
+        h.run()
+    for i in range(12):
+        h.add(request(f"a{i}", [1] * 2, 30, tenant="a", ignore_eos=True))
+    h.step()
+    h.add(request("b", [2] * 2, 4, tenant="b", ignore_eos=True))
+    came = h.steps
+    h.step()
+    h.step()
+    assert h.begun["b"][0] - came <= 2
+
+
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_who_has_few_seats_gets_another_at_once(ahead: int) -> None:
     """Whenever they come, beside a queue of somebody who has all the others; and also where both

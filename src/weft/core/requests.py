@@ -47,6 +47,9 @@ class EngineRequest:
     """Cached prefixes are shared only among requests with the same salt."""
     pooling: Pooling | None = None
     """If it is set, the request ends after its prompt, and yields a vector instead of tokens."""
+    in_groups: bool = False
+    """Whether its reader needs no token before the answer is whole, so that it may be given many at
+    a time, which costs less than each by itself."""
 
 
 @dataclass(frozen=True, slots=True)

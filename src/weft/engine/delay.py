@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-MARGIN_S = 0.5e-3
-"""How long the host waits for a step, at least, after it has launched the next one."""
-NO_WAIT_S = 5e-5
-"""A host that waited for less than this may have been late, and can't know by how much."""
+MARGIN_S = 0.1e-3
+"""How long the host waits for a step, at least, after it has launched the next one. The device has
+begun that one before the end of the launch, which is the choice of its tokens."""
+PROMPT_S = 0.4e-3
+"""How much longer the host takes to plan and launch a step that begins a request."""
+NO_WAIT_S = 3e-5
+"""A host that waited for less than this was late, and can't know by how much."""
 GAIN, MOST_MORE_S = 0.25, 0.25e-3
 """The part of the wait beyond MARGIN_S by which the next delay is longer, and the most by which it
 is: a single step that took long is no reason for a much longer delay."""
 MAX_DELAY_S = 8e-3
-"""The longest delay. When steps suddenly get shorter, the device waits for the host this long at
-most."""
+"""The longest delay. When steps suddenly get shorter, the device waits for the host three times as
+long at most."""
 
 
 class PlanDelay:
@@ -22,25 +25,38 @@ class PlanDelay:
         host          delay ... plan 8 ├w─┤    delay ... plan 9 ├w─┤
 
     The delay follows from how long the host waited (w) for the steps before: a little is left, so
-    that the device never waits for the host. Only steps of decodes alone are like each other.
+    that the device never waits for the host. Only steps of decodes alone are like each other. A
+    host that is late once was held up by something else; if it is late again, the delay is wrong.
     """
 
     def __init__(self) -> None:
         self._delay_s = 0.0
+        self._was_late = False
         self._from_s: float | None = None
         """When the step that runs began, if it is of decodes alone."""
 
     def ended(self, now: float, waited_s: float, next_alike: bool) -> None:
         """A step has ended, for which the host has waited so long. `next_alike`: whether the one
         that runs from now on is of decodes alone."""
-        if self._from_s is not None:
-            early_s = waited_s - MARGIN_S
-            more_s = min(GAIN * early_s, MOST_MORE_S) if early_s > 0 else 2 * early_s
-            if waited_s < NO_WAIT_S:
-                self._delay_s /= 2
-            self._delay_s = min(max(self._delay_s + more_s, 0.0), MAX_DELAY_S)
+        if self._from_s is not None and next_alike:
+            self._learn(waited_s)
         self._from_s = now if next_alike else None
 
-    def left_s(self, now: float) -> float:
-        """For how many seconds the next step need not be planned yet."""
-        return 0.0 if self._from_s is None else self._from_s + self._delay_s - now
+    def _learn(self, waited_s: float) -> None:
+        """The host has waited so long after it launched a step like the one that ran."""
+        early_s, late = waited_s - MARGIN_S, waited_s < NO_WAIT_S
+        if late and self._was_late:
+            self._delay_s /= 2
+        elif late:
+            self._delay_s -= MOST_MORE_S
+        else:
+            self._delay_s += min(GAIN * early_s, MOST_MORE_S) if early_s > 0 else 2 * early_s
+        self._delay_s = min(max(self._delay_s, 0.0), MAX_DELAY_S)
+        self._was_late = late
+
+    def left_s(self, now: float, begins: bool) -> float:
+        """For how many seconds the next step need not be planned yet. `begins`: whether it begins
+        a request."""
+        if self._from_s is None:
+            return 0.0
+        return self._from_s + self._delay_s - (PROMPT_S if begins else 0.0) - now

@@ -70,10 +70,10 @@ class Engine:
         """How long steps have waited for the device, in all."""
         return self._loop.waited_s
 
-    @property
-    def spare_s(self) -> float:
-        """For how many seconds commands may be waited for before the next step."""
-        return self._loop.spare_s
+    def spare_s(self, has_some: bool) -> float:
+        """For how many seconds commands may be waited for before the next step. `has_some`: whether
+        some have come already."""
+        return self._loop.spare_s(has_some)
 
     # -- commands ------------------------------------------------------------------------------
 

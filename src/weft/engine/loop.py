@@ -144,12 +144,12 @@ class Loop:
         self.idle = plan.empty and not self._flights and not events
         return self.queue_times.stamp(events)
 
-    @property
-    def spare_s(self) -> float:
-        """For how many seconds the next step need not be planned yet: where tenants share the
-        batch, a request of another one may come, which is not to wait for one more step."""
+    def spare_s(self, begins: bool) -> float:
+        """For how many seconds the next step, which may begin a request, need not be planned yet:
+        where tenants share the batch, a request of another one may come, which is not to wait for
+        one more step."""
         shared = self._scheduler.batch.waiting.shared
-        return self._delay.left_s(time.monotonic()) if shared else 0.0
+        return self._delay.left_s(time.monotonic(), begins) if shared else 0.0
 
     def _note_wait(self, begun_s: float) -> None:
         """The host has waited for a step since then."""

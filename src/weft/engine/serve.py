@@ -150,7 +150,7 @@ def _commands(inbox: SimpleQueue[Command], engine: Engine) -> list[Command]:
     commands: list[Command] = []
     try:
         if engine.working:
-            while (spare_s := engine.spare_s) > 0:
+            while (spare_s := engine.spare_s(bool(commands))) > 0:
                 commands.append(inbox.get(timeout=spare_s))
             commands.append(inbox.get_nowait())
         else:

@@ -84,7 +84,7 @@ class StepPlan:
     loads: list[Load]
     """Adapter loads to start; they do not hold up this step."""
     snapshots: list[tuple[int, int]]
-    """(recurrent state, snapshot that it is copied to after the step)."""
+    """(recurrent state, its snapshot): as it is behind the first of the sequence's entries."""
     fed: list[tuple[int, int, int]] = field(default_factory=list)
     """(row, position, token) of decodes whose token the device does not know, or not yet: it is a
     guess, or came in a step with guesses. A row with guesses has an entry for each."""

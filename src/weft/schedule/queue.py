@@ -177,13 +177,14 @@ class FairQueue(Generic[T]):
             del self._accounts[account.name]
         self._num_idle = MAX_IDLE // 2
 
-    def _floor(self) -> float:
+    def _floor(self, comer: Account) -> float:
         """The counter to which a tenant is lifted that comes to wait. Where nobody waits and
         seats are shared, it is that of the one from whom it may get some."""
         lane = self._first()
         if lane is not None:
             return lane.account.counter
-        if seated := [a for a in self._accounts.values() if a.num_seats and self._tenants]:
+        others = [a for a in self._accounts.values() if a is not comer] if self._tenants else []
+        if seated := [a for a in others if a.num_seats]:
             return max(seated, key=lambda a: a.num_seats / a.weight).counter
         return self._last.counter if self._last else 0.0
 
@@ -193,7 +194,7 @@ class FairQueue(Generic[T]):
         """Put a request at its place by arrival: at the end, or back to where it was."""
         account = item.account
         if not account.num_waiting:
-            account.counter = max(account.counter, self._floor() - HEAD_START)
+            account.counter = max(account.counter, self._floor(account) - HEAD_START)
             self.num_waiting_tenants += 1
         account.num_waiting += 1
         self._size += 1
