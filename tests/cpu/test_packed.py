@@ -41,9 +41,10 @@ if sys.platform != "linux":
     pytest.skip("Triton is for Linux", allow_module_level=True)
 pytest.importorskip("triton")
 
-from weft.kernels.quant import triton_packed, triton_values
+from weft.kernels.quant import gluon_packed_many, triton_packed, triton_values
 from weft.kernels.quant.triton_packed import Form
 from weft.kernels.triton_base import INTERPRETED
+from weft.kernels.tuned import MEETING_FLOATS
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="compiled kernels are for a GPU")
 F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -104,13 +105,24 @@ def test_scales_that_fit_a_bf16_are_held_as_one() -> None:
         (make_codes("int4", 96, 256, 128, F16), F16),
         (make_codes("int4", 64, 128, 128, F16), F16),
         (make_codes("int8", 64, 128, 16, F16), F16),
+        (make_codes("int4", 64, 768, 96, F16), F16),
         (make_codes("int4", 64, 256, 128, BF16), F16),
         (make_codes("int4", 64, 256, 128, F32), BF16),
         (make_codes("e4m3", 64, 128, 128, F16), BF16),
         (make_codes("int4", 64, 256, 128, F16), F32),
         (Codes("e4m3", torch.zeros(64, 128, dtype=torch.uint8), torch.full((64, 1), 200.0)), BF16),
     ],
-    ids=["rows", "inputs", "group", "scale", "wide scale", "short scale", "fp32", "large scale"],
+    ids=[
+        "rows",
+        "inputs",
+        "group",
+        "group across blocks",
+        "scale",
+        "wide scale",
+        "short scale",
+        "fp32",
+        "large scale",
+    ],
 )
 def test_what_there_is_no_kernel_for(codes: Codes, dtype: torch.dtype) -> None:
     assert not fits(codes, dtype)
@@ -150,6 +162,24 @@ def test_a_form_has_room(group: int, rows: int, monkeypatch: pytest.MonkeyPatch)
         form = triton_packed.form_of(x, weight)
         assert triton_packed._shared_bytes(form, min(max(8, rows), 128), weight) <= limit
         assert form.stages >= 2
+
+
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_many_rows_are_cut_for_any_number_of_processors(processors: int) -> None:
+    """Parts of K have a block at least, and there is room where they meet."""
+    found = set()
+    for outputs, inputs in ((28672, 4096), (4096, 14336), (4096, 512)):
+        words = torch.empty(outputs // 64, inputs // 256, 64, 32, dtype=torch.int32, device="meta")
+        weight = PackedWeight(words, words[0, :1, 0], "int4", BF16, BF16)
+        for rows in (64, 65, 128, 256, 512, 1024, 1025):
+            form = gluon_packed_many.cut(rows, weight, processors)
+            found.add((rows, form is None))
+            if form is not None and form.split > 1:
+                assert form.split <= inputs // 256
+                padded = -(-rows // form.rows) * form.rows
+                assert padded * outputs * form.split <= MEETING_FLOATS
+    assert {(64, True), (65, False), (512, False), (1025, True)} <= found
+    assert not {(65, True), (512, True)} & found
 
 
 @interpreted

@@ -56,7 +56,7 @@ def test_kernels_make_the_values(kind: str) -> None:
     values = weight.dequantized(weight.dtype)
     assert torch.equal(expand(weight), values)
     identity = torch.eye(768, device="cuda", dtype=weight.dtype)
-    for rows in (1, 64, 256):
+    for rows in (1, 16, 64, 100, 256, 768):
         found = [weight.apply(part, None) for part in identity[: 3 * rows].split(rows)]
         assert torch.equal(torch.cat(found), values.t()[: 3 * rows]), rows
 
@@ -68,7 +68,7 @@ def test_products(kind: str, outputs: int, inputs: int) -> None:
     weight = make(kind, outputs, inputs)
     values = weight.dequantized(F32)
     bias = torch.randn(outputs, device="cuda").to(weight.dtype)
-    for rows in (1, 5, 12, 33, 64, 130, 300):
+    for rows in (1, 5, 12, 33, 64, 65, 130, 300, 600):
         x = torch.randn(rows, inputs, device="cuda").to(weight.dtype)
         y, want = weight.apply(x, bias), x.double() @ values.double().t() + bias.double()
         error = (y.double() - want).abs()

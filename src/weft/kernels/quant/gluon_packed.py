@@ -20,14 +20,21 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from weft.kernels.quant.packed import PackedMatrix, step_of
 from weft.kernels.quant.triton_values import code_of
-from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early
-from weft.kernels.triton_linear import TURNS, Launched, meeting_place, next_turn
+from weft.kernels.triton_base import (
+    INTERPRETED,
+    TURNS,
+    launch_options,
+    meeting_place,
+    processors,
+    starts_early,
+)
+from weft.kernels.triton_linear import Launched, next_turn
 
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.6 has the latter
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier  # Triton 3.6 has the latter
 
 
 @gluon.jit
-def _order(INSTRUCTION: gl.constexpr, WARPS: gl.constexpr):
+def order(INSTRUCTION: gl.constexpr, WARPS: gl.constexpr):
     """An instruction that says when this kernel and its neighbours start."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     each = gl.full([32 * WARPS], 0, gl.int32, layout=layout)
@@ -72,7 +79,7 @@ def _product(
     Each of LANES warps takes every LANES-th block of K; the last program of a tile adds its parts
     in order."""
     if PDL:
-        _order("griddepcontrol.launch_dependents", LANES)
+        order("griddepcontrol.launch_dependents", LANES)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [LANES, 1, 1], [1, 16, 8])
     W: gl.constexpr = gl.DotOperandLayout(0, MMA, 4)
     X: gl.constexpr = gl.DotOperandLayout(1, MMA, 4)
@@ -96,9 +103,9 @@ def _product(
     t = gl.arange(0, BLOCK_T, layout=gl.SliceLayout(0, gl.SliceLayout(1, X)))[None, None, :]
     x_at = x_ptr + t * x_stride + j
     if PDL:
-        _order("griddepcontrol.wait", LANES)
+        order("griddepcontrol.wait", LANES)
     if pid == 0:  # x is there: see `weft.kernels.triton_linear.launch`
-        _barrier()
+        barrier()
         gl.atomic_xchg(flags_ptr + turn % TURNS, turn, sem="relaxed")
     acc = gl.full([LANES, BLOCK_O, BLOCK_T], 0.0, gl.float32, layout=MMA)
     for step in range(first, last, LANES):
@@ -126,7 +133,7 @@ def _product(
         size: gl.constexpr = BLOCK_O * BLOCK_T
         at = parts_ptr + tile * SPLIT * size + (o % BLOCK_O * BLOCK_T)[:, None] + t[None, :]
         gl.store(at + part * size, y)
-        _barrier()
+        barrier()
         done = gl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == SPLIT - 1
         if done:
             y = gl.load(at, cache_modifier=".cg")
@@ -188,7 +195,8 @@ def launch(
     y_TO = x_TK.new_empty(T, O)
     parts, tickets, nobody = meeting_place(x_TK.device)
     turn = next_turn()
-    kernel = _product[O // COLUMNS * form.split,](
+    num_programs = O // COLUMNS * form.split
+    kernel = _product[num_programs,](
         x_TK,
         weight.words,
         weight.scales_GO,
@@ -214,4 +222,4 @@ def launch(
         num_warps=LANES,
         **launch_options(starts_early(x_TK.device)),
     )
-    return Launched(y_TO, turn, kernel)
+    return Launched(y_TO, turn, kernel, num_programs)

@@ -99,9 +99,10 @@ def step_of(coding: Coding) -> int:
 
 def has_layout(codes: Codes) -> bool:
     """Whether the layout is for such a shape."""
-    outputs, inputs = codes.codes_OK.shape
-    whole = outputs % ROWS == 0 and inputs % step_of(codes.coding) == 0
-    return whole and (codes.scale_OG.shape[1] == 1 or codes.group % COLUMNS == 0)
+    (outputs, inputs), step, group = codes.codes_OK.shape, step_of(codes.coding), codes.group
+    if outputs % ROWS or inputs % step or group % COLUMNS:
+        return False
+    return step % group == 0 or group % step == 0
 
 
 def fits(codes: Codes, dtype: torch.dtype) -> bool:

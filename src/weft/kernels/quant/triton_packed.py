@@ -18,17 +18,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.quant import gluon_packed
+from weft.kernels.quant import gluon_packed, gluon_packed_many
 from weft.kernels.quant.packed import COLUMNS, PackedMatrix, step_of
 from weft.kernels.quant.triton_values import constants_of, expand, values_of, words_before
 from weft.kernels.triton_base import (
+    TURNS,
     ask_for,
     dot,
     launch_options,
+    meeting_place,
     processors,
     starts_early,
 )
-from weft.kernels.triton_linear import TURNS, Launched, meeting_place, next_turn
+from weft.kernels.triton_linear import Launched, next_turn
 from weft.kernels.tuned import MEETING_FLOATS
 
 
@@ -179,6 +181,9 @@ def linear(x_TK: Tensor, weight: PackedMatrix, bias_O: Tensor | None) -> Tensor:
     x_TK = x_TK.contiguous()
     if not len(x_TK):
         return x_TK.new_empty(0, weight.shape[0])
+    many = gluon_packed_many.form_of(x_TK, weight)
+    if many is not None:
+        return gluon_packed_many.launch(x_TK, weight, bias_O, many)
     if len(x_TK) > MANY_ROWS:
         return F.linear(x_TK, expand(weight), bias_O)
     return start(x_TK, weight, bias_O, None).y_TO
@@ -264,7 +269,8 @@ def launch(
     rows = _tile_rows(T)
     parts, tickets, nobody = meeting_place(x_TK.device)
     turn = next_turn()
-    kernel = _product[triton.cdiv(T, rows) * (O // form.columns) * form.split,](
+    num_programs = triton.cdiv(T, rows) * (O // form.columns) * form.split
+    kernel = _product[num_programs,](
         x_TK,
         weight.words,
         weight.scales_GO,
@@ -290,4 +296,4 @@ def launch(
         num_warps=form.warps,
         **launch_options(starts_early(x_TK.device)),
     )
-    return Launched(y_TO, turn, kernel)
+    return Launched(y_TO, turn, kernel, num_programs)
