@@ -200,6 +200,17 @@ def test_stop_strings_end_the_request_in_the_engine(world: World, stream: bool) 
     run(world, scenario)
 
 
+def test_tokens_are_wanted_one_by_one_where_somebody_waits_for_them(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        await web.complete()
+        await web.complete(stop="z")
+        await web.chunks(COMPLETE, {"prompt": "abc"})
+        await web.chat()
+        assert [r.in_groups for r in world.engine.requests] == [True, False, False, True]
+
+    run(world, scenario)
+
+
 def test_return_token_ids(world: World) -> None:
     a, b = byte_level().encode("ab", add_special_tokens=False)
 

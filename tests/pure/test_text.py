@@ -275,11 +275,12 @@ def events(text: str, size: int, finish: str | None = "length") -> list[TokenEve
     ]
 
 
-@given(st.text(max_size=30), st.integers(1, 5))
-def test_output_stream_gives_all_text_and_tokens(text: str, size: int) -> None:
-    output = OutputStream(byte_level(), SamplingParams(), [])
+@given(st.text(max_size=30), st.integers(1, 5), st.booleans())
+def test_output_stream_gives_all_text_and_tokens(text: str, size: int, at_end: bool) -> None:
+    output = OutputStream(byte_level(), SamplingParams(), [], text_at_end=at_end)
     deltas = [output.feed(event) for event in events(text, size)]
     assert "".join(d.text for d in deltas) == text
+    assert not (at_end and any(d.text for d in deltas[:-1]))
     assert [t for d in deltas for t in d.token_ids] == byte_level().encode(text, False)
     assert [d.finish_reason for d in deltas if d.finish_reason] == (["length"] if text else [])
     assert not any(d.abort for d in deltas)

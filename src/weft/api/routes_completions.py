@@ -71,7 +71,8 @@ class _Completion:
         with naming({"structured_outputs": field}):
             requests = await self._requests(form)
             outputs = [Output() for _ in requests]
-            async with aclosing(self._service.run_all(requests, self._language)) as merged:
+            runs = self._service.run_all(requests, self._language, whole=True)
+            async with aclosing(runs) as merged:
                 async for i, delta in merged:
                     outputs[i].add(self._wanted(delta))
         choices = [

@@ -12,7 +12,7 @@ from collections.abc import (
     Sequence,
 )
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 from urllib.parse import quote
@@ -365,13 +365,21 @@ class Service:
             raise EngineDead("the engine ended a request without an answer")
 
     def run_all(
-        self, requests: Sequence[EngineRequest], language: Language, shown_ids: Collection[int] = ()
+        self,
+        requests: Sequence[EngineRequest],
+        language: Language,
+        shown_ids: Collection[int] = (),
+        whole: bool = False,
     ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """The deltas of several requests as they come, each with the index of its request.
 
-        `shown_ids` are special tokens that their texts show in any case. Closing the generator
-        aborts what still runs. Raises Overloaded.
+        `shown_ids` are special tokens that their texts show in any case. `whole`: the answers are
+        sent when they are whole, so deltas may come later, of many tokens each; but a stop string
+        ends its request as soon as it is there. Closing the generator aborts what still runs.
+        Raises Overloaded.
         """
+        if whole:
+            requests = [replace(each, in_groups=not each.params.stop) for each in requests]
         places = self._places(requests)
         if len(requests) == 1:
             return self._run(0, requests[0], language, shown_ids, places)
@@ -398,7 +406,7 @@ class Service:
     ) -> list[Output]:
         """The whole outputs, in the order of the requests."""
         outputs = [Output() for _ in requests]
-        async with aclosing(self.run_all(requests, language, shown_ids)) as merged:
+        async with aclosing(self.run_all(requests, language, shown_ids, whole=True)) as merged:
             async for index, delta in merged:
                 outputs[index].add(delta)
         return outputs

@@ -191,7 +191,9 @@ class OutputDelta:
 class OutputStream:
     """Turns the events of one request into deltas. Without a tokenizer there is no text.
 
-    `shown_ids` are special tokens that show in the text whatever the parameters say.
+    `shown_ids` are special tokens that show in the text whatever the parameters say. With
+    `text_at_end`, the text comes with the last delta as a whole, which takes less time than token
+    by token, unless there are stop strings to look for.
     """
 
     def __init__(
@@ -200,6 +202,7 @@ class OutputStream:
         params: SamplingParams,
         prompt_ids: Sequence[int] = (),
         shown_ids: Collection[int] = (),
+        text_at_end: bool = False,
     ) -> None:
         if tokenizer is None and params.stop:
             raise InvalidRequest("stop strings need a tokenizer, and none is loaded", "stop")
@@ -212,12 +215,14 @@ class OutputStream:
         self._stops = StopStrings(params.stop, self._include_stop)
         self._num_early = params.min_tokens
         """How many of the next tokens can't end a stop string."""
+        self._held: list[int] | None = [] if text_at_end else None
+        """Tokens whose text is to come with the last delta; None: it comes with each."""
 
     def feed(self, event: TokenEvent) -> OutputDelta:
         """What this event adds. Raises the request's own error when the engine reports one."""
         if event.error is not None:
             raise from_wire(event.error)
-        text, num_used = self._text(event.token_ids, self._num_written(event))
+        text, num_used = self._text(event, self._num_written(event))
         if event.finish_reason is not None and self._stops.matched is None:
             text += self._flush()
         stop = self._stops.matched
@@ -237,12 +242,17 @@ class OutputStream:
         ended = event.finish_reason == "stop" and not self._include_stop
         return max(len(event.token_ids) - ended, 0)
 
-    def _text(self, token_ids: list[int], num_written: int) -> tuple[str, int]:
+    def _text(self, event: TokenEvent, num_written: int) -> tuple[str, int]:
         """The text of the tokens, and how many were used until a stop string was found."""
+        token_ids = event.token_ids
         if self._detokenizer is None:
             return "", len(token_ids)
         if not self._stops:
-            return self._detokenizer.feed_all(token_ids[:num_written]), len(token_ids)
+            written = token_ids[:num_written]
+            if self._held is not None:
+                self._held += written
+                written = [] if event.finish_reason is None else self._held
+            return self._detokenizer.feed_all(written), len(token_ids)
         parts: list[str] = []
         for n in range(num_written):
             may_end = self._num_early == 0
