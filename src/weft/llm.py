@@ -213,7 +213,7 @@ class LLM:
                 made = self._executor.run(making)
                 prompt = given if isinstance(given, str) else None
                 output = RequestOutput(prompt, ids, pinned.lease.ref)
-                stream = OutputStream(language.tokenizer, its_params, ids)
+                stream = OutputStream(language.tokenizer, its_params, ids, text_at_end=True)
                 jobs.append(_Prompting(made[0], output, stream))
             return self._run(jobs, on_finished)
 

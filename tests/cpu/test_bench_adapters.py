@@ -458,11 +458,14 @@ def test_alora(tmp_path: Path) -> None:
 def test_prompts(tmp_path: Path) -> None:
     plot = tmp_path / "prompts.png"
     sizes = ("--tokens", "40", "--together", "2", "--prefix", "70", "--repeats", "1")
-    together, alone, again = report("prompts", *TINY, *sizes, "--plot", str(plot))["results"]
+    sizes += ("--beside", "3", "--chunk", "20")
+    together, alone, again, beside = report("prompts", *TINY, *sizes, "--plot", str(plot))[
+        "results"
+    ]
     assert (together["prompts"], together["tokens"], together["cached"]) == (2, 40, 0)
     assert (alone["tokens"], alone["cached"]) == (70, 0), "each repeat has a prompt of its own"
     assert (again["tokens"], again["cached"]) == (70, 64), "whole blocks come from the cache"
-    for row, computed in ((together, 80), (alone, 70), (again, 6)):
+    for row, computed in ((together, 80), (alone, 70), (again, 6), (beside, 23)):
         assert row["us_per_token"] == pytest.approx(1000 * row["ms"] / computed, rel=0.01)
     assert plot.read_bytes().startswith(PNG)
 

@@ -351,7 +351,7 @@ def test_what_is_hardly_better_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_cut_whose_result_is_wrong_is_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(x: Any, weight: Any, bias: Any, cut: Cut, flags: Any) -> triton_linear.Launched:
         y = x @ weight.t()
-        return triton_linear.Launched(y if cut.step != 32 else y * 1.01, 0, None)
+        return triton_linear.Launched(y if cut.step != 32 else y * 1.01, 0, None, 1)
 
     monkeypatch.setattr(tune, "launch", launch)
     times = itertools.count(100, -1)

@@ -31,8 +31,8 @@ from weft.kernels.lora import make_backend
 from weft.kernels.ops import Ops
 from weft.models.decoder import Decoder
 from weft.worker import graphs as graphs_module
-from weft.worker.graphs import batch_sizes, token_sizes
 from weft.worker.inputs import StepInputs
+from weft.worker.sizes import batch_sizes, token_sizes
 
 pytestmark = pytest.mark.skipif(not triton_ops.INTERPRETED, reason="compiled kernels are for a GPU")
 
@@ -258,6 +258,17 @@ def test_a_step_of_more_chunks_than_planned_has_no_graph(
     assert graphs.run(mixed([2, 2], [5] * 2, [-1] * 2, [True] * 2)) is None
 
 
+def test_a_step_of_many_short_chunks_has_a_larger_graph(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs_module, "batch_sizes", lambda max_seqs: [max_seqs])
+    short = mixed([2, 2, 2], [5] * 3, [-1] * 3, [True] * 3)
+    assert model.graphs(lora=False, token_sizes=[6]).run(short) is None
+    want = model.run_freely(short)
+    found = model.graphs(lora=False, token_sizes=[6, 16]).run(short)
+    torch.testing.assert_close(found, want, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("max_rows", [1, 3, 8, 100, 256, 1000])
 def test_sizes_cover_every_batch(max_rows: int) -> None:
     sizes = batch_sizes(max_rows)
@@ -268,8 +279,9 @@ def test_sizes_cover_every_batch(max_rows: int) -> None:
         assert fits - rows <= max(7, rows // 4)
 
 
-@pytest.mark.parametrize("max_tokens", [1, 16, 100, 1024, 2048])
+@pytest.mark.parametrize("max_tokens", [1, 16, 100, 1024, 2048, 8192])
 def test_sizes_cover_steps_up_to_the_largest(max_tokens: int) -> None:
     sizes = token_sizes(max_tokens)
     assert sizes == sorted(set(sizes))
-    assert sizes[-1] == min(max_tokens, 1024)
+    assert sizes[-1] == (max_tokens if max_tokens <= 4096 else 1024)
+    sizes = [size for size in sizes if size <= 1024]

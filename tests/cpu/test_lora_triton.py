@@ -23,7 +23,14 @@ from tables import build_table
 import weft.kernels.lora.triton as kernels
 from weft.core.errors import ConfigError
 from weft.core.targets import TargetTable, layout_of
-from weft.kernels.lora import AdapterPool, LoraBatch, Segment, make_backend
+from weft.kernels.lora import (
+    AdapterPool,
+    LoraBatch,
+    Segment,
+    make_backend,
+    triton_beside,
+    triton_rows,
+)
 from weft.kernels.tuned import Blocks
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
@@ -245,3 +252,41 @@ def test_compiled_kernels_need_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="needs a GPU") as caught:
         make_backend("triton", pool)
     assert caught.value.param == "lora_backend"
+
+
+@pytest.mark.parametrize(
+    ("num_programs", "shared", "registers", "left"),
+    [
+        (96, 128 << 10, 96, 96 * 2 + 36 * 4),
+        (224, 96 << 10, 96, 92 * 1 + 40 * 3),
+        (448, 96 << 10, 96, 132 * 1),  # in two waves, of which the first fills the device
+        (224, 144 << 10, 96, 132 * 2),
+        (132, 16 << 10, 384, 132 * 1),  # registers are short, not memory
+        (264, 110 << 10, 96, 0),
+    ],
+)
+def test_places_beside_a_product(num_programs: int, shared: int, registers: int, left: int) -> None:
+    """On 132 processors of 228 KB, for programs of 33 KB."""
+    size = shared, 128 * registers
+    assert triton_beside.places_left(132, 228 << 10, num_programs, size, 33 << 10) == left
+
+
+def test_tiles_are_laid_out_once_for_equal_steps() -> None:
+    tiles = triton_rows.TileList(torch.device("cpu"))
+    slot_T = torch.tensor([-1, 3, 3, 5], dtype=torch.int32)
+
+    def filled(*slots: int) -> list[int]:
+        segments = tuple(Segment(slot, 1 + i, 2 + i) for i, slot in enumerate(slots))
+        rows, sampled = tiles.fill(LoraBatch(slot_T, segments, slot_T, segments))
+        assert rows.tiles is sampled.tiles or torch.equal(rows.tiles, sampled.tiles)
+        return rows.tiles[:, 0].tolist()
+
+    tiles.reserve(8)
+    staging = tiles._staging
+    sent: list[int] = []
+    send = staging.send
+    staging.send = lambda num: (sent.append(num), send(num))[1]  # type: ignore[method-assign]
+    assert filled(3, 5) == filled(3, 5) == [3, 5, 0, 0] and len(sent) == 1
+    assert filled(5, 3) == [5, 3, 0, 0] and filled(3, 5) == [3, 5, 0, 0] and len(sent) == 3
+    tiles.reserve(64)  # the device's side may have moved
+    assert filled(3, 5) == [3, 5, 0, 0] and len(sent) == 4

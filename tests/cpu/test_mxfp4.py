@@ -11,10 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, GptOssConfig
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from weft.core.config import ModelArgs
 from weft.core.errors import ConfigError
+from weft.models.blueprint import model_shard
 from weft.models.config import load_model_config
-from weft.models.loading import load_model, load_weights
+from weft.models.loading import load_weights
 from weft.models.weights import Weights
 
 HIDDEN, INNER, EXPERTS = 32, 64, 3
@@ -23,7 +23,7 @@ CONFIG = GptOssConfig(
     hidden_size=HIDDEN,
     intermediate_size=INNER,
     num_hidden_layers=1,
-    num_attention_heads=2,
+    num_attention_heads=4,
     num_key_value_heads=1,
     head_dim=16,
     num_local_experts=EXPERTS,
@@ -95,7 +95,16 @@ def test_other_quantizations_are_refused(folder: Path) -> None:
     assert caught.value.param == "quantization_config"
 
 
-def test_it_is_not_cut_for_several_ranks(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="not served for GptOssForCausalLM") as caught:
-        load_model(ModelArgs(model=str(folder), device="cpu", tensor_parallel_size=2))
-    assert caught.value.param == "tensor_parallel_size"
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_read_their_part_of_each_expert(folder: Path, size: int) -> None:
+    """With four ranks, each reads half of a block's inputs of the down projection."""
+    whole, config = load(folder), load_model_config(folder)
+    for rank in range(size):
+        shard = model_shard(config, rank, size)
+        own = load_weights(folder, config, torch.float32, "cpu", shard=shard)
+        both, inner = (slice(rank * n // size, (rank + 1) * n // size) for n in (2 * INNER, INNER))
+        into, out = "0.experts_gate_up", "0.experts_down"
+        assert torch.equal(own.dense(into), whole.dense(into)[:, both])
+        assert torch.equal(own.biases[into], whole.biases[into][:, both])
+        assert torch.equal(own.dense(out), whole.dense(out)[..., inner])
+        assert (out in own.biases) == (rank == 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -19,6 +21,7 @@ from weft.models.config import ModelConfig, load_model_config, share_of
 from weft.models.decoder import allocate_kv_cache, state_bytes
 from weft.models.families import LinearConfig
 from weft.models.loading import dummy_weights
+from weft.schedule.extents import ALIGN
 from weft.worker import memory
 from weft.worker.plan import GPUS, OTHER_BYTES, RankPlan, total_of
 
@@ -171,3 +174,16 @@ def test_names_of_gpus() -> None:
         total_of("h2000")
     status, text = run("--help")
     assert status == 0 and all(name in text for name in GPUS)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="files in memory are for Linux")
+def test_all_pages_of_a_shared_file_are_there_once_it_is_populated() -> None:
+    num_bytes = 3 * memory.POPULATING_THREADS * ALIGN + ALIGN
+    fd = memory.shared_file(num_bytes)
+    try:
+        piece = memory._in_one_piece(num_bytes, fd)
+        assert os.fstat(fd).st_blocks == 0
+        memory.populate(piece)
+        assert os.fstat(fd).st_blocks * 512 >= num_bytes and not piece.any()
+    finally:
+        os.close(fd)

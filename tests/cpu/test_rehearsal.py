@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import json
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from engines import MakeLLM
 from graph_cases import CONFIG
 
+from weft.core.errors import AdapterQuarantined
+from weft.core.sampling import SamplingParams
+from weft.core.stages import Stages
 from weft.core.targets import Packed, build_table
 from weft.kernels.attention import make_batch
+from weft.kernels.collective.base import ALONE
 from weft.kernels.delta import StateRows
 from weft.kernels.ops import Ops
 from weft.models.config import load_model_config
 from weft.models.decoder import Decoder, StepContext, allocate_kv_cache
 from weft.models.loading import dummy_weights
+from weft.schedule.plan import Admitted, StepPlan
+from weft.worker import build
+from weft.worker.execute import StepExecutor
+from weft.worker.inputs import RowState
+from weft.worker.records import StepOrder, packed
 from weft.worker.rehearsal import SLOT, Rehearsal, rehearsed_adapter
 
 HYBRID = {
@@ -60,6 +74,46 @@ def test_all_kinds_of_steps_are_rehearsed_and_no_token_changes(make_llm: MakeLLM
     assert after.token_ids == before.token_ids
 
 
+def test_what_is_rehearsed_was_launched_before_to_be_compiled(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Over several ranks, the check of adapters has kernels that no step has."""
+    compiling = pytest.importorskip("weft.kernels.compiling")
+    llm = make_llm(max_num_seqs=2, max_model_len=32)
+    worker = llm._client.engine._worker
+    facts, check, is_ahead = worker.facts, worker.adapters.self_check, [False]
+    run: dict[bool, list[object]] = {True: [], False: []}
+
+    @contextmanager
+    def ahead(rank: int, num_ranks: int) -> Iterator[None]:
+        is_ahead[0] = True
+        yield
+        is_ahead[0] = False
+
+    def told(name: str, do: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            run[is_ahead[0]].append(name)
+            return do(*args, **kwargs)
+
+        return call
+
+    def not_computed(*_: object) -> str:
+        if is_ahead[0]:
+            raise AdapterQuarantined("nothing is computed yet", "lora_path")
+        return "passed"
+
+    monkeypatch.setattr(compiling, "compiling_ahead", ahead)
+    monkeypatch.setattr(compiling, "tell_of_more", told("told", lambda: None))
+    monkeypatch.setattr(StepExecutor, "run", told("step", StepExecutor.run))
+    monkeypatch.setattr(check, "_check", told("check", not_computed))
+    sizes = 16, facts.num_blocks, facts.num_states, facts.vocab_size
+    rehearsal = Rehearsal(2, 32, 32, *sizes)
+    with torch.inference_mode():
+        parts = worker._executor, worker.pool, check, rehearsal, ALONE, Stages()
+        build._prepare(*parts)
+    assert run[True][-1] == "check" and run[False] == ["told", *run[True]]
+
+
 def test_kernels_for_adapters_of_experts_are_rehearsed_where_there_are_experts() -> None:
     linear = Packed("0.o", "linear", 8, (8,), ("layers.0.o_proj",))
     experts = Packed("0.experts_down", "experts", 8, (8,), ("layers.0.mlp.experts.down_proj",))
@@ -83,3 +137,34 @@ def test_an_abridged_model_has_a_layer_of_each_sort(tmp_path: Path) -> None:
         assert short.logits(hidden_TI, step).shape == (3, config.vocab_size)
         assert len(decoder._layers) == 6 and short._layers[1] is decoder._layers[2]
         assert short._norms[-1] is decoder._norms[-1]
+
+
+def test_steps_reach_other_ranks_as_they_are() -> None:
+    """Also those of which an order leaves out what is as in the step before."""
+    steps = list(Rehearsal(8, 64, 128, 16, 40, 0, 512).steps())
+    rows = RowState(4, 64, 16, 512)
+    params = SamplingParams(max_tokens=8)
+    admitted = [Admitted("", i, i % 2, [5, 6, 7], 0, params, seed=i) for i in range(3)]
+    for at in range(3):
+        counts, new = ([3] * 3, admitted) if at == 0 else ([1] * 3, [])
+        starts = [0 if at == 0 else 2 + at] * 3
+        blocks = [(i, 0, i) for i in range(3)] if at == 0 else []
+        plan = StepPlan(at, [0, 1, 2], starts, counts, [1] * 3, sum(counts), new, blocks, [], [])
+        steps.append(rows.build(plan))
+    sent = got = order = None
+    for inputs in steps:
+        order = pickle.loads(packed(StepOrder.after(sent, inputs)))
+        sent, got = inputs, order.inputs(got)
+        for field in fields(inputs):
+            np.testing.assert_equal(
+                _plain(getattr(got, field.name)), _plain(getattr(inputs, field.name))
+            )
+    assert order is not None
+    assert not {"row_T", "slot_T", "segments", "query_start"} & order.changed.keys()
+
+
+def _plain(value: object) -> object:
+    """A value that can be compared, arrays in records too."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return [_plain(getattr(value, field.name)) for field in fields(value)]
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value

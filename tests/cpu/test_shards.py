@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_kinds import FAMILIES, LINEAR, ONE_GPU, VOCAB, make_base
+from adapter_kinds import FAMILIES, LINEAR, VOCAB, make_base
 from rank_threads import on_ranks
 
 from weft.core.errors import ConfigError
@@ -19,8 +19,9 @@ from weft.kernels.ops import Ops
 from weft.models.blueprint import model_shard
 from weft.models.config import ModelConfig, load_model_config, share_of
 from weft.models.decoder import Decoder, StepContext, allocate_kv_cache
-from weft.models.loading import dummy_weights, load_weights
+from weft.models.loading import LoadedModel, dummy_weights, load_weights
 from weft.models.weights import Weights
+from weft.worker.gathered import GatheredWeights, share_of_weight
 
 TOKENS = 11
 
@@ -53,7 +54,7 @@ def logits(folder: Path, ranks: Ranks) -> torch.Tensor:
         return decoder.logits(decoder.forward(ids, step, kv), step)
 
 
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ONE_GPU])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_compute_the_logits_of_the_whole_model(family: str, tmp_path: Path) -> None:
     """With four ranks, two of them have the same key and value heads; those of linear attention
     can't be had twice."""
@@ -73,7 +74,7 @@ def weights_of(model: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
     return [(name, weight) for name, weight in model.named_parameters() if weight.dim() > 1]
 
 
-@pytest.mark.parametrize("family", ["qwen2", "phi3", "mixtral"])
+@pytest.mark.parametrize("family", ["qwen2", "phi3", "mixtral", "gpt-oss"])
 def test_random_weights_are_those_of_the_whole_model(family: str, tmp_path: Path) -> None:
     config = replace(config_of(family, tmp_path), attention_out_bias=True)
     whole = dummy_weights(config, torch.float32, "cpu")
@@ -91,6 +92,25 @@ def test_random_weights_are_those_of_the_whole_model(family: str, tmp_path: Path
                 assert bias is None
             else:
                 assert torch.equal(bias, all_of_it[rows])
+
+
+def test_a_weight_is_put_together_from_what_ranks_have(tmp_path: Path) -> None:
+    """Also the bias of a summed output, of which the first rank has all."""
+    config = replace(config_of("qwen2", tmp_path), attention_out_bias=True)
+    whole = dummy_weights(config, torch.float32, "cpu")
+    shards = [model_shard(config, rank, 2) for rank in range(2)]
+    first, second = (dummy_weights(config, torch.float32, "cpu", shard=shard) for shard in shards)
+    own = share_of(config, 2)
+    model = LoadedModel(own, shards[0], first, torch.float32, torch.device("cpu"), None)
+    gathered = GatheredWeights(
+        model, shards, lambda kind, name: [share_of_weight(second, kind, name)]
+    )
+    for target in shards[0].whole.targets:
+        if target.kind == "linear":
+            assert torch.equal(gathered.weight(target), whole.weight(target)), target.name
+            bias, all_of_it = gathered.bias(target), whole.bias(target)
+            assert (bias is None) == (all_of_it is None)
+            assert bias is None or torch.equal(bias, all_of_it), target.name
 
 
 def test_what_does_not_divide_is_refused_by_name(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from weft.models.linear_attention import allocate_states, columns_of
 pytestmark = pytest.mark.skipif(
     not triton_delta_chunks.INTERPRETED, reason="compiled kernels are for a GPU"
 )
-NUM_STATES = 6
+NUM_STATES = 8
 
 
 def make_layer(by_key_head: bool) -> tuple[LinearConfig, DeltaLayer]:
@@ -53,23 +53,32 @@ def test_kernels_match_plain_torch(
     by_key_head: bool, chunk: int, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Decodes and chunks that begin and go on, with what adapters add to some rows; a prompt
-    shorter than the convolution; the states of others, and those of sequences that begin, hold
-    NaN."""
+    shorter than the convolution, and ends of prompts behind a snapshot; the states of others, and
+    those of sequences that begin, hold NaN."""
     for module in (delta, triton_delta_chunks):
         monkeypatch.setattr(module, "CHUNK", chunk)
     torch.manual_seed(0)
     shape, layer = make_layer(by_key_head)
-    spans = [(4, 9, 1), (1, 33, most), (2, 0, 2), (3, 0, 1)]
-    lengths = [length for _, _, length in spans]
-    rows = StateRows([s for s, _, _ in spans], torch.tensor([0, *lengths]).cumsum(0).tolist())
-    positions = torch.cat([torch.arange(first, first + n) for _, first, n in spans])
+    spans = [
+        (4, 4, 9, 1),
+        (1, 5, 33, most),
+        (5, 1, 33 + most, 3),
+        (2, 2, 0, 2),
+        (0, 6, 0, 17),
+        (6, 0, 17, 1),
+        (3, 3, 0, 1),
+    ]
+    sources, states, firsts, lengths = (list(column) for column in zip(*spans, strict=True))
+    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    rows = StateRows(states, ends, sources=sources)
+    positions = torch.cat([torch.arange(f, f + n) for f, n in zip(firsts, lengths, strict=True)])
     y = torch.randn(len(positions), sum(map(sum, shape.projections.values())))
     slots = torch.arange(len(y), dtype=torch.int32) % 3 - 1
     product = Product(y, Pending(torch.randn_like(y), slots))
     made = allocate_states(shape, NUM_STATES, torch.float32, "cpu")
     for tensor in (made.conv, made.delta):
         tensor.normal_()
-        tensor[[0, 2, 3]] = torch.nan
+        tensor[[0, 2, 3, 5, 6]] = torch.nan
     found = []
     for ops in (Ops(), TritonOps(torch.device("cpu"))):
         cache = StateCache(made.conv.clone(), made.delta.clone())

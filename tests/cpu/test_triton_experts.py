@@ -29,7 +29,7 @@ from weft.kernels.ops import choose_experts as torch_choose
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
 
-HIDDEN, WIDTH = 128, 64
+HIDDEN, WIDTH = 128, 96
 CLAMPED = ClampedSwiglu(1.702, 0.5)
 
 

@@ -23,11 +23,13 @@ pytest.importorskip("triton")
 
 import weft.kernels.triton_ops as kernels
 from weft.core.errors import ConfigError
+from weft.kernels import triton_heads
 from weft.kernels.attention import AttentionBatch, KVCache, make_batch, reference_attend, write_kv
 from weft.kernels.attention.rounds import Rounds
 from weft.kernels.ops import (
     ClampedSwiglu,
     Ops,
+    Pending,
     Product,
     Rope,
     reference_activate_and_mul,
@@ -46,9 +48,11 @@ def ops(request: pytest.FixtureRequest) -> kernels.TritonOps:
 
 
 def with_parts(num_processors: int) -> kernels.TritonOps:
-    """Ops as on a device of so many processors: the more, the more parts a decode has."""
+    """Ops as on a device of so many processors: the more, the more parts a decode has, and
+    they have no fewest tokens."""
     ops = kernels.TritonOps(torch.device("cpu"))
     ops.attend._programs = num_processors
+    ops.attend._part_tokens = 16
     return ops
 
 
@@ -158,16 +162,21 @@ def test_norm_and_activation_match_their_oracles(
     got = ops.rms_norm(x, weight, 1e-6, Product(delta))
     assert torch.equal(x, added)
     torch.testing.assert_close(got, reference_rms_norm(added, weight, 1e-6), **tolerance)
-    for before in (None, weight + 1):
+    for before, factor in ((None, None), (weight + 1, None), (weight + 1, x.new_tensor([0.7]))):
         same = added.clone()
         want_added = added + reference_rms_norm(delta, weight, 1e-6)
-        got = ops.add_normed(same, Product(delta), weight, before, 1e-6)
+        if factor is not None:
+            want_added *= factor
+        got = ops.add_normed(same, Product(delta), weight, before, 1e-6, factor)
         torch.testing.assert_close(same, want_added, **tolerance)
         want = want_added if before is None else reference_rms_norm(want_added, before, 1e-6)
         torch.testing.assert_close(got, want, **tolerance)
     for activation in ("silu", ClampedSwiglu(1.7, 0.5)):
         want = reference_activate_and_mul(x, activation)
         torch.testing.assert_close(ops.activate_and_mul(Product(x), activation), want, **tolerance)
+    want = reference_activate_and_mul(torch.cat((x, delta), 1), "gelu_tanh")
+    got = ops.activate_and_mul(Product(x), "gelu_tanh", delta)
+    torch.testing.assert_close(got, want, **tolerance)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -201,6 +210,32 @@ def test_rope_and_write_is_the_torch_one(
     if norm_shape != (8, HEAD_DIM):  # else values are normed, too
         tolerance = {"atol": 0, "rtol": 0, "equal_nan": True}
     torch.testing.assert_close(cache.v, same.v, **tolerance)
+
+
+@pytest.mark.parametrize("many", [5, 4])
+def test_gates_behind_their_heads_are_left_and_applied(
+    ops: kernels.TritonOps, monkeypatch: pytest.MonkeyPatch, many: int
+) -> None:
+    """With what adapters add to some rows, too; head by head, and two heads at a time."""
+    monkeypatch.setattr(triton_heads, "MANY_ROWS", many)
+    monkeypatch.setattr(triton_heads, "MANY_HEADS", 2)
+    batch = random_batch([(3, 5), (1, 9)], 4, 0)
+    generator = torch.Generator().manual_seed(0)
+    _, _, _, cache = random_inputs(batch, (4, 2), 4, 0, torch.float32)
+    qkv, add = torch.randn(2, 4, 12 * HEAD_DIM, generator=generator)
+    x, table = (torch.randn(4, n, HEAD_DIM, generator=generator) for n in (4, 2))
+    rope = Rope(table[:, :1], table[:, 1:])
+    product = Product(qkv, Pending(add, torch.tensor([0, -1, 3, 0], dtype=torch.int32)))
+    whole, same = product.whole(), KVCache(cache.k.clone(), cache.v.clone())
+    heads = whole[:, : 8 * HEAD_DIM].view(4, 4, 2, HEAD_DIM)
+    without = torch.cat((heads[:, :, 0].flatten(1), whole[:, 8 * HEAD_DIM :]), 1)
+    want = Ops().rope_and_write(Product(without), rope, None, 1e-6, same, batch)
+    for chosen in (Ops(), ops):
+        got = chosen.rope_and_write(product, rope, None, 1e-6, cache, batch, gated_heads=4)
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close((cache.k, cache.v), (same.k, same.v), equal_nan=True)
+        gated = chosen.apply_gates(x.clone(), product)
+        torch.testing.assert_close(gated, x * heads[:, :, 1].sigmoid())
 
 
 @pytest.mark.parametrize("name", ["torch", "triton"])

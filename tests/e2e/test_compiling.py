@@ -132,15 +132,15 @@ print(todo, len(compiled()))
 def test_a_product_with_packed_weights_compiles(
     run_without_device: RunWithoutDevice, tmp_path: Path
 ) -> None:
-    """Its kernel is in Gluon, whose names differ from one version of Triton to the next."""
+    """Its kernels are in Gluon, whose names differ from one version of Triton to the next."""
     code = """
 import torch
 from weft.kernels.compiling import compiling_ahead
-from weft.kernels.quant import gluon_packed
+from weft.kernels.quant import gluon_packed, gluon_packed_many
 from weft.kernels.quant.packed import Codes
 from weft.kernels.quant.packed_weight import pack
 
-gluon_packed.starts_early = lambda device: True
+gluon_packed.starts_early = gluon_packed_many.starts_early = lambda device: True
 codes = torch.zeros(128, 1024, dtype=torch.uint8)
 for group, dtype in ((1024, torch.bfloat16), (128, torch.float16)):
     weight = pack(Codes("e4m3", codes, torch.full((128, 1024 // group), 0.3)), dtype)
@@ -149,6 +149,52 @@ for group, dtype in ((1024, torch.bfloat16), (128, torch.float16)):
             x = torch.zeros(rows, 1024, dtype=dtype)
             form = gluon_packed.cut(rows, weight, 132)
             gluon_packed.launch(x, weight, x[0, :128], form, None)
+        for form in gluon_packed_many.FORMS:
+            gluon_packed_many.launch(x, weight, None, form)
+kernels = gluon_packed_many._product.device_caches[0][0].values()
+assert max(kernel.metadata.shared for kernel in kernels) <= 227 << 10
 print("compiled")
 """
     assert run_without_device(tmp_path, code).strip() == "compiled"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("capability", "kib", "processors"), [(80, 163, 108), (89, 99, 142), (90, 227, 132)]
+)
+def test_products_with_packed_weights_have_room_on_other_devices(
+    run_without_device: RunWithoutDevice,
+    tmp_path: Path,
+    capability: int,
+    kib: int,
+    processors: int,
+) -> None:
+    """An A100, an L40S and an H100: what a program takes of the shared memory is there."""
+    code = f"""
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from weft.kernels.compiling import compiling_ahead
+from weft.kernels.quant import triton_packed
+from weft.kernels.quant.packed import Codes
+from weft.kernels.quant.packed_weight import pack
+
+type(driver.active).get_current_target = lambda self: GPUTarget("cuda", {capability}, 32)
+triton_packed._shared_memory = lambda device: {kib} << 10
+triton_packed.processors = lambda device: {processors}
+codes, scales = torch.zeros(28672, 256, dtype=torch.uint8), torch.ones(28672, 2).bfloat16()
+weights = [
+    pack(Codes("int4", codes, scales, torch.zeros_like(scales).int()), torch.bfloat16),
+    pack(Codes("e4m3", codes, scales), torch.bfloat16),
+]
+with compiling_ahead():
+    for weight in weights:
+        for rows in (1, 64, 128):
+            x = torch.zeros(rows, 256, dtype=torch.bfloat16)
+            form = triton_packed.form_of(x, weight)
+            triton_packed.launch(x, weight, None, form, None)
+kernels = triton_packed._product.device_caches[0][0].values()
+print(len(kernels), max(kernel.metadata.shared for kernel in kernels))
+"""
+    num, most = map(int, run_without_device(tmp_path, code).split())
+    assert num == 6 and most <= kib << 10

@@ -127,8 +127,7 @@ def test_commands_are_waited_for_until_the_next_step_is_due() -> None:
     class Busy:
         working = True
 
-        @property
-        def spare_s(self) -> float:
+        def spare_s(self, has_some: bool) -> float:
             return due_s - time.monotonic()
 
     inbox: SimpleQueue[Command] = SimpleQueue()

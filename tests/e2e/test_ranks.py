@@ -11,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from adapter_kinds import FAMILIES, KINDS, ONE_GPU, SERVED, make_base
+from adapter_kinds import FAMILIES, KINDS, SERVED, make_base
 from engines import MakeLLM
 from golden_cases import NAMES, TIGHT, Case, Expected, assert_right, interleaved, run, workload
 from rank_cases import killed, ranks
@@ -49,7 +49,6 @@ CASES = [
             marks=pytest.mark.exhaustive,
         )
         for family in SERVED
-        if family not in ONE_GPU
         for i, options in enumerate((TWO, BOTH_HALVES))
     ),
 ]

@@ -18,6 +18,7 @@ COMPILE = """
 from pathlib import Path
 import torch
 from triton.runtime.jit import MockTensor as M
+import weft.kernels.attention.paged_kernels as paged
 import weft.kernels.collective.triton_sums as sums
 import weft.kernels.lora.triton_beside as beside
 import weft.kernels.lora.triton_many as many
@@ -45,9 +46,14 @@ warm_up = {
         num_warps=4, **early,
     ),
     "adapters": lambda: beside._adapters.warmup(
-        bf, f32, f32, i32, bf, i32, i64, i64, i32, i64, i32, 4096, 1, 0, 0, 4, 7, O=4096,
+        bf, f32, f32, i32, bf, i32, i64, i64, i32, i64, i32, 4096, 1, 528, 0, 0, 4, 7, O=4096,
         PER_TILE=beside.PER_TILE, TURNS=linear.TURNS, WIDTHS=(4096,), BLOCK_N=128,
         SHRINK_STAGES=3, EXPAND_STAGES=4, num_warps=4, **ranks.ALONE, **common, **early,
+    ),
+    "decodes": lambda: paged.decode_rows.warmup(
+        bf, bf, bf, bf, f32, f32, i32, i32, i32, bf, i32, 0.1, 0, 4096, 64, 8, G=4, D=128,
+        BLOCK_D=128, BLOCK_G=16, BLOCK_N=32, BLOCK_SIZE=16, PARTS=1, LEAST=256, PAIRS=True,
+        WINDOW=False, SINKS=False, num_warps=4, **early,
     ),
     "sums": lambda: sums.sum_rows.warmup(
         bf, bf, bf, bf, f32, i32, i64, i32, 7, 1e-5, 1.0, WIDTH=4096, BLOCK=4096, ROW=4096,
@@ -83,6 +89,18 @@ def test_copies_are_behind_the_wait(
     asked = max(ptx.rfind("prefetch.global"), 0)  # what may be read before
     assert 0 < ptx.index("griddepcontrol.launch_dependents") < ptx.index(wait, asked)
     assert ptx.index(wait, asked) < ptx.index("cp.async")
+
+
+def test_programs_without_a_row_wait_too(
+    run_without_device: RunWithoutDevice, tmp_path: Path
+) -> None:
+    """In a step of prompts alone there are no others: if they did not wait, the kernel behind would
+    begin before those ahead have ended."""
+    ptx = compiled("decodes", tmp_path, run_without_device)
+    *_, last = ptx.split("griddepcontrol.launch_dependents")
+    ways_out = last.split("ret;")[:-1]
+    assert ptx.count("griddepcontrol.wait") == 2
+    assert ways_out and "griddepcontrol.wait" in ways_out[0]
 
 
 def test_sums_over_ranks_wait_before_they_send(

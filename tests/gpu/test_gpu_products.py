@@ -138,7 +138,9 @@ def test_a_row_does_not_see_the_others(backend: TritonBackend) -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 8, 64])
-@pytest.mark.parametrize("shape", [(32, 4, 2880, 2880), (64, 8, 2048, 768)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(32, 4, 2880, 2880), (32, 4, 2880, 1440), (64, 8, 2048, 768)], ids=str
+)
 def test_experts(shape: tuple[int, int, int, int], num_rows: int) -> None:
     """Each token gets the sum of its experts, and no bit of it depends on the other tokens. What is
     between the two products, and y, are rounded to bf16."""

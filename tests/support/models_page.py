@@ -111,7 +111,7 @@ ROWS = [
         ("GptOss",),
         tools="`harmony`",
         reasoning="with `harmony`",
-        limits="one GPU; mxfp4 takes the memory of 16 bits; biases can't be replaced by adapters",
+        limits="mxfp4 takes the memory of 16 bits; biases can't be replaced by adapters",
     ),
     Row("Mixtral", "mixtral", ("Mixtral",), tools="`mistral`"),
     Row(
@@ -191,16 +191,19 @@ does a matrix
 
 - whose outputs are not a multiple of 64, or whose inputs are not a multiple of 256 (4 bits) or
   128 (8 bits);
-- whose groups are not a multiple of 32 inputs;
+- whose groups are not a multiple of 32 inputs, or do not divide those 256 or 128 inputs and are
+  no multiple of them;
 - whose scales are float32 beside integers, bfloat16 in a model served in float16, or float16
   beside fp8;
 - that several GPUs would cut within a group.
 
 `weft plan` counts quantized matrices in their own bits, as far as config.json says.
 
-Steps of more than 256 rows write a matrix's values to memory before they multiply, which a 16-bit
-matrix does not need. `--quantization values` holds the whole checkpoint in 16 bits instead. Up to
-64 rows, a row's result does not depend on the other rows in its step, as with 16 bits.
+On Hopper GPUs, products of up to 1,024 rows make the values as they multiply. Wider steps, and on
+other GPUs those of more than 256 rows, write a matrix's values to memory first. From 65 rows on,
+either takes longer than with a 16-bit matrix: [Benchmarks](benchmarks.md#kernels-alone) compares
+them. `--quantization values` holds the whole checkpoint in 16 bits instead. Up to 64 rows, a row's
+result does not depend on the other rows in its step, as with 16 bits.
 
 Inputs of layers are not rounded, even if a checkpoint asks for it. Adapters are computed as
 beside a 16-bit matrix; those that need the base's values, such as DoRA, get them. Other settings

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from weft.kernels import compiling
 from weft.kernels.checksum import checksum
 from weft.worker import spawn
-from weft.worker.execute import StepExecutor
 from weft.worker.sampler import Sampler
 
 AT_ONCE = 16
@@ -23,7 +23,7 @@ def watch(folder: str, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
     """Let this process write a checksum of each step's logits to a file of its own. Logits of a
     rehearsal do not count: while kernels are compiled, nothing has written them."""
     found: list[Tensor] = []
-    choose, prepared = Sampler.choose, StepExecutor.prepared
+    choose, told = Sampler.choose, compiling.tell_of_more
     path = Path(folder) / str(os.getpid())
 
     def watched(self: Sampler, logits_NV: Tensor, *args: Any) -> Tensor:
@@ -34,14 +34,14 @@ def watch(folder: str, monkeypatch: pytest.MonkeyPatch | None = None) -> None:
             found.clear()
         return choose(self, logits_NV, *args)
 
-    def forget(self: StepExecutor) -> None:
+    def forget() -> None:
         found.clear()
         path.unlink(missing_ok=True)
-        prepared(self)
+        told()
 
     monkeypatch = monkeypatch or pytest.MonkeyPatch()
     monkeypatch.setattr(Sampler, "choose", watched)
-    monkeypatch.setattr(StepExecutor, "prepared", forget)
+    monkeypatch.setattr(compiling, "tell_of_more", forget)
 
 
 def watch_all(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

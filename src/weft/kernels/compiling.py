@@ -165,7 +165,9 @@ def _fork(orders: int, to_tell: int, todo: Sequence[Compile]) -> int:
         die_with_parent(parent)
         while order := os.read(orders, _INDEX.size):
             with suppress(Exception):
-                todo[_INDEX.unpack(order)[0]]()
+                kernel = todo[_INDEX.unpack(order)[0]]()
+                # What launches it may be C, which is compiled by another compiler.
+                triton.runtime.driver.active.launcher_cls(kernel.src, kernel.metadata)
             os.write(to_tell, b".")
     finally:
         os._exit(0)

@@ -30,6 +30,9 @@ from torch import Tensor
 CHUNK = 64
 """Tokens of a prompt whose changes of the state are computed together."""
 
+SHORT = 16
+"""The most tokens of a prompt in a step that need no chunks: they take one fused kernel."""
+
 Ints = NDArray[np.int64]
 Table = NDArray[np.int32]
 
@@ -85,24 +88,36 @@ class StateWork(NamedTuple):
     """int32 (decodes, 2): row and state of sequences that have one row. In excess, the state is -1,
     and so is the row unless its result is to be zero."""
     chunks: Tensor
-    """int32 (chunks, 5): first row, number of rows (0 in excess), state, and of the chunk's
-    sequence how many rows come before it and how many there are in this step."""
+    """int32 (chunks, 6): first row, number of rows (0 in excess), the states that its sequence
+    begins with and ends in, how many rows of it in this step come before, and how many rows there
+    are from the first one on, 0 if there are SHORT in all."""
     runs: Tensor
-    """int32 (sequences, 3) of those with several rows: first row, their number (0 in excess) and
-    state."""
+    """int32 (sequences, 6) of those with several rows: first row, their number (0 in excess), the
+    states that it begins with and ends in, the number of its first chunk, and how many rows of what
+    it goes on with come before."""
 
 
 @dataclass(frozen=True, slots=True)
 class StateRows:
     """Which state each sequence of a step has, and where its rows are. No two of them have the same
-    state."""
+    state.
+
+    A sequence may be there twice, with up to SHORT rows behind more than SHORT others. Then the
+    first part leaves its state in a snapshot, with which the second one begins:
+
+        sources    7   4   9         the prompt of state 4 is cut where snapshot 9 is taken
+        states     7   9   4
+    """
 
     states: list[int]
+    """Where the state of each one is after the step."""
     query_start: list[int]
     """The first row of each sequence, and the end: S + 1 numbers."""
     work: StateWork | None = None
     """The step's work, on the device; None: each layer makes it from the lists. With it, fused
     kernels don't read the lists, which are empty in a step that is captured."""
+    sources: list[int] | None = None
+    """Where the state of each one is before the step; None: where it is after it."""
 
     def work_on(self, device: torch.device) -> StateWork:
         if self.work is not None:
@@ -110,24 +125,42 @@ class StateRows:
         return StateWork(
             *(
                 torch.from_numpy(part).to(device)
-                for part in state_work(self.states, self.query_start)
+                for part in state_work(self.states, self.query_start, self.sources)
             )
         )
 
 
-def state_work(states: Sequence[int] | Ints, query_start: list[int]) -> tuple[Table, Table, Table]:
+def state_work(
+    states: Sequence[int] | Ints,
+    query_start: list[int],
+    sources: Sequence[int] | Ints | None = None,
+) -> tuple[Table, Table, Table]:
     """The decodes, chunks and runs of a step, as `StateWork` has them."""
     starts, states_S = np.array(query_start, np.int32), np.array(states, np.int32)
+    sources_S = states_S if sources is None else np.array(sources, np.int32)
     counts = np.diff(starts)
-    ones, several = np.flatnonzero(counts == 1), np.flatnonzero(counts > 1)
-    runs = np.stack((starts[several], counts[several], states_S[several]), 1)
+    befores = np.zeros_like(counts)
+    befores[1:] = np.where(sources_S[1:] == states_S[:-1], counts[:-1], 0)
+    alone = (counts == 1) & (befores == 0)
+    ones, several = np.flatnonzero(alone), np.flatnonzero(~alone)
+    ends = np.cumsum(-(-counts[several] // CHUNK), dtype=np.int32)
+    begins = ends + counts[several] // -CHUNK
+    of_runs = (starts[:-1], counts, sources_S, states_S)
+    runs = np.stack((*(part[several] for part in of_runs), begins, befores[several]), 1)
     chunks = [
-        (first + done, min(CHUNK, count - done), state, done, count)
-        for first, count, state in runs.tolist()
+        (
+            first + done,
+            min(CHUNK, count - done),
+            source,
+            state,
+            before + done,
+            count - done if count > SHORT else 0,
+        )
+        for first, count, source, state, _, before in runs.tolist()
         for done in range(0, count, CHUNK)
     ]
     decodes = np.stack((starts[ones], states_S[ones]), 1)
-    return decodes, np.array(chunks, np.int32).reshape(-1, 5), runs
+    return decodes, np.array(chunks, np.int32).reshape(-1, 6), runs
 
 
 def gated_delta(
@@ -172,14 +205,27 @@ def _causal_conv(
     state_T = torch.tensor(rows.states, device=device).repeat_interleave(counts_S)
     row_T = torch.arange(len(x_TC), device=device)
     before_T = row_T - start_S1[:-1].repeat_interleave(counts_S)
+    last_T = before_T + width >= counts_S.repeat_interleave(counts_S)
+    source_T = state_T
+    if rows.sources is not None:
+        source_T = torch.tensor(rows.sources, device=device).repeat_interleave(counts_S)
+    going_on = [
+        (rows.query_start[i - 1 : i + 2], state)
+        for i, state in enumerate(rows.states)
+        if rows.sources is not None and i and rows.sources[i] == rows.states[i - 1]
+    ]
+    for (begin, first, end), _ in going_on:
+        before_T[first:end] += first - begin
     y_TC = x_TC * weight_WC[-1]
     for back in range(1, width):
-        kept_TC = cache.conv[state_T, (positions_T - back) % width]
+        kept_TC = cache.conv[source_T, (positions_T - back) % width]
         here_TC = x_TC[(row_T - back).clamp(min=0)]
         seen_TC = torch.where((before_T >= back)[:, None], here_TC, kept_TC)
         y_TC += seen_TC.masked_fill((positions_T < back)[:, None], 0) * weight_WC[-1 - back]
-    last_T = before_T + width >= counts_S.repeat_interleave(counts_S)
     cache.conv[state_T[last_T], positions_T[last_T] % width] = x_TC[last_T]
+    for (begin, first, end), state in going_on:
+        part = slice(max(begin, end - width), first)
+        cache.conv[state, positions_T[part] % width] = x_TC[part]
     return F.silu(y_TC)
 
 
@@ -195,7 +241,8 @@ def _delta_rule(
 ) -> Tensor:
     """What the rows read of their sequences' states, (T, H, E). Updates the states. All in fp32."""
     out_THE = torch.empty_like(v_THE)
-    decodes, _, runs = (part.tolist() for part in state_work(rows.states, rows.query_start))
+    work = state_work(rows.states, rows.query_start, rows.sources)
+    decodes, _, runs = (part.tolist() for part in work)
     if decodes:
         at, state_N = torch.tensor(decodes, device=v_THE.device).t()
         begins_N = (positions_T[at] == 0)[:, None, None, None]
@@ -203,8 +250,8 @@ def _delta_rule(
         out_THE[at], cache.delta[state_N] = delta_step(
             q_THD[at], k_THD[at], v_THE[at], g_TH[at], b_TH[at], state_NHDE
         )
-    for first, count, state in runs:
-        state_HDE = cache.delta[state]
+    for first, count, source, state, *_ in runs:
+        state_HDE = cache.delta[source]
         if positions_T[first] == 0:
             state_HDE = torch.zeros_like(state_HDE)
         for start in range(first, first + count, CHUNK):

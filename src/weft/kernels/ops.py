@@ -9,6 +9,7 @@ head, which come first.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from typing import Literal, NamedTuple
 
@@ -38,9 +39,20 @@ Activation = Literal["silu", "gelu_tanh"] | ClampedSwiglu
 def rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension of x (..., D), with weight (D,),
     computed in fp32; the result has x's dtype."""
+    if x_D.dtype == torch.float32 and x_D.device.type == "cpu":
+        # On a CPU, torch's own function takes eight operations; these are four.
+        size = x_D.shape[-1]
+        norm_1 = torch.linalg.vector_norm(x_D, dim=-1, keepdim=True).mul_(size**-0.5)
+        y_D: Tensor = x_D / norm_1.hypot_(_root_of(eps))
+        return y_D if weight_D is None else y_D.mul_(weight_D)
     if weight_D is None or weight_D.dtype == x_D.dtype:
         return F.rms_norm(x_D, (x_D.shape[-1],), weight_D, eps)
     return F.rms_norm(x_D.float(), (x_D.shape[-1],), weight_D.float(), eps).to(x_D.dtype)
+
+
+@cache
+def _root_of(eps: float) -> Tensor:
+    return torch.tensor(eps**0.5)
 
 
 def layer_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -158,6 +170,12 @@ class Product(NamedTuple):
         """The result with what is pending, (T, O); y itself if nothing is."""
         return self.y_TO if self.pending is None else self.pending.added_to(self.y_TO)
 
+    def pending_tensors(self) -> tuple[Tensor, Tensor]:
+        """What is pending, and the slots of rows, as kernels take them; y twice if nothing is."""
+        if self.pending is None:
+            return self.y_TO, self.y_TO
+        return self.pending.add_TO, self.pending.slot_T
+
 
 @dataclass(frozen=True, slots=True)
 class ExpertChoice:
@@ -239,16 +257,31 @@ class Ops:
         return self.rms_norm(x_TI, weight_I, eps, whole, delta_scale, centered)
 
     def add_normed(
-        self, x_TI: Tensor, delta: Product, after_I: Tensor, before_I: Tensor | None, eps: float
+        self,
+        x_TI: Tensor,
+        delta: Product,
+        after_I: Tensor,
+        before_I: Tensor | None,
+        eps: float,
+        factor_1: Tensor | None = None,
     ) -> Tensor:
-        """Add the norm of `delta` to x, in place, and norm that; without weights `before_I`, x
-        itself is returned. Both are as the function `rms_norm`."""
+        """Add the norm of `delta` to x and multiply by the factor, if there is one, in place. Then
+        norm that; without weights `before_I`, x itself is returned. Both norms are as the function
+        `rms_norm`."""
         x_TI += rms_norm(delta.whole(), after_I, eps)
+        if factor_1 is not None:
+            x_TI *= factor_1
         return x_TI if before_I is None else rms_norm(x_TI, before_I, eps)
 
-    def activate_and_mul(self, gate_up: Product, activation: Activation = "silu") -> Tensor:
-        """Compute what the function `activate_and_mul` does."""
-        return activate_and_mul(gate_up.whole(), activation)
+    def activate_and_mul(
+        self, gate_up: Product, activation: Activation = "silu", up_TF: Tensor | None = None
+    ) -> Tensor:
+        """Compute what the function `activate_and_mul` does. With `up_TF`, the product is the gate
+        alone; only the clamped activation, whose gate and up lie interleaved, does not take one."""
+        both_T2F = gate_up.whole()
+        if up_TF is not None:
+            both_T2F = torch.cat((both_T2F, up_TF), 1)
+        return activate_and_mul(both_T2F, activation)
 
     def mixture(
         self,
@@ -270,15 +303,22 @@ class Ops:
         eps: float,
         cache: KVCache,
         batch: AttentionBatch,
+        gated_heads: int = 0,
     ) -> Tensor:
         """Norm (if there are weights for it) and rotate q and k, write k and v to the cache.
 
-        A row of `qkv` holds H query, K key and K value heads of the cache's D; it may be changed.
-        `rope` is what `weft.models.rope.RopeTable.at` gives, `norm_ND` (H + K, D), or row by row
-        (T, H + K, D); with H + 2 K heads, v is normed too. Returns q, (T, H, D).
+        A row of `qkv` holds H query, K key and K value heads of the cache's D; it may be changed,
+        but for gates: if there are `gated_heads`, they are the H query heads, and the gate of each
+        comes behind it. `rope` is what `weft.models.rope.RopeTable.at` gives, `norm_ND` (H + K, D),
+        or row by row (T, H + K, D); with H + 2 K heads, v is normed too. Returns q, (T, H, D).
         """
         K, D = cache.k.shape[2:]
-        qkv_TND = qkv.whole().view(-1, qkv.y_TO.shape[1] // D, D)
+        qkv_TO = qkv.whole()
+        if gated_heads:
+            q_TH2D = _with_gates(qkv_TO, gated_heads, D)
+            others_TO = qkv_TO[:, 2 * gated_heads * D :]
+            qkv_TO = torch.cat((q_TH2D[..., :D].flatten(1), others_TO), 1)
+        qkv_TND = qkv_TO.view(-1, qkv_TO.shape[1] // D, D)
         H = qkv_TND.shape[1] - 2 * K
         qk_TND, v_TKD = qkv_TND.split_with_sizes((H + K, K), 1)
         if norm_ND is not None and norm_ND.shape[-2] > H + K:
@@ -290,11 +330,22 @@ class Ops:
         write_kv(k_TKD, v_TKD, cache, batch)
         return q_THD
 
+    def apply_gates(self, x_THD: Tensor, qkv: Product) -> Tensor:
+        """Multiply each head's `x` by the sigmoid of its gate, which comes behind its q in `qkv`;
+        see `rope_and_write`. Changes x, and returns it."""
+        H, D = x_THD.shape[1:]
+        return x_THD.mul_(_with_gates(qkv.whole(), H, D)[..., D:].sigmoid())
+
     def gated_delta(
         self, y: Product, layer: DeltaLayer, cache: StateCache, rows: StateRows, positions_T: Tensor
     ) -> Tensor:
         """Compute what the function `weft.kernels.delta.gated_delta` does."""
         return gated_delta(y.whole(), layer, cache, rows, positions_T)
+
+
+def _with_gates(qkv_TO: Tensor, num_heads: int, head_dim: int) -> Tensor:
+    """Each query head with its gate behind it, (T, H, 2 D)."""
+    return qkv_TO[:, : 2 * num_heads * head_dim].view(len(qkv_TO), num_heads, 2 * head_dim)
 
 
 def make_ops(name: str, device: torch.device, deterministic: bool = False) -> Ops:

@@ -26,7 +26,10 @@ class Staging:
     def __init__(self, num_words: int, device: torch.device) -> None:
         self._device = device
         self._turn = 0
-        self._sent: list[torch.cuda.Event | None] = [None] * DEPTH
+        self._sent: list[torch.cuda.Event] = []
+        """For each of the host's buffers, when its last copy is done; none on a CPU."""
+        if device.type == "cuda":
+            self._sent = [torch.cuda.Event() for _ in range(DEPTH)]  # type: ignore[no-untyped-call]
         self._allocate(num_words)
 
     def _allocate(self, num_words: int) -> None:
@@ -50,15 +53,16 @@ class Staging:
         """Copy so many words; returns the device's side, int32 (num_words,)."""
         words = self.device_words[:num_words]
         words.copy_(self._host[self._turn][:num_words], non_blocking=True)
-        if self._device.type == "cuda":
-            sent: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            sent.record()
-            self._sent[self._turn] = sent
+        if self._sent:
+            self._sent[self._turn].record()
         return words
 
     def send_all(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
-        """Copy arrays of any types and shapes at once, and return the device's sides."""
+        """Copy arrays of any types and shapes at once, and return the device's sides. On a CPU
+        these are the arrays themselves."""
         tensors = [torch.from_numpy(array) for array in arrays]
+        if self._device.type == "cpu":
+            return tensors
         # Each begins at 16 bytes, or kernels would be compiled anew for what they can't assume.
         ends = [0, *accumulate(-(-t.nbytes // 16) * 4 for t in tensors)]
         self.reserve(ends[-1])
@@ -73,9 +77,8 @@ class Staging:
 
     def _next_host(self) -> Tensor:
         self._turn = (self._turn + 1) % DEPTH
-        sent = self._sent[self._turn]
-        if sent is not None:
-            sent.synchronize()
+        if self._sent:
+            self._sent[self._turn].synchronize()
         return self._host[self._turn]
 
 

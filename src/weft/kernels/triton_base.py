@@ -7,6 +7,9 @@ from functools import cache
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from weft.kernels.tuned import MEETING_FLOATS, MEETING_TILES
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether this process runs kernels in Triton's interpreter. Its products of 16-bit numbers are not
@@ -30,6 +33,28 @@ def processors(device: torch.device) -> int:
     if device.type == "cpu":
         return 1
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+TURNS = 64
+"""How many flags there are. They are many more than launches that can be under way at once, as
+each is there with all its programs."""
+
+
+def meeting_place(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory where the parts of products meet, counters, and flags that nobody waits for. Launches
+    of one stream share them; those of two streams may run at once. Graphs are for the default
+    stream, 0."""
+    stream = 0
+    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        stream = torch.cuda.current_stream(device).cuda_stream
+    return _meeting_place(device, stream)
+
+
+@cache
+def _meeting_place(device: torch.device, stream: int) -> tuple[Tensor, Tensor, Tensor]:
+    parts = torch.empty(MEETING_FLOATS, dtype=torch.float32, device=device)
+    counters = torch.zeros(MEETING_TILES + TURNS, dtype=torch.int32, device=device)
+    return parts, counters[:MEETING_TILES], counters[MEETING_TILES:]
 
 
 @triton.jit

@@ -12,10 +12,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.delta import DeltaLayer, StateCache, StateWork
-from weft.kernels.ops import Pending, Product
+from weft.kernels.delta import DeltaLayer, StateCache, StateRows
+from weft.kernels.ops import Product
 from weft.kernels.triton_base import has_pending, launch_options, starts_early, with_pending
-from weft.kernels.triton_delta_chunks import added, block_of, run_chunks, silu, sizes_of
+from weft.kernels.triton_delta_chunks import block_of, run_chunks, sizes_of
+from weft.kernels.triton_delta_short import silu
 from weft.kernels.triton_delta_solve import decay
 
 PART, WARPS = 64, 2
@@ -78,6 +79,8 @@ def _decode(
     row = tl.load(decodes_ptr + 2 * n).to(tl.int64)
     state = tl.load(decodes_ptr + 2 * n + 1).to(tl.int64)
     if state < 0:
+        if PDL:  # whoever waits for this kernel waits for those ahead
+            tl.extra.cuda.gdc_wait()
         return
     d = tl.arange(0, BLOCK_D)
     e = tl.program_id(2) * PART + tl.arange(0, PART)
@@ -175,33 +178,31 @@ def _gated_norm(
 
 
 def gated_delta(
-    y: Product, layer: DeltaLayer, cache: StateCache, work: StateWork, positions_T: Tensor
+    y: Product, layer: DeltaLayer, cache: StateCache, rows: StateRows, positions_T: Tensor
 ) -> Tensor:
-    """As `weft.kernels.delta.gated_delta`. The rows of a step that are in none of the tables are
-    zero."""
-    y_TO, pending = y
-    make = y_TO.new_zeros if len(work.chunks) else y_TO.new_empty
+    """As `weft.kernels.delta.gated_delta`. What pads a captured step is zero."""
+    y_TO, work = y.y_TO, rows.work_on(positions_T.device)
+    make = y_TO.new_zeros if len(work.chunks) and not rows.states else y_TO.new_empty
     out_TO = make((len(y_TO), layer.num_values * layer.value_dim))
     if len(work.decodes):
-        _run_decodes(y_TO, pending, out_TO, layer, cache, work.decodes, positions_T)
+        _run_decodes(y, out_TO, layer, cache, work.decodes, positions_T)
     if len(work.chunks):
-        run_chunks(y_TO, pending, out_TO, layer, cache, work, positions_T)
+        run_chunks(y, out_TO, layer, cache, work, positions_T)
     return out_TO
 
 
 def _run_decodes(
-    y_TO: Tensor,
-    pending: Pending | None,
+    y: Product,
     out_TO: Tensor,
     layer: DeltaLayer,
     cache: StateCache,
     decodes: Tensor,
     positions_T: Tensor,
 ) -> None:
-    N, H, E = len(decodes), layer.num_values, layer.value_dim
-    options, sizes = launch_options(starts_early(y_TO.device)), sizes_of(layer, pending)
+    N, H, E, y_TO = len(decodes), layer.num_values, layer.value_dim, y.y_TO
+    options, sizes = launch_options(starts_early(y_TO.device)), sizes_of(layer, y)
     read_NHE = y_TO.new_empty((N, H, E), dtype=torch.float32)
-    part, inputs = min(PART, block_of(E)), (y_TO, *added(pending, y_TO))
+    part, inputs = min(PART, block_of(E)), (y_TO, *y.pending_tensors())
     _decode[N, H, triton.cdiv(E, part)](
         *inputs, read_NHE, cache.conv, cache.delta, layer.conv_WC, layer.log_a_H, layer.dt_bias_H,
         decodes, positions_T, y_TO.stride(0), layer.conv_WC.shape[1],

@@ -1,16 +1,21 @@
 """Chunks of prompts by the gated delta rule, as four Triton kernels:
 
-    _prepare   convolution and norm of queries, keys and values         by chunk and head
+    _prepare   convolution and norm of queries, keys and values         by some rows and head
     solve      what the changes of a chunk's tokens owe to each other   by chunk and head
     _scan      the state through a sequence, chunk by chunk             by sequence, head, part of E
-    _finish    the gated norm; the inputs that the convolution keeps    by chunk and head
+    _read      what tokens read, and the gated norm                     by chunk and head
+
+Sequences of few rows have one kernel in place of the last three: see `triton_delta_short`. Only
+`_scan` goes from one chunk to the next, so it does no more than it must: it leaves the state ahead
+of each chunk to `_read`.
 
 Changes of a chunk's tokens depend on each other and on the state S ahead of it. With the matrix
 M_ij = b_i exp(g_i - g_j) k_i^T k_j for j < i, where g is summed up from the chunk's begin:
 
     change = (I + M)^-1 (b v - b exp(g) k S) = u - w S
 
-so that u and w need not wait for S.
+so that u and w need not wait for S. A token reads the state ahead of its chunk, and the changes
+that the tokens from the chunk's first one to itself make.
 """
 
 from __future__ import annotations
@@ -20,18 +25,27 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.delta import CHUNK, DeltaLayer, StateCache, StateWork
-from weft.kernels.ops import Pending
-from weft.kernels.triton_base import INTERPRETED, dot, with_pending
+from weft.kernels.delta import CHUNK, SHORT, DeltaLayer, StateCache, StateWork
+from weft.kernels.ops import Product
+from weft.kernels.triton_base import (
+    INTERPRETED,
+    dot,
+    launch_options,
+    starts_early,
+    with_pending,
+)
+from weft.kernels.triton_delta_short import (
+    gated_norm,
+    keep_inputs,
+    short_runs,
+    silu,
+)
 from weft.kernels.triton_delta_solve import solve
 
 PART = 32
 """Columns of a state that one program of `_scan` has."""
-
-
-@triton.jit
-def silu(x):
-    return x / (1 + tl.exp(-x))
+ROWS = 16
+"""Rows that one program of `_prepare` has."""
 
 
 @triton.jit
@@ -53,20 +67,28 @@ def _prepare(
     E: tl.constexpr,
     W: tl.constexpr,
     L: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PENDING: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """qkv (T, C) = queries and keys of length 1 (queries divided by sqrt(D)) and values. Programs
-    (chunks, 2 G + H): a key head's queries, or its keys, or a value head."""
-    chunk = chunks_ptr + 5 * tl.program_id(0)
+    (chunks * L / ROWS, 2 G + H): some rows of a key head's queries, or its keys, or a value
+    head."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    parts: tl.constexpr = L // ROWS
+    chunk = chunks_ptr + 6 * (tl.program_id(0) // parts)
+    begin = tl.program_id(0) % parts * ROWS
     n = tl.program_id(1)
-    count = tl.load(chunk + 1)
-    if count == 0:
+    count = tl.load(chunk + 1) - begin
+    if count <= 0:
+        if PDL:  # whoever waits for this kernel waits for those ahead
+            tl.extra.cuda.gdc_wait()
         return
-    first = tl.load(chunk).to(tl.int64)
-    state = tl.load(chunk + 2).to(tl.int64)
-    before = tl.load(chunk + 3)
-    t = tl.arange(0, L)
+    first = tl.load(chunk).to(tl.int64) + begin
+    before = tl.load(chunk + 4) + begin
+    t = tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
     share: tl.constexpr = H // G
     size = tl.where(n < 2 * G, D, E)
@@ -77,30 +99,37 @@ def _prepare(
     if n >= 2 * G:
         column = COLUMNS[4] + (n - 2 * G) // share * COLUMNS[5] + (n - 2 * G) % share * E
         channel = 2 * G * D + (n - 2 * G) * E
-    ok = (t < count)[:, None] & (c < size)[None, :]
-    position = tl.load(position_ptr + first + t, mask=t < count, other=0).to(tl.int32)
-    weight_at = weight_ptr + channel + c
-    y = tl.zeros((L, BLOCK), tl.float32)
+    in_size = (c < size)[None, :]
+    ok = (t < count)[:, None] & in_size
+    y_at = y_ptr + first * y_stride + column
+    add_at = add_ptr + first * y_stride + column
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    y = tl.zeros((ROWS, BLOCK), tl.float32)
     for back in tl.static_range(W):
-        here = before + t >= back
-        row = first + t - back
-        at = row[:, None] * y_stride + column + c[None, :]
-        x = tl.load(y_ptr + at, mask=ok & here[:, None], other=0.0)
+        here = (t < count) & (before + t >= back)
+        ok_here = here[:, None] & in_size
+        at = (t - back)[:, None] * y_stride + c[None, :]
+        x = tl.load(y_at + at, mask=ok_here, other=0.0)
         if PENDING:
-            slot = tl.load(add_slot_ptr + row, mask=(t < count) & here, other=-1)
-            x = with_pending(x, add_ptr + at, (slot >= 0)[:, None], ok & here[:, None], PENDING)
-        kept = (before + t < back) & (position >= back)
-        past_at = (state * W + (position + W - back) % W)[:, None] * C + channel + c[None, :]
-        past = tl.load(conv_ptr + past_at, mask=ok & kept[:, None], other=0.0)
-        w = tl.load(weight_at + (W - 1 - back) * C, mask=c < size, other=0.0).to(tl.float32)
-        y += tl.where(here[:, None], x, past).to(tl.float32) * w[None, :]
+            slot = tl.load(add_slot_ptr + first + t - back, mask=here, other=-1)
+            x = with_pending(x, add_at + at, (slot >= 0)[:, None], ok_here, PENDING)
+        if before < back:  # the first tokens of this step: those before them are kept
+            state = tl.load(chunk + 2).to(tl.int64)
+            position = tl.load(position_ptr + first).to(tl.int32) + t
+            kept = (before + t < back) & (position >= back)
+            past_at = (state * W + (position + W - back) % W)[:, None] * C + channel + c[None, :]
+            past = tl.load(conv_ptr + past_at, mask=ok & kept[:, None], other=0.0)
+            x = tl.where(here[:, None], x, past)
+        w_at = weight_ptr + (W - 1 - back) * C + channel + c
+        y += x.to(tl.float32) * tl.load(w_at, mask=c < size, other=0.0).to(tl.float32)[None, :]
     y = silu(y)
     if n < 2 * G:
         scale = 1 / tl.sqrt(tl.sum(y * y, 1) + 1e-6)
         if n < G:
             scale *= 1 / tl.sqrt(D * 1.0)
         y *= scale[:, None]
-    tl.store(qkv_ptr + (first + t)[:, None] * C + channel + c[None, :], y, mask=ok)
+    tl.store(qkv_ptr + first * C + channel + t[:, None] * C + c[None, :], y, mask=ok)
 
 
 @triton.jit
@@ -109,6 +138,7 @@ def _scan(
     w_ptr,
     u_ptr,
     g_ptr,
+    before_ptr,
     delta_ptr,
     runs_ptr,
     position_ptr,
@@ -118,61 +148,63 @@ def _scan(
     D: tl.constexpr,
     E: tl.constexpr,
     L: tl.constexpr,
+    SHORT: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PART: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """What the tokens read of the state, over u, and the state after the last of them. Programs
-    (runs, H, parts of E)."""
-    run = runs_ptr + 3 * tl.program_id(0)
+    """The changes that tokens make, over u, and the states before (chunks, H, D, E) each chunk; the
+    state after the last one is kept. Programs (runs, H, parts of E), for those of more than SHORT
+    rows."""
+    run = runs_ptr + 6 * tl.program_id(0)
     h = tl.program_id(1)
     count = tl.load(run + 1)
-    if count == 0:
+    if count <= SHORT:
         return
     first = tl.load(run).to(tl.int64)
-    state = tl.load(run + 2).to(tl.int64)
+    source = tl.load(run + 2).to(tl.int64)
+    state = tl.load(run + 3).to(tl.int64)
+    chunk = tl.load(run + 4).to(tl.int64)
     position = tl.load(position_ptr + first)
     group = h // (H // G)
     t = tl.arange(0, L)
     d = tl.arange(0, BLOCK_D)
     e = tl.program_id(2) * PART + tl.arange(0, PART)
     within = (d < D)[:, None] & (e < E)[None, :]
-    state_at = delta_ptr + ((state * H + h) * D + d[:, None]) * E + e[None, :]
+    of_head = d[:, None] * E + e[None, :]
     held = (d < tl.where(position > 0, D, 0))[:, None] & (e < E)[None, :]
-    S = tl.load(state_at, mask=held, other=0.0)
+    S = tl.load(delta_ptr + (source * H + h) * D * E + of_head, mask=held, other=0.0)
     for begin in range(0, count, L):
         ok = begin + t < count
         row = first + begin + t
         ok_d = ok[:, None] & (d < D)[None, :]
         ok_e = ok[:, None] & (e < E)[None, :]
-        q_at = qkv_ptr + row[:, None] * C + group * D + d[None, :]
-        q = tl.load(q_at, mask=ok_d, other=0.0)
-        k = tl.load(q_at + G * D, mask=ok_d, other=0.0)
+        k_at = qkv_ptr + row[:, None] * C + (G + group) * D + d[None, :]
+        k = tl.load(k_at, mask=ok_d, other=0.0)
         w = tl.load(w_ptr + (row * H + h)[:, None] * D + d[None, :], mask=ok_d, other=0.0)
         u_at = u_ptr + (row * H + h)[:, None] * E + e[None, :]
         u = tl.load(u_at, mask=ok_e, other=0.0)
         g = tl.load(g_ptr + row * H + h, mask=ok, other=0.0)
-        last = tl.load(g_ptr + (first + tl.minimum(begin + L, count) - 1) * H + h)
-        narrow = S.to(q.dtype)
+        last = tl.min(g)  # it only ever falls
+        narrow = S.to(k.dtype)
+        tl.store(before_ptr + (chunk * H + h) * D * E + of_head, narrow, mask=within)
         change = u.to(tl.float32) - dot(w, narrow, tl.zeros((L, PART), tl.float32), EXACT)
-        seen = (t[:, None] >= t[None, :]) & ok[:, None]
-        decays = tl.exp(tl.where(seen, g[:, None] - g[None, :], 0.0))
-        scores = dot(q, tl.trans(k), tl.zeros((L, L), tl.float32), EXACT)
-        scores = tl.where(seen, scores * decays, 0.0)
-        out = dot(q, narrow, tl.zeros((L, PART), tl.float32), EXACT) * tl.exp(g)[:, None]
-        out = dot(scores.to(q.dtype), change.to(q.dtype), out, EXACT)
-        tl.store(u_at, out, mask=ok_e)
+        tl.store(u_at, change, mask=ok_e)
         change *= tl.where(ok, tl.exp(last - g), 0.0)[:, None]
-        S = dot(tl.trans(k), change.to(q.dtype), S * tl.exp(last), EXACT)
-    tl.store(state_at, S, mask=within)
+        S = dot(tl.trans(k), change.to(k.dtype), S * tl.exp(last), EXACT)
+        chunk += 1
+    tl.store(delta_ptr + (state * H + h) * D * E + of_head, S, mask=within)
 
 
 @triton.jit
-def _finish(
+def _read(
     y_ptr,
     add_ptr,
     add_slot_ptr,
-    read_ptr,
+    qkv_ptr,
+    change_ptr,
+    g_ptr,
+    before_ptr,
     out_ptr,
     conv_ptr,
     norm_ptr,
@@ -191,112 +223,115 @@ def _finish(
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PENDING: tl.constexpr,
+    EXACT: tl.constexpr,
 ):
-    """out = norm(read) * silu(z) of a value head, and the convolution's last inputs to where they
-    are kept. Programs (chunks, H)."""
-    chunk = chunks_ptr + 5 * tl.program_id(0)
+    """out = norm(what tokens read of the state) * silu(z) of a value head, and the convolution's
+    last inputs to where they are kept, for sequences that are not short. Programs (chunks, H)."""
+    chunk = chunks_ptr + 6 * tl.program_id(0)
     h = tl.program_id(1)
     count = tl.load(chunk + 1)
-    if count == 0:
+    left = tl.load(chunk + 5)
+    if left == 0:
         return
     first = tl.load(chunk).to(tl.int64)
-    state = tl.load(chunk + 2).to(tl.int64)
-    last = tl.load(chunk + 4) - tl.load(chunk + 3) - W
-    """Rows of the chunk from this one on are kept."""
-    share: tl.constexpr = H // G
-    g = h // share
     t = tl.arange(0, L)
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_E)
     row = first + t
     ok = t < count
+    ok_d = ok[:, None] & (d < D)[None, :]
     ok_e = ok[:, None] & (e < E)[None, :]
-    has = ok[:, None]
-    if PENDING:
-        has = (tl.load(add_slot_ptr + row, mask=ok, other=-1) >= 0)[:, None]
     at = (row * H + h)[:, None] * E + e[None, :]
-    x = tl.load(read_ptr + at, mask=ok_e, other=0.0).to(tl.float32)
-    norm = tl.load(norm_ptr + e, mask=e < E, other=0.0).to(tl.float32)
-    x *= (1 / tl.sqrt(tl.sum(x * x, 1) / E + eps))[:, None] * norm[None, :]
-    z_at = row[:, None] * y_stride + COLUMNS[6] + g * COLUMNS[7] + h % share * E + e[None, :]
-    z = tl.load(y_ptr + z_at, mask=ok_e, other=0.0)
-    z = with_pending(z, add_ptr + z_at, has, ok_e, PENDING).to(tl.float32)
-    tl.store(out_ptr + at, x * silu(z), mask=ok_e)
-    if last < count:
-        kept = ok & (t >= last)
-        position = tl.load(position_ptr + row, mask=ok, other=0)
-        kept_at = conv_ptr + (state * W + position % W)[:, None] * C
-        from_at = row[:, None] * y_stride
-        kept_e = kept[:, None] & (e < E)[None, :]
-        v_at = from_at + COLUMNS[4] + g * COLUMNS[5] + h % share * E + e[None, :]
-        v = tl.load(y_ptr + v_at, mask=kept_e, other=0.0)
-        v = with_pending(v, add_ptr + v_at, has, kept_e, PENDING)
-        tl.store(kept_at + 2 * G * D + h * E + e[None, :], v, mask=kept_e)
-        if h % share == 0:
-            kept_d = kept[:, None] & (d < D)[None, :]
-            q_at = from_at + COLUMNS[0] + g * COLUMNS[1] + d[None, :]
-            k_at = from_at + COLUMNS[2] + g * COLUMNS[3] + d[None, :]
-            q = tl.load(y_ptr + q_at, mask=kept_d, other=0.0)
-            k = tl.load(y_ptr + k_at, mask=kept_d, other=0.0)
-            q = with_pending(q, add_ptr + q_at, has, kept_d, PENDING)
-            k = with_pending(k, add_ptr + k_at, has, kept_d, PENDING)
-            tl.store(kept_at + g * D + d[None, :], q, mask=kept_d)
-            tl.store(kept_at + (G + g) * D + d[None, :], k, mask=kept_d)
+    qk_at = qkv_ptr + row[:, None] * C + h // (H // G) * D + d[None, :]
+    q = tl.load(qk_at, mask=ok_d, other=0.0)
+    k = tl.load(qk_at + G * D, mask=ok_d, other=0.0)
+    S_at = before_ptr + (tl.program_id(0).to(tl.int64) * H + h) * D * E
+    within = (d < D)[:, None] & (e < E)[None, :]
+    S = tl.load(S_at + d[:, None] * E + e[None, :], mask=within, other=0.0)
+    change = tl.load(change_ptr + at, mask=ok_e, other=0.0)
+    g = tl.load(g_ptr + row * H + h, mask=ok, other=0.0)
+    seen = (t[:, None] >= t[None, :]) & ok[:, None]
+    decays = tl.exp(tl.where(seen, g[:, None] - g[None, :], 0.0))
+    scores = dot(q, tl.trans(k), tl.zeros((L, L), tl.float32), EXACT)
+    scores = tl.where(seen, scores * decays, 0.0)
+    x = dot(q, S, tl.zeros((L, BLOCK_E), tl.float32), EXACT) * tl.exp(g)[:, None]
+    x = dot(scores.to(q.dtype), change, x, EXACT)
+    has = ok
+    if PENDING:
+        has = tl.load(add_slot_ptr + row, mask=ok, other=-1) >= 0
+    x = gated_norm(
+        x, y_ptr, add_ptr, norm_ptr, row, has[:, None], ok_e, h, y_stride, eps,
+        COLUMNS, G, H, E, PENDING,
+    )  # fmt: skip
+    tl.store(out_ptr + at, x, mask=ok_e)
+    if left - W < count:
+        state = tl.load(chunk + 3).to(tl.int64)
+        keep_inputs(
+            y_ptr, add_ptr, conv_ptr, position_ptr, state, row, has[:, None], ok & (t >= left - W),
+            h, y_stride, C, COLUMNS, G, H, D, E, W, BLOCK_D, BLOCK_E, PENDING,
+        )  # fmt: skip
 
 
 def run_chunks(
-    y_TO: Tensor,
-    pending: Pending | None,
+    y: Product,
     out_TO: Tensor,
     layer: DeltaLayer,
     cache: StateCache,
     work: StateWork,
     positions_T: Tensor,
 ) -> None:
+    y_TO = y.y_TO
     T, H, D, E = len(y_TO), layer.num_values, layer.key_dim, layer.value_dim
     W, C = layer.conv_WC.shape
-    num_chunks, stride, sizes = len(work.chunks), y_TO.stride(0), sizes_of(layer, pending)
+    num_chunks, stride, sizes = len(work.chunks), y_TO.stride(0), sizes_of(layer, y)
     blocks = {"BLOCK_D": block_of(D), "BLOCK_E": block_of(E)}
     exact = INTERPRETED or y_TO.dtype == torch.float32
+    options = launch_options(starts_early(y_TO.device))
     qkv_TC = y_TO.new_empty(T, C)
-    w_THD, u_THE = y_TO.new_empty(T, H, D), y_TO.new_empty(T, H, E)
-    g_TH = y_TO.new_empty((T, H), dtype=torch.float32)
-    read = y_TO, *added(pending, y_TO)
-    _prepare[num_chunks, 2 * layer.num_keys + H](
+    read = y_TO, *y.pending_tensors()
+    rows = min(ROWS, CHUNK)
+    _prepare[num_chunks * (CHUNK // rows), 2 * layer.num_keys + H](
         *read, qkv_TC, cache.conv, layer.conv_WC, work.chunks, positions_T, stride, C,
-        **sizes, W=W, L=CHUNK, BLOCK=max(blocks.values()), num_warps=4,
+        **sizes, W=W, L=CHUNK, ROWS=rows, BLOCK=max(blocks.values()), num_warps=4, **options,
     )  # fmt: skip
-    solve[num_chunks, H](
-        *read, qkv_TC, w_THD, u_THE, g_TH, layer.log_a_H, layer.dt_bias_H, work.chunks, stride, C,
-        **sizes, **blocks, L=CHUNK, EXACT=exact, num_warps=4,
-    )  # fmt: skip
-    part = min(PART, blocks["BLOCK_E"])
-    _scan[len(work.runs), H, triton.cdiv(E, part)](
-        qkv_TC, w_THD, u_THE, g_TH, cache.delta, work.runs, positions_T, C,
-        G=layer.num_keys, H=H, D=D, E=E, L=CHUNK, BLOCK_D=blocks["BLOCK_D"], PART=part,
-        EXACT=exact, num_warps=4, num_stages=1 if exact else 2,
-    )  # fmt: skip
-    _finish[num_chunks, H](
-        *read, u_THE, out_TO, cache.conv, layer.norm_E, work.chunks, positions_T, stride, C,
-        layer.eps, **sizes, **blocks, W=W, L=CHUNK, num_warps=4,
+    if T > SHORT:
+        w_THD, u_THE = y_TO.new_empty(T, H, D), y_TO.new_empty(T, H, E)
+        g_TH = y_TO.new_empty((T, H), dtype=torch.float32)
+        before_NHDE = y_TO.new_empty(num_chunks, H, D, E)
+        tiles = {**blocks, "L": CHUNK, "EXACT": exact}
+        solve[num_chunks, H](
+            *read, qkv_TC, w_THD, u_THE, g_TH, layer.log_a_H, layer.dt_bias_H, work.chunks, stride,
+            C, **sizes, **tiles, num_warps=4,
+        )  # fmt: skip
+        part = min(PART, blocks["BLOCK_E"])
+        _scan[len(work.runs), H, triton.cdiv(E, part)](
+            qkv_TC, w_THD, u_THE, g_TH, before_NHDE, cache.delta, work.runs, positions_T, C,
+            G=layer.num_keys, H=H, D=D, E=E, L=CHUNK, SHORT=SHORT, BLOCK_D=blocks["BLOCK_D"],
+            PART=part, EXACT=exact, num_warps=4, num_stages=1 if exact else 3,
+        )  # fmt: skip
+        _read[num_chunks, H](
+            *read, qkv_TC, u_THE, g_TH, before_NHDE, out_TO, cache.conv, layer.norm_E, work.chunks,
+            positions_T, stride, C, layer.eps, **sizes, **tiles, W=W, num_warps=8, maxnreg=128,
+        )  # fmt: skip
+        options = launch_options(False)  # what comes next may go on with a state of these kernels
+    short_runs[len(work.runs), H](
+        *read, qkv_TC, out_TO, cache.conv, cache.delta, layer.norm_E, layer.log_a_H,
+        layer.dt_bias_H, work.runs, positions_T, stride, C, layer.eps,
+        **sizes, **blocks, W=W, L=SHORT, EXACT=exact, num_warps=8, **options,
     )  # fmt: skip
 
 
-def sizes_of(layer: DeltaLayer, pending: Pending | None) -> dict[str, object]:
+def sizes_of(layer: DeltaLayer, y: Product) -> dict[str, object]:
     return {
         "COLUMNS": tuple(number for at in layer.columns for number in at),
         "G": layer.num_keys,
         "H": layer.num_values,
         "D": layer.key_dim,
         "E": layer.value_dim,
-        "PENDING": pending is not None,
+        "PENDING": y.pending is not None,
     }
 
 
 def block_of(size: int) -> int:
     """The width of blocks for so many columns; products need 16."""
     return max(triton.next_power_of_2(size), 16)
-
-
-def added(pending: Pending | None, none: Tensor) -> tuple[Tensor, Tensor]:
-    return (none, none) if pending is None else (pending.add_TO, pending.slot_T)

@@ -1,9 +1,5 @@
 """What the changes of a chunk's tokens owe to each other: the kernel that solves the triangular
-system at the top of `weft.kernels.triton_delta_chunks`, which names the shapes.
-
-The halves of a chunk are inverted side by side, as products of half the size take an eighth of the
-work; the second half then takes off what it owes to the first.
-"""
+system at the top of `weft.kernels.triton_delta_chunks`, which names the shapes."""
 
 from __future__ import annotations
 
@@ -21,95 +17,80 @@ def decay(a, log_a, dt_bias):
 
 
 @triton.jit
-def _wide_dot(a, b, EXACT: tl.constexpr):
-    """The product of two fp32 matrices at nearly their precision."""
-    if EXACT:
-        return tl.dot(a, b, input_precision="ieee")
-    return tl.dot(a, b, input_precision="tf32x3")
+def inverse_of(M, t, EXACT: tl.constexpr):
+    """(1 + M)^-1 of a matrix M (L, L) that is zero on and above its diagonal, with t = 0 ... L - 1.
 
+    Blocks on the diagonal are inverted, first those of two tokens, and pairs of them become blocks
+    of twice the size: of a block whose halves have the inverses P and R, and M' below them,
 
-@triton.jit
-def _inverse_of_nilpotent(M, one, TIMES: tl.constexpr, EXACT: tl.constexpr):
-    """(1 + M)^-1 = (1 - M)(1 + M^2)(1 + M^4)... with so many factors behind the first, where the
-    power of M that would come next is zero."""
-    inverse = one - M
-    power = M
-    for _ in tl.static_range(TIMES):
-        power = _wide_dot(power, power, EXACT)
-        inverse += _wide_dot(inverse, power, EXACT)
+        P        0
+        -R M' P  R
+
+    So nothing is larger on the way than in the inverse, as powers of M may be. The inverse has no
+    entries above 1: each says how much of one token's change another one takes back, and keys have
+    length 1.
+    """
+    L: tl.constexpr = M.shape[0]
+    i, j = t[:, None], t[None, :]
+    inverse = tl.where(i == j, 1.0, tl.where(i // 2 == j // 2, -M, 0.0))
+    for nth in tl.static_range(1, 6):
+        if (2 << nth) <= L:
+            inverse = _joined(inverse, M, i, j, 1 << nth, EXACT)
     return inverse
 
 
 @triton.jit
-def _inverse(M, t, EXACT: tl.constexpr):
-    """(1 + M)^-1 of a matrix M (32, 32) that is zero on and above its diagonal.
-
-    Powers of M may be much larger than the inverse, so blocks of 8 on the diagonal are inverted
-    first. With these blocks B and their inverse P, 1 + M = (1 + B)(1 + P (M - B)), and P (M - B) is
-    zero but below the blocks.
-    """
-    one = tl.where(t[:, None] == t[None, :], 1.0, 0.0)
-    blocks = tl.where(t[:, None] // 8 == t[None, :] // 8, M, 0.0)
-    P = _inverse_of_nilpotent(blocks, one, 2, EXACT)
-    below = _wide_dot(P, M - blocks, EXACT)
-    return _wide_dot(_inverse_of_nilpotent(below, one, 1, EXACT), P, EXACT)
+def _joined(inverse, M, i, j, SIZE: tl.constexpr, EXACT: tl.constexpr):
+    """The inverse of blocks of 2 * SIZE, from that of blocks of SIZE."""
+    in_pair = (i // (2 * SIZE) == j // (2 * SIZE)) & (i // SIZE > j // SIZE)
+    below = tl.where(in_pair, M, 0.0)
+    return inverse - _dot(_dot(inverse, below, EXACT), inverse, EXACT)
 
 
 @triton.jit
-def _half(
+def _dot(a, b, EXACT: tl.constexpr):
+    """The product of two fp32 matrices without entries above 1 or so, in float16 unless EXACT."""
+    if EXACT:
+        return tl.dot(a, b, input_precision="ieee")
+    return tl.dot(a.to(tl.float16), b.to(tl.float16))
+
+
+@triton.jit
+def strengths(
     y_ptr,
     add_ptr,
-    add_slot_ptr,
-    qkv_ptr,
-    log_a,
-    dt_bias,
+    log_a_ptr,
+    dt_bias_ptr,
     row,
+    has,
     ok,
     h,
     y_stride,
-    C,
     COLUMNS: tl.constexpr,
     G: tl.constexpr,
     H: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     PENDING: tl.constexpr,
 ):
-    """The decays g, summed up from the first row on, b and k of some rows; zeros for those that are
-    not ok, but for g."""
+    """The decays g of some rows, summed up from the first of them on, and their strengths b, which
+    are zero for rows that are not ok."""
     share: tl.constexpr = H // G
-    group = h // share
-    d = tl.arange(0, BLOCK_D)
-    has = ok
-    if PENDING:
-        has = tl.load(add_slot_ptr + row, mask=ok, other=-1) >= 0
-    a_at = row * y_stride + COLUMNS[10] + group * COLUMNS[11] + h % share
-    b_at = row * y_stride + COLUMNS[8] + group * COLUMNS[9] + h % share
+    a_at = row * y_stride + COLUMNS[10] + h // share * COLUMNS[11] + h % share
+    b_at = row * y_stride + COLUMNS[8] + h // share * COLUMNS[9] + h % share
     a = with_pending(tl.load(y_ptr + a_at, mask=ok, other=0.0), add_ptr + a_at, has, ok, PENDING)
     b = with_pending(tl.load(y_ptr + b_at, mask=ok, other=0.0), add_ptr + b_at, has, ok, PENDING)
-    g = tl.cumsum(tl.where(ok, decay(a.to(tl.float32), log_a, dt_bias), 0.0), 0)
-    b = tl.where(ok, 1 / (1 + tl.exp(-b.to(tl.float32))), 0.0)
-    k_at = qkv_ptr + row[:, None] * C + (G + group) * D + d[None, :]
-    return g, b, tl.load(k_at, mask=ok[:, None] & (d < D)[None, :], other=0.0)
+    g = decay(a.to(tl.float32), tl.load(log_a_ptr + h), tl.load(dt_bias_ptr + h))
+    b = 1 / (1 + tl.exp(-b.to(tl.float32)))
+    return tl.cumsum(tl.where(ok, g, 0.0), 0), tl.where(ok, b, 0.0)
 
 
 @triton.jit
-def _owed(k, b, g, k_of, g_of, seen, EXACT: tl.constexpr):
-    """What the changes of tokens owe to those of others that they have seen: entries of M."""
+def owed_by(k, b, g, t, EXACT: tl.constexpr):
+    """The matrix M of rows with these keys, strengths and decays."""
     L: tl.constexpr = k.shape[0]
-    products = dot(k, tl.trans(k_of), tl.zeros((L, L), tl.float32), EXACT)
-    decays = tl.exp(tl.where(seen, g[:, None] - g_of[None, :], 0.0))
+    seen = t[:, None] > t[None, :]
+    products = dot(k, tl.trans(k), tl.zeros((L, L), tl.float32), EXACT)
+    decays = tl.exp(tl.where(seen, g[:, None] - g[None, :], 0.0))
     return tl.where(seen, b[:, None] * decays * products, 0.0)
-
-
-@triton.jit
-def _solved(inverse1, inverse2, owed, wanted1, wanted2, EXACT: tl.constexpr):
-    """The changes of both halves of a chunk, of which the second owes to the first."""
-    zero = tl.zeros(wanted1.shape, tl.float32)
-    like = inverse1.dtype
-    first = dot(inverse1, wanted1.to(like), zero, EXACT)
-    left = wanted2 - dot(owed, first.to(like), zero, EXACT)
-    return first, dot(inverse2, left.to(like), zero, EXACT)
 
 
 @triton.jit
@@ -137,54 +118,37 @@ def solve(
     PENDING: tl.constexpr,
     EXACT: tl.constexpr,
 ):
-    """w (T, H, D), u (T, H, E) and the summed decays g, fp32 (T, H), of the chunks' tokens; see
-    `triton_delta_chunks`. Programs (chunks, H)."""
-    chunk = chunks_ptr + 5 * tl.program_id(0)
+    """w (T, H, D), u (T, H, E) and the decays g, fp32 (T, H), summed up from the chunk's first
+    token on, where the sequence is not a short one; see `triton_delta_chunks`. Programs (chunks,
+    H)."""
+    chunk = chunks_ptr + 6 * tl.program_id(0)
     h = tl.program_id(1)
     count = tl.load(chunk + 1)
-    if count == 0:
+    if tl.load(chunk + 5) == 0:
         return
     first = tl.load(chunk).to(tl.int64)
-    HALF: tl.constexpr = L // 2
-    t = tl.arange(0, HALF)
+    t = tl.arange(0, L)
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_E)
-    row1 = first + t
-    row2 = row1 + HALF
-    ok1 = t < count
-    ok2 = t + HALF < count
-    log_a = tl.load(log_a_ptr + h)
-    dt_bias = tl.load(dt_bias_ptr + h)
-    g1, b1, k1 = _half(
-        y_ptr, add_ptr, add_slot_ptr, qkv_ptr, log_a, dt_bias, row1, ok1, h, y_stride, C,
-        COLUMNS, G, H, D, BLOCK_D, PENDING,
-    )  # fmt: skip
-    g2, b2, k2 = _half(
-        y_ptr, add_ptr, add_slot_ptr, qkv_ptr, log_a, dt_bias, row2, ok2, h, y_stride, C,
-        COLUMNS, G, H, D, BLOCK_D, PENDING,
-    )  # fmt: skip
-    g2 += tl.min(g1)
-    later = t[:, None] > t[None, :]
-    like = k1.dtype
-    inverse1 = _inverse(_owed(k1, b1, g1, k1, g1, later, EXACT), t, EXACT).to(like)
-    inverse2 = _inverse(_owed(k2, b2, g2, k2, g2, later, EXACT), t, EXACT).to(like)
-    owed = _owed(k2, b2, g2, k1, g1, t[:, None] >= 0, EXACT).to(like)
-    in_d = (d < D)[None, :]
-    in_e = (e < E)[None, :]
-    w1, w2 = _solved(
-        inverse1, inverse2, owed, k1.to(tl.float32) * (b1 * tl.exp(g1))[:, None],
-        k2.to(tl.float32) * (b2 * tl.exp(g2))[:, None], EXACT,
-    )  # fmt: skip
-    w_at = w_ptr + (row1 * H + h)[:, None] * D + d[None, :]
-    tl.store(w_at, w1, mask=ok1[:, None] & in_d)
-    tl.store(w_at + HALF * H * D, w2, mask=ok2[:, None] & in_d)
-    v_at = qkv_ptr + row1[:, None] * C + 2 * G * D + h * E + e[None, :]
-    v1 = tl.load(v_at, mask=ok1[:, None] & in_e, other=0.0).to(tl.float32)
-    v2 = tl.load(v_at + HALF * C, mask=ok2[:, None] & in_e, other=0.0).to(tl.float32)
-    u1, u2 = _solved(inverse1, inverse2, owed, v1 * b1[:, None], v2 * b2[:, None], EXACT)
-    u_at = u_ptr + (row1 * H + h)[:, None] * E + e[None, :]
-    tl.store(u_at, u1, mask=ok1[:, None] & in_e)
-    tl.store(u_at + HALF * H * E, u2, mask=ok2[:, None] & in_e)
-    g_at = g_ptr + row1 * H + h
-    tl.store(g_at, g1, mask=ok1)
-    tl.store(g_at + HALF * H, g2, mask=ok2)
+    row = first + t
+    ok = t < count
+    ok_d = ok[:, None] & (d < D)[None, :]
+    ok_e = ok[:, None] & (e < E)[None, :]
+    k_at = qkv_ptr + row[:, None] * C + (G + h // (H // G)) * D + d[None, :]
+    k = tl.load(k_at, mask=ok_d, other=0.0)
+    has = ok
+    if PENDING:
+        has = tl.load(add_slot_ptr + row, mask=ok, other=-1) >= 0
+    g, b = strengths(
+        y_ptr, add_ptr, log_a_ptr, dt_bias_ptr, row, has, ok, h, y_stride, COLUMNS, G, H, PENDING
+    )
+    inverse = inverse_of(owed_by(k, b, g, t, EXACT), t, EXACT).to(k.dtype)
+    k = (k.to(tl.float32) * (b * tl.exp(g))[:, None]).to(k.dtype)
+    w = dot(inverse, k, tl.zeros((L, BLOCK_D), tl.float32), EXACT)
+    tl.store(w_ptr + (row * H + h)[:, None] * D + d[None, :], w, mask=ok_d)
+    v_at = qkv_ptr + row[:, None] * C + 2 * G * D + h * E + e[None, :]
+    v = tl.load(v_at, mask=ok_e, other=0.0)
+    v = (v.to(tl.float32) * b[:, None]).to(v.dtype)
+    u = dot(inverse, v, tl.zeros((L, BLOCK_E), tl.float32), EXACT)
+    tl.store(u_ptr + (row * H + h)[:, None] * E + e[None, :], u, mask=ok_e)
+    tl.store(g_ptr + row * H + h, g, mask=ok)

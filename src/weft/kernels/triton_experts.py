@@ -25,10 +25,11 @@ from weft.kernels.triton_base import (
     dot,
     has_pending,
     launch_options,
+    meeting_place,
     starts_early,
     with_pending,
 )
-from weft.kernels.triton_linear import FEW_ROWS, meeting_place
+from weft.kernels.triton_linear import FEW_ROWS
 
 
 @triton.jit
@@ -333,7 +334,9 @@ ROWS = 16
 
 def _cut(inputs: int) -> ExpertCut:
     """The cut for an H200, on which products of 1 to 64 rows take the time of their bytes."""
-    return ExpertCut(64, 64, 10) if inputs % 128 else ExpertCut(64, 128, 4)
+    if inputs % 128 == 0:
+        return ExpertCut(64, 128, 4)
+    return ExpertCut(64, 32, 16) if inputs % 64 else ExpertCut(64, 64, 10)
 
 
 def mixture(
@@ -346,7 +349,7 @@ def mixture(
     """The sum of each token's experts, (T, I); None where other kernels are better, or these
     can't."""
     T, (_, I, F) = len(x_TI), experts.down_EIF.shape  # noqa: E741
-    if not 0 < T <= FEW_ROWS or I % 64 or F % 64 or x_TI.stride(1) != 1:
+    if not 0 < T <= FEW_ROWS or I % 64 or F % 32 or x_TI.stride(1) != 1:
         return None
     if x_TI.dtype == torch.float32 and not INTERPRETED:
         return None

@@ -28,13 +28,15 @@ from torch import Tensor
 from weft.kernels import tuned
 from weft.kernels.triton_base import (
     INTERPRETED,
+    TURNS,
     ask_for,
     dot,
     launch_options,
+    meeting_place,
     processors,
     starts_early,
 )
-from weft.kernels.tuned import MEETING_FLOATS, MEETING_TILES, Cut
+from weft.kernels.tuned import Cut
 
 FEW_ROWS = 64
 
@@ -152,33 +154,12 @@ def _product_of_many(
     tl.store(y_at, y, mask=(t < T)[:, None] & (o < O)[None, :])
 
 
-TURNS = 64
-"""How many flags there are. They are many more than launches that can be under way at once, as
-each is there with all its programs."""
-
 _launches = itertools.count()
 
 
 def next_turn() -> int:
     """The number of a launch, by which a kernel beside it knows that x is there."""
     return 1 + next(_launches) % (1 << 30)
-
-
-def meeting_place(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory where the parts of products meet, counters, and flags that nobody waits for. Launches
-    of one stream share them; those of two streams may run at once. Graphs are for the default
-    stream, 0."""
-    stream = 0
-    if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-        stream = torch.cuda.current_stream(device).cuda_stream
-    return _meeting_place(device, stream)
-
-
-@cache
-def _meeting_place(device: torch.device, stream: int) -> tuple[Tensor, Tensor, Tensor]:
-    parts = torch.empty(MEETING_FLOATS, dtype=torch.float32, device=device)
-    counters = torch.zeros(MEETING_TILES + TURNS, dtype=torch.int32, device=device)
-    return parts, counters[:MEETING_TILES], counters[MEETING_TILES:]
 
 
 @cache
@@ -295,6 +276,7 @@ class Launched(NamedTuple):
     """What is written to a flag once x is there."""
     kernel: Any
     """What Triton returns of a launch."""
+    num_programs: int
 
 
 def launch(
@@ -306,7 +288,8 @@ def launch(
     y_TO = x_TK.new_empty(T, O)
     parts, tickets, nobody = meeting_place(x_TK.device)
     turn = next_turn()
-    kernel = _product[O // cut.columns * cut.split,](
+    num_programs = O // cut.columns * cut.split
+    kernel = _product[num_programs,](
         x_TK,
         weight_OK,
         y_TO if bias_O is None else bias_O,
@@ -331,4 +314,4 @@ def launch(
         num_warps=4,
         **launch_options(starts_early(x_TK.device)),
     )
-    return Launched(y_TO, turn, kernel)
+    return Launched(y_TO, turn, kernel, num_programs)

@@ -1,10 +1,10 @@
-"""Fused Triton kernels between the matrix products: norms, activation, rope with the KV write.
+"""Fused Triton kernels between the matrix products: norms and activations here, those of heads in
+`weft.kernels.triton_heads`.
 
 Shapes: T token rows, I hidden size, F intermediate width, H query heads, K key and value heads,
 D head dimension.
 
-Everything is computed in fp32 and rounded once. A row with a negative slot is not written to the
-cache.
+Everything is computed in fp32 and rounded once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from weft.kernels.ops import (
     ExpertChoice,
     ExpertWeights,
     Ops,
-    Pending,
     Product,
     Rope,
 )
@@ -39,6 +38,7 @@ from weft.kernels.triton_base import (
     with_pending,
 )
 from weft.kernels.triton_delta import gated_delta
+from weft.kernels.triton_heads import apply_gates, rope_and_write
 
 
 @triton.jit
@@ -91,19 +91,21 @@ def _add_normed(
     x_ptr,
     delta_ptr,
     after_ptr,
+    factor_ptr,
     before_ptr,
     out_ptr,
     add_ptr,
     add_slot_ptr,
     width,
     eps,
+    SCALED: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """x += rms_norm(delta) by the weights `after`; with NORM, out = rms_norm(x) by those `before`.
-    One program per row of `width`."""
+    """x += rms_norm(delta) by the weights `after`; if SCALED, x *= factor; with NORM, out =
+    rms_norm(x) by the weights `before`. One program per row of `width`."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i = tl.arange(0, BLOCK)
@@ -111,6 +113,8 @@ def _add_normed(
     row = tl.program_id(0).to(tl.int64)
     at = row * width + i
     after = tl.load(after_ptr + i, mask=ok, other=0.0).to(tl.float32)
+    if SCALED:
+        factor = tl.load(factor_ptr).to(tl.float32)
     if NORM:
         before = tl.load(before_ptr + i, mask=ok, other=0.0).to(tl.float32)
     has = has_pending(add_slot_ptr + row, PENDING)
@@ -123,6 +127,8 @@ def _add_normed(
     scale = 1 / tl.sqrt(tl.sum(wide * wide) / width + eps)
     added = (wide * scale * after).to(x.dtype)
     x = (x.to(tl.float32) + added.to(tl.float32)).to(x.dtype)
+    if SCALED:
+        x = (x.to(tl.float32) * factor).to(x.dtype)
     tl.store(x_ptr + at, x, mask=ok)
     if NORM:
         wide = x.to(tl.float32)
@@ -133,19 +139,23 @@ def _add_normed(
 @triton.jit
 def _activate_and_mul(
     gate_up_ptr,
+    up_ptr,
     out_ptr,
     add_ptr,
     add_slot_ptr,
     F,
+    up_stride,
     alpha,
     limit,
     GELU: tl.constexpr,
     CLAMPED: tl.constexpr,
+    APART: tl.constexpr,
     BLOCK: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out (T, F) = activation(gate) * up of rows (gate, up); programs: row, block of columns.
+    APART: up is not behind gate, but at `up_ptr`, in rows that are `up_stride` apart.
 
     All activations are gate * sigmoid(s): of silu, s is gate itself; that of GELU's approximation
     follows from (1 + tanh(z)) / 2 = sigmoid(2 z). CLAMPED is that of `ClampedSwiglu`.
@@ -159,13 +169,18 @@ def _activate_and_mul(
     if CLAMPED:
         at += f
         to_up = 1
+    if APART:
+        at = row * F + f
     has = has_pending(add_slot_ptr + row, PENDING)
     if PDL:
         tl.extra.cuda.gdc_wait()
     gate = tl.load(gate_up_ptr + at, mask=f < F, other=0.0)
-    up = tl.load(gate_up_ptr + at + to_up, mask=f < F, other=0.0)
     gate = with_pending(gate, add_ptr + at, has, f < F, PENDING)
-    up = with_pending(up, add_ptr + at + to_up, has, f < F, PENDING).to(tl.float32)
+    if APART:
+        up = tl.load(up_ptr + row * up_stride + f, mask=f < F, other=0.0).to(tl.float32)
+    else:
+        up = tl.load(gate_up_ptr + at + to_up, mask=f < F, other=0.0)
+        up = with_pending(up, add_ptr + at + to_up, has, f < F, PENDING).to(tl.float32)
     wide = gate.to(tl.float32)
     s = wide
     if GELU:
@@ -175,85 +190,6 @@ def _activate_and_mul(
         up = tl.minimum(tl.maximum(up, -limit), limit) + 1
         s = alpha * wide
     tl.store(out_ptr + row * F + f, (wide / (1 + tl.exp(-s)) * up).to(gate.dtype), mask=f < F)
-
-
-@triton.jit
-def _rope_and_write(
-    qkv_ptr,
-    cos_ptr,
-    sin_ptr,
-    norm_ptr,
-    k_ptr,
-    v_ptr,
-    slot_ptr,
-    add_ptr,
-    add_slot_ptr,
-    row_stride,
-    table_stride,
-    norm_stride,
-    eps,
-    H,
-    K,
-    D: tl.constexpr,
-    R: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NORM: tl.constexpr,
-    NORM_V: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    PENDING: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """Head n of row t: q is rotated in place, k to the cache, v copied there. Programs (T, N).
-
-    qkv (T, H + 2K, D) with contiguous heads; cos and sin (T, R) as `Rope` has them, both of
-    row stride `table_stride`; norm (H + K, D), and with NORM_V (H + 2K, D), for row t at
-    `norm_stride` t; k and v (slots, K, D); slot int64 (T,).
-    """
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
-    t = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1)
-    has = has_pending(add_slot_ptr + t, PENDING)
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    d = tl.arange(0, BLOCK)
-    ok = d < D
-    at = qkv_ptr + t * row_stride + n * D
-    x = tl.load(at + d, mask=ok, other=0.0)
-    add_at = add_ptr + (t * tl.num_programs(1) + n) * D
-    x = with_pending(x, add_at + d, has, ok, PENDING)
-    slot = tl.load(slot_ptr + t)
-    written = d < tl.where(slot < 0, 0, D)
-    if n < H + K:
-        turns = d < R
-        swapped_d = tl.where(d < R // 2, d + R // 2, d - R // 2)
-        if INTERLEAVED:
-            swapped_d = d ^ 1
-        swapped = tl.load(at + swapped_d, mask=turns, other=0.0)
-        swapped = with_pending(swapped, add_at + swapped_d, has, turns, PENDING)
-        swapped = swapped.to(tl.float32)
-        y = x.to(tl.float32)
-        if NORM:
-            scale = 1 / tl.sqrt(tl.sum(y * y) / D + eps)
-            norm_at = norm_ptr + t * norm_stride + n * D
-            y = y * scale * tl.load(norm_at + d, mask=ok, other=0.0).to(tl.float32)
-            swapped = (
-                swapped * scale * tl.load(norm_at + swapped_d, mask=turns, other=0.0).to(tl.float32)
-            )
-        cos = tl.load(cos_ptr + t * table_stride + d, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + t * table_stride + d, mask=turns, other=0.0).to(tl.float32)
-        y = (y * cos + swapped * sin).to(x.dtype)
-        if n < H:
-            tl.store(at + d, y, mask=ok)  # one warp: both of each pair have been read
-        else:
-            tl.store(k_ptr + (slot * K + n - H) * D + d, y, mask=written)
-    else:
-        if NORM_V:
-            value = x.to(tl.float32)
-            weight = tl.load(norm_ptr + t * norm_stride + n * D + d, mask=ok, other=0.0)
-            value = value / tl.sqrt(tl.sum(value * value) / D + eps) * weight.to(tl.float32)
-            x = value.to(x.dtype)
-        tl.store(v_ptr + (slot * K + n - H - K) * D + d, x, mask=written)
 
 
 class TritonOps(Ops):
@@ -274,17 +210,17 @@ class TritonOps(Ops):
         delta_scale: float = 1.0,
         centered: bool = False,
     ) -> Tensor:
-        delta_TI, pending = (x_TI, None) if delta is None else delta
+        whole = Product(x_TI) if delta is None else delta
         num_rows, width = x_TI.shape
         out_TI = torch.empty_like(x_TI)
         if num_rows:
             block = triton.next_power_of_2(width)
             _add_rms_norm[(num_rows,)](
                 x_TI,
-                delta_TI,
+                whole.y_TO,
                 weight_I,
                 out_TI,
-                *_pending(pending, x_TI),
+                *whole.pending_tensors(),
                 width,
                 eps,
                 delta_scale,
@@ -292,7 +228,7 @@ class TritonOps(Ops):
                 SCALED=delta_scale != 1,
                 CENTERED=centered,
                 BLOCK=block,
-                PENDING=pending is not None,
+                PENDING=whole.pending is not None,
                 num_warps=min(max(block // 512, 1), 16),
                 **self._options,
             )
@@ -315,33 +251,44 @@ class TritonOps(Ops):
         return ranks.sum_and_norm(x_TI, weight_I, eps, y_TI, added, delta_scale)
 
     def add_normed(
-        self, x_TI: Tensor, delta: Product, after_I: Tensor, before_I: Tensor | None, eps: float
+        self,
+        x_TI: Tensor,
+        delta: Product,
+        after_I: Tensor,
+        before_I: Tensor | None,
+        eps: float,
+        factor_1: Tensor | None = None,
     ) -> Tensor:
-        delta_TI, pending = delta
         num_rows, width = x_TI.shape
         out_TI = x_TI if before_I is None else torch.empty_like(x_TI)
         if num_rows:
             block = triton.next_power_of_2(width)
             _add_normed[(num_rows,)](
                 x_TI,
-                delta_TI,
+                delta.y_TO,
                 after_I,
+                after_I if factor_1 is None else factor_1,
                 after_I if before_I is None else before_I,
                 out_TI,
-                *_pending(pending, x_TI),
+                *delta.pending_tensors(),
                 width,
                 eps,
+                SCALED=factor_1 is not None,
                 NORM=before_I is not None,
                 BLOCK=block,
-                PENDING=pending is not None,
+                PENDING=delta.pending is not None,
                 num_warps=min(max(block // 512, 1), 16),
                 **self._options,
             )
         return out_TI
 
-    def activate_and_mul(self, gate_up: Product, activation: Activation = "silu") -> Tensor:
-        gate_up_T2F, pending = gate_up
-        num_rows, width = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
+    def activate_and_mul(
+        self, gate_up: Product, activation: Activation = "silu", up_TF: Tensor | None = None
+    ) -> Tensor:
+        gate_up_T2F = gate_up.y_TO
+        num_rows, width = gate_up_T2F.shape
+        if up_TF is None:
+            width //= 2
         out_TF = gate_up_T2F.new_empty(num_rows, width)
         clamped = activation if isinstance(activation, ClampedSwiglu) else None
         alpha, limit = clamped or (0.0, 0.0)
@@ -349,15 +296,18 @@ class TritonOps(Ops):
             grid = (num_rows, triton.cdiv(width, 1024))
             _activate_and_mul[grid](
                 gate_up_T2F,
+                gate_up_T2F if up_TF is None else up_TF,
                 out_TF,
-                *_pending(pending, gate_up_T2F),
+                *gate_up.pending_tensors(),
                 width,
+                0 if up_TF is None else up_TF.stride(0),
                 alpha,
                 limit,
                 CLAMPED=clamped is not None,
+                APART=up_TF is not None,
                 GELU=activation == "gelu_tanh",
                 BLOCK=1024,
-                PENDING=pending is not None,
+                PENDING=gate_up.pending is not None,
                 num_warps=4,
                 **self._options,
             )
@@ -381,47 +331,14 @@ class TritonOps(Ops):
         eps: float,
         cache: KVCache,
         batch: AttentionBatch,
+        gated_heads: int = 0,
     ) -> Tensor:
-        K, D = cache.k.shape[2:]
-        qkv_TO, pending = qkv
-        T, N = len(qkv_TO), qkv_TO.shape[1] // D
-        qkv_TND = qkv_TO.view(T, N, D)
-        H = N - 2 * K
-        cos_T1R, sin_T1R, interleaved, _ = rope
-        assert cos_T1R.stride(0) == sin_T1R.stride(0)
-        if T:
-            _rope_and_write[T, N](
-                qkv_TND,
-                cos_T1R,
-                sin_T1R,
-                cos_T1R if norm_ND is None else norm_ND,
-                cache.k,
-                cache.v,
-                batch.slot_mapping_T,
-                *_pending(pending, qkv_TND),
-                qkv_TND.stride(0),
-                cos_T1R.stride(0),
-                norm_ND.stride(0) if norm_ND is not None and norm_ND.dim() == 3 else 0,
-                eps,
-                H,
-                K,
-                D=D,
-                R=cos_T1R.shape[-1],
-                BLOCK=triton.next_power_of_2(D),
-                NORM=norm_ND is not None,
-                NORM_V=norm_ND is not None and norm_ND.shape[-2] == N > N - K,
-                INTERLEAVED=interleaved,
-                PENDING=pending is not None,
-                num_warps=1,
-                **self._options,
-            )
-        return qkv_TND[:, :H]
+        return rope_and_write(qkv, rope, norm_ND, eps, cache, batch, gated_heads, self._options)
+
+    def apply_gates(self, x_THD: Tensor, qkv: Product) -> Tensor:
+        return apply_gates(x_THD, qkv, self._options)
 
     def gated_delta(
         self, y: Product, layer: DeltaLayer, cache: StateCache, rows: StateRows, positions_T: Tensor
     ) -> Tensor:
-        return gated_delta(y, layer, cache, rows.work_on(positions_T.device), positions_T)
-
-
-def _pending(pending: Pending | None, none: Tensor) -> tuple[Tensor, Tensor]:
-    return (none, none) if pending is None else (pending.add_TO, pending.slot_T)
+        return gated_delta(y, layer, cache, rows, positions_T)

@@ -123,9 +123,6 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
     ranks have the same ones. The vocabulary stays whole; see `weft.core.shards`.
 
     Raises ConfigError, naming the field, for what can't be divided."""
-    if config.sinks and size > 1:
-        message = f"--tensor-parallel-size {size} is not served for {config.architecture}"
-        raise ConfigError(message, "tensor_parallel_size")
     moe, linear = config.moe, config.linear
     shapes = {config.layer(i) for i in range(config.num_layers)}
     widths = {"num_attention_heads": config.num_heads, "vocab_size": config.vocab_size}

@@ -7,6 +7,7 @@ heads, D head dimension.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -21,7 +22,7 @@ from weft.models.builder import LayerBuilder
 from weft.models.config import ModelConfig
 from weft.models.gemma4 import Gemma4Blocks
 from weft.models.layers import Embedding, Head, RowNorm, StepContext, WidthNorm, add_normed
-from weft.models.linear_attention import allocate_states, gate_of
+from weft.models.linear_attention import allocate_states
 from weft.models.moe import is_capturable
 from weft.models.rope import RopeTable
 from weft.models.weights import Weights
@@ -148,10 +149,11 @@ def allocate_kv_cache(
     """The cache of every layer, zeroed: (num_blocks, block_size, kv_heads, head_dim) each, or the
     states of a layer with linear attention. Layers that share a cache have the same one."""
     found: list[LayerCache] = []
+    states = iter(_states_of_layers(config, num_states, dtype, device))
     for i in range(config.num_layers):
         own = config.layer(i)
-        if config.linear is not None and config.linear.layers[i]:
-            found.append(allocate_states(config.linear, num_states, dtype, device))
+        if is_linear(config, i):
+            found.append(next(states))
         elif own.cache != i:
             found.append(found[own.cache])
         else:
@@ -159,6 +161,29 @@ def allocate_kv_cache(
             k, v = (torch.zeros(shape, dtype=dtype, device=device) for _ in range(2))
             found.append(KVCache(k, v))
     return found
+
+
+def _states_of_layers(
+    config: ModelConfig, num_states: int, dtype: torch.dtype, device: torch.device | str
+) -> list[StateCache]:
+    """The states of each layer with linear attention, as parts of two tensors: see `stacked`."""
+    if config.linear is None:
+        return []
+    size = (sum(config.linear.layers), num_states)
+    whole = allocate_states(config.linear, math.prod(size), dtype, device)
+    parts = (tensor.view(*size, *tensor.shape[1:]) for tensor in (whole.conv, whole.delta))
+    return [StateCache(conv, delta) for conv, delta in zip(*parts, strict=True)]
+
+
+def stacked(kv: Iterable[LayerCache]) -> list[Tensor]:
+    """The states of all layers of `allocate_kv_cache` as two tensors (layers, states, ...), so that
+    one copy of each takes those of a sequence; none for a model without states."""
+    caches = [cache for cache in kv if isinstance(cache, StateCache)]
+    firsts = (caches[0].conv, caches[0].delta) if caches else ()
+    return [
+        first.as_strided((len(caches), *first.shape), (first.numel(), *first.stride()))
+        for first in firsts
+    ]
 
 
 def _pre_norm(
@@ -236,9 +261,6 @@ class _Layer:
         assert isinstance(cache, KVCache)
         ops, batch = self._ops, step.attention
         qkv, norm = self._qkv(x_TI, step), None
-        gate_TO = None
-        if self._gated_heads:
-            qkv, gate_TO = self._without_gate(qkv)
         if isinstance(self._qk_norm, WidthNorm):
             qkv = self._qk_norm(qkv, step)
         elif self._qk_norm is not None:
@@ -246,28 +268,21 @@ class _Layer:
         if self._shape.keys_are_values:
             qkv = self._with_values(qkv)
         written = cache if self._writes else cache.without_heads()
-        q_THD = ops.rope_and_write(qkv, rope, norm, self._eps, written, batch)
+        gates = self._gated_heads
+        q_THD = ops.rope_and_write(qkv, rope, norm, self._eps, written, batch, gates)
         if rope.query_T11 is not None:
             q_THD = q_THD * rope.query_T11
         out_THD = ops.attend(
             q_THD, cache, batch, scale=self._scale, window=self._window, sinks_H=self._sinks_H
         )
-        out_TO = out_THD.flatten(1)
-        if gate_TO is not None:
-            out_TO = out_TO * gate_TO.sigmoid()
-        return self._o(out_TO, step)
+        if gates:
+            out_THD = ops.apply_gates(out_THD, qkv)
+        return self._o(out_THD.flatten(1), step)
 
     def _with_values(self, qk: Product) -> Product:
         """q, k and v where v is k."""
         qk_TO, size = qk.whole(), self._shape.num_kv_heads * self._shape.head_dim
         return Product(torch.cat((qk_TO, qk_TO[:, -size:]), 1))
-
-    def _without_gate(self, qkv: Product) -> tuple[Product, Tensor]:
-        """q, k and v alone, and the gate of each head, which comes behind its q."""
-        head_dim = self._shape.head_dim
-        qkv_TO, size = qkv.whole(), self._gated_heads * head_dim
-        q_TO, gate_TO = gate_of(qkv_TO[:, : 2 * size], self._gated_heads, head_dim)
-        return Product(torch.cat((q_TO, qkv_TO[:, 2 * size :]), 1)), gate_TO
 
 
 class _LinearLayer:

@@ -90,9 +90,8 @@ class LayerInput:
     activation: Activation
 
     def __call__(self, x_TI: Tensor, input_TP: Tensor, step: StepContext) -> Product:
-        gate_TP = self.gate.whole(x_TI, step)
-        gated = Product(torch.cat((gate_TP, input_TP), 1))
-        return self.projection(self.ops.activate_and_mul(gated, self.activation), step)
+        gate = self.gate(x_TI, step)
+        return self.projection(self.ops.activate_and_mul(gate, self.activation, input_TP), step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,20 +145,22 @@ class Gemma4Blocks:
         inputs_LTP = None
         if self._token_inputs is not None:
             inputs_LTP = self._token_inputs(ids_T, x_TI, step)
+        normed_TI = next(norms)(x_TI, step)
         for i, (layer, cache, rope) in enumerate(layers):
-            attended = layer.attend(next(norms)(x_TI, step), rope, step, cache)
+            attended = layer.attend(normed_TI, rope, step, cache)
             normed_TI = add_normed(x_TI, attended, next(norms), next(norms), step)
             y = layer.mlp(normed_TI, step)
             experts = self._experts[i]
             if experts is not None:
                 own_TI = next(norms)(self._ranks.sum(y.whole()), step)
                 y = Product(own_TI + _normed(experts, norms, x_TI, step))
-            add_normed(x_TI, y, next(norms), None, step)
+            is_part = inputs_LTP is None
             if inputs_LTP is not None:
+                add_normed(x_TI, y, next(norms), None, step)
                 y = self._inputs[i](x_TI, inputs_LTP[i], step)
-                add_normed(x_TI, y, next(norms), None, step, is_part=False)
-            x_TI *= self._scales[i]
-        return next(norms)(x_TI, step)
+            after, before, factor_1 = next(norms), next(norms), self._scales[i]
+            normed_TI = add_normed(x_TI, y, after, before, step, is_part, factor_1)
+        return normed_TI
 
 
 def _normed(

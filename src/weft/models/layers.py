@@ -104,16 +104,20 @@ def add_normed(
     before: RowNorm | None,
     step: StepContext,
     is_part: bool = True,
+    factor_1: Tensor | None = None,
 ) -> Tensor:
-    """Add the norm `after` of `delta` to x, in place. Returns the norm `before` of x, with which
-    the next operation begins, or x itself if it has none. `is_part`: whether `delta` is a rank's
-    part of a sum over ranks; else each rank has the whole of it."""
+    """Add the norm `after` of `delta` to x and multiply x by the factor, if there is one, in place.
+    Returns the norm `before` of x, with which the next operation begins, or x itself if it has
+    none. `is_part`: whether `delta` is a rank's part of a sum over ranks; else each rank has the
+    whole of it."""
     if step.norms is not None or after.ranks.size > 1:
         delta_TI = delta.whole()
         x_TI += after(after.ranks.sum(delta_TI) if is_part else delta_TI, step)
+        if factor_1 is not None:
+            x_TI *= factor_1
         return x_TI if before is None else before(x_TI, step)
     before_I = None if before is None else before.weight_I
-    return after.ops.add_normed(x_TI, delta, after.weight_I, before_I, after.eps)
+    return after.ops.add_normed(x_TI, delta, after.weight_I, before_I, after.eps, factor_1)
 
 
 @dataclass(frozen=True, slots=True)

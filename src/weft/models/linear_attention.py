@@ -58,14 +58,6 @@ def columns_of(shape: LinearConfig) -> Columns:
     )
 
 
-def gate_of(q_TO: Tensor, num_heads: int, head_dim: int) -> tuple[Tensor, Tensor]:
-    """The queries and the gates of a projection that has both for each head, one after the other:
-    each (T, heads * head_dim)."""
-    q_TH2D = q_TO.reshape(-1, num_heads, 2 * head_dim)
-    q_THD, gate_THD = q_TH2D.split_with_sizes((head_dim, head_dim), 2)
-    return q_THD.flatten(1), gate_THD.flatten(1)
-
-
 def allocate_states(
     shape: LinearConfig, num_states: int, dtype: torch.dtype, device: torch.device | str
 ) -> StateCache:

@@ -28,7 +28,15 @@ from weft.models.blueprint import EMBED, HEAD, model_shard, target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model, share_of
 from weft.models.matrices import LinearMatrices
 from weft.models.quantized.reading import dequantized
-from weft.models.weights import Place, Weights, place_of, place_of_bias, places_of, whole_places
+from weft.models.weights import (
+    Place,
+    Weights,
+    place_of,
+    place_of_bias,
+    place_of_expert_bias,
+    places_of,
+    whole_places,
+)
 
 logger = logging.getLogger(__name__)
 _HEAD_NAME = "lm_head.weight"
@@ -216,13 +224,13 @@ def dummy_weights(
             if form is not None and late and group.kind == "linear":
                 weights.matrices[key] = form.quantize(own)
     for group in shard.whole.groups:
-        if group.packed.bias and group.kind == "experts":
-            weights.biases[group.packed.key].normal_(std=0.02, generator=generator)
-        elif group.packed.bias:
-            fill(
-                place_of_bias(shard, group.slices, weights.biases.get(group.packed.key)),
-                torch.empty(group.out_features, dtype=dtype, device=device),
-            )
+        if group.packed.bias:
+            bias = weights.biases.get(group.packed.key)
+            if group.kind == "experts":
+                place = place_of_expert_bias(shard, group, bias)
+            else:
+                place = place_of_bias(shard, group.slices, bias)
+            fill(place, torch.empty(place.shape, dtype=dtype, device=device))
     for vector in (*weights.norms.values(), *weights.vectors.values()):
         vector.fill_(1.0)
     _change_values(weights, form)

@@ -99,7 +99,8 @@ class Place(NamedTuple):
     columns: slice | None = None
     """None: there is nothing to choose among columns."""
     transposed: bool = False
-    """Whether the whole tensor, (experts, in, out), is the view's transpose."""
+    """Whether each expert's matrix in the whole tensor, (experts, in, out), is the transpose of the
+    one that rows and columns are counted in."""
     of: tuple[str, int] | None = None
     """The key of the linear layer whose matrix the view belongs to, and the first of its rows
     there; None for all else."""
@@ -108,13 +109,14 @@ class Place(NamedTuple):
         """Copy from a tensor, or from one in a file that is read by slices."""
         if self.view is None:
             return
-        if self.transposed:
-            for expert, view in enumerate(self.view):
-                view.copy_(source[expert : expert + 1][0].t())
-            return
         end = 0
         for rows in self.rows:
             start, end = end, end + rows.stop - rows.start
+            if self.transposed:
+                for expert, view in enumerate(self.view):
+                    matrix = source[expert : expert + 1, self.columns, rows]
+                    view[start:end].copy_(matrix[0].t())
+                continue
             if self.columns is None:
                 self.view[start:end].copy_(source[rows])
                 continue
@@ -159,7 +161,8 @@ def places_of(weights: Weights, shard: Shard, moe: MoeConfig | None) -> dict[str
     for group, own in zip(shard.whole.groups, shard.own.groups, strict=True):
         key, names = group.packed.key, [_stored_name(name, moe) for name in group.packed.names]
         if group.kind == "experts" and moe is not None and moe.clamped_swiglu is not None:
-            places |= _stacked_places(names[0], weights.dense(key), weights.biases[key])
+            matrix, bias = weights.dense(key), weights.biases.get(key)
+            places |= _stacked_places(shard, group, names[0], matrix, bias)
             continue
         if group.kind == "experts" and moe is not None and moe.stacked:
             if len(names) == 1:  # gate and up are there as two as well
@@ -184,14 +187,24 @@ def places_of(weights: Weights, shard: Shard, moe: MoeConfig | None) -> dict[str
     return places
 
 
-def _stacked_places(name: str, matrix_EOI: Tensor, bias_EO: Tensor) -> dict[str, Place]:
+def _stacked_places(
+    shard: Shard, group: Group, name: str, matrix_EOI: Tensor, bias_EO: Tensor | None
+) -> dict[str, Place]:
     """The places of what checkpoints have for all experts in one tensor."""
-    experts, outputs, inputs = matrix_EOI.shape
-    whole = (slice(0, experts),)
+    place = place_of(shard, group.slices, matrix_EOI)
+    experts, outputs, inputs = place.shape
     return {
-        name: Place(matrix_EOI, (experts, inputs, outputs), whole, transposed=True),
-        f"{name}_bias": Place(bias_EO, (experts, outputs), whole),
+        name: place._replace(shape=(experts, inputs, outputs), transposed=True),
+        f"{name}_bias": place_of_expert_bias(shard, group, bias_EO),
     }
+
+
+def place_of_expert_bias(shard: Shard, group: Group, view_EO: Tensor | None) -> Place:
+    """The place of a tensor with the biases of all experts, (experts, out)."""
+    experts = shard.whole.num_experts
+    (outputs,) = shard.outputs(group.slices[0])
+    shape = experts, group.out_features
+    return Place(view_EO, shape, (slice(0, experts),), outputs)
 
 
 def _stored_name(name: str, moe: MoeConfig | None) -> str:

@@ -39,6 +39,10 @@ class Totals:
     """How many requests ended, by reason."""
 
 
+SHORT = 16
+"""The most tokens behind a snapshot that come in the same step; see `weft.kernels.delta`."""
+
+
 class Draft:
     """What is planned of one step so far. The lists run in parallel as those of `StepPlan` do."""
 
@@ -75,13 +79,25 @@ class Draft:
         """Plan as many tokens as there is room for of a sequence with a row and blocks. They are
         two entries where its adapter becomes active in between. Those of a sequence with a state
         need what those before them make of it, so that they come in another step, and so do those
-        behind the place of a snapshot."""
-        ends = [seq.adapter.active_from, *seq.holding.stops]
-        for end in sorted(end for end in ends if seq.computed < end < seq.known):
+        behind the place of a snapshot, unless they are the last few of the prompt."""
+        stops, begin = seq.holding.stops, seq.computed
+        ends = [seq.adapter.active_from, *stops]
+        for end in sorted(end for end in ends if begin < end < seq.known):
             self._schedule(seq, end)
-            if self.full or seq.holding.state >= 0:
+            if self.full or (seq.holding.state >= 0 and not self._goes_on(seq, begin, end)):
                 return
         self._schedule(seq, seq.known)
+
+    def _goes_on(self, seq: Sequence, begin: int, end: int) -> bool:
+        """Whether a sequence with a state, of which the tokens from `begin` to `end` are planned,
+        can go on in the same step to the end of its prompt: behind its last snapshot."""
+        return (
+            seq.computed == end
+            and seq.holding.stops[-1:] == (end,)
+            and end - begin > SHORT
+            and seq.known - end <= min(SHORT, self.num_left)
+            and not end <= seq.adapter.active_from < seq.known
+        )
 
     def guess(self, seq: Sequence, num_places: int) -> None:
         """Plan guesses at what comes after the decode that was planned last, as far as the blocks
@@ -216,12 +232,14 @@ class Batch:
         return True
 
     def schedule(self, seq: Sequence, draft: Draft) -> None:
-        """Plan a chunk of a sequence, and the snapshot that is to be taken at its end."""
+        """Plan a chunk of a sequence, and the snapshot that is to be taken in it."""
+        begin = seq.computed
         draft.schedule(seq)
-        if seq.holding.stops:
-            number = self._cache.snapshot(seq.holding, seq.tokens, seq.computed)
-            if number is not None:
-                draft.snapshots.append((seq.holding.state, number))
+        for stop in seq.holding.stops:
+            if begin < stop <= seq.computed:
+                number = self._cache.snapshot(seq.holding, seq.tokens, stop)
+                if number is not None:
+                    draft.snapshots.append((seq.holding.state, number))
 
     def grow(self, seq: Sequence, draft: Draft) -> bool:
         """Give a running request one more block, which others may have to give up; False if `seq`

@@ -43,6 +43,10 @@ from weft.schedule.snapshots import Snapshots
 NEVER = 1 << 62
 """A position beyond any other."""
 
+AHEAD = 64
+"""How many keys are computed at once, where so many blocks are full. More would hold up a step that
+finds the first of many blocks missing."""
+
 MIN_BLOCKS = 2
 """A snapshot is taken where it saves others at least so many blocks of computing."""
 
@@ -58,13 +62,6 @@ def _salted_key(salt: str) -> bytes:
     if not salt:
         return b""
     return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").digest()
-
-
-def _chained_key(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The key of a full block with these tokens after the block of `parent`."""
-    hashed = hashlib.blake2b(parent, digest_size=16)
-    hashed.update(array("q", token_ids).tobytes())
-    return hashed.digest()
 
 
 class Holding:
@@ -114,14 +111,22 @@ class Holding:
         """How many blocks of these tokens were in the prefix index, with a snapshot or not."""
 
     def key(self, tokens: Sequence[int], index: int, size: int) -> bytes:
-        """The key of the block `index`; `tokens` only ever grow between calls."""
-        keys = self._keys
-        for j in range(len(keys), index + 1):
-            parent = keys[-1] if keys else self._root
+        """The key of the full block `index`; `tokens` only ever grow between calls."""
+        if index >= len(self._keys):
+            self._add_keys(tokens, max(index + 1, min(index + AHEAD, len(tokens) // size)), size)
+        return self._keys[index]
+
+    def _add_keys(self, tokens: Sequence[int], end: int, size: int) -> None:
+        """Compute the keys of the blocks before `end`, which goes faster for several at once."""
+        keys, begin, num_bytes = self._keys, len(self._keys), 8 * size
+        content = array("q", tokens[begin * size : end * size]).tobytes()
+        key = keys[-1] if keys else self._root
+        for j in range(begin, end):
             if self._digest is not None and j == self._active_from // size:
-                parent = _adapted_key(parent, self._digest, self._active_from)
-            keys.append(_chained_key(parent, tokens[j * size : (j + 1) * size]))
-        return keys[index]
+                key = _adapted_key(key, self._digest, self._active_from)
+            at = (j - begin) * num_bytes
+            key = hashlib.blake2b(key + content[at : at + num_bytes], digest_size=16).digest()
+            keys.append(key)
 
     def adapter_at(self, index: int, size: int) -> str | None:
         """The name of the adapter that computes the block `index`; None: the base does."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from weft.core.config import EngineArgs, ModelArgs
-from weft.core.errors import ConfigError, WeftError
+from weft.core.errors import AdapterQuarantined, ConfigError, WeftError
 from weft.core.stages import Stages
 from weft.kernels.collective import make_ranks
 from weft.kernels.collective.base import ALONE, Ranks, Solo
@@ -171,10 +172,17 @@ def _prepare(
     ranks: Ranks,
     stages: Stages,
 ) -> None:
-    """Do all that a GPU does at first uses, before requests wait for it."""
+    """Do all that a GPU does at first uses, before requests wait for it. What is rehearsed here has
+    been launched ahead, for its kernels to be compiled side by side."""
+    from weft.kernels.compiling import compiling_ahead, tell_of_more  # Triton is for Linux
+
     pool.install(SLOT, 0, rehearsed_adapter(pool.table))
-    executor.compile(ranks.rank, ranks.size, rehearsal.steps())
-    executor.prepared()
+    with compiling_ahead(ranks.rank, ranks.size):
+        executor.launch(rehearsal.steps())
+        if self_check is not None:
+            with suppress(AdapterQuarantined):  # nothing is computed yet
+                self_check.rehearse()
+    tell_of_more()
     stages.end("compile")
     if executor.capture():
         stages.end("capture")

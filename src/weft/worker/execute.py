@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch
-from weft.kernels.delta import StateCache, StateRows, StateWork, state_work
+from weft.kernels.delta import StateRows, StateWork, state_work
 from weft.kernels.lora import AdapterPool, LoraBackend, LoraStep
 from weft.kernels.lora.extras import (
     has_experts,
@@ -22,10 +22,11 @@ from weft.kernels.lora.extras import (
     with_extras,
 )
 from weft.kernels.staging import Staging
-from weft.models.decoder import Decoder, LayerCache, StepContext
-from weft.worker.graphs import StepGraphs, token_sizes
+from weft.models.decoder import Decoder, LayerCache, StepContext, stacked
+from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import Copies, PooledRows, PromptArrays, Segments, StepInputs
 from weft.worker.sampler import Logprobs, Put, Sampled, Sampler, logprobs_of, to_host
+from weft.worker.sizes import token_sizes
 from weft.worker.step import Carried, StepTensors, hidden_states, logits, lora_batch
 
 PROMPT_ROWS = 256
@@ -46,6 +47,7 @@ class StepExecutor:
         num_rows: int,
     ) -> None:
         self._decoder, self._kv = decoder, kv
+        self._states = stacked(kv)
         self._pool, self._lora = pool, lora
         self._sampler = sampler
         self._put: Put = sampler.put
@@ -70,14 +72,12 @@ class StepExecutor:
             token_sizes(max_num_batched_tokens),
         )
 
-    def compile(self, rank: int, num_ranks: int, steps: Iterable[StepInputs]) -> None:
-        """Compile what graphs, and steps such as these without graphs, need; on a GPU."""
-        from weft.kernels.compiling import compiling_ahead  # Triton is for Linux
-
-        with compiling_ahead(rank, num_ranks):
-            if self.graphs is not None:
-                self.graphs.rehearse()
-            self.rehearse(steps)
+    def launch(self, steps: Iterable[StepInputs]) -> None:
+        """Launch all kernels of graphs, and of steps such as these without graphs, so that they can
+        be compiled side by side."""
+        if self.graphs is not None:
+            self.graphs.rehearse()
+        self.rehearse(steps)
 
     def rehearse(self, steps: Iterable[StepInputs]) -> None:
         """Run steps with few layers and without graphs, so that the device has loaded what they
@@ -90,12 +90,6 @@ class StepExecutor:
             sampled = short.run(inputs)
             if self._decoder.device.type == "cuda":
                 to_host(sampled)
-
-    def prepared(self) -> None:
-        """All that is needed should be compiled: what is compiled later is told."""
-        from weft.kernels.compiling import tell_of_more  # Triton is for Linux
-
-        tell_of_more()
 
     def capture(self) -> bool:
         """Capture the graphs, and return whether there are any."""
@@ -131,10 +125,9 @@ class StepExecutor:
 
     def _copy_states(self, copies: Copies) -> None:
         """Copy recurrent states of all layers: (from, to) each."""
-        states = [cache for cache in self._kv if isinstance(cache, StateCache)] if copies else []
         for source, dest in copies:
-            for kept in ([c.conv for c in states], [c.delta for c in states]):
-                torch._foreach_copy_([each[dest] for each in kept], [each[source] for each in kept])
+            for states in self._states:
+                states[:, dest] = states[:, source]
 
     def close(self) -> None:
         if self.graphs is not None:
@@ -160,7 +153,7 @@ class StepExecutor:
 
     def _on_device(self, inputs: StepInputs) -> StepTensors:
         """A step's arrays on the device, in one copy, and its adapters ready for use."""
-        carried_T, states_S = inputs.from_device_T, inputs.state_S
+        carried_T, states_S, sources_S = inputs.from_device_T, inputs.state_S, inputs.source_S
         ids_T, row_T, carried, positions_T, place_T, slot_T, table_SB, lens_S, sampled_N, *rest = (
             self._staging.send_all(
                 (
@@ -174,14 +167,23 @@ class StepExecutor:
                     inputs.seq_lens_S,
                     inputs.sampled_tokens_N,
                     inputs.slot_N,
-                    *(() if states_S is None else state_work(states_S, inputs.query_start)),
+                    *(
+                        ()
+                        if states_S is None
+                        else state_work(states_S, inputs.query_start, sources_S)
+                    ),
                 )
             )
         )
         slot_N, *of_states = rest
         states = None
         if states_S is not None:
-            states = StateRows(states_S.tolist(), inputs.query_start, StateWork(*of_states))
+            states = StateRows(
+                states_S.tolist(),
+                inputs.query_start,
+                StateWork(*of_states),
+                None if sources_S is None else sources_S.tolist(),
+            )
         attention = AttentionBatch(
             place_T, table_SB, lens_S, inputs.query_start, inputs.seq_lens_S.tolist()
         )

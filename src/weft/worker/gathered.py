@@ -15,12 +15,12 @@ GetShares = Callable[[str, str], Sequence[Tensor]]
 """The other ranks' parts of a weight, in their order; see `share_of_weight`."""
 
 
-def share_of_weight(weights: Weights, kind: str, name: str) -> Tensor | None:
+def share_of_weight(weights: Weights, kind: str, name: str) -> Tensor:
     """One rank's part of a weight, in the serving dtype: a matrix or bias by its key, or a norm by
-    its name. None for a bias that another rank adds."""
+    its name. The bias must be one of which each rank has a part."""
     if kind == "matrix":
         return weights.matrices[name].dequantized(weights.dtype)
-    return weights.biases.get(name) if kind == "bias" else weights.norms[name]
+    return weights.biases[name] if kind == "bias" else weights.norms[name]
 
 
 class GatheredWeights:
@@ -50,10 +50,11 @@ class GatheredWeights:
     def bias(self, target: Target) -> Tensor | None:
         if not self._shards[0].whole.has_bias(target):
             return None
+        if not self._shards[-1].adds_vectors(target):  # then the first rank has all of it
+            return self._weights.bias(self._shards[0].own.targets[target.slice])
         whole = self._weights.embed.new_empty(target.out_features)
         for shard, share in self._shares("bias", target):
-            if shard.adds_vectors(target):
-                _place(whole, share, shard.outputs(target))
+            _place(whole, share, shard.outputs(target))
         return whole
 
     def norm(self, norm: Norm) -> Tensor:
@@ -69,7 +70,6 @@ class GatheredWeights:
         """Each rank's part of what belongs to a target."""
         key = self._shards[0].whole.groups[target.group].packed.key
         own = share_of_weight(self._weights, kind, key)
-        assert own is not None
         mine = self._shards[0].own.targets[target.slice]
         rows = slice(mine.offset, mine.offset + mine.out_features)
         return [

@@ -7,7 +7,8 @@ contexts and chunks of prompts through tables in device memory, each graph serve
 adapters, ranks and lengths.
 
 Steps of decodes only have graphs of their own, by the number of sequences. Other steps have theirs
-by the number of tokens, up to where the device takes longer than the host does without a graph.
+by the number of tokens: up to MANY_TOKENS, and for as many as a step may have, which most steps
+have while prompts wait.
 
 Shapes: T tokens and S sequences of a step, both padded to sizes that were captured, W blocks of the
 longest context possible, V vocabulary.
@@ -15,12 +16,11 @@ longest context possible, V vocabulary.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
 
 import numpy as np
@@ -29,33 +29,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch, RowWork, row_work, tile_rows
-from weft.kernels.delta import CHUNK, StateRows, StateWork, state_work
+from weft.kernels.delta import CHUNK, StateRows, StateWork, Table, state_work
 from weft.kernels.lora.base import LoraBackend, LoraStep
 from weft.kernels.staging import Staging
 from weft.models.decoder import Decoder, LayerCache, StepContext
-from weft.worker.choosing import Ints
+from weft.worker.capture import no_garbage_collection, record
 from weft.worker.inputs import Segments, StepInputs
+from weft.worker.sizes import FULL, MANY_TOKENS, batch_sizes
 from weft.worker.step import Carried, StepTensors, hidden_states, logits, lora_batch
 
 MAX_CHUNKS = 64
 """The most chunks of prompts that a step with a graph may have."""
 
+CHUNK_TOKENS = 8
+"""A step of chunks that are shorter on average takes a graph of more tokens. Room for more chunks
+would cost all other steps: each has some hundred programs in every layer that find no rows."""
+
 MAX_CONTEXT = 8192
 """Tokens of a decode in a mixed step with a graph: its context is not cut into parts there, as
 they would have to follow from the number of decodes."""
-
-
-def batch_sizes(max_seqs: int) -> list[int]:
-    """Decodes to capture: fine steps where one more is a large share."""
-    sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 128, 16), *range(128, 4096, 32)]
-    return [size for size in sizes if size < max_seqs] + [max_seqs]
-
-
-def token_sizes(max_tokens: int) -> list[int]:
-    """Tokens of mixed steps to capture: fewer rows of padding take no less time, or more (448)."""
-    sizes = [16, 32, *range(64, 385, 64), *range(512, 1025, 128)]
-    most = min(max_tokens, sizes[-1])
-    return [size for size in sizes if size < most] + [most]
 
 
 _Kind = Literal["base", "linear", "experts"]
@@ -118,9 +110,9 @@ class _StepParts(NamedTuple, Generic[Buffer]):
     state_decodes: Buffer
     """int32 (S, 2), see `StateWork`, as the next two."""
     state_chunks: Buffer
-    """int32 (chunks, 5)"""
+    """int32 (chunks, 6)"""
     state_runs: Buffer
-    """int32 (runs, 3)"""
+    """int32 (runs, 6)"""
     blocks: Buffer
     """int32, the block tables, one after the other."""
 
@@ -173,13 +165,13 @@ class StepGraphs:
         if self._device.type == "cuda":
             pool = torch.cuda.graph_pool_handle()
             stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        with _no_garbage_collection():
+        with no_garbage_collection():
             for form in (*reversed(self._mixed), *reversed(self._decodes)):
                 short = self._steps(form, *self._short)
                 whole = self._steps(form, *self._whole)
                 for (_, rehearse), (kind, forward) in zip(short, whole, strict=True):
                     rehearse()
-                    self._replays[form, kind] = _record(forward, pool, stream)
+                    self._replays[form, kind] = record(forward, pool, stream)
 
     def _steps(
         self, form: _Form, decoder: Decoder, kv: list[LayerCache]
@@ -188,7 +180,7 @@ class StepGraphs:
         num_words = _num_words(form)
         parts = _on_host(self._staging.begin(num_words), form)
         self._lay_out([0], np.zeros(0, np.int32), form, parts)
-        _lay_out_states([], [0], form, parts)
+        _lay_out_states(state_work([], [0]), form, parts)
         self._pad(parts, 0, 0)
         self._staging.send(num_words)
         return [(kind, self._forward(form, kind, decoder, kv)) for kind in self._kinds]
@@ -217,8 +209,7 @@ class StepGraphs:
         return torch.zeros(shape, dtype=dtype, device=self._device)
 
     def _mixed_form(self, num_tokens: int, max_seqs: int) -> _Form:
-        tokens = tile_rows(self._num_groups) // self._num_groups
-        num_tiles = -(-num_tokens // tokens) + min(num_tokens, MAX_CHUNKS)
+        num_tiles = most_tiles(num_tokens, self._num_groups)
         return _Form(num_tokens, min(num_tokens, max_seqs), num_tiles, self._has_states)
 
     def _form(self, inputs: StepInputs) -> _Form | None:
@@ -227,7 +218,17 @@ class StepGraphs:
         decodes = len(inputs.seq_lens_S) == num_tokens == len(inputs.sampled_rows_N)
         forms = self._decodes if decodes else self._mixed
         at = bisect_left(forms, num_tokens, key=lambda form: form.num_tokens)
-        return forms[at] if at < len(forms) else None
+        if decodes:
+            return forms[at] if at < len(forms) else None
+        counts = [b - a for a, b in pairwise(inputs.query_start) if b - a > 1]
+        num_tiles = sum(_whole_tiles(count, self._num_groups) for count in counts)
+        for form in forms[at:]:
+            if form.num_tokens > MANY_TOKENS and num_tokens < FULL * form.num_tokens:
+                return None
+            padding = _whole_tiles(form.num_tokens - num_tokens, self._num_groups)
+            if num_tiles + padding <= form.num_tiles:
+                return form
+        return None
 
     # -- inputs --------------------------------------------------------------------------------
 
@@ -240,8 +241,10 @@ class StepGraphs:
         if not self._lay_out(inputs.query_start, lengths, form, parts):
             return False
         states = inputs.state_S
-        if states is not None and not _lay_out_states(states, inputs.query_start, form, parts):
-            return False
+        if states is not None:
+            of_states = states, inputs.query_start, inputs.source_S
+            if not _lay_out_states(state_work(*of_states), form, parts):
+                return False
         self._pad(parts, num_tokens, num_seqs)
         if form.num_tiles:
             parts.sampled_S[: len(inputs.sampled_tokens_N)] = inputs.sampled_tokens_N
@@ -269,7 +272,7 @@ class StepGraphs:
             return True
         num_padding = form.num_tokens - query_start[-1]
         pairs, tiles = row_work(query_start, lengths, self._num_groups, num_padding)
-        if len(tiles) > form.num_tiles or np.any(lengths[pairs[:, 0]] > MAX_CONTEXT):
+        if np.any(lengths[pairs[:, 0]] > MAX_CONTEXT):
             return False
         parts.pairs[: len(pairs)] = pairs
         parts.pairs[len(pairs) :] = -1
@@ -338,11 +341,21 @@ class StepGraphs:
         return forward
 
 
+def most_tiles(num_tokens: int, num_groups: int) -> int:
+    """How many tiles a graph of so many tokens has room for."""
+    return _whole_tiles(num_tokens, num_groups) + min(num_tokens // CHUNK_TOKENS + 1, MAX_CHUNKS)
+
+
+def _whole_tiles(num_tokens: int, num_groups: int) -> int:
+    """How many tiles a chunk of so many tokens takes."""
+    return -(-num_tokens // (tile_rows(num_groups) // num_groups))
+
+
 def _lay_out_states(
-    states: Ints | list[int], query_start: list[int], form: _Form, parts: _StepParts[NDArray[Any]]
+    work: tuple[Table, Table, Table], form: _Form, parts: _StepParts[NDArray[Any]]
 ) -> bool:
     """Which rows read and write which states. Whether there is room."""
-    decodes, chunks, runs = state_work(states, query_start)
+    decodes, chunks, runs = work
     if len(chunks) > len(parts.state_chunks) or len(runs) > len(parts.state_runs):
         return False
     parts.state_decodes[: len(decodes)] = decodes
@@ -377,8 +390,8 @@ def _places(form: _Form) -> tuple[tuple[_Place, ...], int]:
         ("int32", (mixed, 2)),
         ("int32", (form.num_tiles, 4)),
         ("int32", (form.num_seqs if form.has_states else 0, 2)),
-        ("int32", (form.num_tokens // CHUNK + form.num_runs if form.num_runs else 0, 5)),
-        ("int32", (form.num_runs, 3)),
+        ("int32", (form.num_tokens // CHUNK + form.num_runs if form.num_runs else 0, 6)),
+        ("int32", (form.num_runs, 6)),
     ]
     places: list[_Place] = []
     end = 0
@@ -408,41 +421,3 @@ def _on_device(words: Tensor, form: _Form) -> _StepParts[Tensor]:
         for p, dtype in zip(places, dtypes, strict=True)
     ]
     return _StepParts._make((*views, words[end:]))
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """The end of another graph, found by the collector, would spoil a capture."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-def _record(
-    forward: Callable[[], None], pool: Any, stream: torch.cuda.Stream | None
-) -> Callable[[], None]:
-    """Capture what has run once already. Without a GPU, as in tests, it is run each time.
-
-    Torch's own context for captures gives all free memory back to the driver each time, of which
-    the next size would need most again.
-    """
-    if stream is None:
-        return forward
-    graph = torch.cuda.CUDAGraph()
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        graph.capture_begin(pool=pool)
-        try:
-            forward()
-        finally:
-            graph.capture_end()
-
-    def replay(_keep: object = forward) -> None:
-        graph.replay()
-
-    return replay

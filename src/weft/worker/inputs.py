@@ -93,7 +93,9 @@ class StepInputs:
     num_logprobs_N: Ints | None
     """Alternatives asked for, -1 for none at all; None if nobody asked."""
     state_S: Ints | None = None
-    """Recurrent states; None: the model has none."""
+    """The recurrent state that each sequence has after the step; None: the model has none."""
+    source_S: Ints | None = None
+    """The one that it has before the step; None: the same. See `StateRows`."""
     restored: Copies = ()
     """(snapshot, recurrent state): copied before the step."""
     snapshots: Copies = ()  # (recurrent state, snapshot): copied after it
@@ -112,6 +114,8 @@ class _Mix:
     layout: Layout
     row_S: Ints
     slot_S: NDArray[np.int32]
+    row_T: Ints
+    slot_T: NDArray[np.int32]
     row_N: Ints
     slot_N: NDArray[np.int32]
     plan_order_N: Ints
@@ -161,7 +165,9 @@ class RowState:
             inputs = self._fed(inputs, plan.fed)
         restored = tuple((a.restored, a.state) for a in plan.admitted if a.restored >= 0)
         if restored or plan.snapshots:
-            return replace(inputs, restored=restored, snapshots=tuple(plan.snapshots))
+            inputs = replace(inputs, restored=restored, snapshots=tuple(plan.snapshots))
+        if inputs.state_S is not None and not mix.layout.plain:
+            return _cut_at_snapshots(inputs, inputs.state_S)
         return inputs
 
     def _mix(self, plan: StepPlan, starts: Ints) -> _Mix:
@@ -188,6 +194,8 @@ class RowState:
             layout=layout,
             row_S=rows,
             slot_S=slot_S,
+            row_T=rows[layout.seq_T],
+            slot_T=slot_S[layout.seq_T],
             row_N=row_N,
             slot_N=slot_N,
             plan_order_N=np.argsort(order[layout.seq_N], kind="stable"),
@@ -231,9 +239,8 @@ class RowState:
         return self._shaping.admit(a, vocab_size)
 
     def _assemble(self, mix: _Mix, starts: Ints, counted: list[Counted]) -> StepInputs:
-        layout, rows = mix.layout, mix.row_S
+        layout, rows, row_T = mix.layout, mix.row_S, mix.row_T
         positions_T, seq_lens, position_N = layout.positions(starts)
-        row_T = rows[layout.seq_T]
         from_device_T = positions_T >= self._known[row_T]
         num_from_device = int(np.count_nonzero(from_device_T))
         index_T, offset_T = np.divmod(positions_T, self._block_size)
@@ -251,7 +258,7 @@ class RowState:
             block_table_SB=self._blocks[rows, : -(-int(seq_lens.max()) // self._block_size)],
             seq_lens_S=seq_lens.astype(np.int32),
             query_start=mix.query_start,
-            slot_T=mix.slot_S[layout.seq_T],
+            slot_T=mix.slot_T,
             segments=mix.segments,
             sampled_rows_N=mix.row_N,
             sampled_tokens_N=layout.token_N,
@@ -306,6 +313,21 @@ class RowState:
     def _num_logprobs(self, rows: Ints) -> Ints | None:
         asked = self._logprobs[rows]
         return asked if (asked >= 0).any() else None
+
+
+def _cut_at_snapshots(inputs: StepInputs, state_S: Ints) -> StepInputs:
+    """The inputs with states that go from the first part of a sequence to the second by way of its
+    snapshot, which then need not be copied."""
+    second = np.flatnonzero(state_S[1:] == state_S[:-1]) + 1
+    if not len(second):
+        return inputs
+    numbers = dict(inputs.snapshots)
+    cut = [(i, numbers.pop(int(state_S[i]), int(state_S[i]))) for i in second.tolist()]
+    state_S, source_S = state_S.copy(), state_S.copy()
+    for i, number in cut:
+        state_S[i - 1] = source_S[i] = number
+    kept = tuple(numbers.items())
+    return replace(inputs, state_S=state_S, source_S=source_S, snapshots=kept)
 
 
 def _segments(slot_S: NDArray[np.int32], firsts: Ints, ends: Ints) -> Segments:

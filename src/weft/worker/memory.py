@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import logging
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 ACTIVATION_BYTES = 2 << 30
 """Memory that is kept free on a GPU for what a step allocates."""
+MADV_POPULATE_WRITE = 23
+"""What `madvise` calls to have the pages of memory made; Python has no name for it yet."""
+POPULATING_THREADS = 8
 CPU_ADAPTER_BYTES = 2 << 30
 """Adapter memory on a CPU when nobody says how much it should be."""
 
@@ -198,7 +203,11 @@ def host_memory(
         return HostMemory(num_bytes)
     try:
         memory = _in_one_piece(num_bytes, shared_fd)
-        return _pinned(memory) if device.type == "cuda" else HostMemory(len(memory), memory)
+        if device.type != "cuda":
+            return HostMemory(len(memory), memory)
+        if shared_fd is not None:
+            populate(memory)
+        return _pinned(memory)
     except (RuntimeError, OSError) as error:
         message = f"not enough memory for --adapter-host-memory: {error}"
         raise ConfigError(message, "adapter_host_memory") from None
@@ -206,9 +215,29 @@ def host_memory(
 
 def _in_one_piece(num_bytes: int, shared_fd: int | None) -> torch.Tensor:
     num_bytes = -(-num_bytes // ALIGN) * ALIGN
-    memory = mmap.mmap(-1 if shared_fd is None else shared_fd, num_bytes)
+    if shared_fd is None:
+        # Memory of this process alone has large pages where the system gives any, and is locked in
+        # a fraction of the time. Forked processes do without it, as they would get copies.
+        memory = mmap.mmap(-1, num_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory.madvise(mmap.MADV_DONTFORK)
+    else:
+        memory = mmap.mmap(shared_fd, num_bytes)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def populate(memory: torch.Tensor) -> None:
+    """Have the system make all pages of memory now, on several threads. The memory of a file has
+    no large pages, and the driver, which would have its pages made one by one, keeps all other
+    threads from the device meanwhile. Where the system can't, nothing is done."""
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    size = -(-len(memory) // POPULATING_THREADS // ALIGN) * ALIGN
+    starts = range(0, len(memory), max(size, ALIGN))
+    with ThreadPoolExecutor(POPULATING_THREADS) as pool:
+        for start in starts:
+            address = ctypes.c_void_p(memory.data_ptr() + start)
+            count = ctypes.c_size_t(min(size, len(memory) - start))
+            pool.submit(madvise, address, count, MADV_POPULATE_WRITE)
 
 
 def _pinned(memory: torch.Tensor) -> HostMemory:

@@ -58,6 +58,7 @@ from weft.worker.records import (
     ShareOrder,
     StageEnded,
     StepFailed,
+    StepOrder,
     WriteOrder,
     packed,
 )
@@ -114,6 +115,8 @@ class Peers:
         self._trouble: EngineDead | None = None
         """Why there are no ranks any more."""
         self._step_failed = ""
+        self._newest: StepInputs | None = None
+        """The last step that was ordered."""
         self._closing = False
         self._ranks: Ranks | None = None
         """This process as the first rank, once it has joined."""
@@ -176,7 +179,8 @@ class Peers:
     def step(self, inputs: StepInputs) -> None:
         """Raises RuntimeError if an earlier step failed on another rank."""
         self.check_steps()
-        self._order(inputs)
+        self._order(StepOrder.after(self._newest, inputs))
+        self._newest = inputs
 
     def joined(self, flight: Flight) -> Flight:
         return _Joined(flight, self.check_steps)

@@ -52,6 +52,7 @@ from weft.worker.records import (
     ShareOrder,
     StageEnded,
     StepFailed,
+    StepOrder,
     WriteOrder,
 )
 from weft.worker.ring import RingReader
@@ -108,6 +109,8 @@ class RankLoop:
         self._link = link
         self._steps = DeviceSteps(parts.model, parts.pool, parts.executor, parts.activity)
         self._flights: deque[Flight] = deque()
+        self._newest: StepInputs | None = None
+        """The last step that was ordered."""
         self._threads = {
             "loaders": WatchedThreads(2, "weft-loader"),
             "registrars": WatchedThreads(2, "weft-registrar"),
@@ -131,8 +134,9 @@ class RankLoop:
     def _carry_out(self, order: Order) -> None:
         steps = self._steps
         match order:
-            case StepInputs():
-                self._step(order)
+            case StepOrder():
+                self._newest = order.inputs(self._newest)
+                self._step(self._newest)
             case MoveOrder(moves):
                 steps.move(moves)
             case ClearOrder(slots):
@@ -215,8 +219,6 @@ class RankLoop:
 
     def _share(self, order: ShareOrder) -> tuple[bytes, tuple[int, ...]]:
         share = share_of_weight(self._parts.model.weights, order.kind, order.name)
-        if share is None:
-            return b"", (0,)
         content = share.contiguous().cpu().flatten().view(torch.uint8).numpy().tobytes()
         return content, tuple(share.shape)
 

@@ -1,8 +1,7 @@
 """The messages between the first rank of a model and the others.
 
-All ranks carry out the same verbs in one order, which is that of the records: a step is the
-`StepInputs` themselves, the other records are here. What takes longer goes on beside, and has a
-number by which its answer is known.
+All ranks carry out the same verbs in one order, which is that of the records here. What takes
+longer goes on beside, and has a number by which its answer is known.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +31,34 @@ class RankSetup(NamedTuple):
     """Where the ranks meet."""
     logs: tuple[str, bool] | None
     """The level of its log, and whether it is JSON; None: as Python has it."""
+
+
+class StepOrder(NamedTuple):
+    """A step. Decodes of the same rows have most of their arrays in common, which are sent once."""
+
+    changed: Mapping[str, object]
+    """The fields of its inputs that are other objects than in the step before, by name."""
+
+    @classmethod
+    def after(cls, before: StepInputs | None, inputs: StepInputs) -> StepOrder:
+        """The order for a step; `before` has the inputs of the one before, if there was one."""
+        if before is None:
+            return cls({name: getattr(inputs, name) for name in _FIELDS})
+        return cls(
+            {
+                name: value
+                for name in _FIELDS
+                if (value := getattr(inputs, name)) is not getattr(before, name)
+            }
+        )
+
+    def inputs(self, before: StepInputs | None) -> StepInputs:
+        """The step's inputs, from those of the step before."""
+        changed: Mapping[str, Any] = self.changed
+        return StepInputs(**changed) if before is None else replace(before, **changed)
+
+
+_FIELDS = tuple(field.name for field in fields(StepInputs))
 
 
 class MoveOrder(NamedTuple):
@@ -95,7 +123,7 @@ class CloseOrder(NamedTuple):
 
 
 Order = (
-    StepInputs
+    StepOrder
     | MoveOrder
     | ClearOrder
     | InstallOrder
@@ -108,7 +136,7 @@ Order = (
 
 
 def packed(order: Order) -> bytes:
-    """An order as bytes, for `pickle.loads`. A step has some twenty arrays, for each of which
+    """An order as bytes, for `pickle.loads`. A step has up to twenty arrays, for each of which
     numpy's own way takes several times as long."""
     made = io.BytesIO()
     pickler = pickle.Pickler(made, pickle.HIGHEST_PROTOCOL)

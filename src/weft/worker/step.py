@@ -63,5 +63,7 @@ def lora_batch(
     slot_T: Tensor, segments: Segments, slot_N: Tensor, sampled_segments: Segments
 ) -> LoraBatch:
     """A step's adapters as kernels take them, from the segments of its inputs."""
-    each, sampled = (tuple(map(Segment._make, s)) for s in (segments, sampled_segments))
+    each = sampled = tuple(map(Segment._make, segments))
+    if sampled_segments is not segments:
+        sampled = tuple(map(Segment._make, sampled_segments))
     return LoraBatch(slot_T, each, slot_N, sampled)

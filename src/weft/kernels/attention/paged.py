@@ -26,8 +26,8 @@ from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch, KVCache, RowWork, row_work, tile_rows
 from weft.kernels.attention.paged_kernels import combine_parts, decode_rows, prefill_tiles
-from weft.kernels.attention.rounds import CHUNKS, FEW_DECODES, MANY_DECODES, Rounds
-from weft.kernels.triton_base import launch_options, processors, starts_early
+from weft.kernels.attention.rounds import CHUNKS, FEW_DECODES, many_decodes
+from weft.kernels.triton_base import launch_options, meeting_place, processors, starts_early
 
 MAX_PARTS = 16
 """The most parts that a decode's context is cut into."""
@@ -36,9 +36,13 @@ ENOUGH_PROGRAMS = 2
 """How many programs keep a processor busy: a decode that has more is not cut into parts."""
 
 
-CHUNK_PARTS = 8
+PART_TOKENS = 256
+"""The fewest tokens of a part, as those of a few rounds are read faster than parts are put
+together."""
+
+CHUNK_PARTS = (8, 16)
 """The parts that a chunk's context is cut into where its tiles alone would leave most processors
-without work: a few tokens after a long context. There is no other number, as each is compiled."""
+without work: a few tokens after a long context. There are no other numbers, as each is compiled."""
 
 LOG2E = math.log2(math.e)
 
@@ -49,6 +53,7 @@ class PagedAttention:
     def __init__(self, device: torch.device, deterministic: bool = False) -> None:
         self._deterministic = deterministic
         self._programs = processors(device)
+        self._part_tokens = PART_TOKENS
         self._shared_bytes = 0
         """How much shared memory a program may have."""
         if device.type == "cuda":
@@ -115,8 +120,9 @@ class PagedAttention:
         num_parts, acc, sums = 1, out_THD, out_THD
         if not (self._deterministic or constants["WINDOW"]):
             # Tiles of a step are fewer than `num_tiles`, most of which are empty in short steps.
-            wanted, _ = self._cut(K * -(-T // (rows // G)))
-            num_parts = CHUNK_PARTS if 2 * wanted >= CHUNK_PARTS else 1
+            wanted = self._cut(K * -(-T // (rows // G)))
+            few, many = CHUNK_PARTS
+            num_parts = many if wanted >= many else few if 2 * wanted >= few else 1
         if num_parts > 1:
             acc = q_THD.new_empty((T, num_parts, H, D), dtype=torch.float32)
             sums = q_THD.new_zeros((T, num_parts, H, 2), dtype=torch.float32)
@@ -139,36 +145,20 @@ class PagedAttention:
             **constants,
         )
         if num_parts > 1:
-            more = {"PARTS": num_parts, "PAIRS": False}
-            self._combine(T, out_THD, acc, sums, tiles, sinks, constants, more)
-
-    def _combine(
-        self,
-        num_rows: int,
-        out_THD: Tensor,
-        acc: Tensor,
-        sums: Tensor,
-        pairs: Tensor,
-        sinks: Tensor,
-        constants: dict[str, int],
-        more: dict[str, int],
-    ) -> None:
-        H, D = out_THD.shape[1:]
-        combine_parts[num_rows, H](
-            out_THD,
-            acc,
-            sums,
-            pairs,
-            sinks,
-            H,
-            D=D,
-            SINKS=constants["SINKS"],
-            BLOCK_D=constants["BLOCK_D"],
-            BLOCK_P=triton.next_power_of_2(more["PARTS"]),
-            num_warps=4,
-            **more,
-            **self._options,
-        )
+            combine_parts[T, H](
+                out_THD,
+                acc,
+                sums,
+                sinks,
+                H,
+                D=D,
+                PARTS=num_parts,
+                BLOCK_D=block_d,
+                BLOCK_P=triton.next_power_of_2(num_parts),
+                SINKS=constants["SINKS"],
+                num_warps=4,
+                **self._options,
+            )
 
     def _decode(
         self,
@@ -182,7 +172,9 @@ class PagedAttention:
         q_THD, *_, out_THD = tensors
         S, (H, D), block_d = work.num_decodes, q_THD.shape[1:], constants["BLOCK_D"]
         K, row_bytes = H // constants["G"], block_d * q_THD.element_size()
-        parts, rounds = self._cut(S * K)
+        parts = self._cut(S * K)
+        few = S * K * parts <= ENOUGH_PROGRAMS * self._programs
+        rounds = FEW_DECODES if few else many_decodes(row_bytes)
         acc = sums = out_THD
         if parts > 1:
             acc = q_THD.new_empty((S, parts, H, D), dtype=torch.float32)
@@ -190,7 +182,8 @@ class PagedAttention:
         pairs = batch.seq_lens_S if work.pairs is None else work.pairs
         block_g = max(16, triton.next_power_of_2(H // K))
         rounds = rounds.within(self._shared_bytes, block_g, row_bytes)
-        more = {"PARTS": parts, "PAIRS": work.pairs is not None, **self._options}
+        more = {"PARTS": parts, "LEAST": self._part_tokens, "PAIRS": work.pairs is not None}
+        _, tickets, _ = meeting_place(q_THD.device)
         decode_rows[S, K, parts](
             *tensors,
             acc,
@@ -199,6 +192,7 @@ class PagedAttention:
             batch.seq_lens_S,
             pairs,
             sinks,
+            tickets,
             *numbers,
             BLOCK_G=block_g,
             BLOCK_N=rounds.tokens,
@@ -206,18 +200,14 @@ class PagedAttention:
             num_stages=rounds.stages,
             **constants,
             **more,
+            **self._options,
         )
-        if parts > 1:
-            cut = {"PARTS": parts, "PAIRS": work.pairs is not None}
-            self._combine(S, out_THD, acc, sums, pairs, sinks, constants, cut)
 
-    def _cut(self, num_programs: int) -> tuple[int, Rounds]:
-        """How many parts the contexts of decodes are cut into, and the rounds of a part, when so
-        many programs would read whole contexts."""
+    def _cut(self, num_programs: int) -> int:
+        """The most parts that the contexts of decodes are cut into, when so many programs would
+        read whole contexts."""
         wanted = max(1, min(MAX_PARTS, ENOUGH_PROGRAMS * self._programs // num_programs))
-        parts = 1 << (wanted.bit_length() - 1)  # each number is compiled for
-        few = num_programs * parts <= ENOUGH_PROGRAMS * self._programs
-        return parts, FEW_DECODES if few else MANY_DECODES
+        return 1 << (wanted.bit_length() - 1)  # each number is compiled for
 
 
 def _plan(batch: AttentionBatch, num_groups: int) -> RowWork:

@@ -6,6 +6,20 @@ import triton
 import triton.language as tl
 
 from weft.kernels.attention.online_softmax import accumulate, load_sinks, with_sinks
+from weft.kernels.triton_base import ask_for
+
+
+@triton.jit
+def _ask_for_round(
+    ptr, table_at, first, last, head, K, D: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Ask for the keys, or values, of the first tokens of a part."""
+    n = first + tl.arange(0, BLOCK_N)
+    block = tl.load(table_at + n // BLOCK_SIZE, mask=n < last, other=0).to(tl.int64)
+    at = ((block * BLOCK_SIZE + n % BLOCK_SIZE) * K + head) * D
+    LINES: tl.constexpr = (D + 63) // 64
+    ask_for(ptr + at[:, None] + 64 * tl.arange(0, LINES)[None, :])
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -20,6 +34,7 @@ def decode_rows(
     lens_ptr,
     pairs_ptr,
     sinks_ptr,
+    tickets_ptr,
     scale,
     window,
     q_stride,
@@ -32,6 +47,7 @@ def decode_rows(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
+    LEAST: tl.constexpr,
     PAIRS: tl.constexpr,
     WINDOW: tl.constexpr,
     SINKS: tl.constexpr,
@@ -39,31 +55,45 @@ def decode_rows(
 ):
     """One query row of a sequence against one part of its context; programs (S, K, PARTS).
 
-    q and out (T, H, D); acc fp32 (S, PARTS, H, D) and sums fp32 (S, PARTS, H, 2) of (sum,
-    maximum), which `combine_parts` puts together when PARTS > 1; table int32 (., B); lens int32;
-    pairs int32 (S, 2) of sequence and row (-1: nothing to do), without PAIRS both are the
-    program's number; sinks (H,), with SINKS.
+    q and out (T, H, D); table int32 (., B); lens int32; pairs int32 (S, 2) of sequence and row
+    (-1: nothing to do), without PAIRS both are the program's number; sinks (H,), with SINKS.
+
+    A context is cut into as many parts of at least LEAST tokens as it has, at most PARTS. If there
+    are several, they meet in acc fp32 (S, PARTS, H, D) and sums fp32 (S, PARTS, H, 2) of (sum,
+    maximum). The last one to get there, as tickets int32 (S * K,) of zeros say, puts them together
+    in their order.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-        tl.extra.cuda.gdc_wait()
     i = tl.program_id(0)
     head = tl.program_id(1)
     part = tl.program_id(2)
+    # No kernel of a step writes pairs, lengths and tables.
     seq = i
     row = i
     if PAIRS:
         seq = tl.load(pairs_ptr + 2 * i)
         row = tl.load(pairs_ptr + 2 * i + 1)
         if seq < 0:
+            if PDL:  # whoever waits for this kernel waits for those ahead
+                tl.extra.cuda.gdc_wait()
             return
     length = tl.load(lens_ptr + seq)
+    table_at = table_ptr + seq.to(tl.int64) * table_stride
     begin = 0
     if WINDOW:
         begin = tl.maximum(length - window, 0)
-    each = (length - begin + PARTS * BLOCK_N - 1) // (PARTS * BLOCK_N) * BLOCK_N
+    each = length - begin
+    if PARTS > 1:
+        each = tl.maximum((each + PARTS * BLOCK_N - 1) // (PARTS * BLOCK_N) * BLOCK_N, LEAST)
+        if (part > 0) & (begin + part * each >= length):
+            return
     first = begin + part * each
     last = tl.minimum(first + each, length)
+    if PDL:
+        _ask_for_round(k_ptr, table_at, first, last, head, K, D, BLOCK_N, BLOCK_SIZE)
+        _ask_for_round(v_ptr, table_at, first, last, head, K, D, BLOCK_N, BLOCK_SIZE)
+        tl.extra.cuda.gdc_wait()
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
     mask = (g < G)[:, None] & (d < D)[None, :]
@@ -73,7 +103,7 @@ def decode_rows(
         q,
         k_ptr,
         v_ptr,
-        table_ptr + seq.to(tl.int64) * table_stride,
+        table_at,
         head,
         first,
         last,
@@ -91,19 +121,44 @@ def decode_rows(
         False,
     )
     H = K * G
-    if PARTS == 1:
+    done = begin + each >= length
+    if PARTS > 1:  # noqa: SIM102
+        if not done:
+            base = (i * PARTS + part).to(tl.int64) * H
+            sums_at = sums_ptr + (base + head * G + g) * 2
+            tl.store(acc_ptr + base * D + at, acc, mask=mask)
+            tl.store(sums_at, total, mask=g < G)
+            tl.store(sums_at + 1, most, mask=g < G)
+            tl.debug_barrier()
+            ticket_ptr = tickets_ptr + i * K + head
+            num_parts = (length - begin + each - 1) // each
+            done = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == num_parts - 1
+            if done:
+                tl.store(ticket_ptr, 0)
+                p = tl.arange(0, PARTS)
+                base = i.to(tl.int64) * PARTS * H
+                all_at = sums_ptr + (base + (head * G + g)[:, None] + p[None, :] * H) * 2
+                there = (g < G)[:, None] & (p < num_parts)[None, :]
+                totals = tl.load(all_at, mask=there, other=0.0, cache_modifier=".cg")
+                mosts = tl.load(all_at + 1, mask=there, other=-1e30, cache_modifier=".cg")
+                most = tl.max(mosts, 1)
+                shares = tl.exp2(mosts - most[:, None])
+                total = tl.sum(totals * shares, 1)
+                acc = tl.full((BLOCK_G, BLOCK_D), 0.0, tl.float32)
+                for other in tl.static_range(PARTS):
+                    other_at = acc_ptr + (base + other * H) * D + at
+                    width = tl.where(other < num_parts, D, 0)
+                    filled = (g < G)[:, None] & (d < width)[None, :]
+                    share = tl.sum(tl.where(p[None, :] == other, shares, 0.0), 1)
+                    other_acc = tl.load(other_at, mask=filled, other=0.0, cache_modifier=".cg")
+                    acc += other_acc * share[:, None]
+    if done:
         if SINKS:
             sink = load_sinks(sinks_ptr, head * G + g, g < G)
             acc, total = with_sinks(acc, total, most, sink)
         acc = acc / tl.where(total > 0, total, 1.0)[:, None]
         out_at = out_ptr + row.to(tl.int64) * H * D + at
         tl.store(out_at, acc.to(out_ptr.dtype.element_ty), mask=mask)
-    else:
-        base = (i * PARTS + part).to(tl.int64) * H
-        tl.store(acc_ptr + base * D + at, acc, mask=mask)
-        sums_at = sums_ptr + (base + head * G + g) * 2
-        tl.store(sums_at, total, mask=g < G)
-        tl.store(sums_at + 1, most, mask=g < G)
 
 
 @triton.jit
@@ -111,29 +166,24 @@ def combine_parts(
     out_ptr,
     acc_ptr,
     sums_ptr,
-    pairs_ptr,
     sinks_ptr,
     H,
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PARTS: tl.constexpr,
     BLOCK_P: tl.constexpr,
-    PAIRS: tl.constexpr,
     SINKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The parts of one head of one row of `decode_rows`; programs (S, H)."""
+    """The parts of one head of one row of `prefill_tiles`; programs (T, H)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    i = tl.program_id(0)
+    row = tl.program_id(0)
     head = tl.program_id(1)
-    row = i
-    if PAIRS:
-        row = tl.load(pairs_ptr + 2 * i + 1)
     p = tl.arange(0, BLOCK_P)
     d = tl.arange(0, BLOCK_D)
-    at = (i * PARTS + p).to(tl.int64) * H + head
+    at = (row * PARTS + p).to(tl.int64) * H + head
     total = tl.load(sums_ptr + at * 2, mask=p < PARTS, other=0.0)
     most = tl.load(sums_ptr + at * 2 + 1, mask=p < PARTS, other=-1e30)
     highest = tl.max(most)
@@ -151,7 +201,7 @@ def combine_parts(
         whole += tl.exp2(sink - highest)
     out = tl.sum(acc * share[:, None], 0) / tl.where(whole > 0, whole, 1.0)
     out_at = out_ptr + (row.to(tl.int64) * H + head) * D + d
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=d < tl.where(row < 0, 0, D))
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=d < D)
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -189,7 +239,8 @@ def prefill_tiles(
     tiles int32 (., 4): sequence, first row, number of rows, position of the first row; with ROWS
     "pairs", pairs as `decode_rows` has them, a tile each; with "all", the sequence of the program's
     number has one row, of the same number. ALIKE: a row has the same bits in every tile. acc and
-    sums are by row, (T, PARTS, H, .). The rest as `decode_rows` has it.
+    sums are by row, (T, PARTS, H, .); parts without context leave their sums, which are 0. The rest
+    as `decode_rows` has it.
     """
     head = tl.program_id(0)
     if ROWS == "tiles":
@@ -198,6 +249,8 @@ def prefill_tiles(
         row = tl.load(tile + 1)
         count = tl.load(tile + 2)
         position = tl.load(tile + 3)
+        if count == 0:
+            return
     else:
         seq = tl.program_id(1)
         row = seq
@@ -225,6 +278,8 @@ def prefill_tiles(
         share = (last - first + PARTS * BLOCK_N - 1) // (PARTS * BLOCK_N) * BLOCK_N
         first += tl.program_id(2) * share
         last = tl.minimum(first + share, last)
+        if first >= last:
+            return
     acc, total, most = accumulate(
         q,
         k_ptr,

@@ -32,8 +32,14 @@ FEW_DECODES = Rounds(64, 4, 3)
 """Rounds of decodes in ENOUGH_PROGRAMS or fewer, each of which has a processor's memory almost for
 itself."""
 
-MANY_DECODES = Rounds(32, 4, 4)
-"""Rounds of decodes in more programs, of which a processor runs four."""
+
+def many_decodes(row_bytes: int) -> Rounds:
+    """Rounds of decodes in more programs. A processor runs three or more of these, which takes up
+    to 64 KB of keys and values in each."""
+    if row_bytes <= 128:
+        return Rounds(64, 4, 2)
+    return Rounds(32, 4, 4) if row_bytes <= 256 else Rounds(32, 2, 2)
+
 
 CHUNKS = Rounds(64, 4, 3)
 """Rounds of chunks of prompts."""

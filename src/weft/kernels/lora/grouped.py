@@ -49,6 +49,18 @@ class _StackSet:
 
     fits: bool
     stacks: dict[int, _Stack | None] = field(default_factory=dict)
+    rows: tuple[object, ...] = ()
+    """How many rows the last step had, all and sampled ones, and their segments."""
+    masks: dict[tuple[tuple[tuple[int, int], ...], bool], Tensor] = field(default_factory=dict)
+    """Those of the last step's rows, by a stack's key and whether they are the sampled ones."""
+
+    def begin(self, batch: LoraBatch) -> None:
+        """Forget the masks if a step has its rows elsewhere than the last one."""
+        sizes = len(batch.slot_T), len(batch.slot_N)
+        rows = (*sizes, batch.segments, batch.sampled_segments)
+        if rows != self.rows:
+            self.rows = rows
+            self.masks.clear()
 
 
 class GroupedBackend:
@@ -93,7 +105,8 @@ class GroupedStep(LoraStep):
         self._pool = pool
         self._batch = batch
         self._set = stacks
-        self._masks: dict[tuple[tuple[tuple[int, int], ...], bool], Tensor] = {}
+        if stacks is not None:
+            stacks.begin(batch)
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         self._apply(y_TO, x_TI, group, sampled=False)
@@ -141,11 +154,13 @@ class GroupedStep(LoraStep):
         return self._set.stacks[group]
 
     def _mask(self, stack: _Stack, first: int, sampled: bool) -> Tensor:
-        found = self._masks.get((stack.key, sampled))
+        assert self._set is not None
+        masks = self._set.masks
+        found = masks.get((stack.key, sampled))
         if found is None:
             slot = self._batch.slot_N if sampled else self._batch.slot_T
             found = (slot[first:, None] == stack.owner_R).to(stack.a_IR.dtype)
-            self._masks[stack.key, sampled] = found
+            masks[stack.key, sampled] = found
         return found
 
 

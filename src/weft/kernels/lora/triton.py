@@ -180,6 +180,7 @@ class TritonStep(LoraStep):
             row_floats=backend.row_floats,
             part=backend.tuning.part,
             max_parts=backend.tuning.max_parts,
+            weight_bytes=weight.num_bytes,
             exchange=backend.exchange if of.sums_ranks else None,
         )
         return Product(launched.y_TO, Pending(delta_TO, rows.slots))

@@ -15,7 +15,7 @@ Programs that wait for each other only count; no sum depends on who comes first.
 
 from __future__ import annotations
 
-from functools import partial
+from functools import cache, partial
 
 import torch
 import triton
@@ -25,17 +25,27 @@ from triton.compiler import CompiledKernel
 
 from weft.kernels.lora.triton_ranks import ALONE, RankExchange, sum_tile
 from weft.kernels.lora.triton_tiles import (
+    TILE_ROWS,
     ask_ahead,
     expand_tile,
     num_blocks_of,
     read_tile,
     shrink_tile,
 )
-from weft.kernels.triton_base import INTERPRETED, launch_options, processors, starts_early, wait_for
-from weft.kernels.triton_linear import FEW_ROWS, TURNS, Launched
+from weft.kernels.triton_base import (
+    INTERPRETED,
+    TURNS,
+    launch_options,
+    processors,
+    starts_early,
+    wait_for,
+)
+from weft.kernels.triton_linear import FEW_ROWS, Launched
 
 
-@triton.jit(do_not_specialize=["turn", "group", "first_slice", "num_groups", "num_targets"])
+@triton.jit(
+    do_not_specialize=["turn", "places", "group", "first_slice", "num_groups", "num_targets"]
+)
 def _adapters(
     x_ptr,
     add_ptr,
@@ -50,6 +60,7 @@ def _adapters(
     uses_ptr,
     x_stride,
     turn,
+    places,
     group,
     first_slice,
     num_groups,
@@ -73,9 +84,10 @@ def _adapters(
 ):
     """delta of the rows that have adapters, beside the product of the same x, launched just before.
 
-    Each tile of rows has a team of programs, at most PER_TILE. Programs wait for their own team
-    alone: those with lower numbers are there or were, so that it takes no more than PER_TILE places
-    for all to come through.
+    Each tile of rows has a team of programs, at most PER_TILE, and of one program at least; all
+    teams together have no more than `places` otherwise. Programs wait for their own team alone:
+    those with lower numbers are there or were, so that it takes no more than PER_TILE places for
+    all to come through.
 
     They may have started before x is there, so the product tells: flags int32 (NUM_FLAGS,) has a
     flag for each of TURNS launches, as those that follow may be waiting for theirs. Meanwhile they
@@ -92,7 +104,7 @@ def _adapters(
     pid = tl.program_id(0)
     last = tl.num_programs(0) - 1
     num_tiles = tl.load(tiles_ptr + 3)
-    mates = tl.minimum(PER_TILE, last // tl.maximum(num_tiles, 1))
+    mates = tl.minimum(PER_TILE, tl.maximum(places // tl.maximum(num_tiles, 1), 1))
     turn_ptr = flags_ptr + turn % TURNS
     done_ptr = flags_ptr + TURNS
     if pid == last:
@@ -189,15 +201,70 @@ PER_TILE = 1 if INTERPRETED else 16
 """The most programs for a tile of rows. The interpreter runs one program after the other, so that
 none may wait for a later one."""
 
+PER_PROCESSOR = 4
+"""How many programs fit on a processor, by their registers."""
+REGISTERS = 1 << 16
+"""The registers of a processor."""
+KILOBYTE = 1 << 10
+"""The shared memory that the system takes of each program, and about what a program takes besides
+its buffers."""
+BESIDE_BYTES_PER_US, PRODUCT_BYTES_PER_US, BEHIND_US = 5e3, 3.6e6, 15.0
+"""Measured on an H200: the bytes of adapters that a program reads in a microsecond beside a
+product, the bytes that the product reads in one, and the microseconds that programs which begin
+when the product ends take to end themselves."""
+SHRINK_STAGES = 3
+"""One more than the steps of the shrink whose x and A are on their way to shared memory."""
+
 NUM_FLAGS = TURNS + 1 + 2 * FEW_ROWS
 """How many flags and counters there are: see `_adapters`."""
 
 
-def _num_programs(x_TK: Tensor) -> int:
-    """How many programs adapters beside a product have: about as many as a device holds at once,
-    at least one for each row, and one more."""
-    places = 0 if INTERPRETED else 4 * processors(x_TK.device)
-    return max(places, len(x_TK)) + 1
+def _most_places(device: torch.device) -> int:
+    """How many programs for adapters a device holds at once."""
+    return 0 if INTERPRETED else PER_PROCESSOR * processors(device)
+
+
+def _places(
+    product: Launched, x_TK: Tensor, widths: tuple[int, ...], part: int, weight_bytes: int
+) -> int:
+    """How many programs share the tiles of rows: as many as have places while the product runs, if
+    these can read an adapter of rank 16 for each row in not much more time than the product takes.
+    Others would begin when the product ends, and those beside it would have nothing left to do.
+    Where there are few places or much to read, they are as many as the device holds."""
+    device, kernel, (num_rows, K) = x_TK.device, product.kernel, x_TK.shape
+    if INTERPRETED or not isinstance(kernel, CompiledKernel):
+        return _most_places(device)
+    buffers = (SHRINK_STAGES - 1) * 2 * TILE_ROWS * part * x_TK.itemsize
+    left = places_left(
+        processors(device),
+        torch.cuda.get_device_properties(device).shared_memory_per_multiprocessor,
+        product.num_programs,
+        (kernel.metadata.shared, kernel.n_regs * 32 * kernel.metadata.num_warps),
+        buffers + KILOBYTE,
+    )
+    num_bytes = num_rows * 16 * (len(widths) * K + sum(widths)) * x_TK.itemsize
+    enough_us = weight_bytes / PRODUCT_BYTES_PER_US + BEHIND_US
+    is_enough = left * BESIDE_BYTES_PER_US * enough_us >= num_bytes
+    return left if is_enough and left >= processors(device) else _most_places(device)
+
+
+@cache
+def places_left(
+    num_processors: int, shared: int, num_programs: int, size: tuple[int, int], own_shared: int
+) -> int:
+    """For how many programs with `own_shared` bytes of shared memory there are places beside so
+    many others of a size, in bytes of shared memory and registers, on processors that have `shared`
+    bytes each. The others are spread evenly."""
+    theirs = size[0] + KILOBYTE, size[1]
+    fit = min(shared // theirs[0], REGISTERS // theirs[1])
+    each, more = divmod(min(num_programs, fit * num_processors), num_processors)
+
+    def left(num: int) -> int:
+        by_shared = (shared - num * theirs[0]) // (own_shared + KILOBYTE)
+        by_registers = (REGISTERS - num * theirs[1]) // (REGISTERS // PER_PROCESSOR)
+        return max(min(by_shared, by_registers), 0)
+
+    return more * left(each + 1) + (num_processors - more) * left(each)
 
 
 def launch_beside(
@@ -210,15 +277,17 @@ def launch_beside(
     row_floats: int,
     part: int,
     max_parts: int,
+    weight_bytes: int,
     exchange: RankExchange | None,
 ) -> None:
     """Write delta beside a product of the same x that was launched just before with the same flags.
 
     `x_TK`: the columns that A is for. `tensors`: delta, workspace, flags, arena, tiles, a_offset,
     b_offset, rank. `numbers`: group, first slice, number of groups, number of targets. `widths`:
-    the rows of B of each slice. `exchange`: where v is summed over ranks; None: it is whole.
+    the rows of B of each slice. `weight_bytes`: what the product reads. `exchange`: where
+    v is summed over ranks; None: it is whole.
     """
-    grid = (_num_programs(x_TK),)
+    grid = (max(_most_places(x_TK.device), len(x_TK)) + 1,)
     beside = _adapters[grid]
     if not (INTERPRETED or isinstance(product.kernel, CompiledKernel)):
         # The product is being compiled, and did not run: nobody would tell that x is there.
@@ -229,6 +298,7 @@ def launch_beside(
         *((tensors[2], tensors[2]) if exchange is None else exchange.tensors),
         x_TK.stride(0),
         product.turn,
+        _places(product, x_TK, widths, part, weight_bytes),
         *numbers,
         O=tensors[0].stride(0),
         K=x_TK.shape[1],
@@ -239,11 +309,11 @@ def launch_beside(
         BLOCK_N=128,
         PART=part,
         MAX_PARTS=max_parts,
-        SHRINK_STAGES=3,
+        SHRINK_STAGES=SHRINK_STAGES,
         EXPAND_STAGES=4,
         EXACT=INTERPRETED or x_TK.dtype == torch.float32,
         **(ALONE if exchange is None else exchange.constants),
         num_warps=4,
-        maxnreg=128,  # so that four programs fit a processor
+        maxnreg=REGISTERS // PER_PROCESSOR // 128,
         **launch_options(starts_early(x_TK.device)),
     )

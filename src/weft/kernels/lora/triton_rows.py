@@ -40,13 +40,22 @@ class TileList:
 
     def __init__(self, device: torch.device) -> None:
         self._staging = Staging(0, device)
+        self._filled: tuple[tuple[object, ...], tuple[TileRows, TileRows]] | None = None
+        """What the tiles that are on the device follow from, and the tiles."""
 
     def reserve(self, num_tiles: int) -> None:
         """Make room for so many tiles of rows, and as many of sampled rows."""
         self._staging.reserve(9 * num_tiles)
+        self._filled = None
 
     def fill(self, batch: LoraBatch) -> tuple[TileRows, TileRows]:
-        """Lay a step's tiles out, ahead of its kernels on the current stream."""
+        """Lay a step's tiles out, ahead of its kernels on the current stream. Those of the step
+        before may be the same, and are there already."""
+        num_rows = len(batch.slot_T), len(batch.slot_N)
+        all_sample = batch.slot_N is batch.slot_T
+        of = batch.segments, batch.sampled_segments, *num_rows, all_sample
+        if self._filled is not None and self._filled[0] == of:
+            return self._filled[1]
         parts = [(batch.segments, len(batch.slot_T))]
         if batch.slot_N is not batch.slot_T:
             parts.append((batch.sampled_segments, len(batch.slot_N)))
@@ -67,6 +76,7 @@ class TileList:
             first += num_rows
         self._staging.send(len(words))
         tokens = rows[0]._replace(slots=self._staging.device_words[4 * bound : num_words])
+        self._filled = of, (tokens, rows[-1])
         return tokens, rows[-1]
 
     def _lay_out(

@@ -18,6 +18,7 @@ from weft.models.quantized.values import Tensors
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
+_BLOCK = 32
 
 
 def mxfp4_values(blocks: Tensor, scales: Tensor) -> Tensor:
@@ -45,8 +46,15 @@ class Mxfp4Tensor:
     def get_dtype(self) -> str:
         return "F32"
 
-    def __getitem__(self, experts: slice) -> Tensor:
-        return mxfp4_values(self.blocks[experts], self.scales[experts]).transpose(1, 2)
+    def __getitem__(self, index: tuple[slice, slice, slice]) -> Tensor:
+        """The values of some experts, inputs and outputs, of which blocks that have none of the
+        inputs are not read."""
+        experts, inputs, outputs = index
+        blocks = slice(inputs.start // _BLOCK, -(-inputs.stop // _BLOCK))
+        where = experts, outputs, blocks
+        values = mxfp4_values(self.blocks[where], self.scales[where])
+        first = blocks.start * _BLOCK
+        return values[..., inputs.start - first : inputs.stop - first].transpose(1, 2)
 
 
 def read_mxfp4(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
