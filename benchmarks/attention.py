@@ -40,10 +40,9 @@ from weft.kernels.attention import (
     make_batch,
     reference_attend,
     row_work,
-    tile_rows,
 )
 from weft.kernels.ops import make_ops
-from weft.worker.graphs import MAX_CHUNKS, token_sizes
+from weft.worker.graphs import most_tiles, token_sizes
 
 try:
     import flashinfer
@@ -224,10 +223,9 @@ def work_of(case: Case, batch: AttentionBatch, device: torch.device) -> RowWork 
         return None
     pairs, tiles = row_work(batch.query_start, case.lengths, GROUPS)
     num_pairs = min(case.num_tokens, MAX_SEQS)
-    num_tiles = -(-case.num_tokens * GROUPS // tile_rows(GROUPS)) + min(case.num_tokens, MAX_CHUNKS)
     padded_pairs = np.full((num_pairs, 2), -1, np.int32)
     padded_pairs[: len(pairs)] = pairs
-    padded_tiles = np.zeros((num_tiles, 4), np.int32)
+    padded_tiles = np.zeros((most_tiles(case.num_tokens, GROUPS), 4), np.int32)
     padded_tiles[: len(tiles)] = tiles
     on_device = [torch.from_numpy(part).to(device) for part in (padded_pairs, padded_tiles)]
     return RowWork(num_pairs, *on_device)

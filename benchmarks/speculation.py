@@ -2,6 +2,7 @@
 
     python benchmarks/speculation.py                          # the tiny base, on a CPU
     python benchmarks/speculation.py --preset llama-3-8b      # random weights, on a GPU
+    python benchmarks/speculation.py --copying --tokens 128   # models that have learned to copy
 
 Each batch is generated with and without guesses in turns, for texts of several kinds:
 
@@ -9,6 +10,11 @@ Each batch is generated with and without guesses in turns, for texts of several 
     one token       the same token again and again: all guesses are right
     few tokens      four tokens in random order: there is always a guess, and it is seldom right
     does not        tokens drawn at a high temperature: there is hardly ever a guess
+
+and with `--copying`, pieces of the documents of this repository, one for each request:
+
+    extract         the answer repeats the prompt
+    edit            the answer repeats it with a sixteenth of the vocabulary replaced
 
 Prints medians of the time for a token, and how many guesses were right.
 """
@@ -50,11 +56,13 @@ class Run:
     token_ids: list[list[int]]
 
 
-def generate(llm: LLM, batch: int, num_tokens: int, chosen: dict[str, Any], mode: str) -> Run:
+def generate(
+    llm: LLM, prompts: list[list[int]], num_tokens: int, chosen: dict[str, Any], mode: str
+) -> Run:
     more = {"max_tokens": num_tokens, "ignore_eos": True, "speculative": mode}
-    params = [SamplingParams(seed=i, **more, **chosen) for i in range(batch)]
+    params = [SamplingParams(seed=i, **more, **chosen) for i in range(len(prompts))]
     before, begun = llm.stats(), time.perf_counter()
-    outputs = llm.generate([[*PROMPT, 20 + i] for i in range(batch)], params)
+    outputs = llm.generate(prompts, params)
     elapsed, after = time.perf_counter() - begun, llm.stats()
     return Run(
         1000 * elapsed / num_tokens,
@@ -65,42 +73,67 @@ def generate(llm: LLM, batch: int, num_tokens: int, chosen: dict[str, Any], mode
     )
 
 
-def measure(llm: LLM, batch: int, num_tokens: int, repeats: int, table: Table) -> None:
-    for text, chosen in TEXTS.items():
-        runs: dict[str, list[Run]] = {mode: [] for mode in MODES}
-        for _ in range(repeats + 1):
-            for mode in MODES:
-                runs[mode].append(generate(llm, batch, num_tokens, chosen, mode))
-        without, guessed = (
-            statistics.median(run.ms_per_token for run in runs[mode][1:]) for mode in MODES
-        )
-        last = runs["ngram"][-1]
-        table.add_row(
-            str(batch),
-            text,
-            f"{without:.2f}",
-            f"{guessed:.2f}",
-            f"{without / guessed:.2f}",
-            f"{num_tokens / last.steps:.2f}",
-            f"{last.right} of {last.guessed}",
-            "yes" if last.token_ids == runs["off"][-1].token_ids else "no",
-        )
+def measure(
+    llm: LLM,
+    text: str,
+    prompts: list[list[int]],
+    chosen: dict[str, Any],
+    args: argparse.Namespace,
+    table: Table,
+) -> None:
+    """Generate with and without guesses in turns, and add a row to the table."""
+    runs: dict[str, list[Run]] = {mode: [] for mode in MODES}
+    for _ in range(args.repeats + 1):
+        for mode in MODES:
+            runs[mode].append(generate(llm, prompts, args.tokens, chosen, mode))
+    without, guessed = (
+        statistics.median(run.ms_per_token for run in runs[mode][1:]) for mode in MODES
+    )
+    last = runs["ngram"][-1]
+    table.add_row(
+        str(len(prompts)),
+        text,
+        f"{without:.2f}",
+        f"{guessed:.2f}",
+        f"{without / guessed:.2f}",
+        f"{args.tokens / last.steps:.2f}",
+        f"{last.right} of {last.guessed}",
+        "yes" if last.token_ids == runs["off"][-1].token_ids else "no",
+    )
+
+
+def measure_texts(args: argparse.Namespace, table: Table) -> None:
+    dummy = {"load_format": "dummy", "skip_tokenizer_init": True} if args.preset else {}
+    model = preset_folder(args.preset) if args.preset else nullcontext(TINY)
+    with model as folder, LLM(folder, max_num_seqs=64, max_model_len=512, **dummy) as llm:
+        for batch in args.batch:
+            prompts = [[*PROMPT, 20 + i] for i in range(batch)]
+            for text, chosen in TEXTS.items():
+                measure(llm, text, prompts, chosen, args, table)
+
+
+def measure_copying(args: argparse.Namespace, table: Table) -> None:
+    import copying  # it needs the libraries of training
+
+    for task in copying.TASKS:
+        folder = copying.trained(task)
+        with LLM(folder, max_num_seqs=64, skip_tokenizer_init=True) as llm:
+            for batch in args.batch:
+                prompts = copying.pieces("docs/*.md", batch, seed=1)
+                measure(llm, task, prompts, {"temperature": 0.0}, args, table)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", help="A shape, such as llama-3-8b, with random weights.")
+    parser.add_argument("--copying", action="store_true", help="Models that copy their prompts.")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=256)
     parser.add_argument("--repeats", type=int, default=5)
     args = parser.parse_args()
     titles = ("batch", "text", "ms a token", "with guesses", "times as fast", "tokens a step")
     table = Table(*titles, "right guesses", "same tokens")
-    dummy = {"load_format": "dummy", "skip_tokenizer_init": True} if args.preset else {}
-    model = preset_folder(args.preset) if args.preset else nullcontext(TINY)
-    with model as folder, LLM(folder, max_num_seqs=64, max_model_len=512, **dummy) as llm:
-        for batch in args.batch:
-            measure(llm, batch, args.tokens, args.repeats, table)
+    (measure_copying if args.copying else measure_texts)(args, table)
     Console().print(table)
 
 

@@ -1,4 +1,5 @@
-"""How fast prompts are read, and what the prefix cache saves of a long one."""
+"""How fast prompts are read, alone and beside decodes, and what the prefix cache saves of a long
+one."""
 
 from __future__ import annotations
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 WARM_UPS = 2
 """Prompts of each kind that are read before the measurement."""
+BLOCK, DECODED = 16, 40
+"""Tokens of the prompts and of the answers of requests beside which a prompt is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +36,10 @@ class PromptsPlan:
     """How many of these are submitted at once."""
     prefix: int
     """Length of the prompt that is read alone, and then again."""
+    beside: int
+    """Requests that decode while a prompt is read in one step with them; 0: this is left out."""
+    chunk: int
+    """Length of that prompt."""
     repeats: int
     seed: int
 
@@ -48,7 +55,10 @@ class PromptsRow:
     num_cached: int
     """How many of these came from the prefix cache."""
     ms: list[float]
-    """Milliseconds until the last prompt has its first token, for each repeat."""
+    """Milliseconds until the last prompt has its first token, for each repeat; beside decodes,
+    those between their tokens in the step that reads the prompt."""
+    num_beside: int = 0
+    """Requests that decode meanwhile, a token each."""
 
     @property
     def median_ms(self) -> float:
@@ -57,28 +67,35 @@ class PromptsRow:
     @property
     def us_per_token(self) -> float:
         """Microseconds for each token that is computed."""
-        computed = self.num_prompts * (self.num_tokens - self.num_cached)
+        prompts = self.num_prompts * (self.num_tokens - self.num_cached)
+        computed = prompts + self.num_beside
         return 1000 * self.median_ms / computed
 
 
 def run_prompts(model: str | None, plan: PromptsPlan, options: Mapping[str, object]) -> Report:
     """Open an engine and measure it; `model` None: `default_model`. Raises ConfigError."""
     name = model or default_model(options)
-    settings = {**options, "enable_prefix_caching": True, "max_num_seqs": plan.together}
+    settings = {
+        **options,
+        "enable_prefix_caching": True,
+        "max_num_seqs": max(plan.together, plan.beside + 1),
+    }
     with (
         preset_folder(name) as folder,
         driving(engine_args(folder, **settings, adapter_cache_dir="none")) as driver,
     ):
         info = driver.engine.info
-        for field in ("tokens", "prefix"):
+        for field in ("tokens", "prefix", "chunk"):
             if getattr(plan, field) >= info.max_model_len:
                 raise ConfigError(
                     f"--{field} {getattr(plan, field)} leaves no room for an answer in a context"
                     f" of {info.max_model_len}",
                     field,
                 )
-        with progress("Prompts", plan.repeats) as advance:
+        with progress("Prompts", plan.repeats * (2 if plan.beside else 1)) as advance:
             rows = measure_prompts(driver, plan, advance)
+            if plan.beside:
+                rows.append(measure_beside(driver, plan, advance))
     title = f"Reading prompts: {name}, {info.dtype}, {device_name(info)}"
     known = {"architecture": info.architecture, "dtype": info.dtype}
     config = {"model": name, **known, **asdict(plan), "options": settings}
@@ -118,6 +135,24 @@ def measure_prompts(driver: Driver, plan: PromptsPlan, advance: Advance) -> list
     ]
 
 
+def measure_beside(driver: Driver, plan: PromptsPlan, advance: Advance) -> PromptsRow:
+    """Read a prompt in one step with decodes."""
+    vocab_size, rng = driver.engine.info.vocab_size, rng_of(plan.seed, 1)
+    ms: list[float] = []
+    due_s = 0.0
+    for repeat in range(WARM_UPS + plan.repeats):
+        prompts = random_prompts([BLOCK] * plan.beside, 0, vocab_size, rng)
+        [chunk] = random_prompts([plan.chunk], 0, vocab_size, rng)
+        late = [Job(chunk, 1, due_s=due_s)] if repeat else []
+        timed = driver.run([*(Job(prompt, DECODED) for prompt in prompts), *late])[: plan.beside]
+        ms.append(1000 * statistics.median(max(t.gaps_s) for t in timed))
+        if not repeat:  # when all of them decode
+            due_s = max(t.token_s[DECODED // 4] for t in timed)
+        if repeat >= WARM_UPS:
+            advance()
+    return PromptsRow("beside", 1, plan.chunk, 0, ms[WARM_UPS:], plan.beside)
+
+
 # -- what is shown ---------------------------------------------------------------------------------
 
 
@@ -128,6 +163,7 @@ def prompts_results(rows: Sequence[PromptsRow]) -> list[dict[str, object]]:
             "prompts": row.num_prompts,
             "tokens": row.num_tokens,
             "cached": row.num_cached,
+            "beside": row.num_beside,
             "ms": round(row.median_ms, 3),
             "us_per_token": round(row.us_per_token, 3),
             "repeats_ms": [round(ms, 3) for ms in row.ms],
@@ -137,14 +173,15 @@ def prompts_results(rows: Sequence[PromptsRow]) -> list[dict[str, object]]:
 
 
 def prompts_table(rows: Sequence[PromptsRow]) -> Table:
-    columns = ("prompts", "tokens of each", "of these reused", "ms", "us per token computed")
-    table = new_table("", "", *columns)
+    columns = ("prompts", "tokens of each", "of these reused", "decodes beside", "ms")
+    table = new_table("", "", *columns, "us per token computed")
     for row in rows:
         table.add_row(
             row.kind,
             str(row.num_prompts),
             f"{row.num_tokens:,}",
             f"{row.num_cached:,}",
+            str(row.num_beside or ""),
             f"{row.median_ms:.2f}",
             f"{row.us_per_token:.2f}",
         )

@@ -102,7 +102,7 @@ _HELP = {
     " and the port of --fleet-listen.",
     "--node-label": "A property of this node, such as gpu=h200 or zone=a. weft label keeps"
     " adapters on nodes with certain labels. Repeatable.",
-    "--consolidate": "Fill this share of a node's seats, such as 0.8, before another node gets"
+    "--consolidate": "Fill this share of a node's seats, such as 0.5, before another node gets"
     " requests. Nodes that are not needed are idle. Default: all nodes serve.",
     "--scale-webhook": "POST the wanted number of nodes to this URL whenever it changes.",
     "--no-engine": "Run only the HTTP server. Requests run on other nodes of the fleet.",

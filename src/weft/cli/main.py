@@ -16,7 +16,7 @@ from weft.bench.cli.kernels import tune
 from weft.cli.args import ServeFlags, spread_lora_modules
 from weft.cli.chat import chat
 from weft.cli.cluster import cluster
-from weft.cli.compile import compile_kernels
+from weft.cli.compile import compile_kernels, use_kernels
 from weft.cli.evaluate import evaluate
 from weft.cli.keys import key
 from weft.cli.migrate import instead_of, migrate
@@ -91,10 +91,16 @@ def serve(
 
     [bold]weft serve[/] meta-llama/Llama-3.1-8B-Instruct [bold]--lora-modules[/] sql=./sql
     """
-    from weft.cli.serve import run
-
     with ending_in_one_line(traceback=flags.log_level == "debug"):
-        run(engine_args(model, **options), flags)
+        engine = engine_args(model, **options)
+        use_kernels(flags.kernels)
+        if not flags.no_engine:
+            from weft.fleet.process import spawn_engine_ahead
+
+            spawn_engine_ahead(engine.model.tensor_parallel_size)
+        from weft.cli.serve import run  # which takes long too
+
+        run(engine, flags)
 
 
 @app.command()

@@ -22,7 +22,6 @@ from weft.api import ApiSettings, create_app
 from weft.api.http import READER_TIMEOUT_S
 from weft.api.settings import parse_key
 from weft.cli.args import LoraModule, ServeFlags
-from weft.cli.compile import use_kernels
 from weft.cli.connections import ConnectionLimits, connection_limits, http_config
 from weft.cli.deadline import end_within
 from weft.cli.engines import leave_fleet, start_engine, until_empty
@@ -81,7 +80,6 @@ def run(engine: EngineArgs, flags: ServeFlags) -> None:
     """Serve until SIGTERM or SIGINT, which are a normal end. Raises WeftError when that can't
     start."""
     leave_out_torch()  # the engine's process has it
-    use_kernels(flags.kernels)
     engine = replace(engine, kv_events=flags.kv_events())
     api = _api_settings(engine, flags)
     modules = flags.modules(api.served_model_names)

@@ -164,6 +164,18 @@ def prompts(
             rich_help_panel=WORKLOAD,
         ),
     ] = 4096,
+    beside: Annotated[
+        int,
+        typer.Option(
+            help="Number of requests that decode while a prompt is read in one step with them.",
+            min=0,
+            rich_help_panel=WORKLOAD,
+        ),
+    ] = 64,
+    chunk: Annotated[
+        int,
+        typer.Option(help="Tokens of a prompt beside decodes.", min=1, rich_help_panel=WORKLOAD),
+    ] = 960,
     repeats: Repeats = 5,
     seed: Seed = 0,
     plot: Plot = Path("weft-bench-prompts.png"),
@@ -171,11 +183,12 @@ def prompts(
     record: Record = None,
     **options: object,
 ) -> None:
-    """How fast prompts are read: several at once, one alone, and that one from the prefix cache."""
+    """How fast prompts are read: at once, alone, from the prefix cache, and beside decodes."""
     with reporting(None if no_plot else plot, record) as done:
         from weft.bench.prompts import PromptsPlan, run_prompts
 
-        done(run_prompts(model, PromptsPlan(tokens, together, prefix, repeats, seed), options))
+        sizes = tokens, together, prefix, beside, chunk
+        done(run_prompts(model, PromptsPlan(*sizes, repeats, seed), options))
 
 
 @bench.command()
