@@ -149,15 +149,14 @@ class Gemma4Blocks:
         for i, (layer, cache, rope) in enumerate(layers):
             attended = layer.attend(normed_TI, rope, step, cache)
             normed_TI = add_normed(x_TI, attended, next(norms), next(norms), step)
-            y = layer.mlp(normed_TI, step)
-            experts = self._experts[i]
+            y, experts = layer.mlp(normed_TI, step), self._experts[i]
+            is_part = experts is None
             if experts is not None:
                 own_TI = next(norms)(self._ranks.sum(y.whole()), step)
                 y = Product(own_TI + _normed(experts, norms, x_TI, step))
-            is_part = inputs_LTP is None
             if inputs_LTP is not None:
-                add_normed(x_TI, y, next(norms), None, step)
-                y = self._inputs[i](x_TI, inputs_LTP[i], step)
+                add_normed(x_TI, y, next(norms), None, step, is_part)
+                y, is_part = self._inputs[i](x_TI, inputs_LTP[i], step), False
             after, before, factor_1 = next(norms), next(norms), self._scales[i]
             normed_TI = add_normed(x_TI, y, after, before, step, is_part, factor_1)
         return normed_TI
