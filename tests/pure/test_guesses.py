@@ -150,13 +150,13 @@ def test_text_that_repeats_takes_fewer_steps(ahead: int) -> None:
 
 
 def test_text_that_does_not_repeat_has_no_guesses() -> None:
-    guesser = Guesser()
+    guesser = Guesser(40)
     assert guesser.guess(list(range(50)), 0, 7) == []
     assert not guesser.guessing
 
 
 def test_the_number_of_guesses_follows_their_success() -> None:
-    guesser, tokens = Guesser(), [1, 2, 3, 4] * 5
+    guesser, tokens = Guesser(20), [1, 2, 3, 4] * 5
     sizes = []
     for _ in range(4):
         guesses = guesser.guess(tokens, 0, 100)
@@ -201,19 +201,38 @@ def test_a_word_that_is_not_known_is_refused() -> None:
     assert caught.value.param == "speculative"
 
 
+def test_after_a_miss_it_waits_for_tokens_that_it_would_have_guessed() -> None:
+    guesser, pattern, waits = Guesser(8), [1, 2, 3, 4], []
+    tokens = pattern * 2
+    for unknown in range(100, 106):
+        came = 0
+        while not guesser.guess(tokens, 0, MAX_GUESSES):
+            tokens.append(pattern[came % 4])
+            came += 1
+        waits.append(came)
+        assert not guesser.fits(len(tokens), [*tokens, unknown])
+        assert guesser.settle()[1] == 0
+        tokens.append(unknown)
+    needed = [0, 2, 4, 8, 16, 16]
+    assert all(0 <= came - at_least <= 7 for came, at_least in zip(waits, needed, strict=True))
+
+
 @pytest.mark.parametrize("num_words", [2, 4, 16])
-def test_guesses_that_are_seldom_right_cost_little(num_words: int) -> None:
+@pytest.mark.parametrize("length", [100, 2000])
+def test_guesses_that_are_seldom_right_cost_little(num_words: int, length: int) -> None:
     """A step with guesses holds up the next one, which costs a token unless a guess was right."""
-    rng = random.Random(num_words)
-    text = [rng.randrange(num_words) for _ in range(2000)]
-    guesser, tokens, cost = Guesser(), text[:WIDTH], 0
-    while len(tokens) < len(text) - MAX_GUESSES - 1:
-        guesses = guesser.guess(tokens, 0, MAX_GUESSES)
-        tokens.append(text[len(tokens)])
-        if guesses:
-            for _ in guesses:
-                if not guesser.fits(len(tokens) - 1, tokens):
-                    break
-                tokens.append(text[len(tokens)])
-            cost += 1 - guesser.settle()[1]
-    assert cost <= 0.03 * len(tokens)
+    rng, cost, num_tokens = random.Random(num_words), 0, 0
+    while num_tokens < 2000:
+        text = [rng.randrange(num_words) for _ in range(length)]
+        guesser, tokens = Guesser(WIDTH), text[:WIDTH]
+        while len(tokens) < len(text) - MAX_GUESSES - 1:
+            guesses = guesser.guess(tokens, 0, MAX_GUESSES)
+            tokens.append(text[len(tokens)])
+            if guesses:
+                for _ in guesses:
+                    if not guesser.fits(len(tokens) - 1, tokens):
+                        break
+                    tokens.append(text[len(tokens)])
+                cost += 1 - guesser.settle()[1]
+        num_tokens += len(tokens)
+    assert cost <= 0.03 * num_tokens

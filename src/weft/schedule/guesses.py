@@ -23,28 +23,39 @@ MAX_GUESSES = 7
 """With the next token they are eight rows, which take hardly longer than one."""
 _MAX_DEBT, _MAX_CREDIT = 4, 8
 """Bounds of what guesses have cost or won, in tokens."""
-_SHORTEST_PAUSE = 8
 
 
 class Guesser:
-    """Owner of the guesses at one request. It guesses more where it was right, and pauses where
-    guesses have cost more than they won.
+    """Owner of the guesses at one request. It guesses more where it was right. While guesses have
+    cost more than they won, it only watches, until enough tokens in a row have come that it would
+    have guessed: 2 after the first miss, then 4, 8 and 16.
 
     Guesses cost the step that could have been planned while theirs was under way: one token. So one
     right guess is worth nothing, two win a token, and a wrong one loses a token.
     """
 
-    __slots__ = ("_after", "_debt", "_first", "_found", "_guesses", "_indexed", "_most", "_pause")
+    __slots__ = (
+        "_after",
+        "_debt",
+        "_first",
+        "_found",
+        "_guesses",
+        "_in_a_row",
+        "_indexed",
+        "_most",
+        "_num_prompt",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, num_prompt: int) -> None:
+        self._num_prompt = num_prompt
         self._after: dict[tuple[int, ...], int] = {}
         """By three tokens that follow each other, the position after their last occurrence."""
         self._indexed = WIDTH
         self._most = 3
         self._debt = 0
         """Tokens that guesses have cost so far, less those that they won."""
-        self._pause = 0
-        """The number of tokens from which on it guesses again."""
+        self._in_a_row = 0
+        """How many of the last output tokens came as the text before them said."""
         self._first = 0
         self._guesses: list[int] = []
         self._found = 0
@@ -58,18 +69,26 @@ class Guesser:
         """At most `room` tokens, for the positions behind `tokens` and `pending` more that only
         the device knows."""
         room = min(room, self._most)
-        if room < 1 or len(tokens) < max(self._pause, WIDTH):
-            return []
-        for end in range(self._indexed, len(tokens)):
-            self._after[tuple(tokens[end - WIDTH : end])] = end
-        self._indexed = max(self._indexed, len(tokens))
+        self._watch(tokens)
         start = self._after.get(tuple(tokens[-WIDTH:]))
-        if start is None:
+        if room < 1 or start is None or (self._debt > 0 and self._in_a_row < 1 << self._debt):
             return []
         period = len(tokens) - start  # the text may end within what is repeated
         following = [tokens[start + i % period] for i in range(pending, pending + room)]
         self._first, self._guesses, self._found = len(tokens) + pending, following, 0
         return following
+
+    def _watch(self, tokens: Sequence[int]) -> None:
+        """Remember what came after what, and count the output that came as the text said."""
+        for end in range(self._indexed, len(tokens)):
+            key = tuple(tokens[end - WIDTH : end])
+            before = self._after.get(key)
+            if before is None or tokens[before] != tokens[end]:
+                self._in_a_row = 0
+            elif end >= self._num_prompt:
+                self._in_a_row += 1
+            self._after[key] = end
+        self._indexed = max(self._indexed, len(tokens))
 
     def fits(self, start: int, tokens: Sequence[int]) -> bool:
         """Whether a row with the token at `start` counts, now that these are known."""
@@ -87,7 +106,5 @@ class Guesser:
         num, found = len(self._guesses), self._found
         self._debt = min(max(self._debt + 1 - found, -_MAX_CREDIT), _MAX_DEBT)
         self._most = min(MAX_GUESSES, self._most + 2) if found == num else found + 1
-        if self._debt > 0:
-            self._pause = self._first + _SHORTEST_PAUSE * (1 << self._debt - 1)
         self._guesses = []
         return num, found

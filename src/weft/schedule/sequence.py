@@ -54,7 +54,9 @@ class OutputRules:
         self.known_limit = num_tokens + 1 if self.paced else self.limit
         """What `Sequence.known` may reach before the next token is accepted; 0 while guesses are
         in flight."""
-        self.guesser = Guesser() if self._may_guess(request, limits) else None
+        self.guesser = None
+        if self._may_guess(request, limits):
+            self.guesser = Guesser(len(request.prompt_ids))
 
     def _may_guess(self, request: EngineRequest, limits: SchedulerLimits) -> bool:
         """Penalties count each token that was chosen, also one that turns out not to count."""
