@@ -29,9 +29,9 @@ from weft.publishing import publish
 
 def forked(self: LocalLauncher, name: str, port: int) -> Forked:
     """Start a node without the seconds in which Python imports."""
-    folder = self._folder
+    folder, fleet_port = self._folder, launchers.fleet_port_of(self._args, port)
     with self._log(name).open("ab") as log:
-        command = self._args.command(name, folder.members, folder.key, HOST, port)
+        command = self._args.command(name, folder.members, folder.key, HOST, port, fleet_port)
         return start_weft(command, log)
 
 

@@ -1,5 +1,5 @@
-"""A cluster on a real Ray of this machine, if Ray is installed: nodes and the controller are
-killed, and streams go on."""
+"""A cluster on a real Ray of several nodes on this machine, if Ray is installed: nodes of Weft, the
+controller and whole nodes of Ray are killed, and streams go on."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -25,25 +26,55 @@ from weft.fleet.launchers import ClusterArgs
 from weft.fleet.launchers.ray_cluster import CONTROLLER, RayCluster, namespace_of
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
+Cluster = pytest.importorskip("ray.cluster_utils").Cluster
 pytestmark = pytest.mark.exhaustive
 
 NAME = "t"
 STREAMS = 12
+IPS = ("127.0.0.2", "127.0.0.3")
+QUIET = {"include_dashboard": False}
 FLAGS = ("--dtype", "float32", "--kv-cache-memory", "64M", "--num-threads", "1")
 
 
+class Machines:
+    """Ray on several machines, as far as one machine can be several: Ray nodes with IPs of their
+    own, of 2 CPUs and 2 GPUs each, which are only counted. Ray's head has none."""
+
+    def __init__(self) -> None:
+        self._ray = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, **QUIET})
+        self._nodes: dict[str, Any] = {}
+        for ip in IPS:
+            self.start(ip)
+
+    @property
+    def address(self) -> str:
+        return str(self._ray.address)
+
+    def start(self, ip: str) -> None:
+        self._nodes[ip] = self._ray.add_node(node_ip_address=ip, num_cpus=2, num_gpus=2, **QUIET)
+
+    def kill(self, ip: str) -> None:
+        """All that runs there."""
+        (raylet,) = self._nodes[ip].all_processes["raylet"]
+        for pid in (raylet.process.pid, *children_of(raylet.process.pid)):
+            kill(pid)
+
+    def end(self) -> None:
+        self._ray.shutdown()
+
+
+def children_of(pid: int) -> list[int]:
+    tasks = Path(f"/proc/{pid}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
+
+
 @pytest.fixture(scope="module", autouse=True)
-def started() -> Iterator[None]:
-    """Ray, with GPUs that are only counted."""
-    ray.init(
-        num_cpus=8,
-        num_gpus=4,
-        include_dashboard=False,
-        log_to_driver=False,
-        namespace=namespace_of(NAME),
-    )
-    yield
+def machines() -> Iterator[Machines]:
+    machines = Machines()
+    ray.init(machines.address, log_to_driver=False, namespace=namespace_of(NAME))
+    yield machines
     ray.shutdown()
+    machines.end()
 
 
 @pytest.fixture
@@ -72,6 +103,11 @@ def until(holds: Callable[[], Any]) -> None:
 def all_up(cluster: RayCluster, *numbers: int) -> bool:
     there = {node.name: node.state for node in cluster.list()}
     return there == {f"node-{number}": "up" for number in numbers}
+
+
+def hosts(cluster: RayCluster) -> dict[str, str | None]:
+    """On which machine each node is."""
+    return {node.name: urlsplit(node.url).hostname for node in cluster.list()}
 
 
 def pid_of(cluster: RayCluster, name: str) -> int | None:
@@ -156,6 +192,7 @@ def test_a_cluster_outlives_what_happens_to_its_actors(
 ) -> None:
     cluster.create(args)
     until(lambda: all_up(cluster, 0, 1))
+    assert sorted(hosts(cluster).values()) == [*IPS]
     url = cluster.list()[0].url
     undisturbed = streams(url)
     assert len(set(undisturbed)) > STREAMS / 2
@@ -185,8 +222,30 @@ def test_a_cluster_outlives_what_happens_to_its_actors(
     assert cluster._launcher.names() == [] and cluster._state.read() is None
 
 
+def test_a_cluster_outlives_a_machine(
+    cluster: RayCluster, args: ClusterArgs, machines: Machines
+) -> None:
+    cluster.create(args)
+    until(lambda: all_up(cluster, 0, 1))
+    before, url = hosts(cluster), cluster.list()[0].url
+    assert sorted(before.values()) == [*IPS]
+    undisturbed, lost = streams(url), before["node-1"]
+    begin_s = time.monotonic()
+    assert streams(url, lambda: machines.kill(lost)) == undisturbed
+    until(lambda: hosts(cluster)["node-1"] == before["node-0"] and all_up(cluster, 0, 1))
+    print(f"its node was up on another machine after {time.monotonic() - begin_s:.1f} s")
+    assert num_lost(url), "the machine that was killed had some of the streams"
+    assert streams(url, lambda: weft("drain", "node-1")) == undisturbed
+
+    machines.start(lost)
+    weft("scale", "3")
+    until(lambda: hosts(cluster).get("node-2") == lost)
+    until(lambda: cluster.list()[2].state == "up")
+    assert streams(cluster.list()[2].url) == undisturbed
+
+
 def test_a_node_with_several_gpus_has_them_on_one_machine(
-    cluster: RayCluster, args: ClusterArgs
+    cluster: RayCluster, args: ClusterArgs, machines: Machines
 ) -> None:
     flags = (*FLAGS, "--tensor-parallel-size", "2")
     cluster.create(replace(args, num_nodes=3, num_gpus=2, flags=flags))
@@ -196,11 +255,19 @@ def test_a_node_with_several_gpus_has_them_on_one_machine(
 
     until(lambda: states() == ["up", "up", "unplaced"])
     groups = ray.util.placement_group_table().values()
-    assert [each["strategy"] for each in groups] == ["STRICT_PACK"] * 3
+    kept = [each["bundles"][0] for each in groups if each["state"] != "REMOVED"]
+    assert kept == [{"CPU": 1, "GPU": 2}] * 3
     killed = pid_of(cluster, "node-0")
     kill(killed)
     until(lambda: pid_of(cluster, "node-0") not in (None, killed))
     until(lambda: states() == ["up", "up", "unplaced"])
+    lost = hosts(cluster)["node-1"]
+    assert sorted([hosts(cluster)["node-0"], lost]) == [*IPS]
+    machines.kill(lost)
+    until(lambda: states() == ["up", "unplaced", "unplaced"])
+    assert "unplaced" in weft("status")
+    machines.start(lost)
+    until(lambda: sorted(states()) == ["unplaced", "up", "up"])
     cluster.scale(2)
     until(lambda: states() == ["up", "up"])
     cluster.scale(0)

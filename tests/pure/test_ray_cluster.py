@@ -4,6 +4,7 @@ started here; `tests/e2e/test_ray.py` has a real Ray."""
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from fake_ray import HOST, FakeRay
 from patience import wait_until
 
 from weft.cli.main import app
+from weft.cli.nodes_table import nodes_table
 from weft.core.errors import ConfigError
 from weft.fleet.launchers import ClusterArgs
 from weft.fleet.launchers import ray_cluster as cluster_module
@@ -25,6 +27,7 @@ from weft.fleet.launchers.ray import RayLauncher
 from weft.fleet.launchers.ray_cluster import CONTROLLER, ControllerActor, Keeper, RayCluster
 from weft.fleet.launchers.ray_node import NodeActor
 
+FREE_PORT = node_module.free_port
 NAME, SPACE = "c", "weft-c"
 ARGS = ClusterArgs(model="base", num_nodes=2, registry="/r", port=9000, num_cpus=2)
 
@@ -73,6 +76,7 @@ def ray(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setattr(node_module, "is_ready", lambda url: True)
     monkeypatch.setattr(node_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(node_module, "free_port", lambda host, port: port)
     monkeypatch.setattr(node_module, "os", SimpleNamespace(getpid=os.getpid, _exit=ENDED.append))
     monkeypatch.setattr(ControllerActor, "_keep", lambda self: None)  # tests make its steps
     ENDED.clear()
@@ -112,7 +116,7 @@ def test_the_controller_starts_what_is_planned(
     assert states(cluster) == {"node-0": "up", "node-1": "up"}
     assert [node.url for node in cluster.list()] == [f"http://{HOST}:900{i}" for i in (0, 1)]
     options = ray.actors[SPACE, "node-1"].options
-    assert (options["num_cpus"], options["scheduling_strategy"]) == (2, "SPREAD")
+    assert options["num_cpus"] == 2 and options["scheduling_strategy"].bundles == [{"CPU": 2}]
     assert ray.actors[SPACE, CONTROLLER].options["num_cpus"] == 0
     assert servers[1].command[:4] == [sys.executable, "-m", "weft", "serve"]
     key = Path(servers[1].flag("--fleet-key"))
@@ -151,9 +155,33 @@ def test_a_node_that_ray_has_given_up_is_started_anew(ray: FakeRay, cluster: Ray
     assert states(cluster) == {"node-0": "up", "node-1": "up"}
 
 
+def test_a_node_whose_machine_is_lost_goes_to_another(ray: FakeRay, cluster: RayCluster) -> None:
+    ray.lose_machine(SPACE, "node-1")
+    assert states(cluster) == {"node-0": "up", "node-1": "unplaced"}
+    reports = {"node-0": {"state": "idle"}, "node-1": {"state": "down"}}
+    shown = nodes_table(cluster.list(), reports).columns[1].cells
+    assert [*shown] == ["idle", "unplaced"]
+    tick()
+    assert not ray.actors[SPACE, "node-1"].num_unanswered, "Ray would keep the questions for it"
+    assert RayLauncher(ray, NAME).state.members["node-1"] == f"{HOST}:7071"
+    ray.find_machine(SPACE, "node-1")
+    assert states(cluster) == {"node-0": "up", "node-1": "up"}
+
+
 def test_an_actor_ends_with_its_server(cluster: RayCluster, servers: list[Server]) -> None:
+    key = Path(servers[0].flag("--fleet-key"))
     servers[0].send_signal(0)
     wait_until(lambda: ENDED == [1])
+    assert not key.parent.exists(), "it has the secret"
+
+
+def test_a_port_that_is_taken_is_left_alone() -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        taken = other.getsockname()[1]
+        assert FREE_PORT("127.0.0.2", taken) == taken
+        other.listen()
+        assert FREE_PORT("127.0.0.1", taken) not in (0, taken)
 
 
 def scaled(cluster: RayCluster, num_nodes: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +276,23 @@ def test_ranks_say_how_many_gpus_a_node_takes(
     assert ray.actors[SPACE, "node-0"].options["num_gpus"] == num_gpus
 
 
+def test_a_node_that_finds_no_room_is_named(ray: FakeRay, monkeypatch: pytest.MonkeyPatch) -> None:
+    def make_room(_: float) -> None:
+        tick()
+        if seen:
+            ray.find_machine(SPACE, "node-0")
+        seen.append(states(RayCluster(NAME)))
+
+    seen: list[dict[str, str]] = []
+    ray.num_gpus = 1
+    monkeypatch.setattr("weft.cli.cluster.time.sleep", make_room)
+    said = up("--num-gpus", "2", "--num-cpus", "3")
+    assert "node-0    unplaced: waits for a machine with 3 CPU and 2 GPU free" in said
+    assert "node-0  http://10.0.0.1:8000  up" in said
+
+
 def test_what_does_not_fit_is_refused(ray: FakeRay) -> None:
+    assert "finds no room for a node with --num-cpus 0 and" in up("--num-cpus", "0")
     assert "--num-gpus 2 does not fit --tensor-parallel-size 4" in up(
         "--num-gpus", "2", "--tensor-parallel-size", "4"
     )

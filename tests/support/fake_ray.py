@@ -25,6 +25,7 @@ class Actor:
     options: dict[str, Any]
     instance: Any = None
     """None while it is not there: it has died, or has no room."""
+    num_unanswered: int = 0
 
 
 @dataclass(eq=False)
@@ -56,6 +57,7 @@ class Handle:
 
     def _call(self, method: str, *args: Any) -> Call:
         if self.actor.instance is None:
+            self.actor.num_unanswered += 1
             return Call(is_answered=False)
         try:
             return Call(getattr(self.actor.instance, method)(*args))
@@ -93,7 +95,7 @@ class FakeRay:
             placement_group=self._place,
             get_placement_group=self._find_group,
             remove_placement_group=lambda group: self.groups.pop(group.name),
-            placement_group_table=lambda group: {"state": group.state},
+            placement_group_table=lambda: {id(each): vars(each) for each in self.groups.values()},
             scheduling_strategies=SimpleNamespace(
                 PlacementGroupSchedulingStrategy=lambda group, placement_group_bundle_index: group
             ),
@@ -126,8 +128,17 @@ class FakeRay:
             self.made.append(actor.instance)
 
     def die(self, namespace: str, name: str) -> None:
-        """The actor's process or machine is gone, and not back yet."""
+        """The actor's process is gone, and not back yet."""
         self.actors[namespace, name].instance = None
+
+    def lose_machine(self, namespace: str, name: str) -> None:
+        """The actor's machine is gone, and no other has room."""
+        self.die(namespace, name)
+        self.groups[f"{namespace}/{name}"].state = "RESCHEDULING"
+
+    def find_machine(self, namespace: str, name: str) -> None:
+        self.groups[f"{namespace}/{name}"].state = "CREATED"
+        self.restart(namespace, name)
 
     def get_actor(self, name: str, namespace: str) -> Handle:
         if (namespace, name) not in self.actors:
@@ -159,9 +170,9 @@ class FakeRay:
         self, bundles: list[dict[str, float]], strategy: str, name: str, lifetime: str
     ) -> Group:
         taken = sum(
-            b["GPU"] for g in self.groups.values() if g.state == "CREATED" for b in g.bundles
+            b.get("GPU", 0) for g in self.groups.values() if g.state == "CREATED" for b in g.bundles
         )
-        fits = taken + bundles[0]["GPU"] <= self.num_gpus
+        fits = taken + bundles[0].get("GPU", 0) <= self.num_gpus
         group = Group(name, bundles, strategy, lifetime, "CREATED" if fits else "PENDING")
         self.groups[name] = group
         return group

@@ -201,11 +201,15 @@ def _run_local(folder: ClusterFolder, args: ClusterArgs) -> None:
 
 
 def _up_ray(name: str, args: ClusterArgs) -> None:
+    if not args.resources:
+        message = "Ray finds no room for a node with --num-cpus 0 and --num-gpus 0"
+        raise ConfigError(message, "num_cpus")
     console, cluster = Console(), _on_ray(name)
     cluster.create(args)
     folder_of(name).point_to_ray()
     console.print("Ray keeps the nodes. This command only waits until all are up.", soft_wrap=True)
     shown, seen_up = dict[str, str](), False
+    needed = " and ".join(f"{number:g} {kind}" for kind, number in args.resources.items())
     while sum(state == "up" for state in shown.values()) < args.num_nodes:
         for node in cluster.list():
             seen_up |= node.state == "up"
@@ -215,7 +219,10 @@ def _up_ray(name: str, args: ClusterArgs) -> None:
                 raise ConfigError(f"{message}; Ray's logs of its workers say why")
             if shown.get(node.name) != node.state:
                 shown[node.name] = node.state
-                console.print(f"{node.name}  {node.url}  {node.state}", highlight=False)
+                lacks = f": waits for a machine with {needed} free"
+                more = lacks if node.state == "unplaced" else ""
+                line = f"{node.name}  {node.url}  {node.state}{more}"
+                console.print(line, highlight=False, soft_wrap=True)
         time.sleep(LOOK_S)
 
 

@@ -34,7 +34,7 @@ def nodes_table(
         adapters, labels = report.get("adapters", {}), report.get("labels", {})
         table.add_row(
             each,
-            report.get("state") or (node.state if node else "unknown"),
+            _state_of(report, node),
             str(report.get("running", "-")),
             str(report.get("waiting", "-")),
             f"{report['kv_usage']:.0%}" if "kv_usage" in report else "-",
@@ -45,3 +45,10 @@ def nodes_table(
             *([] if more else [node.url if node else ""]),
         )
     return table
+
+
+def _state_of(report: dict[str, Any], node: Placed | None) -> str:
+    """The other nodes know best, but not that a node which is down waits for a machine."""
+    if node is not None and (not report or node.state == "unplaced"):
+        return node.state
+    return str(report.get("state", "unknown"))

@@ -76,13 +76,20 @@ class ClusterArgs:
     def names(self) -> list[str]:
         return [f"{NODE}{index}" for index in range(self.num_nodes)]
 
+    @property
+    def resources(self) -> dict[str, float]:
+        """What Ray is to have free on a machine for a node."""
+        wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus}
+        return {name: number for name, number in wanted.items() if number}
+
     def port_of(self, name: str) -> int:
         """The HTTP port of a node."""
         return self.port + int(name.removeprefix(NODE))
 
-    def command(self, name: str, members: Path, key: Path, host: str, port: int) -> list[str]:
+    def command(
+        self, name: str, members: Path, key: Path, host: str, port: int, fleet_port: int
+    ) -> list[str]:
         """The arguments of `weft` for a node that others find at `host`. `members` lists them."""
-        fleet_port = fleet_port_of(self, port)
         return [
             *("serve", self.model, "--host", host, "--port", str(port)),
             *("--registry", self.registry, "--fleet", str(members), "--fleet-key", str(key)),

@@ -143,8 +143,8 @@ class LocalLauncher:
         return log.stat().st_size if log.exists() else 0
 
     def _spawn(self, name: str, port: int) -> subprocess.Popen[bytes]:
-        folder = self._folder
-        command = self._args.command(name, folder.members, folder.key, HOST, port)
+        folder, fleet_port = self._folder, fleet_port_of(self._args, port)
+        command = self._args.command(name, folder.members, folder.key, HOST, port, fleet_port)
         with self._log(name).open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", "weft", *command],

@@ -1,9 +1,10 @@
 """Nodes as actors of a Ray cluster, which places them and starts them again; see
 `weft.fleet.launchers.ray_node` for what runs there.
 
-Requests and tokens travel between the servers, and none of them passes through Ray. A node with
-several GPUs is an actor in a placement group of its own, whose one bundle has all of them: so they
-are on one machine, and stay the node's while it is started again.
+Requests and tokens travel between the servers, and none of them passes through Ray. Each node is
+an actor in a placement group of its own, whose one bundle has all that the node takes: so its GPUs
+are on one machine, and stay the node's while it is started again. Ray puts a group where most is
+free, so nodes spread over the machines, and moves it when its machine is lost.
 """
 
 from __future__ import annotations
@@ -40,14 +41,11 @@ class RayLauncher:
         if (plan := self.state.read()) is None:  # the cluster has ended
             return
         args = plan.args
-        options: dict[str, Any] = {"scheduling_strategy": "SPREAD"}
-        if args.num_gpus > 1:
-            strategies = self._ray.util.scheduling_strategies
-            options["scheduling_strategy"] = strategies.PlacementGroupSchedulingStrategy(
-                self._group(name) or self._new_group(name, args), placement_group_bundle_index=0
-            )
-        actor = self.actor(NodeActor, name, args.num_cpus, num_gpus=args.num_gpus, **options)
-        actor.remote(name, self._namespace)
+        where = self._ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(
+            self._group(name) or self._new_group(name, args), placement_group_bundle_index=0
+        )
+        options = {"num_gpus": args.num_gpus, "scheduling_strategy": where}
+        self.actor(NodeActor, name, args.num_cpus, **options).remote(name, self._namespace)
 
     def stop(self, name: str) -> None:
         try:
@@ -55,7 +53,7 @@ class RayLauncher:
         except ValueError:  # it is gone already
             return
         try:
-            if not self._is_unplaced(name):
+            if name not in self._unplaced():
                 self._ray.get(actor.stop.remote(), timeout=STOP_S + ANSWER_S)
         except self._ray.exceptions.RayError as error:
             raise Unreachable(f"{name} did not end by itself: {type(error).__name__}") from error
@@ -65,12 +63,13 @@ class RayLauncher:
             self._ray.kill(actor, no_restart=True)
 
     def list(self) -> list[Placed]:
-        return [self._placed(name, place) for name, place in self.places().items()]
+        places, unplaced = self.places(), self._unplaced()
+        return [self._placed(name, place, name in unplaced) for name, place in places.items()]
 
-    def _placed(self, name: str, place: NodePlace | None) -> Placed:
+    def _placed(self, name: str, place: NodePlace | None, is_unplaced: bool) -> Placed:
         pids = self._pids.setdefault(name, set())
         if place is None:
-            state: State = "unplaced" if self._is_unplaced(name) else "starting"
+            state: State = "unplaced" if is_unplaced else "starting"
             return Placed(name, "", state, max(len(pids) - 1, 0))
         pids.add(place.pid)
         return Placed(name, place.url, "up" if place.is_ready else "starting", len(pids) - 1)
@@ -83,10 +82,11 @@ class RayLauncher:
         return sorted(nodes, key=lambda name: int(name.removeprefix(NODE)))
 
     def places(self) -> dict[str, NodePlace | None]:
-        """Where each node is; None for those whose actors do not answer now."""
+        """Where each node is; None for those whose actors do not answer now. Those that have no
+        machine are not asked: Ray would keep the questions until they have one."""
         found: dict[str, NodePlace | None] = dict.fromkeys(self.names())
         asked: dict[Any, str] = {}
-        for name in found:
+        for name in found.keys() - self._unplaced():
             with contextlib.suppress(ValueError):  # it has just gone
                 asked[self._ray.get_actor(name, self._namespace).place.remote()] = name
         if not asked:
@@ -114,7 +114,7 @@ class RayLauncher:
 
     def _new_group(self, name: str, args: ClusterArgs) -> Any:
         return self._ray.util.placement_group(
-            [{"CPU": args.num_cpus, "GPU": args.num_gpus}],
+            [args.resources],
             strategy="STRICT_PACK",
             name=f"{self._namespace}/{name}",
             lifetime="detached",
@@ -127,8 +127,9 @@ class RayLauncher:
         except ValueError:
             return None
 
-    def _is_unplaced(self, name: str) -> bool:
-        group = self._group(name)
-        if group is None:
-            return False
-        return bool(self._ray.util.placement_group_table(group)["state"] != "CREATED")
+    def _unplaced(self) -> set[str]:
+        """The nodes for which Ray has found no machine yet, or none after theirs was lost."""
+        table = self._ray.util.placement_group_table().values()
+        waiting = [each["name"] for each in table if each["state"] in ("PENDING", "RESCHEDULING")]
+        split = [name.rpartition("/") for name in waiting]
+        return {name for namespace, _, name in split if namespace == self._namespace}

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -22,6 +24,18 @@ LOOK_S = 1.0
 """How often a node looks who else is there."""
 STOP_S = 60.0
 """How long it may take to hand over its requests."""
+
+
+def free_port(host: str, wanted: int) -> int:
+    """This port of the machine, or any other if something listens there, such as a node of another
+    cluster."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # old connections don't matter
+        try:
+            probe.bind((host, wanted))
+        except OSError:
+            probe.bind((host, 0))
+        return int(probe.getsockname()[1])
 
 
 class NodePlace(NamedTuple):
@@ -49,12 +63,15 @@ class NodeActor:
         self._folder = ClusterFolder(Path(tempfile.mkdtemp(prefix=f"weft-{name}-")))
         self._folder.key.touch(0o600)
         self._folder.key.write_text(plan.key)
-        host, port = ray.util.get_node_ip_address(), args.port_of(name)
-        self._address, self._url = f"{host}:{fleet_port_of(args, port)}", f"http://{host}:{port}"
+        host = ray.util.get_node_ip_address()
+        port = free_port(host, args.port_of(name))
+        fleet_port = free_port(host, fleet_port_of(args, args.port_of(name)))
+        self._address, self._url = f"{host}:{fleet_port}", f"http://{host}:{port}"
         self._stopping = threading.Event()
         self._members: dict[str, str] = {}
         self._look()
-        command = args.command(name, self._folder.members, self._folder.key, host, port)
+        folder = self._folder
+        command = args.command(name, folder.members, folder.key, host, port, fleet_port)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "weft", *command],
             stdin=subprocess.DEVNULL,
@@ -76,6 +93,7 @@ class NodeActor:
 
     def _watch(self) -> None:
         self._process.wait()
+        shutil.rmtree(self._folder.path, ignore_errors=True)
         if not self._stopping.is_set():
             os._exit(1)  # Ray starts the actor again
 
