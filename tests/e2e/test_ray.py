@@ -27,7 +27,7 @@ from weft.fleet.launchers.ray_cluster import CONTROLLER, RayCluster, namespace_o
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
 Cluster = pytest.importorskip("ray.cluster_utils").Cluster
-pytestmark = pytest.mark.exhaustive
+pytestmark = [pytest.mark.exhaustive, pytest.mark.timeout(4 * PATIENCE_S)]
 
 NAME = "t"
 STREAMS = 12
