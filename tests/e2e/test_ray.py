@@ -23,6 +23,7 @@ from patience import PATIENCE_S
 from tiny import BASE
 
 from weft.fleet.launchers import ClusterArgs
+from weft.fleet.launchers.local import is_ready
 from weft.fleet.launchers.ray_cluster import CONTROLLER, RayCluster, namespace_of
 
 ray = pytest.importorskip("ray", reason="Ray is not installed")
@@ -53,11 +54,17 @@ class Machines:
     def start(self, ip: str) -> None:
         self._nodes[ip] = self._ray.add_node(node_ip_address=ip, num_cpus=2, num_gpus=2, **QUIET)
 
+    def raylet(self, ip: str) -> subprocess.Popen[bytes]:
+        """Ray's own process of this machine."""
+        (raylet,) = self._nodes[ip].all_processes["raylet"]
+        found: subprocess.Popen[bytes] = raylet.process
+        return found
+
     def kill(self, ip: str) -> None:
         """All that runs there."""
-        (raylet,) = self._nodes[ip].all_processes["raylet"]
-        for pid in (raylet.process.pid, *children_of(raylet.process.pid)):
-            kill(pid)
+        pid = self.raylet(ip).pid
+        for each in (pid, *children_of(pid)):
+            kill(each)
 
     def end(self) -> None:
         self._ray.shutdown()
@@ -242,6 +249,27 @@ def test_a_cluster_outlives_a_machine(
     until(lambda: hosts(cluster).get("node-2") == lost)
     until(lambda: cluster.list()[2].state == "up")
     assert streams(cluster.list()[2].url) == undisturbed
+
+
+def test_a_machine_that_ray_loses_sight_of(
+    cluster: RayCluster, args: ClusterArgs, machines: Machines
+) -> None:
+    """Its node goes on until Ray has started another one in its place."""
+    cluster.create(args)
+    until(lambda: all_up(cluster, 0, 1))
+    before, (url, old) = hosts(cluster), [node.url for node in cluster.list()]
+    undisturbed, unseen = streams(url), str(before["node-1"])
+    raylet = machines.raylet(unseen)
+    raylet.send_signal(signal.SIGSTOP)
+    begin_s = time.monotonic()
+    until(lambda: streams(url) == undisturbed and hosts(cluster)["node-1"] == before["node-0"])
+    until(lambda: all_up(cluster, 0, 1))
+    print(f"another node was up in its place after {time.monotonic() - begin_s:.1f} s")
+    assert is_ready(old) and streams(url) == undisturbed
+    assert streams(url, lambda: raylet.send_signal(signal.SIGCONT)) == undisturbed
+    until(lambda: raylet.poll() is not None and not is_ready(old))
+    assert streams(url) == undisturbed
+    machines.start(unseen)
 
 
 def test_a_node_with_several_gpus_has_them_on_one_machine(
