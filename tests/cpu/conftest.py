@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
+import torch
 from engines import make_llm, make_module_llm
 from quick_start import quick_engines
 
@@ -17,3 +20,11 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> TargetTable:
     from other_kinds import make_table
 
     return make_table(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def unwritten_is_nan() -> Iterator[None]:
+    """Memory of tensors is NaN until it is written."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

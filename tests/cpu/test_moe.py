@@ -109,9 +109,13 @@ def triton_backend(pool: AdapterPool) -> LoraBackend:
 
 
 @pytest.mark.parametrize("backend", ["reference", "torch", "triton"])
+@pytest.mark.parametrize("first", [None, 1], ids=["all", "some"])
 @pytest.mark.parametrize("counts", [(2, 3, 1, 4), (0, 1, 0, 0), (3, 5, 40, 0)], ids=str)
-def test_experts_add_what_their_adapters_say(backend: str, counts: tuple[int, ...]) -> None:
-    """Rows of the base, then of slots 0, 1 and 2."""
+def test_experts_add_what_their_adapters_say(
+    backend: str, counts: tuple[int, ...], first: int | None
+) -> None:
+    """Rows of the base, then of slots 0, 1 and 2. With `first`, experts of a lower number are
+    elsewhere, and add nothing."""
     pool, layouts = make_pool()
     slots = [slot for slot, count in zip((-1, 0, 1, 2), counts, strict=True) for _ in range(count)]
     slot_T = torch.tensor(slots, dtype=torch.int32)
@@ -120,7 +124,7 @@ def test_experts_add_what_their_adapters_say(backend: str, counts: tuple[int, ..
     step = made.begin(LoraBatch(slot_T, each, slot_T, each))
     generator = torch.Generator().manual_seed(1)
     scores = torch.rand((len(slots), NUM_EXPERTS - 1), generator=generator)
-    routing = route(scores.topk(TOP_K).indices, NUM_EXPERTS)
+    routing = route(scores.topk(TOP_K).indices, NUM_EXPERTS, first)
     token_P = routing.order_P // TOP_K
     experts = step.experts(token_P, routing.expert_P)
     starts = [0, layouts[0].num_elements, layouts[0].num_elements + layouts[1].num_elements]
@@ -133,7 +137,7 @@ def test_experts_add_what_their_adapters_say(backend: str, counts: tuple[int, ..
             zip(token_P.tolist(), routing.expert_P.tolist(), strict=True)
         ):
             slot = slots[token]
-            if slot < 0:
+            if min(slot, expert) < 0:
                 assert torch.equal(y[p], before[p]), "a base row was touched"
                 continue
             delta = expected_row(pool, starts[slot], layouts[slot], group.index, expert, x[p])
@@ -147,6 +151,15 @@ def test_routing_orders_pairs_by_expert_then_by_token() -> None:
     assert (routing.order_P // 2).tolist() == [0, 1, 3, 0, 2, 3, 1, 2]
     assert routing.order_P[routing.place_P].tolist() == list(range(8))
     assert routing.ends_E.tolist() == [3, 3, 3, 6, 8, 8]
+
+
+def test_pairs_whose_expert_is_elsewhere_come_last() -> None:
+    expert_TK = torch.tensor([[3, 0], [0, 4], [3, 5], [1, 3]])
+    routing = route(expert_TK, 2, first=3)
+    assert routing.expert_P.tolist() == [0, 0, 0, 1, -1, -1, -1, -1]
+    assert (routing.order_P // 2).tolist() == [0, 2, 3, 1, 0, 1, 2, 3]
+    assert routing.order_P[routing.place_P].tolist() == list(range(8))
+    assert routing.ends_E.tolist() == [3, 4]
 
 
 # -- whole models ----------------------------------------------------------------------------------

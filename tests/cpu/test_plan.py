@@ -126,6 +126,24 @@ def test_sizes_of_adapters() -> None:
         assert 2 * plan.adapter_bytes(8, adapted) == plan.adapter_bytes(16, adapted)
 
 
+def test_whole_experts_and_their_adapters_are_divided_by_their_number() -> None:
+    """Two ranks have a part of each expert, and either A or B whole; four have whole experts, each
+    of which has both, whichever way other layers are divided."""
+    config, args = model("gpt-oss-20b")
+    both_halves = engine_args("gpt-oss-20b", fully_sharded_loras=True)
+    one, two, four, fully = (
+        RankPlan(config, args if size else both_halves, size or 4) for size in (1, 2, 4, 0)
+    )
+    adapted = [target for target in one.table.targets if target.kind == "experts"]
+    whole, half, quarter, same = (p.adapter_bytes(16, adapted) for p in (one, two, four, fully))
+    assert whole == 4 * quarter == 4 * same < 2 * half
+    assert (one.table.num_experts, two.table.num_experts, four.table.num_experts) == (32, 32, 8)
+    weights = [plan.memory(TOTAL, 1, 0).weights for plan in (one, two, four)]
+    experts = 24 * 32 * (3 * 2880 * 2880 + 3 * 2880) * 2
+    assert weights[0] - weights[2] == pytest.approx(experts * 3 / 4, rel=0.1)
+    assert weights[0] - weights[1] == pytest.approx(experts / 2, rel=0.1)
+
+
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, ["plan", *arguments])
     return result.exit_code, result.output

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapter_kinds import FAMILIES, LINEAR, VOCAB, make_base
+from adapter_kinds import FAMILIES, LINEAR, MIXTURES, VOCAB, make_base
 from rank_threads import on_ranks
 
 from weft.core.errors import ConfigError
@@ -19,6 +19,7 @@ from weft.kernels.ops import Ops
 from weft.models.blueprint import model_shard
 from weft.models.config import ModelConfig, load_model_config, share_of
 from weft.models.decoder import Decoder, StepContext, allocate_kv_cache
+from weft.models.family import MoeConfig
 from weft.models.loading import LoadedModel, dummy_weights, load_weights
 from weft.models.weights import Weights
 from weft.worker.gathered import GatheredWeights, share_of_weight
@@ -54,6 +55,7 @@ def logits(folder: Path, ranks: Ranks) -> torch.Tensor:
         return decoder.logits(decoder.forward(ids, step, kv), step)
 
 
+@pytest.mark.usefixtures("unwritten_is_nan")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_ranks_compute_the_logits_of_the_whole_model(family: str, tmp_path: Path) -> None:
     """With four ranks, two of them have the same key and value heads; those of linear attention
@@ -111,6 +113,71 @@ def test_a_weight_is_put_together_from_what_ranks_have(tmp_path: Path) -> None:
             bias, all_of_it = gathered.bias(target), whole.bias(target)
             assert (bias is None) == (all_of_it is None)
             assert bias is None or torch.equal(bias, all_of_it), target.name
+
+
+def moe(num_experts: int, width: int) -> MoeConfig:
+    return MoeConfig(num_experts, 1, width, False, False, (True,), ("", "", "", ""))
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "width", "size", "ways"),
+    [
+        pytest.param(128, 768, 8, (8, 1), id="Qwen3 30B-A3B: 96 columns"),
+        pytest.param(32, 2880, 2, (2, 1), id="gpt-oss 20B: 1,440 columns"),
+        pytest.param(32, 2880, 4, (1, 4), id="720 would be no units of 32"),
+        pytest.param(128, 704, 4, (1, 4), id="Gemma 4 26B-A4B: 176 would not be, either"),
+        pytest.param(6, 25, 2, (1, 2), id="a width that can't be divided"),
+        pytest.param(5, 20, 2, (2, 1), id="experts that can't be divided"),
+    ],
+)
+def test_experts_are_cut_by_width_where_kernels_take_that(
+    num_experts: int, width: int, size: int, ways: tuple[int, int], tmp_path: Path
+) -> None:
+    """`ways`: by how many the width is divided, and by how many the number of experts."""
+    config = replace(config_of("gpt-oss", tmp_path), num_heads=8, moe=moe(num_experts, width))
+    own = share_of(config, size).moe
+    assert own is not None
+    assert (width // own.intermediate_size, num_experts // own.num_here) == ways
+    assert own.num_experts == num_experts
+
+
+def test_experts_that_can_not_be_divided_are_refused_by_name(tmp_path: Path) -> None:
+    config = replace(config_of("gpt-oss", tmp_path), moe=moe(5, 25))
+    with pytest.raises(ConfigError, match="experts 25 nor their number 5") as caught:
+        share_of(config, 2)
+    assert caught.value.param == "tensor_parallel_size"
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_rank_has_its_part_of_experts(family: str, size: int, tmp_path: Path) -> None:
+    if size == 4 and family in LINEAR:
+        pytest.skip("heads of linear attention can't be had twice")
+    make_base(FAMILIES[family], tmp_path)
+    config = load_model_config(tmp_path)
+    loaded = load_weights(tmp_path, config, torch.float32, "cpu")
+    random = dummy_weights(config, torch.float32, "cpu")
+    for rank in range(size):
+        shard = model_shard(config, rank, size)
+        read = load_weights(tmp_path, config, torch.float32, "cpu", shard=shard)
+        made = dummy_weights(config, torch.float32, "cpu", shard=shard)
+        for key, groups in shard.whole.by_key.items():
+            if groups[0].kind != "experts":
+                continue
+            target = groups[-1].slices[0]
+            here, columns = shard.copies("experts"), shard.inputs(target)
+            parts = shard.whole.groups[target.group].packed.parts
+            assert groups[0].out_features == sum(parts)
+            rows = torch.cat([torch.arange(999)[s] for s in shard.outputs(groups[0].slices[0])])
+            if len(groups[0].slices) > 1:
+                rows = torch.cat((rows, rows + parts[0]))
+            for whole, own in ((loaded, read), (random, made)):
+                expected = whole.dense(key)[here][:, rows][..., columns]
+                assert torch.equal(own.dense(key), expected)
+                if key in own.biases:
+                    assert torch.equal(own.biases[key], whole.biases[key][here][:, rows])
+                else:
+                    assert key not in whole.biases or rank
 
 
 def test_what_does_not_divide_is_refused_by_name(tmp_path: Path) -> None:

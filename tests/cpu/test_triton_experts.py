@@ -6,6 +6,7 @@ Bounds. Sums in fp32 have some hundred terms: 2^-18 of the largest magnitude.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from weft.kernels.ops import (
     reference_activate_and_mul,
 )
 from weft.kernels.ops import choose_experts as torch_choose
+from weft.models.family import WIDTH_UNIT
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
 
@@ -91,6 +93,29 @@ def test_each_token_gets_the_sum_of_its_experts(
     assert torch.equal(alone_1I[0], found_TI[-1])
 
 
+@pytest.mark.usefixtures("unwritten_is_nan")
+@pytest.mark.parametrize("num_rows", [1, 7])
+def test_ranks_with_some_experts_each_add_up_to_all(num_rows: int) -> None:
+    """Some of the tokens have no expert of a rank."""
+    generator = torch.Generator().manual_seed(num_rows)
+    every = make_weights(6, True, generator)
+    every = replace(every, scale_E=torch.rand(6, generator=generator))
+    x_TI = torch.randn(num_rows, HIDDEN, generator=generator)
+    logits = Product(torch.randn(num_rows, 6, generator=generator))
+    choice = ExpertChoice(2, False, True, False)
+    wanted_TI = kernels.mixture(x_TI, logits, choice, every, CLAMPED)
+    assert wanted_TI is not None
+    left_TI = wanted_TI.clone()
+    for first in (0, 2, 4):
+        here = slice(first, first + 2)
+        names = "gate_up_EOI", "down_EIF", "gate_up_bias_EO", "down_bias_EI"
+        own = replace(every, first=first, **{name: getattr(every, name)[here] for name in names})
+        found_TI = kernels.mixture(x_TI, logits, choice, own, CLAMPED)
+        assert found_TI is not None
+        left_TI -= found_TI
+    assert left_TI.abs().max() < 2.0**-18 * wanted_TI.abs().max()
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize(
     "choice",
@@ -130,3 +155,11 @@ def test_what_these_kernels_are_not_for_is_left_to_others() -> None:
     narrow = ExpertWeights(weights.gate_up_EOI[:, :-2], weights.down_EIF[..., :-1])
     logits = Product(torch.zeros(1, 2))
     assert kernels.mixture(torch.randn(1, HIDDEN), logits, choice, narrow, "silu") is None
+
+
+@pytest.mark.parametrize("width", [3 * WIDTH_UNIT, WIDTH_UNIT // 2])
+def test_widths_are_taken_in_the_units_by_which_experts_are_cut(width: int) -> None:
+    weights = ExpertWeights(torch.zeros(2, 2 * width, HIDDEN), torch.zeros(2, HIDDEN, width))
+    choice, logits = ExpertChoice(1, False, False, False), Product(torch.zeros(1, 2))
+    found = kernels.mixture(torch.zeros(1, HIDDEN), logits, choice, weights, "silu")
+    assert (found is None) == (width % WIDTH_UNIT > 0)

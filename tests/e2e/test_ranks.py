@@ -42,6 +42,7 @@ TWO = {"tensor_parallel_size": 2}
 BOTH_HALVES = {**TWO, "fully_sharded_loras": True}
 CASES = [
     pytest.param((FAMILY, TWO, FEW), id=FAMILY),
+    pytest.param(("qwen3-next", BOTH_HALVES, [*PARTS, *EXPERTS]), id="whole experts"),
     *(
         pytest.param(
             (family, options, list(KINDS | EXPERTS)),

@@ -193,8 +193,9 @@ FAMILIES: dict[str, PreTrainedConfig] = {
         mlp_only_layers=[0],
         tie_word_embeddings=False,
     ),
+    # Two ranks have a part of every expert, and four of them whole experts.
     "gpt-oss": GptOssConfig(
-        **SIZES,
+        **SIZES | {"intermediate_size": 64},
         head_dim=16,
         num_local_experts=4,
         num_experts_per_tok=2,

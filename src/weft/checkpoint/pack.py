@@ -187,12 +187,14 @@ def _fill_pairs(
         for shard, data in each:
             target = shard.own.targets[parts.target.slice]
             inputs, outputs = shard.a_columns(target), shard.b_rows(target)
-            for expert in range(shard.own.copies(target.kind)):
+            copies = shard.copies(target.kind)
+            own = zip(stacked_a[copies], stacked_b[copies], strict=True)
+            for expert, (whole_a, whole_b) in enumerate(own):
                 a, b = pair_views(data, target, shard.own, layout, expert)
-                fill(a, stacked_a[expert][:, inputs], 1.0)
+                fill(a, whole_a[:, inputs], 1.0)
                 sizes = [rows.stop - rows.start for rows in outputs]
                 for dest, rows in zip(b.split_with_sizes(sizes), outputs, strict=True):
-                    fill(dest, stacked_b[expert][rows], parts.scaling)
+                    fill(dest, whole_b[rows], parts.scaling)
                 changes = changes or bool(a.any() and b.any())
     return changes
 

@@ -8,12 +8,15 @@ layer a share of its input, so that a column layer's output is what the row laye
     x ──> ...                                                        (+) the sum over ranks
     x ──> gate, up of some columns ──> silu, times ──> down ─────────┘
 
-Key and value heads that are fewer than ranks are there on several of them. The base's tensors and
-those of adapters are cut alike: A as the columns of W, B as its rows. Only the vocabulary is not.
-Embeddings are whole on every rank; the head's weight is cut by tokens, but its logits are gathered
-before adapters change them, so that what adapters have for the head is whole, too.
+Key and value heads that are fewer than ranks are there on several of them. Experts are cut as gate,
+up and down, each of them by its columns; or each rank has some experts, whole, and the others add
+nothing to its part of the sum. Then its table says fewer experts. The base's tensors and those of
+adapters are cut alike: A as the columns of W, B as its rows. Only the vocabulary is not. Embeddings
+are whole on every rank; the head's weight is cut by tokens, but its logits are gathered before
+adapters change them, so that what adapters have for the head is whole, too.
 
-So one half of each pair is whole on every rank: A of a column layer, B of a row layer. With
+So one half of each pair is whole on every rank: A of a column layer, B of a row layer, and both of
+an expert that is there. With
 *fully sharded* adapters this half is cut as well, A by its inputs and B by its outputs, and all
 ranks' parts of x A^T are summed in between:
 
@@ -25,7 +28,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from weft.core.targets import Norm, Target, TargetTable
+from weft.core.targets import Kind, Norm, Target, TargetTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,11 @@ class Shard:
         if own.b_features == own.out_features:
             return self.outputs(target)
         return (self._share(whole.out_features, own.b_features),)
+
+    def copies(self, kind: Kind) -> slice:
+        """Which of the A or B of a target are the rank's, of as many as `TargetTable.copies` says:
+        those of its experts."""
+        return self._share(self.whole.copies(kind), self.own.copies(kind))
 
     def norm(self, norm: Norm) -> tuple[slice, ...]:
         """The entries of a norm's weight that are the rank's."""

@@ -33,10 +33,10 @@ ALIGN = 64
 Kind = Literal["linear", "embedding", "head", "experts"]
 """experts: a linear layer that is there `TargetTable.num_experts` times."""
 
-Axis = Literal["column", "row", "vocab"]
+Axis = Literal["column", "row", "vocab", "expert"]
 """How a weight is cut for several ranks; see `weft.core.shards`. column: each takes a share of
 every part of the output. row: each takes a share of the input, and the outputs are summed. vocab:
-each takes some tokens."""
+each takes some tokens. expert: each takes some experts, and all of these."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,14 +192,16 @@ class ExpertChoice:
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The matrices of all experts of a layer, E, each of width F."""
+    """The matrices of all experts of a layer, E, each of width F; or those of some."""
 
     gate_up_EOI: Tensor
     down_EIF: Tensor
     gate_up_bias_EO: Tensor | None = None
     down_bias_EI: Tensor | None = None
     scale_E: Tensor | None = None
-    """What the weight of each expert is multiplied by; None: nothing."""
+    """What the weight of each expert is multiplied by, of all experts; None: nothing."""
+    first: int | None = None
+    """The number of the first of these experts, where others are elsewhere; None: these are all."""
 
 
 def choose_experts(
@@ -291,8 +293,8 @@ class Ops:
         experts: ExpertWeights,
         activation: Activation,
     ) -> Tensor | None:
-        """Compute the sum of each token's experts, (T, I), by kernels that do all of it. None where
-        there are none for so many rows or such shapes."""
+        """Compute the sum of each token's experts, as far as they are here, (T, I), by kernels that
+        do all of it. None where there are none for so many rows or such shapes."""
         return None
 
     def rope_and_write(

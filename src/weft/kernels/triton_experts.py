@@ -41,6 +41,7 @@ def _choose(
     add_ptr,
     add_slot_ptr,
     E,
+    FIRST: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK_E: tl.constexpr,
     OF_CHOSEN: tl.constexpr,
@@ -50,7 +51,8 @@ def _choose(
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The experts of one row, the likeliest first, and their weights; one program per row."""
+    """The experts of one row, the likeliest first, less FIRST, and their weights; one program per
+    row."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     e = tl.arange(0, BLOCK_E)
@@ -80,7 +82,7 @@ def _choose(
         weight *= tl.load(scale_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     pair = row.to(tl.int64) * TOP_K + order
     tl.store(weight_ptr + pair, weight, mask=chosen > 0)
-    tl.store(expert_ptr + pair, e.to(tl.int64), mask=chosen > 0)
+    tl.store(expert_ptr + pair, e.to(tl.int64) - FIRST, mask=chosen > 0)
 
 
 @triton.jit
@@ -96,8 +98,8 @@ def _tokens_of(
 ):
     """Which tokens chose the expert of a program's `place`: (expert, how many, for each token the
     number of those before it or -1, its pair). BY_PAIR: places are pairs, of which the first with
-    an expert does the work of all; else experts. Before all kernels are compiled, there may be
-    choices that are no expert."""
+    an expert does the work of all; else experts. Choices beyond E, or below 0, are of experts that
+    are elsewhere; before all kernels are compiled, there may be such ones, too."""
     t = tl.arange(0, BLOCK_T)[:, None]
     k = tl.arange(0, BLOCK_K)[None, :]
     pair = t * TOP_K + k
@@ -242,12 +244,14 @@ def _down(
     STAGES: tl.constexpr,
     BY_PAIR: tl.constexpr,
     BIAS: tl.constexpr,
+    SOME: tl.constexpr,
     EXACT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out (T, I): the sum over a token's experts of weight * (x @ w^T + bias), x (pairs, F).
-    Programs: tiles of one expert after another, each of BLOCK_O columns of the result; the last
-    one of some columns adds the parts (pairs, I) in the order of each token's choices."""
+    """out (T, I): the sum over a token's experts of weight * (x @ w^T + bias), x (pairs, F); if
+    SOME, over those that are here. Programs: tiles of one expert after another, each of BLOCK_O
+    columns of the result; the last one of some columns adds the parts (pairs, I) in the order of
+    each token's choices."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -274,20 +278,25 @@ def _down(
     if tl.atomic_add(tickets_ptr + tile, 1, sem="acq_rel") == places - 1:
         t = tl.arange(0, BLOCK_T)
         at = t[:, None] * TOP_K * I + o[None, :]
-        ok = (t < T)[:, None]
+        ok = t < T
+        here = ok
         total = tl.full((BLOCK_T, BLOCK_O), 0.0, tl.float32)
         for rank in tl.static_range(TOP_K):
-            total += tl.load(parts_ptr + at + rank * I, mask=ok, other=0.0, cache_modifier=".cg")
+            if SOME:
+                of = tl.load(expert_ptr + t * TOP_K + rank, mask=ok, other=-1)
+                here = (of >= 0) & (of < E)
+            part_at = parts_ptr + at + rank * I
+            total += tl.load(part_at, mask=here[:, None], other=0.0, cache_modifier=".cg")
         y = total.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + t[:, None] * I + o[None, :], y, mask=ok)
+        tl.store(out_ptr + t[:, None] * I + o[None, :], y, mask=ok[:, None])
         tl.store(tickets_ptr + tile, 0)
 
 
 def choose_experts(
-    logits: Product, choice: ExpertChoice, scale_E: Tensor | None = None
+    logits: Product, choice: ExpertChoice, scale_E: Tensor | None = None, first: int = 0
 ) -> tuple[Tensor, Tensor]:
     """The weights, float32, and numbers, int64, of each row's experts, both (T, K); see
-    `weft.kernels.ops.choose_experts`."""
+    `weft.kernels.ops.choose_experts`. Experts are counted from `first` on."""
     logits_TE, pending = logits
     (num_rows, num_experts), top_k = logits_TE.shape, choice.top_k
     weight_TK = logits_TE.new_empty((num_rows, top_k), dtype=torch.float32)
@@ -300,6 +309,7 @@ def choose_experts(
         weight_TK if scale_E is None else scale_E,
         *(nothing if pending is None else (pending.add_TO, pending.slot_T)),
         num_experts,
+        FIRST=first,
         TOP_K=top_k,
         BLOCK_E=block,
         OF_CHOSEN=choice.of_chosen,
@@ -346,15 +356,15 @@ def mixture(
     experts: ExpertWeights,
     activation: Activation,
 ) -> Tensor | None:
-    """The sum of each token's experts, (T, I); None where other kernels are better, or these
-    can't."""
+    """The sum of each token's experts that are here, (T, I); None where other kernels are better,
+    or these can't."""
     T, (_, I, F) = len(x_TI), experts.down_EIF.shape  # noqa: E741
     if not 0 < T <= FEW_ROWS or I % 64 or F % 32 or x_TI.stride(1) != 1:
         return None
     if x_TI.dtype == torch.float32 and not INTERPRETED:
         return None
-    weight_TK, expert_TK = choose_experts(logits, choice, experts.scale_E)
-    return mlp(x_TI, weight_TK, expert_TK, experts, activation)
+    chosen = choose_experts(logits, choice, experts.scale_E, experts.first or 0)
+    return mlp(x_TI, *chosen, experts, activation)
 
 
 def mlp(
@@ -364,7 +374,8 @@ def mlp(
     experts: ExpertWeights,
     activation: Activation,
 ) -> Tensor:
-    """The sum of each token's experts, (T, I), of at most FEW_ROWS tokens."""
+    """The sum of each token's experts that are here, (T, I), of at most FEW_ROWS tokens. Experts
+    are counted from the first one that is here."""
     (T, I), K = x_TI.shape, expert_TK.shape[1]  # noqa: E741
     E, F = len(experts.down_EIF), experts.down_EIF.shape[2]
     inner_PF, parts_PI = x_TI.new_empty(T * K, F), x_TI.new_empty(T * K, I, dtype=torch.float32)
@@ -394,7 +405,7 @@ def mlp(
     _, tickets, _ = meeting_place(x_TI.device)
     _down[places * (I // cut.columns),](
         inner_PF, experts.down_EIF, out_TI if bias_EI is None else bias_EI, expert_TK, weight_TK,
-        parts_PI, tickets, out_TI, T, E, places, BIAS=bias_EI is not None, **cut.constants,
-        **common,
+        parts_PI, tickets, out_TI, T, E, places, BIAS=bias_EI is not None,
+        SOME=experts.first is not None, **cut.constants, **common,
     )  # fmt: skip
     return out_TI

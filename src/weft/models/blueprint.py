@@ -13,7 +13,7 @@ from math import prod
 
 from weft.core.errors import ConfigError
 from weft.core.shards import Shard
-from weft.core.targets import Packed, TargetTable, Vector, build_table
+from weft.core.targets import Axis, Packed, TargetTable, Vector, build_table
 from weft.models.config import ModelConfig, share_of
 from weft.models.family import MoeConfig
 
@@ -50,7 +50,7 @@ def target_table(config: ModelConfig, pair_ranks: int = 1) -> TargetTable:
         [replace(row, pair_ranks=pair_ranks) for row in rows],
         norms=_norms(config),
         tied=config.tie_word_embeddings,
-        num_experts=config.moe.num_experts if config.moe else 1,
+        num_experts=config.moe.num_here if config.moe else 1,
         vectors=_vectors(config),
     )
 
@@ -193,13 +193,14 @@ def _experts(moe: MoeConfig, hidden: int, i: int) -> list[Packed]:
     one, down = _named(name, "experts.gate_up_proj"), _named(name, "experts.down_proj")
     parts = (inner, inner) if moe.clamped_swiglu is None else (2 * inner,)
     key, bias = f"{i}.experts_gate_up", moe.biased
-    gate_up = Packed(key, "experts", hidden, parts, one, bias, "column")
+    axes: tuple[Axis, Axis] = ("column", "row") if moe.expert_ranks == 1 else ("expert", "expert")
+    gate_up = Packed(key, "experts", hidden, parts, one, bias, axes[0])
     num, router = moe.num_experts, _named(name, moe.router)
     return [
         Packed(f"{i}.router", "linear", hidden, (num,), router, bias),
         *([replace(gate_up, names=pair)] if len(parts) == 2 else []),
         gate_up,
-        Packed(f"{i}.experts_down", "experts", inner, (hidden,), down, bias, "row"),
+        Packed(f"{i}.experts_down", "experts", inner, (hidden,), down, bias, axes[1]),
         *(_shared_expert(name, hidden, moe.shared_size, i) if moe.shared_size else ()),
     ]
 

@@ -117,7 +117,10 @@ class LayerBuilder:
             gate = self.linear(f"{layer}.shared_gate")
             shared = SharedExpert(gate, self._dense_mlp(f"{layer}.shared_"))
         scale_E = self.weights.vectors.get(f"model.layers.{layer}.{EXPERT_SCALES}")
-        return SparseMlp(router, gate_up_E, down_E, moe, self.ops, activation, shared, scale_E)
+        first = self.ranks.rank * moe.num_here if moe.expert_ranks > 1 else None
+        return SparseMlp(
+            router, gate_up_E, down_E, moe, self.ops, activation, shared, scale_E, first
+        )
 
     def _dense_mlp(self, of: str) -> DenseMlp:
         gate_up, down = self.linear(f"{of}gate_up"), self.linear(f"{of}down")

@@ -15,6 +15,7 @@ from weft.models.families import FAMILIES, family_of
 from weft.models.family import (
     NORM_NAMES,
     UNSCALED,
+    WIDTH_UNIT,
     Blocks,
     Family,
     LayerShape,
@@ -129,8 +130,8 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
     if moe is None or moe.beside_mlp or not all(moe.layers):
         widths["intermediate_size"] = gcd(*(shape.intermediate_size for shape in shapes))
     if moe is not None:
-        widths["intermediate_size of experts"] = moe.intermediate_size
         widths["shared_expert_intermediate_size"] = moe.shared_size
+        moe = _share_of_experts(moe, size)
     if linear is not None:
         widths["linear_num_key_heads"] = linear.num_keys
     for kv in (shape.num_kv_heads for shape in shapes):
@@ -156,14 +157,25 @@ def share_of(config: ModelConfig, size: int) -> ModelConfig:
             )
             for shape in config.layers
         ),
-        moe=moe
-        and replace(
-            moe,
-            intermediate_size=moe.intermediate_size // size,
-            shared_size=moe.shared_size // size,
-        ),
+        moe=moe,
         linear=linear,
     )
+
+
+def _share_of_experts(moe: MoeConfig, size: int) -> MoeConfig:
+    """A share of the width of each expert; or if that is none that kernels for few rows take, some
+    experts, whole. docs/decisions/0020 says why. Raises ConfigError if neither can be divided."""
+    width, num = moe.intermediate_size, moe.num_experts
+    moe = replace(moe, shared_size=moe.shared_size // size)
+    if num % size == 0 and width % (size * WIDTH_UNIT):
+        return replace(moe, expert_ranks=size)
+    if width % size:
+        raise ConfigError(
+            f"--tensor-parallel-size {size} divides neither the model's intermediate_size of"
+            f" experts {width} nor their number {num}",
+            "tensor_parallel_size",
+        )
+    return replace(moe, intermediate_size=width // size)
 
 
 def load_model_config(path_or_id: str | Path, revision: str | None = None) -> ModelConfig:

@@ -34,6 +34,10 @@ RopeParameters = Mapping[str, Any]
 """A configuration's `rope_parameters`, for one kind of layer."""
 
 
+WIDTH_UNIT = 32
+"""Kernels that read only the experts that are chosen take widths of whole units of this many."""
+
+
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
     """Layers whose MLP is a mixture of experts, each token going through `top_k` of them."""
@@ -70,6 +74,14 @@ class MoeConfig:
     """Whether checkpoints have all experts in one tensor, (experts, out, in)."""
     beside_mlp: bool = False
     """Whether these layers have a dense MLP too, beside which the experts are."""
+    expert_ranks: int = 1
+    """Over how many ranks the experts are divided, each of them whole; 1: all are here, or a part
+    of the width of each."""
+
+    @property
+    def num_here(self) -> int:
+        """How many experts a rank has, or has a part of."""
+        return self.num_experts // self.expert_ranks
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:

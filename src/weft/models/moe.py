@@ -31,23 +31,31 @@ class Routing(NamedTuple):
     place_P: Tensor
     """The place of each pair, int64; the inverse of `order_P`."""
     expert_P: Tensor
-    """The expert at each place, int64, rising."""
+    """The expert at each place, int64, rising; -1 at the last ones, whose experts are elsewhere."""
     ends_E: Tensor
     """The first place beyond each expert's, int32."""
 
 
-def route(expert_TK: Tensor, num_experts: int) -> Routing:
-    """Order the pairs by expert, which takes nothing that the host would have to know."""
+def route(expert_TK: Tensor, num_experts: int, first: int | None = None) -> Routing:
+    """Order the pairs by expert, which takes nothing that the host would have to know. `first`: the
+    number of the first of the experts here, where others are elsewhere; they are counted from it
+    on."""
+    if first is not None:
+        expert_TK = expert_TK - first
+        expert_TK = expert_TK.where((expert_TK >= 0) & (expert_TK < num_experts), num_experts)
     expert_P, order_P = expert_TK.flatten().sort(stable=True)
     place_P = torch.empty_like(order_P)
     place_P[order_P] = torch.arange(len(order_P), device=order_P.device)
     experts_E = torch.arange(num_experts, device=expert_P.device)
     ends_E = torch.searchsorted(expert_P, experts_E, right=True, out_int32=True)
+    if first is not None:
+        expert_P = expert_P.where(expert_P < num_experts, -1)
     return Routing(order_P, place_P, expert_P, ends_E)
 
 
 def grouped_linear(x_PI: Tensor, weight_EOI: Tensor, ends_E: Tensor) -> Tensor:
-    """Each expert's matrix times its rows, (P, O); its rows end before `ends_E`.
+    """Each expert's matrix times its rows, (P, O); its rows end before `ends_E`. Rows behind those
+    of the last expert may get any values.
 
     On a GPU see `is_capturable`. On a CPU only the experts that have rows are read.
     """
@@ -118,7 +126,7 @@ class Experts:
     def __call__(self, x_PI: Tensor, routing: Routing, lora: ExpertStep | None) -> Tensor:
         y_PO = grouped_linear(x_PI, self.weight_EOI, routing.ends_E)
         if self.bias_EO is not None:
-            y_PO += self.bias_EO[routing.expert_P]
+            y_PO += self.bias_EO[routing.expert_P]  # -1 is any row, for a product without values
         if lora is not None:
             for group in self.groups:
                 lora.linear(y_PO, x_PI, group)
@@ -138,6 +146,8 @@ class SparseMlp:
     shared: SharedExpert | None = None
     scale_E: Tensor | None = None
     """What the weight of each expert is multiplied by; None: nothing."""
+    first: int | None = None
+    """The number of the first expert that is here; None: all are here."""
 
     def __call__(self, x_TI: Tensor, step: StepContext, routed_TI: Tensor | None = None) -> Product:
         """`routed_TI`: what the router reads; None: x itself."""
@@ -160,14 +170,14 @@ class SparseMlp:
     def experts(self) -> ExpertWeights:
         into, out = self.gate_up, self.down
         return ExpertWeights(
-            into.weight_EOI, out.weight_EOI, into.bias_EO, out.bias_EO, self.scale_E
+            into.weight_EOI, out.weight_EOI, into.bias_EO, out.bias_EO, self.scale_E, self.first
         )
 
     def _sorted(self, x_TI: Tensor, logits: Product, lora_step: LoraStep | None) -> Tensor:
-        """The sum of each token's experts, (T, I), by products of rows that are ordered by
-        expert."""
+        """The sum of each token's experts that are here, (T, I), by products of rows that are
+        ordered by expert."""
         weight_TK, expert_TK = choose_experts(logits.whole(), self.choice, self.scale_E)
-        routing = route(expert_TK, self.moe.num_experts)
+        routing = route(expert_TK, self.moe.num_here, self.first)
         token_P = routing.order_P // self.moe.top_k
         x_PI = x_TI[token_P]
         lora = None
@@ -178,5 +188,7 @@ class SparseMlp:
         gate_up = Product(self.gate_up(x_PI, routing, lora))
         inner_PF = self.ops.activate_and_mul(gate_up, self.activation)
         y_PI = self.down(inner_PF, routing, lora)
+        if self.first is not None:
+            y_PI.masked_fill_((routing.expert_P < 0)[:, None], 0)
         y_TKI = y_PI[routing.place_P].view(*weight_TK.shape, -1)
         return (y_TKI * weight_TK[:, :, None]).sum(1).to(x_TI.dtype)

@@ -101,6 +101,8 @@ class Place(NamedTuple):
     transposed: bool = False
     """Whether each expert's matrix in the whole tensor, (experts, in, out), is the transpose of the
     one that rows and columns are counted in."""
+    experts: slice | None = None
+    """Of the whole tensor, where its first dimension is experts."""
     of: tuple[str, int] | None = None
     """The key of the linear layer whose matrix the view belongs to, and the first of its rows
     there; None for all else."""
@@ -113,26 +115,30 @@ class Place(NamedTuple):
         for rows in self.rows:
             start, end = end, end + rows.stop - rows.start
             if self.transposed:
-                for expert, view in enumerate(self.view):
+                assert self.experts is not None
+                for expert, view in enumerate(self.view, self.experts.start):
                     matrix = source[expert : expert + 1, self.columns, rows]
                     view[start:end].copy_(matrix[0].t())
                 continue
             if self.columns is None:
                 self.view[start:end].copy_(source[rows])
                 continue
-            index = (*[slice(None)] * (len(self.shape) - 2), rows, self.columns)
-            self.view[..., start:end, :].copy_(source[index])
+            experts = () if self.experts is None else (self.experts,)
+            self.view[..., start:end, :].copy_(source[(*experts, rows, self.columns)])
 
 
-def place_of(shard: Shard, targets: tuple[Target, ...], view: Tensor) -> Place:
+def place_of(shard: Shard, targets: tuple[Target, ...], view: Tensor | None) -> Place:
     """The place of a tensor with the weights of neighbouring targets, of all experts if `view` has
-    those."""
+    a dimension for these."""
     first = targets[0]
     rows, columns = _rows_of(targets, [shard.weight_rows(t) for t in targets]), shard.inputs(first)
     shape = sum(t.out_features for t in targets), first.in_features
     if first.kind == "embedding":
         return Place(view, shape[::-1], (columns,), rows[0])
-    return Place(view, (*view.shape[:-2], *shape), rows, columns)
+    if view is None or view.dim() == 2:
+        return Place(view, shape, rows, columns)
+    experts = shard.copies("experts")
+    return Place(view, (shard.whole.num_experts, *shape), rows, columns, experts=experts)
 
 
 def place_of_bias(shard: Shard, targets: tuple[Target, ...], view: Tensor | None) -> Place:
@@ -201,10 +207,9 @@ def _stacked_places(
 
 def place_of_expert_bias(shard: Shard, group: Group, view_EO: Tensor | None) -> Place:
     """The place of a tensor with the biases of all experts, (experts, out)."""
-    experts = shard.whole.num_experts
     (outputs,) = shard.outputs(group.slices[0])
-    shape = experts, group.out_features
-    return Place(view_EO, shape, (slice(0, experts),), outputs)
+    shape = shard.whole.num_experts, group.out_features
+    return Place(view_EO, shape, (shard.copies("experts"),), outputs)
 
 
 def _stored_name(name: str, moe: MoeConfig | None) -> str:
@@ -217,17 +222,17 @@ def _stored_name(name: str, moe: MoeConfig | None) -> str:
 def _expert_places(
     shard: Shard, group: Group, matrix_EOI: Tensor, moe: MoeConfig
 ) -> dict[str, Place]:
-    """The places of a tensor for each expert and projection."""
+    """The places of a tensor for each expert and projection; nowhere for those of other ranks."""
     mlp, *projections = moe.names
     called = dict(zip(("gate_proj", "up_proj", "down_proj"), projections, strict=True))
-    return {
-        f"{s.name.partition('mlp.')[0]}{mlp}.experts.{expert}.{called[s.suffix]}.weight": (
-            place_of(shard, (s,), _rows(matrix_EOI[expert], own))
-        )
-        for s, own in zip(group.slices, shard.own.groups[group.index].slices, strict=True)
-        if s.suffix in called
-        for expert in range(moe.num_experts)
-    }
+    here, places = shard.copies("experts"), dict[str, Place]()
+    for s, own in zip(group.slices, shard.own.groups[group.index].slices, strict=True):
+        for expert in range(moe.num_experts) if s.suffix in called else ():
+            is_here = here.start <= expert < here.stop
+            view = _rows(matrix_EOI[expert - here.start], own) if is_here else None
+            name = f"{s.name.partition('mlp.')[0]}{mlp}.experts.{expert}.{called[s.suffix]}.weight"
+            places[name] = place_of(shard, (s,), view)
+    return places
 
 
 def whole_places(

@@ -98,9 +98,8 @@ class Tolerance(NamedTuple):
 def _norms(got: Tensor, want: Tensor, base: Tensor) -> Tensor:
     """fp32 (3,) of the deviation, the adapter's effect and the base's part."""
     got, want, base = got.float(), want.float(), base.float()
-    norms: Tensor = torch.linalg.vector_norm(
-        torch.stack((got - want, want - base, base)).flatten(1), dim=1
-    )
+    parts = torch.stack((got - want, want - base, base)).flatten(1)
+    norms: Tensor = torch.linalg.vector_norm(parts, dim=1)
     return norms
 
 
@@ -372,8 +371,8 @@ class _Both(LoraStep):
         self.compare(y_NV, x_NI, group, self._served.head, self._oracle.head)
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
-        served = self._served.experts(token_P, expert_P)
-        return _BothExperts(self, served, self._oracle.experts(token_P, expert_P))
+        served, oracle = (s.experts(token_P, expert_P) for s in (self._served, self._oracle))
+        return _BothExperts(self, served, oracle, slice(int((expert_P >= 0).sum())))
 
     def of(self, index: int) -> list[tuple[int, int, Tensor]]:
         wanted = self._oracle.of(index)
@@ -403,11 +402,12 @@ _Apply = Callable[[Tensor, Tensor, int], None]
 
 
 class _BothExperts:
-    def __init__(self, both: _Both, served: ExpertStep, oracle: ExpertStep) -> None:
-        self._both, self._served, self._oracle = both, served, oracle
+    def __init__(self, both: _Both, served: ExpertStep, oracle: ExpertStep, here: slice) -> None:
+        self._both, self._served, self._oracle, self._here = both, served, oracle, here
 
     def linear(self, y_PO: Tensor, x_PI: Tensor, group: int) -> None:
-        self._both.compare(y_PO, x_PI, group, self._served.linear, self._oracle.linear)
+        y, x = y_PO[self._here], x_PI[self._here]  # what has no expert here may be anything
+        self._both.compare(y, x, group, self._served.linear, self._oracle.linear)
 
 
 class _BothVocabulary:

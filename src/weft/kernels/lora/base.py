@@ -292,7 +292,8 @@ class LoraStep(Protocol):
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
         """The rows of a layer's experts: which of the step's rows each is of, and which expert it
-        goes through, int64 (P,). Ordered by expert, then by slot. On a GPU, an operation that does
+        goes through, int64 (P,). Ordered by expert, then by slot; behind these may be rows of
+        expert -1, which no adapter changes. On a GPU, an operation that does
         not start early comes between this and `linear`, which reads at once what is made here."""
 
 

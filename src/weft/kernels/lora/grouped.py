@@ -127,7 +127,7 @@ class GroupedStep(LoraStep):
         runs = zip(pairs.tolist(), [0, *ends], ends, strict=False)
         return GroupedExperts(
             self._pool,
-            [(expert, Segment(slot, *rows)) for (expert, slot), *rows in runs if slot >= 0],
+            [(e, Segment(slot, *rows)) for (e, slot), *rows in runs if min(e, slot) >= 0],
         )
 
     def _apply(self, y: Tensor, x: Tensor, group: int, *, sampled: bool) -> None:

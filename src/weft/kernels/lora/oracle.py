@@ -79,7 +79,8 @@ class ImageStep(LoraStep):
         return y_NW
 
     def experts(self, token_P: Tensor, expert_P: Tensor) -> ExpertStep:
-        return _ImageExperts(self, (token_P >= self._first).nonzero()[:, 0], expert_P)
+        is_own_P = (token_P >= self._first) & (expert_P >= 0)
+        return _ImageExperts(self, is_own_P.nonzero()[:, 0], expert_P)
 
     def of(self, index: int) -> list[tuple[int, int, Tensor]]:
         offsets = self._layout.norm_offset

@@ -50,7 +50,7 @@ class ReferenceRows:
 
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         for t, (slot, expert) in enumerate(self._rows):
-            if slot >= 0 and (view := self._pool.view(slot, group, expert)):
+            if min(slot, expert) >= 0 and (view := self._pool.view(slot, group, expert)):
                 v_R = view.a_RI.float() @ x_TI[t, view.columns].float()
                 if view.sums_ranks:
                     v_R = self._pool.ranks.sum(v_R[None])[0]

@@ -96,11 +96,11 @@ class TileList:
 
 @triton.jit
 def _owner(token_ptr, expert_ptr, slot_ptr, p, P):
-    """Slot and expert of pairs, as tiles have them; -1 for rows of the base."""
+    """Slot and expert of pairs, as tiles have them; -1 for rows of the base, and of no expert."""
     there = (p >= 0) & (p < P)
     slot = tl.load(slot_ptr + tl.load(token_ptr + p, mask=there, other=0), mask=there, other=-1)
     expert = tl.load(expert_ptr + p, mask=there, other=0).to(tl.int32)
-    return tl.where(slot < 0, -1, expert * _EXPERT + slot)
+    return tl.where((slot < 0) | (expert < 0), -1, expert * _EXPERT + slot)
 
 
 @triton.jit
