@@ -42,17 +42,19 @@ def rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     if x_D.dtype == torch.float32 and x_D.device.type == "cpu":
         # On a CPU, torch's own function takes eight operations; these are four.
         size = x_D.shape[-1]
-        norm_1 = torch.linalg.vector_norm(x_D, dim=-1, keepdim=True).mul_(size**-0.5)
-        y_D: Tensor = x_D / norm_1.hypot_(_root_of(eps))
-        return y_D if weight_D is None else y_D.mul_(weight_D)
+        norm_1 = torch.linalg.vector_norm(x_D, dim=-1, keepdim=True)
+        y_D: Tensor = x_D / norm_1.hypot_(_number((size * eps) ** 0.5))
+        if weight_D is None:
+            return y_D.mul_(size**0.5)
+        return torch.addcmul(_number(0.0), y_D, weight_D, value=size**0.5)
     if weight_D is None or weight_D.dtype == x_D.dtype:
         return F.rms_norm(x_D, (x_D.shape[-1],), weight_D, eps)
     return F.rms_norm(x_D.float(), (x_D.shape[-1],), weight_D.float(), eps).to(x_D.dtype)
 
 
 @cache
-def _root_of(eps: float) -> Tensor:
-    return torch.tensor(eps**0.5)
+def _number(value: float) -> Tensor:
+    return torch.tensor(value)
 
 
 def layer_norm(x_D: Tensor, weight_D: Tensor, eps: float) -> Tensor:
@@ -117,13 +119,13 @@ def apply_rope(x_TND: Tensor, rope: Rope) -> Tensor:
     are."""
     cos_T1R, sin_T1R, interleaved, _ = rope
     R = cos_T1R.shape[-1]
-    x_TNR = x_TND[..., :R]
+    x_TNR = x_TND if x_TND.shape[-1] == R else x_TND[..., :R]
     if interleaved:
         other_TNR = x_TNR.reshape(*x_TNR.shape[:-1], R // 2, 2).flip(-1).flatten(-2)
     else:
         other_TNR = x_TNR.roll(R // 2, -1)
     rotated_TNR = torch.addcmul(x_TNR * cos_T1R, other_TNR, sin_T1R)
-    if x_TND.shape[-1] == R:
+    if x_TNR is x_TND:
         return rotated_TNR
     return torch.cat((rotated_TNR, x_TND[..., R:]), -1)
 

@@ -244,8 +244,9 @@ def allocate_weights(
     form: Format | None,
     late: bool = False,
 ) -> Weights:
-    """Empty weights. On a CPU, matrices are (out, in) views of (in, out) memory, which products
-    with few rows read faster; the embedding is read by row, and experts lie one after another.
+    """Empty weights. On a CPU, matrices of fp32 are (out, in) views of (in, out) memory, which
+    products with few rows read faster; the embedding is read by row, and experts lie one after
+    another.
     `late`: those of linear layers have no memory, as each is put into its form on its own."""
     table = shard.own
     weights = Weights(table, {}, {}, {})
@@ -290,7 +291,7 @@ def _empty_matrix(
         return torch.empty((num_experts, outputs, inputs), dtype=dtype, device=device)
     if group.kind == "embedding":
         return torch.empty((inputs, outputs), dtype=dtype, device=device)
-    if device.type == "cpu":
+    if device.type == "cpu" and dtype == torch.float32:
         return torch.empty((inputs, outputs), dtype=dtype).t()
     return torch.empty((outputs, inputs), dtype=dtype, device=device)
 

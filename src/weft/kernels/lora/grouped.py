@@ -4,11 +4,11 @@ A segment of many rows (prefill) is worth its own products. With few rows per se
 the products are tiny and calls cost more than arithmetic; then the matrices of all adapters in
 the batch are stacked once,
 
-    v_TR = x_TI @ stack(A)^T        R: the ranks of all adapters in the batch
-    v_TR *= owner(R) == slot(T)     each row keeps the columns of its own adapter
-    y_TO += v_TR @ stack(B)         B placed at its slice's columns, zeros elsewhere
+    v_TR = x_TI @ stack(A)^T               R: the ranks of all adapters in the batch, by slice
+    v_TR *= owner(R) == slot(T)            each row keeps the columns of its own adapter
+    y_TO[slice] += v_TR[slice] @ stack(B)  for each slice
 
-which is three calls whatever the number of adapters. A stack serves all steps with the same set
+which is a few calls whatever the number of adapters. A stack serves all steps with the same set
 of adapters; it is built when a set is met for the second time, within a bound on memory.
 """
 
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,18 +30,28 @@ FEW_ROWS = 8
 """How many rows a segment has on average, at most, for stacking to be considered."""
 
 
+class _StackedSlice(NamedTuple):
+    """B of several adapters for one slice."""
+
+    outputs: slice | None
+    """The columns of y that it is for; None, as for `ranks`: all."""
+    ranks: slice | None
+    """The columns of v that it multiplies."""
+    b_RO: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class _Stack:
     """The matrices of several adapters for one group. `owner_R` is the slot of each column."""
 
     a_IR: Tensor
-    columns: slice
-    """See `GroupView`, as is `sums_ranks`."""
+    columns: slice | None
+    """See `GroupView`, as is `sums_ranks`; None: all."""
     sums_ranks: bool
-    b_RO: Tensor
+    slices: tuple[_StackedSlice, ...]
     owner_R: Tensor
-    key: tuple[tuple[int, int], ...]
-    """The (slot, columns) in order: equal keys have equal owners."""
+    key: str
+    """Stacks with equal keys have equal owners."""
 
 
 @dataclass(slots=True)
@@ -51,7 +62,7 @@ class _StackSet:
     stacks: dict[int, _Stack | None] = field(default_factory=dict)
     rows: tuple[object, ...] = ()
     """How many rows the last step had, all and sampled ones, and their segments."""
-    masks: dict[tuple[tuple[tuple[int, int], ...], bool], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
     """Those of the last step's rows, by a stack's key and whether they are the sampled ones."""
 
     def begin(self, batch: LoraBatch) -> None:
@@ -93,8 +104,8 @@ class GroupedBackend:
         return found if found.fits else None
 
     def _fits(self, segments: tuple[Segment, ...]) -> bool:
-        """Whether stacks of these slots stay in bounds; packing widens B by 3 at most."""
-        elements = 3 * sum(self._pool.num_elements(s.slot) for s in segments)
+        """Whether stacks of these slots stay in bounds."""
+        elements = sum(self._pool.num_elements(s.slot) for s in segments)
         return elements * self._pool.element_bytes <= MAX_STACK_BYTES // MAX_STACKS
 
 
@@ -140,11 +151,14 @@ class GroupedStep(LoraStep):
         stack = self._stack(group)
         if stack is not None:
             first = segments[0].start
-            v_TR = x[first:, stack.columns] @ stack.a_IR
+            if first:
+                x, y = x[first:], y[first:]
+            v_TR = torch.mm(_columns(x, stack.columns), stack.a_IR)
             if stack.sums_ranks:
                 v_TR = self._pool.ranks.sum(v_TR)
             v_TR.mul_(self._mask(stack, first, sampled))
-            y[first:].addmm_(v_TR, stack.b_RO)
+            for outputs, ranks, b_RO in stack.slices:
+                _columns(y, outputs).addmm_(_columns(v_TR, ranks), b_RO)
 
     def _stack(self, group: int) -> _Stack | None:
         assert self._set is not None
@@ -197,15 +211,36 @@ def _build_stack(pool: AdapterPool, slots: list[int], group: int) -> _Stack | No
     views = [(slot, v) for slot in slots if (v := pool.view(slot, group))]
     if not views:
         return None
-    key = tuple((slot, v.a_RI.shape[0]) for slot, v in views)
-    a_IR = torch.cat([v.a_RI for _, v in views]).t().contiguous()
-    b_RO = a_IR.new_zeros(a_IR.shape[1], pool.table.groups[group].out_features)
-    row = 0
-    for _, view in views:
+    by_slice: dict[tuple[int, int], list[tuple[int, Tensor, Tensor]]] = {}
+    for slot, view in views:
         for s in view.slices:
-            b_RO[row + s.r_start : row + s.r_stop, s.out_start : s.out_stop] = s.b_OR.t()
-        row += view.a_RI.shape[0]
-    owner = [slot for slot, columns in key for _ in range(columns)]
-    first = views[0][1]
-    owner_R = torch.tensor(owner, dtype=torch.int32, device=a_IR.device)
-    return _Stack(a_IR, first.columns, first.sums_ranks, b_RO, owner_R, key)
+            a_RI = view.a_RI[s.r_start : s.r_stop]
+            by_slice.setdefault((s.out_start, s.out_stop), []).append((slot, a_RI, s.b_OR))
+    stacked = [part for parts in by_slice.values() for part in parts]
+    a_IR = torch.cat([a_RI for _, a_RI, _ in stacked]).t().contiguous()
+    (num_inputs, num_ranks), target = a_IR.shape, pool.table.groups[group]
+    slices: list[_StackedSlice] = []
+    end = 0
+    for outputs, parts in by_slice.items():
+        b_RO = torch.cat([b_OR for *_, b_OR in parts], 1).t().contiguous()
+        begin, end = end, end + len(b_RO)
+        of_y, of_v = _unless_all(*outputs, target.out_features), _unless_all(begin, end, num_ranks)
+        slices.append(_StackedSlice(of_y, of_v, b_RO))
+    owner = [slot for slot, a_RI, _ in stacked for _ in range(len(a_RI))]
+    columns, sums_ranks = views[0][1].columns, views[0][1].sums_ranks
+    return _Stack(
+        a_IR,
+        None if num_inputs == target.in_features else columns,
+        sums_ranks,
+        tuple(slices),
+        torch.tensor(owner, dtype=torch.int32, device=a_IR.device),
+        repr(owner),
+    )
+
+
+def _unless_all(start: int, stop: int, size: int) -> slice | None:
+    return None if stop - start == size else slice(start, stop)
+
+
+def _columns(x_TC: Tensor, columns: slice | None) -> Tensor:
+    return x_TC if columns is None else x_TC[:, columns]
