@@ -1,4 +1,4 @@
-"""A model that is spread over two processes answers as one does; and what happens when one dies."""
+"""A model that is spread over processes answers as one does; and what happens when one dies."""
 
 from __future__ import annotations
 
@@ -43,6 +43,11 @@ BOTH_HALVES = {**TWO, "fully_sharded_loras": True}
 CASES = [
     pytest.param((FAMILY, TWO, FEW), id=FAMILY),
     pytest.param(("qwen3-next", BOTH_HALVES, [*PARTS, *EXPERTS]), id="whole experts"),
+    pytest.param(
+        ("gpt-oss", {"tensor_parallel_size": 4}, [*PARTS, *EXPERTS]),
+        id="whole experts with biases",
+        marks=pytest.mark.exhaustive,
+    ),
     *(
         pytest.param(
             (family, options, list(KINDS | EXPERTS)),
@@ -94,7 +99,7 @@ def test_a_killed_rank_is_told_to_a_program(options: dict[str, object]) -> None:
 def world(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[World]:
-    """A server over a base on two ranks, with adapters of some kinds."""
+    """A server over a base on several ranks, with adapters of some kinds."""
     family, options, kinds = request.param
     folder = tmp_path_factory.mktemp("family")
     base = make_base(FAMILIES[family], folder / "base")
@@ -112,7 +117,7 @@ def world(
 
 
 @pytest.mark.parametrize("world", CASES, indirect=True)
-def test_two_ranks_answer_as_peft_does(world: World) -> None:
+def test_ranks_answer_as_peft_does(world: World) -> None:
     """Each kind alone, and all of them at once."""
     asks = {name: world.prompt(name, 1) for name in world.subjects}
     for name, prompt in asks.items():
