@@ -6,7 +6,8 @@ Admission, adapters, blocks, prompts and preemption are the scheduler's own.
 
     decide()   plans as the scheduler does it, unless there is nothing to plan; those that coast
                count as tokens, and are not listed
-    pass_()    some steps have passed; whoever has all tokens now has ended
+    pass_()    a step has passed; whoever has all tokens now has ended
+    coast()    steps have passed in which that is nobody
 """
 
 from __future__ import annotations
@@ -69,13 +70,13 @@ class CoastingScheduler(Scheduler):
         return plan
 
     def _all_coast(self) -> bool:
+        return all(seq.known - seq.computed == 1 and self._take_off(seq) for seq in self._grounded)
+
+    @property
+    def _grounded(self) -> list[Sequence]:
+        """Running requests that don't coast."""
         running, began = self.batch.running, self._began
-        if len(running) == len(began):
-            return True
-        return all(
-            seq in began or (seq.known - seq.computed == 1 and self._take_off(seq))
-            for seq in running
-        )
+        return [] if len(running) == len(began) else [seq for seq in running if seq not in began]
 
     def plan(self, now: float) -> StepPlan:
         self._steps += 1
@@ -91,9 +92,7 @@ class CoastingScheduler(Scheduler):
         return draft.plan(self._turns.end())
 
     def _plan_decodes(self, draft: Draft) -> None:
-        for seq in self.batch.running:
-            if seq in self._began:
-                continue
+        for seq in self._grounded:
             if seq.known - seq.computed > 1:
                 draft.chunks.append(seq)
             elif not self._take_off(seq):
@@ -124,9 +123,13 @@ class CoastingScheduler(Scheduler):
             seq.computed = seq.known - 1
             self._cache.register(seq.holding, seq.tokens, seq.computed)
 
-    def pass_(self, plan: StepPlan | None, num_steps: int = 1) -> list[TokenEvent]:
-        """Steps have passed, the first with this plan. Returns first and last tokens."""
+    def coast(self, num_steps: int) -> None:
+        """Steps have passed in which nobody began or ended."""
         self._passed += num_steps
+
+    def pass_(self, plan: StepPlan | None) -> list[TokenEvent]:
+        """A step with this plan has passed. Returns first and last tokens."""
+        self._passed += 1
         events: list[TokenEvent] = []
         if plan is not None and plan.rows:
             planned = zip(self._planned[plan.step], plan.num_samples, strict=True)
@@ -143,9 +146,8 @@ class CoastingScheduler(Scheduler):
     @property
     def num_queued_tokens(self) -> int:
         """See `Batch.num_queued_tokens`."""
-        began = self._began
-        seqs = [seq for seq in self.batch.running if seq not in began]
-        return sum(seq.known - seq.computed for seq in chain(seqs, self.batch.waiting))
+        lacking = chain(self._grounded, self.batch.waiting)
+        return sum(seq.known - seq.computed for seq in lacking)
 
     def abort(self, request_id: str) -> TokenEvent | None:
         self.quiet = False

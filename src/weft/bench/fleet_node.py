@@ -21,7 +21,7 @@ from weft.schedule.cache import Cache, Holding
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import StepPlan
 from weft.schedule.policy import cost
-from weft.schedule.sketch import PrefixSketch
+from weft.schedule.sketch import INDICES, PrefixSketch
 from weft.schedule.slots import AdapterSlots
 
 T = TypeVar("T")
@@ -177,12 +177,14 @@ class _NotedSketch(PrefixSketch):
         )
 
     def use(self, index: int, key: bytes) -> None:
-        super().use(index, key)
-        self.changes.note(key)
+        if index in INDICES:
+            super().use(index, key)
+            self.changes.note(key)
 
     def drop(self, key: bytes) -> None:
-        super().drop(key)
-        self.changes.note(key)
+        if key in self._keys:
+            super().drop(key)
+            self.changes.note(key)
 
 
 class _Told:
@@ -223,6 +225,8 @@ class SimulatedNode:
         self.loads = SimulatedLoads(model, sizes, HOST_ADAPTERS * model.rank_bytes)
         self.num_steps = self.num_rows = 0
         """Steps so far, and how many tokens of answers they made together."""
+        self.due_s = math.inf
+        """When whoever simulates it looks at it next."""
         self._end_s = math.inf
         """When the step under way ends, or what an idle node waits for comes."""
         self._busy = False
@@ -265,15 +269,19 @@ class SimulatedNode:
         they came."""
         found: list[tuple[float, TokenEvent]] = []
         while self._end_s < until:
-            now = self._end_s
             if self._busy:
-                found += [(now, event) for event in self.scheduler.pass_(self._plan)]
+                if self.scheduler.quiet:
+                    self._coast(until)
+                    if self._end_s >= until:
+                        break
+                now = self._end_s
+                if events := self.scheduler.pass_(self._plan):
+                    found += [(now, event) for event in events]
+            now = self._end_s
             for digest, load_s in self.loads.ended(now):
                 self.slots.loaded(digest, load_s)
                 self._told.resident.note(digest)
             self._begin_step(now)
-            if self._busy and self.scheduler.quiet:
-                self._coast(until)
         return found
 
     def _begin_step(self, now: float) -> None:
@@ -303,7 +311,8 @@ class SimulatedNode:
         """Let those steps pass that need no decision: nobody ends, comes or waits."""
         rows, most = self.scheduler.num_coasting, self.scheduler.steps_to_end - 1
         step_s, end_s = self._step_s(rows), self._end_s
-        until = min([until, *self.loads.ends()])
+        if ends := self.loads.ends():
+            until = min(until, ends[0])
         passed = 0
         while passed < most and end_s < until:
             end_s += step_s
@@ -312,7 +321,7 @@ class SimulatedNode:
             self._end_s = end_s
             self.num_steps += passed
             self.num_rows += passed * rows
-            self.scheduler.pass_(self._plan, passed)
+            self.scheduler.coast(passed)
             self._plan = None
 
     # -- what it tells -------------------------------------------------------------------------

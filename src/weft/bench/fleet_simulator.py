@@ -23,6 +23,7 @@ from weft.fleet.consolidate import GENTLE, SHARE, Consolidator, loads_of, plan_m
 from weft.fleet.route import Router, Shed
 from weft.fleet.told import Told
 from weft.fleet.view import TRANSIT_S, RoutedRequest
+from weft.schedule.cache import Holding
 from weft.schedule.sketch import prefix_keys
 
 CONTROL_S = 0.25
@@ -33,6 +34,8 @@ DEATH_SEEN_S, HANG_SEEN_S = 0.01, 0.2
 """Until routers know that a node died, or does not answer."""
 RESTART_S, HANG_S, CUT_S = 10.0, 3.0, 3.0
 """How long a dead node is away, a hanging one hangs, and a cut link is cut."""
+SLACK_S = 1e-9
+"""Nodes are looked at so much late, as when they do something next is known up to rounding."""
 AGAIN_S = 0.5
 """A request that no node takes is tried again after this time."""
 
@@ -102,8 +105,8 @@ class _Flight:
         self.first_s = math.inf
         self.left_s: float | None = None
         """When it left a node, until it gets its next token elsewhere."""
-        self.chain = chain_of(ask)
-        """The keys of its blocks."""
+        self.chain: Holding
+        """The keys of its blocks, until it is sent."""
         self.output: list[int] = []
         """What it had got when it was sent last."""
 
@@ -228,16 +231,22 @@ class FleetSimulator:
 
     def _touch(self, i: int) -> None:
         """A node has changed: it is looked at again when it does next."""
-        next_s = self.nodes[i].next_s
         if not self._setup.report_s:
             self._dirty.add(i)
-        if next_s < self._seconds:
-            self._at(next_s, lambda now: self._wake(i, next_s))
+        node = self.nodes[i]
+        due_s = node.next_s + SLACK_S
+        if due_s != node.due_s:
+            node.due_s = due_s
+            if due_s < self._seconds:
+                self._at(due_s, lambda now: self._wake(i, now))
 
-    def _wake(self, i: int, expected_s: float) -> None:
-        if i not in self._away and self.nodes[i].next_s == expected_s:
-            self._work(i, math.nextafter(expected_s, math.inf))
-            self._touch(i)
+    def _wake(self, i: int, now: float) -> None:
+        node = self.nodes[i]
+        if node.due_s == now:
+            node.due_s = math.inf
+            if i not in self._away:
+                self._work(i, now)
+                self._touch(i)
 
     def _hear(self, i: int, when: float, event: TokenEvent) -> None:
         number = int(event.request_id)

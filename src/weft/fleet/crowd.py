@@ -37,6 +37,10 @@ class Crowd:
     def grow(self, capacity: int) -> None:
         self._weights = np.pad(self._weights, (0, capacity - len(self._weights)))
 
+    def set_all(self, num_open: Floats) -> None:
+        """All nodes have so many open requests."""
+        np.multiply(num_open, CROWDING, self._weights)
+
     def set(self, node: int, num_open: int) -> None:
         """The node has so many open requests."""
         self._weights[node] = CROWDING * num_open

@@ -42,6 +42,19 @@ LOAD_S, BYTE_S, ROWS_S = 0, 1, 2
 answer with it adds to all the steps in which it takes part, together."""
 
 
+def _places() -> Ints:
+    """Where `LoadTable.write` has the elements of a node, which follow from few numbers."""
+    places = np.zeros((3, 2, 2, 2, 2), np.intp)  # by RUNNING, COMING, HOST, RESIDENT
+    places[LOAD_S, :, 0, :, 0], places[LOAD_S, :, 1, :, 0] = 1, 2
+    places[BYTE_S, :, 0, 0, 0], places[BYTE_S, :, 0, 1, 0] = 3, 4
+    places[BYTE_S, :, 1, :, 0] = 5
+    places[ROWS_S, 0], places[ROWS_S, 1] = 6, 7
+    return places.reshape(3, NUM_CODES)
+
+
+_PLACES = _places()
+
+
 @dataclass(slots=True)
 class ToldNode:
     """What a node told last."""
@@ -81,10 +94,12 @@ class LoadTable:
     def __init__(self) -> None:
         self.seats, self.token_s = np.zeros((2, 0))
         """Seats, and what each token of a prompt takes."""
+        self.queues = np.zeros((2, 0))
+        """Open requests, and when one that comes then begins to be computed at once."""
         self.by_code = np.zeros((3, 0))
         """`LOAD_S`, `BYTE_S` and `ROWS_S` for each node and code."""
-        self._by_bits = np.zeros((3, 0, 2, 2, 2, 2))
-        """The same, by the bits of the code: RUNNING, COMING, HOST, RESIDENT."""
+        self._by_node = np.zeros((3, 0, NUM_CODES))
+        """The same, by node and code."""
         self._taken = np.zeros((3, 0))
         """The columns of `by_code` for the codes that were asked for last."""
         self._lines: tuple[Floats, ...] = tuple(self._taken)
@@ -92,8 +107,9 @@ class LoadTable:
     def grow(self, capacity: int) -> None:
         more = capacity - len(self.token_s)
         self.seats, self.token_s = np.pad(self.seats, (0, more)), np.pad(self.token_s, (0, more))
+        self.queues = np.pad(self.queues, ((0, 0), (0, more)))
         self.by_code = np.pad(self.by_code, ((0, 0), (0, NUM_CODES * more)))
-        self._by_bits = self.by_code.reshape(3, capacity, 2, 2, 2, 2)
+        self._by_node = self.by_code.reshape(3, capacity, NUM_CODES)
         self._taken = np.zeros((3, capacity))
         self._lines = tuple(self._taken)
 
@@ -115,12 +131,9 @@ class LoadTable:
             fixed_s, host_s, disk_s = fixed_s + costs.load_s, 2 * host_s, disk_s + host_s
         rest_s, rest_byte_s = (costs.load_s + queue_s) / 2, costs.disk_byte_s / 2
         row_s = costs.row_s * answer_tokens
-        table = self._by_bits
-        table[LOAD_S, i, :, 0, :, 0], table[LOAD_S, i, :, 1, :, 0] = fixed_s, rest_s
-        table[BYTE_S, i, :, 0, 0, 0], table[BYTE_S, i, :, 0, 1, 0] = disk_s, host_s
-        table[BYTE_S, i, :, 1, :, 0] = rest_byte_s
-        table[ROWS_S, i, 0] = row_s + costs.adapter_s * answer_tokens
-        table[ROWS_S, i, 1] = row_s
+        first_s = row_s + costs.adapter_s * answer_tokens
+        found = 0.0, fixed_s, rest_s, disk_s, host_s, rest_byte_s, first_s, row_s
+        self._by_node[:, i] = np.array(found).take(_PLACES)
         return loader_s
 
 
@@ -135,6 +148,8 @@ class Told:
         """Those that have told anything, the last one at the end."""
         self.count = 0
         """How many reports have come."""
+        self.now = 0.0
+        """When the newest came."""
         self.adapters = KeyedCodes()
         self.prefixes = KeyedNodes()
         self.orders = Orders()
@@ -174,6 +189,7 @@ class Told:
         self.adapters.forget(index)
         self.prefixes.forget(index)
         self.num_open -= self.nodes.pop(index).num_open
+        self.table.queues[:, index] = 0.0
         self._recent.pop(index, None)
         self._seat()
         return index
@@ -205,6 +221,7 @@ class Told:
         self.prefixes.discard(i, update.prefixes.removed)
         self.prefixes.add(i, update.prefixes.added)
         self.count += 1
+        self.now = max(self.now, now)
         node.load, node.at_s, node.count = load, now, self.count
         node.draining, node.idle = report.draining, report.idle
         self._recent.pop(i, None)
@@ -235,6 +252,7 @@ class Told:
         step_s = costs.step_s + costs.adapter_s * len(load.running_adapters) + costs.row_s * seats
         node.drain_s = step_s * answer_tokens / seats
         node.begins_s = node.begin_of(node.num_open, node.ready_s)
+        self.table.queues[:, i] = node.num_open, node.begins_s
         node.loader_s = self.table.write(i, load, answer_tokens, self._adapter_bytes)
 
     def check(self) -> None:

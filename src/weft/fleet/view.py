@@ -120,8 +120,8 @@ class FleetView:
         nodes tell, if several routers of one process hear the same."""
         self._transit_s = transit_s
         self.told = told or Told()
-        self._heard = 0
-        """How many of the reports have been heeded."""
+        self._heard = self._taken = 0
+        """How many of the reports have been heard, and how many are in the arrays."""
         self.nodes: dict[int, NodeState] = {}
         """By their index in all arrays."""
         self._bound = OnWay()
@@ -131,8 +131,8 @@ class FleetView:
         self._loading: Counter[int] = Counter()
         """How many loads such requests cause, by node."""
         self.unseen = Unseen()
-        self.num_open, self._begins_s = np.zeros((2, 0))
-        """Open requests by node; and when one that comes then begins to be computed at once."""
+        self._queues = np.zeros((2, 0))
+        """As in `LoadTable`, with what was sent and has ended since nodes told that."""
         self._crowd = Crowd()
         self._touched: set[int] = set()
         """The nodes of which these are not just what they told."""
@@ -161,9 +161,8 @@ class FleetView:
     def _grow(self) -> None:
         more = (0, self.capacity - len(self.closed_s))
         if more[1]:
-            self.num_open = np.pad(self.num_open, more)
+            self._queues = np.pad(self._queues, ((0, 0), more))
             self._crowd.grow(self.capacity)
-            self._begins_s = np.pad(self._begins_s, more)
             self.closed_s = np.pad(self.closed_s, more, constant_values=np.inf)
             self.unseen.set_takes(self.closed_s == 0.0)
 
@@ -173,8 +172,7 @@ class FleetView:
         self._see(index, self.nodes[index], np.inf)
         self.told.leave(name)
         del self.nodes[index]
-        self.num_open[index] = 0.0
-        self._crowd.set(index, 0)
+        self._set(index, 0, 0.0)
         self._set_closed(index, np.inf)
 
     def set_dead(self, name: str) -> None:
@@ -222,20 +220,31 @@ class FleetView:
     def update(self, update: ReportUpdate, now: float) -> None:
         """A node's next report has come. The first one of a node must be whole."""
         self.told.update(update, now)
-        self.heed()
+        self._hear()
 
     def heed(self) -> None:
-        """Take notice of what nodes have told."""
+        """Take what nodes have told into the arrays."""
+        told = self.told
+        if self._taken == told.count:
+            return
+        self._hear()
+        self._taken = told.count
+        self._queues[:] = told.table.queues
+        self._crowd.set_all(self._queues[0])
+        for index in self._touched:
+            self._measure(index, self.nodes[index])
+
+    def _hear(self) -> None:
+        """Take notice of who has told something."""
         told = self.told
         if self._heard == told.count:
             return
         nodes, touched = self.nodes, self._touched
+        self._now = max(self._now, told.now)
         for index, report in told.since(self._heard):
             node = nodes.get(index)
             if node is None:
                 node = nodes[self.index(report.name)]
-            self._now = max(self._now, report.at_s)
-            self._set(index, report.num_open, report.begins_s)
             if index in touched:
                 self._see(index, node, report.at_s - self._transit_s)
             if node.dead or (node.draining, node.idle) != (report.draining, report.idle):
@@ -259,6 +268,7 @@ class FleetView:
         node.ready_s = self.told.nodes[index].ready_s
         for each in node.sent:
             node.ready_s = max(node.ready_s, each.at_s) + each.computed_s
+        self._touched.add(index)
         self._measure(index, node)
 
     def _measure(self, index: int, node: NodeState) -> None:
@@ -266,10 +276,10 @@ class FleetView:
         told = self.told.nodes[index]
         num_open = told.num_open + node.more_open
         self._set(index, num_open, told.begin_of(num_open, node.ready_s))
-        self._touched.add(index)
 
     def _set(self, index: int, num_open: int, begins_s: float) -> None:
-        self.num_open[index], self._begins_s[index] = num_open, begins_s
+        queues = self._queues
+        queues[0, index], queues[1, index] = num_open, begins_s
         self._crowd.set(index, num_open)
 
     def _arrived(self, index: int, sent: _Sent) -> None:
@@ -300,6 +310,7 @@ class FleetView:
         self._now = max(self._now, now)
         node = self.nodes[index]
         if index not in self._touched:
+            self._touched.add(index)
             node.ready_s = self.told.nodes[index].ready_s
         node.sent.append(_Sent(now, request, computed_s, loads))
         node.more_open += 1
@@ -321,7 +332,7 @@ class FleetView:
         if index is None or index not in self.nodes:
             return
         if self.told.nodes[index].count > self._heard:
-            self.heed()
+            self._hear()
         node = self.nodes[index]
         node.more_open -= self.told.nodes[index].num_open + node.more_open > 0
         for each in node.sent:
@@ -334,10 +345,19 @@ class FleetView:
     # -- what a router asks --------------------------------------------------------------------
 
     @property
+    def num_open(self) -> Floats:
+        """Open requests by node."""
+        self.heed()
+        num_open: Floats = self._queues[0]
+        return num_open
+
+    @property
     def wait_s(self) -> Floats:
         """Until a request that comes now would begin to be computed, by node; less than 0 where
         nothing has been queued for so long."""
-        return self._begins_s - self._now
+        self.heed()
+        wait_s: Floats = self._queues[1] - self._now
+        return wait_s
 
     def codes(self, adapter: int) -> Ints:
         """How each node has an adapter; see `weft.fleet.keys`. Not to be changed."""
@@ -390,5 +410,5 @@ class FleetView:
             told = self.told.nodes[index]
             assert self.num_open[index] == told.num_open + node.more_open
             assert index in self._touched or (not node.sent and not node.more_open)
-            assert index in self._touched or self._begins_s[index] == told.begins_s
+            assert index in self._touched or self._queues[1, index] == told.begins_s
             assert [each.at_s for each in node.sent] == sorted(each.at_s for each in node.sent)

@@ -86,21 +86,21 @@ class ArenaLine:
         self.capacity = capacity
         self._extents: list[ArenaExtent] = []
         """In the order of their places."""
+        self.used = 0
+        """Elements that are taken."""
         self.num_moved = 0
         """Elements moved so far."""
 
     def __iter__(self) -> Iterator[ArenaExtent]:
         return iter(self._extents)
 
-    @property
-    def used(self) -> int:
-        return sum(e.size for e in self._extents)
-
     def insert(self, extent: ArenaExtent) -> None:
         insort(self._extents, extent, key=lambda e: e.start)
+        self.used += extent.size
 
     def remove(self, extent: ArenaExtent) -> None:
         self._extents.remove(extent)
+        self.used -= extent.size
 
     def choose(self, size: int, order: Sequence[ArenaExtent]) -> list[ArenaExtent] | None:
         """The first extents of `order` that must go so that `size` elements are free in one
@@ -163,6 +163,7 @@ class ArenaLine:
             assert e.start >= stop, "extents overlap"
             stop = e.stop
         assert stop <= self.capacity
+        assert self.used == sum(e.size for e in self._extents)
 
 
 def _windows(stretch: _Stretch, size: int) -> Iterator[_Window]:

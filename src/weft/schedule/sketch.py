@@ -19,7 +19,7 @@ from weft.core.load import MAX_PREFIXES
 
 DEPTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """The depths, in blocks, at which prefixes are told."""
-_INDICES = frozenset(depth - 1 for depth in DEPTHS)
+INDICES = frozenset(depth - 1 for depth in DEPTHS)
 
 
 def _short(key: bytes) -> int:
@@ -36,7 +36,7 @@ class PrefixSketch:
 
     def use(self, index: int, key: bytes) -> None:
         """The block `index` of some sequence, which has this key, was registered or found."""
-        if index in _INDICES:
+        if index in INDICES:
             self._keys[key] = None
             self._keys.move_to_end(key)
             if len(self._keys) > self._max_keys:
