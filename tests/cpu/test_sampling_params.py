@@ -447,7 +447,7 @@ def test_queue_times(monkeypatch: pytest.MonkeyPatch) -> None:
         times.receive(name)
     admitted = Admitted("a", 0, -1, [1], 1, SamplingParams(), 0, adapter_wait_s=0.5)
     times.begin(admitted, 12.5)
-    times.begin(replace(admitted, request_id="b", adapter_wait_s=0.0), 13.0)
+    times.begin(admitted._replace(request_id="b", adapter_wait_s=0.0), 13.0)
     times.begin(admitted, 13.0)  # again, after a preemption
     token, end = TokenEvent("a", [5]), TokenEvent("b", [], finish_reason="abort")
     left = TokenEvent("left", [], finish_reason="abort")

@@ -64,20 +64,20 @@ class Rehearsal:
         num = min(PROMPTS, self.num_rows, self.num_tokens)
         length = min(self.num_tokens // num, self.max_model_len - 1)
         for slot in (-1, SLOT):
-            yield rows.build(self._plan([replace(greedy, slot=slot)] * num, length))
+            yield rows.build(self._plan([greedy._replace(slot=slot)] * num, length))
         chunk, decodes = min(length, self.block_size), 1
         while decodes < self.num_rows and decodes + chunk <= self.num_tokens:
             lengths = [chunk] + [1] * decodes
             yield rows.build(self._plan([greedy] * len(lengths), *lengths))
             decodes *= 2
-        probed = [replace(greedy, num_prompt_logprobs=1), replace(greedy, pooling="mean")]
+        probed = [greedy._replace(num_prompt_logprobs=1), greedy._replace(pooling="mean")]
         yield rows.build(self._plan(probed[:num], chunk))
         for params in CHOICES:
             yield rows.build(self._plan([self._admitted(params)], 1))
         many = min(MANY, self.num_rows, self.num_tokens)
         mixed = [self._admitted(CHOICES[i % len(CHOICES)]) for i in range(many)]
         for slot in (-1, SLOT):
-            yield rows.build(self._plan([replace(each, slot=slot) for each in mixed], 1))
+            yield rows.build(self._plan([each._replace(slot=slot) for each in mixed], 1))
 
     def _admitted(self, params: SamplingParams) -> Admitted:
         return Admitted("rehearsal", 0, -1, [], 0, params, seed=0)
@@ -86,8 +86,7 @@ class Rehearsal:
         """A step of prompts of so many tokens, one number for all or for each; all sample."""
         counts = list(lengths) if len(lengths) == len(each) else [lengths[0]] * len(each)
         admitted = [
-            replace(
-                a,
+            a._replace(
                 row=row,
                 token_ids=[0] * count,
                 num_prompt=count,
