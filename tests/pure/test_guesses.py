@@ -213,7 +213,7 @@ def test_after_a_miss_it_waits_for_tokens_that_it_would_have_guessed() -> None:
         assert not guesser.fits(len(tokens), [*tokens, unknown])
         assert guesser.settle()[1] == 0
         tokens.append(unknown)
-    needed = [0, 2, 4, 4, 4, 4]
+    needed = [0, 2, 4, 8, 8, 8]
     assert all(0 <= came - at_least <= 7 for came, at_least in zip(waits, needed, strict=True))
 
 

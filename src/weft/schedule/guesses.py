@@ -21,14 +21,14 @@ WIDTH = 3
 """Tokens that have to stand further up."""
 MAX_GUESSES = 7
 """With the next token they are eight rows, which take hardly longer than one."""
-_MAX_DEBT, _MAX_CREDIT = 2, 8
+_MAX_DEBT, _MAX_CREDIT = 3, 8
 """Bounds of what guesses have cost or won, in tokens."""
 
 
 class Guesser:
     """Owner of the guesses at one request. It guesses more where it was right. While guesses have
     cost more than they won, it only watches, until enough tokens in a row have come that it would
-    have guessed: 2 after one miss, and 4 after more.
+    have guessed: 2 after one miss, 4 after two, and 8 after more.
 
     Guesses cost the step that could have been planned while theirs was under way: one token. So one
     right guess is worth nothing, two win a token, and a wrong one loses a token.
