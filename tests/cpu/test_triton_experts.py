@@ -17,6 +17,7 @@ if sys.platform != "linux":
 pytest.importorskip("triton")
 
 import weft.kernels.triton_experts as kernels
+from weft.core.units import EXPERT_UNIT
 from weft.kernels.ops import (
     Activation,
     ClampedSwiglu,
@@ -27,7 +28,6 @@ from weft.kernels.ops import (
     reference_activate_and_mul,
 )
 from weft.kernels.ops import choose_experts as torch_choose
-from weft.models.family import WIDTH_UNIT
 
 pytestmark = pytest.mark.skipif(not kernels.INTERPRETED, reason="compiled kernels are for a GPU")
 
@@ -157,9 +157,9 @@ def test_what_these_kernels_are_not_for_is_left_to_others() -> None:
     assert kernels.mixture(torch.randn(1, HIDDEN), logits, choice, narrow, "silu") is None
 
 
-@pytest.mark.parametrize("width", [3 * WIDTH_UNIT, WIDTH_UNIT // 2])
+@pytest.mark.parametrize("width", [3 * EXPERT_UNIT, EXPERT_UNIT // 2])
 def test_widths_are_taken_in_the_units_by_which_experts_are_cut(width: int) -> None:
     weights = ExpertWeights(torch.zeros(2, 2 * width, HIDDEN), torch.zeros(2, HIDDEN, width))
     choice, logits = ExpertChoice(1, False, False, False), Product(torch.zeros(1, 2))
     found = kernels.mixture(torch.zeros(1, HIDDEN), logits, choice, weights, "silu")
-    assert (found is None) == (width % WIDTH_UNIT > 0)
+    assert (found is None) == (width % EXPERT_UNIT > 0)

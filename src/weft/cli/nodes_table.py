@@ -48,7 +48,8 @@ def nodes_table(
 
 
 def _state_of(report: dict[str, Any], node: Placed | None) -> str:
-    """The other nodes know best, but not that a node which is down waits for a machine."""
+    """A node's state as the other nodes report it. Only the launcher knows that a node waits for a
+    machine, and the state of one that nobody has heard of."""
     if node is not None and (not report or node.state == "unplaced"):
         return node.state
     return str(report.get("state", "unknown"))

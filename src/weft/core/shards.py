@@ -8,17 +8,18 @@ layer a share of its input, so that a column layer's output is what the row laye
     x ──> ...                                                        (+) the sum over ranks
     x ──> gate, up of some columns ──> silu, times ──> down ─────────┘
 
-Key and value heads that are fewer than ranks are there on several of them. Experts are cut as gate,
-up and down, each of them by its columns; or each rank has some experts, whole, and the others add
-nothing to its part of the sum. Then its table says fewer experts. The base's tensors and those of
-adapters are cut alike: A as the columns of W, B as its rows. Only the vocabulary is not. Embeddings
-are whole on every rank; the head's weight is cut by tokens, but its logits are gathered before
-adapters change them, so that what adapters have for the head is whole, too.
+Key and value heads that are fewer than ranks are there on several of them. Experts are cut in one
+of two ways. Either each expert is cut as gate, up and down are, by its columns. Or each rank has
+some of the experts, whole: its table counts only these, and a rank's part of the sum has nothing of
+the others. The base's tensors and those of adapters are cut alike: A as the columns of W, B as its
+rows. Only the vocabulary is not. Embeddings are whole on every rank; the head's weight is cut by
+tokens, but its logits are gathered before adapters change them, so that what adapters have for the
+head is whole, too.
 
-So one half of each pair is whole on every rank: A of a column layer, B of a row layer, and both of
-an expert that is there. With
-*fully sharded* adapters this half is cut as well, A by its inputs and B by its outputs, and all
-ranks' parts of x A^T are summed in between:
+So one half of each pair is whole on every rank: A of a column layer, and B of a row layer. Of an
+expert that is whole, both are, on its rank alone. With *fully sharded* adapters the half that every
+rank has is cut as well, A by its inputs and B by its outputs, and all ranks' parts of x A^T are
+summed in between:
 
     column   x[share] A[share]^T ──(+)──> v ──> v B^T, the rank's columns of the output
     row      x A^T of the rank's x ──(+)──> v ──> v B[share]^T, added to a share of the partial sum

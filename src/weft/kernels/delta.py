@@ -27,11 +27,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from weft.core.units import SHORT
+
 CHUNK = 64
 """Tokens of a prompt whose changes of the state are computed together."""
-
-SHORT = 16
-"""The most tokens of a prompt in a step that need no chunks: they take one fused kernel."""
 
 Ints = NDArray[np.int64]
 Table = NDArray[np.int32]

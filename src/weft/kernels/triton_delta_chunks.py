@@ -25,7 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from weft.kernels.delta import CHUNK, SHORT, DeltaLayer, StateCache, StateWork
+from weft.core.units import SHORT
+from weft.kernels.delta import CHUNK, DeltaLayer, StateCache, StateWork
 from weft.kernels.ops import Product
 from weft.kernels.triton_base import (
     INTERPRETED,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from weft.core.units import EXPERT_UNIT
 from weft.kernels.ops import Activation, ClampedSwiglu, ExpertChoice, ExpertWeights, Product
 from weft.kernels.triton_base import (
     INTERPRETED,
@@ -359,7 +360,7 @@ def mixture(
     """The sum of each token's experts that are here, (T, I); None where other kernels are better,
     or these can't."""
     T, (_, I, F) = len(x_TI), experts.down_EIF.shape  # noqa: E741
-    if not 0 < T <= FEW_ROWS or I % 64 or F % 32 or x_TI.stride(1) != 1:
+    if not 0 < T <= FEW_ROWS or I % 64 or F % EXPERT_UNIT or x_TI.stride(1) != 1:
         return None
     if x_TI.dtype == torch.float32 and not INTERPRETED:
         return None

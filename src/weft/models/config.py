@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from weft.core.errors import ConfigError
+from weft.core.units import EXPERT_UNIT
 from weft.models.families import FAMILIES, family_of
 from weft.models.family import (
     NORM_NAMES,
     UNSCALED,
-    WIDTH_UNIT,
     Blocks,
     Family,
     LayerShape,
@@ -167,7 +167,7 @@ def _share_of_experts(moe: MoeConfig, size: int) -> MoeConfig:
     experts, whole. docs/decisions/0020 says why. Raises ConfigError if neither can be divided."""
     width, num = moe.intermediate_size, moe.num_experts
     moe = replace(moe, shared_size=moe.shared_size // size)
-    if num % size == 0 and width % (size * WIDTH_UNIT):
+    if num % size == 0 and width % (size * EXPERT_UNIT):
         return replace(moe, expert_ranks=size)
     if width % size:
         raise ConfigError(

@@ -34,10 +34,6 @@ RopeParameters = Mapping[str, Any]
 """A configuration's `rope_parameters`, for one kind of layer."""
 
 
-WIDTH_UNIT = 32
-"""Kernels that read only the experts that are chosen take widths of whole units of this many."""
-
-
 @dataclass(frozen=True, slots=True)
 class MoeConfig:
     """Layers whose MLP is a mixture of experts, each token going through `top_k` of them."""

@@ -126,7 +126,8 @@ class Experts:
     def __call__(self, x_PI: Tensor, routing: Routing, lora: ExpertStep | None) -> Tensor:
         y_PO = grouped_linear(x_PI, self.weight_EOI, routing.ends_E)
         if self.bias_EO is not None:
-            y_PO += self.bias_EO[routing.expert_P]  # -1 is any row, for a product without values
+            # Rows of experts elsewhere, -1, hold anything, and get some bias too: nobody uses them.
+            y_PO += self.bias_EO[routing.expert_P]
         if lora is not None:
             for group in self.groups:
                 lora.linear(y_PO, x_PI, group)

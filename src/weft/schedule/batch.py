@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 
+from weft.core.units import SHORT
 from weft.schedule.cache import Cache
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import Admitted, StepPlan
@@ -37,10 +38,6 @@ class Totals:
     right_guesses: int = 0
     finished: Counter[str] = field(default_factory=Counter)
     """How many requests ended, by reason."""
-
-
-SHORT = 16
-"""The most tokens behind a snapshot that come in the same step; see `weft.kernels.delta`."""
 
 
 class Draft:
