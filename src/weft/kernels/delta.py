@@ -3,7 +3,8 @@ that each sequence keeps between steps. In plain torch here, for any device, and
 `weft.kernels.triton_delta`.
 
 Shapes: T token rows, S sequences, G key heads, H value heads, D size of a key, E size of a value,
-C channels of the convolution, W its width, L tokens of a chunk, O outputs of the projection.
+C channels of the convolution, W its width, R tokens whose inputs are kept, L tokens of a chunk, O
+outputs of the projection.
 
 The state of a head is a matrix (D, E) that maps keys to values. A token with key k, value v, query
 q, decay g <= 0 and strength b changes it and reads it:
@@ -12,6 +13,16 @@ q, decay g <= 0 and strength b changes it and reads it:
     state += k (b (v - k^T state))^T
     out    = q^T state
 
+A state never holds a token that may turn out wrong. The first row of a decode is always right, and
+guesses may follow it. The state is kept as it is behind the first row, and the inputs of all rows
+are kept beside it. Of guesses that were right, the next step takes the inputs from there, changes
+the state by them, and goes on with its own first row:
+
+    positions     5   6   7   8   9   10
+    a step       [5   6   7   8]            6, 7 and 8 are guesses; the state holds 0 to 5
+    the next              (6   7)[8   9]    6 and 7 were right, the token at 8 was not: lag 2,
+                                            and the state holds 0 to 8
+
 Reference: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.
 """
 
@@ -19,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -41,11 +53,17 @@ class StateCache:
     """What one layer keeps of all sequences, by the number of their state. A sequence at its first
     token takes its state as zeros, whatever is there."""
 
-    conv: Tensor
-    """(states, W, C), in the model's dtype: the last inputs of the convolution, that of position p
-    at p % W."""
+    inputs: Tensor
+    """(states, R, C + 2 H), in the model's dtype: what the last R tokens gave to the convolution
+    and, behind that, to the strength and the decay of each head. The token at position p has the
+    place p % R."""
     delta: Tensor
     """fp32 (states, H, D, E)."""
+
+    @property
+    def num_kept(self) -> int:
+        """R: the tokens that the convolution still reads, and as many as may be guessed."""
+        return self.inputs.shape[1]
 
 
 class Columns(NamedTuple):
@@ -84,8 +102,9 @@ class StateWork(NamedTuple):
     """A step's rows as kernels find them. Entries in excess do nothing."""
 
     decodes: Tensor
-    """int32 (decodes, 2): row and state of sequences that have one row. In excess, the state is -1,
-    and so is the row unless its result is to be zero."""
+    """int32 (decodes, 4), an entry for each row of a decode: the row, its state, how many rows the
+    decode has with its guesses, and how many tokens the state lacks before them; a guess has 0 and
+    0. In excess, the state is -1, and so is the row unless its result is to be zero."""
     chunks: Tensor
     """int32 (chunks, 6): first row, number of rows (0 in excess), the states that its sequence
     begins with and ends in, how many rows of it in this step come before, and how many rows there
@@ -96,16 +115,17 @@ class StateWork(NamedTuple):
     it goes on with come before."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class StateRows:
     """Which state each sequence of a step has, and where its rows are. No two of them have the same
-    state.
+    state. Each guess at a sequence's next tokens is there as one more sequence, behind the decode
+    with the same state.
 
     A sequence may be there twice, with up to SHORT rows behind more than SHORT others. Then the
     first part leaves its state in a snapshot, with which the second one begins:
 
-        sources    7   4   9         the prompt of state 4 is cut where snapshot 9 is taken
-        states     7   9   4
+        sources    7   4   9   2   2     the prompt of state 4 is cut where snapshot 9 is taken,
+        states     7   9   4   2   2     and the decode of state 2 has a guess
     """
 
     states: list[int]
@@ -113,10 +133,17 @@ class StateRows:
     query_start: list[int]
     """The first row of each sequence, and the end: S + 1 numbers."""
     work: StateWork | None = None
-    """The step's work, on the device; None: each layer makes it from the lists. With it, fused
-    kernels don't read the lists, which are empty in a step that is captured."""
+    """The step's work, on the device; None: each layer makes it from the lists. With it, nobody
+    reads the other lists, and in a step that is captured they are empty."""
     sources: list[int] | None = None
     """Where the state of each one is before the step; None: where it is after it."""
+    lags: list[int] | None = None
+    """How many tokens, whose inputs are kept, the state of each one lacks; None: none does."""
+
+    @cached_property
+    def tokens(self) -> StateTokens:
+        """The step's work in the form that plain torch computes with."""
+        return StateTokens.of(*(part.cpu().numpy() for part in self.work_on(torch.device("cpu"))))
 
     def work_on(self, device: torch.device) -> StateWork:
         if self.work is not None:
@@ -124,7 +151,7 @@ class StateRows:
         return StateWork(
             *(
                 torch.from_numpy(part).to(device)
-                for part in state_work(self.states, self.query_start, self.sources)
+                for part in state_work(self.states, self.query_start, self.sources, self.lags)
             )
         )
 
@@ -133,33 +160,112 @@ def state_work(
     states: Sequence[int] | Ints,
     query_start: list[int],
     sources: Sequence[int] | Ints | None = None,
+    lags: Sequence[int] | Ints | None = None,
 ) -> tuple[Table, Table, Table]:
     """The decodes, chunks and runs of a step, as `StateWork` has them."""
     starts, states_S = np.array(query_start, np.int32), np.array(states, np.int32)
     sources_S = states_S if sources is None else np.array(sources, np.int32)
-    counts = np.diff(starts)
-    befores = np.zeros_like(counts)
-    befores[1:] = np.where(sources_S[1:] == states_S[:-1], counts[:-1], 0)
-    alone = (counts == 1) & (befores == 0)
-    ones, several = np.flatnonzero(alone), np.flatnonzero(~alone)
-    ends = np.cumsum(-(-counts[several] // CHUNK), dtype=np.int32)
-    begins = ends + counts[several] // -CHUNK
-    of_runs = (starts[:-1], counts, sources_S, states_S)
-    runs = np.stack((*(part[several] for part in of_runs), begins, befores[several]), 1)
-    chunks = [
-        (
-            first + done,
-            min(CHUNK, count - done),
-            source,
-            state,
-            before + done,
-            count - done if count > SHORT else 0,
+    several = starts[1:] - starts[:-1] > 1
+    follows = sources_S[1:] == states_S[:-1]
+    is_first = np.ones_like(several)
+    is_first[1:] = several[:-1] | ~follows  # what follows a single row is a guess
+    if sources is not None:
+        several[1:] |= follows & several[:-1]
+    runs: list[tuple[int, ...]] = []
+    chunks: list[tuple[int, ...]] = []
+    for i in several.nonzero()[0].tolist():
+        first, source, state = query_start[i], int(sources_S[i]), int(states_S[i])
+        count = query_start[i + 1] - first
+        goes_on = i > 0 and source == states_S[i - 1]
+        before = first - query_start[i - 1] if goes_on else 0
+        runs.append((first, count, source, state, len(chunks), before))
+        for done in range(0, count, CHUNK):
+            num, left = min(CHUNK, count - done), count - done if count > SHORT else 0
+            chunks.append((first + done, num, source, state, before + done, left))
+    ones = (~several).nonzero()[0]
+    firsts = is_first[ones].nonzero()[0]
+    decodes = np.zeros((len(ones), 4), np.int32)
+    decodes[:, 0], decodes[:, 1] = starts[ones], states_S[ones]
+    decodes[firsts, 2] = np.append(firsts[1:], len(ones)) - firsts
+    if lags is not None:
+        decodes[:, 3] = np.asarray(lags)[ones]
+    chunk_table, run_table = (np.array(part, np.int32).reshape(-1, 6) for part in (chunks, runs))
+    return decodes, chunk_table, run_table
+
+
+class StateTokens(NamedTuple):
+    """The N tokens by which a step changes states: those of its T rows, and behind them those that
+    states lack, one decode's after the other's. All layers share it, and it is on the host."""
+
+    row_D: Tensor
+    """The first row of each decode."""
+    state_D: Tensor
+    count_D: Tensor
+    """How many rows there are from that one on, with guesses."""
+    lag_D: Tensor
+    most: tuple[int, int]
+    """The largest lag and the largest count."""
+    decodes: tuple[Tensor, Tensor]
+    """Row and state of all rows of decodes."""
+    runs: list[list[int]]
+    """As in `StateWork`."""
+    source_N: Tensor
+    """The state that the token's sequence begins with."""
+    before_N: Tensor
+    """How many rows of the same sequence come right before the token."""
+
+    @classmethod
+    def of(cls, decodes: Table, chunks: Table, runs: Table) -> StateTokens:
+        """Those of a step's work."""
+        rows, states = decodes[:, 0].astype(np.int64), decodes[:, 1].astype(np.int64)
+        row_D, state_D, count_D, lag_D = decodes[decodes[:, 2] > 0].T.astype(np.int64)
+        num_rows = len(rows) + int(runs[:, 1].sum())
+        source_T, before_T = np.zeros((2, num_rows), np.int64)
+        source_T[rows], before_T[rows] = states, rows - row_D.repeat(count_D)
+        for first, count, source, _, _, before in runs.tolist():
+            source_T[first : first + count] = source
+            before_T[first : first + count] = range(before, before + count)
+        source_N = np.concatenate([source_T, state_D.repeat(lag_D)])
+        before_N = np.concatenate([before_T, np.zeros(lag_D.sum(), np.int64)])
+        tensor = torch.from_numpy
+        return cls(
+            tensor(row_D),
+            tensor(state_D),
+            tensor(count_D),
+            tensor(lag_D),
+            (int(lag_D.max(initial=0)), int(count_D.max(initial=0))),
+            (tensor(rows), tensor(states)),
+            runs.tolist(),
+            tensor(source_N),
+            tensor(before_N),
         )
-        for first, count, source, state, _, before in runs.tolist()
-        for done in range(0, count, CHUNK)
-    ]
-    decodes = np.stack((starts[ones], states_S[ones]), 1)
-    return decodes, np.array(chunks, np.int32).reshape(-1, 6), runs
+
+    @property
+    def alone(self) -> bool:
+        """Whether no row has another one of its sequence before it."""
+        return self.most[1] <= 1 and not self.runs
+
+    def with_lacking(
+        self, x_TO: Tensor, positions_T: Tensor, cache: StateCache
+    ) -> tuple[Tensor, Tensor]:
+        """The inputs of all tokens, (N, C + 2 H), and their positions."""
+        if not self.most[0]:
+            return x_TO, positions_T
+        back_K = self.lag_D.cumsum(0).repeat_interleave(self.lag_D)
+        back_K -= torch.arange(len(back_K))
+        at_K = positions_T[self.row_D.repeat_interleave(self.lag_D)]
+        at_K = at_K - back_K.to(at_K.device)
+        x_KO = cache.inputs[self.source_N[len(x_TO) :], at_K % cache.num_kept]
+        return torch.cat([x_TO, x_KO]), torch.cat([positions_T, at_K])
+
+    def keep(self, x_TO: Tensor, positions_T: Tensor, cache: StateCache, width: int) -> None:
+        """Keep the inputs of decodes, and the last `width` of each other sequence."""
+        row_K, state_K = self.decodes
+        for first, count, _, state, _, before in self.runs:
+            begin, end = max(first - before, first + count - width), first + count
+            row_K = torch.cat([row_K, torch.arange(begin, end)])
+            state_K = torch.cat([state_K, torch.full((end - begin,), state)])
+        cache.inputs[state_K, positions_T[row_K] % cache.num_kept] = x_TO[row_K]
 
 
 def gated_delta(
@@ -177,89 +283,106 @@ def gated_delta(
 
     def of(at: tuple[int, int], width: int) -> Tensor:
         """The columns of a kind, (T, G, width)."""
-        return y_TO.as_strided((len(y_TO), G, width), (y_TO.stride(0), at[1], 1), at[0])
+        first = y_TO.storage_offset() + at[0]
+        return y_TO.as_strided((len(y_TO), G, width), (y_TO.stride(0), at[1], 1), first)
 
-    x_TC = torch.cat([part.flatten(1) for part in (of(q, D), of(k, D), of(v, share * E))], 1)
-    x_TC = _causal_conv(x_TC, layer.conv_WC, cache, rows, positions_T)
-    q_TGD, k_TGD, v_TO = x_TC.split_with_sizes((G * D, G * D, H * E), 1)
-    q_THD = _unit(q_TGD.reshape(-1, G, D)).repeat_interleave(share, 1) * D**-0.5
-    k_THD = _unit(k_TGD.reshape(-1, G, D)).repeat_interleave(share, 1)
-    v_THE = v_TO.reshape(-1, H, E).float()
-    a_TH, b_TH = of(a, share).flatten(1).float(), of(b, share).flatten(1).float().sigmoid()
-    g_TH = -layer.log_a_H.exp() * F.softplus(a_TH + layer.dt_bias_H)
-    out_THE = _delta_rule(q_THD, k_THD, v_THE, g_TH, b_TH, cache, rows, positions_T)
+    own = [part.flatten(1) for part in (of(q, D), of(k, D), of(v, share * E), of(b, share))]
+    x_TO = torch.cat([*own, of(a, share).flatten(1)], 1)
+    x_NO, positions_N = rows.tokens.with_lacking(x_TO, positions_T, cache)
+    x_NC = _causal_conv(x_NO[:, : -2 * H], layer.conv_WC, cache, rows.tokens, positions_N)
+    rows.tokens.keep(x_TO, positions_T, cache, len(layer.conv_WC))
+    q_NGD, k_NGD, v_NO = x_NC.split_with_sizes((G * D, G * D, H * E), 1)
+    q_NHD = _unit(q_NGD.reshape(-1, G, D)).repeat_interleave(share, 1) * D**-0.5
+    k_NHD = _unit(k_NGD.reshape(-1, G, D)).repeat_interleave(share, 1)
+    v_NHE = v_NO.reshape(-1, H, E).float()
+    b_NH, a_NH = x_NO[:, -2 * H :].float().split_with_sizes((H, H), 1)
+    g_NH = -layer.log_a_H.exp() * F.softplus(a_NH + layer.dt_bias_H)
+    terms = _Terms(q_NHD, k_NHD, v_NHE, g_NH, b_NH.sigmoid())
+    out_THE = _delta_rule(terms, cache, rows.tokens, positions_T)[: len(y_TO)]
     normed_THE = F.rms_norm(out_THE, (E,), layer.norm_E.float(), layer.eps)
     gate_TO = of(z, share * E).flatten(1).float()
     return (normed_THE.flatten(1) * F.silu(gate_TO)).to(y_TO.dtype)
 
 
 def _causal_conv(
-    x_TC: Tensor, weight_WC: Tensor, cache: StateCache, rows: StateRows, positions_T: Tensor
+    x_NC: Tensor, weight_WC: Tensor, cache: StateCache, tokens: StateTokens, positions_N: Tensor
 ) -> Tensor:
-    """SiLU of each channel's convolution over the last W tokens of the sequence, (T, C). Updates
-    the inputs that the cache keeps."""
-    width, device = len(weight_WC), x_TC.device
-    start_S1 = torch.tensor(rows.query_start, device=device)
-    counts_S = start_S1.diff()
-    state_T = torch.tensor(rows.states, device=device).repeat_interleave(counts_S)
-    row_T = torch.arange(len(x_TC), device=device)
-    before_T = row_T - start_S1[:-1].repeat_interleave(counts_S)
-    last_T = before_T + width >= counts_S.repeat_interleave(counts_S)
-    source_T = state_T
-    if rows.sources is not None:
-        source_T = torch.tensor(rows.sources, device=device).repeat_interleave(counts_S)
-    going_on = [
-        (rows.query_start[i - 1 : i + 2], state)
-        for i, state in enumerate(rows.states)
-        if rows.sources is not None and i and rows.sources[i] == rows.states[i - 1]
-    ]
-    for (begin, first, end), _ in going_on:
-        before_T[first:end] += first - begin
-    y_TC = x_TC * weight_WC[-1]
-    for back in range(1, width):
-        kept_TC = cache.conv[source_T, (positions_T - back) % width]
-        here_TC = x_TC[(row_T - back).clamp(min=0)]
-        seen_TC = torch.where((before_T >= back)[:, None], here_TC, kept_TC)
-        y_TC += seen_TC.masked_fill((positions_T < back)[:, None], 0) * weight_WC[-1 - back]
-    cache.conv[state_T[last_T], positions_T[last_T] % width] = x_TC[last_T]
-    for (begin, first, end), state in going_on:
-        part = slice(max(begin, end - width), first)
-        cache.conv[state, positions_T[part] % width] = x_TC[part]
-    return F.silu(y_TC)
+    """SiLU of each channel's convolution over the last W tokens of the sequence, (N, C)."""
+    C, row_N = x_NC.shape[1], torch.arange(len(x_NC))
+    y_NC = x_NC * weight_WC[-1]
+    for back in range(1, len(weight_WC)):
+        kept_NC = cache.inputs[tokens.source_N, (positions_N - back) % cache.num_kept, :C]
+        if not tokens.alone:
+            here_NC = x_NC[(row_N - back).clamp(min=0)]
+            is_here_N = (tokens.before_N >= back).to(x_NC.device)
+            kept_NC = torch.where(is_here_N[:, None], here_NC, kept_NC)
+        y_NC += kept_NC.masked_fill((positions_N < back)[:, None], 0) * weight_WC[-1 - back]
+    return F.silu(y_NC)
+
+
+class _Terms(NamedTuple):
+    """Queries, keys, values, decays and strengths of tokens, in fp32."""
+
+    q_NHD: Tensor
+    k_NHD: Tensor
+    v_NHE: Tensor
+    g_NH: Tensor
+    b_NH: Tensor
+
+    def at(self, tokens: Tensor | slice) -> _Terms:
+        return _Terms._make(part[tokens] for part in self)
 
 
 def _delta_rule(
-    q_THD: Tensor,
-    k_THD: Tensor,
-    v_THE: Tensor,
-    g_TH: Tensor,
-    b_TH: Tensor,
-    cache: StateCache,
-    rows: StateRows,
-    positions_T: Tensor,
+    terms: _Terms, cache: StateCache, tokens: StateTokens, positions_T: Tensor
 ) -> Tensor:
-    """What the rows read of their sequences' states, (T, H, E). Updates the states. All in fp32."""
-    out_THE = torch.empty_like(v_THE)
-    work = state_work(rows.states, rows.query_start, rows.sources)
-    decodes, _, runs = (part.tolist() for part in work)
-    if decodes:
-        at, state_N = torch.tensor(decodes, device=v_THE.device).t()
-        begins_N = (positions_T[at] == 0)[:, None, None, None]
-        state_NHDE = cache.delta[state_N].masked_fill(begins_N, 0)
-        out_THE[at], cache.delta[state_N] = delta_step(
-            q_THD[at], k_THD[at], v_THE[at], g_TH[at], b_TH[at], state_NHDE
-        )
-    for first, count, source, state, *_ in runs:
+    """What tokens read of their sequences' states, (N, H, E). Updates the states. All in fp32."""
+    out_NHE = torch.empty_like(terms.v_NHE)
+    row_D, state_D = tokens.row_D, tokens.state_D
+    if tokens.most > (0, 1):
+        alone_D = (tokens.lag_D == 0) & (tokens.count_D == 1)
+        _with_guesses(terms, cache, tokens, positions_T, ~alone_D, out_NHE)
+        row_D, state_D = row_D[alone_D], state_D[alone_D]
+    if len(row_D):
+        begins_D = (positions_T[row_D] == 0)[:, None, None, None]
+        state_DHDE = cache.delta[state_D].masked_fill(begins_D, 0)
+        out_NHE[row_D], cache.delta[state_D] = delta_step(*terms.at(row_D), state_DHDE)
+    for first, count, source, state, *_ in tokens.runs:
         state_HDE = cache.delta[source]
         if positions_T[first] == 0:
             state_HDE = torch.zeros_like(state_HDE)
         for start in range(first, first + count, CHUNK):
             part = slice(start, min(start + CHUNK, first + count))
-            out_THE[part], state_HDE = delta_chunk(
-                q_THD[part], k_THD[part], v_THE[part], g_TH[part], b_TH[part], state_HDE
-            )
+            out_NHE[part], state_HDE = delta_chunk(*terms.at(part), state_HDE)
         cache.delta[state] = state_HDE
-    return out_THE
+    return out_NHE
+
+
+def _with_guesses(
+    terms: _Terms,
+    cache: StateCache,
+    tokens: StateTokens,
+    positions_T: Tensor,
+    wanted_D: Tensor,
+    out_NHE: Tensor,
+) -> None:
+    """The delta rule for the decodes that are wanted. Their tokens are computed as one chunk, in
+    which each head of each decode is a head of its own. Shorter ones are filled up at the end."""
+    kept_D = len(positions_T) + tokens.lag_D.cumsum(0) - tokens.lag_D
+    of_decodes = tokens.row_D, tokens.state_D, tokens.count_D, tokens.lag_D, kept_D
+    row_D, state_D, count_D, lag_D, kept_D = (part[wanted_D] for part in of_decodes)
+    nth_L1 = torch.arange(int((lag_D + count_D).max()))[:, None]
+    is_there_LD = nth_L1 < lag_D + count_D
+    at_LD = torch.where(nth_L1 < lag_D, kept_D, row_D - lag_D) + nth_L1
+    at_LD *= is_there_LD
+    q, k, v, g, b = (part.flatten(1, 2) for part in terms.at(at_LD))
+    begins_D = (positions_T[row_D] == 0)[:, None, None, None]
+    state_HDE = cache.delta[state_D].masked_fill(begins_D, 0).flatten(0, 1)
+    heads = len(row_D), terms.g_NH.shape[1]
+    last_H = lag_D.repeat_interleave(heads[1])  # no state takes a guess
+    out_LHE, state_HDE = delta_chunk(q, k, v, g, b, state_HDE, last_H)
+    out_NHE[at_LD[is_there_LD]] = out_LHE.reshape(-1, *heads, out_LHE.shape[2])[is_there_LD]
+    cache.delta[state_D] = state_HDE.view(*heads, *state_HDE.shape[1:])
 
 
 def delta_step(
@@ -275,10 +398,16 @@ def delta_step(
 
 
 def delta_chunk(
-    q_LHD: Tensor, k_LHD: Tensor, v_LHE: Tensor, g_LH: Tensor, b_LH: Tensor, state_HDE: Tensor
+    q_LHD: Tensor,
+    k_LHD: Tensor,
+    v_LHE: Tensor,
+    g_LH: Tensor,
+    b_LH: Tensor,
+    state_HDE: Tensor,
+    last_H: Tensor | int = -1,
 ) -> tuple[Tensor, Tensor]:
-    """L consecutive tokens of one sequence: what each reads, (L, H, E), and the state after them.
-    All in fp32.
+    """L consecutive tokens of one sequence: what each reads, (L, H, E), and the state after them,
+    or in each head after the token `last_H`. All in fp32.
 
     The changes that the tokens make depend on each other, which is a triangular system of equations
     for all of them: change_i = b_i (v_i - k_i^T (decayed state + sum over j < i of decayed k_j
@@ -295,8 +424,9 @@ def delta_chunk(
         system_HLL, wanted_HLE, upper=False, unitriangular=True
     )
     out_HLE = from_state_HL1 * (q @ state_HDE) + ((q @ k.mT) * decay_HLL) @ change_HLE
-    to_end_HL1 = (g_HL[:, -1:] - g_HL).exp()[..., None]
-    state_HDE = state_HDE * g_HL[:, -1].exp()[:, None, None] + (k * to_end_HL1).mT @ change_HLE
+    last = torch.arange(len(k)), last_H
+    to_end_HL1, from_state_H1 = decay_HLL[last][..., None], from_state_HL1[last]
+    state_HDE = state_HDE * from_state_H1[..., None] + (k * to_end_HL1).mT @ change_HLE
     return out_HLE.transpose(0, 1), state_HDE
 
 

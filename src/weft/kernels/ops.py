@@ -39,7 +39,7 @@ Activation = Literal["silu", "gelu_tanh"] | ClampedSwiglu
 def rms_norm(x_D: Tensor, weight_D: Tensor | None, eps: float) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` over the last dimension of x (..., D), with weight (D,),
     computed in fp32; the result has x's dtype."""
-    if x_D.dtype == torch.float32 and x_D.device.type == "cpu":
+    if x_D.dtype == torch.float32 and x_D.is_cpu:
         # On a CPU, torch's own function takes eight operations; these are four.
         size = x_D.shape[-1]
         norm_1 = torch.linalg.vector_norm(x_D, dim=-1, keepdim=True)

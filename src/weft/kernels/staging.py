@@ -17,7 +17,7 @@ DEPTH = 2
 class Staging:
     """A device buffer of 32-bit words and the page-locked host buffers that feed it in turn.
 
-    words = staging.begin(n)    the host's side of n words, to be filled
+    words = staging.begin()     the host's side, to be filled
     staging.send(n)             copied behind all work that was queued before
 
     What was sent stays until the next `send`. On a CPU a copy is done at once.
@@ -25,7 +25,8 @@ class Staging:
 
     def __init__(self, num_words: int, device: torch.device) -> None:
         self._device = device
-        self._turn = 0
+        self.turn = 0
+        """Which of the host's buffers was given out last."""
         self._sent: list[torch.cuda.Event] = []
         """For each of the host's buffers, when its last copy is done; none on a CPU."""
         if device.type == "cuda":
@@ -37,6 +38,7 @@ class Staging:
         self._host = [
             torch.empty(num_words, dtype=torch.int32, pin_memory=pinned) for _ in range(DEPTH)
         ]
+        self._words: list[NDArray[np.int32]] = [host.numpy() for host in self._host]
         self.device_words = torch.zeros(num_words, dtype=torch.int32, device=self._device)
 
     def reserve(self, num_words: int) -> None:
@@ -44,17 +46,17 @@ class Staging:
         if num_words > len(self.device_words):
             self._allocate(num_words)
 
-    def begin(self, num_words: int) -> NDArray[np.int32]:
-        """Give the host's side of so many words, once its copy of DEPTH sends ago is done."""
-        words: NDArray[np.int32] = self._next_host()[:num_words].numpy()
-        return words
+    def begin(self) -> NDArray[np.int32]:
+        """Give the host's side, once its copy of DEPTH sends ago is done."""
+        self._next_host()
+        return self._words[self.turn]
 
     def send(self, num_words: int) -> Tensor:
         """Copy so many words; returns the device's side, int32 (num_words,)."""
         words = self.device_words[:num_words]
-        words.copy_(self._host[self._turn][:num_words], non_blocking=True)
+        words.copy_(self._host[self.turn][:num_words], non_blocking=True)
         if self._sent:
-            self._sent[self._turn].record()
+            self._sent[self.turn].record()
         return words
 
     def send_all(self, arrays: Sequence[NDArray[np.generic]]) -> list[Tensor]:
@@ -76,10 +78,10 @@ class Staging:
         ]
 
     def _next_host(self) -> Tensor:
-        self._turn = (self._turn + 1) % DEPTH
+        self.turn = (self.turn + 1) % DEPTH
         if self._sent:
-            self._sent[self._turn].synchronize()
-        return self._host[self._turn]
+            self._sent[self.turn].synchronize()
+        return self._host[self.turn]
 
 
 def _part(words: Tensor, start: int, end: int, like: Tensor) -> Tensor:

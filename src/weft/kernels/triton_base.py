@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import torch
@@ -10,6 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from weft.kernels.tuned import MEETING_FLOATS, MEETING_TILES
+
+# Triton 3.9 warns that later versions won't fuse products and sums by themselves, which takes more
+# instructions and rounds in another way.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 """Whether this process runs kernels in Triton's interpreter. Its products of 16-bit numbers are not

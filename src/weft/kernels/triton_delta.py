@@ -16,7 +16,7 @@ from weft.kernels.delta import DeltaLayer, StateCache, StateRows
 from weft.kernels.ops import Product
 from weft.kernels.triton_base import has_pending, launch_options, starts_early, with_pending
 from weft.kernels.triton_delta_chunks import block_of, run_chunks, sizes_of
-from weft.kernels.triton_delta_short import silu
+from weft.kernels.triton_delta_short import gated_norm, keep_inputs, silu
 from weft.kernels.triton_delta_solve import decay
 
 PART, WARPS = 64, 2
@@ -25,22 +25,36 @@ PART, WARPS = 64, 2
 
 
 @triton.jit
-def _one_token(
-    y_at, add_at, has, conv_at, weight_at, position, c, size, keeps, C,
-    W: tl.constexpr, PENDING: tl.constexpr,
+def _convolved(
+    y_at, add_at, has, kept_at, weight_at, position, first, c, size, y_stride, C,
+    H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, PENDING: tl.constexpr,
 ):  # fmt: skip
-    """The activated convolution of a decode's channels c < size, whose input is kept if `keeps`.
-    The pointers are those of each channel: of the row, of the state and of the weights."""
-    ok = c < size
-    x = tl.load(y_at, mask=ok, other=0.0)
-    x = with_pending(x, add_at, has, ok, PENDING)
-    y = x.to(tl.float32) * tl.load(weight_at + (W - 1) * C, mask=ok, other=0.0).to(tl.float32)
-    for back in tl.static_range(1, W):
-        seen = c < tl.where(position >= back, size, 0)
-        past = tl.load(conv_at + (position + W - back) % W * C, mask=seen, other=0.0).to(tl.float32)
-        y += past * tl.load(weight_at + (W - 1 - back) * C, mask=ok, other=0.0).to(tl.float32)
-    tl.store(conv_at + position % W * C, x, mask=c < tl.where(keeps, size, 0))
+    """The activated convolution of the channels c < size of a decode's token at `position`. Rows
+    begin at the position `first`; of what is ahead of that, inputs are kept. The pointers are those
+    of each channel: of the first row, of what is kept for the state and of the weights."""
+    y = tl.zeros(c.shape, tl.float32)
+    for back in tl.static_range(W):
+        is_row = position - back >= first
+        ok = c < tl.where(is_row, size, 0)
+        row_at = (position - back - first) * y_stride
+        x = tl.load(y_at + row_at, mask=ok, other=0.0)
+        x = with_pending(x, add_at + row_at, has, ok, PENDING)
+        ok = c < tl.where(is_row | (position < back), 0, size)
+        past_at = kept_at + (position + R - back) % R * (C + 2 * H)
+        x = tl.where(is_row, x, tl.load(past_at, mask=ok, other=0.0))
+        weight = tl.load(weight_at + (W - 1 - back) * C, mask=c < size, other=0.0)
+        y += x.to(tl.float32) * weight.to(tl.float32)
     return silu(y)
+
+
+@triton.jit
+def _of_head(y_at, add_at, has, kept_at, position, first, y_stride, PENDING: tl.constexpr):
+    """A head's input to its strength or decay; see `_convolved`."""
+    is_row = position >= first
+    row_at = (position - first) * y_stride
+    x = tl.load(y_at + row_at, mask=is_row, other=0.0)
+    x = with_pending(x, add_at + row_at, has, is_row, PENDING)
+    return tl.where(is_row, x, tl.load(kept_at, mask=position < first, other=0.0)).to(tl.float32)
 
 
 @triton.jit
@@ -49,7 +63,7 @@ def _decode(
     add_ptr,
     add_slot_ptr,
     read_ptr,
-    conv_ptr,
+    kept_ptr,
     delta_ptr,
     weight_ptr,
     log_a_ptr,
@@ -64,21 +78,23 @@ def _decode(
     D: tl.constexpr,
     E: tl.constexpr,
     W: tl.constexpr,
+    R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     PART: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """read, fp32 (N, H, E) = what a decode reads of its state, which it changes first. Programs
-    (decodes, H, parts of E). All programs of a key head read its inputs, and one of them keeps
-    these for later: at a place that none reads now."""
+    """read, fp32 (N, H, E) = what the rows of decodes read of their states. These change by the
+    tokens that they lack and by the first row. Programs (decodes, H, parts of E)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0)
     h = tl.program_id(1)
-    row = tl.load(decodes_ptr + 2 * n).to(tl.int64)
-    state = tl.load(decodes_ptr + 2 * n + 1).to(tl.int64)
-    if state < 0:
+    row = tl.load(decodes_ptr + 4 * n).to(tl.int64)
+    state = tl.load(decodes_ptr + 4 * n + 1).to(tl.int64)
+    count = tl.load(decodes_ptr + 4 * n + 2)
+    lag = tl.load(decodes_ptr + 4 * n + 3)
+    if count <= 0:
         if PDL:  # whoever waits for this kernel waits for those ahead
             tl.extra.cuda.gdc_wait()
         return
@@ -86,95 +102,112 @@ def _decode(
     e = tl.program_id(2) * PART + tl.arange(0, PART)
     share: tl.constexpr = H // G
     g = h // share
-    nth = h % share
+    nth_head = h % share
     has = has_pending(add_slot_ptr + row, PENDING)
-    position = tl.load(position_ptr + row).to(tl.int32)
+    first = tl.load(position_ptr + row).to(tl.int32)
     log_a = tl.load(log_a_ptr + h)
     dt_bias = tl.load(dt_bias_ptr + h)
     # No kernel since the step before has written the state.
     state_at = delta_ptr + ((state * H + h) * D + d[:, None]) * E + e[None, :]
     within = (d < D)[:, None] & (e < E)[None, :]
-    held = (d < tl.where(position > 0, D, 0))[:, None] & (e < E)[None, :]
+    held = (d < tl.where(first > 0, D, 0))[:, None] & (e < E)[None, :]
     S = tl.load(state_at, mask=held, other=0.0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     y_row = y_ptr + row * y_stride
     add_row = add_ptr + row * y_stride
-    conv_row = conv_ptr + state * W * C
+    kept = kept_ptr + state * R * (C + 2 * H)
     q_c = COLUMNS[0] + g * COLUMNS[1] + d
     k_c = COLUMNS[2] + g * COLUMNS[3] + d
-    v_c = COLUMNS[4] + g * COLUMNS[5] + nth * E + e
-    b_c = COLUMNS[8] + g * COLUMNS[9] + nth
-    a_c = COLUMNS[10] + g * COLUMNS[11] + nth
-    keeps = nth + tl.program_id(2) == 0
-    at = g * D + d
-    q = _one_token(
-        y_row + q_c, add_row + q_c, has, conv_row + at, weight_ptr + at,
-        position, d, D, keeps, C, W, PENDING,
-    )  # fmt: skip
-    at = (G + g) * D + d
-    k = _one_token(
-        y_row + k_c, add_row + k_c, has, conv_row + at, weight_ptr + at,
-        position, d, D, keeps, C, W, PENDING,
-    )  # fmt: skip
-    at = 2 * G * D + h * E + e
-    v = _one_token(
-        y_row + v_c, add_row + v_c, has, conv_row + at, weight_ptr + at,
-        position, e, E, nth >= 0, C, W, PENDING,
-    )  # fmt: skip
-    q *= 1 / tl.sqrt((tl.sum(q * q) + 1e-6) * D)
-    k *= 1 / tl.sqrt(tl.sum(k * k) + 1e-6)
-    a = with_pending(tl.load(y_row + a_c), add_row + a_c, has, state >= 0, PENDING).to(tl.float32)
-    b = with_pending(tl.load(y_row + b_c), add_row + b_c, has, state >= 0, PENDING).to(tl.float32)
-    S *= tl.exp(decay(a, log_a, dt_bias))
-    told = tl.sum(k[:, None] * S, 0)
-    S += k[:, None] * ((v - told) / (1 + tl.exp(-b)))[None, :]
-    tl.store(state_at, S, mask=within)
-    tl.store(read_ptr + (n * H + h) * E + e, tl.sum(q[:, None] * S, 0), mask=e < E)
+    v_c = COLUMNS[4] + g * COLUMNS[5] + nth_head * E + e
+    b_c = COLUMNS[8] + g * COLUMNS[9] + nth_head
+    a_c = COLUMNS[10] + g * COLUMNS[11] + nth_head
+    q_at = g * D + d
+    k_at = (G + g) * D + d
+    v_at = 2 * G * D + h * E + e
+    for nth in tl.range(-lag, count, disable_licm=True):
+        position = first + nth
+        q = _convolved(
+            y_row + q_c, add_row + q_c, has, kept + q_at, weight_ptr + q_at,
+            position, first, d, D, y_stride, C, H, W, R, PENDING,
+        )  # fmt: skip
+        k = _convolved(
+            y_row + k_c, add_row + k_c, has, kept + k_at, weight_ptr + k_at,
+            position, first, d, D, y_stride, C, H, W, R, PENDING,
+        )  # fmt: skip
+        v = _convolved(
+            y_row + v_c, add_row + v_c, has, kept + v_at, weight_ptr + v_at,
+            position, first, e, E, y_stride, C, H, W, R, PENDING,
+        )  # fmt: skip
+        q *= 1 / tl.sqrt((tl.sum(q * q) + 1e-6) * D)
+        k *= 1 / tl.sqrt(tl.sum(k * k) + 1e-6)
+        of_head = kept + position % R * (C + 2 * H) + C + h
+        b = _of_head(y_row + b_c, add_row + b_c, has, of_head, position, first, y_stride, PENDING)
+        a = _of_head(
+            y_row + a_c, add_row + a_c, has, of_head + H, position, first, y_stride, PENDING
+        )
+        S *= tl.exp(decay(a, log_a, dt_bias))
+        told = tl.sum(k[:, None] * S, 0)
+        S += k[:, None] * ((v - told) / (1 + tl.exp(-b)))[None, :]
+        if nth == 0:  # what comes after may be wrong
+            tl.store(state_at, S, mask=within)
+        read_at = read_ptr + ((n + nth) * H + h) * E + e
+        tl.store(read_at, tl.sum(q[:, None] * S, 0), mask=e < tl.where(nth < 0, 0, E))
 
 
 @triton.jit
-def _gated_norm(
+def _give_out(
     y_ptr,
     add_ptr,
     add_slot_ptr,
     read_ptr,
     out_ptr,
+    kept_ptr,
     norm_ptr,
     decodes_ptr,
+    position_ptr,
     y_stride,
+    C,
     eps,
     COLUMNS: tl.constexpr,
     G: tl.constexpr,
     H: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
+    R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out (T, H, E) = norm(read) * silu(z) of decodes. Programs (decodes, H)."""
+    """out (T, H, E) = norm(read) * silu(z) of the rows of decodes, whose inputs are kept here, as
+    nobody reads any now. Programs (decodes, H)."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n = tl.program_id(0)
     h = tl.program_id(1)
-    row = tl.load(decodes_ptr + 2 * n).to(tl.int64)
-    state = tl.load(decodes_ptr + 2 * n + 1)
+    only = tl.arange(0, 1)
+    row = tl.load(decodes_ptr + 4 * n).to(tl.int64) + only
+    state = tl.load(decodes_ptr + 4 * n + 1).to(tl.int64)
     e = tl.arange(0, BLOCK_E)
-    share: tl.constexpr = H // G
-    norm = tl.load(norm_ptr + e, mask=e < E, other=0.0).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    known = e < tl.where(state < 0, 0, E)
-    has = has_pending(add_slot_ptr + tl.where(state < 0, 0, row), PENDING)
-    z_c = row * y_stride + COLUMNS[6] + h // share * COLUMNS[7] + h % share * E + e
-    z = with_pending(
-        tl.load(y_ptr + z_c, mask=known, other=0.0), add_ptr + z_c, has, known, PENDING
-    ).to(tl.float32)
-    x = tl.load(read_ptr + (n * H + h) * E + e, mask=known, other=0.0)
-    x *= 1 / tl.sqrt(tl.sum(x * x) / E + eps) * norm
-    out_at = out_ptr + (row * H + h) * E + e
-    tl.store(out_at, x * silu(z), mask=e < tl.where(row < 0, 0, E))
+    known = only < tl.where(state < 0, 0, 1)
+    ok = known[:, None] & (e < E)[None, :]
+    has = known
+    if PENDING:
+        has = tl.load(add_slot_ptr + row, mask=known, other=-1) >= 0
+    x = tl.load(read_ptr + (n * H + h) * E + e[None, :], mask=ok, other=0.0)
+    x = gated_norm(
+        x, y_ptr, add_ptr, norm_ptr, row, has[:, None], ok, h, y_stride, eps,
+        COLUMNS, G, H, E, PENDING,
+    )  # fmt: skip
+    out_at = out_ptr + (row * H + h)[:, None] * E + e[None, :]
+    tl.store(out_at, x, mask=(row >= 0)[:, None] & (e < E)[None, :])
+    keep_inputs(
+        y_ptr, add_ptr, kept_ptr, position_ptr, state, row, has[:, None], known, h,
+        y_stride, C, COLUMNS, G, H, D, E, R, BLOCK_D, BLOCK_E, PENDING,
+    )  # fmt: skip
 
 
 def gated_delta(
@@ -200,16 +233,17 @@ def _run_decodes(
     positions_T: Tensor,
 ) -> None:
     N, H, E, y_TO = len(decodes), layer.num_values, layer.value_dim, y.y_TO
-    options, sizes = launch_options(starts_early(y_TO.device)), sizes_of(layer, y)
+    options = launch_options(starts_early(y_TO.device))
+    sizes = {**sizes_of(layer, y), "R": cache.num_kept, "BLOCK_D": block_of(layer.key_dim)}
+    W, C = layer.conv_WC.shape
     read_NHE = y_TO.new_empty((N, H, E), dtype=torch.float32)
     part, inputs = min(PART, block_of(E)), (y_TO, *y.pending_tensors())
     _decode[N, H, triton.cdiv(E, part)](
-        *inputs, read_NHE, cache.conv, cache.delta, layer.conv_WC, layer.log_a_H, layer.dt_bias_H,
-        decodes, positions_T, y_TO.stride(0), layer.conv_WC.shape[1],
-        **sizes, W=len(layer.conv_WC), BLOCK_D=block_of(layer.key_dim), PART=part,
-        num_warps=WARPS, **options,
+        *inputs, read_NHE, cache.inputs, cache.delta, layer.conv_WC, layer.log_a_H,
+        layer.dt_bias_H, decodes, positions_T, y_TO.stride(0), C,
+        **sizes, W=W, PART=part, num_warps=WARPS, **options,
     )  # fmt: skip
-    _gated_norm[N, H](
-        *inputs, read_NHE, out_TO, layer.norm_E, decodes, y_TO.stride(0), layer.eps,
-        **sizes, BLOCK_E=block_of(E), num_warps=1, **options,
+    _give_out[N, H](
+        *inputs, read_NHE, out_TO, cache.inputs, layer.norm_E, decodes, positions_T,
+        y_TO.stride(0), C, layer.eps, **sizes, BLOCK_E=block_of(E), num_warps=1, **options,
     )  # fmt: skip

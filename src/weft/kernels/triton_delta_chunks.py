@@ -47,6 +47,13 @@ PART = 32
 """Columns of a state that one program of `_scan` has."""
 ROWS = 16
 """Rows that one program of `_prepare` has."""
+WIDE = 64
+"""The fewest columns of a head for which products in 16 bits use Hopper's asynchronous matrix
+units, which take programs of at least four warps. For narrower products, the assembler of CUDA
+12.8, which comes with Triton 3.6 and 3.7, takes the addresses of operands from wrong registers."""
+EXACT_WARPS = 16
+"""Warps of `solve` in fp32, whose products are written out number by number: with four, it takes
+half a minute to compile."""
 
 
 @triton.jit
@@ -55,7 +62,7 @@ def _prepare(
     add_ptr,
     add_slot_ptr,
     qkv_ptr,
-    conv_ptr,
+    kept_ptr,
     weight_ptr,
     chunks_ptr,
     position_ptr,
@@ -67,6 +74,7 @@ def _prepare(
     D: tl.constexpr,
     E: tl.constexpr,
     W: tl.constexpr,
+    R: tl.constexpr,
     L: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -119,8 +127,9 @@ def _prepare(
             state = tl.load(chunk + 2).to(tl.int64)
             position = tl.load(position_ptr + first).to(tl.int32) + t
             kept = (before + t < back) & (position >= back)
-            past_at = (state * W + (position + W - back) % W)[:, None] * C + channel + c[None, :]
-            past = tl.load(conv_ptr + past_at, mask=ok & kept[:, None], other=0.0)
+            past_at = (state * R + (position + R - back) % R)[:, None] * (C + 2 * H)
+            past_at += channel + c[None, :]
+            past = tl.load(kept_ptr + past_at, mask=ok & kept[:, None], other=0.0)
             x = tl.where(here[:, None], x, past)
         w_at = weight_ptr + (W - 1 - back) * C + channel + c
         y += x.to(tl.float32) * tl.load(w_at, mask=c < size, other=0.0).to(tl.float32)[None, :]
@@ -207,7 +216,7 @@ def _read(
     g_ptr,
     before_ptr,
     out_ptr,
-    conv_ptr,
+    kept_ptr,
     norm_ptr,
     chunks_ptr,
     position_ptr,
@@ -220,6 +229,7 @@ def _read(
     D: tl.constexpr,
     E: tl.constexpr,
     W: tl.constexpr,
+    R: tl.constexpr,
     L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -268,8 +278,8 @@ def _read(
     if left - W < count:
         state = tl.load(chunk + 3).to(tl.int64)
         keep_inputs(
-            y_ptr, add_ptr, conv_ptr, position_ptr, state, row, has[:, None], ok & (t >= left - W),
-            h, y_stride, C, COLUMNS, G, H, D, E, W, BLOCK_D, BLOCK_E, PENDING,
+            y_ptr, add_ptr, kept_ptr, position_ptr, state, row, has[:, None], ok & (t >= left - W),
+            h, y_stride, C, COLUMNS, G, H, D, E, R, BLOCK_D, BLOCK_E, PENDING,
         )  # fmt: skip
 
 
@@ -287,13 +297,15 @@ def run_chunks(
     num_chunks, stride, sizes = len(work.chunks), y_TO.stride(0), sizes_of(layer, y)
     blocks = {"BLOCK_D": block_of(D), "BLOCK_E": block_of(E)}
     exact = INTERPRETED or y_TO.dtype == torch.float32
+    narrow = not exact and min(blocks.values()) < WIDE
+    widths = {"W": W, "R": cache.num_kept}
     options = launch_options(starts_early(y_TO.device))
     qkv_TC = y_TO.new_empty(T, C)
     read = y_TO, *y.pending_tensors()
     rows = min(ROWS, CHUNK)
     _prepare[num_chunks * (CHUNK // rows), 2 * layer.num_keys + H](
-        *read, qkv_TC, cache.conv, layer.conv_WC, work.chunks, positions_T, stride, C,
-        **sizes, W=W, L=CHUNK, ROWS=rows, BLOCK=max(blocks.values()), num_warps=4, **options,
+        *read, qkv_TC, cache.inputs, layer.conv_WC, work.chunks, positions_T, stride, C,
+        **sizes, **widths, L=CHUNK, ROWS=rows, BLOCK=max(blocks.values()), num_warps=4, **options,
     )  # fmt: skip
     if T > SHORT:
         w_THD, u_THE = y_TO.new_empty(T, H, D), y_TO.new_empty(T, H, E)
@@ -302,23 +314,25 @@ def run_chunks(
         tiles = {**blocks, "L": CHUNK, "EXACT": exact}
         solve[num_chunks, H](
             *read, qkv_TC, w_THD, u_THE, g_TH, layer.log_a_H, layer.dt_bias_H, work.chunks, stride,
-            C, **sizes, **tiles, num_warps=4,
+            C, **sizes, **tiles, num_warps=EXACT_WARPS if exact else 2 if narrow else 4,
         )  # fmt: skip
         part = min(PART, blocks["BLOCK_E"])
         _scan[len(work.runs), H, triton.cdiv(E, part)](
             qkv_TC, w_THD, u_THE, g_TH, before_NHDE, cache.delta, work.runs, positions_T, C,
             G=layer.num_keys, H=H, D=D, E=E, L=CHUNK, SHORT=SHORT, BLOCK_D=blocks["BLOCK_D"],
-            PART=part, EXACT=exact, num_warps=4, num_stages=1 if exact else 3,
+            PART=part, EXACT=exact, num_warps=2 if narrow else 4,
+            num_stages=1 if exact else 3,
         )  # fmt: skip
         _read[num_chunks, H](
-            *read, qkv_TC, u_THE, g_TH, before_NHDE, out_TO, cache.conv, layer.norm_E, work.chunks,
-            positions_T, stride, C, layer.eps, **sizes, **tiles, W=W, num_warps=8, maxnreg=128,
+            *read, qkv_TC, u_THE, g_TH, before_NHDE, out_TO, cache.inputs, layer.norm_E,
+            work.chunks, positions_T, stride, C, layer.eps, **sizes, **tiles, **widths,
+            num_warps=2 if narrow else 8, maxnreg=128,
         )  # fmt: skip
         options = launch_options(False)  # what comes next may go on with a state of these kernels
     short_runs[len(work.runs), H](
-        *read, qkv_TC, out_TO, cache.conv, cache.delta, layer.norm_E, layer.log_a_H,
+        *read, qkv_TC, out_TO, cache.inputs, cache.delta, layer.norm_E, layer.log_a_H,
         layer.dt_bias_H, work.runs, positions_T, stride, C, layer.eps,
-        **sizes, **blocks, W=W, L=SHORT, EXACT=exact, num_warps=8, **options,
+        **sizes, **blocks, **widths, L=SHORT, EXACT=exact, num_warps=8, **options,
     )  # fmt: skip
 
 

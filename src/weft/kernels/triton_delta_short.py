@@ -50,7 +50,7 @@ def gated_norm(
 def keep_inputs(
     y_ptr,
     add_ptr,
-    conv_ptr,
+    kept_ptr,
     position_ptr,
     state,
     row,
@@ -64,24 +64,32 @@ def keep_inputs(
     H: tl.constexpr,
     D: tl.constexpr,
     E: tl.constexpr,
-    W: tl.constexpr,
+    R: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PENDING: tl.constexpr,
 ):
-    """Keep the convolution's inputs of a value head, and its key head's if it is that one's first,
-    of the rows that are `kept`."""
+    """Keep the inputs of a value head, and its key head's if it is that one's first, of the rows
+    that are `kept`: those of the convolution, and of its strengths and decays."""
     share: tl.constexpr = H // G
     g = h // share
     e = tl.arange(0, BLOCK_E)
     position = tl.load(position_ptr + row, mask=kept, other=0)
-    kept_at = conv_ptr + (state * W + position % W)[:, None] * C
+    kept_at = kept_ptr + (state * R + position % R)[:, None] * (C + 2 * H)
     from_at = row[:, None] * y_stride
     in_e = kept[:, None] & (e < E)[None, :]
     v_at = from_at + COLUMNS[4] + g * COLUMNS[5] + h % share * E + e[None, :]
     v = tl.load(y_ptr + v_at, mask=in_e, other=0.0)
     v = with_pending(v, add_ptr + v_at, has, in_e, PENDING)
     tl.store(kept_at + 2 * G * D + h * E + e[None, :], v, mask=in_e)
+    b_at = from_at + COLUMNS[8] + g * COLUMNS[9] + h % share
+    a_at = from_at + COLUMNS[10] + g * COLUMNS[11] + h % share
+    b = tl.load(y_ptr + b_at, mask=kept[:, None], other=0.0)
+    a = tl.load(y_ptr + a_at, mask=kept[:, None], other=0.0)
+    b = with_pending(b, add_ptr + b_at, has, kept[:, None], PENDING)
+    a = with_pending(a, add_ptr + a_at, has, kept[:, None], PENDING)
+    tl.store(kept_at + C + h, b, mask=kept[:, None])
+    tl.store(kept_at + C + H + h, a, mask=kept[:, None])
     if h % share == 0:
         d = tl.arange(0, BLOCK_D)
         in_d = kept[:, None] & (d < D)[None, :]
@@ -102,7 +110,7 @@ def short_runs(
     add_slot_ptr,
     qkv_ptr,
     out_ptr,
-    conv_ptr,
+    kept_ptr,
     delta_ptr,
     norm_ptr,
     log_a_ptr,
@@ -118,6 +126,7 @@ def short_runs(
     D: tl.constexpr,
     E: tl.constexpr,
     W: tl.constexpr,
+    R: tl.constexpr,
     L: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -193,6 +202,6 @@ def short_runs(
     if PENDING:
         has = tl.load(add_slot_ptr + row, mask=kept, other=-1) >= 0
     keep_inputs(
-        y_ptr, add_ptr, conv_ptr, position_ptr, state, row, has[:, None], kept, h,
-        y_stride, C, COLUMNS, G, H, D, E, W, BLOCK_D, BLOCK_E, PENDING,
+        y_ptr, add_ptr, kept_ptr, position_ptr, state, row, has[:, None], kept, h,
+        y_stride, C, COLUMNS, G, H, D, E, R, BLOCK_D, BLOCK_E, PENDING,
     )  # fmt: skip
