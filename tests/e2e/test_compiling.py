@@ -52,6 +52,22 @@ print(sorted(len(kernel.asm["cubin"]) > 0 for kernel in compiled()))
     assert run(code).strip() == "[True, True, True, True]"
 
 
+def test_what_was_compiled_before_does_not_run_either(run: Run) -> None:
+    """It would read what kernels that are not there yet should have written."""
+    code = """
+for factors in ((2, 3), (2, 5)):
+    with compiling_ahead():
+        for factor in factors:
+            call(factor)
+assert len(compiled()) == 3 and x.tolist() == [1.0] * 16
+try:
+    call(2)
+except AttributeError:
+    print("launched")
+"""
+    assert run(code).strip() == "launched"
+
+
 def test_parts_begin_with_different_kernels(run: Run) -> None:
     """Each of three begins with those of its own part, and has all of them in the end."""
     code = """

@@ -8,10 +8,12 @@ being run:
         forward()           kernels that are not compiled yet are noted
     forward()               all of them are there
 
-What kernels would have written is undefined meanwhile. At the end of the block, processes forked
-from this one compile what was noted, one for each processor, and leave it in Triton's cache on
-disk, from where this process takes it. Threads of one process would take about twice as long, as a
-good part of the compiler holds Python's lock.
+What kernels would have written is undefined meanwhile. So those that an earlier engine of this
+process has compiled don't run either: they might read from addresses that were never written.
+
+At the end of the block, processes forked from this one compile what was noted, one for each
+processor, and leave it in Triton's cache on disk, from where this process takes it. Threads of one
+process would take about twice as long, as a good part of the compiler holds Python's lock.
 
 Several processes that need the same kernels, as the ranks of a model do, share the work: each one
 begins with its own part of the kernels, and finds most of the rest in the cache by the time that it
@@ -30,6 +32,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from select import select
 from typing import Any
@@ -37,6 +40,7 @@ from typing import Any
 import triton
 from triton import AsyncCompileMode
 from triton.runtime.cache import get_cache_manager
+from triton.runtime.jit import JITFunction
 
 from weft.core.processes import die_with_parent
 
@@ -49,31 +53,45 @@ _INDEX = struct.Struct("<i")
 
 @contextmanager
 def compiling_ahead(part: int = 0, num_parts: int = 1) -> Iterator[None]:
-    """Let calls of Triton kernels that this thread makes inside return at once: kernels compiled
-    before run, the others don't, and are compiled by the end. Of several processes that compile the
-    same kernels at a time, each has another `part`. Raises what the compiler raises."""
-    with _Ahead(part, num_parts):
-        yield
+    """Let calls of Triton kernels that this thread makes inside return at once. None of these runs,
+    and all are compiled by the end. Of several processes that compile the same kernels at a time,
+    each has another `part`. Raises what the compiler raises."""
+    token = _is_ahead.set(True)
+    try:
+        with _Ahead(part, num_parts):
+            yield
+    finally:
+        _is_ahead.reset(token)
+
+
+_is_ahead = ContextVar("weft_compiling_ahead", default=False)
+_launch = JITFunction.run
+
+
+def _launch_or_compile(
+    self: JITFunction[Any], *args: Any, grid: Any, warmup: bool, **options: Any
+) -> Any:
+    """What Triton does when a kernel is called, without the launch if this thread is compiling
+    ahead. Triton has no mode for that."""
+    return _launch(self, *args, grid=grid, warmup=warmup or _is_ahead.get(), **options)
+
+
+JITFunction.run = _launch_or_compile
 
 
 def tell_of_more() -> None:
     """From now on, log each kernel that is compiled, or taken from the cache on disk, for the first
     time: a request may be waiting for it."""
 
-    def told(repr: str, fn: Any, **_: object) -> None:
-        logger.warning("compiled late: %s.%s %s", fn.module, fn.name, repr)
+    def told(repr: str, fn: Any, is_manual_warmup: bool, **_: object) -> None:
+        if not is_manual_warmup:
+            logger.warning("compiled late: %s.%s %s", fn.module, fn.name, repr)
 
     triton.knobs.runtime.jit_post_compile_hook = told
 
 
 class _NotYet:
-    """What stands in for a kernel that is not compiled yet: its launches do nothing."""
-
-    function = packed_metadata = None
-
-    def launch_metadata(self, *_: object) -> None: ...
-
-    def run(self, *_: object) -> None: ...
+    """What stands in for a kernel that is not compiled yet."""
 
 
 Compile = Callable[[], Any]
