@@ -22,6 +22,7 @@ from torch import Tensor
 import weft.kernels.lora as lora
 from weft.core.errors import ConfigError
 from weft.core.targets import TargetTable, layout_of
+from weft.kernels.linear import DenseWeight
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, backend_names, make_backend
 
 VOCAB, HIDDEN, INNER = 23, 12, 20
@@ -94,6 +95,28 @@ class World:
             slots = [slot_T[t] for t in sampled] if group.kind == "head" else slot_T
             call = {"linear": step.linear, "head": step.head, "embedding": step.embedding}
             self._check_group(call[group.kind], group.index, slots)
+            if group.kind == "linear":
+                self._check_product(step, group.index, slot_T)
+
+    def _check_product(self, step: lora.LoraStep, index: int, slots: list[int]) -> None:
+        """The whole of a linear layer, where the step computes it."""
+        group = TABLE.groups[index]
+        x = _exact((len(slots), group.in_features), self.generator)
+        weight = _exact((group.out_features, group.in_features), self.generator)
+        bias = _exact((group.out_features,), self.generator)
+        for added in (None, bias):
+            given = (each if each is None else each.to(self.dtype) for each in (x, weight, added))
+            x_TI, weight_OI, bias_O = given
+            found = step.product(x_TI, DenseWeight(weight_OI), bias_O, index)
+            if found is None:
+                return
+            base = x @ weight.t() + (0 if added is None else added)
+            for t, slot in enumerate(slots):
+                want = dense_row(self.adapters[slot], index, base[t], x[t])
+                bound = TOLERANCE[self.dtype] * (
+                    1 + float(torch.stack((want, base[t])).abs().max())
+                )
+                assert float((found.whole()[t].double() - want).abs().max()) <= bound, (group, t)
 
     def _check_group(
         self, call: Callable[[Tensor, Tensor, int], None], index: int, slots: list[int]

@@ -115,11 +115,11 @@ def row_work(
     """Find the pairs of the sequences that have one row, and tiles of the others, as `RowWork` has
     them. Rows of padding behind the last one are a chunk with no context, which gives zeros."""
     starts = np.array(query_start, dtype=np.int32)
-    counts = np.diff(starts)
-    decodes = np.flatnonzero(counts == 1)
+    alone = starts[1:] - starts[:-1] == 1
+    decodes = alone.nonzero()[0]
     chunks = [
-        (seq, query_start[seq], int(counts[seq]), int(seq_lens[seq]))
-        for seq in np.flatnonzero(counts > 1).tolist()
+        (seq, query_start[seq], query_start[seq + 1] - query_start[seq], int(seq_lens[seq]))
+        for seq in (~alone).nonzero()[0].tolist()
     ]
     if num_padding:
         chunks.append((0, query_start[-1], num_padding, 0))

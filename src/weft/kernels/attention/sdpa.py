@@ -1,20 +1,24 @@
-"""Attention by torch's own scaled_dot_product_attention, for any device.
+"""Attention by torch's own operations, for any device.
 
 Shapes: as in `weft.kernels.attention`; within one padded bucket P sequences, Q query rows
-each, L context tokens each.
+each, L context tokens each; G = H / K query heads of one key head, X any number of entries.
 """
 
 from __future__ import annotations
 
 from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch, KVCache
+
+Array = NDArray[Any]
 
 
 def torch_attend(
@@ -29,12 +33,19 @@ def torch_attend(
     """An `Attend` of plain torch operations: gather, pad, scaled_dot_product_attention.
 
     Sequences of like size share a padded bucket. What that takes (indices, masks) is made once
-    per step and window; in a step of decodes only, a layer costs two gathers and one attention.
+    per step, window and number of heads. On a CPU, decodes gather keys alone, and add up values
+    where they are in the cache.
     """
-    facts = (cache.block_size, window, q_THD.dtype)
+    by_head = q_THD.is_cpu and sinks_H is None
+    heads = (q_THD.shape[1], cache.k.shape[2]) if by_head else None
+    facts = (cache.block_size, window, heads, q_THD.dtype)
     plan = batch.once(("torch", *facts), partial(_make_plan, batch, *facts))
-    k_XKD, v_XKD = cache.k.flatten(0, 1), cache.v.flatten(0, 1)
-    outs = [_attend(q_THD, k_XKD, v_XKD, bucket, scale, sinks_H) for bucket in plan.buckets]
+    outs = [
+        _attend_by_head(q_THD, cache, bucket, scale)
+        if isinstance(bucket, _Decodes)
+        else _attend(q_THD, cache, bucket, scale, sinks_H)
+        for bucket in plan.buckets
+    ]
     out_YHD = outs[0] if len(outs) == 1 else torch.cat(outs)
     return out_YHD if plan.order_T is None else out_YHD.index_select(0, plan.order_T)
 
@@ -56,27 +67,42 @@ class _Bucket(NamedTuple):
     """0 where a query sees a context token, -inf where not; in the dtype of q."""
 
 
+class _Decodes(NamedTuple):
+    """A bucket of decodes whose contexts are found head by head: the keys and values of a slot are
+    K rows of D numbers, of which the first is `slot * K`."""
+
+    shape: tuple[int, int, int]
+    """(P, 1, L)"""
+    rows_X: Tensor | None
+    """As in `_Bucket`."""
+    keys_X: Tensor
+    """int32 (P * K * L,), the rows of each key head's context."""
+    values_X: Tensor
+    """int32 (P * H * L,), those of each query head's."""
+    starts_X: Tensor
+    """int32 (P * H,), where each query head's begin in `values_X`."""
+    mask_X1L: Tensor
+    """fp32 (P * K, 1, L), 0 where a context token is seen, -inf where not."""
+
+
 class _Plan(NamedTuple):
-    buckets: list[_Bucket]
+    buckets: list[_Bucket | _Decodes]
     order_T: Tensor | None
     """int64 (T,), where each row's result is among the buckets' results; None: in order."""
 
 
 def _attend(
-    q_THD: Tensor,
-    k_XKD: Tensor,
-    v_XKD: Tensor,
-    bucket: _Bucket,
-    scale: float,
-    sinks_H: Tensor | None,
+    q_THD: Tensor, cache: KVCache, bucket: _Bucket, scale: float, sinks_H: Tensor | None
 ) -> Tensor:
     """The bucket's results, (P * Q, H, D)."""
     P, Q, L = bucket.shape
     H, D = q_THD.shape[1:]
-    K, mask = k_XKD.shape[1], bucket.mask_P1QL
+    K, mask = cache.k.shape[2], bucket.mask_P1QL
     q = q_THD if bucket.rows_X is None else q_THD.index_select(0, bucket.rows_X)
-    k = k_XKD.index_select(0, bucket.slots_X).view(P, L, K, D).transpose(1, 2)
-    v = v_XKD.index_select(0, bucket.slots_X).view(P, L, K, D).transpose(1, 2)
+    k, v = (
+        x.flatten(0, 1).index_select(0, bucket.slots_X).view(P, L, K, D).transpose(1, 2)
+        for x in (cache.k, cache.v)
+    )
     if sinks_H is not None:
         q, k, v, mask = _with_sinks(q, k, v, mask, sinks_H / scale)
     attend = partial(F.scaled_dot_product_attention, attn_mask=mask, scale=scale)
@@ -87,6 +113,23 @@ def _attend(
         q = q.reshape(P, Q, H, -1).transpose(1, 2)
         out = attend(q, k, v, enable_gqa=H != K).transpose(1, 2).reshape(P * Q, H, -1)
     return out if sinks_H is None else out[..., :D]
+
+
+def _attend_by_head(q_THD: Tensor, cache: KVCache, decodes: _Decodes, scale: float) -> Tensor:
+    """The bucket's results, (P, H, D). Scores are fp32, and a sum of weighted values is what torch
+    calls an embedding bag: it reads them where they are in the cache."""
+    P, _, L = decodes.shape
+    (H, D), K = q_THD.shape[1:], cache.k.shape[2]
+    q = q_THD if decodes.rows_X is None else q_THD.index_select(0, decodes.rows_X)
+    k_XLD = cache.k.flatten(0, 2).index_select(0, decodes.keys_X).view(P * K, L, D).float()
+    q_XGD = q.reshape(P * K, H // K, D).float()
+    score_XGL = torch.baddbmm(decodes.mask_X1L, q_XGD, k_XLD.mT, alpha=scale)
+    weight_X = score_XGL.softmax(-1).to(q.dtype).view(-1)
+    v_XD, by_sum = cache.v.flatten(0, 2), 0
+    bags = torch.embedding_bag(
+        v_XD, decodes.values_X, decodes.starts_X, False, by_sum, False, weight_X
+    )
+    return bags[0].view(P, H, D)
 
 
 def _with_sinks(
@@ -101,14 +144,18 @@ def _with_sinks(
 
 
 def _make_plan(
-    batch: AttentionBatch, block_size: int, window: int | None, dtype: torch.dtype
+    batch: AttentionBatch,
+    block_size: int,
+    window: int | None,
+    heads: tuple[int, int] | None,
+    dtype: torch.dtype,
 ) -> _Plan:
     start = batch.query_start
     queries = [b - a for a, b in pairwise(start)]
     contexts = batch.seq_lens
     if window is not None:
         contexts = [min(n, q + window - 1) for n, q in zip(contexts, queries, strict=True)]
-    make = partial(_make_bucket, batch, queries, contexts, block_size, window, dtype)
+    make = partial(_make_bucket, batch, queries, contexts, block_size, window, heads, dtype)
     groups = _group(queries, contexts)
     if len(groups) == 1 and start[-1] == len(queries):
         return _Plan([make(None)], None)
@@ -160,52 +207,68 @@ def _make_bucket(
     contexts: list[int],
     block_size: int,
     window: int | None,
+    heads: tuple[int, int] | None,
     dtype: torch.dtype,
     seqs: list[int] | None,
-) -> _Bucket:
-    """Make the bucket of some sequences; `seqs` None: all of the step, each with one query row."""
-    device = batch.block_table_SB.device
-    table_PB, lens_P1 = batch.block_table_SB, batch.seq_lens_S[:, None].long()
+) -> _Bucket | _Decodes:
+    """Make the bucket of some sequences; `seqs` None: all of the step, each with one query row.
+    `heads`: H and K, if decodes are to be found by head."""
+    table_PB, lens_P1 = batch.block_table_SB.cpu().numpy(), np.array(batch.seq_lens)[:, None]
     if seqs is None:
         width, length = 1, max(contexts)
         rows_X, position_PQ, first_P1 = None, lens_P1 - 1, lens_P1 - 1
     else:
         width, length = max(queries[s] for s in seqs), max(contexts[s] for s in seqs)
-        host = [(s, batch.query_start[s], queries[s]) for s in seqs]
-        seq_P, start_P, num_P = torch.tensor(host, device=device).unbind(1)
-        table_PB, lens_P1 = table_PB.index_select(0, seq_P), lens_P1.index_select(0, seq_P)
-        query_PQ = torch.arange(width, device=device).minimum(num_P[:, None] - 1)
-        rows_X = (start_P[:, None] + query_PQ).flatten()
-        first_P1 = lens_P1 - num_P[:, None]
+        num_P1 = np.array([queries[s] for s in seqs])[:, None]
+        start_P1 = np.array([batch.query_start[s] for s in seqs])[:, None]
+        table_PB, lens_P1 = table_PB[seqs], lens_P1[seqs]
+        query_PQ = np.minimum(np.arange(width), num_P1 - 1)
+        rows_X = (start_P1 + query_PQ).ravel()
+        first_P1 = lens_P1 - num_P1
         position_PQ = first_P1 + query_PQ
-    context_PL, slots_X = _context(table_PB, lens_P1, first_P1, length, block_size, window)
-    hidden_PQL = context_PL[:, None, :] > position_PQ[:, :, None]
+    context_PL, slots_PL = _context(table_PB, lens_P1, first_P1, length, block_size, window)
+    hidden_PQL = context_PL[:, None] > position_PQ[:, :, None]
     if window is not None:
-        hidden_PQL |= context_PL[:, None, :] <= position_PQ[:, :, None] - window
-    mask_PQL = torch.zeros(hidden_PQL.shape, dtype=dtype, device=device)
-    mask_PQL.masked_fill_(hidden_PQL, -torch.inf)
-    return _Bucket((len(lens_P1), width, length), rows_X, slots_X, mask_PQL[:, None])
+        hidden_PQL |= context_PL[:, None] <= position_PQ[:, :, None] - window
+    mask_PQL = np.where(hidden_PQL, np.float32(-np.inf), np.float32(0))
+    shape = (len(lens_P1), width, length)
+    put = partial(_put, device=batch.block_table_SB.device)
+    rows = None if rows_X is None else put(rows_X)
+    if width > 1 or heads is None:
+        return _Bucket(shape, rows, put(slots_PL), put(mask_PQL).view(-1, 1, *shape[1:]).to(dtype))
+    H, K = heads
+    keys_PKL = slots_PL[:, None] * K + np.arange(K, dtype=np.int32)[:, None]
+    return _Decodes(
+        shape,
+        rows,
+        put(keys_PKL),
+        put(keys_PKL.repeat(H // K, 1)),
+        torch.arange(0, shape[0] * H * length, length, dtype=torch.int32),
+        put(mask_PQL.repeat(K, 0)).view(-1, 1, length),
+    )
+
+
+def _put(array: Array, device: torch.device) -> Tensor:
+    """The array on the device, flat."""
+    return torch.from_numpy(array.ravel()).to(device)
 
 
 def _context(
-    table_PB: Tensor,
-    lens_P1: Tensor,
-    first_P1: Tensor,
+    table_PB: Array,
+    lens_P1: Array,
+    first_P1: Array,
     length: int,
     block_size: int,
     window: int | None,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Array, Array]:
     """Positions (P or 1, L) that a bucket gathers, counted on past a sequence's end, and their
-    slots, flat. `first_P1` is the position of each sequence's first query."""
-    device = table_PB.device
-    offsets = torch.arange(block_size, dtype=torch.int32, device=device)
+    slots, int32 (P, L). `first_P1` is the position of each sequence's first query."""
     if window is None:
         table_PB = table_PB[:, : -(-length // block_size)]
-    slots_PN = (table_PB[:, :, None] * block_size + offsets).flatten(1)
-    positions_PL = torch.arange(length, device=device)[None]
+    offsets = np.arange(block_size, dtype=np.int32)
+    slots_PN = (table_PB[:, :, None] * block_size + offsets).reshape(len(table_PB), -1)
+    positions_PL = np.arange(length)[None]
     if window is None:
-        slots_PL = slots_PN[:, :length].where(positions_PL < lens_P1, slots_PN[:, :1])
-    else:
-        positions_PL = positions_PL + (first_P1 - window + 1).clamp_(min=0)
-        slots_PL = slots_PN.gather(1, positions_PL.minimum(lens_P1 - 1))
-    return positions_PL, slots_PL.flatten()
+        return positions_PL, np.where(positions_PL < lens_P1, slots_PN[:, :length], slots_PN[:, :1])
+    positions_PL = positions_PL + (first_P1 - window + 1).clip(min=0)
+    return positions_PL, np.take_along_axis(slots_PN, np.minimum(positions_PL, lens_P1 - 1), 1)

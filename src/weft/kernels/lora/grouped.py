@@ -4,25 +4,32 @@ A segment of many rows (prefill) is worth its own products. With few rows per se
 the products are tiny and calls cost more than arithmetic; then the matrices of all adapters in
 the batch are stacked once,
 
-    v_TR = x_TI @ stack(A)^T               R: the ranks of all adapters in the batch, by slice
-    v_TR *= owner(R) == slot(T)            each row keeps the columns of its own adapter
-    y_TO[slice] += v_TR[slice] @ stack(B)  for each slice
+    v_TR = x_TI @ stack(A)^T             R: the ranks of all adapters in the batch, by slice
+    y_TO[t] += v_TR[t, r] * stack(B)[r]  for the ranks r of each row's own adapter
 
-which is a few calls whatever the number of adapters. A stack serves all steps with the same set
-of adapters; it is built when a set is met for the second time, within a bound on memory.
+which is a few calls whatever the number of adapters. Adding up rows of a table, each with a weight,
+is what torch calls an embedding bag. A stack serves all steps with the same set of adapters; it is
+built when a set is met for the second time, within a bound on memory.
+
+Shapes: G tiles of y's columns, W columns of a tile, E entries of a table, X bags.
 """
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from weft.kernels.collective.base import Ranks
+from weft.kernels.linear import DenseWeight, Weight
 from weft.kernels.lora.base import AdapterPool, GroupView, LoraBatch, LoraStep, Segment
+from weft.kernels.ops import Product
 
 MAX_STACK_BYTES = 256 << 20
 MAX_STACKS = 16
@@ -30,28 +37,49 @@ FEW_ROWS = 8
 """How many rows a segment has on average, at most, for stacking to be considered."""
 
 
-class _StackedSlice(NamedTuple):
-    """B of several adapters for one slice."""
+class _Bags(NamedTuple):
+    """What is added up for each tile of each row; int32."""
 
-    outputs: slice | None
-    """The columns of y that it is for; None, as for `ranks`: all."""
-    ranks: slice | None
-    """The columns of v that it multiplies."""
-    b_RO: Tensor
+    ranks_E: Tensor
+    """The numbers of v, flat, that are the weights."""
+    rows_E: Tensor
+    """The rows of B."""
+    starts_X: Tensor
+    """Where the entries of each bag begin, (T * G,)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """The matrices of several adapters for one group. `owner_R` is the slot of each column."""
+    """The matrices of several adapters for one group. Tiles are as wide as they can be if each
+    slice is to be whole tiles. B has a row for each tile and each rank of the tile's slice."""
 
     a_IR: Tensor
     columns: slice | None
     """See `GroupView`, as is `sums_ranks`; None: all."""
     sums_ranks: bool
-    slices: tuple[_StackedSlice, ...]
-    owner_R: Tensor
-    key: str
-    """Stacks with equal keys have equal owners."""
+    b_EW: Tensor
+    order: dict[int, int]
+    """The place of each slot among the adapters, S."""
+    places_3SG: NDArray[np.int32]
+    """How many ranks an adapter has in a tile's slice, and where the first of them is in v and in
+    B. The others follow it in both."""
+    key: bytes
+    """Stacks of a set with equal keys have equal places."""
+
+    def bags(self, segments: tuple[Segment, ...]) -> _Bags:
+        """Those of the rows from the first segment on."""
+        adapters = [self.order[s.slot] for s in segments]
+        places_3TG = self.places_3SG[:, adapters].repeat([s.stop - s.start for s in segments], 1)
+        places_3TG[1] += np.arange(places_3TG.shape[1])[:, None] * self.a_IR.shape[1]
+        count_X, rank_X, row_X = places_3TG.reshape(3, -1)
+        ends_X = count_X.cumsum()
+        starts_X = ends_X - count_X
+        entry_E = np.arange(ends_X[-1])
+        ranks_E, rows_E = (
+            entry_E + (first_X - starts_X).repeat(count_X) for first_X in (rank_X, row_X)
+        )
+        arrays = (torch.from_numpy(array) for array in (ranks_E, rows_E, starts_X))
+        return _Bags(*(array.to(self.b_EW.device, torch.int32) for array in arrays))
 
 
 @dataclass(slots=True)
@@ -62,16 +90,16 @@ class _StackSet:
     stacks: dict[int, _Stack | None] = field(default_factory=dict)
     rows: tuple[object, ...] = ()
     """How many rows the last step had, all and sampled ones, and their segments."""
-    masks: dict[tuple[str, bool], Tensor] = field(default_factory=dict)
+    bags: dict[tuple[bytes, bool], _Bags] = field(default_factory=dict)
     """Those of the last step's rows, by a stack's key and whether they are the sampled ones."""
 
     def begin(self, batch: LoraBatch) -> None:
-        """Forget the masks if a step has its rows elsewhere than the last one."""
+        """Forget the bags if a step has its rows elsewhere than the last one."""
         sizes = len(batch.slot_T), len(batch.slot_N)
         rows = (*sizes, batch.segments, batch.sampled_segments)
         if rows != self.rows:
             self.rows = rows
-            self.masks.clear()
+            self.bags.clear()
 
 
 class GroupedBackend:
@@ -119,6 +147,21 @@ class GroupedStep(LoraStep):
         if stacks is not None:
             stacks.begin(batch)
 
+    def product(
+        self, x_TI: Tensor, weight: Weight, bias_O: Tensor | None, group: int
+    ) -> Product | None:
+        """Compute the adapters' part first, if it is stacked, to which the base's is added without
+        a further operation."""
+        segments = self._batch.segments
+        if self._set is None or segments[0].start or not isinstance(weight, DenseWeight):
+            return None
+        stack = self._stack(group)
+        if stack is None or weight.deterministic or not x_TI.is_cpu:
+            return None
+        y_TO = self._added(x_TI, stack, segments, sampled=False)
+        y_TO.addmm_(x_TI, weight.values_OI.t())
+        return Product(y_TO if bias_O is None else y_TO.add_(bias_O))
+
     def linear(self, y_TO: Tensor, x_TI: Tensor, group: int) -> None:
         self._apply(y_TO, x_TI, group, sampled=False)
 
@@ -153,12 +196,7 @@ class GroupedStep(LoraStep):
             first = segments[0].start
             if first:
                 x, y = x[first:], y[first:]
-            v_TR = torch.mm(_columns(x, stack.columns), stack.a_IR)
-            if stack.sums_ranks:
-                v_TR = self._pool.ranks.sum(v_TR)
-            v_TR.mul_(self._mask(stack, first, sampled))
-            for outputs, ranks, b_RO in stack.slices:
-                _columns(y, outputs).addmm_(_columns(v_TR, ranks), b_RO)
+            y += self._added(x, stack, segments, sampled)
 
     def _stack(self, group: int) -> _Stack | None:
         assert self._set is not None
@@ -167,15 +205,23 @@ class GroupedStep(LoraStep):
             self._set.stacks[group] = _build_stack(self._pool, slots, group)
         return self._set.stacks[group]
 
-    def _mask(self, stack: _Stack, first: int, sampled: bool) -> Tensor:
+    def _added(
+        self, x_TI: Tensor, stack: _Stack, segments: tuple[Segment, ...], sampled: bool
+    ) -> Tensor:
+        """What is added to the rows from the first segment on, whose inputs are these."""
         assert self._set is not None
-        masks = self._set.masks
-        found = masks.get((stack.key, sampled))
+        x_TI = x_TI if stack.columns is None else x_TI[:, stack.columns]
+        v_TR = torch.mm(x_TI, stack.a_IR)
+        if stack.sums_ranks:
+            v_TR = self._pool.ranks.sum(v_TR)
+        found = self._set.bags.get((stack.key, sampled))
         if found is None:
-            slot = self._batch.slot_N if sampled else self._batch.slot_T
-            found = (slot[first:, None] == stack.owner_R).to(stack.a_IR.dtype)
-            masks[stack.key, sampled] = found
-        return found
+            found = self._set.bags[stack.key, sampled] = stack.bags(segments)
+        weight_E, by_sum = v_TR.view(-1).index_select(0, found.ranks_E), 0
+        bags = torch.embedding_bag(
+            stack.b_EW, found.rows_E, found.starts_X, False, by_sum, False, weight_E
+        )
+        return bags[0].view(len(x_TI), -1)
 
 
 class GroupedExperts:
@@ -208,39 +254,38 @@ def _add(y_TO: Tensor, x_TI: Tensor, view: GroupView, ranks: Ranks) -> None:
 
 
 def _build_stack(pool: AdapterPool, slots: list[int], group: int) -> _Stack | None:
-    views = [(slot, v) for slot in slots if (v := pool.view(slot, group))]
+    views = [(i, v) for i, slot in enumerate(slots) if (v := pool.view(slot, group))]
     if not views:
         return None
     by_slice: dict[tuple[int, int], list[tuple[int, Tensor, Tensor]]] = {}
-    for slot, view in views:
+    for i, view in views:
         for s in view.slices:
             a_RI = view.a_RI[s.r_start : s.r_stop]
-            by_slice.setdefault((s.out_start, s.out_stop), []).append((slot, a_RI, s.b_OR))
-    stacked = [part for parts in by_slice.values() for part in parts]
-    a_IR = torch.cat([a_RI for _, a_RI, _ in stacked]).t().contiguous()
-    (num_inputs, num_ranks), target = a_IR.shape, pool.table.groups[group]
-    slices: list[_StackedSlice] = []
-    end = 0
-    for outputs, parts in by_slice.items():
-        b_RO = torch.cat([b_OR for *_, b_OR in parts], 1).t().contiguous()
-        begin, end = end, end + len(b_RO)
-        of_y, of_v = _unless_all(*outputs, target.out_features), _unless_all(begin, end, num_ranks)
-        slices.append(_StackedSlice(of_y, of_v, b_RO))
-    owner = [slot for slot, a_RI, _ in stacked for _ in range(len(a_RI))]
-    columns, sums_ranks = views[0][1].columns, views[0][1].sums_ranks
+            by_slice.setdefault((s.out_start, s.out_stop), []).append((i, a_RI, s.b_OR))
+    target = pool.table.groups[group]
+    width = math.gcd(target.out_features, *(edge for edges in by_slice for edge in edges))
+    places_3SG = np.zeros((3, len(slots), target.out_features // width), np.int32)
+    b: list[Tensor] = []
+    num_ranks = num_rows = 0
+    for (start, stop), parts in by_slice.items():
+        b_OR = torch.cat([b_OR for *_, b_OR in parts], 1)
+        b.append(b_OR.view(-1, width, b_OR.shape[1]).transpose(1, 2).flatten(0, 1))
+        rows_G = np.arange(num_rows, num_rows + len(b[-1]), b_OR.shape[1])
+        for i, a_RI, _ in parts:
+            places_3SG[0, i, start // width : stop // width] = len(a_RI)
+            places_3SG[1, i, start // width : stop // width] = num_ranks
+            places_3SG[2, i, start // width : stop // width] = rows_G
+            num_ranks += len(a_RI)
+            rows_G += len(a_RI)
+        num_rows += len(b[-1])
+    a_IR = torch.cat([a_RI for parts in by_slice.values() for _, a_RI, _ in parts]).t().contiguous()
+    first = views[0][1]
     return _Stack(
         a_IR,
-        None if num_inputs == target.in_features else columns,
-        sums_ranks,
-        tuple(slices),
-        torch.tensor(owner, dtype=torch.int32, device=a_IR.device),
-        repr(owner),
+        None if len(a_IR) == target.in_features else first.columns,
+        first.sums_ranks,
+        torch.cat(b),
+        {slot: i for i, slot in enumerate(slots)},
+        places_3SG,
+        places_3SG.tobytes(),
     )
-
-
-def _unless_all(start: int, stop: int, size: int) -> slice | None:
-    return None if stop - start == size else slice(start, stop)
-
-
-def _columns(x_TC: Tensor, columns: slice | None) -> Tensor:
-    return x_TC if columns is None else x_TC[:, columns]

@@ -62,7 +62,7 @@ class TileList:
         bound = sum(num_rows for _, num_rows in parts)
         num_words = 4 * bound + len(batch.slot_T)
         self._staging.reserve(num_words)
-        words = self._staging.begin(num_words)
+        words = self._staging.begin()[:num_words]
         words[:] = 0
         slots = words[4 * bound :]
         slots[:] = -1
