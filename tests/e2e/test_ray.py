@@ -20,6 +20,7 @@ import httpx
 import pytest
 from fleet_nodes import free_port
 from patience import PATIENCE_S
+from quick_start import children_of
 from tiny import BASE
 
 from weft.fleet.launchers import ClusterArgs
@@ -68,11 +69,6 @@ class Machines:
 
     def end(self) -> None:
         self._ray.shutdown()
-
-
-def children_of(pid: int) -> list[int]:
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(child) for task in tasks for child in (task / "children").read_text().split()]
 
 
 @pytest.fixture(scope="module", autouse=True)

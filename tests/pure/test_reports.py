@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from dataclasses import astuple
 
 import msgspec
@@ -67,17 +68,21 @@ def test_a_report_of_10_000_adapters_changes_in_few_bytes() -> None:
 
 def test_the_sketch_tells_prefixes_that_the_cache_has() -> None:
     """And none that it has lost, or that another adapter computed."""
-    cache, tokens = Cache(num_blocks=12, block_size=4), list(range(41))
+    cache, tokens = Cache(num_blocks=12, block_size=4), array("Q", range(41))
     cache.sketch = PrefixSketch()
     holding = Holding()
     assert cache.reserve(holding, len(tokens))
     cache.register(holding, tokens, len(tokens))
     told = [depth for depth in DEPTHS if depth <= 10]
-    mine = prefix_keys(Holding(), tokens, 4)
+
+    def told_of(chain: Holding) -> list[tuple[int, int]]:
+        return prefix_keys(lambda depth: chain.key(tokens, depth - 1, 4), len(tokens), 4)
+
+    mine = told_of(Holding())
     assert [num_tokens for num_tokens, _ in mine] == [4 * depth for depth in told]
     assert {key for _, key in mine} == cache.sketch.keys
     digest = "ab" * 32
-    others = prefix_keys(Holding(digest, 0), tokens, 4)
+    others = told_of(Holding(digest, 0))
     assert not {key for _, key in others} & cache.sketch.keys
     cache.release(holding)
     other = Holding(digest, 0)

@@ -105,8 +105,8 @@ class CoastingScheduler(Scheduler):
 
     def _take_off(self, seq: Sequence) -> bool:
         """Let a request coast, if there are blocks for all of it."""
-        limit, size = seq.rules.limit, self._cache.block_size
-        while len(seq.holding.blocks) * size < limit:
+        limit = seq.rules.limit
+        while seq.holding.room < limit:
             if self._cache.extend(seq.holding) is None:
                 return False
         self._began[seq] = self._passed
@@ -118,7 +118,7 @@ class CoastingScheduler(Scheduler):
         """Give a request the tokens that it has got while it coasted."""
         began = self._began.pop(seq, None)
         if began is not None and self._passed > began:
-            seq.tokens += [seq.tokens[-1]] * (self._passed - began)
+            seq.tokens.extend([seq.tokens[-1]] * (self._passed - began))
             seq.known = len(seq.tokens)
             seq.computed = seq.known - 1
             self._cache.register(seq.holding, seq.tokens, seq.computed)
@@ -165,4 +165,4 @@ class CoastingScheduler(Scheduler):
         if seq in self._began:
             self._land(seq)
             self._take_off(seq)
-        return seq.tokens[seq.num_prompt :]
+        return seq.tokens[seq.num_prompt :].tolist()

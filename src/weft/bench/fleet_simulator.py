@@ -115,14 +115,14 @@ class _Flight:
 
     def describe(self, request: EngineRequest, avoid: str = "") -> RoutedRequest:
         """What a router needs to know of it. It takes a new chain, as it holds nothing now."""
-        tokens = request.prompt_ids + request.output_ids
+        num_tokens = len(request.prompt_ids) + len(request.output_ids)
         self.chain = chain_of(self.ask)
         return RoutedRequest(
             request.request_id,
-            len(tokens),
+            num_tokens,
             self.ask.adapter + 1,
             H200.rank_bytes,
-            tuple(prefix_keys(self.chain, tokens, BLOCK)),
+            tuple(prefix_keys(self.chain.cached_key, num_tokens, BLOCK)),
             avoid=frozenset([avoid] if avoid else []),
         )
 

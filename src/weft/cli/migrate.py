@@ -82,7 +82,8 @@ MISSING = {
     "--nnodes": "a model is spread over the GPUs of one machine",
     "--pipeline-parallel-size": "a model is spread over GPUs by --tensor-parallel-size",
     "--rope-scaling": "put it into config.json",
-    "--speculative-config": "there are no draft models; --speculative ngram guesses from the text",
+    "--speculative-config": "there are no draft models; --speculative guesses from the text (ngram)"
+    " or by the model's own head (mtp)",
     "--ssl-certfile": "let a proxy in front of the server speak TLS",
     "--ssl-keyfile": "let a proxy in front of the server speak TLS",
     "--tokenizer": "the tokenizer beside the weights is used",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -215,18 +216,22 @@ def routed_request(
 ) -> RoutedRequest:
     """What the router needs to know of the next attempt of a request, which gets this id."""
     request = live.request
-    tokens = [*request.prompt_ids, *live.output]
+    tokens = array("Q", [*request.prompt_ids, *live.output])
     adapter, active_from = request.adapter, NEVER if request.adapter is None else 0
     if adapter_info is not None and adapter_info.invocation_token_ids:
         found = find_invocation(request.prompt_ids, adapter_info.invocation_token_ids)
         adapter, active_from = (None, NEVER) if found is None else (adapter, found)
     chain = Holding(adapter.digest if adapter else None, active_from, request.cache_salt)
+
+    def key_of(num_blocks: int) -> bytes:
+        return chain.key(tokens, num_blocks - 1, block_size)
+
     return RoutedRequest(
         attempt,
         len(tokens),
         adapter_key(adapter.digest) if adapter else 0,
         adapter_info.num_bytes if adapter_info else 0,
-        tuple(prefix_keys(chain, tokens, block_size)),
+        tuple(prefix_keys(key_of, len(tokens), block_size)),
         request.tenant,
     )
 

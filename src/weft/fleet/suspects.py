@@ -110,5 +110,5 @@ class Suspects:
 def _key(request: EngineRequest) -> bytes:
     adapter = request.adapter.digest if request.adapter else ""
     return hashlib.blake2b(
-        array("q", request.prompt_ids).tobytes() + adapter.encode(), digest_size=16
+        array("Q", request.prompt_ids).tobytes() + adapter.encode(), digest_size=16
     ).digest()

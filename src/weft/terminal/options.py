@@ -47,8 +47,9 @@ HELP: dict[str, str] = {
     "quantization": "Convert the base's matrices when they are loaded. "
     + "".join(f"{name}: {form.help}. " for name, form in FORMATS.items())
     + "Adapters stay in the model's precision.",
-    "speculative": "ngram: if a text repeats itself, guess its next tokens and check several in"
-    " one step. The answers stay the same. A request's field 'speculative' overrides this.",
+    "speculative": "Guess the next tokens, and check several in one step. The answers stay the"
+    " same. ngram guesses where a text repeats itself; mtp by a head that the checkpoint has for"
+    " it, as those of Qwen3.5 do. A request's field 'speculative' overrides this.",
     "device": "The device to run on. auto: a CUDA GPU if there is one.",
     "revision": "The branch, tag or commit of a model from the Hugging Face hub.",
     "tensor_parallel_size": "Number of GPUs to spread the model over. Each has its own process"
