@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from http_api import HI, Web, World, run
 from patience import PATIENCE_S, wait_until
+from quick_start import children_of
 from toy_tokenizers import TEMPLATE, TOOLS_TEMPLATE, byte_level, sentencepiece, thinking
 
 from weft.core.errors import AdapterInvalid, InvalidRequest, Overloaded
@@ -320,11 +321,6 @@ def test_long_texts_go_to_other_processes(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 # -- processes -------------------------------------------------------------------------------------
-
-
-def children_of(pid: int) -> list[int]:
-    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(each) for found in lists for each in found.split()]
 
 
 def test_a_killed_process_is_replaced() -> None:

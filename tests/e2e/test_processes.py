@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 from patience import PATIENCE_S
-from quick_start import command_of
+from quick_start import children_of, command_of
 from serving import Server, serving, until
 from tiny import ADAPTERS
 
@@ -20,11 +20,6 @@ from weft.fleet.vitals import HANG_S
 TEMPLATE = "{{ messages[0].content }}"
 MOTHER = b"import main; main()"
 """What the commands of processes have that fork others."""
-
-
-def children_of(pid: int) -> list[int]:
-    lists = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/children")]
-    return [int(each) for found in lists for each in found.split()]
 
 
 def family_of(pid: int) -> list[int]:

@@ -42,7 +42,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     (root / "tenants.toml").write_text(tenants())
     flags = ["--tenants", str(root / "tenants.toml"), "--audit-log", str(root / "audit.jsonl")]
     flags += ["--metrics-port", "0", "--max-num-seqs", "1"]
-    flags += ["--max-queue", "0", "--shutdown-timeout", "1"]
+    flags += ["--max-queue", "0", "--shutdown-timeout", "0"]
     with serving(root, *flags, adapters=[]) as running:
         yield running
         ends_by_sigterm(running)

@@ -159,9 +159,10 @@ def test_a_hundred_streams_some_slow_some_given_up(server: Server) -> None:
     assert [s for s in rest if s.text != s.expected] == []
     assert [s for s in slow if not s.whole or s.finish_reasons != ["length"]] == []
     assert [s for s in slow if not s.text.startswith(s.expected)] == []
-    assert [s for s in left if s.status != 200 or s.finish_reasons or s.errors] == []
+    assert [s for s in left if s.status != 200 or s.errors] == []
+    # On a busy machine, tokens come several to a chunk, and an answer may reach its length first.
+    assert [s for s in left if s.finish_reasons not in ([], ["length"])] == []
     until(lambda: is_idle(server), "something is left of the streams")
-    # On a busy machine a client may leave after its answer has reached its length.
     assert num_finished(server, *reasons) == before + len(slow) + len(left)
     assert num_finished(server, "abort") > aborted
 

@@ -116,11 +116,19 @@ def quick_engines() -> Iterator[None]:
         yield
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that this one has started, on whatever thread; threads may end meanwhile."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += map(int, path.read_text().split())
+    return found
+
+
 def engine_of(pid: int) -> int:
     """The process that runs a server's engine. The process that multiprocessing keeps for its
     resources may be beside it."""
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    found = [int(child) for child in children if _runs_engine(int(child))]
+    found = [child for child in children_of(pid) if _runs_engine(child)]
     assert len(found) == 1, found
     return found[0]
 
