@@ -1,8 +1,12 @@
 """What guessing the next tokens brings where text repeats, and costs where it does not.
 
     python benchmarks/speculation.py                          # the tiny base, on a CPU
+    python benchmarks/speculation.py --model examples/tiny/hybrid/base
     python benchmarks/speculation.py --preset llama-3-8b      # random weights, on a GPU
     python benchmarks/speculation.py --copying --tokens 128   # models that have learned to copy
+    python benchmarks/speculation.py --guesses mtp --preset qwen3.5-9b   # by the model's own head
+
+The head of a model with random weights is hardly ever right, so that it shows what drafts cost.
 
 Each batch is generated with and without guesses in turns, for texts of several kinds:
 
@@ -44,7 +48,6 @@ TEXTS: dict[str, dict[str, Any]] = {
     "does not": {"temperature": 50.0},
 }
 """How the tokens of each kind of text are chosen."""
-MODES = ("off", "ngram")
 
 
 @dataclass
@@ -82,14 +85,15 @@ def measure(
     table: Table,
 ) -> None:
     """Generate with and without guesses in turns, and add a row to the table."""
-    runs: dict[str, list[Run]] = {mode: [] for mode in MODES}
+    modes = "off", args.guesses
+    runs: dict[str, list[Run]] = {mode: [] for mode in modes}
     for _ in range(args.repeats + 1):
-        for mode in MODES:
+        for mode in modes:
             runs[mode].append(generate(llm, prompts, args.tokens, chosen, mode))
     without, guessed = (
-        statistics.median(run.ms_per_token for run in runs[mode][1:]) for mode in MODES
+        statistics.median(run.ms_per_token for run in runs[mode][1:]) for mode in modes
     )
-    last = runs["ngram"][-1]
+    last = runs[args.guesses][-1]
     table.add_row(
         str(len(prompts)),
         text,
@@ -103,9 +107,13 @@ def measure(
 
 
 def measure_texts(args: argparse.Namespace, table: Table) -> None:
-    dummy = {"load_format": "dummy", "skip_tokenizer_init": True} if args.preset else {}
-    model = preset_folder(args.preset) if args.preset else nullcontext(TINY)
-    with model as folder, LLM(folder, max_num_seqs=64, max_model_len=512, **dummy) as llm:
+    options: dict[str, Any] = {"max_num_seqs": 64, "max_model_len": 512}
+    if args.preset:
+        options |= {"load_format": "dummy", "skip_tokenizer_init": True}
+    if args.guesses == "mtp":  # its head is loaded only then
+        options["speculative"] = "mtp"
+    model = preset_folder(args.preset) if args.preset else nullcontext(args.model)
+    with model as folder, LLM(folder, **options) as llm:
         for batch in args.batch:
             prompts = [[*PROMPT, 20 + i] for i in range(batch)]
             for text, chosen in TEXTS.items():
@@ -126,6 +134,8 @@ def measure_copying(args: argparse.Namespace, table: Table) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--preset", help="A shape, such as llama-3-8b, with random weights.")
+    parser.add_argument("--model", type=Path, default=TINY, help="A checkpoint's folder.")
+    parser.add_argument("--guesses", choices=("ngram", "mtp"), default="ngram", help="Whose.")
     parser.add_argument("--copying", action="store_true", help="Models that copy their prompts.")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--tokens", type=int, default=256)

@@ -242,6 +242,9 @@ class LLM:
                 job = open_jobs.get(event.request_id)
                 if job is None:
                     continue
+                if job.stream.holds(event):
+                    job.output.token_ids += event.token_ids
+                    continue
                 delta = job.stream.feed(event)
                 job.add(delta)
                 if delta.abort:

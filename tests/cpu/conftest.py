@@ -10,6 +10,7 @@ from engines import make_llm, make_module_llm
 from quick_start import quick_engines
 
 from weft.core.targets import TargetTable
+from weft.schedule.lengths import GuessLengths
 
 __all__ = ["make_llm", "make_module_llm", "quick_engines"]
 
@@ -28,3 +29,9 @@ def unwritten_is_nan() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def eager_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are guessed however long steps take, as nobody measures them."""
+    monkeypatch.setattr(GuessLengths, "measure", lambda *_: None)

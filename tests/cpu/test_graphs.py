@@ -21,6 +21,7 @@ from graph_cases import (
     decode,
     mixed,
     tensors_of,
+    with_guesses,
     with_states,
 )
 
@@ -100,6 +101,15 @@ def test_steps_with_chunks_match_steps_without_a_graph(
         check(model, MIXED[name])
 
 
+def test_a_graph_gives_the_hidden_states_too(model: Model) -> None:
+    graphs = model.graphs(lora=False, token_sizes=TOKEN_SIZES[-1:], gives_hidden=True)
+    for inputs in (DECODES[0], MIXED["base"]):
+        assert graphs.run(inputs) is not None
+        model.run_freely(inputs)
+        got = graphs.hidden(len(inputs.ids_T))
+        torch.testing.assert_close(got, model.hidden, atol=1e-4, rtol=1e-4)
+
+
 FAMILIES = {
     "phi3": {
         "architectures": ["Phi3ForCausalLM"],
@@ -173,8 +183,26 @@ def test_experts_in_graphs(
 @pytest.mark.parametrize(
     "steps",
     [
-        pytest.param([DECODES[1], mixed([1, 4], [1, 4], [-1, 1], [True, True])], id="few"),
-        pytest.param([MIXED["adapters"], MIXED["full"]], id="many", marks=pytest.mark.exhaustive),
+        pytest.param(
+            [with_states(DECODES[1]), with_states(mixed([1, 4], [1, 4], [-1, 1], [True, True]))],
+            id="few",
+        ),
+        pytest.param(
+            [
+                with_guesses(decode([4, 9, 10, 11], [-1, 0, 0, 0]), [3, 0, 0, 0], [0, 2, 0, 0]),
+                with_guesses(
+                    mixed([1, 1, 1, 3], [9, 10, 11, 5], [-1, -1, -1, 1], [True] * 4),
+                    [2, 2, 2, 1],
+                    [1, 0, 0, 0],
+                ),
+            ],
+            id="guesses",
+        ),
+        pytest.param(
+            [with_states(MIXED["adapters"]), with_states(MIXED["full"])],
+            id="many",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_recurrent_states_in_graphs(
@@ -191,7 +219,7 @@ def test_recurrent_states_in_graphs(
     plain.lora = make_backend("torch", model.pool)
     kept = [t for cache in model.kv for t in tensors_of(cache)]
     before = [t.clone() for t in kept]
-    for inputs in map(with_states, steps):
+    for inputs in steps:
         results = []
         for run in (model.graphs_made.run, model.run_freely, plain.run_freely):
             for tensor, old in zip(kept, before, strict=True):

@@ -63,6 +63,48 @@ def test_neighbours_and_preemption_change_nothing(world: tuple[Path, dict[str, P
     assert [output.token_ids for output in together] == alone
 
 
+CHOSEN: list[dict[str, Any]] = [
+    {"temperature": 0.0, "allowed_token_ids": (5, 6), "frequency_penalty": 0.1},
+    {"temperature": 0.0},
+    {"temperature": 1.0, "allowed_token_ids": (5, 6), "logprobs": 2},
+    {"temperature": 0.0, "allowed_token_ids": (5,), "logprobs": 0},
+    {"temperature": 0.0, "allowed_token_ids": (5, 6, 7), "logprobs": 1},
+]
+"""How tokens are chosen: most texts repeat themselves, some of them not for long."""
+
+
+@pytest.mark.usefixtures("eager_guesses")
+def test_guesses_change_nothing(world: tuple[Path, dict[str, Path]]) -> None:
+    """Of requests with all kinds of adapters side by side, new ones and such as go on from
+    snapshots; and while they are put off for want of memory."""
+    names = [None, "LoRA", "aLoRA"]
+    prompts = [[(i * k) % 7 + 3 for i in range(20 + k)] for k in range(1, 16)]
+    each = [names[k % 3] for k in range(len(prompts))]
+    for prompt, name in zip(prompts, each, strict=True):
+        if name == "aLoRA":
+            prompt[-1:] = [*CALL, prompt[-1]]
+    params = [
+        SamplingParams(max_tokens=40, ignore_eos=True, seed=k, **CHOSEN[k // 3])
+        for k in range(len(prompts))
+    ]
+    with LLM(*world, num_blocks=400, **OPTIONS) as llm:
+        alone = llm.generate(prompts, params, each)
+    for options in ({"num_blocks": 400, "max_num_seqs": 64}, {"num_blocks": 60}):
+        with LLM(*world, speculative="ngram", **options, **OPTIONS) as llm:
+            for _ in range(2):
+                before = llm.stats()
+                for want, got in zip(alone, llm.generate(prompts, params, each), strict=True):
+                    assert got.token_ids == want.token_ids
+                    of_tokens = zip(got.logprobs or [], want.logprobs or [], strict=True)
+                    for a, b in of_tokens:
+                        assert a.logprob == pytest.approx(b.logprob, abs=1e-3)
+                after = llm.stats()
+                assert after.right_guesses > before.right_guesses
+            assert bool(after.preemptions) == (options["num_blocks"] == 60)
+            assert 0 < after.right_guesses < after.guessed_tokens
+            check_idle(llm)
+
+
 def test_an_activated_adapter_goes_on_from_the_base_s_state(
     world: tuple[Path, dict[str, Path]],
 ) -> None:
@@ -133,10 +175,16 @@ def test_every_trained_adapter_answers_right(make_llm: MakeLLM) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [{}, SHORT], ids=["roomy", "tight"])
-def test_the_golden_workload(make_llm: MakeLLM, options: dict[str, float]) -> None:
+@pytest.mark.usefixtures("eager_guesses")
+@pytest.mark.parametrize(
+    "options",
+    [{}, SHORT, {"speculative": "ngram"}],
+    ids=["roomy", "tight", "guesses"],
+)
+def test_the_golden_workload(make_llm: MakeLLM, options: dict[str, Any]) -> None:
     """The tokens are peft's, of long conversations too."""
     part = interleaved(make_workload(hybrid=True))
     llm = make_llm(**TRAINED | options)
     assert_right(run(llm, part), part)
-    assert bool(llm.stats().preemptions) == bool(options)
+    assert llm.stats().preemptions > 0 or "snapshot_memory" not in options
+    assert bool(llm.stats().right_guesses) == ("speculative" in options)

@@ -236,6 +236,7 @@ def test_without_a_seed_outputs_differ(llm: LLM) -> None:
 # -- guesses -----------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("eager_guesses")
 def test_guesses_change_no_token(llm: LLM) -> None:
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12] * 6, [3, 1, 4, 1, 5, 9, 2, 6] * 5, [20, 21, 22] * 9]
     params = [

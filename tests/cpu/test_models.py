@@ -40,6 +40,7 @@ from transformers import (
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from weft.core.errors import ConfigError
+from weft.core.units import MAX_GUESSES
 from weft.kernels.attention import make_batch
 from weft.kernels.delta import StateCache, StateRows
 from weft.kernels.lora import LoraStep
@@ -423,7 +424,7 @@ def run_chunked(
     kv = allocate_kv_cache(decoder.config, num_blocks, BLOCK, decoder.dtype, "cpu", len(prompts))
     for cache in kv:
         if isinstance(cache, StateCache):  # what another sequence has left
-            cache.conv.fill_(torch.nan)
+            cache.inputs.fill_(torch.nan)
             cache.delta.fill_(torch.nan)
     done = [0] * len(prompts)
     out: list[list[torch.Tensor]] = [[] for _ in prompts]
@@ -492,6 +493,65 @@ def test_logits_agree_with_transformers(name: str, tmp_path: Path) -> None:
     # Decodes alone after a prefill, the commonest kind of step.
     decodes = [[max(n - 6, 1), *[1] * (n - max(n - 6, 1))] for n in LENGTHS]
     assert_logits(run_chunked(decoder, prompts, decodes), expected)
+
+
+@torch.no_grad()
+def run_guessing(decoder: Decoder, prompts: list[list[int]], seed: int) -> list[torch.Tensor]:
+    """Logits at every position, two sequences side by side: the first half of each in one step,
+    and then decodes with guesses of which some are right."""
+    rng, length = random.Random(seed), min(map(len, prompts))
+    num_blocks = -(-(length + MAX_GUESSES) // BLOCK)
+    tables = [list(range(i * num_blocks, (i + 1) * num_blocks)) for i in range(len(prompts))]
+    size = len(prompts) * num_blocks
+    kv = allocate_kv_cache(decoder.config, size, BLOCK, decoder.dtype, "cpu", len(prompts))
+    out: list[list[torch.Tensor]] = [[] for _ in prompts]
+
+    def run(entries: list[tuple[int, int, list[int], int]]) -> tuple[torch.Tensor, ...]:
+        """The logits of each entry: sequence, first position, tokens, and what its state lacks."""
+        each, firsts, tokens, lags = (list(column) for column in zip(*entries, strict=True))
+        counts = [len(t) for t in tokens]
+        ends = [first + count for first, count in zip(firsts, counts, strict=True)]
+        batch = make_batch(counts, ends, [tables[s] for s in each], BLOCK)
+        states = StateRows(each, batch.query_start, lags=lags)
+        spans = zip(firsts, ends, strict=True)
+        positions = torch.tensor([p for first, end in spans for p in range(first, end)])
+        step = StepContext(positions, batch, None, states=states)
+        ids = torch.tensor([token for part in tokens for token in part])
+        return decoder.logits(decoder.forward(ids, step, kv), step).split(counts)
+
+    half = length // 2
+    for s, part in enumerate(run([(s, 0, p[:half], 0) for s, p in enumerate(prompts)])):
+        out[s].append(part)
+    done, lags = [half] * len(prompts), [0] * len(prompts)
+    while active := [s for s in range(len(prompts)) if done[s] < length]:
+        entries, rights = [], []
+        for s in active:
+            right = prompts[s][done[s] : done[s] + 1 + rng.randint(0, MAX_GUESSES)]
+            right = right[: length - done[s]]
+            wrong = [prompts[s][0]] * rng.randint(0, MAX_GUESSES + 1 - len(right))
+            for i, token in enumerate(right + wrong):
+                entries.append((s, done[s] + i, [token], 0 if i else lags[s]))
+            rights.append(len(right))
+        parts = run(entries)
+        for s, num in zip(active, rights, strict=True):
+            at = next(i for i, entry in enumerate(entries) if entry[0] == s)
+            out[s] += parts[at : at + num]
+            done[s], lags[s] = done[s] + num, num - 1
+    return [torch.cat(parts) for parts in out]
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3-next", pytest.param("qwen3.5", marks=pytest.mark.exhaustive)]
+)
+def test_guesses_leave_recurrent_states_right(name: str, tmp_path: Path) -> None:
+    model = make_model(CONFIGS[name])
+    model.save_pretrained(tmp_path)
+    config, _, decoder = load(tmp_path)
+    rng = random.Random(2)
+    prompts = [[rng.randrange(config.vocab_size) for _ in range(48)] for _ in range(2)]
+    expected = expected_logits(model, prompts)
+    for seed in range(3):
+        assert_logits(run_guessing(decoder, prompts, seed), expected)
 
 
 LONGROPE = rope(

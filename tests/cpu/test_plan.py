@@ -103,7 +103,7 @@ def test_recurrent_states_take_memory_too(monkeypatch: pytest.MonkeyPatch) -> No
     made = allocate_kv_cache(config, 1, 16, torch.bfloat16, "cpu", num_states)
     caches = [cache for cache in made if isinstance(cache, StateCache)]
     assert caches
-    num_bytes = sum(cache.conv.nbytes + cache.delta.nbytes for cache in caches)
+    num_bytes = sum(cache.inputs.nbytes + cache.delta.nbytes for cache in caches)
     assert state_bytes(config, num_states, torch.bfloat16) == num_bytes
     found = RankPlan(config, args, 1).memory(TOTAL, 1, 0)
     free = TOTAL - OTHER_BYTES - found.weights
@@ -114,6 +114,31 @@ def test_recurrent_states_take_memory_too(monkeypatch: pytest.MonkeyPatch) -> No
     num_states += memory.count_snapshots(*of_model, left)
     blocks = memory.count_blocks(*of_model, GPU, num_states)
     assert blocks * args.cache.block_size == found.kv_tokens
+
+
+def test_a_head_that_drafts_takes_memory_too() -> None:
+    """Its weights, and one more layer of KV cache, of which two of eight layers have some. It is
+    refused over several GPUs, and for models that have none."""
+    changes = {"dtype": "bfloat16", "max_num_seqs": 8}
+    config, args = model("qwen3.5-9b", **changes)
+    plain = RankPlan(config, args, 1).memory(TOTAL, 1, 0)
+    args = engine_args("qwen3.5-9b", **changes, speculative="mtp")
+    drafting = RankPlan(config, args, 1).memory(TOTAL, 1, 0)
+    hidden, inner, heads, keys, size = 4096, 12288, 16, 4, 256
+    attention = hidden * size * (2 * heads + 2 * keys) + heads * size * hidden + 2 * size
+    norms = 5 * hidden
+    head = 2 * hidden * hidden + attention + 3 * hidden * inner + norms
+    assert drafting.weights - plain.weights == 2 * head
+    num_layers = sum(not linear for linear in config.linear.layers)
+    share = drafting.kv_tokens / plain.kv_tokens
+    assert share == pytest.approx(num_layers / (num_layers + 1), rel=0.02)
+    with pytest.raises(ConfigError, match="one GPU only"):
+        RankPlan(config, args, 2)
+    config, args = model("llama-3-8b", speculative="mtp")
+    with pytest.raises(ConfigError, match="no head that drafts"):
+        RankPlan(config, args, 1)
+    result = CliRunner().invoke(app, ["plan", "llama-3-8b", "--speculative", "mtp"])
+    assert result.exit_code == 2 and "no head that drafts" in result.output
 
 
 def test_sizes_of_adapters() -> None:

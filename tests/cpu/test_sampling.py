@@ -540,7 +540,7 @@ def shaped_step(rows: list[int], position: int, num_words: int) -> SimpleNamespa
         PenaltyArrays(index, np.array(rows), full * 1.2, full * 0.5, full * 0.7),
         MaskArrays(index[masked], words[rows, :num_words][masked]) if masked.any() else None,
     )
-    return SimpleNamespace(sampling=sampling, shaping=shaping)
+    return SimpleNamespace(sampling=sampling, position_M=sampling.position_M, shaping=shaping)
 
 
 def test_rows_choose_from_their_own_vocabulary() -> None:

@@ -461,14 +461,14 @@ def test_queue_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_events_carry_the_queue_time_once(llm: LLM) -> None:
     seen: list[TokenEvent] = []
-    feed = OutputStream.feed
+    holds = OutputStream.holds
 
     def spy(stream: OutputStream, event: TokenEvent) -> Any:
         seen.append(event)
-        return feed(stream, event)
+        return holds(stream, event)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OutputStream, "feed", spy)
+        patch.setattr(OutputStream, "holds", spy)
         llm.generate([prompt_of("hello")] * 2, GREEDY)
     for request_id in {event.request_id for event in seen}:
         first, *others = [e.queue_s for e in seen if e.request_id == request_id]

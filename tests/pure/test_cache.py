@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from weft.core.requests import TokenArray
 from weft.schedule.cache import NEVER, Cache, Holding
 from weft.schedule.journal import BlocksStored, Journal
 
@@ -25,7 +27,7 @@ Content = tuple[tuple[int, str | None, int | None], ...]
 class Sequence:
     """A sequence with what it holds; its tokens count as computed when `computed` says so."""
 
-    tokens: list[int]
+    tokens: TokenArray
     digest: str | None
     active_from: int
     holding: Holding = field(init=False)
@@ -70,8 +72,8 @@ class CacheMachine(RuleBasedStateMachine):
         spare=st.integers(0, 2),
     )
     def begin(self, tokens: list[int], digest: str | None, active_from: int, spare: int) -> None:
-        seq = Sequence(tokens, digest, min(active_from, len(tokens) - 1))
-        hits = self.cache.match(seq.holding, tokens)
+        seq = Sequence(array("Q", tokens), digest, min(active_from, len(tokens) - 1))
+        hits = self.cache.match(seq.holding, seq.tokens)
         assert len(hits) * BLOCK < len(tokens)
         for i, block in enumerate(hits):
             assert self.written[block] == seq.content((i + 1) * BLOCK)
@@ -99,7 +101,7 @@ class CacheMachine(RuleBasedStateMachine):
     def go_on(self, index: int, new: list[int]) -> None:
         """Several tokens at a time, as far as there is room."""
         seq = self.sequences[index % len(self.sequences)]
-        seq.tokens += new
+        seq.tokens.extend(new)
         while len(seq.tokens) > len(seq.holding.blocks) * BLOCK:
             free = self.cache.num_free
             if self.cache.extend(seq.holding) is None:
@@ -220,7 +222,7 @@ def test_a_prompt_that_goes_on_otherwise_leaves_a_snapshot_where_it_does() -> No
     shared = list(range(5 * BLOCK))
     found = []
     for own in (100, 200, 300):
-        tokens, holding = [*shared, *range(own, own + 9)], Holding()
+        tokens, holding = array("Q", [*shared, *range(own, own + 9)]), Holding()
         hits = cache.match(holding, tokens)
         assert cache.reserve(holding, len(tokens), hits)
         found.append((len(hits), holding.stops))
@@ -236,7 +238,7 @@ def test_a_prompt_that_goes_on_otherwise_leaves_a_snapshot_where_it_does() -> No
 
 def test_snapshots_are_of_one_version_and_salt() -> None:
     cache = Cache(60, BLOCK, 6, num_snapshots=9)
-    tokens = list(range(4 * BLOCK + 1))
+    tokens = array("Q", range(4 * BLOCK + 1))
     made: list[dict[str, Any]] = [
         {},
         {"salt": "a"},
@@ -261,8 +263,8 @@ def test_snapshots_are_of_one_version_and_salt() -> None:
 
 
 @given(st.lists(st.integers(0, 3), min_size=9, max_size=30))
-def test_what_was_computed_is_found(tokens: list[int]) -> None:
-    cache = Cache(20, BLOCK)
+def test_what_was_computed_is_found(ids: list[int]) -> None:
+    cache, tokens = Cache(20, BLOCK), array("Q", ids)
     first, second = Holding(), Holding()
     assert cache.reserve(first, len(tokens))
     cache.register(first, tokens, len(tokens))
@@ -277,5 +279,6 @@ def test_nothing_is_shared_where_that_is_off() -> None:
     cache = Cache(8, BLOCK, share_prefixes=False)
     holding = Holding()
     assert cache.reserve(holding, 8)
-    cache.register(holding, [1] * 8, 8)
-    assert cache.match(Holding(), [1] * 8) == []
+    tokens = array("Q", [1] * 8)
+    cache.register(holding, tokens, 8)
+    assert cache.match(Holding(), tokens) == []

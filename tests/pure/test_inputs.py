@@ -55,7 +55,8 @@ def test_samples_are_the_last_positions_of_their_entry(
     assert inputs.slot_N.tolist() == [slots[row] for row, _ in samples]
     if samples:
         assert inputs.sampling is not None
-        assert inputs.sampling.position_M.tolist() == [position + 1 for _, position in samples]
+        assert inputs.position_M is not None
+        assert inputs.position_M.tolist() == [position + 1 for _, position in samples]
         assert inputs.sampling.seed_M.tolist() == [100 + row for row, _ in samples]
     covered = {n: slot for slot, a, b in inputs.sampled_segments for n in range(a, b)}
     assert covered == {n: slots[row] for n, (row, _) in enumerate(samples) if slots[row] >= 0}
@@ -98,3 +99,25 @@ def test_decodes_of_the_same_rows_are_built_as_if_they_were_the_first(
         first = RowState(NUM_ROWS, MAX_MODEL_LEN, BLOCK, VOCAB)
         expected = first.build(StepPlan(step, *rest, everyone, blocks, [], []))
         np.testing.assert_equal(asdict(built), asdict(expected))
+
+
+def test_states_of_a_prompt_that_is_cut_and_of_decodes_with_guesses() -> None:
+    """The prompt leaves its state in its snapshot and goes on from there. The decode's row comes
+    before its guesses, and has what its state lacks."""
+    params = SamplingParams(temperature=0.0)
+    new = [
+        Admitted("cut", 0, -1, [1] * 20, 20, params, 0, state=3),
+        Admitted("guessed", 1, -1, [2] * 8, 8, params, 0, state=5),
+    ]
+    blocks = [(row, i, 10 * row + i) for row in range(2) for i in range(10)]
+    fed = [(1, 8, 7), (1, 9, 6)]
+    plan = StepPlan(
+        1, [1, 1, 1, 0, 0], [7, 8, 9, 0, 18], [1, 1, 1, 18, 2], [1, 1, 1, 0, 1], 23, new, blocks,
+        [], [(3, 11)], fed, [(5, 4)],
+    )  # fmt: skip
+    inputs = RowState(NUM_ROWS, MAX_MODEL_LEN, BLOCK, VOCAB).build(plan)
+    assert inputs.state_S is not None and inputs.source_S is not None and inputs.lag_S is not None
+    assert inputs.state_S.tolist() == [5, 5, 5, 11, 3]
+    assert inputs.source_S.tolist() == [5, 5, 5, 3, 11]
+    assert inputs.lag_S.tolist() == [4, 0, 0, 0, 0]
+    assert inputs.snapshots == ()

@@ -170,6 +170,28 @@ def test_who_has_few_seats_gets_another_at_once(ahead: int) -> None:
         h.verify(name)
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize(("prompt", "tokens"), [(3, 7), (5, 12)])
+def test_lent_seats_rest_where_a_short_request_begins(ahead: int, prompt: int, tokens: int) -> None:
+    """Three of seven do, as four are the tenant's own. For a longer prompt nobody rests, and nobody
+    does so in the next step."""
+    h = Harness(rows=8, num_blocks=200, budget=12, ahead=ahead, caching=False)
+    h.scheduler.set_tenants(BOTH)
+    for i in range(30):
+        h.add(request(f"a{i}", [1] * 2, 40, tenant="a", ignore_eos=True))
+    for _ in range(5):
+        h.step()
+    for i in range(2):
+        h.add(request(f"b{i}", [2] * prompt, 1, tenant="b", ignore_eos=True))
+        begins, next_one = h.step(), h.step()
+        assert begins.num_tokens == tokens
+        assert set(range(8)) - set(begins.rows) <= set(next_one.rows)
+        h.step()
+    h.run()
+    for name in h.requests:
+        h.verify(name)
+
+
 def test_without_tenants_nobody_makes_way() -> None:
     h = Harness(rows=4, num_blocks=60, caching=False)
     for i in range(8):

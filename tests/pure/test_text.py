@@ -286,6 +286,22 @@ def test_output_stream_gives_all_text_and_tokens(text: str, size: int, at_end: b
     assert not any(d.abort for d in deltas)
 
 
+@given(st.text(max_size=30), st.integers(1, 5))
+def test_tokens_that_are_held_come_with_the_last_delta(text: str, size: int) -> None:
+    output = OutputStream(byte_level(), SamplingParams(), [], text_at_end=True)
+    quiet = [event._replace(logprobs=None) for event in events(text, size)]
+    assert [output.holds(event) for event in quiet] == [e.finish_reason is None for e in quiet]
+    assert "".join(output.feed(event).text for event in quiet[-1:]) == text
+
+
+def test_what_a_delta_is_needed_for_is_not_held() -> None:
+    logged, *_ = events("ab", 1)
+    quiet = logged._replace(logprobs=None)
+    for stop, at_end, event in (((), True, logged), (("b",), True, quiet), ((), False, quiet)):
+        output = OutputStream(byte_level(), SamplingParams(stop=stop), [], text_at_end=at_end)
+        assert not output.holds(event)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3, 100])
 def test_a_stop_string_ends_the_output_and_asks_for_abort(size: int) -> None:
     output = OutputStream(byte_level(), SamplingParams(stop=("STOP",)), [])

@@ -74,7 +74,12 @@ class Model:
                 tensor.normal_(generator=generator)
         self.graphs_made = self.graphs(token_sizes=token_sizes)
 
-    def graphs(self, lora: bool = True, token_sizes: Sequence[int] = TOKEN_SIZES) -> StepGraphs:
+    def graphs(
+        self,
+        lora: bool = True,
+        token_sizes: Sequence[int] = TOKEN_SIZES,
+        gives_hidden: bool = False,
+    ) -> StepGraphs:
         graphs = StepGraphs(
             self.decoder,
             self.kv,
@@ -82,6 +87,7 @@ class Model:
             self.last_token_R,
             MAX_LEN // BLOCK,
             token_sizes,
+            gives_hidden,
         )
         graphs.capture()
         return graphs
@@ -104,24 +110,31 @@ class Model:
             lora = self.lora.begin(LoraBatch(put(inputs.slot_T), each, put(inputs.slot_N), sampled))
         states = None
         if inputs.state_S is not None:
-            states = StateRows(inputs.state_S.tolist(), inputs.query_start)
+            lags = None if inputs.lag_S is None else inputs.lag_S.tolist()
+            states = StateRows(inputs.state_S.tolist(), inputs.query_start, lags=lags)
         step = StepContext(put(inputs.positions_T), attention, lora, states=states)
         ids = put(inputs.ids_T)
         if inputs.from_device_T is not None:
             known = self.last_token_R[put(inputs.row_T)]
             ids = torch.where(put(inputs.from_device_T), known, ids)
-        hidden = self.decoder.forward(ids, step, self.kv)[put(inputs.sampled_tokens_N)]
-        return self.decoder.logits(hidden, step).float()
+        self.hidden = self.decoder.forward(ids, step, self.kv)
+        return self.decoder.logits(self.hidden[put(inputs.sampled_tokens_N)], step).float()
 
 
 def tensors_of(cache: LayerCache) -> tuple[torch.Tensor, torch.Tensor]:
     """What a layer keeps of all sequences."""
-    return (cache.k, cache.v) if isinstance(cache, KVCache) else (cache.conv, cache.delta)
+    return (cache.k, cache.v) if isinstance(cache, KVCache) else (cache.inputs, cache.delta)
 
 
 def with_states(inputs: StepInputs) -> StepInputs:
     """The same for a model with recurrent states: each sequence has that of its row's number."""
     return replace(inputs, state_S=inputs.row_T[inputs.query_start[:-1]])
+
+
+def with_guesses(inputs: StepInputs, states: list[int], lags: list[int]) -> StepInputs:
+    """The same with these states: where one stands again, the sequence is a guess. Each state lacks
+    so many tokens."""
+    return replace(inputs, state_S=np.array(states), lag_S=np.array(lags))
 
 
 def decode(lens: list[int], slots: list[int], from_device: list[bool] | None = None) -> StepInputs:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from golden_cases import NAMES, TIGHT, assert_right, interleaved, make_workload, run
-from quick_start import command_of
+from quick_start import children_of, command_of
 from tiny import ADAPTERS, BASE, tasks
 from watched_ranks import checksums, watch_all
 
@@ -41,9 +41,7 @@ def killed(_: int, options: dict[str, object]) -> None:
 
 def ranks() -> list[int]:
     """The processes that this one has started for ranks."""
-    mine = Path(f"/proc/{os.getpid()}/task").glob("*/children")
-    children = [int(pid) for path in mine for pid in path.read_text().split()]
-    return [pid for pid in children if b"weft.worker.rank" in command_of(pid)]
+    return [pid for pid in children_of(os.getpid()) if b"weft.worker.rank" in command_of(pid)]
 
 
 def same_bits(_: int, options: dict[str, object], folder: str, num_steps: int) -> None:

@@ -39,6 +39,7 @@ RANKS = (8, 16, 32, 64)
     "block_size",
     "gpu_memory_utilization",
     "max_num_seqs",
+    "speculative",
 )
 def plan(
     model: Annotated[
@@ -127,7 +128,7 @@ def _work_out(
         try:
             plans.append(RankPlan(config, args, size))
         except ConfigError:
-            if len(wanted) == 1:
+            if size == wanted[-1] and not plans:
                 raise
     rank, targets = adapter
     found = [

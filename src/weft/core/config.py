@@ -125,7 +125,7 @@ class SchedulerArgs:
     max_chunk_delay: float | None = None
     """Milliseconds; None: there is no cap."""
     overlap: bool = True
-    speculative: Literal["off", "ngram"] = "off"
+    speculative: Literal["off", "ngram", "mtp"] = "off"
     tenant_weights: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -167,6 +167,15 @@ class EngineArgs:
     scheduler: SchedulerArgs = field(default_factory=SchedulerArgs)
     num_threads: int | None = None
     kv_events: KvEventsArgs | None = None
+
+    def __post_init__(self) -> None:
+        check_drafts(self.scheduler, self.model.tensor_parallel_size)
+
+
+def check_drafts(args: SchedulerArgs, num_gpus: int) -> None:
+    """Raise ConfigError where the model's own head is to draft tokens over several GPUs."""
+    if args.speculative == "mtp" and num_gpus > 1:
+        raise ConfigError("--speculative mtp is served on one GPU only", "speculative")
 
 
 def engine_args(model: str, **options: object) -> EngineArgs:

@@ -41,7 +41,7 @@ class StructuredOutputs:
             raise InvalidRequest(message, "structured_outputs")
 
 
-SPECULATIVE = ("off", "ngram")
+SPECULATIVE = ("off", "ngram", "mtp")
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +90,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     speculative: str | None = None
-    """Whether the next tokens are guessed, which changes their speed only: "ngram" or "off"; None:
-    as the server does by default."""
+    """Whether the next tokens are guessed, which changes their speed only: "ngram", "mtp" or "off";
+    None: as the server does by default."""
 
     def __post_init__(self) -> None:
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
@@ -107,7 +107,8 @@ class SamplingParams:
             if getattr(self, name) is not None:
                 _check_int(name, getattr(self, name), low, high)
         if self.speculative not in (None, *SPECULATIVE):
-            message = f"speculative must be ngram or off, got {self.speculative!r}"
+            known = ", ".join(SPECULATIVE)
+            message = f"speculative must be one of {known}, got {self.speculative!r}"
             raise InvalidRequest(message, "speculative")
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_int("top_k", self.top_k, -1, 2**63 - 1)

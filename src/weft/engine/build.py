@@ -23,6 +23,7 @@ from weft.schedule.scheduler import Scheduler
 from weft.schedule.slots import AdapterSlots
 from weft.text import Tokenizer, load_tokenizer
 from weft.worker.build import build_worker
+from weft.worker.drafting import DraftingRows
 from weft.worker.inputs import RowState
 from weft.worker.protocol import WorkerFacts
 
@@ -55,7 +56,8 @@ def build_engine(
     extents = Extents(facts.host_bytes) if facts.host_in_one_piece else None
     host = HostTier(facts.host_bytes, extents, policy)
     residency = Residency(slots, host, worker, wake)
-    rows = RowState(
+    make_rows = DraftingRows if args.scheduler.speculative == "mtp" else RowState
+    rows = make_rows(
         args.scheduler.max_num_seqs, facts.max_model_len, args.cache.block_size, facts.vocab_size
     )
     grammars = Grammars(lambda: _tokenizer(args), facts.vocab_size, facts.eos_token_ids, wake)
@@ -79,7 +81,6 @@ def _limits(args: EngineArgs, facts: WorkerFacts) -> SchedulerLimits:
         eos_token_ids=frozenset(facts.eos_token_ids),
         speculative=args.scheduler.speculative,
         max_chunk_delay=_seconds(args.scheduler.max_chunk_delay),
-        can_speculate=not facts.num_states,
     )
 
 

@@ -9,11 +9,14 @@ PROMPT_S = 0.4e-3
 """How much longer the host takes to plan and launch a step that begins a request."""
 NO_WAIT_S = 3e-5
 """A host that waited for less than this was late, and can't know by how much."""
-GAIN, MOST_MORE_S = 0.25, 0.25e-3
-"""The part of the wait beyond MARGIN_S by which the next delay is longer, and the most by which it
-is: a single step that took long is no reason for a much longer delay."""
+GAIN, MOST_MORE_S = 0.15, 0.25e-3
+"""The part of the wait beyond MARGIN_S by which the next delay is longer, or shorter where it was
+less than that; and the most by which it is longer: a single step that took long is no reason for a
+much longer delay."""
+LATE_S = 0.1e-3
+"""By how much the delay is shorter when the host was late once, or twice in a row."""
 MAX_DELAY_S = 8e-3
-"""The longest delay. When steps suddenly get shorter, the device waits for the host three times as
+"""The longest delay. When steps suddenly get shorter, the device waits for the host four times as
 long at most."""
 
 
@@ -25,34 +28,32 @@ class PlanDelay:
         host          delay ... plan 8 ├w─┤    delay ... plan 9 ├w─┤
 
     The delay follows from how long the host waited (w) for the steps before: a little is left, so
-    that the device never waits for the host. Only steps of decodes alone are like each other. A
-    host that is late once was held up by something else; if it is late again, the delay is wrong.
+    that the device seldom waits for the host. It is learnt from steps of decodes alone, which are
+    like each other, and is used for those with prompts, too, which mostly take longer. A host that
+    is late once or twice was held up by something else; if it is late again, the delay is wrong.
     """
 
     def __init__(self) -> None:
         self._delay_s = 0.0
-        self._was_late = False
+        self._times_late = 0
+        """How often in a row the host was late."""
         self._from_s: float | None = None
-        """When the step that runs began, if it is of decodes alone."""
+        """When the step that runs began."""
+        self._alike = False
+        """Whether that is one of decodes alone."""
 
     def ended(self, now: float, waited_s: float, next_alike: bool) -> None:
         """A step has ended, for which the host has waited so long. `next_alike`: whether the one
         that runs from now on is of decodes alone."""
-        if self._from_s is not None and next_alike:
-            self._learn(waited_s)
-        self._from_s = now if next_alike else None
-
-    def _learn(self, waited_s: float) -> None:
-        """The host has waited so long after it launched a step like the one that ran."""
-        early_s, late = waited_s - MARGIN_S, waited_s < NO_WAIT_S
-        if late and self._was_late:
+        late = waited_s < NO_WAIT_S
+        self._times_late = self._times_late + 1 if late else 0
+        if self._times_late >= 3:
             self._delay_s /= 2
-        elif late:
-            self._delay_s -= MOST_MORE_S
-        else:
-            self._delay_s += min(GAIN * early_s, MOST_MORE_S) if early_s > 0 else 2 * early_s
+        elif self._alike and next_alike:
+            more_s = GAIN * (waited_s - MARGIN_S)
+            self._delay_s += -LATE_S if late else min(more_s, MOST_MORE_S)
         self._delay_s = min(max(self._delay_s, 0.0), MAX_DELAY_S)
-        self._was_late = late
+        self._from_s, self._alike = now, next_alike
 
     def left_s(self, now: float, begins: bool) -> float:
         """For how many seconds the next step need not be planned yet. `begins`: whether it begins

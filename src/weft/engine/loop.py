@@ -1,7 +1,8 @@
 """One step of the engine: plan, start loads, build, launch, commit.
 
 The plain loop commits each step before it plans the next. The overlapped loop commits step N
-after step N+1 was launched, so that planning and building hide behind the device.
+after step N+1 was launched, so that planning and building hide behind the device. It waits for a
+step with guesses, or in which tokens are drafted that are guesses of the next one.
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ class Loop:
         self._poll_grammars = poll_grammars
         self._poll_adapters = poll_adapters
         self._ahead = 1 if overlap else 0
-        self._flights: deque[tuple[StepPlan, Flight, float]] = deque()
-        """What was launched, and when."""
+        self._flights: deque[tuple[StepPlan, Flight]] = deque()
+        """What was launched."""
         self.queue_times = QueueTimes()
         self.steps = 0
         self.waited_s = 0.0
@@ -115,11 +116,15 @@ class Loop:
         self.meter: Meter | None = None
         """Measures steps, if anybody wants to know."""
         self._ended_s = 0.0
-        """When the last measured step ended."""
+        """When the last step ended, or the first one behind a pause began."""
 
     def step(self) -> list[TokenEvent]:
         """One step, and the tokens that came of this one or earlier ones."""
+        if self.idle:
+            self._ended_s = time.monotonic()
         events = self._apply_loads() + self._apply_grammars()
+        if self._flights and self._flights[-1][0].awaited:
+            events += self._land(0)
         now = time.monotonic()
         plan = self._scheduler.plan(now)
         self._residency.start(plan.loads)
@@ -127,10 +132,17 @@ class Loop:
             self.queue_times.begin(admitted, now)
         if not plan.empty:
             self.steps += 1
-            self._flights.append((plan, self._launch(plan), now))
+            self._flights.append((plan, self._launch(plan)))
         ahead = 0 if plan.empty or self._scheduler.trials.groups else self._ahead
+        events += self._land(ahead)
+        self.idle = plan.empty and not self._flights and not events
+        return self.queue_times.stamp(events)
+
+    def _land(self, ahead: int) -> list[TokenEvent]:
+        """Wait for the steps in flight but the last `ahead` of them, and commit them."""
+        events: list[TokenEvent] = []
         while len(self._flights) > ahead:
-            planned, flight, launched_s = self._flights.popleft()
+            planned, flight = self._flights.popleft()
             begun_s = time.monotonic()
             try:
                 result = flight.result()
@@ -138,11 +150,9 @@ class Loop:
                 events += self._recover(planned, error)
             else:
                 self._note_wait(begun_s)
-                if self.meter is not None:
-                    self._measure(self.meter, planned, launched_s)
+                self._measure(planned)
                 events += self._scheduler.commit(planned, result)
-        self.idle = plan.empty and not self._flights and not events
-        return self.queue_times.stamp(events)
+        return events
 
     def spare_s(self, begins: bool) -> float:
         """For how many seconds the next step, which may begin a request, need not be planned yet:
@@ -156,14 +166,21 @@ class Loop:
         now = time.monotonic()
         self.waited_s += now - begun_s
         if self._scheduler.batch.waiting.shared:
-            self._delay.ended(now, now - begun_s, any(p.decodes for p, *_ in self._flights))
+            self._delay.ended(now, now - begun_s, any(p.decodes for p, _ in self._flights))
 
-    def _measure(self, meter: Meter, plan: StepPlan, launched_s: float) -> None:
-        """A step has ended, which began when the one before it ended, or when it was launched."""
-        begun_s, self._ended_s = max(self._ended_s, launched_s), time.monotonic()
+    def _measure(self, plan: StepPlan) -> None:
+        """A step has ended, which took the time since the end of the one before it."""
+        begun_s, self._ended_s = self._ended_s, time.monotonic()
+        seconds = self._ended_s - begun_s
+        self._scheduler.lengths.measure(plan, seconds)
+        if self.meter is not None:
+            self._tell(self.meter, plan, seconds)
+
+    def _tell(self, meter: Meter, plan: StepPlan, seconds: float) -> None:
+        """Let those know what a step took who foresee what others will take."""
         rows = sum(1 for count in plan.num_samples if count)
         adapters = len(self._scheduler.running_adapters())
-        tokens, seconds = max(plan.num_tokens - rows, 0), self._ended_s - begun_s
+        tokens = max(plan.num_tokens - rows, 0)
         meter.step(rows, adapters, tokens, seconds)
         if self._scheduler.pace and tokens and _has_decodes(plan):
             delay_s = meter.chunk_delay(rows, adapters, seconds)
@@ -179,8 +196,8 @@ class Loop:
         """A step has failed; those launched after it computed with what it should have made, so
         they are void too. Raises an error if the device, or every step, fails from now on."""
         logger.error("a step failed; its requests are tried again in parts", exc_info=error)
-        plans = [plan, *(planned for planned, _, _ in self._flights)]
-        for _, flight, _ in self._flights:
+        plans = [plan, *(planned for planned, _ in self._flights)]
+        for _, flight in self._flights:
             with suppress(Exception):
                 flight.result()
         self._flights.clear()

@@ -89,6 +89,8 @@ class ModelConfig:
     value_norm: bool = False
     """Whether each head's values have an RMS norm without weights."""
     token_inputs: TokenInputsConfig | None = None
+    mtp_head: bool = False
+    """Whether the head that drafts several tokens is served: see `weft.models.mtp`."""
     quantized: Mapping[str, Any] | None = field(default=None, hash=False)
     """How the checkpoint's matrices are quantized, as config.json says; None: they are not."""
 

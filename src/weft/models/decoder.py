@@ -50,11 +50,12 @@ class Decoder:
         self.num_logits = config.vocab_size
         self._ranks = ranks
         parts = LayerBuilder(config, weights, ops, ranks)
-        self._embed = Embedding(weights.embed, parts.group(EMBED))
+        self.embed = Embedding(weights.embed, parts.group(EMBED))
         layers = range(config.num_layers)
         self._sorts = [parts.sort(i) for i in layers]
         self._layers = [
-            _LinearLayer(parts, i) if is_linear(config, i) else _Layer(parts, i) for i in layers
+            _LinearLayer(parts, i) if is_linear(config, i) else AttentionLayer(parts, i)
+            for i in layers
         ]
         names = [f"model.layers.{i}.{name}" for i in layers for name in config.norm_names]
         self._norms = [parts.norm(name) for name in (*names, LAST_NORM)]
@@ -62,7 +63,7 @@ class Decoder:
         self._head = Head(weights.head, parts.group(HEAD), ranks, weights.deterministic)
         ropes = [(rope, config.layer(i).head_dim) for i, rope in enumerate(config.ropes)]
         distinct = list(dict.fromkeys(ropes))
-        self._ropes = [
+        self.ropes = [
             RopeTable(rope, head_dim, max_model_len, self.dtype, self.device)
             for rope, head_dim in distinct
         ]
@@ -77,10 +78,10 @@ class Decoder:
     def forward(self, ids_T: Tensor, step: StepContext, kv: Iterable[LayerCache]) -> Tensor:
         """Hidden states after the final norm, (T, I). Writes the rows' K and V, and states, to
         `kv`, which is asked for each layer's when its turn comes."""
-        x_TI = self._embed(ids_T, step)
+        x_TI = self.embed(ids_T, step)
         if self._embed_scale != 1:
             x_TI *= self._embed_scale
-        ropes = [table.at(step.positions_T) for table in self._ropes]
+        ropes = [table.at(step.positions_T) for table in self.ropes]
         rope_of_layer = (ropes[i] for i in self._rope_of_layer)
         layers = zip(self._layers, kv, rope_of_layer, strict=True)
         if self._gemma4 is not None:
@@ -121,12 +122,15 @@ class Decoder:
 
 
 def kv_bytes_per_block(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """How many bytes one block takes over all layers, keys and values."""
+    """How many bytes one block takes over all layers, keys and values; with those of the head that
+    drafts tokens, if that is served."""
     per_token = 0
     for i in range(config.num_layers):
         shape = config.layer(i)
         if shape.cache == i and not is_linear(config, i):
             per_token += 2 * shape.num_kv_heads * shape.head_dim * dtype.itemsize
+    if config.mtp_head:
+        per_token += 2 * config.num_kv_heads * config.head_dim * dtype.itemsize
     return block_size * per_token
 
 
@@ -135,7 +139,7 @@ def state_bytes(config: ModelConfig, num_states: int, dtype: torch.dtype) -> int
     if config.linear is None:
         return 0
     of_layer = allocate_states(config.linear, num_states, dtype, "meta")
-    return sum(config.linear.layers) * (of_layer.conv.nbytes + of_layer.delta.nbytes)
+    return sum(config.linear.layers) * (of_layer.inputs.nbytes + of_layer.delta.nbytes)
 
 
 def allocate_kv_cache(
@@ -171,22 +175,22 @@ def _states_of_layers(
         return []
     size = (sum(config.linear.layers), num_states)
     whole = allocate_states(config.linear, math.prod(size), dtype, device)
-    parts = (tensor.view(*size, *tensor.shape[1:]) for tensor in (whole.conv, whole.delta))
-    return [StateCache(conv, delta) for conv, delta in zip(*parts, strict=True)]
+    parts = (tensor.view(*size, *tensor.shape[1:]) for tensor in (whole.inputs, whole.delta))
+    return [StateCache(*of_layer) for of_layer in zip(*parts, strict=True)]
 
 
 def stacked(kv: Iterable[LayerCache]) -> list[Tensor]:
     """The states of all layers of `allocate_kv_cache` as two tensors (layers, states, ...), so that
     one copy of each takes those of a sequence; none for a model without states."""
     caches = [cache for cache in kv if isinstance(cache, StateCache)]
-    firsts = (caches[0].conv, caches[0].delta) if caches else ()
+    firsts = (caches[0].inputs, caches[0].delta) if caches else ()
     return [
         first.as_strided((len(caches), *first.shape), (first.numel(), *first.stride()))
         for first in firsts
     ]
 
 
-def _pre_norm(
+def pre_norm(
     x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext, ranks: Ranks
 ) -> Tensor:
     """`x += attend(norm(x)); x += mlp(norm(x))` for each layer, and the norm of what comes out.
@@ -235,10 +239,10 @@ def _parallel(
     return normed_TI
 
 
-_BLOCKS = {"pre": _pre_norm, "post": _post_norm, "both": _both_norms, "parallel": _parallel}
+_BLOCKS = {"pre": pre_norm, "post": _post_norm, "both": _both_norms, "parallel": _parallel}
 
 
-class _Layer:
+class AttentionLayer:
     """Attention and MLP of one layer; norms and the residual stream are the decoder's."""
 
     def __init__(self, parts: LayerBuilder, index: int) -> None:
@@ -298,4 +302,4 @@ class _LinearLayer:
         return self._attention(x_TI, step, cache)
 
 
-_Layers = Iterable[tuple[_Layer | _LinearLayer, LayerCache, Rope]]
+_Layers = Iterable[tuple[AttentionLayer | _LinearLayer, LayerCache, Rope]]

@@ -217,6 +217,7 @@ _QWEN3_5 = Family(
     linear=_qwen3_5,
     output_gate=True,
     norm_offset=1.0,
+    mtp_head=True,
 )
 _QWEN3_5_MOE = replace(_QWEN3_5, model_type="qwen3_5_moe_text", moe=_qwen3_5_moe)
 _QWEN3_NEXT = replace(_QWEN3_5, model_type="qwen3_next", moe=_qwen3_next_moe, linear=_qwen3_next)

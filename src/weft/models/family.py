@@ -240,6 +240,8 @@ class Family:
     """What is added to the weights of norms."""
     centered_norms: bool = False
     """Whether norms are LayerNorms without a bias."""
+    mtp_head: bool = False
+    """Whether checkpoints may have a head that drafts several tokens: see `weft.models.mtp`."""
     sinks: bool = False
     """Whether each head of attention has a score that no value belongs to."""
     mxfp4: bool = False

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from weft.core.units import MAX_GUESSES
 from weft.kernels.delta import Columns, DeltaLayer, StateCache
 from weft.kernels.ops import Ops, Product
 from weft.models.family import LinearConfig
@@ -62,6 +63,8 @@ def allocate_states(
     shape: LinearConfig, num_states: int, dtype: torch.dtype, device: torch.device | str
 ) -> StateCache:
     """The states of one layer, zeroed."""
-    conv = torch.zeros((num_states, shape.conv_width, shape.channels), dtype=dtype, device=device)
+    num_kept = shape.conv_width - 1 + MAX_GUESSES
+    kept = num_states, num_kept, shape.channels + 2 * shape.num_values
+    inputs = torch.zeros(kept, dtype=dtype, device=device)
     size = (num_states, shape.num_values, shape.key_dim, shape.value_dim)
-    return StateCache(conv, torch.zeros(size, dtype=torch.float32, device=device))
+    return StateCache(inputs, torch.zeros(size, dtype=torch.float32, device=device))

@@ -24,6 +24,7 @@ from weft.core.shards import Shard, unsharded
 from weft.core.targets import Group, TargetTable, text_name
 from weft.kernels.linear import DenseWeight
 from weft.kernels.quant import VALUES, Format, format_named
+from weft.models import mtp
 from weft.models.blueprint import EMBED, HEAD, model_shard, target_table
 from weft.models.config import ModelConfig, load_model_config, resolve_model, share_of
 from weft.models.matrices import LinearMatrices
@@ -54,6 +55,8 @@ class LoadedModel:
     device: torch.device
     quantization: str | None
     """What `--quantization` says: a name in `weft.kernels.quant`."""
+    mtp_head: Weights | None = None
+    """The head that drafts tokens, if it is served; see `weft.models.mtp`."""
 
     @property
     def table(self) -> TargetTable:
@@ -61,15 +64,20 @@ class LoadedModel:
         return self.shard.own
 
 
-def load_model(args: ModelArgs, rank: int = 0, fully_sharded_loras: bool = False) -> LoadedModel:
-    """Load the share of one of `args.tensor_parallel_size` ranks; see `model_shard`.
+def load_model(
+    args: ModelArgs, rank: int = 0, fully_sharded_loras: bool = False, mtp_head: bool = False
+) -> LoadedModel:
+    """Load the share of one of `args.tensor_parallel_size` ranks; see `model_shard`. `mtp_head`:
+    with the head that drafts tokens.
 
     Raises ConfigError for a device that is not there, a model that is not served or can't be
-    divided, and a context that the model does not have."""
+    divided, and a context or a head that the model does not have."""
     size = args.tensor_parallel_size
     device = device_of(args.device, rank if size > 1 else None)
     config = load_model_config(args.model, args.revision)
     _check_context(args.max_model_len, config)  # before anything slow
+    if mtp_head:
+        config = mtp.with_mtp_head(config)
     if size > 1 and args.quantization and format_named(args.quantization).by_projection:
         message = f"--quantization {args.quantization} is served on one GPU only"
         raise ConfigError(message, "quantization")
@@ -77,6 +85,7 @@ def load_model(args: ModelArgs, rank: int = 0, fully_sharded_loras: bool = False
         _check_deterministic(config)
     shard = model_shard(config, rank, size, fully_sharded_loras=fully_sharded_loras)
     dtype = dtype_of(args.dtype, config, device)
+    head = _load_mtp_head(args, config, dtype, device) if mtp_head else None
     if args.load_format == "dummy":
         weights = dummy_weights(config, dtype, device, quantization=args.quantization, shard=shard)
     else:
@@ -86,7 +95,22 @@ def load_model(args: ModelArgs, rank: int = 0, fully_sharded_loras: bool = False
     if args.deterministic:
         weights.make_deterministic()
     own = share_of(config, size)
-    return LoadedModel(own, shard, weights, dtype, device, args.quantization)
+    return LoadedModel(own, shard, weights, dtype, device, args.quantization, head)
+
+
+def _load_mtp_head(
+    args: ModelArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device
+) -> Weights:
+    """The weights of the head that drafts tokens, which are not quantized. Raises ConfigError if
+    the checkpoint has none."""
+    own, shard = mtp.head_config(config), unsharded(mtp.head_table(config))
+    if args.load_format == "dummy":
+        return dummy_weights(own, dtype, device, shard=shard)
+    folder = resolve_model(args.model, args.revision)
+    if not any(name.startswith(mtp.PREFIX) for name, _ in _stored_tensors(folder, "cpu")):
+        message = f"--speculative mtp: {folder} has no head that drafts tokens ({mtp.PREFIX}*)"
+        raise ConfigError(message, "speculative")
+    return load_weights(folder, own, dtype, device, VALUES, shard, mtp.PREFIX)
 
 
 def device_of(name: str, index: int | None = None) -> torch.device:
@@ -138,10 +162,12 @@ def load_weights(
     device: torch.device | str,
     quantization: str | None = None,
     shard: Shard | None = None,
+    prefix: str = "",
 ) -> Weights:
     """Read the safetensors files of `folder`, tensor by tensor, or of each what `shard` says; with
     `quantization` the layers' matrices are put into that format of `weft.kernels.quant`. Without
-    it, a GPU holds those of a quantized checkpoint packed, where there are kernels for that. Raises
+    it, a GPU holds those of a quantized checkpoint packed, where there are kernels for that.
+    `prefix`: how the names of a part beside the text model begin, in place of `model.`. Raises
     ConfigError naming what is missing or has another shape."""
     form, device = _form_of(quantization), torch.device(device)
     shard = shard or unsharded(target_table(config))
@@ -164,7 +190,7 @@ def load_weights(
     tied_head: Tensor | None = None
     stored_tensors = dequantized(_stored_tensors(folder, device), config.quantized)
     for stored_name, stored in stored_tensors:
-        name = text_name(stored_name)
+        name = _own_name(stored_name, prefix, mtp.has_head(config))
         if name is None:
             continue
         if name in places:
@@ -179,14 +205,25 @@ def load_weights(
         elif name == _HEAD_NAME and config.tie_word_embeddings:
             tied_head = stored[:].to(dtype)
         elif not name.endswith("rotary_emb.inv_freq"):
-            unknown.append(name)
-    _report(folder, sorted(unread), sorted(unknown))
+            unknown.append(stored_name)
+    missing = {prefix + name.removeprefix("model.") if prefix else name for name in unread}
+    _report(folder, sorted(missing), sorted(unknown))
     if tied_head is not None and not torch.equal(tied_head, weights.embed):
         message = f"tie_word_embeddings is set, but {_HEAD_NAME} differs from the embedding"
         raise ConfigError(message, "tie_word_embeddings")
     del places, whole
     _change_values(weights, form)
     return weights
+
+
+def _own_name(stored_name: str, prefix: str, has_head: bool) -> str | None:
+    """What the part with the prefix, or the text model, calls a tensor; None if it is of another
+    part, as those of a head for several tokens are in families that have one."""
+    if not prefix:
+        of_head = has_head and stored_name.startswith(mtp.PREFIX)
+        return None if of_head else text_name(stored_name)
+    of_part = stored_name.startswith(prefix)
+    return "model." + stored_name.removeprefix(prefix) if of_part else None
 
 
 def _form_of(quantization: str | None) -> Format | None:
@@ -251,7 +288,7 @@ def allocate_weights(
     table = shard.own
     weights = Weights(table, {}, {}, {})
     # The head lies before the layers: behind them, a decode step on an H200 takes 1 % longer.
-    for key in dict.fromkeys((EMBED, HEAD, *table.by_key)):
+    for key in sorted(table.by_key, key=lambda key: key not in (EMBED, HEAD)):
         group = table.by_key[key][0]
         if group.kind == "experts" and form is not None:
             message = "--quantization is not served for mixtures of experts"

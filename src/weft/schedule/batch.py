@@ -17,9 +17,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
+from typing import NamedTuple
 
 from weft.core.units import SHORT
 from weft.schedule.cache import Cache
+from weft.schedule.drafts import HeadGuesser
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import Admitted, StepPlan
 from weft.schedule.queue import Account, FairQueue
@@ -40,6 +42,14 @@ class Totals:
     """How many requests ended, by reason."""
 
 
+class ToldTokens(NamedTuple):
+    """What the device has to be told because of guesses; see `StepPlan`."""
+
+    fed: list[tuple[int, int, int]]
+    lags: list[tuple[int, int]]
+    drafted: list[tuple[int, int]]
+
+
 class Draft:
     """What is planned of one step so far. The lists run in parallel as those of `StepPlan` do."""
 
@@ -56,9 +66,8 @@ class Draft:
         self.admitted: list[Admitted] = []
         self.new_blocks: list[tuple[int, int, int]] = []
         self.snapshots: list[tuple[int, int]] = []
-        self.fed: list[tuple[int, int, int]] = []
-        self.num_guesses = 0
-        """Tokens that may be guessed."""
+        self._told = ToldTokens([], [], [])
+        self._num_guesses = 0
         self.chunks: list[Sequence] = []
         """Running sequences with more than one token to compute."""
 
@@ -96,16 +105,19 @@ class Draft:
             and not end <= seq.adapter.active_from < seq.known
         )
 
-    def guess(self, seq: Sequence, num_places: int) -> None:
-        """Plan guesses at what comes after the decode that was planned last, as far as the blocks
-        go, which have `num_places`. Nothing else of the sequence is planned until they are
-        settled."""
+    def guess(self, seq: Sequence, most: int) -> None:
+        """Plan up to `most` guesses at what comes after the decode that was planned last, as far as
+        the blocks go. Nothing else of the sequence is planned until they are settled. Where the
+        model drafts tokens, it does so for the next step."""
         tokens, rules, known = seq.tokens, seq.rules, seq.known - 1
         assert rules.guesser is not None
+        self._catch_up(seq)
         if known == len(tokens):
-            self.fed.append((seq.row, known - 1, tokens[-1]))
-        room = min(self.num_guesses, num_places - known, rules.limit - seq.known)
-        guesses = rules.guesser.guess(tokens, known - len(tokens), room)
+            self._told.fed.append((seq.row, known - 1, tokens[-1]))
+        if most > 0 and isinstance(rules.guesser, HeadGuesser) and seq.known < rules.limit:
+            self._told.drafted.append((len(self.rows) - 1, seq.holding.room))
+        num = min(most, seq.holding.room - known, rules.limit - seq.known)
+        guesses = rules.guesser.guess(tokens, known - len(tokens), num) if num > 0 else []
         if not guesses:
             return
         num, rules.known_limit = len(guesses), 0
@@ -113,12 +125,19 @@ class Draft:
         self.sequences += [seq] * num
         self.rows += [seq.row] * num
         self.starts += places
-        self.fed += zip([seq.row] * num, places, guesses, strict=True)
-        self.num_guesses -= num
+        self._told.fed.extend(zip([seq.row] * num, places, guesses, strict=True))
+        self._num_guesses += num
         seq.computed, seq.known = known + num, known + num + 1
         seq.in_flight += num
 
+    def _catch_up(self, seq: Sequence) -> None:
+        """Have the state of a sequence that goes on take the guesses that were right."""
+        if seq.holding.lag:
+            self._told.lags.append((seq.holding.state, seq.holding.lag))
+            seq.holding.lag = 0
+
     def _schedule(self, seq: Sequence, end: int) -> None:
+        self._catch_up(seq)
         count = min(end - seq.computed, self.num_left)
         self.sequences.append(seq)
         self.rows.append(seq.row)
@@ -143,7 +162,8 @@ class Draft:
             self.new_blocks,
             loads,
             self.snapshots,
-            self.fed,
+            *self._told,
+            self._num_guesses,
         )
 
 
@@ -165,6 +185,8 @@ class Batch:
         self.waiting: FairQueue[Sequence] = FairQueue(tenant_weights)
         self.running: list[Sequence] = []
         """Requests with a row, in the order of their arrival."""
+        self.num_guessed_at = 0
+        """How many of them may be guessed at."""
         self._parked: list[Sequence] = []
         """Waiting requests with blocks, in the order of their arrival."""
         self._charged_in = -1
@@ -221,9 +243,9 @@ class Batch:
         seq.row = self._free_rows.pop()
         self._count_prompt(seq)
         adapter_wait_s = self._turns.lease(seq.adapter, len(seq.tokens))
-        draft.new_blocks.extend((seq.row, i, b) for i, b in enumerate(holding.blocks))
         draft.admitted.append(seq.admitted(adapter_wait_s))
         insort(self.running, seq)
+        self.num_guessed_at += seq.rules.guesser is not None
         self.schedule(seq, draft)
         self._charge(seq)
         return True
@@ -285,10 +307,10 @@ class Batch:
                 seq.rules.settle_guesses()
             if seq.row >= 0:
                 self.park(seq)
-                if seq.holding.state >= 0:
-                    self._strip(seq)  # nobody knows what the step has made of its state
             elif seq.in_flight == 0:
                 self._turns.end_lease(seq.adapter)
+            if seq.holding.state >= 0:
+                self._strip(seq)  # nobody knows what the step has made of its state
         return list(sequences)
 
     def settle_guesses(self, seq: Sequence) -> None:
@@ -296,6 +318,8 @@ class Batch:
         seq.known = len(seq.tokens)
         seq.computed = min(seq.computed, seq.known - 1)
         num, found = seq.rules.settle_guesses()
+        if seq.holding.state >= 0:
+            seq.holding.lag = found
         self.totals.guessed_tokens += num
         self.totals.right_guesses += found
 
@@ -343,6 +367,7 @@ class Batch:
         """Give back a row. The adapter's lease ends with the last step in flight, as loads are
         not ordered with steps."""
         self.running.remove(seq)
+        self.num_guessed_at -= seq.rules.guesser is not None
         self._free_rows.append(seq.row)
         seq.row = -1
         if seq.in_flight == 0:
@@ -365,6 +390,7 @@ class Batch:
         rows = [s.row for s in running]
         assert sorted(rows + self._free_rows) == list(range(self.num_rows))
         assert sorted(running) == running
+        assert sum(s.rules.guesser is not None for s in running) == self.num_guessed_at
         assert len(self.waiting) + len(running) == len(requests)
         assert all(s.row < 0 for s in self.waiting)
         assert sorted(s for s in self.waiting if s.holding.blocks) == self._parked

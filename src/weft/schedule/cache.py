@@ -7,16 +7,17 @@ content and, if it was registered, its place in the prefix index, until it is ta
       a fresh block is the oldest ^                             ^ release() appends
       match() finds a cached one anywhere
 
-The prefix index maps the hash of a full block, chained from its predecessors, to a block. Where an
-adapter becomes active in a sequence, its version's digest and the position go into the chain:
+The prefix index maps the key of a full block to a block. The key is the SHA-256 of all tokens up to
+the block's end, so that content with the same key is the same. Where an adapter becomes active in a
+sequence, its version's digest and the position go into the hash:
 
     base              k0 ── k1 ── k2 ── k3
     a, from 0 on      └a0── ...
     a, from 37 on                 └a37─ ...      (blocks of 16 tokens)
 
 So no version shares what it computed with another, or what it computed when it became active
-elsewhere, and all of them share what the base computed before they became active. A chain may begin
-with a *salt*: then it is shared among sequences with that salt alone.
+elsewhere, and all of them share what the base computed before they became active. The hash begins
+with the sequence's *salt*: blocks are shared among sequences with the same one alone.
 
 A sequence of a model with recurrent layers holds one *state*, from reserve() to release(). It is
 what all the tokens so far have made of it, so blocks of another sequence are of no use without the
@@ -32,10 +33,10 @@ blocks up to there are matched. They are taken in prompts:
 from __future__ import annotations
 
 import hashlib
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
+from weft.core.requests import TokenArray
 from weft.schedule.journal import Journal
 from weft.schedule.sketch import PrefixSketch
 from weft.schedule.snapshots import Snapshots
@@ -44,39 +45,34 @@ NEVER = 1 << 62
 """A position beyond any other."""
 
 AHEAD = 64
-"""How many keys are computed at once, where so many blocks are full. More would hold up a step that
-finds the first of many blocks missing."""
+"""How many blocks are looked for at once. More keys would hold up a step that finds the first of
+many blocks missing."""
 
 MIN_BLOCKS = 2
 """A snapshot is taken where it saves others at least so many blocks of computing."""
 
 
-def _adapted_key(parent: bytes, digest: str, active_from: int) -> bytes:
-    """The key that stands for `parent` before the block in which a version becomes active."""
-    content = bytes.fromhex(digest) + active_from.to_bytes(8, "little")
-    return hashlib.blake2b(parent + content, digest_size=16, person=b"adapter").digest()
-
-
-def _salted_key(salt: str) -> bytes:
-    """The key that stands before the first block of sequences with this salt."""
-    if not salt:
-        return b""
-    return hashlib.blake2b(salt.encode(), digest_size=16, person=b"salt").digest()
+def _chain(kind: bytes, *content: bytes) -> hashlib._Hash:
+    """A hash to which tokens are added. It begins with 32 bytes that stand for the content; the
+    length of all but the last part of that follows from its kind."""
+    return hashlib.sha256(hashlib.sha256(b"".join((kind, *content))).digest())
 
 
 class Holding:
-    """What one sequence holds of the cache. Only the cache changes it."""
+    """What one sequence holds of the cache. Only the cache changes it, and the batch its lag."""
 
     __slots__ = (
         "_active_from",
+        "_chain",
         "_digest",
         "_keys",
         "_known_blocks",
         "_name",
-        "_root",
         "blocks",
+        "lag",
         "next_full",
         "restored",
+        "room",
         "state",
         "stops",
     )
@@ -90,17 +86,23 @@ class Holding:
         keys: list[bytes] | None = None,
     ) -> None:
         """The adapter version `digest` is active from the position `active_from` on. `name` is
-        what the request calls it. `keys`: those of its first blocks that are known already, in a
-        list that sequences may share which never differ."""
-        self._root = _salted_key(salt)
+        what the request calls it. `keys`: those of all its full blocks, if they are known already,
+        in a list that sequences may share which never differ."""
+        self._chain = _chain(b"salt", salt.encode())
+        """The hash of the blocks whose keys are known."""
         self._digest = digest
         self._name = name
         self._active_from = active_from
         self._keys: list[bytes] = [] if keys is None else keys
         """Keys of the full blocks of the tokens, as far as they were needed."""
         self.blocks: list[int] = []
+        self.room = 0
+        """Tokens for which there is room in the blocks."""
         self.state = -1
         """The recurrent state; -1 while it has none."""
+        self.lag = 0
+        """How many computed tokens the state lacks until the next step: the guesses that were right
+        in the last one."""
         self.next_full = NEVER
         """Computed tokens with which the next block is full and may be registered."""
         self.restored = -1
@@ -110,23 +112,28 @@ class Holding:
         self._known_blocks = 0
         """How many blocks of these tokens were in the prefix index, with a snapshot or not."""
 
-    def key(self, tokens: Sequence[int], index: int, size: int) -> bytes:
+    def key(self, tokens: TokenArray, index: int, size: int) -> bytes:
         """The key of the full block `index`; `tokens` only ever grow between calls."""
-        if index >= len(self._keys):
-            self._add_keys(tokens, max(index + 1, min(index + AHEAD, len(tokens) // size)), size)
-        return self._keys[index]
+        return self.keys(tokens, index, index + 1, size)[0]
 
-    def _add_keys(self, tokens: Sequence[int], end: int, size: int) -> None:
-        """Compute the keys of the blocks before `end`, which goes faster for several at once."""
-        keys, begin, num_bytes = self._keys, len(self._keys), 8 * size
-        content = array("q", tokens[begin * size : end * size]).tobytes()
-        key = keys[-1] if keys else self._root
-        for j in range(begin, end):
-            if self._digest is not None and j == self._active_from // size:
-                key = _adapted_key(key, self._digest, self._active_from)
-            at = (j - begin) * num_bytes
-            key = hashlib.blake2b(key + content[at : at + num_bytes], digest_size=16).digest()
-            keys.append(key)
+    def keys(self, tokens: TokenArray, begin: int, end: int, size: int) -> list[bytes]:
+        """The keys of the full blocks from `begin` to `end`; see `key`."""
+        keys, chain = self._keys, self._chain
+        if len(keys) < end:
+            active = NEVER if self._digest is None else self._active_from // size
+            content = memoryview(tokens)
+            for i in range(len(keys), end):
+                if i == active:
+                    chain = self._chain = self._adapted(chain.digest())
+                chain.update(content[i * size : (i + 1) * size])
+                keys.append(chain.digest())
+        return keys[begin:end]
+
+    def _adapted(self, before: bytes) -> hashlib._Hash:
+        """What goes on in place of a hash with this digest where the version becomes active."""
+        assert self._digest is not None
+        position = self._active_from.to_bytes(8, "little")
+        return _chain(b"adapter", before, bytes.fromhex(self._digest), position)
 
     def adapter_at(self, index: int, size: int) -> str | None:
         """The name of the adapter that computes the block `index`; None: the base does."""
@@ -176,25 +183,30 @@ class Cache:
     def usage(self) -> float:
         return 1.0 - len(self._free) / self.num_blocks
 
-    def match(self, holding: Holding, tokens: Sequence[int]) -> list[int]:
+    def match(self, holding: Holding, tokens: TokenArray) -> list[int]:
         """Registered blocks with the beginning of `tokens`, without taking them; for a model with
         states, up to the last one with a snapshot. At least one token is left to compute. They stay
         registered until the next reserve() or extend()."""
-        hits: list[int] = []
-        if self._shares:
-            for i in range((len(tokens) - 1) // self.block_size):
-                key = holding.key(tokens, i, self.block_size)
-                block = self._block_of.get(key)
-                if block is None:
-                    break
-                hits.append(block)
-                if self.sketch is not None:
-                    self.sketch.use(i, key)
+        hits, size = self._registered(holding, tokens), self.block_size
+        if self.sketch is not None:
+            self.sketch.found(holding.keys(tokens, 0, len(hits), size))
         holding._known_blocks = len(hits)
         if self._num_states:
-            size = self.block_size
             while hits and holding.key(tokens, len(hits) - 1, size) not in self.snapshots:
                 hits.pop()
+        return hits
+
+    def _registered(self, holding: Holding, tokens: TokenArray) -> list[int]:
+        """The registered blocks from the first one on, up to one that is missing."""
+        hits: list[int] = []
+        block_of, size = self._block_of, self.block_size
+        most = (len(tokens) - 1) // size if self._shares else 0
+        for begin in range(0, most, AHEAD):
+            for key in holding.keys(tokens, begin, min(begin + AHEAD, most), size):
+                block = block_of.get(key)
+                if block is None:
+                    return hits
+                hits.append(block)
         return hits
 
     def reserve(
@@ -207,18 +219,19 @@ class Cache:
         False, with nothing taken, if that would leave fewer than `spare` blocks free. Only a
         holding without blocks can take hits.
         """
+        users, free = self._users, self._free
         fresh = -(-num_tokens // self.block_size) - len(holding.blocks) - len(hits)
-        idle_hits = sum(not self._users[block] for block in hits)
-        if fresh + idle_hits + spare > len(self._free):
+        idle_hits = [block for block in hits if not users[block]]
+        if fresh + len(idle_hits) + spare > len(free):
             return False
         if self._num_states and holding.state < 0:
             if not self._free_states:
                 return False
             holding.state = self._free_states.pop()
+        for block in idle_hits:
+            del free[block]
         for block in hits:
-            if not self._users[block]:
-                del self._free[block]
-            self._users[block] += 1
+            users[block] += 1
         holding.restored = -1
         if not holding.blocks:
             first_full = (len(hits) + 1) * self.block_size
@@ -227,6 +240,7 @@ class Cache:
                 self._begin_state(holding, num_tokens, len(hits))
         holding.blocks += hits
         holding.blocks += [self._allocate() for _ in range(fresh)]
+        holding.room = len(holding.blocks) * self.block_size
         return True
 
     def _begin_state(self, holding: Holding, num_tokens: int, num_hits: int) -> None:
@@ -243,7 +257,7 @@ class Cache:
         stops = sorted(blocks * size for blocks in wanted)
         holding.stops = tuple(stop for stop in stops if least <= stop < num_tokens)
 
-    def snapshot(self, holding: Holding, tokens: Sequence[int], computed: int) -> int | None:
+    def snapshot(self, holding: Holding, tokens: TokenArray, computed: int) -> int | None:
         """Begin a snapshot of a sequence's state with the first `computed` tokens, at the end of
         the step that computes them, if one is to be taken there. `snapshot_ended` follows."""
         if computed not in holding.stops:
@@ -262,13 +276,14 @@ class Cache:
             return None
         block = self._allocate()
         holding.blocks.append(block)
+        holding.room += self.block_size
         return block
 
-    def register(self, holding: Holding, tokens: Sequence[int], computed: int) -> None:
+    def register(self, holding: Holding, tokens: TokenArray, computed: int) -> None:
         """Offer the full blocks of the first `computed` tokens to the prefix index. The first
         block with some content stays the one that others find."""
         size, blocks = self.block_size, holding.blocks
-        while holding.next_full <= min(computed, len(blocks) * size):
+        while holding.next_full <= min(computed, holding.room):
             index = holding.next_full // size - 1
             block, key = blocks[index], holding.key(tokens, index, size)
             if key not in self._block_of and self._key_of[block] is None:
@@ -278,7 +293,7 @@ class Cache:
                     self.sketch.use(index, key)
                 if self.journal is not None:
                     parent = holding.key(tokens, index - 1, size) if index else None
-                    content = tokens[index * size : (index + 1) * size]
+                    content = tokens[index * size : (index + 1) * size].tolist()
                     self.journal.store(key, parent, content, holding.adapter_at(index, size))
             holding.next_full += size
 
@@ -291,8 +306,8 @@ class Cache:
                 self._free[block] = None
         if holding.state >= 0:
             self._free_states.append(holding.state)
-        holding.blocks, holding.state, holding.next_full = [], -1, NEVER
-        holding.restored, holding.stops = -1, ()
+        holding.blocks, holding.room, holding.state, holding.next_full = [], 0, -1, NEVER
+        holding.restored, holding.stops, holding.lag = -1, (), 0
 
     def _allocate(self) -> int:
         """Take a free block for new content; it loses what it held."""
@@ -314,6 +329,7 @@ class Cache:
         holdings = list(holdings)
         uses = Counter(block for holding in holdings for block in holding.blocks)
         assert all(len(set(h.blocks)) == len(h.blocks) for h in holdings)
+        assert all(h.room == len(h.blocks) * self.block_size for h in holdings)
         assert uses == {b: n for b, n in enumerate(self._users) if n}
         assert set(self._free) == {b for b, n in enumerate(self._users) if not n}
         registered = {k: b for b, k in enumerate(self._key_of) if k is not None}

@@ -10,52 +10,44 @@ up, too, those that came after them there are guessed to come now (prompt lookup
     it samples                              d e x    d and e were right, and x comes after them
 
 A row's sample counts if all guesses before it are what was sampled there. So the tokens of a
-request are those that it would have had without guesses, sampled ones included.
+request are those that it would have had without guesses, sampled ones included. How many of them
+are computed is up to `weft.schedule.lengths`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+
+from weft.core.units import MAX_GUESSES
 
 WIDTH = 3
 """Tokens that have to stand further up."""
-MAX_GUESSES = 7
-"""With the next token they are eight rows, which take hardly longer than one."""
-_MAX_DEBT, _MAX_CREDIT = 3, 8
-"""Bounds of what guesses have cost or won, in tokens."""
+DOUBT = 2.0
+"""For how many tokens an assumption counts."""
+LEAST = 0.05
+"""Guesses with a smaller chance are worth no row."""
+_KEPT = 0.94
+"""The part of what was known of a text's repetitions that stays when it goes on."""
+_MOST_BITS = 3
+"""Runs of 4 right tokens and more are counted together, as are those of 2 and 3."""
 
 
-class Guesser:
-    """Owner of the guesses at one request. It guesses more where it was right. While guesses have
-    cost more than they won, it only watches, until enough tokens in a row have come that it would
-    have guessed: 2 after one miss, 4 after two, and 8 after more.
+class Guesser(ABC):
+    """Owner of the guesses at one request, and of how often guesses were right, or would have been.
+    Right guesses come in runs, so this is counted by how many came in a row before them."""
 
-    Guesses cost the step that could have been planned while theirs was under way: one token. So one
-    right guess is worth nothing, two win a token, and a wrong one loses a token.
-    """
+    first_chance: float
+    """That a guess is right, as long as nothing is known of the text."""
 
-    __slots__ = (
-        "_after",
-        "_debt",
-        "_first",
-        "_found",
-        "_guesses",
-        "_in_a_row",
-        "_indexed",
-        "_most",
-        "_num_prompt",
-    )
+    __slots__ = ("_first", "_found", "_guesses", "_right", "_seen")
 
-    def __init__(self, num_prompt: int) -> None:
-        self._num_prompt = num_prompt
-        self._after: dict[tuple[int, ...], int] = {}
-        """By three tokens that follow each other, the position after their last occurrence."""
-        self._indexed = WIDTH
-        self._most = 3
-        self._debt = 0
-        """Tokens that guesses have cost so far, less those that they won."""
-        self._in_a_row = 0
-        """How many of the last output tokens came as the text before them said."""
+    def __init__(self) -> None:
+        self._seen = [0.0] * (_MOST_BITS + 1)
+        """How many tokens there was a guess at, by the bits of how many in a row came as guessed
+        before them. Old ones count less."""
+        self._right = [0.0] * (_MOST_BITS + 1)
+        """How many of these came as guessed."""
         self._first = 0
         self._guesses: list[int] = []
         self._found = 0
@@ -65,30 +57,35 @@ class Guesser:
         """Whether guesses are in a step in flight."""
         return bool(self._guesses)
 
-    def guess(self, tokens: Sequence[int], pending: int, room: int) -> list[int]:
-        """At most `room` tokens, for the positions behind `tokens` and `pending` more that only
-        the device knows."""
-        room = min(room, self._most)
-        self._watch(tokens)
-        start = self._after.get(tuple(tokens[-WIDTH:]))
-        if room < 1 or start is None or (self._debt > 0 and self._in_a_row < 1 << self._debt):
-            return []
-        period = len(tokens) - start  # the text may end within what is repeated
-        following = [tokens[start + i % period] for i in range(pending, pending + room)]
-        self._first, self._guesses, self._found = len(tokens) + pending, following, 0
-        return following
+    @abstractmethod
+    def chances(self, tokens: Sequence[int], pending: int) -> list[float]:
+        """For each guess behind `tokens` and `pending` more that only the device knows, the chance
+        that it is right and all before it are; empty if there is nothing to guess."""
 
-    def _watch(self, tokens: Sequence[int]) -> None:
-        """Remember what came after what, and count the output that came as the text said."""
-        for end in range(self._indexed, len(tokens)):
-            key = tuple(tokens[end - WIDTH : end])
-            before = self._after.get(key)
-            if before is None or tokens[before] != tokens[end]:
-                self._in_a_row = 0
-            elif end >= self._num_prompt:
-                self._in_a_row += 1
-            self._after[key] = end
-        self._indexed = max(self._indexed, len(tokens))
+    @abstractmethod
+    def guess(self, tokens: Sequence[int], pending: int, num: int) -> list[int]:
+        """So many tokens, or fewer, of those whose `chances` were asked for."""
+
+    def _outlook(self, in_a_row: int, num: int) -> list[float]:
+        """The chances of `num` tokens, behind so many that came as guessed."""
+        by_bits, chance = [], self.first_chance
+        for seen, right in zip(self._seen, self._right, strict=True):
+            chance = (right + DOUBT * chance) / (seen + DOUBT)
+            by_bits.append(chance)
+            chance = (1 + chance) / 2  # a run that has begun is more likely to go on
+        found, product = [], 1.0
+        for nth in range(in_a_row, in_a_row + num):
+            product *= by_bits[min(nth.bit_length(), _MOST_BITS)]
+            if product < LEAST:
+                break
+            found.append(product)
+        return found
+
+    def _note(self, in_a_row: int, is_right: bool) -> None:
+        """A token came as guessed or not, behind so many that did."""
+        bits = min(in_a_row.bit_length(), _MOST_BITS)
+        self._seen[bits] = _KEPT * self._seen[bits] + 1
+        self._right[bits] = _KEPT * self._right[bits] + is_right
 
     def fits(self, start: int, tokens: Sequence[int]) -> bool:
         """Whether a row with the token at `start` counts, now that these are known."""
@@ -104,7 +101,49 @@ class Guesser:
         """The step with the guesses is over. Returns how many there were, and how many were
         right."""
         num, found = len(self._guesses), self._found
-        self._debt = min(max(self._debt + 1 - found, -_MAX_CREDIT), _MAX_DEBT)
-        self._most = min(MAX_GUESSES, self._most + 2) if found == num else found + 1
         self._guesses = []
         return num, found
+
+
+class TextGuesser(Guesser):
+    """Guesses by what the text says earlier. Each token of the output is compared with the guess at
+    it, whether or not that was in a step."""
+
+    first_chance = 0.4
+
+    __slots__ = ("_after", "_in_a_row", "_indexed", "_num_prompt")
+
+    def __init__(self, num_prompt: int) -> None:
+        super().__init__()
+        self._num_prompt = num_prompt
+        self._after: dict[tuple[int, ...], int] = {}
+        """By three tokens that follow each other, the position after their last occurrence."""
+        self._indexed = WIDTH
+        self._in_a_row = 0
+        """How many of the last output tokens came as the text before them said."""
+
+    def chances(self, tokens: Sequence[int], pending: int) -> list[float]:
+        self._watch(tokens)
+        if tuple(tokens[-WIDTH:]) not in self._after:
+            return []
+        return self._outlook(self._in_a_row, pending + MAX_GUESSES)[pending:]
+
+    def guess(self, tokens: Sequence[int], pending: int, num: int) -> list[int]:
+        start = self._after[tuple(tokens[-WIDTH:])]
+        period = len(tokens) - start  # the text may end within what is repeated
+        following = [tokens[start + i % period] for i in range(pending, pending + num)]
+        self._first, self._guesses, self._found = len(tokens) + pending, following, 0
+        return following
+
+    def _watch(self, tokens: Sequence[int]) -> None:
+        """Remember what came after what, and count the output that came as the text said."""
+        for end in range(self._indexed, len(tokens)):
+            key = tuple(tokens[end - WIDTH : end])
+            before = self._after.get(key)
+            is_right = before is not None and tokens[before] == tokens[end]
+            if end >= self._num_prompt:
+                if before is not None:
+                    self._note(self._in_a_row, is_right)
+                self._in_a_row = self._in_a_row + 1 if is_right else 0
+            self._after[key] = end
+        self._indexed = max(self._indexed, len(tokens))

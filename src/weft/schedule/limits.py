@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import NamedTuple
 
+import numpy as np
+
 from weft.core.errors import ContextLengthExceeded, InvalidRequest
-from weft.core.requests import EngineRequest
+from weft.core.requests import EngineRequest, TokenArray
 
 
 class SchedulerLimits(NamedTuple):
@@ -18,11 +21,9 @@ class SchedulerLimits(NamedTuple):
     vocab_size: int
     eos_token_ids: frozenset[int]
     speculative: str = "off"
-    """Whether the next tokens of requests are guessed that say nothing of it: off or ngram."""
+    """How the next tokens of requests are guessed that say nothing of it: off, ngram or mtp."""
     max_chunk_delay: float | None = None
     """Seconds by which chunks of prompts may delay the decodes of a step; None: any."""
-    can_speculate: bool = True
-    """Whether guesses can be taken back, which recurrent states don't allow."""
 
     def eos_of(self, request: EngineRequest, vocab_size: int) -> frozenset[int]:
         """The EOS tokens of the model and of the request's adapter, as far as they are in the
@@ -47,13 +48,13 @@ class SchedulerLimits(NamedTuple):
         return min(self.max_model_len, len(request.prompt_ids) + request.params.max_tokens)
 
 
-def check_request(request: EngineRequest, limits: SchedulerLimits, vocab_size: int) -> None:
-    """Raise InvalidRequest or ContextLengthExceeded for a request that can't be served, whatever
-    else is under way. `vocab_size` is that of the request's adapter, or the base's."""
+def check_request(request: EngineRequest, limits: SchedulerLimits, vocab_size: int) -> TokenArray:
+    """Return the tokens of the prompt and the output, or raise InvalidRequest or
+    ContextLengthExceeded for a request that can't be served, whatever else is under way.
+    `vocab_size` is that of the request's adapter, or the base's."""
     if not request.prompt_ids:
         raise InvalidRequest("the prompt is empty", "prompt")
-    if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= vocab_size:
-        raise InvalidRequest(f"the prompt has a token id outside of [0, {vocab_size})", "prompt")
+    tokens = _checked(request.prompt_ids, vocab_size, "the prompt", "prompt")
     too_long = limits.max_model_len + (request.pooling is not None)
     if len(request.prompt_ids) >= too_long:
         raise ContextLengthExceeded(
@@ -62,16 +63,29 @@ def check_request(request: EngineRequest, limits: SchedulerLimits, vocab_size: i
             "prompt",
         )
     _check_tokens(request, limits, vocab_size)
+    if request.params.speculative == "mtp" and limits.speculative != "mtp":
+        message = "speculative mtp is served by servers that were started with --speculative mtp"
+        raise InvalidRequest(message, "speculative")
     if request.output_ids:
+        tokens += _checked(request.output_ids, vocab_size, "output_ids", "output_ids")
         _check_output(request, limits, vocab_size)
+    return tokens
+
+
+def _checked(ids: list[int], vocab_size: int, what: str, param: str) -> TokenArray:
+    """The ids, of which there are some. Raises InvalidRequest unless all are in the vocabulary."""
+    try:
+        tokens = array("Q", ids)
+    except OverflowError:  # one is negative, or has more bits
+        tokens = array("Q", [vocab_size])
+    if np.frombuffer(tokens, np.uint64).max() >= vocab_size:
+        raise InvalidRequest(f"{what} has a token id outside of [0, {vocab_size})", param)
+    return tokens
 
 
 def _check_output(request: EngineRequest, limits: SchedulerLimits, vocab_size: int) -> None:
     """Raise InvalidRequest unless the output that a request comes with can go on."""
     output = request.output_ids
-    if min(output) < 0 or max(output) >= vocab_size:
-        message = f"output_ids has a token id outside of [0, {vocab_size})"
-        raise InvalidRequest(message, "output_ids")
     room = limits.longest(request) - len(request.prompt_ids)
     if len(output) >= room:
         message = f"output_ids has {len(output)} tokens, and the request ends at {room}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -37,7 +38,7 @@ class Admitted(NamedTuple):
     row: int
     slot: int
     """Adapter slot, -1 for the base."""
-    token_ids: list[int]
+    token_ids: NDArray[np.int64]
     """All tokens known so far: the prompt, and after a preemption the output until then."""
     num_prompt: int
     params: SamplingParams
@@ -61,6 +62,8 @@ class Admitted(NamedTuple):
     """The snapshot that is copied to its state before the step; -1: none is."""
     pooling: Pooling | None = None
     """Whose hidden states are summed up for it."""
+    blocks: Sequence[int] = ()
+    """All that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class StepPlan:
     num_tokens: int
     admitted: list[Admitted]
     new_blocks: list[tuple[int, int, int]]
-    """(row, index in the row's block table, block)."""
+    """(row, index in the row's block table, block) of those that go on."""
     loads: list[Load]
     """Adapter loads to start; they do not hold up this step."""
     snapshots: list[tuple[int, int]]
@@ -87,10 +90,23 @@ class StepPlan:
     fed: list[tuple[int, int, int]] = field(default_factory=list)
     """(row, position, token) of decodes whose token the device does not know, or not yet: it is a
     guess, or came in a step with guesses. A row with guesses has an entry for each."""
+    lags: list[tuple[int, int]] = field(default_factory=list)
+    """(recurrent state, tokens) of decodes whose state lacks so many tokens before them, which were
+    guessed right. The device has kept what it needs of them."""
+    drafted: list[tuple[int, int]] = field(default_factory=list)
+    """(entry, places) of decodes behind whose tokens, once it is known which of them count, the
+    model's head for several tokens is to draft more. The row's blocks have so many places."""
+    num_guesses: int = 0
+    """How many of the entries are guesses."""
 
     @property
     def empty(self) -> bool:
         return not self.rows
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the next plan needs its tokens, as some are guesses, or will be."""
+        return bool(self.num_guesses or self.drafted)
 
     @property
     def decodes(self) -> bool:
@@ -110,3 +126,5 @@ class StepResult:
     """By entry of the plan: what each computed token of a prompt says of the one after it."""
     vectors: dict[int, Vector] = field(default_factory=dict)
     """By entry of the plan: the sum of the hidden states that are pooled for its request."""
+    drafts: dict[int, list[int]] = field(default_factory=dict)
+    """By entry of the plan, of those that `StepPlan.drafted` names."""

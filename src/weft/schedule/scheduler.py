@@ -27,11 +27,14 @@ A *parked* request had to make way for another adapter; see `weft.schedule.batch
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import repeat
+from typing import TypeVar
 
 from weft.core.errors import AdapterUnavailable, InvalidRequest, WeftError, to_wire
 from weft.core.requests import (
     EngineRequest,
     FinishReason,
+    TokenArray,
     TokenEvent,
     TokenLogprob,
     next_tokens,
@@ -39,6 +42,8 @@ from weft.core.requests import (
 from weft.core.tenants import Tenant
 from weft.schedule.batch import Batch, Draft, Totals
 from weft.schedule.cache import Cache
+from weft.schedule.drafts import HeadGuesser
+from weft.schedule.lengths import GuessLengths
 from weft.schedule.limits import SchedulerLimits, check_request
 from weft.schedule.pace import ChunkPace
 from weft.schedule.plan import Matcher, StepPlan, StepResult
@@ -47,6 +52,8 @@ from weft.schedule.shares import Shares
 from weft.schedule.slots import AdapterSlots
 from weft.schedule.trials import Trials
 from weft.schedule.turns import Turns
+
+T = TypeVar("T")
 
 PREFETCH = 32
 """Waiting requests beyond the admitted ones whose adapters are loaded ahead."""
@@ -73,6 +80,7 @@ class Scheduler:
         cap_s = limits.max_chunk_delay
         self.pace = None if cap_s is None else ChunkPace(cap_s, cache.block_size)
         """How large chunks of prompts may be beside decodes; None: as large as there is room."""
+        self.lengths = GuessLengths(self.batch)
         self._planned: dict[int, list[Sequence]] = {}
         """The sequences of the steps in flight, one for each entry of the plan."""
         self.trials = Trials()
@@ -88,18 +96,18 @@ class Scheduler:
         nowhere, and the request is one of the base's. vocab_size: its adapter's; 0: the base's.
         """
         try:
-            self._validate(request, vocab_size or self._limits.vocab_size)
+            tokens = self._validate(request, vocab_size or self._limits.vocab_size)
         except WeftError as error:
             return self.refuse(request.request_id, error)
         account = self.batch.waiting.open(request.tenant)
         use = AdapterUse(request, active_from, vocab_size)
-        seq = Sequence(request, self._orders, account, use, self._limits)
+        seq = Sequence(request, self._orders, account, use, self._limits, tokens)
         self._orders += 1
         self._by_id[request.request_id] = seq
         self.batch.join(seq)
         self._turns.arrive(use)
-        if self.batch.full and self.batch.waiting.contended:
-            self._shares.arrive(seq, self._turns.leased, self.batch.num_rows)
+        if self.batch.waiting.contended:
+            self._shares.arrive(seq, self._turns.leased, self.batch.num_rows, self.batch.full)
         return None
 
     def refuse(self, request_id: str, error: WeftError) -> TokenEvent:
@@ -119,15 +127,16 @@ class Scheduler:
     def abort_all(self) -> list[TokenEvent]:
         return [self._finish(seq, "abort") for seq in list(self._by_id.values())]
 
-    def _validate(self, request: EngineRequest, vocab_size: int) -> None:
+    def _validate(self, request: EngineRequest, vocab_size: int) -> TokenArray:
         if request.request_id in self._by_id:
             raise InvalidRequest(f"request id {request.request_id!r} is in use", "request_id")
-        check_request(request, self._limits, vocab_size)
+        tokens = check_request(request, self._limits, vocab_size)
         ref = request.adapter
         if ref and not self._slots.knows(ref.digest):
             raise AdapterUnavailable(f"adapter {ref.name!r} is not loaded", "model")
         if ref and (refusal := self._slots.refusal(ref.digest)):
             raise refusal
+        return tokens
 
     def grammar_ended(self, request_id: str, grammar: Matcher | WeftError) -> TokenEvent | None:
         """A waiting request's grammar is compiled, or can't be, which ends it, if it is here."""
@@ -186,45 +195,47 @@ class Scheduler:
         result.tokens         [a]    [b, c]   one list for each entry that samples
         """
         events: list[TokenEvent] = []
-        planned, num_samples = self._planned.pop(plan.step, []), plan.num_samples
+        planned = self._planned.pop(plan.step, [])
         if not self.trials.quiet:
             self.trials.passed({seq.request_id for seq in planned})
         _take_of_prompts(planned, plan, result)
-        all_tokens, all_logprobs = result.tokens, result.logprobs
-        logprobs, num_single, k = None, 0, 0
-        for i, seq in enumerate(planned):
+        all_tokens: Iterable[list[int] | None] = result.tokens
+        told: Iterable[list[TokenLogprob] | None] = result.logprobs or repeat(None)
+        if len(result.tokens) < len(planned):
+            all_tokens, told = _by_entry(plan, all_tokens), _by_entry(plan, told)
+        what, num_taken = (planned, all_tokens, told, plan.starts, plan.counts), 0
+        for seq, new, logprobs, start, count in zip(*what, strict=False):
             seq.in_flight -= 1
-            if num_samples[i]:
-                new = all_tokens[k]
-                if all_logprobs:
-                    logprobs = all_logprobs[k]
-                k += 1
-                if not seq.done:
-                    tokens, rules = seq.tokens, seq.rules
-                    if (
-                        len(tokens) + 1 >= rules.known_limit
-                        or new[0] in rules.endings
-                        or len(new) > 1
-                        or seq.prompt_output is not None
-                    ):
-                        if rules.guesser is None or rules.guesser.fits(plan.starts[i], tokens):
-                            events += self._take(seq, new, logprobs)
-                        if not (rules.known_limit or seq.in_flight or seq.done):
-                            self.batch.settle_guesses(seq)
-                    else:
-                        tokens += new
-                        if len(tokens) > seq.holding.next_full:
-                            self._cache.register(seq.holding, tokens, len(tokens) - 1)
-                        num_single += 1
-                        known, cached = len(tokens), seq.num_cached
-                        events.append(next_tokens(seq.request_id, new, logprobs, cached, known))
-            elif not seq.done:
-                self._cache.register(seq.holding, seq.tokens, plan.starts[i] + plan.counts[i])
+            if seq.done:
+                pass
+            elif new:
+                tokens, rules = seq.tokens, seq.rules
+                known = len(tokens) + 1
+                if (
+                    known >= rules.known_limit
+                    or new[0] in rules.endings
+                    or len(new) > 1
+                    or seq.prompt_output is not None
+                ):
+                    if rules.guesser is None or rules.guesser.fits(start, tokens):
+                        taken = self._take(seq, new, logprobs)
+                        events += taken
+                        num_taken += len(taken)
+                    if not (rules.known_limit or seq.in_flight or seq.done):
+                        self.batch.settle_guesses(seq)
+                else:
+                    tokens.append(new[0])
+                    if known > seq.holding.next_full:
+                        self._cache.register(seq.holding, tokens, known - 1)
+                    events.append(next_tokens(seq.request_id, new, logprobs, seq.num_cached, known))
+            else:
+                self._cache.register(seq.holding, seq.tokens, start + count)
             if seq.row < 0 and seq.in_flight == 0:
                 self._turns.end_lease(seq.adapter)
+        _offer_drafts(planned, result)
         for _, number in plan.snapshots:
             self._cache.snapshot_ended(number, True)
-        self.totals.generated_tokens += num_single
+        self.totals.generated_tokens += len(events) - num_taken
         return events
 
     def fail(self, plans: list[StepPlan], error: WeftError) -> list[TokenEvent]:
@@ -240,8 +251,7 @@ class Scheduler:
         that come with the log-probabilities of the prompt. What follows an end is dropped."""
         rules, tokens = seq.rules, seq.tokens
         error: WeftError | None = None
-        ended = False
-        count = 0
+        ended, count = False, 0
         for token in new:
             ended = token in rules.endings or len(tokens) + 1 >= rules.limit
             if rules.paced and not ended and (error := rules.accept(token)):
@@ -272,19 +282,17 @@ class Scheduler:
 
         This is the loop that runs for every request in every step, so it is written flat.
         """
-        block_size = self._cache.block_size
         sequences, rows, starts = draft.sequences, draft.rows, draft.starts
-        budget = draft.num_left
-        if not self.batch.waiting:
-            draft.num_guesses = min(budget, self._limits.max_num_seqs) - len(self.batch.running)
+        budget, resting = draft.num_left, self._shares.resting
+        guesses = self.lengths.choose(min(budget, self._limits.max_num_seqs))
         for seq in self.batch.running:  # preemption shortens it, from its end
-            known, computed, rules = seq.known, seq.computed, seq.rules
+            known, computed = seq.known, seq.computed
             if known - computed > 1:
                 draft.chunks.append(seq)
-            elif known < rules.known_limit:
+            elif known < seq.rules.known_limit and not (resting and seq in resting):
                 if len(rows) == budget:
                     break
-                if known > len(seq.holding.blocks) * block_size and not self.batch.grow(seq, draft):
+                if known > seq.holding.room and not self.batch.grow(seq, draft):
                     continue
                 sequences.append(seq)
                 rows.append(seq.row)
@@ -292,14 +300,14 @@ class Scheduler:
                 seq.computed = known
                 seq.known = known + 1
                 seq.in_flight += 1
-                if rules.guesser is not None:
-                    draft.guess(seq, len(seq.holding.blocks) * block_size)
+                if seq.rules.guesser is not None:
+                    draft.guess(seq, guesses.get(seq.row, 0))
         draft.counts = [1] * len(rows)
         draft.num_samples = [1] * len(rows)
         draft.num_left -= len(rows)
 
     def _share(self, draft: Draft) -> None:
-        """Park running requests of tenants that have more than their shares."""
+        """Park running requests of tenants that have more than their shares, or let them rest."""
         if self._shares.pending:
             running, budget = self.batch.running, draft.num_left - len(self.batch.running)
             self.batch.charge_running(draft.step)
@@ -401,6 +409,20 @@ class Scheduler:
         assert all(s.in_flight or s.known <= s.rules.known_limit for s in running)
         assert not any(s.rules.compiling for s in running)
         assert requests or self._planned or not self._turns.leased
+
+
+def _by_entry(plan: StepPlan, of_samples: Iterable[T]) -> list[T | None]:
+    """What there is for each entry that samples, and None for the others."""
+    each = iter(of_samples)
+    return [next(each) if num else None for num in plan.num_samples]
+
+
+def _offer_drafts(planned: list[Sequence], result: StepResult) -> None:
+    """Keep what was drafted behind the tokens that are known now."""
+    for entry, drafts in result.drafts.items():
+        seq = planned[entry]
+        if isinstance(seq.rules.guesser, HeadGuesser):
+            seq.rules.guesser.offer(len(seq.tokens), drafts)
 
 
 def _take_of_prompts(planned: list[Sequence], plan: StepPlan, result: StepResult) -> None:

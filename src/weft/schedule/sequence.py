@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+
 from weft.core.errors import InvalidRequest, WeftError, from_wire, to_wire
-from weft.core.requests import EngineRequest, FinishReason
+from weft.core.requests import EngineRequest, FinishReason, TokenArray
 from weft.schedule.cache import NEVER, Holding
-from weft.schedule.guesses import Guesser
+from weft.schedule.drafts import HeadGuesser
+from weft.schedule.guesses import Guesser, TextGuesser
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.masks import BadSequences
 from weft.schedule.plan import Admitted, Matcher
@@ -54,21 +57,20 @@ class OutputRules:
         self.known_limit = num_tokens + 1 if self.paced else self.limit
         """What `Sequence.known` may reach before the next token is accepted; 0 while guesses are
         in flight."""
-        self.guesser = None
-        if self._may_guess(request, limits):
-            self.guesser = Guesser(len(request.prompt_ids))
+        self.guesser = self._guesser(request, limits, vocab_size)
 
-    def _may_guess(self, request: EngineRequest, limits: SchedulerLimits) -> bool:
+    def _guesser(
+        self, request: EngineRequest, limits: SchedulerLimits, vocab_size: int
+    ) -> Guesser | None:
         """Penalties count each token that was chosen, also one that turns out not to count."""
         params = request.params
         asked = params.speculative or limits.speculative
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
-        return (
-            asked == "ngram"
-            and limits.can_speculate
-            and not self.paced
-            and penalties == (1.0, 0.0, 0.0)
-        )
+        if asked == "off" or self.paced or penalties != (1.0, 0.0, 0.0):
+            return None
+        if asked == "mtp":
+            return HeadGuesser(vocab_size or limits.vocab_size)
+        return TextGuesser(len(request.prompt_ids))
 
     def settle_guesses(self) -> tuple[int, int]:
         """The step with guesses is over; see `Guesser.settle`."""
@@ -197,11 +199,13 @@ class Sequence:
         account: Account,
         adapter: AdapterUse,
         limits: SchedulerLimits,
+        tokens: TokenArray,
     ) -> None:
+        """`tokens`: those with which the request comes, which are the sequence's own."""
         self.request = request
         self.request_id = request.request_id
         self.order = order
-        self.tokens = [*request.prompt_ids, *request.output_ids]
+        self.tokens = tokens
         self.known = len(self.tokens)
         """How many tokens there are, with those that are sampled and only the device knows yet."""
         self.computed = 0
@@ -252,7 +256,7 @@ class Sequence:
             self.request_id,
             self.row,
             adapter.slot,
-            list(self.tokens),
+            np.array(self.tokens).view(np.int64),
             self.num_prompt,
             request.params,
             request.seed,
@@ -267,6 +271,7 @@ class Sequence:
             self.holding.state,
             self.holding.restored,
             request.pooling,
+            self.holding.blocks.copy(),
         )
 
     def __lt__(self, other: Sequence) -> bool:

@@ -19,6 +19,13 @@ A request makes way only after `MIN_RUN` tokens of its own that it had never com
 all requests get on, whatever has to be computed again. Only a tenant without any seat need not
 wait for that where the other one keeps some: those requests are older, and get on. Where KV blocks
 are short instead of seats, the same is done with blocks, for the request that is next.
+
+Seats beyond a tenant's share are lent. When a short request of a tenant with few seats begins, as
+many decodes on lent seats *rest* for this step as the request's prompt has tokens. So the step
+takes as long as others do, and the first token comes as soon as if no seats were lent:
+
+    tokens   a a a a a a a a      a step of decodes; half of the seats are lent to a
+             a a a a a P P P      b's request begins, of three tokens; the youngest of a's rest
 """
 
 from __future__ import annotations
@@ -46,22 +53,30 @@ class Shares:
         self._num_arrived = 0
         """How many of them, which are the first, have come since that step."""
         self._short: Sequence | None = None
+        self._beginning: list[Sequence] = []
+        """Requests of tenants with few seats that have come since the last step."""
+        self.resting: list[Sequence] = []
+        """The decodes that rest in this step."""
+        self._rested: list[Sequence] = []
+        """Those that rested in the last one."""
 
     @property
     def pending(self) -> bool:
-        return bool(self._claims) or self._short is not None
+        return bool(self._claims or self._beginning) or self._short is not None
 
     def claim(self, seq: Sequence) -> None:
         """A waiting request lacks a row, or a part of the step's tokens."""
         self._claims.append(seq)
 
-    def arrive(self, seq: Sequence, leased: Container[str], num_rows: int) -> None:
-        """A request has come while the batch is full. If its tenant has few of the seats, the next
-        step need not find out first what it lacks. `leased`: the adapters that run."""
+    def arrive(self, seq: Sequence, leased: Container[str], num_rows: int, full: bool) -> None:
+        """A request has come. If its tenant has few of the seats, the next step need not find out
+        first what it lacks. `leased`: the adapters that run; `full`: whether all rows are taken."""
         few = seq.account.num_seats <= num_rows // FEW
         if few and seq.can_run and (seq.digest is None or seq.digest in leased):
-            self._claims.insert(self._num_arrived, seq)
-            self._num_arrived += 1
+            self._beginning.append(seq)
+            if full:
+                self._claims.insert(self._num_arrived, seq)
+                self._num_arrived += 1
 
     def claim_blocks(self, seq: Sequence) -> None:
         """A waiting request, which is next, lacks KV blocks."""
@@ -70,10 +85,19 @@ class Shares:
     def begin(
         self, running: list[Sequence], num_free: int, budget: int, block_size: int
     ) -> list[Sequence]:
-        """Begin a step: the running requests that are to be parked.
+        """Begin a step: the running requests that are to be parked. Others may rest in it.
 
         num_free: rows that are free. budget: how many tokens of prompts the step may compute.
         """
+        victims = self._victims(running, num_free, budget, block_size)
+        staying = [seq for seq in running if seq not in victims] if victims else running
+        self.resting = self._lent(staying, len(running) + num_free)
+        return victims
+
+    def _victims(
+        self, running: list[Sequence], num_free: int, budget: int, block_size: int
+    ) -> list[Sequence]:
+        """The running requests that are to be parked; see `begin`."""
         if self._short is not None:
             if self._short.row >= 0 or self._short.done:
                 return []
@@ -88,9 +112,28 @@ class Shares:
             return []  # as most often: nobody is far enough ahead
         return Exchange(running).victims(_fitting(self._claims[num_free:], budget))
 
+    def _lent(self, running: list[Sequence], num_rows: int) -> list[Sequence]:
+        """As many decodes on lent seats as tokens begin, the youngest first, without those that
+        rested in the last step; none if there are fewer."""
+        wanted = sum(len(seq.tokens) for seq in self._beginning if seq.row < 0 and not seq.done)
+        if not 0 < wanted < len(running):
+            return []
+        held = Counter(seq.account for seq in running)
+        weight = sum(each.weight for each in {*held, *(seq.account for seq in self._beginning)})
+        lent = {each: held[each] - num_rows * each.weight / weight for each in held}
+        found: list[Sequence] = []
+        for seq in reversed(running):
+            if lent[seq.account] >= 1 and seq.known - seq.computed == 1 and seq not in self._rested:
+                lent[seq.account] -= 1
+                found.append(seq)
+                if len(found) == wanted:
+                    return found
+        return []
+
     def end(self) -> None:
         """Forget the claims of the last step; those of this one may come."""
-        self._claims = []
+        self._claims, self._beginning = [], []
+        self._rested, self.resting = self.resting, []
         self._num_arrived = 0
         self._short = None
 

@@ -12,8 +12,7 @@ So a prefix of 256 blocks has 16 keys, and is known to two thirds of its length 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from weft.core.load import MAX_PREFIXES
 
@@ -42,6 +41,13 @@ class PrefixSketch:
             if len(self._keys) > self._max_keys:
                 self._keys.popitem(last=False)
 
+    def found(self, keys: Sequence[bytes]) -> None:
+        """The first blocks of some sequence, which have these keys, were found."""
+        for depth in DEPTHS:
+            if depth > len(keys):
+                break
+            self.use(depth - 1, keys[depth - 1])
+
     def drop(self, key: bytes) -> None:
         """The block with this key lost its content."""
         self._keys.pop(key, None)
@@ -51,18 +57,10 @@ class PrefixSketch:
         return frozenset(map(_short, self._keys))
 
 
-class Chain(Protocol):
-    """The keys of a sequence's blocks; `weft.schedule.cache.Holding` is one."""
-
-    def key(self, tokens: Sequence[int], index: int, size: int) -> bytes: ...
-
-
-def prefix_keys(chain: Chain, tokens: Sequence[int], block_size: int) -> list[tuple[int, int]]:
+def prefix_keys(
+    key_of: Callable[[int], bytes], num_tokens: int, block_size: int
+) -> list[tuple[int, int]]:
     """`(number of tokens, key)` of each told prefix of a request, the shortest first. One token
-    at least is left to compute."""
-    most = (len(tokens) - 1) // block_size
-    return [
-        (depth * block_size, _short(chain.key(tokens, depth - 1, block_size)))
-        for depth in DEPTHS
-        if depth <= most
-    ]
+    at least is left to compute. `key_of`: the key of the last of so many blocks."""
+    most = (num_tokens - 1) // block_size
+    return [(depth * block_size, _short(key_of(depth))) for depth in DEPTHS if depth <= most]

@@ -218,6 +218,16 @@ class OutputStream:
         self._held: list[int] | None = [] if text_at_end else None
         """Tokens whose text is to come with the last delta; None: it comes with each."""
 
+    def holds(self, event: TokenEvent) -> bool:
+        """Keep the tokens of an event for the end, if it has nothing but tokens and no stop string
+        is to be looked for. Else it is to be fed."""
+        if self._held is None or self._stops or event.finish_reason is not None:
+            return False
+        if event.logprobs is not None or event.prompt_logprobs is not None:
+            return False
+        self._held += event.token_ids
+        return True
+
     def feed(self, event: TokenEvent) -> OutputDelta:
         """What this event adds. Raises the request's own error when the engine reports one."""
         if event.error is not None:

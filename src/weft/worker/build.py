@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -16,6 +16,7 @@ from torch import Tensor
 from weft.core.config import EngineArgs, ModelArgs
 from weft.core.errors import AdapterQuarantined, ConfigError, WeftError
 from weft.core.stages import Stages
+from weft.kernels.attention import KVCache
 from weft.kernels.collective import make_ranks
 from weft.kernels.collective.base import ALONE, Ranks, Solo
 from weft.kernels.collective.group import least
@@ -26,7 +27,10 @@ from weft.models.blueprint import num_parameters
 from weft.models.config import load_model_config, resolve_model, share_of
 from weft.models.decoder import Decoder, allocate_kv_cache
 from weft.models.loading import LoadedModel, device_of, dtype_of, load_model
+from weft.models.mtp import MtpHead, head_config
 from weft.worker.adapters import AdapterLoader, Packer
+from weft.worker.drafter import Drafter
+from weft.worker.drafting import more_blocks
 from weft.worker.execute import StepExecutor
 from weft.worker.images import ImageStore, default_folder, fingerprint
 from weft.worker.inputs import Array
@@ -56,6 +60,8 @@ COPIES = 16
 MAX_RESIDENT = 4096
 """Slots: adapters that may be on the device at a time. A slot costs some kilobytes of tables."""
 
+LoadModel = Callable[[], LoadedModel]
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceParts:
@@ -83,14 +89,18 @@ def build_worker(
     spread over. `on_lost` is called, on another thread, when one of them is gone. Raises
     ConfigError."""
     if args.model.tensor_parallel_size == 1:
-        return _assemble(args, build_parts(args, stages, ALONE))
+        return _assemble(args, build_parts(args, stages, ALONE, partial(_load, args)))
     device = check_ranks(args.model)
     peers = Peers(args, on_lost)
     try:
-        ranks = peers.join(device, lambda: joined_ranks(args.model, device))
+        width = row_bytes(args.model, device)
+        model = loading(args, 0)
+        peers.meet()
+        stages.end("meet")
+        ranks = peers.join(device, lambda: make_ranks(device, width))
         stages.on_end = peers.stage_ended
         stages.end("ranks")
-        parts = build_parts(args, stages, ranks, peers.host_fd)
+        parts = build_parts(args, stages, ranks, model.result, peers.host_fd)
         peers.wait()
         stages.end("others")
         return _assemble(args, parts, peers)
@@ -105,14 +115,38 @@ def build_worker(
         raise
 
 
+def loading(args: EngineArgs, rank: int) -> Future[LoadedModel]:
+    """Begin to load a rank's share of the model on a thread, while ranks connect. What `load_model`
+    raises is raised where the model is asked for. Until then no other thread may use
+    `transformers`, whose modules can't be imported by two at once."""
+
+    def load() -> LoadedModel:
+        device = device_of(args.model.device, rank)
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        if args.num_threads is not None:
+            torch.set_num_threads(args.num_threads)
+        return _load(args, rank)
+
+    with_one = ThreadPoolExecutor(1, thread_name_prefix="weft-load")
+    model = with_one.submit(load)
+    with_one.shutdown(wait=False)
+    return model
+
+
+def _load(args: EngineArgs, rank: int = 0) -> LoadedModel:
+    mtp_head = args.scheduler.speculative == "mtp"
+    return load_model(args.model, rank, args.lora.fully_sharded_loras, mtp_head)
+
+
 def build_parts(
-    args: EngineArgs, stages: Stages, ranks: Ranks, host_fd: int | None = None
+    args: EngineArgs, stages: Stages, ranks: Ranks, load: LoadModel, host_fd: int | None = None
 ) -> DeviceParts:
     """Load the model, or a rank's share of it, allocate memory and capture steps. Ranks do all of
     it side by side, and share the host's memory in `host_fd`. Raises ConfigError."""
     if args.num_threads is not None:
         torch.set_num_threads(args.num_threads)
-    model = load_model(args.model, ranks.rank, args.lora.fully_sharded_loras)
+    model = load()
     _end_stage(stages, "model", model.device)
     pool = _make_pool(args, model, ranks)
     num_rows = args.scheduler.max_num_seqs
@@ -133,7 +167,8 @@ def build_parts(
     ops = make_ops("auto", model.device, args.model.deterministic)
     decoder = Decoder(model.config, model.weights, ops, max_model_len, ranks)
     lora = make_backend(_backend_name(args, model.device), pool)
-    executor = StepExecutor(decoder, kv, pool, lora, sampler, num_rows)
+    drafter = _make_drafter(args, model, decoder, num_blocks, max_model_len)
+    executor = StepExecutor(decoder, kv, pool, lora, sampler, num_rows, drafter)
     _end_stage(stages, "memory", model.device)
     executor.make_graphs(
         -(-max_model_len // args.cache.block_size), args.scheduler.max_num_batched_tokens
@@ -147,7 +182,7 @@ def build_parts(
         if model.device.type == "cuda":
             cache = args.cache.block_size, num_blocks, num_states, model.config.vocab_size
             most = args.scheduler.max_num_batched_tokens
-            rehearsal = Rehearsal(num_rows, most, max_model_len, *cache)
+            rehearsal = Rehearsal(num_rows, most, max_model_len, *cache, model.mtp_head is not None)
             _prepare(executor, pool, self_check, rehearsal, ranks, stages)
     host = pinning.result()
     return DeviceParts(
@@ -231,11 +266,10 @@ def check_ranks(args: ModelArgs) -> torch.device:
     return device_of(args.device, 0)
 
 
-def joined_ranks(args: ModelArgs, device: torch.device) -> Ranks:
-    """The ranks of the group that this process has joined."""
+def row_bytes(args: ModelArgs, device: torch.device) -> int:
+    """The bytes of a row that ranks sum."""
     config = load_model_config(args.model, args.revision)
-    width = config.hidden_size * dtype_of(args.dtype, config, device).itemsize
-    return make_ranks(device, width)
+    return config.hidden_size * dtype_of(args.dtype, config, device).itemsize
 
 
 def _cache_sizes(args: EngineArgs, model: LoadedModel, ranks: Ranks) -> tuple[int, int, int]:
@@ -261,6 +295,25 @@ def _make_pool(args: EngineArgs, model: LoadedModel, ranks: Ranks) -> AdapterPoo
             ranks,
             args.model.deterministic,
         )
+
+
+def _make_drafter(
+    args: EngineArgs,
+    model: LoadedModel,
+    decoder: Decoder,
+    num_blocks: int,
+    max_model_len: int,
+) -> Drafter | None:
+    """What drafts tokens by the model's own head, if that is served."""
+    if model.mtp_head is None:
+        return None
+    size = args.cache.block_size
+    own = head_config(model.config), num_blocks + args.scheduler.max_num_seqs * more_blocks(size)
+    with allocating("kv_cache_memory"):
+        (cache,) = allocate_kv_cache(*own, size, model.dtype, model.device)
+    assert isinstance(cache, KVCache)
+    head = MtpHead(decoder, model.mtp_head, make_ops("auto", model.device))
+    return Drafter(head, cache, num_blocks, max_model_len)
 
 
 def _backend_name(args: EngineArgs, device: torch.device) -> str:

@@ -31,9 +31,10 @@ class SamplingArrays(NamedTuple):
     position_M: Ints
     """The positions that their sampled tokens will have."""
 
-    def at(self, position_N: Ints) -> SamplingArrays:
-        """The same rows in a step whose sampled tokens will have these positions."""
-        return SamplingArrays(*self[:-1], position_N[self.random_M])
+    def at(self, position_M: Ints | None) -> SamplingArrays:
+        """The same rows in a step whose sampled tokens will have these positions, one for each."""
+        assert position_M is not None
+        return SamplingArrays(*self[:-1], position_M)
 
 
 def part_of(arrays: Rows, begin: int, end: int) -> Rows | None:
@@ -112,17 +113,19 @@ class SamplingRows:
         self._min_p[row] = params.min_p
         self._seed[row] = a.seed
 
-    def arrays(self, rows: Ints) -> SamplingArrays | None:
-        """The parameters of sampled rows; the positions, all 0 here, are for `at` to say."""
+    def arrays(self, rows: Ints, most: int = FOREVER) -> SamplingArrays | None:
+        """The parameters of sampled rows; the positions, all 0 here, are for `at` to say. `most`:
+        what top_k may be."""
         random = np.flatnonzero(self._temperature[rows] > 0)
         if not len(random):
             return None
         rows = rows[random]
         top_k, top_p, min_p = self._top_k[rows], self._top_p[rows], self._min_p[rows]
+        vocab_size = self._vocab_size[rows]
         return SamplingArrays(
             random,
             self._temperature[rows],
-            np.where(top_k > 0, top_k, self._vocab_size[rows]) if top_k.any() else None,
+            np.where(top_k > 0, top_k, vocab_size).clip(max=most) if top_k.any() else None,
             top_p if (top_p < 1).any() else None,
             min_p if min_p.any() else None,
             self._seed[rows],
@@ -164,8 +167,7 @@ class ShapingRows:
         self._shaped_until[row] = FOREVER if always else self._masked_until[row]
         if not penalised:
             return None
-        ids = np.array(a.token_ids, dtype=np.int64)
-        return Counted(row, ids[: a.num_prompt], ids[a.num_prompt :])
+        return Counted(row, a.token_ids[: a.num_prompt], a.token_ids[a.num_prompt :])
 
     def arrays(self, rows: Ints, positions: Ints) -> ShapingArrays | None:
         if not (positions < self._shaped_until[rows]).any():

@@ -23,6 +23,7 @@ from weft.kernels.lora.extras import (
 )
 from weft.kernels.staging import Staging
 from weft.models.decoder import Decoder, LayerCache, StepContext, stacked
+from weft.worker.drafter import Drafter
 from weft.worker.graphs import StepGraphs
 from weft.worker.inputs import Copies, PooledRows, PromptArrays, Segments, StepInputs
 from weft.worker.sampler import Logprobs, Put, Sampled, Sampler, logprobs_of, to_host
@@ -45,9 +46,12 @@ class StepExecutor:
         lora: LoraBackend,
         sampler: Sampler,
         num_rows: int,
+        drafter: Drafter | None = None,
     ) -> None:
         self._decoder, self._kv = decoder, kv
-        self._states = stacked(kv)
+        self._drafter = drafter
+        self._states = [states.unbind(1) for states in stacked(kv)]
+        """By number, those of all layers."""
         self._pool, self._lora = pool, lora
         self._sampler = sampler
         self._put: Put = sampler.put
@@ -70,6 +74,7 @@ class StepExecutor:
             self._last_token_R,
             num_table_blocks,
             token_sizes(max_num_batched_tokens),
+            self._drafter is not None,
         )
 
     def launch(self, steps: Iterable[StepInputs]) -> None:
@@ -103,31 +108,45 @@ class StepExecutor:
     def run(self, inputs: StepInputs) -> Sampled:
         """Run a step; what it gives is on the device."""
         self._sampler.admit(inputs.counted)
-        logits_NV = prompt = pooled_PI = None
+        logits_NV = prompt = pooled_PI = hidden_TI = None
         slots = [slot for slot, _, _ in inputs.segments]
         self._copy_states(inputs.restored)
         needs_states = inputs.prompt is not None or inputs.pooled
         if self.graphs and not needs_states and not has_extras(self._pool, slots):
             logits_NV = self.graphs.run(inputs, has_experts(self._pool, slots))
         if logits_NV is None:
-            logits_NV, prompt, pooled_PI = self._run_eagerly(inputs)
+            hidden_TI, logits_NV, prompt, pooled_PI = self._run_eagerly(inputs)
         self._copy_states(inputs.snapshots)
         if logits_NV is None:
+            self._draft(inputs, hidden_TI, None)
             return Sampled(self._last_token_R[:0], None, prompt, pooled_PI)
         runs = vocabulary_runs(self._pool, inputs.sampled_segments, len(logits_NV))
         ids_N = self._sampler.choose(logits_NV, inputs, runs)
-        self._last_token_R[self._put(inputs.sampled_rows_N)] = ids_N
+        self._last_token_R.index_copy_(0, self._put(inputs.sampled_rows_N), ids_N)
         logprobs = None
         if inputs.num_logprobs_N is not None:
             num = int(inputs.num_logprobs_N.max())
             logprobs = logprobs_of(logits_NV, ids_N, num, runs)
-        return Sampled(ids_N, logprobs, prompt, pooled_PI)
+        drafts_DK = self._draft(inputs, hidden_TI, ids_N)
+        return Sampled(ids_N, logprobs, prompt, pooled_PI, drafts_DK)
+
+    def _draft(
+        self, inputs: StepInputs, hidden_TI: Tensor | None, ids_N: Tensor | None
+    ) -> Tensor | None:
+        """Let the head for several tokens, if there is one, follow a step; see `Drafter.run`.
+        `hidden_TI`: None if a graph gave it."""
+        if self._drafter is None:
+            return None
+        if hidden_TI is None:
+            assert self.graphs is not None
+            hidden_TI = self.graphs.hidden(len(inputs.ids_T))
+        return self._drafter.run(inputs, hidden_TI, ids_N)
 
     def _copy_states(self, copies: Copies) -> None:
         """Copy recurrent states of all layers: (from, to) each."""
         for source, dest in copies:
             for states in self._states:
-                states[:, dest] = states[:, source]
+                states[dest].copy_(states[source])
 
     def close(self) -> None:
         if self.graphs is not None:
@@ -137,9 +156,9 @@ class StepExecutor:
 
     def _run_eagerly(
         self, inputs: StepInputs
-    ) -> tuple[Tensor | None, Logprobs | None, Tensor | None]:
-        """fp32 logits (N, V) if any row is sampled; and, if asked for, the log-probabilities of
-        prompts and pooled states (P, I)."""
+    ) -> tuple[Tensor, Tensor | None, Logprobs | None, Tensor | None]:
+        """The states after the last norm (T, I); fp32 logits (N, V) if any row is sampled; and, if
+        asked for, the log-probabilities of prompts and pooled states (P, I)."""
         step = self._on_device(inputs)
         hidden_TI = hidden_states(self._decoder, step, self._kv)
         logits_NV = None
@@ -149,11 +168,11 @@ class StepExecutor:
         if inputs.prompt is not None:
             prompt = self._prompt_logprobs(hidden_TI, step, inputs.prompt)
         pooled_PI = _pooled(hidden_TI, inputs.pooled) if inputs.pooled else None
-        return logits_NV, prompt, pooled_PI
+        return hidden_TI, logits_NV, prompt, pooled_PI
 
     def _on_device(self, inputs: StepInputs) -> StepTensors:
         """A step's arrays on the device, in one copy, and its adapters ready for use."""
-        carried_T, states_S, sources_S = inputs.from_device_T, inputs.state_S, inputs.source_S
+        carried_T, states_S = inputs.from_device_T, inputs.state_S
         ids_T, row_T, carried, positions_T, place_T, slot_T, table_SB, lens_S, sampled_N, *rest = (
             self._staging.send_all(
                 (
@@ -170,7 +189,7 @@ class StepExecutor:
                     *(
                         ()
                         if states_S is None
-                        else state_work(states_S, inputs.query_start, sources_S)
+                        else state_work(states_S, inputs.query_start, inputs.source_S, inputs.lag_S)
                     ),
                 )
             )
@@ -182,7 +201,6 @@ class StepExecutor:
                 states_S.tolist(),
                 inputs.query_start,
                 StateWork(*of_states),
-                None if sources_S is None else sources_S.tolist(),
             )
         attention = AttentionBatch(
             place_T, table_SB, lens_S, inputs.query_start, inputs.seq_lens_S.tolist()
@@ -191,7 +209,7 @@ class StepExecutor:
         return StepTensors(
             ids_T,
             None if carried_T is None else Carried(carried, row_T, self._last_token_R),
-            sampled_N,
+            None if len(sampled_N) == len(ids_T) else sampled_N,
             StepContext(
                 positions_T,
                 attention,

@@ -108,13 +108,22 @@ class _StepParts(NamedTuple, Generic[Buffer]):
     tiles: Buffer
     """int32 (tiles, 4), see `RowWork`; empty if all sequences are decodes."""
     state_decodes: Buffer
-    """int32 (S, 2), see `StateWork`, as the next two."""
+    """int32 (S, 4), see `StateWork`, as the next two."""
     state_chunks: Buffer
     """int32 (chunks, 6)"""
     state_runs: Buffer
     """int32 (runs, 6)"""
     blocks: Buffer
-    """int32, the block tables, one after the other."""
+    """int32, the block tables, one after the other, and on the host the room behind them."""
+
+
+class _Outputs(NamedTuple):
+    """What a step gives, at fixed places that the next run overwrites."""
+
+    logits_SV: Tensor
+    """fp32"""
+    hidden_TI: Tensor | None
+    """The states after the last norm; None: nobody reads them."""
 
 
 class StepGraphs:
@@ -129,9 +138,11 @@ class StepGraphs:
         last_token_R: Tensor,
         num_table_blocks: int,
         token_sizes: Sequence[int],
+        gives_hidden: bool = False,
     ) -> None:
         """`last_token_R`: the last token of every row of the batch, and one more for padding.
-        `num_table_blocks`: W. `token_sizes`: tokens of the mixed steps to capture, rising."""
+        `num_table_blocks`: W. `token_sizes`: tokens of the mixed steps to capture, rising.
+        `gives_hidden`: whether `hidden` is asked for."""
         short, layers = decoder.abridged()
         self._whole, self._short = (decoder, kv), (short, [kv[i] for i in layers])
         self._lora = lora
@@ -139,15 +150,19 @@ class StepGraphs:
         self._device = last_token_R.device
         max_seqs = len(last_token_R) - 1
         self._num_groups = decoder.config.most_groups
-        self._has_states = decoder.config.linear is not None
-        self._decodes = [_Form(n, n, 0, self._has_states) for n in batch_sizes(max_seqs)]
+        has_states = decoder.config.linear is not None
+        self._decodes = [_Form(n, n, 0, has_states) for n in batch_sizes(max_seqs)]
         self._mixed = [self._mixed_form(size, max_seqs) for size in token_sizes]
         largest = max(_num_words(form) for form in (self._decodes[-1], self._mixed[-1]))
         self._staging = Staging(largest + max_seqs * num_table_blocks, self._device)
+        self._host_parts: dict[tuple[int, _Form], _StepParts[NDArray[Any]]] = {}
+        """By the host's buffer, which stays where it is, and the form."""
         make = self._make
         self._table_SW = make((max_seqs, num_table_blocks), torch.int32)
-        self._slot_T = make((max(max_seqs, token_sizes[-1]),), torch.int32)
-        self._logits_SV = make((max_seqs, decoder.num_logits), torch.float32)
+        most = max(max_seqs, token_sizes[-1])
+        self._slot_T = make((most,), torch.int32)
+        hidden = make((most, decoder.config.hidden_size), decoder.dtype) if gives_hidden else None
+        self._outputs = _Outputs(make((max_seqs, decoder.num_logits), torch.float32), hidden)
         kinds: tuple[_Kind, ...] = ("base", "linear", "experts")
         self._kinds = kinds[: 1 if lora is None else 2 if decoder.config.moe is None else 3]
         self._replays: dict[tuple[_Form, _Kind], Callable[[], None]] = {}
@@ -178,7 +193,7 @@ class StepGraphs:
     ) -> list[tuple[_Kind, Callable[[], None]]]:
         """The step of a form, of each kind, over inputs of nothing but padding."""
         num_words = _num_words(form)
-        parts = _on_host(self._staging.begin(num_words), form)
+        parts = self._on_host(form)
         self._lay_out([0], np.zeros(0, np.int32), form, parts)
         _lay_out_states(state_work([], [0]), form, parts)
         self._pad(parts, 0, 0)
@@ -199,7 +214,12 @@ class StepGraphs:
         if inputs.segments and self._lora:
             self._begin_lora(self._lora, inputs.segments, inputs.sampled_segments, form)
         replay()
-        return self._logits_SV[: len(inputs.sampled_rows_N)]
+        return self._outputs.logits_SV[: len(inputs.sampled_rows_N)]
+
+    def hidden(self, num_tokens: int) -> Tensor:
+        """The states after the last norm that the last run gave, (T, I)."""
+        assert self._outputs.hidden_TI is not None
+        return self._outputs.hidden_TI[:num_tokens]
 
     def close(self) -> None:
         """Let go of the graphs, which hold on to the model's tensors."""
@@ -210,7 +230,8 @@ class StepGraphs:
 
     def _mixed_form(self, num_tokens: int, max_seqs: int) -> _Form:
         num_tiles = most_tiles(num_tokens, self._num_groups)
-        return _Form(num_tokens, min(num_tokens, max_seqs), num_tiles, self._has_states)
+        has_states = self._decodes[0].has_states
+        return _Form(num_tokens, min(num_tokens, max_seqs), num_tiles, has_states)
 
     def _form(self, inputs: StepInputs) -> _Form | None:
         """The smallest that a step may fit into."""
@@ -232,17 +253,27 @@ class StepGraphs:
 
     # -- inputs --------------------------------------------------------------------------------
 
+    def _on_host(self, form: _Form) -> _StepParts[NDArray[Any]]:
+        """The host's side of what a step of the form reads, to be filled."""
+        words, at = self._staging.begin(), (self._staging.turn, form)
+        parts = self._host_parts.get(at)
+        if parts is None:
+            places, end = _places(form)
+            views = [words[p.words].view(p.kind)[: p.num_elements].reshape(p.shape) for p in places]
+            parts = self._host_parts[at] = _StepParts._make((*views, words[end:]))
+        return parts
+
     def _stage(self, inputs: StepInputs, form: _Form) -> bool:
         """Bring a step's inputs to their places: one copy from the host. Whether they fit."""
         table_SB, lengths = inputs.block_table_SB, inputs.seq_lens_S
         num_tokens, (num_seqs, width) = len(inputs.ids_T), table_SB.shape
         num_words = _num_words(form)
-        parts = _on_host(self._staging.begin(num_words + table_SB.size), form)
+        parts = self._on_host(form)
         if not self._lay_out(inputs.query_start, lengths, form, parts):
             return False
         states = inputs.state_S
         if states is not None:
-            of_states = states, inputs.query_start, inputs.source_S
+            of_states = states, inputs.query_start, inputs.source_S, inputs.lag_S
             if not _lay_out_states(state_work(*of_states), form, parts):
                 return False
         self._pad(parts, num_tokens, num_seqs)
@@ -255,7 +286,7 @@ class StepGraphs:
         carried_T = inputs.from_device_T
         parts.carried_T[:num_tokens] = False if carried_T is None else carried_T
         parts.lengths_S[:num_seqs] = lengths
-        parts.blocks[:] = table_SB.reshape(-1)
+        parts.blocks[: table_SB.size] = table_SB.reshape(-1)
         blocks = self._staging.send(num_words + table_SB.size)[num_words:]
         self._table_SW[:num_seqs, :width].copy_(blocks.view(num_seqs, width))
         return True
@@ -336,7 +367,9 @@ class StepGraphs:
 
         def forward() -> None:
             hidden_TI = hidden_states(decoder, step, kv)
-            self._logits_SV[: form.num_seqs].copy_(logits(decoder, step, hidden_TI))
+            self._outputs.logits_SV[: form.num_seqs].copy_(logits(decoder, step, hidden_TI))
+            if self._outputs.hidden_TI is not None:
+                self._outputs.hidden_TI[: form.num_tokens].copy_(hidden_TI)
 
         return forward
 
@@ -389,7 +422,7 @@ def _places(form: _Form) -> tuple[tuple[_Place, ...], int]:
         ("int64", (mixed,)),
         ("int32", (mixed, 2)),
         ("int32", (form.num_tiles, 4)),
-        ("int32", (form.num_seqs if form.has_states else 0, 2)),
+        ("int32", (form.num_seqs if form.has_states else 0, 4)),
         ("int32", (form.num_tokens // CHUNK + form.num_runs if form.num_runs else 0, 6)),
         ("int32", (form.num_runs, 6)),
     ]
@@ -405,12 +438,6 @@ def _places(form: _Form) -> tuple[tuple[_Place, ...], int]:
 def _num_words(form: _Form) -> int:
     """The words of all parts but the last."""
     return _places(form)[1]
-
-
-def _on_host(words: NDArray[np.int32], form: _Form) -> _StepParts[NDArray[Any]]:
-    places, end = _places(form)
-    views = [words[p.words].view(p.kind)[: p.num_elements].reshape(p.shape) for p in places]
-    return _StepParts._make((*views, words[end:]))
 
 
 def _on_device(words: Tensor, form: _Form) -> _StepParts[Tensor]:

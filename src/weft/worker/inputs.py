@@ -63,6 +63,25 @@ class PooledRows(NamedTuple):
     end: int
 
 
+class DraftArrays(NamedTuple):
+    """The requests for which a step drafts tokens."""
+
+    entries: list[int]
+    """Of the plan."""
+    sample_DG: Ints
+    """The indices of their samples, among the N; the last one again where there are fewer."""
+    token_DG: Ints
+    """Those of the tokens that these come after, among the T."""
+    guess_DG: Ints
+    """(D, G - 1): the guesses, each of which is right if the sample ahead of it is that token; -1
+    where there are fewer."""
+    block_table_DB: Array
+    """int32, their blocks, and behind these -1, -2 and so on for blocks that drafts alone use:
+    those of row 0 of the batch, then of row 1."""
+    sampling: SamplingArrays | None = None
+    """How drafts are chosen, without positions; its rows are those of D. None: greedily."""
+
+
 @dataclass(frozen=True, slots=True)
 class StepInputs:
     """Host arrays of one step; nothing in here aliases state that later steps change."""
@@ -87,6 +106,9 @@ class StepInputs:
     plan_order_N: Ints
     """Puts the sampled tokens into the plan's order, those of one entry one after the other."""
     sampling: SamplingArrays | None
+    """Without positions, so that decodes of the same rows, step after step, have the same ones."""
+    position_M: Ints | None
+    """The positions that the tokens of `sampling` will have."""
     shaping: ShapingArrays | None
     counted: list[Counted]
     prompt: PromptArrays | None
@@ -96,10 +118,17 @@ class StepInputs:
     """The recurrent state that each sequence has after the step; None: the model has none."""
     source_S: Ints | None = None
     """The one that it has before the step; None: the same. See `StateRows`."""
+    lag_S: Ints | None = None
+    """How many tokens that were guessed right its state lacks; None: none does."""
     restored: Copies = ()
     """(snapshot, recurrent state): copied before the step."""
     snapshots: Copies = ()  # (recurrent state, snapshot): copied after it
     pooled: tuple[PooledRows, ...] = ()
+    next_T: Ints | None = None
+    """The token behind each one, as far as it is known; what is sampled is not known yet, and takes
+    the place of what stands there. None: the model has no head that drafts."""
+    drafts: DraftArrays | None = None
+    """The requests for which it drafts; None: there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,6 +154,9 @@ class _Mix:
     sampling: SamplingArrays | None
     num_logprobs_N: Ints | None
     state_S: Ints | None
+    carried: tuple[Ints, NDArray[np.bool_]] | None = None
+    """The token ids and `from_device_T`, once only the device knows all of the tokens: it then does
+    in all later steps of these rows, too."""
 
 
 class RowState:
@@ -160,12 +192,11 @@ class RowState:
             self._blocks[row, index] = block
         starts = np.array(plan.starts, dtype=np.int64)
         mix = self._mix(plan, starts)
-        inputs = self._assemble(mix, starts[mix.order], counted)
+        inputs = self._assemble(mix, starts[mix.order], counted, plan)
         if plan.fed:
             inputs = self._fed(inputs, plan.fed)
-        restored = tuple((a.restored, a.state) for a in plan.admitted if a.restored >= 0)
-        if restored or plan.snapshots:
-            inputs = replace(inputs, restored=restored, snapshots=tuple(plan.snapshots))
+        if plan.lags and inputs.state_S is not None:
+            inputs = replace(inputs, lag_S=_lags(inputs.state_S, plan.lags))
         if inputs.state_S is not None and not mix.layout.plain:
             return _cut_at_snapshots(inputs, inputs.state_S)
         return inputs
@@ -225,6 +256,7 @@ class RowState:
         row, vocab_size = a.row, a.vocab_size or self._vocab_size
         self._tokens[row, : len(a.token_ids)] = a.token_ids
         self._known[row] = len(a.token_ids)
+        self._blocks[row, : len(a.blocks)] = a.blocks
         self._slot[row] = a.slot
         self._state[row] = a.state
         self._active_from[row] = a.active_from
@@ -238,20 +270,17 @@ class RowState:
         self._sampling.admit(a, vocab_size)
         return self._shaping.admit(a, vocab_size)
 
-    def _assemble(self, mix: _Mix, starts: Ints, counted: list[Counted]) -> StepInputs:
+    def _assemble(
+        self, mix: _Mix, starts: Ints, counted: list[Counted], plan: StepPlan
+    ) -> StepInputs:
         layout, rows, row_T = mix.layout, mix.row_S, mix.row_T
         positions_T, seq_lens, position_N = layout.positions(starts)
-        from_device_T = positions_T >= self._known[row_T]
-        num_from_device = int(np.count_nonzero(from_device_T))
+        ids_T, from_device_T = mix.carried or self._tokens_at(mix, positions_T)
         index_T, offset_T = np.divmod(positions_T, self._block_size)
         block_T = self._blocks[row_T, index_T].astype(np.int64)
-        if num_from_device == len(row_T):
-            ids_T = np.zeros(len(row_T), dtype=np.int64)
-        else:
-            ids_T = self._ids(row_T, positions_T, from_device_T)
         return StepInputs(
             ids_T=ids_T,
-            from_device_T=from_device_T if num_from_device else None,
+            from_device_T=from_device_T,
             row_T=row_T,
             positions_T=positions_T,
             slot_mapping_T=block_T * self._block_size + offset_T,
@@ -265,14 +294,28 @@ class RowState:
             slot_N=mix.slot_N,
             sampled_segments=mix.sampled_segments,
             plan_order_N=mix.plan_order_N,
-            sampling=mix.sampling and mix.sampling.at(position_N),
+            sampling=mix.sampling,
+            position_M=None if mix.sampling is None else position_N[mix.sampling.random_M],
             shaping=self._shaping.arrays(mix.row_N, position_N),
             counted=counted,
             prompt=None if layout.plain else self._prompt(mix, starts),
             num_logprobs_N=mix.num_logprobs_N,
             state_S=mix.state_S,
+            restored=tuple((a.restored, a.state) for a in plan.admitted if a.restored >= 0),
+            snapshots=tuple(plan.snapshots),
             pooled=() if self._pooling is None else self._pooled(mix, seq_lens, self._pooling),
         )
+
+    def _tokens_at(self, mix: _Mix, positions_T: Ints) -> tuple[Ints, NDArray[np.bool_] | None]:
+        """Token ids, and which of them only the device knows; None: none."""
+        from_device_T = positions_T >= self._known[mix.row_T]
+        if not from_device_T.all():
+            ids_T = self._ids(mix.row_T, positions_T, from_device_T)
+            return ids_T, from_device_T if from_device_T.any() else None
+        carried = np.zeros(len(positions_T), dtype=np.int64), from_device_T
+        if mix is self._decodes:
+            self._decodes = replace(mix, carried=carried)
+        return carried
 
     def _ids(self, row_T: Ints, positions_T: Ints, from_device_T: NDArray[np.bool_]) -> Ints:
         """Token ids; 0 for those that only the device knows."""
@@ -317,8 +360,10 @@ class RowState:
 
 def _cut_at_snapshots(inputs: StepInputs, state_S: Ints) -> StepInputs:
     """The inputs with states that go from the first part of a sequence to the second by way of its
-    snapshot, which then need not be copied."""
-    second = np.flatnonzero(state_S[1:] == state_S[:-1]) + 1
+    snapshot, which then need not be copied. The first part has several tokens, unlike a decode
+    that is followed by guesses."""
+    counts = np.diff(inputs.query_start)
+    second = np.flatnonzero((state_S[1:] == state_S[:-1]) & (counts[:-1] > 1)) + 1
     if not len(second):
         return inputs
     numbers = dict(inputs.snapshots)
@@ -328,6 +373,14 @@ def _cut_at_snapshots(inputs: StepInputs, state_S: Ints) -> StepInputs:
         state_S[i - 1] = source_S[i] = number
     kept = tuple(numbers.items())
     return replace(inputs, state_S=state_S, source_S=source_S, snapshots=kept)
+
+
+def _lags(state_S: Ints, lags: list[tuple[int, int]]) -> Ints:
+    """What each sequence's state lacks: the number of a state stands at its first row."""
+    lag_S = np.zeros_like(state_S)
+    for state, lag in lags:
+        lag_S[np.argmax(state_S == state)] = lag
+    return lag_S
 
 
 def _segments(slot_S: NDArray[np.int32], firsts: Ints, ends: Ints) -> Segments:

@@ -142,11 +142,14 @@ class Peers:
             threading.Thread(target=self._listen, args=(peer,), daemon=True).start()
         os.close(ring_fd)
 
-    def join(self, device: torch.device, make_ranks: Callable[[], Ranks]) -> Ranks:
-        """Make this process, with its device, the first rank: what `make_ranks` returns when it
-        belongs to their group. Raises ConfigError, EngineDead."""
+    def meet(self) -> None:
+        """Wait until all ranks have imported what they need. Raises EngineDead."""
         self.stage_ended(IMPORTS)
         self._wait_until(IMPORTS)
+
+    def join(self, device: torch.device, make_ranks: Callable[[], Ranks]) -> Ranks:
+        """Make this process, with its device, the first rank: what `make_ranks` returns when it
+        belongs to their group. All have met. Raises ConfigError, EngineDead."""
         join_group(0, self.num_ranks, self._folder.name, device)
         self._ranks = make_ranks()
         return self._ranks

@@ -29,9 +29,10 @@ import torch
 from weft.core.errors import AdapterUnavailable, WeftError, to_wire
 from weft.core.processes import die_with_parent
 from weft.core.stages import Stages
+from weft.kernels.collective import make_ranks
 from weft.kernels.collective.group import join_group, leave_group
 from weft.models.loading import device_of
-from weft.worker.build import DeviceParts, build_parts, joined_ranks
+from weft.worker.build import DeviceParts, build_parts, loading, row_bytes
 from weft.worker.gathered import share_of_weight
 from weft.worker.inputs import StepInputs
 from weft.worker.protocol import Flight, ProbeResult
@@ -258,10 +259,12 @@ def main() -> None:
     stages.end(IMPORTS)
     try:
         device = device_of(args.model.device, setup.rank)
+        width = row_bytes(args.model, device)
+        model = loading(args, setup.rank)
         join_group(setup.rank, size, setup.folder, device)
-        ranks = joined_ranks(args.model, device)
+        ranks = make_ranks(device, width)
         stages.end("ranks")
-        loop = RankLoop(build_parts(args, stages, ranks, host_fd), link)
+        loop = RankLoop(build_parts(args, stages, ranks, model.result, host_fd), link)
         memory = mmap.mmap(ring_fd, 0)
         spin_s = SPIN_S if device.type == "cuda" else 0.0
         ring = RingReader(memory, size - 1, setup.rank - 1, bell, spin_s)

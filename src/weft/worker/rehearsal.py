@@ -15,9 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from weft.core.sampling import SamplingParams
 from weft.core.targets import ImageLayout, TargetTable, layout_of
 from weft.schedule.plan import Admitted, StepPlan
+from weft.worker.drafting import DraftingRows
 from weft.worker.inputs import RowState, StepInputs
 
 PROMPTS = 8
@@ -56,10 +59,13 @@ class Rehearsal:
     num_blocks: int
     num_states: int
     vocab_size: int
+    drafts: bool = False
+    """Whether the model's own head drafts tokens, as it does in all of these steps then."""
 
     def steps(self) -> Iterator[StepInputs]:
         """The inputs of all steps, one after another. They write to any block of the cache."""
-        rows = RowState(self.num_rows, self.max_model_len, self.block_size, self.vocab_size)
+        sizes = self.num_rows, self.max_model_len, self.block_size, self.vocab_size
+        rows = (DraftingRows if self.drafts else RowState)(*sizes)
         greedy = self._admitted(SamplingParams(temperature=0.0))
         num = min(PROMPTS, self.num_rows, self.num_tokens)
         length = min(self.num_tokens // num, self.max_model_len - 1)
@@ -80,7 +86,7 @@ class Rehearsal:
             yield rows.build(self._plan([each._replace(slot=slot) for each in mixed], 1))
 
     def _admitted(self, params: SamplingParams) -> Admitted:
-        return Admitted("rehearsal", 0, -1, [], 0, params, seed=0)
+        return Admitted("rehearsal", 0, -1, np.zeros(0, np.int64), 0, params, seed=0)
 
     def _plan(self, each: Sequence[Admitted], *lengths: int) -> StepPlan:
         """A step of prompts of so many tokens, one number for all or for each; all sample."""
@@ -88,7 +94,7 @@ class Rehearsal:
         admitted = [
             a._replace(
                 row=row,
-                token_ids=[0] * count,
+                token_ids=np.zeros(count, np.int64),
                 num_prompt=count,
                 state=row % self.num_states if self.num_states else -1,
             )
@@ -97,6 +103,8 @@ class Rehearsal:
         num = -(-(max(counts) + 1) // self.block_size)
         blocks = [(a.row, i, (a.row + i) % self.num_blocks) for a in admitted for i in range(num)]
         rows, ones = [a.row for a in admitted], [1] * len(admitted)
-        return StepPlan(
+        plan = StepPlan(
             0, rows, [0] * len(rows), counts, ones, sum(counts), admitted, blocks, [], []
         )
+        every = [(entry, num * self.block_size) for entry in range(len(rows))]
+        return replace(plan, drafted=every) if self.drafts else plan

@@ -61,7 +61,8 @@ class Sampler:
     ) -> Tensor:
         """Token ids, int64 (N,), of a step's sampled rows. Steps come in their order. `runs`: of
         all rows; None: they have one vocabulary, as wide as the logits."""
-        sampling, shaping = inputs.sampling, inputs.shaping
+        sampling = inputs.sampling and inputs.sampling.at(inputs.position_M)
+        shaping = inputs.shaping
         if runs is None:
             return self._choose(logits_NV, sampling, shaping)
         parts = [
@@ -113,6 +114,8 @@ class Sampled:
     prompt: Logprobs | None
     pooled_PI: Tensor | None = None
     """fp32, a sum of hidden states for each of the step's `PooledRows`."""
+    drafts_DK: Tensor | None = None
+    """int64, of the requests that `StepInputs.drafts` names."""
 
 
 def logprobs_of(
@@ -132,6 +135,7 @@ def to_host(sampled: Sampled) -> Sampled:
         tuple(map(_to_host, sampled.logprobs)) if sampled.logprobs else None,
         tuple(map(_to_host, sampled.prompt)) if sampled.prompt else None,
         None if sampled.pooled_PI is None else _to_host(sampled.pooled_PI),
+        None if sampled.drafts_DK is None else _to_host(sampled.drafts_DK),
     )
 
 
@@ -159,8 +163,11 @@ def step_result(inputs: StepInputs, sampled: Sampled) -> StepResult:
     if sampled.pooled_PI is not None:
         entries = [rows.entry for rows in inputs.pooled]
         vectors = dict(zip(entries, sampled.pooled_PI.numpy(), strict=True))
+    drafts: dict[int, list[int]] = {}
+    if sampled.drafts_DK is not None and inputs.drafts is not None:
+        drafts = dict(zip(inputs.drafts.entries, sampled.drafts_DK.tolist(), strict=True))
     tokens = sampled.ids_N.numpy()[order, None].tolist()
-    return StepResult(tokens, logprobs, prompt_logprobs, vectors)
+    return StepResult(tokens, logprobs, prompt_logprobs, vectors, drafts)
 
 
 def _records(arrays: Sequence[Array], nums: list[int]) -> list[TokenLogprob | None]:

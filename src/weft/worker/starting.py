@@ -4,8 +4,9 @@
              ^                   ^                      ^           ^            ^
              the ranks wait for each other: all of them take part in what comes next
 
-A rank that hangs would keep the others waiting for ever, so the time that a stage may take has a
-bound.
+From the end of its imports on, each rank also loads its share of the model, on a thread of its own.
+It has ended the stage `model` when that is there. A rank that hangs would keep the others waiting
+for ever, so the time that a stage may take has a bound.
 """
 
 from __future__ import annotations

@@ -49,14 +49,15 @@ def hidden_states(decoder: Decoder, step: StepTensors, kv: Iterable[LayerCache])
     ids_T = step.ids_T
     if step.carried is not None:
         carried_T, row_T, last_token_R = step.carried
-        ids_T = torch.where(carried_T, last_token_R[row_T], ids_T)
+        ids_T = torch.where(carried_T, last_token_R.index_select(0, row_T), ids_T)
     return decoder.forward(ids_T, step.context, kv)
 
 
 def logits(decoder: Decoder, step: StepTensors, hidden_TI: Tensor) -> Tensor:
     """The logits of the sampled rows of what `hidden_states` gave, (N, V)."""
-    hidden_NI = hidden_TI if step.sampled_N is None else hidden_TI[step.sampled_N]
-    return decoder.logits(hidden_NI, step.context)
+    if step.sampled_N is not None:
+        hidden_TI = hidden_TI.index_select(0, step.sampled_N)
+    return decoder.logits(hidden_TI, step.context)
 
 
 def lora_batch(

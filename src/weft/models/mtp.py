@@ -1,0 +1,109 @@
+"""The head for several tokens (multi-token prediction, MTP) of Qwen3-Next and Qwen3.5, which drafts
+the tokens behind the next one.
+
+For the token at position p + 1 and the base's state at position p it drafts the token at p + 2:
+
+    state of p      ── norm ──┐
+                              fc ── a layer with attention ── norm ── the base's head
+    token of p + 1  ── norm ──┘        KV cache at p
+
+The base's state is the one after its last norm, which its own head reads. For the next draft, the
+draft takes the place of the token, and what the head's norm gave that of the state.
+
+Shapes: T token rows, I hidden size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from weft.core.errors import ConfigError
+from weft.core.targets import Packed, TargetTable, build_table
+from weft.kernels.attention import KVCache
+from weft.kernels.collective.base import ALONE
+from weft.kernels.ops import Ops
+from weft.models.blueprint import EMBED, HEAD, LAST_NORM, target_table
+from weft.models.builder import LayerBuilder
+from weft.models.config import ModelConfig
+from weft.models.decoder import AttentionLayer, Decoder, pre_norm
+from weft.models.families import FAMILIES
+from weft.models.layers import StepContext
+from weft.models.weights import Weights
+
+PREFIX = "mtp."
+"""How the names of the head's tensors begin in checkpoints."""
+_FC, _STATE_NORM, _TOKEN_NORM = "fc", "model.pre_fc_norm_hidden", "model.pre_fc_norm_embedding"
+
+
+def has_head(config: ModelConfig) -> bool:
+    """Whether checkpoints of the model's family may have a head for several tokens."""
+    return FAMILIES[config.architecture].mtp_head
+
+
+def with_mtp_head(config: ModelConfig) -> ModelConfig:
+    """The shape of a model whose head for several tokens is served. Raises ConfigError for one of a
+    family that has none."""
+    if not has_head(config):
+        message = f"--speculative mtp: {config.architecture} has no head that drafts tokens"
+        raise ConfigError(message, "speculative")
+    return replace(config, mtp_head=True)
+
+
+def head_config(config: ModelConfig) -> ModelConfig:
+    """The shape of the head's layer, as that of a model with this layer alone."""
+    moe = config.moe and replace(config.moe, layers=(True,))
+    return replace(
+        config,
+        num_layers=1,
+        windows=(None,),
+        ropes=config.ropes[-1:],
+        linear=None,
+        moe=moe,
+        mtp_head=False,
+    )
+
+
+def head_table(config: ModelConfig) -> TargetTable:
+    """The table of the head's own tensors, by the names that they would have in a model of one
+    layer. `config`: the base's."""
+    of_layer, hidden = target_table(head_config(config)), config.hidden_size
+    rows = [g.packed for g in of_layer.groups if g.packed.key not in (EMBED, HEAD)]
+    fc = Packed(_FC, "linear", 2 * hidden, (hidden,), ("model.fc",))
+    norms = [(norm.name, norm.size) for norm in of_layer.norms]
+    norms += [(_TOKEN_NORM, hidden), (_STATE_NORM, hidden)]
+    return build_table([fc, *rows], norms, num_experts=of_layer.num_experts)
+
+
+class MtpHead:
+    """The head over flat token rows, with the embedding, the output projection and the rotation of
+    its base. It has no adapters."""
+
+    def __init__(self, base: Decoder, weights: Weights, ops: Ops) -> None:
+        """`weights`: the head's own."""
+        parts = LayerBuilder(head_config(base.config), weights, ops, ALONE)
+        self._base = base
+        self._token_norm, self._state_norm = parts.norm(_TOKEN_NORM), parts.norm(_STATE_NORM)
+        self._fc = parts.linear(_FC)
+        self._layer = AttentionLayer(parts, 0)
+        of_layer = [f"model.layers.0.{name}" for name in parts.config.norm_names]
+        self._norms = [parts.norm(name) for name in (*of_layer, LAST_NORM)]
+        self._last_token = base.config.vocab_size - 1
+
+    def forward(
+        self, next_T: Tensor, states_TI: Tensor, step: StepContext, cache: KVCache
+    ) -> Tensor:
+        """The states after the head's norm, (T, I), from which the tokens behind `next_T`, int64
+        (T,), are drafted. Writes the rows' K and V to `cache`. `states_TI`: of the positions ahead
+        of these tokens, which are those of `step`."""
+        known_T = next_T.clamp(0, self._last_token)  # an adapter may have added others
+        tokens_TI = self._token_norm(self._base.embed(known_T, step), step)
+        both_TI = torch.cat((tokens_TI, self._state_norm(states_TI, step)), 1)
+        layer = self._layer, cache, self._base.ropes[-1].at(step.positions_T)
+        return pre_norm(self._fc.whole(both_TI, step), [layer], iter(self._norms), step, ALONE)
+
+    def logits(self, x_TI: Tensor, step: StepContext) -> Tensor:
+        """fp32 (T, V), of what `forward` gave."""
+        return self._base.logits(x_TI, step).float()
