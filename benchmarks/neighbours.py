@@ -48,6 +48,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,7 @@ ATTACKS = {
         "an adapter whose template makes 3 GB of text",
         LOAD,
         with_template("{{ 'a' * 3000000000 }}"),
+        clients=1,  # an older server takes 8 GB for each, and would take down the machine
     ),
     "slow-tokenizer": Attack("an adapter with a slow tokenizer", LOAD, with_slow_tokenizer),
     "large-header": Attack("adapters of 200,000 tensors", LOAD, with_large_header, clients=2),
@@ -241,19 +243,21 @@ fair share is no attack: it is what any neighbour may use, with which the floods
 # -- the attacker ----------------------------------------------------------------------------------
 
 
-def attack_for(name: str, url: str, root: Path, seconds: float) -> None:
-    """Carry out an attack until the time is over; this is a process of its own."""
+def attack_for(name: str, url: str, root: Path, seconds: float, begun: Event) -> None:
+    """Carry out an attack for so long; this is a process of its own. `begun` is set when its first
+    requests are under way."""
     os.setpriority(os.PRIO_PROCESS, 0, 19)
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_attack(ATTACKS[name], url, root, time.monotonic() + seconds))
+        asyncio.run(_attack(ATTACKS[name], url, root, seconds, begun))
 
 
-async def _attack(attack: Attack, url: str, root: Path, end_s: float) -> None:
+async def _attack(attack: Attack, url: str, root: Path, seconds: float, begun: Event) -> None:
     idle = [_connect(url) for _ in range(attack.sockets)]
     body = attack.body(root)
     content = json.dumps(body).encode()
     headers = {"authorization": f"Bearer {ATTACKER}", "content-type": "application/json"}
     limits = httpx.Limits(max_connections=None)
+    end_s = time.monotonic() + seconds
 
     async def send(client: httpx.AsyncClient) -> None:
         while time.monotonic() < end_s:
@@ -270,6 +274,7 @@ async def _attack(attack: Attack, url: str, root: Path, end_s: float) -> None:
         base_url=url, headers=headers, timeout=timeout, limits=limits
     ) as client:
         senders = [asyncio.create_task(send(client)) for _ in range(attack.clients)]
+        begun.set()
         await asyncio.sleep(max(0.0, end_s - time.monotonic()))
         for sender in senders:
             sender.cancel()
@@ -335,10 +340,7 @@ class Waits:
 
     @classmethod
     def of(cls, outcomes: list[Outcome]) -> Waits:
-        firsts = sorted(
-            1e3 * ((o.chunk_s[0] if o.chunk_s else o.end_s or 0.0) - (o.sent_s or 0.0))
-            for o in outcomes
-        )
+        firsts = sorted(1e3 * _until_answered(o) for o in outcomes)
         gaps = [
             1e3 * (after - before)
             for o in outcomes
@@ -353,6 +355,12 @@ class Waits:
             gap_ms=round(max(gaps, default=1e3 * PATIENCE_S), 1),
             errors=dict(Counter(o.error for o in outcomes if o.error)),
         )
+
+
+def _until_answered(outcome: Outcome) -> float:
+    """Seconds until the first token or the error; all of the victim's patience if none came."""
+    answered_s = outcome.chunk_s[0] if outcome.chunk_s else outcome.end_s
+    return PATIENCE_S if answered_s is None else answered_s - (outcome.sent_s or 0.0)
 
 
 @dataclass(frozen=True)
@@ -427,11 +435,15 @@ def beside(name: str, url: str, root: Path, seconds: float) -> tuple[Waits, Wait
     alone = Waits.of(asyncio.run(victim(url, seconds / 2)))
     # All of the attack's clients are there before the victim asks, and a little longer.
     ramp_s = 2.0 + RAMP_S_PER_CLIENT * ATTACKS[name].clients
-    attacker = multiprocessing.get_context("spawn").Process(
-        target=attack_for, args=(name, url, root, ramp_s + seconds + 2.0)
+    spawn = multiprocessing.get_context("spawn")
+    begun = spawn.Event()
+    attacker = spawn.Process(
+        target=attack_for, args=(name, url, root, ramp_s + seconds + 2.0, begun)
     )
     attacker.start()
     try:
+        if not begun.wait(START_S):
+            raise RuntimeError(f"the attack {name!r} did not begin in {START_S:g} s")
         time.sleep(ramp_s)
         return alone, Waits.of(asyncio.run(victim(url, seconds)))
     finally:
