@@ -545,11 +545,72 @@ def test_malformed_bodies_routes_and_methods(tmp_path: Path) -> None:
             answer = await web.http.post(COMPLETE, content=content)
             assert answer.status_code == status, answer.text
             assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
-        answer = await web.get("/nowhere")
-        assert answer.status_code == 404 and answer.json()["error"]["message"] == "Not Found"
-        answer = await web.get(COMPLETE)
-        assert answer.status_code == 405 and answer.headers["allow"] == "POST"
-        assert answer.json()["error"]["type"] == "invalid_request_error"
+
+    run(world, scenario)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"),
+    [
+        (COMPLETE, {"prompt": "x", "top_p": 0}, "top_p must be above 0 and at most 1, got 0.0"),
+        (COMPLETE, {"prompt": "x", "top_p": 2}, "top_p must be above 0 and at most 1, got 2.0"),
+        (
+            CHAT,
+            {"messages": HI, "response_format": {"type": "json_schema"}},
+            "response_format.json_schema is required with type 'json_schema'",
+        ),
+        (
+            CHAT,
+            {
+                "messages": HI,
+                "response_format": {"type": "text", "json_schema": {"name": "x", "schema": {}}},
+            },
+            "response_format.json_schema is not allowed with type 'text'",
+        ),
+        ("/v1/load_lora_adapter", {"lora_name": ""}, "lora_name must not be empty"),
+        (
+            "/v1/load_lora_adapter",
+            {"lora_name": "a", "lora_path": "./adapters/a"},
+            "no such folder below --lora-root, where relative paths begin",
+        ),
+        (
+            "/v1/load_lora_adapter",
+            {"lora_name": "a", "lora_path": "adapters/a"},
+            "begin; 'adapters/a' is fetched from the Hugging Face hub only with --allow-sources",
+        ),
+    ],
+)
+def test_what_an_error_says(shared: World, path: str, body: dict[str, Any], message: str) -> None:
+    async def scenario(web: Web) -> None:
+        answer = await web.post(path, {"model": "base", **body})
+        assert message in answer.json()["error"]["message"]
+
+    run(shared, scenario)
+
+
+def test_a_wrong_route_is_told_which_one_was_meant(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        for method, path, status, told in (
+            ("GET", "/nowhere", 404, "there is no GET /nowhere"),
+            ("POST", f"/v1{COMPLETE}", 404, f"no POST /v1{COMPLETE}; did you mean {COMPLETE}?"),
+            ("POST", "/completions", 404, f"no POST /completions; did you mean {COMPLETE}?"),
+            ("GET", "/v1/health", 404, "no GET /v1/health; did you mean /health?"),
+            ("GET", COMPLETE, 405, f"there is no GET {COMPLETE}, only POST"),
+        ):
+            answer = await web.http.request(method, path)
+            assert answer.status_code == status
+            assert answer.json()["error"]["message"].endswith(told)
+            assert answer.json()["error"]["type"] == "invalid_request_error"
+        assert (await web.get(COMPLETE)).headers["allow"] == "POST"
+
+    run(world, scenario)
+
+
+def test_probes_may_ask_for_heads(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        for path in ("/health", "/ready"):
+            answer = await web.http.head(path)
+            assert answer.status_code == 200 and not answer.content
 
     run(world, scenario)
 

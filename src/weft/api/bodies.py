@@ -272,13 +272,16 @@ class ResponseFormat(ClosedBody):
 
     def to_structured(self) -> StructuredOutputs | None:
         if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise InvalidRequest(
-                "response_format.json_schema belongs to type 'json_schema'",
-                "response_format.json_schema",
-            )
+            raise schema_misplaced(self.type, "response_format.json_schema")
         if self.json_schema is not None:
             return StructuredOutputs(json=json.dumps(self.json_schema.schema_))
         return StructuredOutputs(json_object=True) if self.type == "json_object" else None
+
+
+def schema_misplaced(kind: str, param: str) -> InvalidRequest:
+    """Either the schema is missing, or the form's type is not `json_schema`."""
+    wrong = "is required" if kind == "json_schema" else "is not allowed"
+    return InvalidRequest(f"{param} {wrong} with type '{kind}'", param)
 
 
 class StructuredBody(ClosedBody):

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
+from starlette.routing import Match
 from starlette.types import Message, Receive, Scope, Send
 
 from weft.core.errors import RequestTimeout, WeftError
@@ -107,7 +108,24 @@ def error_response(error: BaseException, path: str = "") -> Response:
 
 
 async def handle_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        error = HTTPException(error.status_code, _no_route(request, error), error.headers)
     return error_response(error, request.url.path)
+
+
+def _no_route(request: Request, error: HTTPException) -> str:
+    """What a request asked for that no route serves, and what was meant if it is clear: clients
+    often have an address with /v1 where it belongs without, or the other way round."""
+    path = request.url.path
+    told = f"there is no {request.method} {path[:200]}"
+    if error.status_code == 405:
+        return f"{told}, only {(error.headers or {})['Allow']}"
+    bare = path.removeprefix("/v1").removeprefix("/v1").rstrip("/")
+    for near in (f"/v1{bare}", bare):
+        asked = {**request.scope, "path": near}
+        if any(route.matches(asked)[0] is Match.FULL for route in request.app.router.routes):
+            return f"{told}; did you mean {near[:200]}?"
+    return told
 
 
 # -- answers ---------------------------------------------------------------------------------------

@@ -211,7 +211,7 @@ def _complaint(error: ValidationError, param: str | None) -> str:
     match first["type"]:
         case "literal_error":
             return f" must be {first['ctx']['expected']}"
-        case "too_short" if first["ctx"]["min_length"] == 1:
+        case "too_short" | "string_too_short" if first["ctx"]["min_length"] == 1:
             return " must not be empty"
         case "too_short":
             return f" must have at least {first['ctx']['min_length']} items"

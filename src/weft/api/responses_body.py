@@ -26,6 +26,7 @@ from weft.api.bodies import (
     TextOr,
     ToolCall,
     bounded,
+    schema_misplaced,
 )
 from weft.api.bodies import Tool as ChatTool
 from weft.api.schemas import HARMLESS, AdapterSum, CacheSalt, ChatBody, Effort
@@ -216,7 +217,7 @@ class ResponsesBody(OpenBody):
         if form is None:
             return None
         if (form.schema_ is not None) != (form.type == "json_schema"):
-            raise InvalidRequest("schema belongs to type 'json_schema'", "text.format.schema")
+            raise schema_misplaced(form.type, "text.format.schema")
         schema = None if form.schema_ is None else JsonSchema(schema=form.schema_)
         return ResponseFormat(type=form.type, json_schema=schema)
 

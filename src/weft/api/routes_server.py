@@ -102,6 +102,7 @@ def server_routes(service: Service, watch: LoopWatch) -> APIRouter:
 def health_routes(service: Service, watch: LoopWatch) -> APIRouter:
     router = APIRouter(responses=ERRORS)
 
+    @router.head("/health", include_in_schema=False)
     @router.get("/health", response_class=Response)
     async def health() -> Response:
         """Answers 200 while the engine runs, 503 while it does not or starts again."""
@@ -109,6 +110,7 @@ def health_routes(service: Service, watch: LoopWatch) -> APIRouter:
             raise EngineDead("the engine is not running")
         return Response(status_code=200)
 
+    @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_class=Response)
     async def ready() -> Response:
         """Answers 200 while all is well, else 503 and what is wrong: the engine is down or hangs,

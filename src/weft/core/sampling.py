@@ -112,13 +112,9 @@ class SamplingParams:
             raise InvalidRequest(message, "speculative")
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_int("top_k", self.top_k, -1, 2**63 - 1)
-        _check_float("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0.0:
-            raise InvalidRequest("top_p must be in (0, 1], got 0", "top_p")
+        _check_float("top_p", self.top_p, 0.0, 1.0, above=True)
         _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0)
-        if self.repetition_penalty == 0.0:
-            raise InvalidRequest("repetition_penalty must be above 0", "repetition_penalty")
+        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
         for name in ("presence_penalty", "frequency_penalty"):
             _check_float(name, getattr(self, name), -2.0, 2.0)
         for token, bias in self.logit_bias.items():
@@ -161,8 +157,10 @@ def _check_strings(name: str, values: tuple[str, ...], max_strings: int, max_cha
         raise InvalidRequest(f"{name} has a string of more than {max_chars} characters", name)
 
 
-def _check_float(name: str, value: object, low: float, high: float) -> None:
+def _check_float(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+    """`above`: `low` itself is not allowed."""
     if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
         raise InvalidRequest(f"{name} must be a number, got {value!r}", name)
-    if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be in [{low:g}, {high:g}], got {value}", name)
+    if not low <= value <= high or (above and value == low):
+        bound = f"above {low:g} and at most {high:g}" if above else f"in [{low:g}, {high:g}]"
+        raise InvalidRequest(f"{name} must be {bound}, got {value}", name)

@@ -61,7 +61,12 @@ class AdapterRoots:
                 refused = refused or error.errno == EXDEV
         if refused:
             raise _refused(path, "is outside the folders given with --lora-root")
-        raise AdapterNotFound(f"lora_path {path[:200]!r}: no such folder", "lora_path")
+        raise AdapterNotFound(self.missing(path), "lora_path")
+
+    def missing(self, path: str) -> str:
+        """What an error says of a path under which there is no folder."""
+        where = "" if path.startswith("/") else " below --lora-root, where relative paths begin"
+        return f"lora_path {path[:200]!r}: no such folder{where}"
 
     def hold(self, path: str) -> bool:
         """Whether a root has something under this relative path, be it allowed or not."""
@@ -75,7 +80,11 @@ class AnyFolder:
         try:
             return Folder(str(Path(path).expanduser().absolute()))
         except OSError:
-            raise AdapterNotFound(f"there is no folder {path}", "lora_path") from None
+            raise AdapterNotFound(self.missing(path), "lora_path") from None
+
+    def missing(self, path: str) -> str:
+        """As that of `AdapterRoots`."""
+        return f"there is no folder {path}"
 
     def hold(self, path: str) -> bool:
         return Path(path).expanduser().exists()
@@ -169,10 +178,13 @@ class Sources:
             return read_aside(lambda _: self._folders.open(plain))
         try:
             return self._from_hub(plain)
+        except AdapterPathRefused as refused:
+            message = f"{self._folders.missing(plain)}; {refused.message}"
+            raise AdapterNotFound(message, "lora_path") from refused
         except AdapterError as error:
-            kind = AdapterNotFound if isinstance(error, AdapterPathRefused) else type(error)
-            message = f"there is no folder {plain}, and {error.message}"
-            raise kind(message, error.param) from error
+            raise type(error)(
+                f"{self._folders.missing(plain)}, and {error.message}", error.param
+            ) from error
 
     def absolute(self, name: str) -> str:
         """A name that means the same wherever this process runs: an absolute path, or a URI."""
@@ -189,8 +201,7 @@ class Sources:
     def _from_hub(self, hub_id: str) -> Folder:
         if not self._allowed.scheme(HUB):
             raise AdapterPathRefused(
-                f"{hub_id!r}: adapters are fetched from the Hugging Face hub only with"
-                " --allow-sources hf",
+                f"{hub_id!r} is fetched from the Hugging Face hub only with --allow-sources hf",
                 "lora_path",
             )
         return fetch_adapter(hub_id)

@@ -167,7 +167,7 @@ def _place(member: tarfile.TarInfo) -> tuple[str, str] | None:
 def _config_inside(file: BinaryIO) -> bytes:
     """The config in the metadata of a safetensors file."""
     length = int.from_bytes(file.read(8), "little")
-    what = "a tar, a tar.gz, or a safetensors file"
+    what = "a tar, a tar.gz nor a safetensors file"
     if not 2 <= length <= MAX_METADATA_BYTES:
         _refuse(f"the body is neither {what}")
     text = file.read(length)
