@@ -14,7 +14,7 @@ import pytest
 from patience import PATIENCE_S, wait_until
 
 from weft.core import frames
-from weft.core.forked import ForkedProcess, Mother, ProcessEnded, WorkerTask, run_mother
+from weft.core.forked import ForkedProcess, ForkServer, ProcessEnded, WorkerTask, run_fork_server
 
 ATTEMPTS: dict[str, Callable[[], object]] = {
     "connect": socket.socket,
@@ -45,13 +45,13 @@ def attempt(connection: socket.socket) -> None:
         frames.send(connection, said.encode())
 
 
-def mother() -> None:
-    run_mother(lambda kind: WorkerTask(attempt, 64 << 20, 1 << 20 if kind == b"files" else 0))
+def serve_forks() -> None:
+    run_fork_server(lambda kind: WorkerTask(attempt, 64 << 20, 1 << 20 if kind == b"files" else 0))
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Mother]:
-    made = Mother("import sys; from test_forked import mother; mother()")
+def shared() -> Iterator[ForkServer]:
+    made = ForkServer("import sys; from test_forked import serve_forks; serve_forks()")
     yield made
     made.close()
 
@@ -61,7 +61,7 @@ def ask(process: ForkedProcess, what: str, within_s: float = PATIENCE_S) -> str:
     return process.ask(what.encode(), 100, until_s, within_s).decode()
 
 
-def test_a_worker_can_only_compute(shared: Mother) -> None:
+def test_a_worker_can_only_compute(shared: ForkServer) -> None:
     harmless = {"compute", "take some memory"}
     with ForkedProcess(shared) as process:
         found = {what: ask(process, what) for what in ATTEMPTS}
@@ -70,14 +70,14 @@ def test_a_worker_can_only_compute(shared: Mother) -> None:
 
 
 @pytest.mark.skipif(platform.machine() not in ("x86_64", "aarch64"), reason="no filter of calls")
-def test_one_that_uses_files_can_do_no_more_than_that(shared: Mother) -> None:
+def test_one_that_uses_files_can_do_no_more_than_that(shared: ForkServer) -> None:
     with ForkedProcess(shared, b"files") as process:
         assert ask(process, "read a file") == "done"
         for what in ("connect", "fork", "run a program", "signal others"):
             assert ask(process, what) == "PermissionError"
 
 
-def test_how_a_worker_ended_is_told(shared: Mother) -> None:
+def test_how_a_worker_ended_is_told(shared: ForkServer) -> None:
     with ForkedProcess(shared) as process:
         with pytest.raises(ProcessEnded, match="crashes"):
             ask(process, "crash")
@@ -88,7 +88,7 @@ def test_how_a_worker_ended_is_told(shared: Mother) -> None:
 
 def test_its_environment_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEFT_API_KEY", "secret")
-    made = Mother("import time; time.sleep(600)")
+    made = ForkServer("import time; time.sleep(600)")
     told = Path(f"/proc/{made._process.pid}/environ")
     wait_until(lambda: "PYTHONPATH=" in told.read_text())
     assert "secret" not in told.read_text()

@@ -29,9 +29,9 @@ from weft.core.tenants import Caps, Tenant
 from weft.grammar import grammars as grammar
 from weft.grammar import matcher as matcher_module
 from weft.grammar.compiler import Limits
+from weft.grammar.fork_server import FormAnswer
 from weft.grammar.grammars import Grammars
 from weft.grammar.matcher import GrammarMatcher
-from weft.grammar.mother import FormAnswer
 from weft.grammar.processes import CompilerProcesses
 from weft.grammar.vocabulary import Vocabulary
 from weft.text import Tokenizer, load_tokenizer
@@ -430,23 +430,23 @@ def test_a_compilation_has_its_memory(bench: Bench, monkeypatch: pytest.MonkeyPa
 def test_compilers_that_were_killed_are_replaced(bench: Bench) -> None:
     bench.compile(StructuredOutputs(regex="before"))
     assert bench.grammars._compilers is not None
-    mother = bench.grammars._compilers[1]._mother._process
-    mother.kill()
-    mother.wait()
+    server = bench.grammars._compilers[1]._server._process
+    server.kill()
+    server.wait()
     bench.compile(StructuredOutputs(regex="after"))
 
 
 def test_compilers_that_hang_are_seen(bench: Bench) -> None:
     bench.compile(StructuredOutputs(regex="before"))
     assert bench.grammars._compilers is not None
-    mother = bench.grammars._compilers[1]._mother._process
+    server = bench.grammars._compilers[1]._server._process
     assert bench.grammars.stuck_s() == 0
-    mother.send_signal(signal.SIGSTOP)
+    server.send_signal(signal.SIGSTOP)
     try:
         bench.grammars.start("stopped", StructuredOutputs(regex="during"))
         wait_until(lambda: bench.grammars.stuck_s() > 0.1)
     finally:
-        mother.send_signal(signal.SIGCONT)
+        server.send_signal(signal.SIGCONT)
     assert isinstance(dict(bench.wait(1))["stopped"], GrammarMatcher)
     wait_until(lambda: bench.grammars.stuck_s() == 0)
 

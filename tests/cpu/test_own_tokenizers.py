@@ -23,7 +23,7 @@ from weft import SamplingParams
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.errors import ConfigError, InvalidRequest
 from weft.core.sampling import StructuredOutputs
-from weft.text import Tokenizer, load_tokenizer, own
+from weft.text import Tokenizer, adapter_tokenizers, load_tokenizer
 from weft.text.sandbox.jobs import LoadTokenizer
 from weft.text.sandbox.pool import Sandbox
 
@@ -190,7 +190,7 @@ def test_what_is_refused(
     param: str,
     says: str,
 ) -> None:
-    monkeypatch.setitem(own.MAX_BYTES, "chat_template.jinja", 4096)
+    monkeypatch.setitem(adapter_tokenizers.MAX_BYTES, "chat_template.jinja", 4096)
     world = World(tmp_path, byte_level())
     path = world.adapter("a", "!")
     spoil(Path(path))

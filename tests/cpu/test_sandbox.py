@@ -23,11 +23,11 @@ from toy_tokenizers import TEMPLATE, TOOLS_TEMPLATE, byte_level, sentencepiece, 
 from weft.core.errors import AdapterInvalid, InvalidRequest, Overloaded
 from weft.text import AdapterTokenizers, Tokenizer
 from weft.text.adapter_tokenizer import AdapterTokenizer, plain_decoder
-from weft.text.own import OwnTokenizer
+from weft.text.adapter_tokenizers import OwnTokenizer
 from weft.text.sandbox import limits, pool
 from weft.text.sandbox.jobs import Chat, Encode, Ids
 from weft.text.sandbox.pool import Call, Owner, Sandbox
-from weft.text.sandbox.processes import shared_mother
+from weft.text.sandbox.processes import shared_fork_server
 from weft.text.templates import template_options
 
 ENDLESS = "{% for a in range(99999) %}" * 4 + "{{ a }}" + "{% endfor %}" * 4
@@ -327,15 +327,15 @@ def test_a_killed_process_is_replaced() -> None:
     sandbox = Sandbox(num_workers=1)
     call = lambda: sandbox.submit(chat_call(TEMPLATE, Owner("a", "")))  # noqa: E731
     before = call().result(PATIENCE_S)
-    mother = shared_mother()._process
-    pids = children_of(mother.pid)
+    server = shared_fork_server()._process
+    pids = children_of(server.pid)
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not any(map(runs, pids)))
     assert call().result(PATIENCE_S) == before
-    pids = children_of(mother.pid)
-    mother.kill()
-    mother.wait()
+    pids = children_of(server.pid)
+    server.kill()
+    server.wait()
     wait_until(lambda: not any(map(runs, pids)))
     assert call().result(PATIENCE_S) == before
 
@@ -358,8 +358,8 @@ time.sleep(600)
         env=os.environ | {"PYTHONPATH": path},
     ) as server:
         assert server.stdout is not None and server.stdout.readline() == b"ready\n"
-        (mother,) = children_of(server.pid)
-        pids = [mother, *children_of(mother)]
+        (fork_server,) = children_of(server.pid)
+        pids = [fork_server, *children_of(fork_server)]
         server.kill()
     assert len(pids) == 2
     wait_until(lambda: not any(map(runs, pids)))

@@ -18,7 +18,7 @@ from weft.engine.serve import PULSE_S
 from weft.fleet.vitals import HANG_S
 
 TEMPLATE = "{{ messages[0].content }}"
-MOTHER = b"import main; main()"
+FORK_SERVER = b"import main; main()"
 """What the commands of processes have that fork others."""
 
 
@@ -45,11 +45,11 @@ def test_what_hangs_is_seen_and_nothing_is_left_behind(tmp_path: Path) -> None:
         use_all(server)
         engine = server.engine_pid()
         for parent in (server.process.pid, engine):
-            mothers = [pid for pid in children_of(parent) if MOTHER in command_of(pid)]
-            assert mothers
-            below = [each for mother in mothers for each in (mother, *family_of(mother))]
-            for mother in mothers:
-                os.kill(mother, signal.SIGKILL)
+            forking = [pid for pid in children_of(parent) if FORK_SERVER in command_of(pid)]
+            assert forking
+            below = [each for pid in forking for each in (pid, *family_of(pid))]
+            for pid in forking:
+                os.kill(pid, signal.SIGKILL)
             until(lambda pids=below: not any(map(command_of, pids)), "an orphan")  # type: ignore[misc]
             use_all(server)
 

@@ -13,7 +13,7 @@ import pytest
 
 RunWithoutDevice = Callable[[Path, str], str]
 
-MOTHER = '''
+FORK_SERVER = '''
 import os, runpy, sys, traceback
 import torch
 import weft.kernels.compiling, weft.kernels.lora.triton_beside, weft.kernels.tuned
@@ -60,19 +60,19 @@ def run_without_device() -> Iterator[RunWithoutDevice]:
     from one that has imported torch and Triton already, as that takes longer than most code."""
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     with subprocess.Popen(
-        [sys.executable, "-c", MOTHER],
+        [sys.executable, "-c", FORK_SERVER],
         env=environment,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         bufsize=1,
-    ) as mother:
+    ) as server:
 
         def run(folder: Path, code: str) -> str:
             (folder / "script.py").write_text(code)
-            assert mother.stdin is not None and mother.stdout is not None
-            mother.stdin.write(f"{folder}\n")
-            status = mother.stdout.readline()
+            assert server.stdin is not None and server.stdout is not None
+            server.stdin.write(f"{folder}\n")
+            status = server.stdout.readline()
             assert status == "0\n", (folder / "errors").read_text()
             return (folder / "printed").read_text()
 

@@ -1,6 +1,6 @@
 """Weft's processes without the seconds in which Python imports: forked from one that has done so.
 
-    this process           the mother              weft serve                its engine
+    this process           the fork server         weft serve                its engine
     start_weft(...) ─────▶ forks ────────────────▶ forks a spare ──────────▶ is the spare, told by
     quick_engines ───────▶ forks an engine         and runs the command      multiprocessing
 
@@ -40,7 +40,7 @@ _NUMBER = struct.Struct("<i")
 
 
 class _Order(NamedTuple):
-    """What the mother is to start: a command, or a process of multiprocessing."""
+    """What the fork server is to start: a command, or a process of multiprocessing."""
 
     args: Sequence[str]
     """Those of the command `weft`."""
@@ -53,7 +53,7 @@ class _Order(NamedTuple):
 
 
 class Forked:
-    """What the mother has forked, with the methods of `subprocess.Popen` that tests need."""
+    """What the fork server has forked, with the methods of `subprocess.Popen` that tests need."""
 
     def __init__(
         self,
@@ -66,7 +66,7 @@ class Forked:
         self.returncode: int | None = None
         self._reaping = threading.Lock()
         order = _Order(args, process, dict(os.environ), str(Path.cwd()), max_files)
-        self.pid = _mother().ask(pickle.dumps(order), *descriptors)
+        self.pid = _fork_server().ask(pickle.dumps(order), *descriptors)
         self.ended = os.pidfd_open(self.pid)
         """It can be read when the process has ended."""
         weakref.finalize(self, os.close, self.ended)
@@ -79,9 +79,9 @@ class Forked:
     def wait(self, timeout_s: float | None = None) -> int:
         if not select.select([self.ended], [], [], timeout_s)[0]:
             raise subprocess.TimeoutExpired("weft", timeout_s or 0.0)
-        with self._reaping:  # the mother can wait for it once
+        with self._reaping:  # the fork server can wait for it once
             if self.returncode is None:
-                status = _mother().ask(_NUMBER.pack(self.pid))
+                status = _fork_server().ask(_NUMBER.pack(self.pid))
                 self.returncode = os.waitstatus_to_exitcode(status)
             return self.returncode
 
@@ -103,7 +103,7 @@ def start_weft(args: Sequence[str], log: BinaryIO, max_files: int | None = None)
 
 @contextlib.contextmanager
 def quick_start() -> Iterator[None]:
-    """The engines that this process starts meanwhile are the mother's children."""
+    """The engines that this process starts meanwhile are the fork server's children."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(context.SpawnProcess, "_Popen", staticmethod(_ForkedPopen))
         yield
@@ -148,8 +148,8 @@ def command_of(pid: int) -> bytes:
         return b""
 
 
-class _Mother:
-    """The mother, as this process knows it."""
+class _ForkServer:
+    """The fork server, as this process knows it."""
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
@@ -178,18 +178,18 @@ class _Mother:
 _starting = threading.Lock()
 
 
-def _mother() -> _Mother:
+def _fork_server() -> _ForkServer:
     with _starting:
-        return _only_mother()
+        return _only_fork_server()
 
 
 @functools.cache
-def _only_mother() -> _Mother:
-    return _Mother()
+def _only_fork_server() -> _ForkServer:
+    return _ForkServer()
 
 
 class _ForkedPopen(popen_fork.Popen):
-    """How multiprocessing in this process knows a child of the mother."""
+    """How multiprocessing in this process knows a child of the fork server."""
 
     method = "spawn"
 
@@ -215,7 +215,7 @@ def _pickled(popen: object, process: Any) -> bytes:
     return packed.getvalue()
 
 
-# -- in the mother ---------------------------------------------------------------------------------
+# -- in the fork server ----------------------------------------------------------------------------
 
 
 def fork_as_told() -> None:

@@ -1,11 +1,12 @@
 """Runs untrusted work in separate processes, which have limits and can be killed.
 
-        this process            the mother               a worker
-    Mother.fork ──────────▶ run_mother: forks ──────▶ confined; does its work
-    ForkedProcess.ask ◀──────────────────────────────▶ by one connection
+        this process            the fork server               a worker
+    ForkServer.fork ──────────▶ run_fork_server: forks ─────▶ confined; does its work
+    ForkedProcess.ask ◀─────────────────────────────────────▶ by one connection
 
-The mother has imported what workers need, so that one starts within a millisecond. It never looks
-at what anybody handed in. It is told what to do over a socket that keeps the borders of messages:
+The fork server has imported what workers need, so that one starts within a millisecond. It never
+looks at what anybody handed in. It is told what to do over a socket that keeps the borders of
+messages:
 
     b"F" + kind, and a connection    fork a worker for this connection  -> its pid; -1: it can't
     b"E" + pid                       end a worker                       -> its wait status
@@ -36,19 +37,19 @@ from weft.core.processes import die_with_parent, forbid_new_privileges
 from weft.core.seccomp import allow_only_computing
 
 START_S = 120.0
-"""How long the mother may take to answer: at first it imports."""
+"""How long the fork server may take to answer: at first it imports."""
 NICENESS = 5
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_TIME", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 _NUMBER = struct.Struct("<i")
 
 
-class Mother:
+class ForkServer:
     """The process that forks workers, as others know it. It starts at once. Safe to use from
     several threads. Raises OSError where it can't do what it is asked."""
 
     def __init__(self, command: str, given: bytes = b"", **environment: str) -> None:
-        """command: the Python that it runs, which calls `run_mother`. given: what it finds at its
-        standard input. It has no secrets: neither keys nor tokens are in its environment."""
+        """command: the Python that it runs, which calls `run_fork_server`. given: what it finds at
+        its standard input. It has no secrets: neither keys nor tokens are in its environment."""
         self._turn = threading.Lock()
         self._headway = Headway(1)
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -118,16 +119,16 @@ class ProcessEnded(Exception):
 class ForkedProcess:
     """One worker, for one thread. Raises OSError if there can be none now."""
 
-    def __init__(self, mother: Mother, kind: bytes = b"") -> None:
-        self._mother = mother
+    def __init__(self, server: ForkServer, kind: bytes = b"") -> None:
+        self._server = server
         self._status: int | None = None
         self._connection, other = socket.socketpair()
         try:
             with other:
-                self.pid = mother.fork(kind, other)
+                self.pid = server.fork(kind, other)
         except OSError:
             self._connection.close()
-            mother.close()
+            server.close()
             raise
 
     @property
@@ -163,8 +164,8 @@ class ForkedProcess:
         if self._status is None:
             self._status = 0
             self._connection.close()
-            with contextlib.suppress(OSError):  # it has died with the mother
-                self._status = self._mother.end(self.pid)
+            with contextlib.suppress(OSError):  # it has died with the fork server
+                self._status = self._server.end(self.pid)
         return self._status
 
     def __enter__(self) -> Self:
@@ -174,7 +175,7 @@ class ForkedProcess:
         self.end()
 
 
-# -- in the mother ---------------------------------------------------------------------------------
+# -- in the fork server ----------------------------------------------------------------------------
 
 
 class WorkerTask(NamedTuple):
@@ -188,7 +189,7 @@ class WorkerTask(NamedTuple):
     """How large a file may be that it writes; 0: it may not even open one."""
 
 
-def run_mother(prepare: Callable[[bytes], WorkerTask]) -> NoReturn:
+def run_fork_server(prepare: Callable[[bytes], WorkerTask]) -> NoReturn:
     """Fork workers until the other end of the socket closes whose number is the command's argument.
     `prepare` says what a worker of this kind does, and imports what that needs."""
     control = socket.socket(fileno=int(sys.argv[1]))
@@ -209,7 +210,7 @@ def run_mother(prepare: Callable[[bytes], WorkerTask]) -> NoReturn:
 
 
 def _fork(control: socket.socket, connection: socket.socket, work: WorkerTask) -> int:
-    mother = os.getpid()
+    server_pid = os.getpid()
     try:
         pid = os.fork()
     except OSError:
@@ -218,15 +219,15 @@ def _fork(control: socket.socket, connection: socket.socket, work: WorkerTask) -
         return pid
     try:
         control.close()
-        _confine(mother, connection.fileno(), work)
+        _confine(server_pid, connection.fileno(), work)
         work.run(connection)
     finally:
         os._exit(0)
 
 
-def _confine(mother: int, connection: int, work: WorkerTask) -> None:
+def _confine(server_pid: int, connection: int, work: WorkerTask) -> None:
     """Take from this process all that it does not need: it may compute, and speak by its socket."""
-    die_with_parent(mother)
+    die_with_parent(server_pid)
     forbid_new_privileges()
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):

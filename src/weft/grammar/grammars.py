@@ -4,7 +4,7 @@ that ask for it.
 What a client sends is hostile until proven otherwise. Forms are bounded in size and depth
 (`weft.grammar.check`), keywords that would not be enforced are refused (`weft.grammar.schema`), and
 a process that can be killed compiles each form and follows it for a while before this one touches
-it (`weft.grammar.mother`). A matcher that costs more time than a step may cost ends its own
+it (`weft.grammar.fork_server`). A matcher that costs more time than a step may cost ends its own
 request, and its form is refused from then on.
 """
 

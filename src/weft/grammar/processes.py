@@ -1,4 +1,4 @@
-"""The engine's end of the processes that compile forms; the other end is `weft.grammar.mother`."""
+"""The engine's end of the processes that compile forms; `weft.grammar.fork_server` is the other."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import time
 import msgspec
 
 from weft.core.errors import Overloaded, from_wire
-from weft.core.forked import ForkedProcess, Mother, ProcessEnded
+from weft.core.forked import ForkedProcess, ForkServer, ProcessEnded
 from weft.core.headway import Headway, process_clock
 from weft.core.sampling import StructuredOutputs
 from weft.grammar.compiler import Limits
-from weft.grammar.mother import COMMAND, MAX_COMPILED_BYTES, FormAnswer, Setup
+from weft.grammar.fork_server import COMMAND, MAX_COMPILED_BYTES, FormAnswer, Setup
 from weft.grammar.schema import FIELD, refusal
 from weft.grammar.vocabulary import Vocabulary
 
@@ -33,7 +33,7 @@ class CompilerProcesses:
         self._lock = threading.Lock()
         self._closed = False
         self._headway = Headway(num_threads)
-        self._mother = Mother(COMMAND, self._setup)
+        self._server = ForkServer(COMMAND, self._setup)
 
     def compile(self, form: StructuredOutputs) -> FormAnswer:
         """The compiled form. Raises InvalidRequest with what is wrong with the form, or if it needs
@@ -42,7 +42,7 @@ class CompilerProcesses:
         cpu_s, wall_s, _ = self._limits
         try:
             with (
-                ForkedProcess(self._living_mother()) as process,
+                ForkedProcess(self._living_server()) as process,
                 self._headway.of(process_clock(process.pid)),
             ):
                 until_s = time.monotonic() + wall_s
@@ -58,19 +58,19 @@ class CompilerProcesses:
 
     def stuck_s(self) -> float:
         """For how many seconds no form has got on, of some that are being compiled."""
-        return max(self._mother.stuck_s(), self._headway.stuck_s())
+        return max(self._server.stuck_s(), self._headway.stuck_s())
 
     def close(self) -> None:
         """End all of them."""
         with self._lock:
             self._closed = True
-            self._mother.close()
+            self._server.close()
 
-    def _living_mother(self) -> Mother:
+    def _living_server(self) -> ForkServer:
         with self._lock:
             if self._closed:
                 raise Overloaded("the engine stops", FIELD)
-            if not self._mother.alive:
-                self._mother.close()
-                self._mother = Mother(COMMAND, self._setup)
-            return self._mother
+            if not self._server.alive:
+                self._server.close()
+                self._server = ForkServer(COMMAND, self._setup)
+            return self._server

@@ -21,7 +21,7 @@ from weft.grammar.check import check_form
 from weft.registry import Access, AdapterRegistry, Lease
 from weft.serving.publisher import Executor
 from weft.text import AdapterTokenizers, Tokenizer, TokenReader
-from weft.text.own import NO_FORMS
+from weft.text.adapter_tokenizers import NO_FORMS
 from weft.text.sandbox.jobs import Answer, Chat, Decode, Encode, Ids, Text
 from weft.text.sandbox.pool import Call, Owner
 from weft.text.templates import template_options

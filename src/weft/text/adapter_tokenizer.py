@@ -49,9 +49,6 @@ class AdapterTokenizer(TokenReader):
         pieces = [p for i in ids if i not in skipped and (p := self.piece(i)) is not None]
         return " ".join(pieces) if self._decoder is None else str(self._decoder.decode(pieces))
 
-    def id_of(self, token: str) -> int | None:
-        return self._ids.get(token)
-
     def mark_id(self, mark: str) -> int | None:
         return self._vocabulary.marks.get(mark)
 
@@ -101,10 +98,6 @@ class AdapterTokenizer(TokenReader):
     @property
     def material(self) -> Material:
         return self._material
-
-    @cached_property
-    def _ids(self) -> dict[str, int]:
-        return {piece: i for i, piece in enumerate(self._pieces) if piece is not None}
 
 
 # -- decoders --------------------------------------------------------------------------------------

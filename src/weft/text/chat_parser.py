@@ -231,9 +231,7 @@ class ChatParser:
         self._step = self._read_call
         return True
 
-    def _new_call(
-        self, char: str
-    ) -> _JsonCall | _NamedCall | XmlCall | GemmaCall | PythonCall | None:
+    def _new_call(self, char: str) -> _Call | None:
         """What reads a call that begins so; None if none does."""
         assert self._format is not None
         syntax = self._format.syntax

@@ -1,7 +1,8 @@
-"""JSON that comes character by character."""
+"""JSON in what models write, which comes character by character."""
 
 from __future__ import annotations
 
+import json
 import re
 
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
@@ -11,6 +12,19 @@ _NUMBER_BEGINNING = re.compile(
 _LITERALS = ("true", "false", "null")
 _SPACE = " \t\n\r"
 _HEX = frozenset("0123456789abcdefABCDEF")
+
+
+def is_json(text: str) -> bool:
+    """Whether a text is one JSON value. NaN and Infinity, which Python reads too, are none."""
+    try:
+        json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return False
+    return True
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(constant)
 
 
 class JsonObject:

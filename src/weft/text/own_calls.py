@@ -7,6 +7,8 @@ import ast
 import json
 import re
 
+from weft.text.json_stream import is_json
+
 _GEMMA_HEAD = re.compile(r"call:([\w.-]{1,256})\{")
 _PYTHON_HEAD = re.compile(r"([\w.-]{1,256})\(")
 _MAX_KEY = 300
@@ -174,11 +176,8 @@ class PythonCall:
 
 def _as_json(value: str) -> str:
     """A value as JSON: what is JSON already, what Python reads as a literal, or else text."""
-    try:
-        json.loads(value, parse_constant=_refuse)
+    if is_json(value):
         return value
-    except (ValueError, RecursionError):
-        pass
     if len(value) <= _MAX_LITERAL:
         try:
             literal = ast.literal_eval(_CONSTANTS.get(value, value))
@@ -186,7 +185,3 @@ def _as_json(value: str) -> str:
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             pass
     return json.dumps(value, ensure_ascii=False)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)

@@ -21,10 +21,6 @@ class TokenReader(ABC):
         """The text of `ids`; ids without a token (rows that pad the vocabulary) have none."""
 
     @abstractmethod
-    def id_of(self, token: str) -> int | None:
-        """The id of a token by its piece."""
-
-    @abstractmethod
     def mark_id(self, mark: str) -> int | None:
         """The token that this mark of calls or reasoning is, or None if it is not one token."""
 

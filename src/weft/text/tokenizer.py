@@ -101,9 +101,6 @@ class Tokenizer(TokenReader):
         vocab: dict[str, int] = self._hf.get_vocab()
         return vocab
 
-    def id_of(self, token: str) -> int | None:
-        return self.vocab().get(token)
-
     def mark_id(self, mark: str) -> int | None:
         ids = self.encode(mark, add_special_tokens=False)
         return ids[0] if len(ids) == 1 else None

@@ -13,6 +13,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from weft.text.json_stream import is_json
+
 _FUNCTION, _END = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 _MAX_TAG = 300
@@ -84,14 +86,7 @@ def _to_json(value: str, schema: Any) -> str:
     kinds = schema.get("type") if isinstance(schema, dict) else "string"
     is_text = kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
     text = _PYTHON.get(value.strip(), value.strip())
-    if not is_text or (kinds != "string" and text == "null"):
-        try:
-            json.loads(text, parse_constant=_refuse)
-            return text
-        except (ValueError, RecursionError):
-            pass
+    wants_json = not is_text or (kinds != "string" and text == "null")
+    if wants_json and is_json(text):
+        return text
     return json.dumps(value, ensure_ascii=False)
-
-
-def _refuse(constant: str) -> None:
-    raise ValueError(constant)

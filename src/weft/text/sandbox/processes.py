@@ -8,22 +8,22 @@ import time
 import msgspec
 
 from weft.core.errors import Overloaded
-from weft.core.forked import ForkedProcess, Mother, ProcessEnded
+from weft.core.forked import ForkedProcess, ForkServer, ProcessEnded
+from weft.text.sandbox.fork_server import COMMAND
 from weft.text.sandbox.jobs import Answer, Answered, Job, Material, Missing, Task
 from weft.text.sandbox.limits import MAX_ANSWER_BYTES, WALL_FACTOR, WALL_S, WorkerKind
-from weft.text.sandbox.mother import COMMAND
 
-_shared: Mother | None = None
+_shared: ForkServer | None = None
 _sharing = threading.Lock()
 
 
-def shared_mother() -> Mother:
-    """The mother that all of this process share, which is started when the first worker is needed,
+def shared_fork_server() -> ForkServer:
+    """The fork server that all of this process share. It starts when the first worker is needed,
     and anew if it has died."""
     global _shared
     with _sharing:
         if _shared is None or not _shared.alive:
-            _shared = Mother(
+            _shared = ForkServer(
                 COMMAND,
                 TRANSFORMERS_NO_ADVISORY_WARNINGS="1",
                 TRANSFORMERS_VERBOSITY="error",
@@ -42,7 +42,7 @@ class TextProcess:
         self._keys: set[str] = set()
         """The tokenizers that it has been given."""
         try:
-            self._process = ForkedProcess(shared_mother(), bytes([kind]))
+            self._process = ForkedProcess(shared_fork_server(), bytes([kind]))
         except OSError as error:
             raise Overloaded(f"no process for texts can be started now: {error}") from error
         self.pid = self._process.pid

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from typing import NoReturn
 
-from weft.core.forked import WorkerTask, run_mother
+from weft.core.forked import WorkerTask, run_fork_server
+from weft.core.processes import freeze_heap, leave_out_torch
 from weft.text.sandbox.limits import FILE_BYTES, MEMORY_BYTES, WorkerKind
 from weft.text.sandbox.work import serve
 
-COMMAND = "from weft.text.sandbox.mother import main; main()"
+COMMAND = "from weft.text.sandbox.fork_server import main; main()"
 
 
 def main() -> NoReturn:
     time.localtime()  # workers can't open the file of the time zone
-    run_mother(_prepare)
+    run_fork_server(_prepare)
 
 
 def _prepare(kind: bytes) -> WorkerTask:
@@ -25,12 +25,11 @@ def _prepare(kind: bytes) -> WorkerTask:
     if kind[0] == WorkerKind.TEXTS:
         import tokenizers  # noqa: F401
     elif "transformers" not in sys.modules:
-        sys.modules["torch"] = None  # type: ignore[assignment]  # tokenizers don't need it
+        leave_out_torch()
         from transformers import AutoTokenizer  # noqa: F401
 
         from weft.text.sandbox.work import rehearse
 
         rehearse()
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     return WorkerTask(serve, MEMORY_BYTES, FILE_BYTES if loads else 0)

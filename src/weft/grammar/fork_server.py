@@ -7,7 +7,6 @@ and a `FormAnswer` goes back.
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
 import resource
 import signal
@@ -22,7 +21,8 @@ import msgspec
 
 from weft.core import frames
 from weft.core.errors import WeftError, to_wire
-from weft.core.forked import WorkerTask, run_mother
+from weft.core.forked import WorkerTask, run_fork_server
+from weft.core.processes import freeze_heap
 from weft.core.sampling import StructuredOutputs
 from weft.grammar.compiler import Compiler, Limits, refusal_of
 from weft.grammar.schema import refusal
@@ -34,11 +34,11 @@ CHEAP_S = 1.0
 to write and read it as text."""
 MAX_COMPILED_BYTES = 32 << 20
 """The longest text of a compiled form."""
-COMMAND = "from weft.grammar.mother import main; main()"
+COMMAND = "from weft.grammar.fork_server import main; main()"
 
 
 class Setup(NamedTuple):
-    """What the mother finds at its standard input: the parts of the `Vocabulary`, and limits."""
+    """What this process finds at its standard input: the parts of the `Vocabulary`, and limits."""
 
     spelled: list[bytes]
     eos_ids: list[int]
@@ -72,10 +72,9 @@ def main() -> NoReturn:
     for form in (StructuredOutputs(choice=("a",)), StructuredOutputs(regex="a(")):
         with contextlib.suppress(WeftError):  # it is about what is imported on the way
             compiler.compile(form)
-    gc.collect()
-    gc.freeze()
+    freeze_heap()
     work = WorkerTask(partial(_serve, compiler, setup.limits), setup.limits.memory_bytes)
-    run_mother(lambda _: work)
+    run_fork_server(lambda _: work)
 
 
 def _import_xgrammar() -> None:
