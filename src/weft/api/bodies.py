@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from enum import Enum
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
@@ -17,6 +17,14 @@ T = TypeVar("T")
 MAX_MESSAGES = 2048
 """Messages of a conversation, content parts of a message, calls in one."""
 MAX_TOOLS = 512
+MAX_ID_LENGTH = 128
+
+
+def is_id(given: Any) -> TypeGuard[str]:
+    """Whether what a client calls a request or its answer is safe in headers and logs."""
+    if not isinstance(given, str):
+        return False
+    return 0 < len(given) <= MAX_ID_LENGTH and given.isascii() and given.isprintable()
 
 
 class Take(Enum):

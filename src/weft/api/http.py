@@ -96,7 +96,7 @@ MESSAGES = "/v1/messages"
 _TYPE_IN_MESSAGES = {404: "not_found_error", 413: "request_too_large", 503: "overloaded_error"}
 
 
-def error_response(error: BaseException, path: str = "") -> Response:
+def error_response(error: BaseException, path: str) -> Response:
     """The answer to a request of this path: Anthropic's API has a shape of its own."""
     status, body = error_body(error)
     if path.startswith(MESSAGES):
@@ -163,7 +163,7 @@ async def answer(
     request: Request,
     work: Coroutine[Any, Any, dict[str, Any]],
     release: Callable[[], None],
-    headers: Mapping[str, str] | None = None,
+    headers: Mapping[str, str],
 ) -> Response:
     """The JSON answer that `work` gives, unless the client leaves first. Calls `release` at the
     end. Raises RequestTimeout."""
@@ -206,11 +206,11 @@ class EventStream(Response):
         self,
         chunks: AsyncGenerator[dict[str, Any], None],
         release: Callable[[], None],
-        headers: Mapping[str, str] | None = None,
+        headers: Mapping[str, str],
         typed: bool = False,
     ) -> None:
         own = {"cache-control": "no-cache", "x-accel-buffering": "no"}
-        super().__init__(headers=own | dict(headers or {}))
+        super().__init__(headers=own | dict(headers))
         del self.headers["content-length"]
         self._chunks = chunks
         self._release = release

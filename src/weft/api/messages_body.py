@@ -20,15 +20,15 @@ from weft.api.bodies import (
     LenientBody,
     Message,
     NamedTool,
-    OpenBody,
     ResponseFormat,
     Take,
     TextOr,
     Tool,
     ToolCall,
+    ToolChoice,
     bounded,
 )
-from weft.api.schemas import AdapterSum, CacheSalt, ChatBody, Effort
+from weft.api.schemas import ChatBody, Effort, ModelBody
 from weft.core.errors import InvalidRequest
 from weft.core.sampling import MAX_STOP_STRINGS
 
@@ -190,15 +190,11 @@ class OutputConfig(ClosedBody):
     format: OutputFormat | None = None
 
 
-class CountTokensBody(OpenBody):
+class CountTokensBody(ModelBody):
     """`POST /v1/messages/count_tokens`: a conversation, and what it becomes a prompt with."""
 
     known = _KNOWN
 
-    model: str
-    adapters: AdapterSum | None = None
-    cache_salt: CacheSalt | None = None
-    lora_path: str | None = None
     messages: Annotated[list[MessageParam], bounded(MAX_MESSAGES, least=1)]
     system: TextOr[Annotated[list[TextBlock], bounded(MAX_MESSAGES)]] | None = None
     tools: Annotated[list[CustomTool], bounded(MAX_TOOLS)] | None = None
@@ -248,7 +244,7 @@ class CountTokensBody(OpenBody):
             messages += message.to_chat(f"messages[{n}]")
         return messages
 
-    def _tool_choice(self) -> Literal["none", "auto", "required"] | NamedTool | None:
+    def _tool_choice(self) -> ToolChoice | None:
         choice = self.tool_choice
         if choice is None:
             return None

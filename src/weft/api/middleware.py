@@ -16,6 +16,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weft.api.audit import AuditEntry, AuditLog, told_var
+from weft.api.bodies import is_id
 from weft.api.callers import caller_of, caller_var, client_var
 from weft.api.http import CLIENT_LEFT, MESSAGES, error_response
 from weft.api.reading import IGNORED
@@ -34,7 +35,6 @@ STATE = frozenset({"/metrics", "/version"})
 """These do so unless there are tenants, who must not learn of each other from them."""
 
 REFUSED = {Unauthorized.status: Unauthorized.kind, PermissionDenied.status: PermissionDenied.kind}
-_MAX_ID_LENGTH = 128
 
 
 class RequestIds:
@@ -49,7 +49,7 @@ class RequestIds:
             await self._app(scope, receive, send)
             return
         own = Headers(scope=scope).get(REQUEST_ID, "")
-        chosen = own if _plain(own) else uuid.uuid4().hex
+        chosen = own if is_id(own) else uuid.uuid4().hex
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -67,10 +67,6 @@ class RequestIds:
         finally:
             request_id_var.reset(token)
             client_var.reset(client_token)
-
-
-def _plain(own: str) -> bool:
-    return 0 < len(own) <= _MAX_ID_LENGTH and own.isascii() and own.isprintable()
 
 
 class Observe:

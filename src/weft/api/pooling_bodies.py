@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from weft.api.bodies import Known, LenientBody, OpenBody, TextOr, bounded
-from weft.api.schemas import HARMLESS, MAX_PROMPTS, AdapterSum, CacheSalt, Prompt
+from weft.api.bodies import Known, LenientBody, TextOr, bounded
+from weft.api.schemas import HARMLESS, MAX_PROMPTS, ModelBody, Prompt
 from weft.core.errors import InvalidRequest
 
 _KNOWN: dict[str, Known] = HARMLESS | {
@@ -21,15 +21,11 @@ _KNOWN: dict[str, Known] = HARMLESS | {
 """Fields of other servers that are not declared below."""
 
 
-class PoolingBody(OpenBody):
+class PoolingBody(ModelBody):
     """What these requests have in common."""
 
     known = _KNOWN
 
-    model: str
-    adapters: AdapterSum | None = None
-    lora_path: str | None = None
-    cache_salt: CacheSalt | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = None
     """Only so many tokens of each text are kept, its last; -1: as many as fit."""

@@ -86,8 +86,7 @@ async def receive_file(request: Request, path: Path, max_bytes: int) -> str:
     Raises InvalidRequest (it is empty), BodyTooLarge, BodyTimeout, and AdapterUnavailable if there
     is no room.
     """
-    declared = request.headers.get("content-length", "")
-    _check_size(int(declared) if declared.isdecimal() else 0, max_bytes)
+    _check_size(_declared_size(request), max_bytes)
     begun_s, size, sha = time.monotonic(), 0, hashlib.sha256()
     pieces, stream = bytearray(), request.stream()
     try:
@@ -135,18 +134,18 @@ def shown_names(names: Sequence[str]) -> str:
 
 
 async def _read(request: Request, max_bytes: int) -> bytes:
+    _check_size(_declared_size(request), max_bytes)
+    body = bytearray()
+    async for chunk in request.stream():
+        body += chunk
+        _check_size(len(body), max_bytes)
+    return bytes(body)
+
+
+def _declared_size(request: Request) -> int:
+    """What the client says of its body's size; 0 if it says nothing."""
     declared = request.headers.get("content-length", "")
-    size = int(declared) if declared.isdecimal() else 0
-    chunks: list[bytes] = []
-    if size <= max_bytes:
-        size = 0
-        async for chunk in request.stream():
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > max_bytes:
-                break
-    _check_size(size, max_bytes)
-    return b"".join(chunks)
+    return int(declared) if declared.isdecimal() else 0
 
 
 def _check_size(size: int, max_bytes: int) -> None:

@@ -20,16 +20,16 @@ from weft.api.bodies import (
     LenientBody,
     Message,
     NamedTool,
-    OpenBody,
     ResponseFormat,
     Take,
     TextOr,
     ToolCall,
+    ToolChoice,
     bounded,
     schema_misplaced,
 )
 from weft.api.bodies import Tool as ChatTool
-from weft.api.schemas import HARMLESS, AdapterSum, CacheSalt, ChatBody, Effort
+from weft.api.schemas import HARMLESS, ChatBody, Effort, ModelBody
 from weft.core.errors import InvalidRequest
 
 FIELDS = {
@@ -61,24 +61,20 @@ class TextPart(LenientBody):
 Parts = TextOr[Annotated[list[TextPart], bounded(MAX_MESSAGES)]]
 
 
-class _Item(LenientBody):
-    """Clients send items of earlier answers back with all the fields that these had."""
-
-
-class MessageItem(_Item):
+class MessageItem(LenientBody):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
 
 
-class CallItem(_Item):
+class CallItem(LenientBody):
     type: Literal["function_call"]
     call_id: str
     name: str = Field(min_length=1)
     arguments: str
 
 
-class CallOutputItem(_Item):
+class CallOutputItem(LenientBody):
     type: Literal["function_call_output"]
     call_id: str
     output: Parts
@@ -89,7 +85,7 @@ class ReasoningPart(LenientBody):
     text: str
 
 
-class ReasoningItem(_Item):
+class ReasoningItem(LenientBody):
     type: Literal["reasoning"]
     summary: list[Any] = Field([], max_length=0)
     content: Annotated[list[ReasoningPart], bounded(MAX_MESSAGES)] | None = None
@@ -109,6 +105,7 @@ Item = Annotated[
     | Annotated[ReasoningItem, Tag("<reasoning>")],
     Discriminator(_type_of),
 ]
+"""Clients send items of earlier answers back with all the fields that these had."""
 
 
 class FunctionTool(ClosedBody):
@@ -147,15 +144,11 @@ class Reasoning(LenientBody):
     """A hint: there are no summaries, as all thoughts are shown."""
 
 
-class ResponsesBody(OpenBody):
+class ResponsesBody(ModelBody):
     """`POST /v1/responses`."""
 
     known = _KNOWN
 
-    model: str
-    adapters: AdapterSum | None = None
-    cache_salt: CacheSalt | None = None
-    lora_path: str | None = None
     input: TextOr[Annotated[list[Item], bounded(MAX_MESSAGES)]]
     instructions: str | None = None
     """What the system says. It holds for this turn, and is not carried on to a next one."""
@@ -207,7 +200,7 @@ class ResponsesBody(OpenBody):
         chat.check()
         return chat
 
-    def _tool_choice(self) -> Literal["none", "auto", "required"] | NamedTool | None:
+    def _tool_choice(self) -> ToolChoice | None:
         if isinstance(self.tool_choice, NamedFunction):
             return NamedTool(type="function", function=FunctionName(name=self.tool_choice.name))
         return self.tool_choice

@@ -23,7 +23,7 @@ from weft.api.generation import (
 )
 from weft.api.http import ERRORS, EventStream, answer, body_of
 from weft.api.reading import read_request
-from weft.api.schemas import CompletionBody
+from weft.api.schemas import CompletionBody, texts_or_ids
 from weft.api.service import Output, Service
 from weft.core.errors import InvalidRequest
 from weft.core.requests import EngineRequest, FinishReason, TokenLogprob
@@ -142,18 +142,14 @@ class _Completion:
     async def _prompts(self) -> list[list[int]]:
         """The prompts as token ids, whichever of the four forms the field has."""
         body = self._body
-        prompt = [body.prompt] if isinstance(body.prompt, str) else body.prompt
-        if not prompt:
-            raise InvalidRequest("prompt must not be empty", "prompt")
-        if isinstance(prompt[0], int):
-            return [prompt]
-        self._check_count(len(prompt))
-        if not isinstance(prompt[0], str):
-            return prompt
+        texts, ids = texts_or_ids(body.prompt, "prompt")
+        self._check_count(len(texts or ids))
+        if not texts:
+            return ids
         if body.truncate_prompt_tokens is None:
-            self._texts = prompt
+            self._texts = texts
         return await self._service.encode(
-            prompt,
+            texts,
             "prompt",
             self._language,
             add_special_tokens=body.add_special_tokens is not False,

@@ -17,7 +17,7 @@ from weft.api.generation import truncated
 from weft.api.http import ERRORS, answer, body_of
 from weft.api.pooling_bodies import ClassifyBody, EmbeddingBody, PoolingBody, RerankBody, ScoreBody
 from weft.api.reading import read_request
-from weft.api.schemas import Prompt
+from weft.api.schemas import Prompt, texts_or_ids
 from weft.api.service import Service
 from weft.core.errors import InvalidRequest
 from weft.core.requests import EngineRequest, Pooling
@@ -89,15 +89,9 @@ class _Pooling:
 
     async def prompts(self, given: Prompt, field: str) -> list[list[int]]:
         """The token ids of texts, or of what are ids already."""
-        prompt = [given] if isinstance(given, str) else given
-        if not prompt:
-            raise InvalidRequest(f"{field} must not be empty", field)
-        if isinstance(prompt[0], int):
-            return self._truncated([prompt], field)
-        self._check_count(len(prompt), field)
-        if not isinstance(prompt[0], str):
-            return self._truncated(prompt, field)
-        return self._truncated(await self._encoded(prompt, field), field)
+        texts, ids = texts_or_ids(given, field)
+        self._check_count(len(texts or ids), field)
+        return self._truncated(ids or await self._encoded(texts, field))
 
     async def _encoded(
         self, texts: Sequence[str], field: str, seconds: Sequence[str] = ()
@@ -112,8 +106,7 @@ class _Pooling:
             seconds=seconds,
         )
 
-    def _truncated(self, prompts: Sequence[list[int]], field: str) -> list[list[int]]:
-        self._check_count(len(prompts), field)
+    def _truncated(self, prompts: Sequence[list[int]]) -> list[list[int]]:
         keep = self._body.truncate_prompt_tokens
         return [truncated(self._service, keep, ids, 0) for ids in prompts]
 
@@ -174,7 +167,7 @@ class _Pooling:
             raise InvalidRequest(message, "model")
         self._check_count(len(second.texts), second.field)
         prompts = await self._encoded(first.texts, second.field, seconds=second.texts)
-        found = await self.classes(self._truncated(prompts, second.field), second.field)
+        found = await self.classes(self._truncated(prompts), second.field)
         scores: list[float] = found[:, 0].tolist()
         return scores
 

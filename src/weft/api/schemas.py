@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, TypeGuard
+from typing import Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
@@ -21,6 +21,7 @@ from weft.api.bodies import (
     ToolChoice,
     bounded,
     ignored_fields,
+    is_id,
 )
 from weft.core.adapters import MAX_PARTS, MAX_SCALE
 from weft.core.errors import InvalidRequest
@@ -83,7 +84,6 @@ MAX_PROMPTS = 1024
 MAX_LOGIT_BIASES = 1024
 MAX_STOP_IDS = 1024
 MAX_ALLOWED_IDS = 16_384
-MAX_ID_LENGTH = 128
 
 
 class StreamOptions(OpenBody):
@@ -120,14 +120,19 @@ AdapterSum = Annotated[
 ]
 
 
-class GenerationBody(OpenBody):
-    """What chat and completion requests have in common."""
+class ModelBody(OpenBody):
+    """What all requests to a model have in common."""
 
     model: str
     adapters: AdapterSum | None = None
-    cache_salt: CacheSalt | None = None
     lora_path: str | None = None
     """SGLang's name for the adapter; `model` then names that too, or the base."""
+    cache_salt: CacheSalt | None = None
+
+
+class GenerationBody(ModelBody):
+    """What chat and completion requests have in common."""
+
     request_id: str | None = None
     """The id of the answer."""
     rid: str | list[str] | None = None
@@ -176,7 +181,7 @@ class GenerationBody(OpenBody):
         names = super().ignored(strict)
         for name in ("request_id", "rid"):
             given = getattr(self, name)
-            if given is not None and not _is_id(given):
+            if given is not None and not is_id(given):
                 names.append(name)
         options = self.stream_options
         if options is not None:
@@ -214,7 +219,7 @@ class GenerationBody(OpenBody):
     @property
     def answer_id(self) -> str | None:
         """What the client calls its answer, if it may be called that."""
-        return next((each for each in (self.request_id, self.rid) if _is_id(each)), None)
+        return next((each for each in (self.request_id, self.rid) if is_id(each)), None)
 
     @property
     def include_usage(self) -> bool:
@@ -223,13 +228,6 @@ class GenerationBody(OpenBody):
     @property
     def usage_in_all(self) -> bool:
         return bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-
-def _is_id(given: Any) -> TypeGuard[str]:
-    """Whether this is safe in answers and logs."""
-    if not isinstance(given, str):
-        return False
-    return 0 < len(given) <= MAX_ID_LENGTH and given.isascii() and given.isprintable()
 
 
 def _kind_of_prompt(prompt: Any) -> str:
@@ -250,6 +248,17 @@ Prompt = Annotated[
     | Annotated[list[_TokenIds], bounded(MAX_PROMPTS), Tag("<lists>")],
     Discriminator(_kind_of_prompt),
 ]
+
+
+def texts_or_ids(prompt: Prompt, field: str) -> tuple[list[str], list[list[int]]]:
+    """The texts of a prompt, or else its lists of token ids; the other is empty. Raises
+    InvalidRequest if both are."""
+    given = [prompt] if isinstance(prompt, str) else prompt
+    if not given:
+        raise InvalidRequest(f"{field} must not be empty", field)
+    if isinstance(given[0], str):
+        return given, []
+    return [], [given] if isinstance(given[0], int) else given
 
 
 class CompletionBody(GenerationBody):

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import (
-    AsyncGenerator,
-    Collection,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -23,7 +17,7 @@ from weft.api.admission import Admission
 from weft.api.callers import Tenants, caller_var, fairness_of, fairness_var
 from weft.api.merging import merged
 from weft.api.middleware import TraceSink, watched
-from weft.api.schemas import AdapterWeight
+from weft.api.schemas import ModelBody
 from weft.api.settings import ApiSettings
 from weft.api.shadows import Shadows
 from weft.core.adapters import WeightedAdapter
@@ -57,23 +51,7 @@ VERSION, DIGEST = "x-weft-adapter", "x-weft-digest"
 """The headers of answers that name the version that made them."""
 
 
-class ModelChoice(Protocol):
-    """What a body says of the model that is to answer."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def adapters(self) -> list[AdapterWeight] | None: ...
-
-    @property
-    def lora_path(self) -> str | None: ...
-
-    @property
-    def model_extra(self) -> dict[str, Any] | None: ...
-
-
-def sticky_of(body: ModelChoice, headers: Headers) -> str:
+def sticky_of(body: ModelBody, headers: Headers) -> str:
     """What decides which of several versions answers: the header, the client's user, or else the
     request itself."""
     given = body.model_extra or {}
@@ -151,7 +129,7 @@ class Fleet(Protocol):
 
 
 class Service:
-    """What both generation routes share. Holds no request: each call's state is its own."""
+    """What all routes to a model share. Holds no request: each call's state is its own."""
 
     def __init__(
         self,
@@ -195,7 +173,7 @@ class Service:
         names = self.follower.names if self.follower is not None else None
         return Access(self._registry, caller or Caller(), names)
 
-    async def pin(self, body: ModelChoice, headers: Headers) -> Pinned:
+    async def pin(self, body: ModelBody, headers: Headers) -> Pinned:
         """Pin what `model` names; or, on the base that it then must name, the adapter `lora_path`
         or the weighted sum of `adapters`. The caller releases it.
 
