@@ -18,8 +18,8 @@ from weft.cli.watch import merge
 from weft.core.errors import ConfigError
 from weft.fleet.launchers import ClusterArgs, ClusterFolder, Placed
 from weft.fleet.launchers import local as local_module
+from weft.fleet.launchers.found import find_nodes, find_urls
 from weft.fleet.launchers.local import ERROR, MAX_FAILED, MAX_PAUSE_S, LocalLauncher
-from weft.fleet.launchers.static import StaticLauncher, find_urls
 
 ARGS = ClusterArgs(model="base", num_nodes=2, registry="/r", port=9000, flags=("--seed", "1"))
 
@@ -162,9 +162,8 @@ def test_nodes_that_others_start_are_found(tmp_path: Path) -> None:
     for wrong in ("here", "host:", ":1", "127.0.0.1:http"):
         with pytest.raises(ConfigError, match="--at takes HOST:PORT"):
             find_urls(wrong)
-    for verb in (StaticLauncher("127.0.0.1:1").start, StaticLauncher("127.0.0.1:1").stop):
-        with pytest.raises(ConfigError, match="were not started by Weft"):
-            verb("node-0")
+    (node,) = find_nodes("127.0.0.1:1")
+    assert (node.name, node.url, node.state) == ("127.0.0.1:1", "http://127.0.0.1:1", "starting")
 
 
 def test_labels_of_nodes_are_shown_where_there_are_any() -> None:

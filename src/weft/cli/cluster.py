@@ -24,8 +24,8 @@ from typer.core import TyperGroup
 from weft.cli.nodes_table import nodes_table
 from weft.core.errors import ConfigError, InvalidRequest, Unreachable, WeftError
 from weft.fleet.launchers import NODE, ClusterArgs, ClusterFolder, Launcher, Placed
+from weft.fleet.launchers.found import find_nodes
 from weft.fleet.launchers.local import HOST, MAX_FAILED, LocalLauncher
-from weft.fleet.launchers.static import StaticLauncher
 from weft.terminal.commands import Commands
 from weft.terminal.options import ending_in_one_line
 
@@ -238,10 +238,10 @@ def placed(name: str, at: str | None) -> Sequence[Placed]:
     if at == ON_RAY or (at is None and folder.is_on_ray):
         return _on_ray(name).list()
     if at is not None:
-        return StaticLauncher(at).list()
+        return find_nodes(at)
     args = folder.read()
     ports = [args.port + index for index in range(args.num_nodes)]
-    found = StaticLauncher(",".join(f"{HOST}:{port}" for port in ports)).list() if ports else []
+    found = find_nodes(",".join(f"{HOST}:{port}" for port in ports)) if ports else []
     return [
         replace(node, name=f"{NODE}{int(node.url.rpartition(':')[2]) - args.port}")
         for node in found

@@ -17,7 +17,7 @@ from rich.table import Table
 from weft.cli.args import LoraModule, parse_lora_modules
 from weft.core.config import engine_args
 from weft.core.errors import ConfigError
-from weft.terminal.options import ADAPTERS, ending_in_one_line, with_engine_options
+from weft.terminal.options import ADAPTERS, AsJson, ending_in_one_line, with_engine_options
 
 if TYPE_CHECKING:
     from weft.cli.harness import Asked, Scores
@@ -69,9 +69,7 @@ def evaluate(
         bool, typer.Option("--apply-chat-template", help="Ask each question as a conversation.")
     ] = False,
     compare: Compare = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one line of JSON instead.")
-    ] = False,
+    as_json: AsJson = False,
     **options: object,
 ) -> None:
     """Evaluate a base model and many adapters with lm-evaluation-harness, in one batch.
@@ -82,9 +80,8 @@ def evaluate(
         if importlib.util.find_spec("lm_eval") is None:
             message = "this needs lm-evaluation-harness: pip install 'weft[eval]'"
             raise ConfigError(message, "eval")
-        os.environ.setdefault(
-            "TQDM_DISABLE", "1"
-        )  # the harness shows a bar for each step of each run
+        # The harness shows a bar for each step of each run.
+        os.environ.setdefault("TQDM_DISABLE", "1")
         from weft.cli.harness import Asked
 
         modules = [each for text in lora_modules or () for each in parse_lora_modules(text)]

@@ -25,7 +25,7 @@ from weft.cli.publish import push, registry
 from weft.cli.releases import history, label, release, rollback, tenants
 from weft.core.config import MAX_RANK, LoraArgs, engine_args
 from weft.terminal.commands import Command, Commands
-from weft.terminal.options import ending_in_one_line, with_engine_options, with_flags
+from weft.terminal.options import AsJson, ending_in_one_line, with_engine_options, with_flags
 
 app = Commands(
     help="Serve many LoRA adapters from one copy of a base model.",
@@ -39,9 +39,6 @@ app.add_typer(cluster, name="cluster")
 app.add_typer(key, name="key")
 app.add_typer(tenants, name="tenants")
 app.add_typer(registry, name="registry")
-
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
 
 
 def _show_version(wanted: bool) -> None:

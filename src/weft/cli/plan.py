@@ -14,6 +14,7 @@ from weft.core.errors import ConfigError
 from weft.terminal.options import (
     ADAPTERS,
     MODEL,
+    AsJson,
     ending_in_one_line,
     parse_bytes,
     tell_start,
@@ -78,9 +79,7 @@ def plan(
     ] = None,
     rank: Rank = 16,
     targets: Targets = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one line of JSON instead.")
-    ] = False,
+    as_json: AsJson = False,
     **options: object,
 ) -> None:
     """Show what fits into the memory of GPUs: weights, adapters, and tokens of KV cache.

@@ -90,8 +90,8 @@ def parse(text: str, time_s: float) -> Scrape:
     return Scrape(time_s, series)
 
 
-def fetch(url: str, key: str = "") -> Scrape:
-    """The server's metrics now; `key` is sent as the bearer token. Raises Unreachable."""
+def fetch(url: str, key: str) -> Scrape:
+    """The server's metrics now; `key` is the bearer token, if it is not "". Raises Unreachable."""
     try:
         request = urllib.request.Request(f"{url}/metrics")
         if key:  # not to where the server may redirect to

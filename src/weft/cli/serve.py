@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import importlib.util
 import logging
 import signal
@@ -212,10 +211,6 @@ async def _start_and_serve(
         url = None if listener is None else _url(flags.host, listener)
         shown = summary(engine.info, registry, url, metrics_url, shares)
         _on_signals(lambda: None)
-        # The garbage collector must not look at what is there by now: it would hold up all streams
-        # for some hundred milliseconds.
-        gc.collect()
-        gc.freeze()
         async with served_beside(app.state.metrics_app, beside):
             if listener is None:
                 console.print(shown)
@@ -354,6 +349,7 @@ async def _serve_nodes(
     stopped = asyncio.Event()
     _on_signals(stopped.set)
     async with app.router.lifespan_context(app):
+        freeze_heap()
         await stopped.wait()
         end_within(shutdown_timeout_s + HARD_END_S)
         leave_fleet(engine)

@@ -11,6 +11,9 @@ from weft.registry import AdapterRegistry
 from weft.registry.shared import SharedRegistry
 from weft.terminal.options import show_bytes
 
+MAX_SHOWN = 12
+"""How many adapters are named."""
+
 
 def summary(
     info: EngineInfo,
@@ -50,9 +53,9 @@ def num_shared(shared: SharedRegistry) -> int:
     return sum(entry.removed_at is None for entry in shared.state.names.values())
 
 
-def _names(names: list[str], shown: int = 12) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return f"{len(names)}: {', '.join(names[:shown])}{more}"
+def _names(names: list[str]) -> str:
+    more = f" and {len(names) - MAX_SHOWN} more" if len(names) > MAX_SHOWN else ""
+    return f"{len(names)}: {', '.join(names[:MAX_SHOWN])}{more}"
 
 
 def _count(number: int) -> str:

@@ -27,7 +27,7 @@ def render(view: View, url: str, max_rows: int, notice: str = "") -> RenderableT
     return Group(*parts)
 
 
-def render_several(watch: Watched, max_rows: int, notice: str = "") -> RenderableType:
+def render_several(watch: Watched, max_rows: int, notice: str) -> RenderableType:
     """One frame about several servers: a row for each, and then what they do together."""
     view = watch.view()
     up = view.now.by("node", "weft:engine_up")

@@ -29,7 +29,7 @@ Frame = Callable[[int], RenderableType]
 class Watched:
     """The metrics of some servers over the last seconds."""
 
-    def __init__(self, urls: Mapping[str, str], key: str = "") -> None:
+    def __init__(self, urls: Mapping[str, str], key: str) -> None:
         """`urls`: where each server is, by its name. `key` is sent with each request."""
         self.urls = urls
         self.silent: dict[str, Unreachable] = {}

@@ -38,6 +38,7 @@ ApiKey = Annotated[
         envvar="WEFT_API_KEY",
     ),
 ]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one line of JSON instead.")]
 
 HELP: dict[str, str] = {
     "dtype": "The precision of the weights. auto: the checkpoint's on a GPU, float32 on a CPU.",

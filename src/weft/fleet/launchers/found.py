@@ -1,4 +1,4 @@
-"""Nodes that somebody else starts, such as Kubernetes or systemd: only where they are is known."""
+"""Finds nodes that somebody else has started, such as Kubernetes or systemd."""
 
 from __future__ import annotations
 
@@ -31,22 +31,9 @@ def _resolved(given: str) -> list[str]:
     return [f"http://[{each}]:{port}" if ":" in each else f"http://{each}:{port}" for each in hosts]
 
 
-class StaticLauncher:
-    """Nodes at known places. It can't start or stop any."""
-
-    def __init__(self, where: str) -> None:
-        """`where`: see `find_urls`."""
-        self._where = where
-
-    def start(self, name: str) -> None:
-        raise ConfigError(f"these nodes were not started by Weft, so it can't start {name}", "at")
-
-    def stop(self, name: str) -> None:
-        raise ConfigError(f"these nodes were not started by Weft, so it can't end {name}", "at")
-
-    def list(self) -> list[Placed]:
-        urls = find_urls(self._where)
-        return [
-            Placed(url.removeprefix("http://"), url, "up" if is_ready(url) else "starting")
-            for url in urls
-        ]
+def find_nodes(where: str) -> list[Placed]:
+    """The nodes at these places, as `find_urls` takes them. Their names are not known."""
+    return [
+        Placed(url.removeprefix("http://"), url, "up" if is_ready(url) else "starting")
+        for url in find_urls(where)
+    ]
