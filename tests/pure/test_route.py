@@ -254,14 +254,12 @@ def test_chance_is_as_without_the_nodes_that_take_no_requests() -> None:
     assert chances[0] == chances[1]
 
 
-def test_labels_drains_and_deaths() -> None:
+def test_drains_and_deaths() -> None:
     fleet = router([replace(IDLE, resident=frozenset({7})), IDLE, IDLE])
     view = fleet.view
     assert node_of(fleet, request()) == NAMES[0]
     assert node_of(fleet, request(avoid=frozenset({NAMES[0]}))) != NAMES[0]
-    view.set_labels(NAMES[2], frozenset({"eu", "gold"}))
-    assert node_of(fleet, request(labels=frozenset({"eu"}))) == NAMES[2]
-    assert fleet.choose(request(labels=frozenset({"asia"}))) == Shed(1, math.inf)
+    assert fleet.choose(request(avoid=frozenset(NAMES))) == Shed(1, math.inf)
     view.set_enabled(frozenset({NAMES[1]}))
     assert node_of(fleet, request()) == NAMES[1]
     view.set_dead(NAMES[1])

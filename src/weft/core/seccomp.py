@@ -73,8 +73,8 @@ def _numbers(column: int, table: str) -> list[int]:
 def _program(allowed: list[int], architecture: int) -> bytes:
     """The instructions, of 8 bytes each. A jump counts the instructions that it leaves out."""
 
-    def instruction(code: int, value: int, then: int = 0, otherwise: int = 0) -> bytes:
-        return struct.pack("<HBBI", code, then, otherwise, value)
+    def instruction(code: int, value: int, then: int = 0) -> bytes:
+        return struct.pack("<HBBI", code, then, 0, value)
 
     checks = [
         instruction(_JUMP_IF_EQUAL, number, then=len(allowed) - at)

@@ -63,8 +63,8 @@ class LeastSquares:
 class Meter:
     """What was measured of one engine."""
 
-    def __init__(self, assumed: Costs | None = None) -> None:
-        costs = assumed or Costs()
+    def __init__(self) -> None:
+        costs = Costs()
         self._steps = LeastSquares(
             (costs.step_s, costs.row_s, costs.adapter_s, costs.token_s), (1, 8, 4, 64), STEPS
         )

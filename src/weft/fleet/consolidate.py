@@ -141,9 +141,8 @@ class _Load:
 class Consolidator:
     """Owner of the set of enabled nodes."""
 
-    def __init__(self, target: float = TARGET, min_nodes: int = 1) -> None:
+    def __init__(self, target: float = TARGET) -> None:
         self._target = target
-        self._min_nodes = min_nodes
         self._order: list[str] = []
         """All nodes: first the enabled ones, then those that were disabled last."""
         self._num_enabled = 0
@@ -175,7 +174,7 @@ class Consolidator:
         if sum(node.wait_s > LATE_S for node in enabled) > LATE * len(enabled):
             need = max(need, self._num_enabled + 1)
             fits = max(fits, need)
-        need = min(max(need, self._min_nodes), len(nodes))
+        need = min(max(need, 1), len(nodes))
         fits = self._fits.add(now, fits)
         last = by_name.get(self._emptying)
         emptied = None

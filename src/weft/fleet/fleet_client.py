@@ -89,9 +89,9 @@ class FleetClient:
     """Owner of the requests of this process, wherever they run. `check()` states the
     invariants."""
 
-    def __init__(self, own: OwnNode | None = None, router: Router | None = None) -> None:
+    def __init__(self, own: OwnNode | None = None) -> None:
         self.own = own
-        self.router = router or Router(max_wait_s=MAX_WAIT_S)
+        self.router = Router(max_wait_s=MAX_WAIT_S)
         self.process = own.process if own is not None else uuid.uuid4().hex
         self.helpers: list[Closing] = []
         """Who brings other nodes, and who decides how many serve; they are closed with this."""

@@ -223,7 +223,7 @@ class Router:
         others *= view.crowd
         order = told.orders.seconds(request.order_key)
         closed = view.closed_s
-        if request.labels or request.avoid:
+        if request.avoid:
             closed = closed + view.barred_s(request)
         wait = view.wait_s
         total = np.maximum(wait, load)

@@ -41,8 +41,6 @@ class RoutedRequest:
     prefixes: tuple[tuple[int, int], ...] = ()
     """(Number of tokens, key) of its prefixes, the shortest first."""
     tenant: str = ""
-    labels: frozenset[str] = frozenset()
-    """Only nodes that have all of these labels may serve it."""
     avoid: frozenset[str] = frozenset()
     """Nodes that may not serve it: those that died with it, or that it has to leave."""
 
@@ -68,7 +66,6 @@ class NodeState:
     """One node, as one router sees it."""
 
     name: str
-    labels: frozenset[str] = frozenset()
     dead: bool = True
     """Whether it can serve nobody; so until its first report."""
     draining: bool = False
@@ -182,9 +179,6 @@ class FleetView:
         self.nodes[index].dead = True
         self._close(index)
 
-    def set_labels(self, name: str, labels: frozenset[str]) -> None:
-        self.nodes[self.index(name)].labels = labels
-
     def set_enabled(self, names: frozenset[str] | None) -> None:
         """Let only these nodes get requests, as long as one of them can; None: all."""
         self.heed()
@@ -211,7 +205,7 @@ class FleetView:
         """Infinite at nodes that may not serve this request, and 0 at others."""
         barred = np.zeros(self.capacity)
         for index, node in self.nodes.items():
-            if node.name in request.avoid or not request.labels <= node.labels:
+            if node.name in request.avoid:
                 barred[index] = np.inf
         return barred
 

@@ -38,6 +38,12 @@ def appearance(name: str) -> str:
     return name if name.isascii() else one_form(name.translate(_TABLE))
 
 
+def namespace_of(name: str) -> str:
+    """What a name has before its first "/"; "" for one without a namespace."""
+    namespace, slash, _ = name.partition("/")
+    return namespace if slash else ""
+
+
 def check_name(name: str) -> None:
     """Raises InvalidRequest unless a name is safe in URLs, labels, logs and paths."""
     if not name:

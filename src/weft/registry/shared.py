@@ -68,9 +68,9 @@ class _Waiting:
 class SharedRegistry:
     """A view of a registry that follows it, and commits changes to it."""
 
-    def __init__(self, store: Store, *, poll_s: float = 0.25, writer: str = "") -> None:
-        """Proves that the store can hold a registry, and reads it. `writer` begins the marks of
-        this process's changes in the log. Raises ConfigError, RegistryUnavailable."""
+    def __init__(self, store: Store, *, poll_s: float = 0.25) -> None:
+        """Proves that the store can hold a registry, and reads it. Raises ConfigError,
+        RegistryUnavailable."""
         probe(store)
         self.store = store
         self._ask = _Driver(store)
@@ -79,7 +79,8 @@ class SharedRegistry:
         self.state = self._log.state
         self._answered_at = time.monotonic()
         self._poll_s = poll_s
-        self._mark = f"{writer}{secrets.token_hex(8)}."
+        self._mark = f"{secrets.token_hex(8)}."
+        """What the nonces of this process's changes begin with."""
         self._polls = (0, 0)
         """The numbers of the last poll that was begun, and of the last one that was answered."""
         self._driving = RLock()

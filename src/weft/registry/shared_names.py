@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from heapq import merge
 
 from weft.core.errors import AdapterConflict, InvalidRequest, ModelNotFound
-from weft.registry.names import MAX_NAME_LENGTH, appearance, check_name
+from weft.registry.names import MAX_NAME_LENGTH, appearance, check_name, namespace_of
 from weft.registry.records import Name
 from weft.registry.registry import ModelCard
 from weft.registry.releases import main_number, number_of, split
@@ -33,7 +33,7 @@ class SharedNames:
         """Names that are not in ASCII, by what they look like."""
         for name, entry in shared.state.names.items():
             if self._is_listed(entry):
-                self._sorted.setdefault(_namespace(name), []).append(name)
+                self._sorted.setdefault(namespace_of(name), []).append(name)
                 self._add_look(name)
         for names in self._sorted.values():
             names.sort()
@@ -55,7 +55,7 @@ class SharedNames:
     def update(self, changed: Iterable[str]) -> None:
         """Follow what became of these names."""
         for name in changed:
-            names = self._sorted.setdefault(_namespace(name), [])
+            names = self._sorted.setdefault(namespace_of(name), [])
             place = bisect_left(names, name)
             was_there = place < len(names) and names[place] == name
             if not self._is_listed(self.entry(name)):
@@ -131,9 +131,4 @@ class SharedNames:
         assert {name for names in self._sorted.values() for name in names} == there
         for namespace, names in self._sorted.items():
             assert names == sorted(set(names))
-            assert all(_namespace(name) == namespace for name in names)
-
-
-def _namespace(name: str) -> str:
-    namespace, slash, _ = name.partition("/")
-    return namespace if slash else ""
+            assert all(namespace_of(name) == namespace for name in names)

@@ -68,7 +68,7 @@ class AdapterRoots:
         where = "" if path.startswith("/") else " below --lora-root, where relative paths begin"
         return f"lora_path {path[:200]!r}: no such folder{where}"
 
-    def hold(self, path: str) -> bool:
+    def contain(self, path: str) -> bool:
         """Whether a root has something under this relative path, be it allowed or not."""
         return any(os.path.lexists(Path(root) / path) for root in self._roots.paths)
 
@@ -86,7 +86,7 @@ class AnyFolder:
         """As that of `AdapterRoots`."""
         return f"there is no folder {path}"
 
-    def hold(self, path: str) -> bool:
+    def contain(self, path: str) -> bool:
         return Path(path).expanduser().exists()
 
 
@@ -196,7 +196,7 @@ class Sources:
         return str(Path(plain).expanduser().absolute())
 
     def _on_hub(self, path: str) -> bool:
-        return is_hub_id(path) and not self._folders.hold(path)
+        return is_hub_id(path) and not self._folders.contain(path)
 
     def _from_hub(self, hub_id: str) -> Folder:
         if not self._allowed.scheme(HUB):

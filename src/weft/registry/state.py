@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from weft.core.errors import InvalidRequest
 from weft.registry.frozen_map import FrozenMap
 from weft.registry.labels import pin_of
+from weft.registry.names import namespace_of
 from weft.registry.records import (
     Change,
     Done,
@@ -167,7 +168,7 @@ class State(Struct, frozen=True):
             assert name.generation > 0 and name.history[-1].generation == name.generation
             assert {share.number for share in name.route.shares} <= name.versions.keys()
             assert name.removed_at is None or name.route == Route()
-            space = _namespace(key)
+            space = namespace_of(key)
             if space and name.removed_at is None:
                 count, size = used.get(space, (0, 0))
                 used[space] = count + 1, size + _size(name)
@@ -372,7 +373,7 @@ def _tenant_generation(state: State, name: str, expect: int | None) -> int:
 def _charge(state: State, key: str, old: Name, new: Name) -> State:
     """The state in which the namespace of `key` has paid for `new` in place of `old`. What makes
     it smaller is never refused."""
-    space = _namespace(key)
+    space = namespace_of(key)
     if not space:
         return state
     used = state.usage.get(space, _NOTHING)
@@ -402,10 +403,6 @@ def _keep_below(most: int | None, wanted: int, who: str, what: str) -> None:
 def _caps(state: State, tenant: str) -> _Caps:
     record = state.tenants.get(tenant)
     return _settings.decode(record.settings).caps if record else _Caps()
-
-
-def _namespace(key: str) -> str:
-    return key.partition("/")[0] if "/" in key else ""
 
 
 def _exists(name: Name) -> bool:

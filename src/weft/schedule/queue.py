@@ -41,9 +41,9 @@ class Account:
 
     __slots__ = ("counter", "max_seats", "name", "num_open", "num_waiting", "weight")
 
-    def __init__(self, name: str, weight: float = 1.0) -> None:
+    def __init__(self, name: str) -> None:
         self.name = name
-        self.weight = weight
+        self.weight = 1.0
         self.max_seats: int | None = None
         """How many of its requests may run at a time; None: any number."""
         self.counter = 0.0

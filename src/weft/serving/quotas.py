@@ -11,6 +11,7 @@ from weft.core.adapters import AdapterInfo
 from weft.core.errors import AdapterConflict, Overloaded
 from weft.core.tenants import Tenant, tenant_in
 from weft.registry import AdapterRegistry
+from weft.registry.names import namespace_of
 
 MAX_LOADS = 16
 """Loads that run side by side. A tenant may have three quarters of them, so that its loads never
@@ -72,8 +73,7 @@ class Quotas:
             self._leave(tenant.name)
 
     def _tenant(self, name: str) -> Tenant:
-        namespace, slash, _ = name.partition("/")
-        return tenant_in(self._tenants, namespace if slash else "")
+        return tenant_in(self._tenants, namespace_of(name))
 
     @contextmanager
     def _counted(self, name: str, tenant: Tenant) -> Iterator[None]:
