@@ -7,13 +7,12 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from fastapi import FastAPI
-from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
 from weft.api.audit import AuditLog
 from weft.api.callers import Tenants, keychain_of, tenant_of_key
 from weft.api.desk import AdapterDesk
-from weft.api.http import handle_error
+from weft.api.http import new_app
 from weft.api.loop_watch import LoopWatch
 from weft.api.middleware import (
     PROBES,
@@ -39,7 +38,6 @@ from weft.api.routes_server import metrics_app, server_routes, tokenize_routes
 from weft.api.routes_uploads import upload_routes
 from weft.api.service import DIGEST, VERSION, Fleet, Service
 from weft.api.settings import ApiSettings, parse_key
-from weft.core.errors import WeftError
 from weft.core.messages import EngineClient
 from weft.core.version import __version__
 from weft.metrics import Metrics
@@ -80,7 +78,16 @@ def create_app(
     follower = Follower(*shared, registry, publisher) if shared is not None else None
     releases = Releases(follower, publisher, executor) if follower is not None else None
     service = Service(
-        engine, registry, tokenizer, settings, metrics, executor, traces, tenants, follower, fleet
+        engine,
+        registry,
+        tokenizer,
+        settings,
+        metrics,
+        executor,
+        traces=traces,
+        tenants=tenants,
+        follower=follower,
+        fleet=fleet,
     )
     audit = audit or AuditLog(None)
     desk = AdapterDesk(service, publisher, releases, sources, executor, audit, tenants)
@@ -94,15 +101,7 @@ def create_app(
         await executor.close()
         await service.close()
 
-    # No /docs: its page would load scripts from elsewhere.
-    app = FastAPI(
-        title="Weft",
-        version=__version__,
-        lifespan=lifespan,
-        docs_url=None,
-        redoc_url=None,
-        exception_handlers={WeftError: handle_error, HTTPException: handle_error},
-    )
+    app = new_app("Weft", version=__version__, lifespan=lifespan)
     app.state.request_timeout_s = settings.request_timeout_s
     _add_routes(app, service, desk, watch, fleet)
     app.state.follower, app.state.shadows = follower, service.shadows

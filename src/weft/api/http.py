@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, 
 from typing import Any, TypeVar
 
 import msgspec
+from fastapi import FastAPI
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -107,7 +108,7 @@ def error_response(error: BaseException, path: str) -> Response:
     return Response(msgspec.json.encode(body), status, headers, "application/json")
 
 
-async def handle_error(request: Request, error: Exception) -> Response:
+async def _handle_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         error = HTTPException(error.status_code, _no_route(request, error), error.headers)
     return error_response(error, request.url.path)
@@ -126,6 +127,18 @@ def _no_route(request: Request, error: HTTPException) -> str:
         if any(route.matches(asked)[0] is Match.FULL for route in request.app.router.routes):
             return f"{told}; did you mean {near[:200]}?"
     return told
+
+
+def new_app(title: str, **options: Any) -> FastAPI:
+    """An application whose errors have this form. It has no /docs: that page would load scripts
+    from elsewhere."""
+    return FastAPI(
+        title=title,
+        docs_url=None,
+        redoc_url=None,
+        exception_handlers={WeftError: _handle_error, HTTPException: _handle_error},
+        **options,
+    )
 
 
 # -- answers ---------------------------------------------------------------------------------------

@@ -9,16 +9,15 @@ from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from pydantic import Field
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from weft.api.bodies import ClosedBody, Conversation, Message
 from weft.api.generation import token_text
-from weft.api.http import ERRORS, TEXT, body_of, handle_error, json_response
+from weft.api.http import ERRORS, TEXT, body_of, json_response, new_app
 from weft.api.loop_watch import LoopWatch
 from weft.api.reading import read_body
 from weft.api.service import Service
-from weft.core.errors import EngineDead, InvalidRequest, NotReady, WeftError
+from weft.core.errors import EngineDead, InvalidRequest, NotReady
 from weft.core.version import __version__
 from weft.metrics import CONTENT_TYPE
 from weft.registry import ModelCard
@@ -128,13 +127,7 @@ def health_routes(service: Service, watch: LoopWatch) -> APIRouter:
 def metrics_app(service: Service, watch: LoopWatch) -> FastAPI:
     """What is served on an address of its own, to those who run the server: metrics and health.
     It asks for no key."""
-    app = FastAPI(
-        title="Weft's metrics",
-        openapi_url=None,
-        docs_url=None,
-        redoc_url=None,
-        exception_handlers={WeftError: handle_error, HTTPException: handle_error},
-    )
+    app = new_app("Weft's metrics", openapi_url=None)
     app.state.tenant_of_key = lambda _: ""
     app.router.routes.extend(health_routes(service, watch).routes)
 

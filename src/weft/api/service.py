@@ -139,10 +139,11 @@ class Service:
         settings: ApiSettings,
         metrics: Metrics,
         executor: Executor,
-        traces: TraceSink | None = None,
-        tenants: Tenants | None = None,
-        follower: Follower | None = None,
-        fleet: Fleet | None = None,
+        *,
+        traces: TraceSink | None,
+        tenants: Tenants | None,
+        follower: Follower | None,
+        fleet: Fleet | None,
     ) -> None:
         """`follower` follows a shared registry, if there is one. `fleet`: what `engine` is, if it
         has several nodes."""

@@ -189,11 +189,11 @@ async def _start_and_serve(
             tokenizers,
             Sources(start.roots, start.allowed, contents, max_bytes),
             replace(start.api, embedding=rule),
-            traces,
-            start.door.tenants,
-            start.door.audit,
-            None if shared is None or blobs is None else (shared, blobs),
-            None if isinstance(engine, Supervisor) else engine,
+            traces=traces,
+            tenants=start.door.tenants,
+            audit=start.door.audit,
+            shared=None if shared is None or blobs is None else (shared, blobs),
+            fleet=None if isinstance(engine, Supervisor) else engine,
         )
         if not isinstance(engine, Supervisor) and app.state.follower is not None:
             engine.adapters.pins = app.state.follower.pins.by_digest

@@ -146,15 +146,15 @@ class Catalog:
             self.add_source(image.digest, source)
         self._hold(image, known.kept)
         known.info = AdapterInfo(
-            image.digest,
-            source.path if source else "",
-            image.layout.max_rank,
-            image.num_bytes,
-            image.targets,
-            image.conversion_error,
-            image.conversion_worst,
-            image.invocation,
-            image.layout.vocab_size,
+            digest=image.digest,
+            path=source.path if source else "",
+            max_rank=image.layout.max_rank,
+            num_bytes=image.num_bytes,
+            targets=image.targets,
+            conversion_error=image.conversion_error,
+            conversion_worst=image.conversion_worst,
+            invocation_token_ids=image.invocation,
+            vocab_size=image.layout.vocab_size,
         )
         return self.info(image.digest)
 

@@ -205,19 +205,19 @@ class Engine:
         assert meter is not None and self._cache.sketch is not None
         free_elements = slots.capacity - slots.used_elements
         return EngineLoad(
-            scheduler.batch.num_rows,
-            scheduler.num_running,
-            scheduler.num_waiting,
-            scheduler.batch.num_queued_tokens,
-            self._cache.usage,
-            free_elements * self._worker.facts.element_bytes,
-            _keys(scheduler.running_adapters()),
-            {adapter_key(d): s for d, s in self._residency.loading_s().items()},
-            _keys(slots.resident[:MAX_RESIDENT]),
-            _keys(self._residency.host.digests()[-MAX_HOST:]),
-            self._cache.sketch.keys,
-            meter.costs,
-            scheduler.batch.stranded(MAX_STRANDED),
+            max_seats=scheduler.batch.num_rows,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            queued_tokens=scheduler.batch.num_queued_tokens,
+            kv_usage=self._cache.usage,
+            free_adapter_bytes=free_elements * self._worker.facts.element_bytes,
+            running_adapters=_keys(scheduler.running_adapters()),
+            loading={adapter_key(d): s for d, s in self._residency.loading_s().items()},
+            resident=_keys(slots.resident[:MAX_RESIDENT]),
+            host=_keys(self._residency.host.digests()[-MAX_HOST:]),
+            prefixes=self._cache.sketch.keys,
+            costs=meter.costs,
+            stranded=scheduler.batch.stranded(MAX_STRANDED),
         )
 
     # -- steps ---------------------------------------------------------------------------------

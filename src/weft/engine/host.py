@@ -137,12 +137,12 @@ class HostTier:
 
     def stats(self) -> TierStats:
         return TierStats(
-            self._num_bytes,
-            self._max_bytes,
-            len(self._held),
-            self._hits,
-            self._misses,
-            self._evictions,
+            num_bytes=self._num_bytes,
+            max_bytes=self._max_bytes,
+            num_adapters=len(self._held),
+            hits=self._hits,
+            misses=self._misses,
+            evictions=self._evictions,
         )
 
     def check(self) -> None:

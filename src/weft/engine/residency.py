@@ -122,12 +122,12 @@ class Residency:
         """Figures by device, host and disk; no disk if images are not kept there."""
         slots, size = self.slots, self._worker.facts.element_bytes
         device = TierStats(
-            slots.used_elements * size,
-            slots.capacity * size,
-            len(slots.resident),
-            self._hits,
-            self._misses,
-            slots.num_evictions,
+            num_bytes=slots.used_elements * size,
+            max_bytes=slots.capacity * size,
+            num_adapters=len(slots.resident),
+            hits=self._hits,
+            misses=self._misses,
+            evictions=slots.num_evictions,
         )
         tiers = {"device": device, "host": self.host.stats()}
         disk = self._worker.disk_stats()

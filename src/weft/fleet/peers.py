@@ -141,10 +141,8 @@ class PeerContents:
                 except _PeerLacks:
                     logger.debug("the node at %s does not give %s", address, key)
                 except (_PeerFailed, zmq.ZMQError, msgspec.DecodeError) as error:
-                    logger.warning(
-                        "the node at %s is not asked for adapters for %d s: %s",
-                        *(address, AVOID_S, error),
-                    )
+                    message = "the node at %s is not asked for adapters for %d s: %s"
+                    logger.warning(message, address, AVOID_S, error)
                     self._avoided[address] = time.monotonic() + AVOID_S
             return None
         finally:

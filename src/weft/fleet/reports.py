@@ -105,7 +105,14 @@ class ReportSender:
         last = self.report
         seq = last.seq + 1 if last else 1
         self.report = NodeReport(
-            *(self._node, self._epoch, seq, load, draining, idle, controller, self._labels)
+            node=self._node,
+            epoch=self._epoch,
+            seq=seq,
+            load=load,
+            draining=draining,
+            idle=idle,
+            controller=controller,
+            labels=self._labels,
         )
         return update_between(last.load if last else None, self.report)
 

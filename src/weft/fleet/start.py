@@ -106,8 +106,14 @@ async def start_fleet(
         engine = await start_supervised(engine_args, start, watchdog_s)
         try:
             own = OwnNode(
-                *(args.name, engine, args.listen, key, locate, contents, args.has_api),
-                args.parse_labels(),
+                args.name,
+                engine,
+                args.listen,
+                key,
+                locate,
+                contents,
+                has_api=args.has_api,
+                labels=args.parse_labels(),
             )
         except BaseException:
             await engine.close()

@@ -12,7 +12,8 @@ import numpy as np
 from weft.core.errors import WeftError
 from weft.grammar.aside import run_aside
 from weft.grammar.schema import refusal
-from weft.grammar.vocabulary import Vocabulary, Words
+from weft.grammar.vocabulary import Vocabulary
+from weft.schedule.plan import Words
 
 BURST_S = 0.5
 STEP_S = 0.01

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Self
 
-import numpy as np
-from numpy.typing import NDArray
+from weft.schedule.masks import words_of
 
 if TYPE_CHECKING:
     from weft.text import Tokenizer
-
-Words = NDArray[np.int32]
 
 
 class Vocabulary:
@@ -27,9 +24,9 @@ class Vocabulary:
         self.spelled = spelled
         self.size = size = len(spelled)
         self.eos_ids = eos_ids
-        self.before = _words([i for i in range(size) if spelled[i]], size)
+        self.before = words_of([i for i in range(size) if spelled[i]], size)
         """Before the form binds: all but EOS."""
-        self.eos = _words(eos_ids, size)
+        self.eos = words_of(eos_ids, size)
         self.any = self.before | self.eos
 
     @classmethod
@@ -46,9 +43,3 @@ class Vocabulary:
     @cached_property
     def id_of_special(self) -> dict[str, int]:
         return {t[1:].decode(): i for i, t in enumerate(self.spelled) if t[:1] == b"\xff"}
-
-
-def _words(token_ids: Iterable[int], size: int) -> Words:
-    bits = np.zeros(-(-size // 32) * 32, dtype=np.bool_)
-    bits[list(token_ids)] = True
-    return np.packbits(bits, bitorder="little").view(np.int32)

@@ -311,8 +311,8 @@ class Scheduler:
         if self._shares.pending:
             running, budget = self.batch.running, draft.num_left - len(self.batch.running)
             self.batch.charge_running(draft.step)
-            room = self.batch.num_free, budget, self._cache.block_size
-            for seq in self._shares.begin(running, *room):
+            num_free, block_size = self.batch.num_free, self._cache.block_size
+            for seq in self._shares.begin(running, num_free, budget, block_size):
                 self.batch.park(seq)
 
     def _plan_chunks(self, draft: Draft, contended: bool) -> None:
@@ -374,9 +374,9 @@ class Scheduler:
         self.totals.finished[reason] += 1
         self.batch.remove(seq)
         self._turns.depart(seq.adapter)
-        what = seq.request_id, token_ids or [], logprobs, reason, stop_reason
-        cached, told = max(seq.num_cached, 0), to_wire(error) if error else None
-        return TokenEvent(*what, cached, len(seq.tokens), told)
+        new, wire = token_ids or [], to_wire(error) if error else None
+        cached, known = max(seq.num_cached, 0), len(seq.tokens)
+        return TokenEvent(seq.request_id, new, logprobs, reason, stop_reason, cached, known, wire)
 
     # -- views ---------------------------------------------------------------------------------
 
