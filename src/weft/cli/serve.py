@@ -176,6 +176,7 @@ async def _start_and_serve(
     contents = Contents(kept, lora.adapter_cache_bytes, registry.digests)
     blobs = None if shared is None else Blobs(shared.store, contents)
     engine, tokenizer = await _load(start, contents, blobs)
+    fleet = None if isinstance(engine, Supervisor) else engine
     tokenizers = AdapterTokenizers(tokenizer, start.flags.adapter_templates == "off")
     try:
         if start.api.tenants:
@@ -193,10 +194,10 @@ async def _start_and_serve(
             tenants=start.door.tenants,
             audit=start.door.audit,
             shared=None if shared is None or blobs is None else (shared, blobs),
-            fleet=None if isinstance(engine, Supervisor) else engine,
+            fleet=fleet,
         )
-        if not isinstance(engine, Supervisor) and app.state.follower is not None:
-            engine.adapters.pins = app.state.follower.pins.by_digest
+        if fleet is not None and app.state.follower is not None:
+            fleet.adapters.pins = app.state.follower.pins.by_digest
         # The operator's own adapters may lie anywhere, so this has sources of its own.
         own = Sources(contents=contents)
         publisher = Publisher(engine, registry, tokenizers, own, LoopExecutor())

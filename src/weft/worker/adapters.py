@@ -90,10 +90,10 @@ class Packer:
                 self._model.shard.whole,
                 self._model.dtype,
                 self._args.max_lora_rank,
-                self._base,
-                self._args.conversion_tolerance,
-                self._args.max_added_tokens,
-                self._shards,
+                base=self._base,
+                conversion_tolerance=self._args.conversion_tolerance,
+                max_added_tokens=self._args.max_added_tokens,
+                shards=self._shards,
             )
 
     @property
@@ -274,12 +274,12 @@ class AdapterLoader:
 
     def _obtain(self, order: LoadOrder, origin: Origin, work: _Work) -> AdapterImage:
         if not order.parts:
-            return self._summed_up(self._bring(origin, order.extent, work))
+            return self._with_checksums(self._bring(origin, order.extent, work))
         images = [(self._bring(part, None, work), scale) for part, scale in order.parts]
         with self._timed("pack", work):
             into = self._host.view(order.extent)
             image = self.packer.sum_adapters(origin.digest, images, into)
-        return self._summed_up(image)
+        return self._with_checksums(image)
 
     def _bring(self, origin: Origin, extent: Extent | None, work: _Work) -> AdapterImage:
         """An adapter from the nearest place that has it, in `extent` unless it is on the host."""
@@ -304,7 +304,7 @@ class AdapterLoader:
 
     def _packed(self, files: AdapterFiles, work: _Work) -> AdapterImage:
         with self._timed("pack", work):
-            return self._summed_up(self.packer.pack_adapter(files))
+            return self._with_checksums(self.packer.pack_adapter(files))
 
     def _from_folders(self, origin: Origin, work: _Work) -> AdapterImage:
         """An adapter from the first folder that still holds it; else the last one's error."""
@@ -326,7 +326,7 @@ class AdapterLoader:
         np.copyto(data.view(view.dtype).numpy(), image.data.view(view.dtype).numpy())
         return replace(image, data=data)
 
-    def _summed_up(self, image: AdapterImage) -> AdapterImage:
+    def _with_checksums(self, image: AdapterImage) -> AdapterImage:
         """The image with its checksums."""
         if image.checksums:
             return image

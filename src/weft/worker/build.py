@@ -35,6 +35,7 @@ from weft.worker.execute import StepExecutor
 from weft.worker.images import ImageStore, default_folder, fingerprint
 from weft.worker.inputs import Array
 from weft.worker.memory import (
+    CacheSizes,
     HostMemory,
     adapter_bytes,
     allocating,
@@ -73,12 +74,7 @@ class DeviceParts:
     activity: Activity
     self_check: SelfCheck | None
     host: HostMemory
-    num_blocks: int
-    """Of KV cache."""
-    num_states: int
-    """Of layers with linear attention, for sequences."""
-    num_snapshots: int
-    """Of such states."""
+    cache: CacheSizes
     max_model_len: int
 
 
@@ -152,22 +148,22 @@ def build_parts(
     num_rows = args.scheduler.max_num_seqs
     most = model.config.vocab_size + args.lora.max_added_tokens
     sampler = Sampler(num_rows, most, model.device, _Copies(model.device).put)
-    num_states, num_snapshots, num_blocks = _cache_sizes(args, model, ranks)
-    capacity = num_blocks * args.cache.block_size
+    cache = _cache_sizes(args, model, ranks)
+    capacity = cache.num_blocks * args.cache.block_size
     max_model_len = context_length(args.model.max_model_len, capacity, model.config)
     with allocating("kv_cache_memory"):
         kv = allocate_kv_cache(
             model.config,
-            num_blocks,
+            cache.num_blocks,
             args.cache.block_size,
             model.dtype,
             model.device,
-            num_states + num_snapshots,
+            cache.num_states + cache.num_snapshots,
         )
     ops = make_ops("auto", model.device, args.model.deterministic)
     decoder = Decoder(model.config, model.weights, ops, max_model_len, ranks)
     lora = make_backend(_backend_name(args, model.device), pool)
-    drafter = _make_drafter(args, model, decoder, num_blocks, max_model_len)
+    drafter = _make_drafter(args, model, decoder, cache.num_blocks, max_model_len)
     executor = StepExecutor(decoder, kv, pool, lora, sampler, num_rows, drafter)
     _end_stage(stages, "memory", model.device)
     executor.make_graphs(
@@ -180,22 +176,24 @@ def build_parts(
         asked = args.lora.adapter_host_memory
         pinning = beside.submit(host_memory, asked, model.device, host_fd)
         if model.device.type == "cuda":
-            cache = args.cache.block_size, num_blocks, num_states, model.config.vocab_size
-            most = args.scheduler.max_num_batched_tokens
-            rehearsal = Rehearsal(num_rows, most, max_model_len, *cache, model.mtp_head is not None)
+            rehearsal = _rehearsal(args, model, cache, max_model_len)
             _prepare(executor, pool, self_check, rehearsal, ranks, stages)
     host = pinning.result()
-    return DeviceParts(
-        model,
-        pool,
-        executor,
-        activity,
-        self_check,
-        host,
-        num_blocks,
-        num_states,
-        num_snapshots,
-        max_model_len,
+    return DeviceParts(model, pool, executor, activity, self_check, host, cache, max_model_len)
+
+
+def _rehearsal(
+    args: EngineArgs, model: LoadedModel, cache: CacheSizes, max_model_len: int
+) -> Rehearsal:
+    return Rehearsal(
+        num_rows=args.scheduler.max_num_seqs,
+        num_tokens=args.scheduler.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        block_size=args.cache.block_size,
+        num_blocks=cache.num_blocks,
+        num_states=cache.num_states,
+        vocab_size=model.config.vocab_size,
+        drafts=model.mtp_head is not None,
     )
 
 
@@ -239,9 +237,9 @@ def _assemble(args: EngineArgs, parts: DeviceParts, peers: Peers | None = None) 
         eos_token_ids=tuple(model.config.eos_token_ids),
         num_parameters=num_parameters(model.shard.whole),
         max_model_len=parts.max_model_len,
-        num_blocks=parts.num_blocks,
-        num_states=parts.num_states,
-        num_snapshots=parts.num_snapshots,
+        num_blocks=parts.cache.num_blocks,
+        num_states=parts.cache.num_states,
+        num_snapshots=parts.cache.num_snapshots,
         num_slots=pool.num_slots,
         adapter_elements=pool.arena.numel(),
         element_bytes=pool.element_bytes,
@@ -272,14 +270,13 @@ def row_bytes(args: ModelArgs, device: torch.device) -> int:
     return config.hidden_size * dtype_of(args.dtype, config, device).itemsize
 
 
-def _cache_sizes(args: EngineArgs, model: LoadedModel, ranks: Ranks) -> tuple[int, int, int]:
-    """Recurrent states, snapshots of them, and blocks of the KV cache."""
-    of_model = args.cache, model.config, model.dtype
-    num_states = count_states(model.config, args.scheduler.max_num_seqs)
-    left = cache_bytes(*of_model, model.device, num_states)
-    num_snapshots = least(ranks, count_snapshots(*of_model, left))
-    num_blocks = count_blocks(*of_model, model.device, num_states + num_snapshots)
-    return num_states, num_snapshots, least(ranks, num_blocks)
+def _cache_sizes(args: EngineArgs, model: LoadedModel, ranks: Ranks) -> CacheSizes:
+    config, dtype, device = model.config, model.dtype, model.device
+    num_states = count_states(config, args.scheduler.max_num_seqs)
+    left = cache_bytes(args.cache, config, dtype, device, num_states)
+    num_snapshots = least(ranks, count_snapshots(args.cache, config, dtype, left))
+    num_blocks = count_blocks(args.cache, config, dtype, device, num_states + num_snapshots)
+    return CacheSizes(least(ranks, num_blocks), num_states, num_snapshots)
 
 
 def _make_pool(args: EngineArgs, model: LoadedModel, ranks: Ranks) -> AdapterPool:
@@ -307,10 +304,10 @@ def _make_drafter(
     """What drafts tokens by the model's own head, if that is served."""
     if model.mtp_head is None:
         return None
-    size = args.cache.block_size
-    own = head_config(model.config), num_blocks + args.scheduler.max_num_seqs * more_blocks(size)
+    config, size = head_config(model.config), args.cache.block_size
+    num_own_blocks = num_blocks + args.scheduler.max_num_seqs * more_blocks(size)
     with allocating("kv_cache_memory"):
-        (cache,) = allocate_kv_cache(*own, size, model.dtype, model.device)
+        (cache,) = allocate_kv_cache(config, num_own_blocks, size, model.dtype, model.device)
     assert isinstance(cache, KVCache)
     head = MtpHead(decoder, model.mtp_head, make_ops("auto", model.device))
     return Drafter(head, cache, num_blocks, max_model_len)

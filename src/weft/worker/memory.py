@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -56,6 +57,17 @@ def adapter_bytes(asked: int | float | None, device: torch.device) -> int:
         return CPU_ADAPTER_BYTES
     free = free_bytes(device) if asked is None else 0
     return GpuMemory(total_bytes(device), free).for_adapters(asked)
+
+
+class CacheSizes(NamedTuple):
+    """What the cache of a device has room for."""
+
+    num_blocks: int
+    """Of KV cache."""
+    num_states: int
+    """Of layers with linear attention, for sequences."""
+    num_snapshots: int
+    """Of such states."""
 
 
 def count_blocks(
