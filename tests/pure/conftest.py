@@ -7,7 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -15,6 +15,9 @@ from weft.registry import AdapterRegistry, Holders
 from weft.schedule.queue import FairQueue
 from weft.schedule.scheduler import Scheduler
 from weft.schedule.slots import AdapterSlots
+
+if TYPE_CHECKING:
+    from http_api import World
 
 OWNERS = (AdapterRegistry, AdapterSlots, FairQueue, Holders, Scheduler)
 KEPT = 8
@@ -53,3 +56,24 @@ def _recording(init: Callable[..., None], kept: deque[Any]) -> Callable[..., Non
         kept.append(self)
 
     return record
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A server whose model thinks and calls tools."""
+    from thinking_model import thinking_world  # not all tests here need HTTP
+
+    made = thinking_world(tmp_path)
+    yield made
+    made.check()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    """The same, for requests that are refused, and so leave nothing behind."""
+    from thinking_model import thinking_world
+
+    made = thinking_world(tmp_path_factory.mktemp("world"))
+    yield made
+    assert not made.engine.requests
+    made.check()

@@ -5,50 +5,29 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from http_api import CHAT, COMPLETE, HI, INFO, Web, World, run
+from http_api import CHAT, COMPLETE, HI, Web, World, run
 from prometheus_client.parser import text_string_to_metric_families
+from thinking_model import prompt_of, thinking_world
 from toy_tokenizers import byte_level, thinking
 
 from weft.api.reading import IGNORED, MAX_ARRAYS, MAX_MEMBERS, MAX_OBJECTS, MAX_STRINGS
 from weft.core.sampling import StructuredOutputs
 
 RESPONSES = "/v1/responses"
-BIG = replace(INFO, max_model_len=4096, vocab_size=thinking().vocab_size)
 ROUTES = ((COMPLETE, {"prompt": "abc"}), (CHAT, {"messages": HI}), (RESPONSES, {"input": "hi"}))
 MB = 1 << 20
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path, thinking(), BIG)
-    yield made
-    made.check()
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """For requests that are refused, and so leave nothing behind."""
-    made = World(tmp_path_factory.mktemp("world"), thinking(), BIG)
-    yield made
-    assert not made.engine.requests
-    made.check()
 
 
 @pytest.fixture(scope="module")
 def counting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     """For tests that look at their own answers alone, and at what counters have grown by."""
-    made = World(tmp_path_factory.mktemp("world"), thinking(), BIG)
+    made = thinking_world(tmp_path_factory.mktemp("world"))
     yield made
     made.check()
-
-
-def prompt_of(world: World) -> str:
-    return thinking().decode(world.engine.requests[-1].prompt_ids)
 
 
 TURNS = [
@@ -153,7 +132,7 @@ def test_bodies_of_clients(
 
 
 def test_strict_fields(tmp_path: Path) -> None:
-    world = World(tmp_path, thinking(), BIG, strict_fields=True)
+    world = thinking_world(tmp_path, strict_fields=True)
 
     async def scenario(web: Web) -> None:
         for path, least in ROUTES:
@@ -249,7 +228,7 @@ def test_an_unknown_model_is_answered_with_one_like_it(world: World) -> None:
 
 
 def test_templates_of_requests(tmp_path: Path) -> None:
-    world = World(tmp_path, thinking(), BIG, allow_request_templates=True)
+    world = thinking_world(tmp_path, allow_request_templates=True)
 
     async def scenario(web: Web) -> None:
         await web.chat(chat_template="{{ messages[0].content }}{{ mood }}!")

@@ -3,53 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from http_api import INFO, Web, World, run, served
-from toy_tokenizers import thinking
+from http_api import Web, World, run, served
+from thinking_model import BIG, CALL, THOUGHT, ids, prompt_of, thinking_world
 
 from weft.core.errors import EngineDead, InvalidRequest
 from weft.core.sampling import StructuredOutputs
 
 PATH = "/v1/messages"
-BIG = replace(INFO, max_model_len=4096, vocab_size=thinking().vocab_size)
 TIME: dict[str, Any] = {
     "name": "time",
     "input_schema": {"type": "object"},
     "cache_control": {"type": "ephemeral"},
 }
-CALL = '<tool_call>\n{"name": "time", "arguments": {"zone": "UTC"}}\n</tool_call>'
-THOUGHT = "<think>\nhm\n</think>\n\n"
 HI = [{"role": "user", "content": "hi"}]
 ASK: dict[str, Any] = {"model": "base", "max_tokens": 400, "messages": HI}
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path, thinking(), BIG)
-    yield made
-    made.check()
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """For requests that are refused, and so leave nothing behind."""
-    made = World(tmp_path_factory.mktemp("world"), thinking(), BIG)
-    yield made
-    assert not made.engine.requests
-    made.check()
-
-
-def ids(text: str) -> list[int]:
-    return thinking().encode(text, add_special_tokens=False)
-
-
-def prompt_of(world: World) -> str:
-    return thinking().decode(world.engine.requests[-1].prompt_ids)
 
 
 async def whole_of(web: Web, says: str, **body: Any) -> Any:
@@ -291,7 +262,7 @@ def test_other_errors(world: World) -> None:
 
 
 def test_keys(tmp_path: Path) -> None:
-    world = World(tmp_path, thinking(), BIG, api_keys=["secret"])
+    world = thinking_world(tmp_path, api_keys=["secret"])
 
     async def scenario(web: Web) -> None:
         for headers, status in (

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from http_api import INFO, Web, World, run, served
+from http_api import Web, World, run, served
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
-from toy_tokenizers import thinking
+from thinking_model import CALL, THOUGHT, ids, prompt_of, thinking_world
 
 from weft.api.bodies import Message
 from weft.api.stored import StoredResponse, StoredResponses
@@ -23,35 +21,8 @@ from weft.core.errors import EngineDead, InvalidRequest, ResponseNotFound
 from weft.core.sampling import StructuredOutputs
 
 PATH = "/v1/responses"
-BIG = replace(INFO, max_model_len=4096, vocab_size=thinking().vocab_size)
 TIME: dict[str, Any] = {"type": "function", "name": "time", "parameters": None, "strict": True}
-CALL = '<tool_call>\n{"name": "time", "arguments": {"zone": "UTC"}}\n</tool_call>'
-THOUGHT = "<think>\nhm\n</think>\n\n"
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path, thinking(), BIG)
-    yield made
-    made.check()
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """For requests that are refused, and so leave nothing behind."""
-    made = World(tmp_path_factory.mktemp("world"), thinking(), BIG)
-    yield made
-    assert not made.engine.requests
-    made.check()
-
-
-def ids(text: str) -> list[int]:
-    return thinking().encode(text, add_special_tokens=False)
-
-
-def prompt_of(world: World) -> str:
-    return thinking().decode(world.engine.requests[-1].prompt_ids)
 
 
 async def whole_of(web: Web, says: str, **body: Any) -> Response:
@@ -258,7 +229,7 @@ def test_going_on_from_a_stored_response(world: World) -> None:
 
 
 def test_a_server_that_stores_nothing(tmp_path: Path) -> None:
-    world = World(tmp_path, thinking(), BIG, response_store_bytes=0)
+    world = thinking_world(tmp_path, response_store_bytes=0)
 
     async def scenario(web: Web) -> None:
         answer = await web.post(PATH, {"model": "base", "input": "x", "store": True})

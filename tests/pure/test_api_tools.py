@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from http_api import CHAT, HI, INFO, Web, World, run, served
+from http_api import CHAT, HI, Web, World, run, served
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from thinking_model import THOUGHT, ids, prompt_of, thinking_world
 from toy_tokenizers import byte_level, thinking
 
 from weft.api import ApiSettings
 from weft.core.errors import ConfigError, InvalidRequest
 
-BIG = replace(INFO, max_model_len=4096, vocab_size=thinking().vocab_size)
 END_OF_REASONING = thinking().encode("</think>", add_special_tokens=False)[0]
 WEATHER = {
     "type": "function",
@@ -31,21 +29,6 @@ TIME = {"type": "function", "function": {"name": "time"}}
 PARIS = '{"place": "Paris"}'
 CALL = f'<tool_call>\n{{"name": "weather", "arguments": {PARIS}}}\n</tool_call>'
 CALL_TIME = '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    made = World(tmp_path, thinking(), BIG)
-    yield made
-    made.check()
-
-
-def ids(text: str) -> list[int]:
-    return thinking().encode(text, add_special_tokens=False)
-
-
-def prompt_of(world: World) -> str:
-    return thinking().decode(world.engine.requests[-1].prompt_ids)
 
 
 async def both(web: Web, text: str, **body: Any) -> tuple[Any, list[Any]]:
@@ -228,7 +211,7 @@ def test_reasoning_and_its_stream(world: World, opened: bool) -> None:
 
 def test_reasoning_before_a_call(world: World) -> None:
     async def scenario(web: Web) -> None:
-        text = "<think>\nhm\n</think>\n\n" + CALL
+        text = THOUGHT + CALL
         whole, stream = await both(web, text, tools=[WEATHER], skip_special_tokens=True)
         assert whole["message"]["reasoning_content"] == joined(stream, "reasoning") == "hm"
         assert len(whole["message"]["tool_calls"]) == len(calls_of(stream)) == 1
@@ -256,7 +239,7 @@ def test_a_form_binds_after_the_reasoning_if_there_is_any(world: World) -> None:
 
 
 def test_parsers_are_what_the_operator_says(tmp_path: Path) -> None:
-    world = World(tmp_path, thinking(), BIG, tool_call_parser="mistral", reasoning_parser=None)
+    world = thinking_world(tmp_path, tool_call_parser="mistral", reasoning_parser=None)
 
     async def scenario(web: Web) -> None:
         text = '<think>[TOOL_CALLS][{"name": "time", "arguments": {}}]'
@@ -265,7 +248,7 @@ def test_parsers_are_what_the_operator_says(tmp_path: Path) -> None:
         assert whole["message"]["tool_calls"][0]["function"]["name"] == "time"
 
     run(world, scenario)
-    world = World(tmp_path, thinking(), BIG, tool_call_parser=None)
+    world = thinking_world(tmp_path, tool_call_parser=None)
 
     async def refused(web: Web) -> None:
         answer = await web.post(CHAT, {"model": "base", "messages": HI, "tools": [TIME]})
