@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from weft.bench.cli.options import Rank, Targets, names
+from weft.bench.cli.options import Rank, Targets, split_names
 from weft.core.errors import ConfigError
 from weft.terminal.options import (
     ADAPTERS,
@@ -140,7 +140,7 @@ def _work_out(
 def _adapted(plan: RankPlan, targets: str | None) -> Sequence[Target]:
     from weft.bench.engine import AdapterShape
 
-    return AdapterShape(1, names(targets)).of(plan.table)
+    return AdapterShape(1, split_names(targets)).of(plan.table)
 
 
 def _show(title: str, found: Sequence[RankMemory]) -> None:

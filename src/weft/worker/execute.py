@@ -172,38 +172,30 @@ class StepExecutor:
 
     def _on_device(self, inputs: StepInputs) -> StepTensors:
         """A step's arrays on the device, in one copy, and its adapters ready for use."""
-        carried_T, states_S = inputs.from_device_T, inputs.state_S
+        carried_T, state_S, query_start = inputs.from_device_T, inputs.state_S, inputs.query_start
+        arrays = [
+            inputs.ids_T,
+            inputs.row_T,
+            np.zeros(0, np.bool_) if carried_T is None else carried_T,
+            inputs.positions_T,
+            inputs.slot_mapping_T,
+            inputs.slot_T,
+            inputs.block_table_SB,
+            inputs.seq_lens_S,
+            inputs.sampled_tokens_N,
+            inputs.slot_N,
+        ]
+        if state_S is not None:
+            arrays += state_work(state_S, query_start, inputs.source_S, inputs.lag_S)
         ids_T, row_T, carried, positions_T, place_T, slot_T, table_SB, lens_S, sampled_N, *rest = (
-            self._staging.send_all(
-                (
-                    inputs.ids_T,
-                    inputs.row_T,
-                    np.zeros(0, np.bool_) if carried_T is None else carried_T,
-                    inputs.positions_T,
-                    inputs.slot_mapping_T,
-                    inputs.slot_T,
-                    inputs.block_table_SB,
-                    inputs.seq_lens_S,
-                    inputs.sampled_tokens_N,
-                    inputs.slot_N,
-                    *(
-                        ()
-                        if states_S is None
-                        else state_work(states_S, inputs.query_start, inputs.source_S, inputs.lag_S)
-                    ),
-                )
-            )
+            self._staging.send_all(arrays)
         )
         slot_N, *of_states = rest
         states = None
-        if states_S is not None:
-            states = StateRows(
-                states_S.tolist(),
-                inputs.query_start,
-                StateWork(*of_states),
-            )
+        if state_S is not None:
+            states = StateRows(state_S.tolist(), query_start, StateWork(*of_states))
         attention = AttentionBatch(
-            place_T, table_SB, lens_S, inputs.query_start, inputs.seq_lens_S.tolist()
+            place_T, table_SB, lens_S, query_start, inputs.seq_lens_S.tolist()
         )
         lora = self._begin_lora(slot_T, inputs.segments, slot_N, inputs.sampled_segments)
         return StepTensors(

@@ -21,8 +21,8 @@ from weft.bench.cli.options import (
     Seed,
     Targets,
     engine_options,
-    names,
     reporting,
+    split_names,
 )
 from weft.terminal.options import with_flags
 
@@ -119,7 +119,7 @@ def churn(
             populations=parse_counts(flags.populations, "populations"),
             resident=flags.resident,
             ranks=parse_counts(flags.ranks, "ranks"),
-            targets=names(flags.targets),
+            targets=split_names(flags.targets),
             choice=Choice.parse(flags.choice),
             num_requests=flags.num_requests,
             input_len=Lengths.parse(flags.input_len, "input_len"),
@@ -157,7 +157,7 @@ def cold(
         from weft.bench.cold import ColdPlan, run_cold
         from weft.bench.engine import AdapterShape
 
-        shape = AdapterShape(rank, names(targets))
+        shape = AdapterShape(rank, split_names(targets))
         done(run_cold(model, ColdPlan(repeats, seed), shape, options))
 
 
@@ -194,4 +194,4 @@ def alora(
         from weft.bench.engine import AdapterShape
 
         plan = AloraPlan(conversation, adapters, repeats, seed)
-        done(run_alora(model, plan, AdapterShape(rank, names(targets)), options))
+        done(run_alora(model, plan, AdapterShape(rank, split_names(targets)), options))

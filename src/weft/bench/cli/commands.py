@@ -24,8 +24,8 @@ from weft.bench.cli.options import (
     Seed,
     Targets,
     engine_options,
-    names,
     reporting,
+    split_names,
 )
 from weft.bench.cli.simulate import simulate
 from weft.terminal.commands import Commands
@@ -80,7 +80,7 @@ def decode(
             repeats=repeats,
             seed=seed,
         )
-        done(run_decode(model, plan, AdapterShape(rank, names(targets)), options))
+        done(run_decode(model, plan, AdapterShape(rank, split_names(targets)), options))
 
 
 @bench.command()
@@ -137,7 +137,7 @@ def throughput(
             output_len=Lengths.parse(output_len, "output_len"),
             seed=seed,
         )
-        done(run_throughput(model, plan, AdapterShape(rank, names(targets)), options))
+        done(run_throughput(model, plan, AdapterShape(rank, split_names(targets)), options))
 
 
 @bench.command()
@@ -236,7 +236,7 @@ def profile(
         from weft.bench.workload import PATTERNS, parse_names
 
         plan = ProfilePlan(batch, parse_names(pattern, PATTERNS, "pattern"), seed)
-        done(run_profile(model, plan, AdapterShape(rank, names(targets)), options, trace))
+        done(run_profile(model, plan, AdapterShape(rank, split_names(targets)), options, trace))
 
 
 @bench.command()
@@ -260,7 +260,7 @@ def startup(
         from weft.bench.engine import AdapterShape
         from weft.bench.startup import run_startup
 
-        done(run_startup(model, AdapterShape(rank, names(targets)), options))
+        done(run_startup(model, AdapterShape(rank, split_names(targets)), options))
 
 
 @bench.command()
@@ -317,7 +317,7 @@ def ready(
         lengths = Lengths.parse(input_len, "input_len"), Lengths.parse(output_len, "output_len")
         patterns = parse_names(pattern, PATTERNS, "pattern")
         plan = ReadyPlan(adapters, rounds, concurrency, *lengths, patterns)
-        done(run_ready(model, plan, AdapterShape(rank, names(targets)), options))
+        done(run_ready(model, plan, AdapterShape(rank, split_names(targets)), options))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -413,7 +413,7 @@ def serve(
 
         plan = LoadPlan(
             endpoint=flags.endpoint,
-            models=names(flags.models) or (),
+            models=split_names(flags.models) or (),
             choice=Choice.parse(flags.choice),
             arrival=Arrival.parse(flags.arrival),
             num_requests=flags.num_requests,

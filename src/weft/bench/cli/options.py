@@ -121,5 +121,6 @@ def reporting(plot: Path | None, record: Path | None) -> Iterator[Callable[[Repo
         yield done
 
 
-def names(text: str | None) -> tuple[str, ...] | None:
+def split_names(text: str | None) -> tuple[str, ...] | None:
+    """The names in `NAME,...`; None if there is no text."""
     return None if text is None else tuple(part.strip() for part in text.split(","))
