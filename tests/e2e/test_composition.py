@@ -6,6 +6,7 @@ import asyncio
 import json
 import random
 import shutil
+import threading
 import warnings
 from collections.abc import Awaitable, Iterator
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from engine_thread import start_in_process
+from engine_thread import held, start_in_process
 from engines import MakeLLM, check_idle
 from http_api import CHAT, COMPLETE, until
 from patience import PATIENCE_S
@@ -416,6 +417,8 @@ def test_unloading_a_part_waits_for_the_sum(tmp_path: Path) -> None:
         whole = server.post(CHAT, asked).json()["choices"][0]["message"]["content"]
         assert server.known == 3
 
+        is_over = threading.Event()
+
         async def scenario() -> None:
             stream = asyncio.create_task(server.http.post(CHAT, json={**asked, "stream": True}))
             engine = server.engines[-1]
@@ -426,13 +429,15 @@ def test_unloading_a_part_waits_for_the_sum(tmp_path: Path) -> None:
             refused = await server.http.post(CHAT, json=asked)
             assert refused.status_code == 404 and not unload.done() and not stream.done()
             assert server.known == 3
+            is_over.set()
             streamed = await stream
             events = [line[6:] for line in streamed.text.splitlines() if line[6:7] == "{"]
             deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
             assert "".join(delta.get("content", "") for delta in deltas) == whole
             assert (await unload).status_code == 200
 
-        server.run(scenario())
+        with held(lambda engine: engine.scheduler.num_running > 0 and not is_over.is_set()):
+            server.run(scenario())
         assert server.known == 1, "the other part"
 
 

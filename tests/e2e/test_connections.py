@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -94,6 +95,29 @@ def gated(world: World) -> Iterator[None]:
         world.engine.gate.set()
 
 
+def answered(url: str, request: bytes) -> socket.socket:
+    """A client that has been answered. One that was too slow to ask in time was cut, and is not the
+    one."""
+    end = time.monotonic() + PATIENCE_S
+    while not answer(client := connect(url), request).startswith(b"HTTP/1.1 200 "):
+        assert time.monotonic() < end, "nobody is answered"
+    return client
+
+
+def begun(url: str, world: World) -> socket.socket:
+    """As `answered`, but its request is under way."""
+    end = time.monotonic() + PATIENCE_S
+    while not world.engine.num_open:
+        assert time.monotonic() < end, "no request is begun"
+        client = connect(url)
+        with contextlib.suppress(ConnectionError):
+            client.sendall(ASK)
+        while not world.engine.num_open and not is_closed(client, 0.01):
+            pass
+    client.settimeout(PATIENCE_S)
+    return client
+
+
 def drip(client: socket.socket, piece: bytes) -> bool:
     """Whether the server cuts a client that sends a little now and then."""
     end = time.monotonic() + PATIENCE_S
@@ -111,18 +135,13 @@ def test_who_sends_no_head_in_time_is_cut(world: World, monkeypatch: pytest.Monk
     """Idle connections and requests under way are not."""
     monkeypatch.setattr(connections, "HEAD_TIMEOUT_S", 1.0)
     with served(world) as url, gated(world):
-        idle, waiting = connect(url), connect(url)
-        assert answer(idle, HEALTH).startswith(b"HTTP/1.1 200 ")
-        waiting.sendall(ASK)
-        wait_until(lambda: world.engine.num_open == 1)
+        idle, waiting = answered(url, HEALTH), begun(url, world)
         silent, slow = connect(url), connect(url)
         assert drip(slow, b"G") and is_closed(silent)
-        again = connect(url)
-        assert answer(again, HEALTH).startswith(b"HTTP/1.1 200 ")
+        again = answered(url, HEALTH)
         assert drip(again, b"G"), "the time begins with the first byte of the next head"
         early = b"GET /health HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n"
-        unread = connect(url)
-        assert answer(unread, early).startswith(b"HTTP/1.1 200 ")
+        unread = answered(url, early)
         assert drip(unread, b"x"), "its request has been answered, so its body may not go on"
         assert answer(idle, HEALTH).startswith(b"HTTP/1.1 200 ")
         world.engine.gate.set()
@@ -169,13 +188,13 @@ def test_connections_of_one_address_are_bounded(world: World) -> None:
 def test_a_tenants_burst_is_not_ahead_of_others(tmp_path: Path) -> None:
     """All of it is there at once, before the other's request: tenants take turns nevertheless."""
     world = World(tmp_path, byte_level(), api_keys=["flood=f", "victim=v"])
-    blocked = threading.Event()
+    blocked, all_sent = threading.Event(), threading.Event()
     ask = ASK.replace(b"\r\n\r\n", b"\r\nAuthorization: Bearer %b\r\n\r\n")
 
     @world.app.get("/block")
     async def block() -> None:
         blocked.set()
-        time.sleep(1)
+        all_sent.wait(PATIENCE_S)
 
     with served(world) as url, gated(world):
         head = b"GET /block HTTP/1.1\r\nhost: x\r\nauthorization: Bearer f\r\n\r\n"
@@ -183,10 +202,11 @@ def test_a_tenants_burst_is_not_ahead_of_others(tmp_path: Path) -> None:
         for each in (*flood, victim):
             assert answer(each, HEALTH).startswith(b"HTTP/1.1 200 ")
         blocker.sendall(head)
-        assert blocked.wait(30)
+        assert blocked.wait(PATIENCE_S)
         for each in flood:
             each.sendall(ask % b"f")
         victim.sendall(ask % b"v")
+        all_sent.set()
         wait_until(lambda: world.engine.num_open == 81)
         begun = [request.tenant for request in world.engine.requests]
         assert begun.index("victim") < 20
@@ -227,8 +247,7 @@ def test_the_address_for_metrics_has_limits_too(
             silent = [await asyncio.to_thread(connect, url) for _ in range(BESIDE.per_address)]
             assert await asyncio.to_thread(is_closed, connect(url)), "one too many"
             assert await asyncio.to_thread(is_closed, silent[-1]), "no head in time"
-            said = await asyncio.to_thread(answer, connect(url), HEALTH)
-            assert said.startswith(b"HTTP/1.1 200 ")
+            await asyncio.to_thread(answered, url, HEALTH)
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         asyncio.run(scenario(listener))
@@ -308,8 +327,17 @@ if __name__ == "__main__":
 """
 
 
-def test_a_stopped_engine_dies_with_its_parent(tmp_path: Path) -> None:
+def test_a_stopped_engine_dies_with_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What its folder holds is removed when another one is made."""
+    with tempfile.TemporaryDirectory() as short:  # the paths of sockets are limited
+        monkeypatch.setenv("TMPDIR", short)
+        monkeypatch.setattr(tempfile, "tempdir", short)  # nobody else makes one there
+        _dies_with_its_parent(tmp_path)
+
+
+def _dies_with_its_parent(tmp_path: Path) -> None:
     script = tmp_path / "start.py"
     script.write_text(START)
     with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE) as parent:

@@ -49,7 +49,6 @@ def test_ready_names_what_is_wrong(tmp_path: Path) -> None:
 
 def test_a_blocked_loop(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(loop_watch, "BEAT_S", 0.05)
-    monkeypatch.setattr(loop_watch, "BLOCKED_S", 1.0)
     caplog.set_level(logging.ERROR)
 
     async def go() -> None:
@@ -57,6 +56,7 @@ def test_a_blocked_loop(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptu
         async with watch.watching():
             await asyncio.sleep(0.1)
             assert not watch.troubles()
+            monkeypatch.setattr(loop_watch, "BLOCKED_S", 1.0)
             while not caplog.records:
                 time.sleep(0.1)
             async with asyncio.timeout(PATIENCE_S):
@@ -122,19 +122,22 @@ def test_a_step_that_hangs() -> None:
 
 
 def test_commands_are_waited_for_until_the_next_step_is_due() -> None:
-    due_s = time.monotonic() + 0.3
-
     class Busy:
         working = True
+        due_s: float | None = None
+        """Known once a command has come."""
 
         def spare_s(self, has_some: bool) -> float:
-            return due_s - time.monotonic()
+            now = time.monotonic()
+            if has_some and self.due_s is None:
+                self.due_s = now + 0.2
+            return PATIENCE_S if self.due_s is None else self.due_s - now
 
     inbox: SimpleQueue[Command] = SimpleQueue()
     engine: Any = Busy()
     threading.Timer(0.05, inbox.put, [Wake()]).start()
     assert _commands(inbox, engine) == [Wake()]
-    assert time.monotonic() >= due_s
+    assert time.monotonic() >= engine.due_s
     assert _commands(inbox, engine) == [], "it is due"
 
 
@@ -156,10 +159,11 @@ def test_threads_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
         wait_until(lambda: pool.stuck_s() > 0.05)
         go_on.set()
         assert stuck.result(PATIENCE_S)
-        wait_until(lambda: pool.stuck_s() == 0)
+        wait_until(lambda: pool.stuck_s() == 0 and not pool._headway._works)
         go_on.clear()
         pool.submit(go_on.wait, PATIENCE_S)
         pool.submit(compute)
+        wait_until(lambda: len(pool._headway._works) == 2)
         time.sleep(0.3)
         assert pool.stuck_s() < 0.2, "it gets on"
         monkeypatch.setattr(headway, "LONG_S", 0.1)

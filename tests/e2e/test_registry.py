@@ -12,6 +12,7 @@ from threading import Event
 import httpx
 import tiny
 from command_line import CliRunner
+from patience import PATIENCE_S
 from serving import Server, serving, until
 from tiny import ADAPTERS
 
@@ -66,16 +67,17 @@ def test_two_servers_on_one_registry(tmp_path: Path) -> None:
         assert text_of(ask(other, "task@v1")) == tiny.answer("reverse", "planet")
         _push(one, other, store)
         _move_under_load(one, other, store)
-        assert httpx.delete(f"{other.url}/v1/loras/gone", timeout=60).status_code == 200
+        assert httpx.delete(f"{other.url}/v1/loras/gone", timeout=PATIENCE_S).status_code == 200
         until(lambda: ask(one, "gone").status_code == 404, "the adapter is still served")
         _take_the_store_away(one, store)
         for server in (one, other):
             os.killpg(server.process.pid, signal.SIGKILL)
         third = start("third", "--registry-boot", "eager")
         assert third.post("/v1/completions", model="gone", prompt="x").status_code == 404
-        listed = httpx.get(f"{third.url}/v1/models").json()["data"]
+        listed = httpx.get(f"{third.url}/v1/models", timeout=PATIENCE_S).json()["data"]
         assert [model["id"] for model in listed] == ["base", "task"]
-        assert list(httpx.get(f"{third.url}/v1/loras").json()["loras"]) == ["task"]
+        loras = httpx.get(f"{third.url}/v1/loras", timeout=PATIENCE_S).json()["loras"]
+        assert list(loras) == ["task"]
         answer = ask(third, "task")
         assert text_of(answer) == tiny.answer("reverse", "planet")
         assert answer.headers["x-weft-adapter"] == "task@v1"
@@ -93,7 +95,7 @@ def _push(one: Server, other: Server, store: Path) -> None:
             lambda server=server: text_of(ask(server, "sent")) == tiny.answer("upper", "planet"),
             "the new version does not answer",
         )
-    assert httpx.delete(f"{one.url}/v1/loras/sent", timeout=60).status_code == 200
+    assert httpx.delete(f"{one.url}/v1/loras/sent", timeout=PATIENCE_S).status_code == 200
 
 
 def _move_under_load(one: Server, other: Server, store: Path) -> None:
@@ -140,7 +142,8 @@ def _take_the_store_away(server: Server, store: Path) -> None:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "registry_unavailable")
         until(lambda: ask(server, "task").status_code == 200, "the engine is not up again")
         assert text_of(ask(server, "task")) == tiny.answer("reverse", "planet")
-        assert httpx.get(f"{server.url}/ready").status_code == 200
+        ready = f"{server.url}/ready"
+        until(lambda: httpx.get(ready, timeout=PATIENCE_S).status_code == 200, "it is not ready")
         stale = server.metrics()["weft:registry_stale_seconds"][0].value
         assert stale > 1
     finally:

@@ -17,7 +17,7 @@ from openai import AsyncOpenAI, OpenAI
 from patience import PATIENCE_S
 from serving import Server, until
 from shared_server import LATE, MODELS
-from tiny import ADAPTERS
+from tiny import ADAPTERS, LONG
 
 
 def expected(model: str, word: str) -> str:
@@ -78,7 +78,6 @@ def test_chat_streams_the_same_text_with_usage(server: Server) -> None:
     chunks = list(stream)
     text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
     assert text == "planet-planet"
-    assert len([c for c in chunks if c.choices and c.choices[0].delta.content]) > 1
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
     usage = chunks[-1].usage
     assert usage is not None and (usage.prompt_tokens, usage.completion_tokens) == (10, 14)
@@ -273,7 +272,7 @@ def _long_stream(client: OpenAI) -> Any:
     return client.completions.create(
         model="upper",
         prompt=ids_of("planet"),
-        max_tokens=480,
+        max_tokens=LONG,
         stream=True,
         extra_body={"ignore_eos": True},
     )
@@ -282,7 +281,8 @@ def _long_stream(client: OpenAI) -> Any:
 def test_a_client_that_leaves_frees_its_request(server: Server) -> None:
     before = {s.labels["finish_reason"]: s.value for s in _finished(server)}
     stream = _long_stream(server.client)
-    next(iter(stream))
+    first = next(iter(stream))
+    assert first.choices[0].text and first.choices[0].finish_reason is None
     stream.close()
     until(lambda: _running(server) == 0, "the request went on")
     after = {s.labels["finish_reason"]: s.value for s in _finished(server)}

@@ -19,7 +19,7 @@ import pytest
 from patience import PATIENCE_S
 from quick_start import command_of
 from serving import Server, serving, until
-from tiny import ADAPTERS
+from tiny import ADAPTERS, LONG, long_base
 
 ACME, GLOBEX = list(ADAPTERS)[:2]
 
@@ -43,7 +43,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     flags = ["--tenants", str(root / "tenants.toml"), "--audit-log", str(root / "audit.jsonl")]
     flags += ["--metrics-port", "0", "--max-num-seqs", "1"]
     flags += ["--max-queue", "0", "--shutdown-timeout", "0"]
-    with serving(root, *flags, adapters=[]) as running:
+    model = long_base(root / "model")
+    with serving(root, *flags, adapters=[], model=model) as running:
         yield running
         ends_by_sigterm(running)
 
@@ -64,8 +65,8 @@ def ends_by_sigterm(server: Server) -> None:
 
 @contextmanager
 def long_stream(server: Server) -> Iterator[Iterator[str]]:
-    """The lines of a stream, which has begun."""
-    body = {"model": "base", "prompt": [5, 6], "max_tokens": 480, "ignore_eos": True}
+    """The lines of a stream, which has begun, and goes on until it is left."""
+    body = {"model": "base", "prompt": [5, 6], "max_tokens": LONG, "ignore_eos": True}
     headers = {"authorization": "Bearer acme-key"}
     url = f"{server.url}/v1/completions"
     with httpx.stream(

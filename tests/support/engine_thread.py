@@ -5,12 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
+
+import pytest
 
 from weft.core.config import EngineArgs
 from weft.core.errors import EngineDead, to_wire
 from weft.core.messages import Command, Report
+from weft.engine.engine import Engine
 from weft.engine.serve import run_engine
 from weft.fleet.client import LinkClient
 
@@ -19,6 +23,23 @@ async def start_in_process(args: EngineArgs) -> LinkClient:
     """Start an engine in a thread of this process, and return its client."""
     client = LinkClient()
     return await client.start(ThreadLink(args, client))
+
+
+@contextlib.contextmanager
+def held(holds: Callable[[Engine], bool]) -> Iterator[None]:
+    """Within this context the engines of this process make no step while `holds` says so of them.
+    They still take commands."""
+    step = Engine.step
+
+    def step_unless_held(self: Engine) -> list[Report]:
+        if holds(self):
+            time.sleep(0.001)
+            return []
+        return step(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Engine, "step", step_unless_held)
+        yield
 
 
 class ThreadLink:

@@ -3,13 +3,11 @@ together. They leave it as they found it."""
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 
 import pytest
 from serving import Server, serving
-from tiny import ADAPTERS, BASE
+from tiny import ADAPTERS, long_base
 
 KEY = "secret"
 LATE = next(iter(ADAPTERS))
@@ -25,12 +23,10 @@ TEMPLATE = """\
 
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """It serves `MODELS` to those who have the `KEY`. Its base takes long prompts, and its template
-    shows tools and reasoning."""
+    """It serves `MODELS` to those who have the `KEY`. Its base takes long prompts and gives long
+    answers, and its template shows tools and reasoning."""
     root = tmp_path_factory.mktemp("root")
-    model = shutil.copytree(BASE, root / "model")
+    model = long_base(root / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 4096}))
     with serving(root, model=model, adapters=MODELS[1:], api_key=KEY) as running:
         yield running

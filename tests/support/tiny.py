@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+import shutil
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -25,6 +27,19 @@ def _load_tasks() -> ModuleType:
 
 
 tasks = _load_tasks()
+
+
+LONG = 20_000
+"""So many tokens take the model most of a minute. A request for all of them does not end by itself
+before a test that looks at it does."""
+
+
+def long_base(to: Path) -> Path:
+    """A copy of the base that answers with up to `LONG` tokens."""
+    shutil.copytree(BASE, to)
+    config = json.loads((to / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps(config | {"max_position_embeddings": LONG + 100}))
+    return to
 
 
 def answer(name: str | None, word: str) -> str:
