@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 from weft.core.units import SHORT
 from weft.schedule.cache import Cache
-from weft.schedule.drafts import HeadGuesser
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import Admitted, StepPlan
 from weft.schedule.queue import Account, FairQueue
@@ -114,7 +113,7 @@ class Draft:
         self._catch_up(seq)
         if known == len(tokens):
             self._told.fed.append((seq.row, known - 1, tokens[-1]))
-        if most > 0 and isinstance(rules.guesser, HeadGuesser) and seq.known < rules.limit:
+        if most > 0 and rules.guesser.takes_drafts and seq.known < rules.limit:
             self._told.drafted.append((len(self.rows) - 1, seq.holding.room))
         num = min(most, seq.holding.room - known, rules.limit - seq.known)
         guesses = rules.guesser.guess(tokens, known - len(tokens), num) if num > 0 else []

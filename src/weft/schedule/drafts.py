@@ -27,6 +27,7 @@ class HeadGuesser(Guesser):
     """Owner of the drafts for one request, whose vocabulary may be smaller than the base's."""
 
     first_chance = 0.6
+    takes_drafts = True
 
     __slots__ = ("_behind", "_drafts", "_vocab_size")
 
@@ -37,7 +38,6 @@ class HeadGuesser(Guesser):
         self._drafts: list[int] = []
 
     def offer(self, num_tokens: int, drafts: list[int]) -> None:
-        """Take what was drafted behind so many tokens."""
         self._behind = num_tokens
         self._drafts = list(takewhile(lambda token: token < self._vocab_size, drafts))
 

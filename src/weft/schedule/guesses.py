@@ -39,6 +39,8 @@ class Guesser(ABC):
 
     first_chance: float
     """That a guess is right, as long as nothing is known of the text."""
+    takes_drafts = False
+    """Whether its guesses are what the model's own head drafts."""
 
     __slots__ = ("_first", "_found", "_guesses", "_right", "_seen")
 
@@ -56,6 +58,11 @@ class Guesser(ABC):
     def guessing(self) -> bool:
         """Whether guesses are in a step in flight."""
         return bool(self._guesses)
+
+    def offer(self, num_tokens: int, drafts: list[int]) -> None:
+        """Take what was drafted behind so many tokens. Only a guesser that `takes_drafts` is
+        offered some."""
+        raise NotImplementedError
 
     @abstractmethod
     def chances(self, tokens: Sequence[int], pending: int) -> list[float]:

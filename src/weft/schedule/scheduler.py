@@ -42,7 +42,6 @@ from weft.core.requests import (
 from weft.core.tenants import Tenant
 from weft.schedule.batch import Batch, Draft, Totals
 from weft.schedule.cache import Cache
-from weft.schedule.drafts import HeadGuesser
 from weft.schedule.lengths import GuessLengths
 from weft.schedule.limits import SchedulerLimits, check_request
 from weft.schedule.pace import ChunkPace
@@ -421,8 +420,8 @@ def _offer_drafts(planned: list[Sequence], result: StepResult) -> None:
     """Keep what was drafted behind the tokens that are known now."""
     for entry, drafts in result.drafts.items():
         seq = planned[entry]
-        if isinstance(seq.rules.guesser, HeadGuesser):
-            seq.rules.guesser.offer(len(seq.tokens), drafts)
+        assert seq.rules.guesser is not None
+        seq.rules.guesser.offer(len(seq.tokens), drafts)
 
 
 def _take_of_prompts(planned: list[Sequence], plan: StepPlan, result: StepResult) -> None:
