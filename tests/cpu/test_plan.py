@@ -116,24 +116,27 @@ def test_recurrent_states_take_memory_too(monkeypatch: pytest.MonkeyPatch) -> No
     assert blocks * args.cache.block_size == found.kv_tokens
 
 
-def test_a_head_that_drafts_takes_memory_too() -> None:
-    """Its weights, and one more layer of KV cache, of which two of eight layers have some. It is
-    refused over several GPUs, and for models that have none."""
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_a_head_that_drafts_takes_memory_too(num_ranks: int) -> None:
+    """A rank's share of its weights, and one more layer of KV cache, of which two of eight layers
+    have some. Of eight ranks, two have the same key head."""
     changes = {"dtype": "bfloat16", "max_num_seqs": 8}
     config, args = model("qwen3.5-9b", **changes)
-    plain = RankPlan(config, args, 1).memory(TOTAL, 1, 0)
+    plain = RankPlan(config, args, num_ranks).memory(TOTAL, 1, 0)
     args = engine_args("qwen3.5-9b", **changes, speculative="mtp")
-    drafting = RankPlan(config, args, 1).memory(TOTAL, 1, 0)
-    hidden, inner, heads, keys, size = 4096, 12288, 16, 4, 256
-    attention = hidden * size * (2 * heads + 2 * keys) + heads * size * hidden + 2 * size
-    norms = 5 * hidden
+    drafting = RankPlan(config, args, num_ranks).memory(TOTAL, 1, 0)
+    hidden, size = 4096, 256
+    inner, heads, keys = 12288 // num_ranks, 16 // num_ranks, max(4 // num_ranks, 1)
+    attention = hidden * size * (2 * heads + 2 * keys) + heads * size * hidden
+    norms = 5 * hidden + 2 * size
     head = 2 * hidden * hidden + attention + 3 * hidden * inner + norms
     assert drafting.weights - plain.weights == 2 * head
     num_layers = sum(not linear for linear in config.linear.layers)
     share = drafting.kv_tokens / plain.kv_tokens
     assert share == pytest.approx(num_layers / (num_layers + 1), rel=0.02)
-    with pytest.raises(ConfigError, match="one GPU only"):
-        RankPlan(config, args, 2)
+
+
+def test_a_head_is_planned_for_models_that_have_one() -> None:
     config, args = model("llama-3-8b", speculative="mtp")
     with pytest.raises(ConfigError, match="no head that drafts"):
         RankPlan(config, args, 1)

@@ -1,4 +1,4 @@
-"""Drafts by a model's own head on a GPU: they save steps and change no token."""
+"""Drafts by a model's own head, on one GPU and on two: they save steps and change no token."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from adapter_kinds import FAMILIES, KINDS, make_adapter, make_base
 from mtp_heads import add_head, quiet_layers
-
-from weft import LLM, SamplingParams
+from rank_cases import drafts
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -34,18 +34,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Pat
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_drafts_change_nothing(world: tuple[Path, dict[str, Path]], dtype: str) -> None:
-    """Of greedy and drawn tokens, of the base and of an adapter, side by side."""
-    prompts = [[(i * k) % 67 + 3 for i in range(10 + 3 * k)] for k in range(1, 7)]
-    names = [(None, "LoRA")[k % 2] for k in range(6)]
-    params = [
-        SamplingParams(max_tokens=40, ignore_eos=True, seed=k, temperature=0.8 * (k // 3))
-        for k in range(6)
-    ]
-    found = []
-    for speculative in ("off", "mtp"):
-        with LLM(*world, speculative=speculative, dtype=dtype, **OPTIONS) as llm:
-            outputs = llm.generate(prompts, params, names)
-            found.append([output.token_ids for output in outputs])
-            stats = llm.stats()
-    assert 0 < stats.right_guesses <= stats.guessed_tokens
-    assert found[0] == found[1]
+    drafts(0, *world, {**OPTIONS, "dtype": dtype}, {})
+
+
+@pytest.mark.timeout(240)
+def test_drafts_over_two_gpus_change_nothing(world: tuple[Path, dict[str, Path]]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    options = {"tensor_parallel_size": 2, "fully_sharded_loras": True}
+    torch.multiprocessing.spawn(drafts, (*world, {**OPTIONS, "dtype": "float32"}, options))

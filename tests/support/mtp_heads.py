@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 Tensors = dict[str, Tensor]
 
 
-def add_head(folder: Path, *, right: bool) -> Tensors:
+def add_head(folder: Path, *, right: bool, factor: float = 0.0) -> Tensors:
     """Give a checkpoint a head whose layer is shaped as the base's last one. If `right`, and the
-    base's layers add nothing, it drafts what the base would choose. Else it is random. Returns its
-    tensors."""
+    base's layers add nothing, it drafts what the base would choose, as far as its own layer, scaled
+    by `factor`, adds nothing. Else it is random. Returns its tensors."""
     file = folder / "model.safetensors"
     base = load_file(file)
     norm, size = base["model.norm.weight"], len(base["model.norm.weight"])
@@ -30,7 +30,7 @@ def add_head(folder: Path, *, right: bool) -> Tensors:
         head[f"mtp.{name}.weight"] = _random(norm, generator)
     head["mtp.fc.weight"] = _random(torch.empty(size, 2 * size), generator)
     if right:
-        _add_nothing(head)
+        _add_nothing(head, factor)
         head["mtp.fc.weight"] = torch.cat((torch.eye(size), torch.zeros(size, size)), 1)
         head["mtp.pre_fc_norm_embedding.weight"] = torch.zeros(size)
         head["mtp.norm.weight"] = norm.clone()

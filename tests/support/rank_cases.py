@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,27 @@ def killed(_: int, options: dict[str, object]) -> None:
                 llm.generate([[1, 2, 3]] * 4, params, NAMES[:4])
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+def drafts(
+    _: int, base: Path, adapters: dict[str, Path], plain: dict[str, Any], options: dict[str, Any]
+) -> None:
+    """Drafts by the model's own head change no token that it has with the `plain` options: greedy
+    and drawn ones, of the base and of an adapter, side by side."""
+    prompts = [[(i * k) % 67 + 3 for i in range(10 + 3 * k)] for k in range(1, 7)]
+    names = [(None, *adapters)[k % 2] for k in range(6)]
+    params = [
+        SamplingParams(max_tokens=40, ignore_eos=True, seed=k, temperature=0.8 * (k // 3))
+        for k in range(6)
+    ]
+    found = []
+    for more in ({}, {**options, "speculative": "mtp"}):
+        with LLM(base, adapters, **{**plain, **more}) as llm:
+            outputs = llm.generate(prompts, params, names)
+            found.append([output.token_ids for output in outputs])
+            stats = llm.stats()
+    assert 0 < stats.right_guesses <= stats.guessed_tokens
+    assert found[0] == found[1]
 
 
 def ranks() -> list[int]:

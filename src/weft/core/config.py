@@ -168,15 +168,6 @@ class EngineArgs:
     num_threads: int | None = None
     kv_events: KvEventsArgs | None = None
 
-    def __post_init__(self) -> None:
-        check_drafts(self.scheduler, self.model.tensor_parallel_size)
-
-
-def check_drafts(args: SchedulerArgs, num_gpus: int) -> None:
-    """Raise ConfigError where the model's own head is to draft tokens over several GPUs."""
-    if args.speculative == "mtp" and num_gpus > 1:
-        raise ConfigError("--speculative mtp is served on one GPU only", "speculative")
-
 
 def engine_args(model: str, **options: object) -> EngineArgs:
     """EngineArgs from options by field name; those that are None keep their defaults.

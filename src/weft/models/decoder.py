@@ -48,7 +48,7 @@ class Decoder:
         self.config = config
         self.dtype, self.device = weights.dtype, weights.embed.device
         self.num_logits = config.vocab_size
-        self._ranks = ranks
+        self.ranks = ranks
         parts = LayerBuilder(config, weights, ops, ranks)
         self.embed = Embedding(weights.embed, parts.group(EMBED))
         layers = range(config.num_layers)
@@ -87,7 +87,7 @@ class Decoder:
         if self._gemma4 is not None:
             return self._gemma4(ids_T, x_TI, layers, iter(self._norms), step)
         blocks = _BLOCKS[self.config.blocks]
-        return blocks(x_TI, layers, iter(self._norms), step, self._ranks)
+        return blocks(x_TI, layers, iter(self._norms), step)
 
     def abridged(self) -> tuple[Decoder, list[int]]:
         """The same model with only the first layer of each sort, and the numbers of these layers.
@@ -190,9 +190,7 @@ def stacked(kv: Iterable[LayerCache]) -> list[Tensor]:
     ]
 
 
-def pre_norm(
-    x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext, ranks: Ranks
-) -> Tensor:
+def pre_norm(x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext) -> Tensor:
     """`x += attend(norm(x)); x += mlp(norm(x))` for each layer, and the norm of what comes out.
     The sum over ranks, the addition and the norm that follows it are one operation."""
     normed_TI = next(norms)(x_TI, step)
@@ -205,7 +203,7 @@ def pre_norm(
 
 
 def _post_norm(
-    x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext, ranks: Ranks
+    x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext
 ) -> Tensor:
     """`x += norm(attend(x)); x += norm(mlp(x))` for each layer, and the norm of what comes out."""
     for layer, cache, rope in layers:
@@ -215,7 +213,7 @@ def _post_norm(
 
 
 def _both_norms(
-    x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext, ranks: Ranks
+    x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext
 ) -> Tensor:
     """`x += norm(attend(norm(x))); x += norm(mlp(norm(x)))` for each layer, and the norm of what
     comes out."""
@@ -227,9 +225,7 @@ def _both_norms(
     return normed_TI
 
 
-def _parallel(
-    x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext, ranks: Ranks
-) -> Tensor:
+def _parallel(x_TI: Tensor, layers: _Layers, norms: Iterator[RowNorm], step: StepContext) -> Tensor:
     """`n = norm(x); x += attend(n) + mlp(n)` for each layer, and the norm of what comes out."""
     normed_TI = next(norms)(x_TI, step)
     for layer, cache, rope in layers:

@@ -85,7 +85,7 @@ def load_model(
         _check_deterministic(config)
     shard = model_shard(config, rank, size, fully_sharded_loras=fully_sharded_loras)
     dtype = dtype_of(args.dtype, config, device)
-    head = _load_mtp_head(args, config, dtype, device) if mtp_head else None
+    head = _load_mtp_head(args, config, dtype, device, rank) if mtp_head else None
     if args.load_format == "dummy":
         weights = dummy_weights(config, dtype, device, quantization=args.quantization, shard=shard)
     else:
@@ -99,11 +99,11 @@ def load_model(
 
 
 def _load_mtp_head(
-    args: ModelArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    args: ModelArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device, rank: int
 ) -> Weights:
-    """The weights of the head that drafts tokens, which are not quantized. Raises ConfigError if
-    the checkpoint has none."""
-    own, shard = mtp.head_config(config), unsharded(mtp.head_table(config))
+    """A rank's share of the head that drafts tokens, whose weights are not quantized. Raises
+    ConfigError if the checkpoint has none."""
+    own, shard = mtp.head_config(config), mtp.head_shard(config, rank, args.tensor_parallel_size)
     if args.load_format == "dummy":
         return dummy_weights(own, dtype, device, shard=shard)
     folder = resolve_model(args.model, args.revision)

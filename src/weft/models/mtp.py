@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from weft.core.errors import ConfigError
+from weft.core.shards import Shard
 from weft.core.targets import Packed, TargetTable, build_table
 from weft.kernels.attention import KVCache
-from weft.kernels.collective.base import ALONE
 from weft.kernels.ops import Ops
 from weft.models.blueprint import EMBED, HEAD, LAST_NORM, target_table
 from weft.models.builder import LayerBuilder
-from weft.models.config import ModelConfig
+from weft.models.config import ModelConfig, share_of
 from weft.models.decoder import AttentionLayer, Decoder, pre_norm
 from weft.models.families import FAMILIES
 from weft.models.layers import StepContext
@@ -66,9 +66,9 @@ def head_config(config: ModelConfig) -> ModelConfig:
     )
 
 
-def head_table(config: ModelConfig) -> TargetTable:
+def _head_table(config: ModelConfig) -> TargetTable:
     """The table of the head's own tensors, by the names that they would have in a model of one
-    layer. `config`: the base's."""
+    layer. `config`: the base's, or that of a rank's share."""
     of_layer, hidden = target_table(head_config(config)), config.hidden_size
     rows = [g.packed for g in of_layer.groups if g.packed.key not in (EMBED, HEAD)]
     fc = Packed(_FC, "linear", 2 * hidden, (hidden,), ("model.fc",))
@@ -77,13 +77,19 @@ def head_table(config: ModelConfig) -> TargetTable:
     return build_table([fc, *rows], norms, num_experts=of_layer.num_experts)
 
 
+def head_shard(config: ModelConfig, rank: int, size: int) -> Shard:
+    """What one of `size` ranks has of the head: of its layer as of those of the base, and all of fc
+    and the norms. `config`: the whole base's. Raises ConfigError for what can't be divided."""
+    return Shard(_head_table(config), _head_table(share_of(config, size)), rank, size)
+
+
 class MtpHead:
     """The head over flat token rows, with the embedding, the output projection and the rotation of
-    its base. It has no adapters."""
+    its base, and divided over the same ranks. It has no adapters."""
 
     def __init__(self, base: Decoder, weights: Weights, ops: Ops) -> None:
-        """`weights`: the head's own."""
-        parts = LayerBuilder(head_config(base.config), weights, ops, ALONE)
+        """`weights`: the head's own, of the same rank's share as the base's."""
+        parts = LayerBuilder(head_config(base.config), weights, ops, base.ranks)
         self._base = base
         self._token_norm, self._state_norm = parts.norm(_TOKEN_NORM), parts.norm(_STATE_NORM)
         self._fc = parts.linear(_FC)
@@ -102,7 +108,7 @@ class MtpHead:
         tokens_TI = self._token_norm(self._base.embed(known_T, step), step)
         both_TI = torch.cat((tokens_TI, self._state_norm(states_TI, step)), 1)
         layer = self._layer, cache, self._base.ropes[-1].at(step.positions_T)
-        return pre_norm(self._fc.whole(both_TI, step), [layer], iter(self._norms), step, ALONE)
+        return pre_norm(self._fc.whole(both_TI, step), [layer], iter(self._norms), step)
 
     def logits(self, x_TI: Tensor, step: StepContext) -> Tensor:
         """fp32 (T, V), of what `forward` gave."""

@@ -27,7 +27,7 @@ from weft.models.blueprint import num_parameters
 from weft.models.config import load_model_config, resolve_model, share_of
 from weft.models.decoder import Decoder, allocate_kv_cache
 from weft.models.loading import LoadedModel, device_of, dtype_of, load_model
-from weft.models.mtp import MtpHead, head_config
+from weft.models.mtp import MtpHead, head_config, with_mtp_head
 from weft.worker.adapters import AdapterLoader, Packer
 from weft.worker.drafter import Drafter
 from weft.worker.drafting import more_blocks
@@ -86,7 +86,7 @@ def build_worker(
     ConfigError."""
     if args.model.tensor_parallel_size == 1:
         return _assemble(args, build_parts(args, stages, ALONE, partial(_load, args)))
-    device = check_ranks(args.model)
+    device = check_ranks(args)
     peers = Peers(args, on_lost)
     try:
         width = row_bytes(args.model, device)
@@ -256,12 +256,16 @@ def _assemble(args: EngineArgs, parts: DeviceParts, peers: Peers | None = None) 
     return DeviceWorker(facts, model, parts.executor, adapters, parts.activity, others)
 
 
-def check_ranks(args: ModelArgs) -> torch.device:
+def check_ranks(args: EngineArgs) -> torch.device:
     """The first rank's device. Raises ConfigError for what is known to go wrong before any rank
     starts."""
-    share_of(load_model_config(args.model, args.revision), args.tensor_parallel_size)
-    device_of(args.device, args.tensor_parallel_size - 1)
-    return device_of(args.device, 0)
+    model = args.model
+    config = load_model_config(model.model, model.revision)
+    if args.scheduler.speculative == "mtp":
+        config = with_mtp_head(config)
+    share_of(config, model.tensor_parallel_size)
+    device_of(model.device, model.tensor_parallel_size - 1)
+    return device_of(model.device, 0)
 
 
 def row_bytes(args: ModelArgs, device: torch.device) -> int:

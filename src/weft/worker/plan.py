@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from weft.core.config import EngineArgs, check_drafts
+from weft.core.config import EngineArgs
 from weft.core.errors import ConfigError
-from weft.core.shards import unsharded
 from weft.core.targets import Target, TargetTable, layout_of
 from weft.kernels.quant import format_named
 from weft.kernels.quant.packed import has_layout
@@ -18,7 +17,7 @@ from weft.models.blueprint import model_shard
 from weft.models.config import ModelConfig, share_of
 from weft.models.decoder import kv_bytes_per_block, state_bytes
 from weft.models.loading import allocate_weights, dtype_of, quantize_weights
-from weft.models.mtp import head_table, with_mtp_head
+from weft.models.mtp import head_shard, with_mtp_head
 from weft.models.quantized.reading import expected_codes
 from weft.worker.memory import GpuMemory, count_snapshots, count_states
 
@@ -67,9 +66,10 @@ class RankPlan:
 
     def __init__(self, config: ModelConfig, args: EngineArgs, size: int) -> None:
         self._args, self.size = args, size
+        self._head = None
         if args.scheduler.speculative == "mtp":
             config = with_mtp_head(config)
-        check_drafts(args.scheduler, size)
+            self._head = head_shard(config, 0, size)
         self._shard, self._share = (
             model_shard(config, 0, size, fully_sharded_loras=args.lora.fully_sharded_loras),
             share_of(config, size),
@@ -105,12 +105,10 @@ class RankPlan:
         return RankMemory(self.size, weights, adapter, adapters, blocks * block_size)
 
     def _weight_bytes(self) -> int:
-        return self._base_bytes() + (self._head_bytes() if self._share.mtp_head else 0)
-
-    def _head_bytes(self) -> int:
-        """The bytes of the head that drafts tokens."""
-        shard = unsharded(head_table(self._share))
-        return allocate_weights(shard, self._dtype, "meta", None).num_bytes
+        if self._head is None:
+            return self._base_bytes()
+        head = allocate_weights(self._head, self._dtype, "meta", None)
+        return self._base_bytes() + head.num_bytes
 
     def _base_bytes(self) -> int:
         weights = allocate_weights(self._shard, self._dtype, "meta", None)
