@@ -451,6 +451,10 @@ def test_options_that_cannot_be(make_llm: MakeLLM, options: dict[str, object], p
 def test_more_memory_than_there_is(make_llm: MakeLLM) -> None:
     with pytest.raises(ConfigError, match="not enough memory for --kv-cache-memory"):
         make_llm(kv_cache_memory=9000 << 30, num_blocks=None)
+    with pytest.raises(ConfigError, match="KV cache; raise --kv-cache-memory"):
+        make_llm(kv_cache_memory=1, num_blocks=None)
+    with pytest.raises(ConfigError, match="not enough memory for --max-num-seqs"):
+        make_llm(max_num_seqs=10**11, max_num_batched_tokens=10**12)
 
 
 def test_not_a_model(make_llm: MakeLLM, tmp_path: Path) -> None:

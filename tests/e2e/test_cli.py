@@ -232,6 +232,9 @@ def test_values_that_are_refused_before_anything_loads(tmp_path: Path) -> None:
         (("--lora-modules", f"a={tmp_path}/nowhere"), f"'a' ({tmp_path}/nowhere): no such folder"),
         (modules, "the name is given twice"),
         (("--lora-modules", f"{BASE}={tmp_path}"), "the name is given twice"),
+        (("--max-num-seqs", "99999999999999999999"), "--max-num-seqs must be at most"),
+        (("--num-threads", "0"), "--num-threads must be at least 1"),
+        (("--kv-cache-memory", "0"), "--kv-cache-memory must be at least 1"),
         (("--api-key", ""), "--api-key must be"),
         (("--request-timeout", "0"), "--request-timeout must be more than 0"),
     ):
@@ -248,7 +251,9 @@ def test_a_taken_port_is_refused_before_the_model_loads() -> None:
 def test_a_missing_base(tmp_path: Path) -> None:
     line = refusal("serve", str(tmp_path / "none"), "--port", "0")
     assert f"there is no folder {tmp_path / 'none'}" in line
-    assert "has no config.json" in refusal("serve", str(tmp_path), "--port", "0")
+    assert "is no base model" in refusal("serve", str(tmp_path), "--port", "0")
+    line = refusal("serve", str(tiny.ADAPTERS["upper"]), "--port", "0")
+    assert "upper is an adapter: name its base here, and the adapter with --lora-modules" in line
 
 
 def test_a_missing_tokenizer(tmp_path: Path) -> None:

@@ -46,6 +46,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         os.kill(running.engine_pid(), signal.SIGSTOP)
         running.process.send_signal(signal.SIGINT)
         assert running.process.wait(PATIENCE_S) == 0
+        told = running.log.read_text()
+        assert (
+            "stopping: open requests have 20 s to finish" in told
+            and "INFO weft.cli.serve: stopped" in told
+        )
+        assert {line.split()[1:3] == ["Page", running.url] for line in told.splitlines()} == {
+            True,
+            False,
+        }
 
 
 @dataclass

@@ -77,6 +77,21 @@ def test_sglang_errors_have_its_own_shape(world: World) -> None:
     run(world, scenario)
 
 
+def test_the_log_tells_of_changes(world: World, caplog: pytest.LogCaptureFixture) -> None:
+    async def scenario(web: Web) -> None:
+        await web.load("a", world.adapter("a", "A"))
+        body = {"lora_name": "a", "lora_path": world.adapter("o", "O"), "load_inplace": True}
+        await web.post("/v1/load_lora_adapter", body)
+        await web.post("/v1/unload_lora_adapter", {"lora_name": "a"})
+
+    with caplog.at_level("INFO", "weft.api.audit"):
+        run(world, scenario)
+    told = [line.partition(", version ") for line in caplog.messages]
+    words = ["adapter 'a': loaded", "adapter 'a': replaced", "adapter 'a': unloaded"]
+    assert [line[0] for line in told] == words
+    assert told[0][2] != told[1][2] == told[2][2] and len(told[0][2]) == 16
+
+
 # Dynamo's -----------------------------------------------------------------------------------------
 
 

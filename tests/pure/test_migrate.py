@@ -91,7 +91,9 @@ def test_the_table_leads_to_flags_that_there_are() -> None:
                 assert word in options(), word
 
 
-@pytest.mark.parametrize("command", ["", "vllm serve", "vllm serve 'x", "vllm serve --port 1"])
+@pytest.mark.parametrize(
+    "command", ["", "vllm serve", "vllm serve 'x", "vllm serve --port 1", "python serve.py llama"]
+)
 def test_what_is_no_such_command(command: str) -> None:
     with pytest.raises(ConfigError):
         translated(command, options())

@@ -31,6 +31,15 @@ so many seconds; what is more is counted. All other addresses are like one. So n
 _SECRETS = re.compile(r"(?<=://)[^/?#]*@|[?#].*", re.DOTALL)
 """The parts of a URI that may hold a password or a token."""
 
+_DONE = {
+    "load": "loaded",
+    "replace": "replaced",
+    "unload": "unloaded",
+    "release": "released",
+    "rollback": "rolled back",
+}
+"""What the server's own log calls an action that was done."""
+
 told_var: ContextVar[list[AuditEntry] | None] = ContextVar("told", default=None)
 """What the log has of the HTTP request under way as refused."""
 
@@ -99,6 +108,8 @@ class AuditLog:
             self.write(made)
             raise
         else:
+            version = f", version {made.digest[:16]}" if made.digest else ""
+            logger.info("adapter %r: %s%s", made.name, _DONE[made.action], version)
             self.write(made)
 
     def write(self, entry: AuditEntry) -> None:

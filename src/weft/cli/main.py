@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +27,8 @@ from weft.cli.releases import history, label, release, rollback, tenants
 from weft.core.config import MAX_RANK, LoraArgs, engine_args
 from weft.terminal.commands import Command, Commands
 from weft.terminal.options import AsJson, ending_in_one_line, with_engine_options, with_flags
+
+BEGUN_S = time.monotonic()
 
 app = Commands(
     help="Serve many LoRA adapters from one copy of a base model.",
@@ -97,7 +100,7 @@ def serve(
             spawn_engine_ahead(engine.model.tensor_parallel_size)
         from weft.cli.serve import run  # which takes long too
 
-        run(engine, flags)
+        run(engine, flags, BEGUN_S)
 
 
 @app.command()

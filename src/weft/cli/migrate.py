@@ -91,6 +91,8 @@ MISSING = {
 """Flags of which something is lost, and what to do."""
 
 CONTAINERS = {"docker", "podman", "nerdctl"}
+SERVERS = ("vllm", "sglang", "lorax")
+"""What the programs, modules and images of the other servers have in their names."""
 
 _SWITCHES = {
     "--async-scheduling",
@@ -225,11 +227,14 @@ def translated(command: str, options: Options) -> Translation:
 
 
 def _after_the_program(words: list[str]) -> list[str]:
-    """The arguments: what follows `vllm serve`, `-m MODULE` or the program's name."""
+    """The arguments: what follows `vllm serve`, `-m MODULE` or the program's name. Raises
+    ConfigError for another program."""
     while words and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", words[0]):
         words = words[1:]  # variables of the environment
     if words and Path(words[0]).name in CONTAINERS:
         words = _after_the_image(words)
+    if not any(server in word for word in words[:4] for server in SERVERS):
+        raise ConfigError("the command starts neither vLLM nor SGLang nor LoRAX", "command")
     if "-m" in words[:3]:
         return words[words.index("-m") + 2 :]
     return words[2:] if words[1:2] == ["serve"] else words[1:]

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import signal
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import FrameType
@@ -73,11 +74,12 @@ class _Start:
     shared: SharedRegistry | None
     """What it follows."""
     fleet: FleetArgs | None
+    begun_s: float
 
 
-def run(engine: EngineArgs, flags: ServeFlags) -> None:
-    """Serve until SIGTERM or SIGINT, which are a normal end. Raises WeftError when that can't
-    start."""
+def run(engine: EngineArgs, flags: ServeFlags, begun_s: float) -> None:
+    """Serve until SIGTERM or SIGINT, which are a normal end. `begun_s`: when the command began.
+    Raises WeftError when that can't start."""
     leave_out_torch()  # the engine's process has it
     engine = replace(engine, kv_events=flags.kv_events())
     api = _api_settings(engine, flags)
@@ -87,7 +89,10 @@ def run(engine: EngineArgs, flags: ServeFlags) -> None:
     fleet = flags.fleet_args()
     tenants = flags.tenants_file() if shared is None else flags.shared_tenants(shared)
     door = FrontDoor(tenants, flags.audit_log)
-    start = _Start(engine, flags, api, modules, roots, flags.allowed(), door, limits, shared, fleet)
+    allowed = flags.allowed()
+    start = _Start(
+        engine, flags, api, modules, roots, allowed, door, limits, shared, fleet, begun_s
+    )
     with asyncio.Runner(loop_factory=new_event_loop) as runner:
         runner.run(_run_server(start))
 
@@ -182,13 +187,12 @@ async def _start_and_serve(
         if start.api.tenants:
             await engine.set_tenants(list(start.api.tenants.values()))
         await start.door.tell(engine)
-        max_bytes = start.flags.max_adapter_size
         rule = await asyncio.to_thread(_embedding_rule, start.engine.model)
         app = create_app(
             engine,
             registry,
             tokenizers,
-            Sources(start.roots, start.allowed, contents, max_bytes),
+            Sources(start.roots, start.allowed, contents, start.flags.max_adapter_size),
             replace(start.api, embedding=rule),
             traces=traces,
             tenants=start.door.tenants,
@@ -210,7 +214,8 @@ async def _start_and_serve(
         metrics_url = None if beside is None else _url(flags.metrics_host, beside)
         shares = None if shared is None else f"{flags.registry}: {num_shared(shared)} adapters"
         url = None if listener is None else _url(flags.host, listener)
-        shown = summary(engine.info, registry, url, metrics_url, shares)
+        took_s = time.monotonic() - start.begun_s
+        shown = summary(engine.info, registry, url, start.api.page, metrics_url, shares, took_s)
         _on_signals(lambda: None)
         async with served_beside(app.state.metrics_app, beside):
             if listener is None:
@@ -332,6 +337,7 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        logger.info("stopping: open requests have %g s to finish", self._shutdown_timeout_s)
         leave_fleet(self._engine)
         close_later = asyncio.create_task(self._close_engine_later())
         await super().shutdown(sockets)
@@ -375,5 +381,6 @@ async def _serve_http(
     try:
         server = _Server(config, engine, flags.shutdown_timeout, on_started)
         await server.serve([listener])
+        logger.info("stopped")
     except OSError as error:
         raise _port_refused(flags.host, flags.port, error) from error

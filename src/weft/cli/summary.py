@@ -9,7 +9,6 @@ from weft.core.stages import in_words
 from weft.core.stats import EngineInfo
 from weft.registry import AdapterRegistry
 from weft.registry.shared import SharedRegistry
-from weft.terminal.options import show_bytes
 
 MAX_SHOWN = 12
 """How many adapters are named."""
@@ -19,11 +18,14 @@ def summary(
     info: EngineInfo,
     registry: AdapterRegistry,
     url: str | None,
+    page: bool,
     metrics_url: str | None,
     shares: str | None,
+    took_s: float,
 ) -> Panel:
     """What a newcomer wants to know of a server that is ready. `shares` tells of the registry that
-    it shares with others, if there is one."""
+    it shares with others, if there is one; `page`: whether it serves the page; `took_s`: how long
+    the whole start took."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column(overflow="fold")
@@ -35,14 +37,15 @@ def summary(
     rows.add_row("KV cache", f"{tokens:,} tokens; {info.max_model_len:,} in one request")
     none = "none yet" if shares is None else "loaded when they are first used"
     rows.add_row("Adapters", _names(adapters) if adapters else none)
-    rows.add_row(
-        "", f"{show_bytes(info.adapter_memory_bytes)} of memory, up to rank {info.max_lora_rank}"
-    )
+    gib = info.adapter_memory_bytes / 2**30
+    rows.add_row("", f"{gib:.3g} GiB of memory, up to rank {info.max_lora_rank}")
     if shares is not None:
         rows.add_row("Registry", shares)
-    rows.add_row("Engine start", in_words(info.start_s))
+    rows.add_row("Start", f"{took_s:.1f} s, of these the engine {in_words(info.start_s)}")
     if url is not None:
-        rows.add_row("URL", f"[link={url}]{url}[/link]/v1")
+        rows.add_row("API", f"[link={url}]{url}[/link]/v1")
+    if url is not None and page:
+        rows.add_row("Page", f"[link={url}]{url}[/link]")
     if metrics_url is not None:
         rows.add_row("Metrics", f"[link={metrics_url}]{metrics_url}[/link]/metrics")
     return Panel(rows, title="Weft is ready", title_align="left", expand=False)

@@ -13,6 +13,8 @@ from weft.core.errors import ConfigError
 
 MAX_RANK = 256
 """Largest rank that kernels must take."""
+MAX_NUMBER = 2**63 - 1
+"""Largest number that is passed between processes."""
 MAX_ADDED_TOKENS = 256
 """Default of `LoraArgs.max_added_tokens`."""
 
@@ -27,6 +29,7 @@ def _at_least(args: object, low: float, *names: str) -> None:
     for name in names:
         value = getattr(args, name)
         _check(value is None or value >= low, name, f"at least {low}", value)
+        _check(value is None or value <= MAX_NUMBER, name, f"at most {MAX_NUMBER}", value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class CacheArgs:
     """None: an eighth of what the KV cache would have."""
 
     def __post_init__(self) -> None:
-        _at_least(self, 1, "block_size", "num_blocks")
+        _at_least(self, 1, "block_size", "num_blocks", "kv_cache_memory")
         _at_least(self, 0, "snapshot_memory")
         share = self.gpu_memory_utilization
         _check(0.0 < share <= 1.0, "gpu_memory_utilization", "in (0, 1]", share)
@@ -167,6 +170,9 @@ class EngineArgs:
     scheduler: SchedulerArgs = field(default_factory=SchedulerArgs)
     num_threads: int | None = None
     kv_events: KvEventsArgs | None = None
+
+    def __post_init__(self) -> None:
+        _at_least(self, 1, "num_threads")
 
 
 def engine_args(model: str, **options: object) -> EngineArgs:

@@ -23,7 +23,7 @@ class Stages:
         now = time.perf_counter()
         self.seconds[name] = now - self._since
         self._since = now
-        logger.info("start: %s, %.1f s", name, self.seconds[name])
+        logger.info("start: %s took %.1f s", name, self.seconds[name])
         self.on_end(name)
 
 

@@ -212,7 +212,10 @@ def resolve_model(
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ConfigError(f"{path} has no config.json", "model")
+            what = "no base model: it has no config.json"
+            if (path / "adapter_config.json").is_file():
+                what = "an adapter: name its base here, and the adapter with --lora-modules"
+            raise ConfigError(f"{path} is {what}", "model")
         return path
     name = str(path_or_id)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:

@@ -147,7 +147,8 @@ def build_parts(
     pool = _make_pool(args, model, ranks)
     num_rows = args.scheduler.max_num_seqs
     most = model.config.vocab_size + args.lora.max_added_tokens
-    sampler = Sampler(num_rows, most, model.device, _Copies(model.device).put)
+    with allocating("max_num_seqs"):
+        sampler = Sampler(num_rows, most, model.device, _Copies(model.device).put)
     cache = _cache_sizes(args, model, ranks)
     capacity = cache.num_blocks * args.cache.block_size
     max_model_len = context_length(args.model.max_model_len, capacity, model.config)

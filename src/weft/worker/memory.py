@@ -84,7 +84,9 @@ def count_blocks(
     available = cache_bytes(args, config, dtype, device, num_states)
     blocks = available // kv_bytes_per_block(config, args.block_size, dtype)
     if blocks < 1:
-        raise ConfigError("no memory is left for the KV cache", "gpu_memory_utilization")
+        flag = "gpu_memory_utilization" if device.type == "cuda" else "kv_cache_memory"
+        message = f"no memory is left for the KV cache; raise --{flag.replace('_', '-')}"
+        raise ConfigError(message, flag)
     return blocks
 
 

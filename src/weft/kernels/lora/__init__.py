@@ -54,4 +54,6 @@ def make_backend(name: str, pool: AdapterPool) -> LoraBackend:
             plugin: LoraBackend = entry.load()(pool)
             return plugin
     known = ", ".join(backend_names())
-    raise ConfigError(f"no LoRA backend named {name!r}; there are: {known}", "lora_backend")
+    raise ConfigError(
+        f"--lora-backend {name}: there is none of this name, only {known}", "lora_backend"
+    )
