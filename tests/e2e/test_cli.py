@@ -170,11 +170,27 @@ def test_help_and_version() -> None:
     assert "--lora-modules" in CliRunner().invoke(app, ["serve", "--help"]).stdout
 
 
+@pytest.mark.parametrize("names", [[], ["bench"], ["cluster"], ["registry"]])
+def test_help_of_a_group_says_what_each_command_is_for(names: list[str]) -> None:
+    shown = CliRunner().invoke(app, [*names, "--help"], env={"COLUMNS": "80"}).stdout
+    group = get_command(app)
+    for name in names:
+        assert isinstance(group, TyperGroup)
+        group = group.commands[name]
+    assert isinstance(group, TyperGroup)
+    words = " ".join(shown.split())
+    for name, command in group.commands.items():
+        first = " ".join((command.help or "").split("\n\n")[0].split())
+        assert first and f" {name} {first}" in words
+    assert words.endswith("Show this message and exit.") and max(map(len, shown.splitlines())) <= 80
+
+
 @pytest.mark.parametrize("command", ["serve", "eval", "plan"])
 def test_help_cuts_nothing(command: str) -> None:
     """These have the longest names."""
     shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 80
+    assert not re.search(r"<(int|str|float|bool)|\(\d+[KMG]\)|\{BASE\}", shown)
     group = get_command(app)
     assert isinstance(group, TyperGroup)
     for option in group.commands[command].params:

@@ -65,7 +65,9 @@ _HELP = {
     "--request-timeout": "Abort answers that take longer than this. Default: no limit.",
     "--max-connections-per-address": "Number of connections that one address may have. 0: any"
     " number, for servers behind a proxy. Default: half of what the limit of open files allows.",
-    "--tool-call-parser": "The format in which the model calls tools. auto: recognise it by the"
+    "--tool-call-parser": "The format in which the model calls tools: none, hermes, llama3_json,"
+    " mistral, qwen3_coder, granite, cohere, phi4_mini_json, gemma4, functiongemma, olmo3, glm4 or"
+    " harmony. auto: recognise it by the"
     " chat template.",
     "--reasoning-parser": "How the model marks its reasoning, so that it is separated from the"
     " answer. think: <think> and </think>. auto: recognise it by the chat template.",
@@ -163,7 +165,7 @@ class ServeFlags:
             "glm4",
             "harmony",
         ],
-        _flag("--tool-call-parser"),
+        _flag("--tool-call-parser", "FORMAT"),
     ] = "auto"
     reasoning_parser: Annotated[
         Literal["auto", "none", "think", "mistral", "cohere", "gemma4"],

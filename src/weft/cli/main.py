@@ -30,6 +30,9 @@ from weft.terminal.options import AsJson, ending_in_one_line, with_engine_option
 
 BEGUN_S = time.monotonic()
 
+SERVE, PREPARE, ADAPTERS = "Serving", "Before you serve", "Adapters on running servers"
+SHARED, MEASURE = "Nodes and tenants", "Measuring"
+
 app = Commands(
     help="Serve many LoRA adapters from one copy of a base model.",
     no_args_is_help=True,
@@ -37,11 +40,11 @@ app = Commands(
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(bench, name="bench")
-app.add_typer(cluster, name="cluster")
-app.add_typer(key, name="key")
-app.add_typer(tenants, name="tenants")
-app.add_typer(registry, name="registry")
+app.add_typer(registry, name="registry", rich_help_panel=ADAPTERS)
+app.add_typer(cluster, name="cluster", rich_help_panel=SHARED)
+app.add_typer(tenants, name="tenants", rich_help_panel=SHARED)
+app.add_typer(key, name="key", rich_help_panel=SHARED)
+app.add_typer(bench, name="bench", rich_help_panel=MEASURE)
 
 
 def _show_version(wanted: bool) -> None:
@@ -74,7 +77,7 @@ class _ServeCommand(Command):
         return super().parse_args(ctx, spread_lora_modules(args))
 
 
-@app.command(cls=_ServeCommand)
+@app.command(cls=_ServeCommand, rich_help_panel=SERVE)
 @with_engine_options
 @with_flags
 def serve(
@@ -103,7 +106,7 @@ def serve(
         run(engine, flags, BEGUN_S)
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def demo(
     port: Annotated[
         int,
@@ -131,7 +134,7 @@ def demo(
         raise typer.Exit(0 if run_demo(examples, port, hybrid) else 1)
 
 
-@app.command()
+@app.command(rich_help_panel=SERVE)
 def top(
     urls: Annotated[
         list[str] | None,
@@ -165,7 +168,7 @@ def top(
         run_top(urls or ["http://127.0.0.1:8000"], interval, once, api_key or "")
 
 
-@app.command()
+@app.command(rich_help_panel=PREPARE)
 def check(
     adapter: Annotated[
         str,
@@ -207,7 +210,7 @@ def check(
     raise typer.Exit(0 if report.served else 1)
 
 
-@app.command()
+@app.command(rich_help_panel=PREPARE)
 def env(as_json: AsJson = False) -> None:
     """Print versions, machine and settings, to paste into a bug report. Secrets are hidden."""
     from weft.terminal.environment import collect, show_text
@@ -215,9 +218,11 @@ def env(as_json: AsJson = False) -> None:
     typer.echo(json.dumps(collect()) if as_json else show_text(collect()))
 
 
-app.command()(plan)
-app.command("compile")(compile_kernels)
-for command in (chat, migrate, push, release, rollback, label, history):
-    app.command()(command)
-app.command()(tune)
-app.command("eval")(evaluate)
+app.command(rich_help_panel=SERVE)(chat)
+app.command(rich_help_panel=PREPARE)(plan)
+app.command(rich_help_panel=PREPARE)(migrate)
+app.command("compile", rich_help_panel=PREPARE)(compile_kernels)
+for command in (push, release, rollback, label, history):
+    app.command(rich_help_panel=ADAPTERS)(command)
+app.command("eval", rich_help_panel=MEASURE)(evaluate)
+app.command(rich_help_panel=MEASURE)(tune)

@@ -55,7 +55,8 @@ def _section(path: str, callback: Callable[..., object]) -> str:
         help_text = _plain_text(info.help)
         if info.envvar:
             help_text += f" Also as {info.envvar} in the environment."
-        help_text += _default(flags, default)
+        shown = info.show_default if isinstance(info.show_default, str) else default
+        help_text += _default(flags, shown)
         if isinstance(info, ArgumentInfo):
             usage.append(value if default is inspect.Parameter.empty else f"[{value}]")
             arguments.append(f"- `{value}`: {help_text.removesuffix(' Required.')}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -12,9 +13,12 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
-from typer.core import TyperArgument, TyperCommand, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+Row = tuple[str, Text]
+"""A name, and what it is."""
 
 NAME_WIDTH = 24
 """How wide the column of names is. A longer name has a line of its own, above its help."""
@@ -36,27 +40,69 @@ class Command(TyperCommand):
                 error.message = _what_is_wrong(error.__cause__.errors()[0])
             raise
 
+    def get_usage(self, ctx: Any) -> str:
+        return super().get_usage(ctx).replace("{", "").replace("}", "")
+
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        console = Console(highlight=False)
-        console.width = min(console.width, MOST_WIDTH)
-        console.print(Text(f"\n{self.get_usage(ctx)}\n", "bold"))
-        paragraphs = [
-            " ".join(part.split()) for part in inspect.cleandoc(self.help or "").split("\n\n")
-        ]
-        console.print(Padding(Text.from_markup("\n\n".join(paragraphs)), INDENT, expand=False))
-        panels: dict[str, list[tuple[str, Text]]] = {}
-        for param in self.get_params(ctx):
-            if isinstance(param, TyperArgument | TyperOption):
-                record = param.get_help_record(ctx)
-                usual = "Arguments" if isinstance(param, TyperArgument) else "Options"
-                if record is not None:
-                    about = _about(param.help or "", record[1])
-                    name = param.metavar or record[0] if usual == "Arguments" else record[0]
-                    panels.setdefault(param.rich_help_panel or usual, []).append((name, about))
-        for title, rows in panels.items():
-            console.print(Text(f"\n{title}", "bold"))
-            for name, about in rows:
-                _print_row(console, Text(name, "cyan"), about)
+        _print_help(self, ctx, {})
+
+
+class CommandGroup(TyperGroup):
+    """Several commands, which are listed in the same way, under the titles of their panels."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        panels: dict[str, list[Row]] = {}
+        for name in self.list_commands(ctx):
+            command = self.get_command(ctx, name)
+            if command is not None and not command.hidden:
+                title = getattr(command, "rich_help_panel", None) or "Commands"
+                about = Text.from_markup(_paragraphs(command.help or "")[0])
+                panels.setdefault(title, []).append((name, about))
+        _print_help(self, ctx, panels)
+
+
+def _print_help(command: TyperCommand | TyperGroup, ctx: Any, panels: dict[str, list[Row]]) -> None:
+    """Print what the command is for, the rows of `panels`, and its parameters in theirs. Options
+    without a panel come last, unless one of them is required."""
+    console = Console(highlight=False)
+    console.width = min(console.width, MOST_WIDTH)
+    console.print(Text(f"\n{command.get_usage(ctx)}\n", "bold"))
+    about = Text.from_markup("\n\n".join(_paragraphs(command.help or "")))
+    console.print(Padding(about, INDENT, expand=False))
+    last = True
+    for param in command.get_params(ctx):
+        if isinstance(param, TyperArgument | TyperOption):
+            record = param.get_help_record(ctx)
+            is_option = isinstance(param, TyperOption)
+            if record is not None:
+                title = param.rich_help_panel or ("Options" if is_option else "Arguments")
+                last = last and not (is_option and param.required)
+                name = record[0] if is_option else param.metavar or record[0]
+                row = (_spelled(name), _about(param.help or "", record[1]))
+                panels.setdefault(title, []).append(row)
+    if last and "Options" in panels:
+        panels["Options"] = panels.pop("Options")
+    for title, rows in panels.items():
+        console.print(Text(f"\n{title}", "bold"))
+        for name, told in rows:
+            _print_row(console, Text(name, "cyan"), told)
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [" ".join(part.split()) for part in inspect.cleandoc(text).split("\n\n")]
+
+
+def _spelled(name: str) -> str:
+    """The name of an option and of its value, which is a word in capitals unless there are only
+    some to choose from. An option without a value has none."""
+    for kind, shown in (
+        ("int range", "N"),
+        ("int", "N"),
+        ("float range", "NUMBER"),
+        ("float", "NUMBER"),
+    ):
+        name = name.replace(f"<{kind}>", shown)
+    return name.replace("<str>", "TEXT").replace("<bool>", "").strip()
 
 
 def _what_is_wrong(found: Mapping[str, Any]) -> str:
@@ -76,7 +122,8 @@ def _what_is_wrong(found: Mapping[str, Any]) -> str:
 
 def _about(given: str, told: str) -> Text:
     """The help, which may have markup, and the default and such that `told` has after it."""
-    return Text.from_markup(given).append(told.removeprefix(given), "dim")
+    more = re.sub(r"\[default: \(([^()]*)\)", r"[default: \1", told.removeprefix(given))
+    return Text.from_markup(given).append(more, "dim")
 
 
 def _print_row(console: Console, name: Text, about: Text) -> None:
@@ -92,6 +139,9 @@ def _print_row(console: Console, name: Text, about: Text) -> None:
 
 class Commands(typer.Typer):
     """A group of such commands."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(cls=CommandGroup, **more)
 
     def command(
         self, name: str | None = None, *, cls: type[TyperCommand] | None = None, **more: Any

@@ -167,8 +167,8 @@ class SimulateFlags(FleetFlags):
 def simulate(
     flags: SimulateFlags,
 ) -> None:
-    """Replay traces with the engine's own scheduler and policies, and a model of the device; with
-    --fleet, on many nodes with the router's own decisions.
+    """Simulate an engine that serves a trace: its own scheduler and policies, and a model of the
+    device. With --fleet, simulate many nodes and their router.
 
     Takes seconds, no device and no model; the same options give the same figures. The optimum is
     the hit rate of a cache that knows the future (Belady's MIN; for mixed ranks a greedy variant).
