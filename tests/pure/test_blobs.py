@@ -10,6 +10,7 @@ from typing import BinaryIO
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from memory_store import MemoryStore
 from packed_adapters import TEMPLATE, adapter, digest, read, written
 
 from weft.core.errors import (
@@ -25,7 +26,7 @@ from weft.registry import blobs as blobs_module
 from weft.registry.blobs import BLOBS, Blobs, key_of
 from weft.registry.contents import Contents
 from weft.registry.records import Name, Version
-from weft.registry.stores import DirectoryStore, MemoryStore, Store
+from weft.registry.stores import DirectoryStore, Store
 from weft.registry.sweep import GRACE_S, KEEP_S, LEASE_S, TURN_S, Collector, ReplicaLease
 
 FILES = adapter()

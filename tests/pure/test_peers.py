@@ -15,6 +15,7 @@ import pytest
 import zmq
 from hypothesis import given
 from hypothesis import strategies as st
+from memory_store import MemoryStore
 from packed_adapters import adapter, digest, written
 from test_links import PretendedSupervisor, same
 from zmq.auth.thread import ThreadAuthenticator
@@ -28,7 +29,6 @@ from weft.fleet.peers import MAX_ASKED, PeerContents, choose_peers
 from weft.fleet.wire import DOWN, PIECES, FilePiece, GetPiece
 from weft.registry.blobs import Blobs
 from weft.registry.contents import LISTING, Contents, listing_of, parse_listing
-from weft.registry.stores import MemoryStore
 
 FILES = adapter(chat_template__jinja=b"{{ x }}" * 50)
 DIGEST = digest(FILES)

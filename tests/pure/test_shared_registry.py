@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from memory_store import MemoryStore
 
 from weft.core.errors import (
     AdapterNotFound,
@@ -18,7 +19,7 @@ from weft.core.errors import (
 from weft.registry.records import Done, Publish, Release, Remove, Route, SetTenant, Share, Version
 from weft.registry.shared import SharedRegistry
 from weft.registry.state import State
-from weft.registry.stores import DirectoryStore, MemoryStore, Store
+from weft.registry.stores import DirectoryStore, Store
 
 A, B = (Version(letter * 64, 10) for letter in "ab")
 

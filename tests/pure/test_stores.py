@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from buckets import new_bucket, s3_server
+from memory_store import MemoryStore
 from packed_adapters import adapter, digest, read, tar
 
 from weft.core.errors import (
@@ -23,7 +24,7 @@ from weft.registry import AdapterRoots, Sources
 from weft.registry.allowed import Allowed
 from weft.registry.blobs import Blobs
 from weft.registry.contents import Contents
-from weft.registry.stores import DirectoryStore, MemoryStore, Store, open_store, probe
+from weft.registry.stores import DirectoryStore, Store, open_store, probe
 
 
 @pytest.fixture(scope="module")

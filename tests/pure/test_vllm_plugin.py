@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import ClassVar
 
 import pytest
+from memory_store import MemoryStore
 from packed_adapters import adapter, digest, read, written
 
 import weft
@@ -21,7 +22,6 @@ from weft.registry.blobs import Blobs
 from weft.registry.contents import Contents
 from weft.registry.records import Publish, Release, Remove, Route, Share
 from weft.registry.shared import SharedRegistry
-from weft.registry.stores import MemoryStore
 
 PLUGIN = Path(__file__).parents[2] / "integrations" / "vllm"
 

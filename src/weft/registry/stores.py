@@ -1,4 +1,4 @@
-"""The protocol of a store that holds a shared registry, and the stores in folders and memory.
+"""The protocol of a store that holds a shared registry, and the store in a folder.
 
 A key is a relative path such as `log/00000000000000000007` or `blobs/sha256/DIGEST/DONE`. What is
 written under a key never changes; it can only be deleted.
@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from threading import Lock
 from typing import BinaryIO, Final, Protocol
 
 from weft.core.errors import ConfigError, RegistryUnavailable
@@ -24,7 +23,7 @@ _STALE_S: Final = 24 * 3600.0
 
 
 class Store(Protocol):
-    """A folder, a bucket or memory. All methods block, and may be called from any thread. Each
+    """A folder or a bucket. All methods block, and may be called from any thread. Each
     raises RegistryUnavailable if the store does not answer; whether a `put` has happened is then
     unknown."""
 
@@ -80,50 +79,6 @@ def open_store(uri: str) -> Store:
         message = f"{uri}: buckets need one more package: pip install 'weft[buckets]'"
         raise ConfigError(message, "registry") from error
     return BucketStore(uri)
-
-
-class MemoryStore:
-    """A store for one process, which is gone with it."""
-
-    uri = "memory"
-
-    def __init__(self) -> None:
-        self._contents: dict[str, bytes] = {}
-        self._lock = Lock()
-
-    def reopen(self) -> MemoryStore:
-        return self
-
-    def put(self, key: str, content: bytes) -> bool:
-        with self._lock:
-            if key in self._contents:
-                return False
-            self._contents[key] = content
-            return True
-
-    def put_file(self, key: str, file: BinaryIO) -> bool:
-        return self.put(key, file.read())
-
-    def get(self, key: str) -> bytes | None:
-        return self._contents.get(key)
-
-    def get_file(self, key: str, file: BinaryIO) -> bool:
-        content = self.get(key)
-        if content is None:
-            return False
-        file.write(content[file.seek(0, os.SEEK_END) :])
-        return True
-
-    def list(self, prefix: str) -> Iterator[str]:
-        with self._lock:
-            return iter([key for key in self._contents if key.startswith(prefix)])
-
-    def delete(self, key: str) -> None:
-        with self._lock:
-            self._contents.pop(key, None)
-
-    def folder(self, prefix: str) -> Path | None:
-        return None
 
 
 class DirectoryStore:
