@@ -20,7 +20,7 @@ from toy_tokenizers import byte_level
 
 from weft.api import loop_watch
 from weft.api.loop_watch import LoopWatch
-from weft.core import headway
+from weft.core import stalls
 from weft.core.messages import Command, Pulse, Stop, Wake
 from weft.engine.serve import Progress, _commands, serve
 from weft.fleet import vitals
@@ -151,7 +151,7 @@ def test_threads_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
 
     with WatchedThreads(2, "test") as pool:
         pool.submit(go_on.wait, PATIENCE_S)
-        wait_until(lambda: len(pool._headway._works) == 1)
+        wait_until(lambda: len(pool._stalls._works) == 1)
         pool.stuck_s()
         time.sleep(0.02)
         assert pool.stuck_s() == 0, "another thread is free"
@@ -159,13 +159,13 @@ def test_threads_that_hang(monkeypatch: pytest.MonkeyPatch) -> None:
         wait_until(lambda: pool.stuck_s() > 0.05)
         go_on.set()
         assert stuck.result(PATIENCE_S)
-        wait_until(lambda: pool.stuck_s() == 0 and not pool._headway._works)
+        wait_until(lambda: pool.stuck_s() == 0 and not pool._stalls._works)
         go_on.clear()
         pool.submit(go_on.wait, PATIENCE_S)
         pool.submit(compute)
-        wait_until(lambda: len(pool._headway._works) == 2)
+        wait_until(lambda: len(pool._stalls._works) == 2)
         time.sleep(0.3)
         assert pool.stuck_s() < 0.2, "it gets on"
-        monkeypatch.setattr(headway, "LONG_S", 0.1)
+        monkeypatch.setattr(stalls, "LONG_S", 0.1)
         assert pool.stuck_s() >= 0.2, "it never ends"
         go_on.set()

@@ -32,9 +32,9 @@ from collections.abc import Callable
 from typing import NamedTuple, NoReturn, Self
 
 from weft.core import frames
-from weft.core.headway import Headway, process_clock
 from weft.core.processes import die_with_parent, forbid_new_privileges
 from weft.core.seccomp import allow_only_computing
+from weft.core.stalls import StallWatch, process_clock
 
 START_S = 120.0
 """How long the fork server may take to answer: at first it imports."""
@@ -51,7 +51,7 @@ class ForkServer:
         """command: the Python that it runs, which calls `run_fork_server`. given: what it finds at
         its standard input. It has no secrets: neither keys nor tokens are in its environment."""
         self._turn = threading.Lock()
-        self._headway = Headway(1)
+        self._stalls = StallWatch(1)
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.settimeout(START_S)
         environment |= {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
@@ -78,7 +78,7 @@ class ForkServer:
 
     def stuck_s(self) -> float:
         """For how many seconds it has kept somebody waiting and has computed nothing."""
-        return self._headway.stuck_s()
+        return self._stalls.stuck_s()
 
     def fork(self, kind: bytes, connection: socket.socket) -> int:
         """Start a worker that serves the other end of this connection. Returns its pid."""
@@ -99,7 +99,7 @@ class ForkServer:
         self._process.wait()
 
     def _ask(self, message: bytes, *descriptors: int) -> int:
-        with self._turn, self._headway.of(process_clock(self._process.pid)):
+        with self._turn, self._stalls.watching(process_clock(self._process.pid)):
             socket.send_fds(self._control, [message], descriptors)
             reply = self._control.recv(_NUMBER.size)
         if not reply:

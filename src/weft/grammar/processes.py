@@ -9,8 +9,8 @@ import msgspec
 
 from weft.core.errors import Overloaded, from_wire
 from weft.core.forked import ForkedProcess, ForkServer, ProcessEnded
-from weft.core.headway import Headway, process_clock
 from weft.core.sampling import StructuredOutputs
+from weft.core.stalls import StallWatch, process_clock
 from weft.grammar.compiler import Limits
 from weft.grammar.fork_server import COMMAND, MAX_COMPILED_BYTES, FormAnswer, Setup
 from weft.grammar.schema import FIELD, refusal
@@ -32,7 +32,7 @@ class CompilerProcesses:
         self._setup = msgspec.msgpack.encode(setup)
         self._lock = threading.Lock()
         self._closed = False
-        self._headway = Headway(num_threads)
+        self._stalls = StallWatch(num_threads)
         self._server = ForkServer(COMMAND, self._setup)
 
     def compile(self, form: StructuredOutputs) -> FormAnswer:
@@ -43,7 +43,7 @@ class CompilerProcesses:
         try:
             with (
                 ForkedProcess(self._living_server()) as process,
-                self._headway.of(process_clock(process.pid)),
+                self._stalls.watching(process_clock(process.pid)),
             ):
                 until_s = time.monotonic() + wall_s
                 said = process.ask(question, 2 * MAX_COMPILED_BYTES, until_s, cpu_s)
@@ -58,7 +58,7 @@ class CompilerProcesses:
 
     def stuck_s(self) -> float:
         """For how many seconds no form has got on, of some that are being compiled."""
-        return max(self._server.stuck_s(), self._headway.stuck_s())
+        return max(self._server.stuck_s(), self._stalls.stuck_s())
 
     def close(self) -> None:
         """End all of them."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
-from weft.core.headway import Headway, thread_clock
+from weft.core.stalls import StallWatch, thread_clock
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -28,15 +28,15 @@ class WatchedThreads(ThreadPoolExecutor):
 
     def __init__(self, num_threads: int, name: str) -> None:
         super().__init__(num_threads, thread_name_prefix=name)
-        self._headway = Headway(num_threads)
+        self._stalls = StallWatch(num_threads)
 
     def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
         return super().submit(self._watched, fn, *args, **kwargs)
 
     def stuck_s(self) -> float:
-        """As `Headway.stuck_s`."""
-        return self._headway.stuck_s()
+        """As `StallWatch.stuck_s`."""
+        return self._stalls.stuck_s()
 
     def _watched(self, fn: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        with self._headway.of(thread_clock(threading.get_ident())):
+        with self._stalls.watching(thread_clock(threading.get_ident())):
             return fn(*args, **kwargs)

@@ -25,7 +25,7 @@ class _UnderWay:
     """When somebody saw last that it computed."""
 
 
-class Headway:
+class StallWatch:
     """Work that is under way at a number of places. It is stuck while it computes nothing, or takes
     very long; all is stuck while every place has such work, so that nothing else can begin."""
 
@@ -35,7 +35,7 @@ class Headway:
         self._numbers = itertools.count()
 
     @contextmanager
-    def of(self, clock: Clock) -> Iterator[None]:
+    def watching(self, clock: Clock) -> Iterator[None]:
         """A context in which one place is taken by work whose clock this is."""
         number, now = next(self._numbers), time.monotonic()
         self._works[number] = _UnderWay(clock, now, 0.0, now)
