@@ -148,6 +148,26 @@ def test_a_new_key_is_printed_with_the_lines_for_the_file() -> None:
     assert CliRunner().invoke(app, ["key", "new", "a/b"]).exit_code == 1
 
 
+def test_keys_that_cannot_be_made() -> None:
+    for flags, told in (
+        (
+            ["ac me"],
+            'the file can\'t have such a key: tenants."ac me": it must be letters and digits',
+        ),
+        (["acme", "--role", "boss"], "--role takes use, publish or admin, got 'boss'"),
+        (["acme", "--days", "999999999"], "'999999999' is too large"),
+        (["acme", "--id", 'a"b'], "the file can't have such a key: tenants.acme.keys[0].id"),
+    ):
+        done = CliRunner().invoke(app, ["key", "new", *flags])
+        shown = " ".join((done.output + done.stderr).replace("│", " ").split())
+        assert done.exit_code in (1, 2) and told in shown, shown
+
+
+def test_a_server_that_is_not_there_is_named() -> None:
+    line = refusal("push", str(tiny.ADAPTERS["upper"]), "up", "--url", "127.0.0.1:9")
+    assert "can't reach http://127.0.0.1:9: Connection refused" in line
+
+
 def test_weights_of_tenants() -> None:
     assert parse_weights('{"acme": 2, "b": 0.5}') == {"acme": 2.0, "b": 0.5}
     assert engine_args("m", tenant_weights={"a": 2.0}).scheduler.tenant_weights == {"a": 2.0}

@@ -60,7 +60,7 @@ def test_what_goes_wrong(url: str) -> None:
     for flags, told in (
         (["nobody"], "nobody"),
         (["--api-key", "wrong"], "API key"),
-        (["--url", "http://127.0.0.1:9"], "can't reach http://127.0.0.1:9"),
+        (["--url", "http://127.0.0.1:9"], "can't reach http://127.0.0.1:9: Connection refused"),
     ):
         _, err, status = said(url, "hi\n", *flags)
         assert status == 1 and told in err, err

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from weft.core.errors import InvalidRequest, Unreachable, WeftError
+from weft.core.errors import InvalidRequest, WeftError
 from weft.terminal.options import ApiKey, ending_in_one_line
 
 if TYPE_CHECKING:
@@ -176,10 +176,12 @@ class Talk:
     def _reaching(self) -> Iterator[None]:
         import httpx
 
+        from weft.cli.scrapes import unreachable
+
         try:
             yield
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-            raise Unreachable(f"can't reach {self._client.base_url}: {error}") from None
+            raise unreachable(str(self._client.base_url), error) from None
 
 
 def _refusal(answer: httpx.Response) -> InvalidRequest:

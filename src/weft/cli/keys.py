@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import re
 import secrets
 from datetime import UTC, datetime, timedelta
 from typing import Annotated
@@ -38,7 +40,9 @@ def new(
     ] = None,
     days: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Days until the key expires. Default: never.", min=1),
+        typer.Option(
+            metavar="N", help="Days until the key expires. Default: never.", min=1, max=36_500
+        ),
     ] = None,
 ) -> None:
     """Print a new random key, and the lines for it in the file of `weft serve --tenants`.
@@ -49,10 +53,11 @@ def new(
 
     secret = f"weft-{secrets.token_urlsafe(32)}"
     roles = ", ".join(f'"{each}"' for each in dict.fromkeys(role or ["use"]))
+    bare = re.fullmatch(r"[A-Za-z0-9_-]+", tenant)
     key_id = key_id or f"{tenant}-{secrets.token_hex(4)}"
     lines = [
-        f'[[tenants."{tenant}".keys]]' if "." in tenant else f"[[tenants.{tenant}.keys]]",
-        f'id = "{key_id}"',
+        f"[[tenants.{tenant if bare else json.dumps(tenant)}.keys]]",
+        f"id = {json.dumps(key_id)}",
         f'sha256 = "{hashlib.sha256(secret.encode()).hexdigest()}"',
         f"roles = [{roles}]",
     ]
@@ -60,6 +65,9 @@ def new(
         expires = datetime.now(UTC) + timedelta(days=days)
         lines.append(f"expires = {expires.isoformat(timespec='seconds')}")
     with ending_in_one_line():
+        for each in role or ():
+            if each not in ("use", "publish", "admin"):
+                raise ConfigError(f"--role takes use, publish or admin, got {each!r}")
         try:
             parse_tenants("\n".join(lines))
         except ConfigError as error:

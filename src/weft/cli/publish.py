@@ -11,7 +11,7 @@ from urllib.parse import quote
 import typer
 
 from weft.cli.releases import NamedAdapter, Registry, actor, opened
-from weft.core.errors import AdapterError, ConfigError, Unreachable
+from weft.core.errors import AdapterError, ConfigError
 from weft.terminal.commands import Commands
 from weft.terminal.options import ApiKey, ending_in_one_line, show_bytes
 
@@ -83,15 +83,17 @@ def _send(
 ) -> None:
     import httpx
 
+    from weft.cli.scrapes import plain_url, unreachable
     from weft.publishing import check, files_of_folder
     from weft.registry.unpack import tar_of
 
     files = files_of_folder(adapter)
     check(files, base)
+    url = plain_url(url)
     streams = {each: io.BytesIO(content) for each, content in files.items()}
     try:
         answer = httpx.put(
-            f"{url.rstrip('/')}/v1/adapters/{quote(name)}",
+            f"{url}/v1/adapters/{quote(name)}",
             params={"pinned": "true"} if pinned else {},
             content=tar_of(streams),
             headers={"authorization": f"Bearer {api_key}"} if api_key else {},
@@ -99,7 +101,7 @@ def _send(
         )
         body = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        raise Unreachable(f"{url}: {error}") from None
+        raise unreachable(url, error) from None
     if answer.status_code != 200:
         message = body.get("error", {}).get("message") if isinstance(body, dict) else None
         raise AdapterError(f"{url} refuses it ({answer.status_code}): {message or answer.text}")

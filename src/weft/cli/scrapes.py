@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import re
 import time
 import urllib.error
 import urllib.request
@@ -105,9 +106,15 @@ def fetch(url: str, key: str) -> Scrape:
         hint = "; is there a key (--api-key)?" if error.code in (401, 403) else ""
         raise Unreachable(f"{url}/metrics answers with status {error.code}{hint}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        reason = getattr(error, "reason", None) or error
-        why = getattr(reason, "strerror", None) or str(reason) or type(error).__name__
-        raise Unreachable(f"can't reach {url}: {why}") from None
+        raise unreachable(url, error) from None
+
+
+def unreachable(url: str, error: Exception) -> Unreachable:
+    """What to say of a server to which no connection can be made, or whose answer breaks off."""
+    reason = getattr(error, "reason", None) or error
+    why = getattr(reason, "strerror", None) or str(reason) or type(error).__name__
+    without_number = re.sub(r"^\[Errno -?[0-9]+\] ", "", why)
+    return Unreachable(f"can't reach {url}: {without_number}")
 
 
 def plain_url(given: str) -> str:

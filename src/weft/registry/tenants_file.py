@@ -143,8 +143,19 @@ def _tables(text: str) -> dict[str, _Tenant]:
 
 
 def _refuse_first(error: ValidationError, *place: str) -> NoReturn:
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    _refuse(_place([*place, *(part for part in first["loc"] if part != "[key]")]), first["msg"])
+    first = error.errors(include_url=False, include_input=False)[0]
+    match first["type"]:
+        case "string_pattern_mismatch" if first["ctx"]["pattern"] == f"^{_NAME.pattern}$":
+            told = "it must be letters and digits of ASCII, with single . _ or - between them"
+        case "extra_forbidden":
+            told = "there is no such field"
+        case "missing":
+            told = "it is required"
+        case "literal_error":
+            told = f"it must be {first['ctx']['expected']}"
+        case _:
+            told = first["msg"]
+    _refuse(_place([*place, *(part for part in first["loc"] if part != "[key]")]), told)
 
 
 def _member(name: str, given: _Tenant, lora_roots: Sequence[Path]) -> Member:

@@ -41,7 +41,7 @@ class Command(TyperCommand):
             raise
 
     def get_usage(self, ctx: Any) -> str:
-        return super().get_usage(ctx).replace("{", "").replace("}", "")
+        return super().get_usage(ctx).replace("{", "").replace("}", "").replace("......", "...")
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _print_help(self, ctx, {})
