@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from click.testing import Result
 from command_line import CliRunner
+from patience import PATIENCE_S
 
 from weft.bench import decode, throughput
 from weft.bench.client import LoadClient, Outcome
@@ -415,7 +416,7 @@ def serving(server: Server) -> Iterator[str]:
     thread = threading.Thread(target=loop.run_until_complete, args=(main(),))
     thread.start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(PATIENCE_S)
         yield f"http://127.0.0.1:{port[0]}"
     finally:
         loop.call_soon_threadsafe(stop.set)
@@ -443,7 +444,7 @@ def load(url: str, *models: str, num_requests: int, **changed: Any) -> list[Outc
         "output_len": Lengths(4, 4),
         "ignore_eos": True,
         "seed": 0,
-        "timeout_s": 30.0,
+        "timeout_s": PATIENCE_S,
         **changed,
     }
 

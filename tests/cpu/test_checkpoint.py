@@ -830,12 +830,12 @@ def test_common_patterns_compile(source: str):
 
 @pytest.mark.parametrize("source", ["(a+)+b", "(a|a)*b", "(.*)*b", "(((a*)*)*)*b", "(.|.)*b"])
 def test_no_pattern_takes_long(source: str):
-    start = time.monotonic()
+    start = time.process_time()
     try:
         assert not compile_pattern(source, Work("field", 0.1)).matches_module("a" * 60)
     except AdapterInvalid as error:
         assert error.param == "field"
-    assert time.monotonic() - start < 5
+    assert time.process_time() - start < 5
 
 
 def test_first_hit_wins(plain: tuple[dict, Tensors], tmp_path: Path):

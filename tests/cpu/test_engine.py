@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import aclosing
@@ -22,7 +23,7 @@ from engine_thread import start_in_process
 from http_api import INFO
 from patience import PATIENCE_S
 from quick_start import quick_start
-from tiny import ADAPTERS, BASE, answer, ask
+from tiny import ADAPTERS, BASE, LONG, answer, ask, long_base
 
 from weft.core.adapters import AdapterRef, AdapterSource
 from weft.core.config import engine_args
@@ -44,9 +45,10 @@ from weft.fleet.process import start_process
 from weft.grammar.schema import FIELD
 from weft.text import load_tokenizer
 
-ARGS = engine_args(str(BASE), num_threads=1, num_blocks=512)
+_folder = tempfile.TemporaryDirectory(prefix="weft-tests-")
+ARGS = engine_args(str(long_base(Path(_folder.name) / "base")), num_threads=1, num_blocks=2000)
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
-ENDLESS = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+ENDLESS = SamplingParams(max_tokens=LONG, temperature=0.0, ignore_eos=True)
 TOKENIZER = load_tokenizer(str(BASE))
 
 Start = Callable[..., Awaitable[LinkClient]]
@@ -146,9 +148,9 @@ async def idle(client: LinkClient) -> None:
 def test_info(bench: Bench) -> None:
     info = bench.client.info
     assert bench.client.alive
-    assert (info.model, info.architecture) == (str(BASE), "LlamaForCausalLM")
-    assert (info.dtype, info.num_blocks, info.vocab_size) == ("float32", 512, 262)
-    assert info.max_model_len == 512 and info.num_parameters > 10**6
+    assert (info.model, info.architecture) == (ARGS.model.model, "LlamaForCausalLM")
+    assert (info.dtype, info.num_blocks, info.vocab_size) == ("float32", 2000, 262)
+    assert info.max_model_len == LONG + 100 and info.num_parameters > 10**6
 
 
 def test_many_requests_at_once(bench: Bench) -> None:
@@ -225,13 +227,12 @@ def test_hostile_forms_harm_nobody(bench: Bench) -> None:
         return replace(request_of(params=params), tenant=tenant)
 
     async def go() -> None:
-        gaps: list[float] = []
+        num_tokens = 0
 
         async def stream() -> None:
-            before = time.monotonic()
-            async for _ in bench.client.generate(request_of(params=ENDLESS)):
-                gaps.append(time.monotonic() - before)
-                before = time.monotonic()
+            nonlocal num_tokens
+            async for event in bench.client.generate(request_of(params=ENDLESS)):
+                num_tokens += len(event.token_ids)
 
         victim = asyncio.create_task(stream())
         attacks = [
@@ -243,8 +244,9 @@ def test_hostile_forms_harm_nobody(bench: Bench) -> None:
         for events in await asyncio.gather(*attacks):
             error = events[-1].error
             assert error is not None and error[::2] == ("invalid_request_error", FIELD), error
-        await victim
-        assert max(gaps) < 8.0
+        assert num_tokens > 20 and not victim.done()
+        victim.cancel()
+        await asyncio.wait([victim])
 
     bench.run(go())
 
@@ -285,7 +287,7 @@ def test_cancelling_the_reader_aborts(bench: Bench) -> None:
         ({"prompt_ids": []}, ("invalid_request_error", "prompt")),
         ({"prompt_ids": [1, 262]}, ("invalid_request_error", "prompt")),
         ({"prompt_ids": [1, 1 << 63]}, ("invalid_request_error", "prompt")),
-        ({"prompt_ids": [1] * 512}, ("context_length_exceeded", "prompt")),
+        ({"prompt_ids": [1] * (LONG + 100)}, ("context_length_exceeded", "prompt")),
         ({"adapter": AdapterRef("x", 1, "ab" * 32)}, ("adapter_unavailable", "model")),
     ],
 )
@@ -301,7 +303,7 @@ def test_a_request_id_that_is_in_use(bench: Bench) -> None:
     """The second is refused, the first goes on; both are sent before either is answered."""
 
     async def go() -> None:
-        request = request_of(params=ENDLESS)
+        request = request_of(params=replace(ENDLESS, max_tokens=200))
         first, second = await asyncio.gather(
             collect(bench.client, request),
             collect(bench.client, request),
@@ -309,7 +311,7 @@ def test_a_request_id_that_is_in_use(bench: Bench) -> None:
         )
         assert isinstance(second, InvalidRequest) and second.param == "request_id"
         assert not isinstance(first, BaseException)
-        assert sum(len(event.token_ids) for event in first) == ENDLESS.max_tokens
+        assert sum(len(event.token_ids) for event in first) == 200
 
     bench.run(go())
 

@@ -9,6 +9,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,9 +42,11 @@ def sandbox() -> Sandbox:
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less time than an operator would give, so that tests are quick."""
+    """Less time than an operator would give, so that tests are quick; and penalties that outlast
+    them."""
     monkeypatch.setattr(limits, "CPU_S", 0.3)
     monkeypatch.setattr(limits, "LOAD_CPU_S", 2.0)
+    monkeypatch.setattr(limits, "PENALTY", 1000.0)
 
 
 def chat_call(template: str, owner: Owner, messages: Any = HI, **options: Any) -> Call:
@@ -376,56 +379,65 @@ def runs(pid: int) -> bool:
 
 
 class SlowProcess:
-    """A worker process that only waits."""
+    """A worker process that only waits, for `gate` and for a while."""
 
     kind = limits.WorkerKind.CHATS
     spent = False
     at_work: list[str] = []  # noqa: RUF012
-    most = 0
 
     def __init__(self, kind: object) -> None: ...
 
     def ask(self, job: Encode, *_: object) -> Ids:
+        begun.append(job.texts[0])
         self.at_work.append(job.texts[0])
-        SlowProcess.most = max(SlowProcess.most, len(self.at_work))
         owners = [name[0] for name in self.at_work]
         assert len(set(owners)) == len(owners), "an owner has one at a time"
+        gate(job.texts[0])
         time.sleep(0.01)
         self.at_work.remove(job.texts[0])
-        ended.append(job.texts[0])
         return Ids([])
 
     def end(self) -> int:
         return 0
 
 
-ended: list[str] = []
+begun: list[str] = []
+Gate = Callable[[str], object]
+
+
+def gate(name: str) -> None:
+    """Waits until a text may go on; tests put others in its place."""
 
 
 @pytest.fixture
-def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def set_gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[Gate], None]]:
+    """Workers only wait, and what is given here says for what."""
     monkeypatch.setattr(pool, "TextProcess", SlowProcess)
-    yield
-    ended.clear()
+    yield lambda found: monkeypatch.setattr(sys.modules[__name__], "gate", found)
+    begun.clear()
 
 
 def text_call(name: str, size: int = 1) -> Call:
     return Call(Encode([name], False), byte_level(), Owner(name[0], ""), "prompt", size)
 
 
-@pytest.mark.usefixtures("slow")
-def test_an_owner_has_one_text_at_a_time() -> None:
+def test_an_owner_has_one_text_at_a_time(set_gate: Callable[[Gate], None]) -> None:
+    """The first three texts of one wait for the first three of the other."""
+    pairs = threading.Barrier(2)
+    set_gate(lambda name: int(name[1:]) < 3 and pairs.wait(PATIENCE_S))
     sandbox = Sandbox()
     futures = [sandbox.submit(text_call(f"a{n}")) for n in range(10)]
     futures += [sandbox.submit(text_call(f"b{n}")) for n in range(3)]
     for future in futures:
         future.result(PATIENCE_S)
-    assert SlowProcess.most == 2
-    assert ended.index("b2") < ended.index("a6")
+    assert begun.index("b2") < begun.index("a3")
 
 
-@pytest.mark.usefixtures("slow")
-def test_too_many_texts_of_one_author_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_texts_of_one_author_are_refused(
+    monkeypatch: pytest.MonkeyPatch, set_gate: Callable[[Gate], None]
+) -> None:
+    refused = threading.Event()
+    set_gate(lambda name: name == "b" or refused.wait(PATIENCE_S))
     monkeypatch.setattr(limits, "MAX_WAITING", 3)
     sandbox = Sandbox()
     futures = []
@@ -433,6 +445,7 @@ def test_too_many_texts_of_one_author_are_refused(monkeypatch: pytest.MonkeyPatc
         for n in range(20):
             futures.append(sandbox.submit(text_call(f"a{n}")))  # noqa: PERF401
     sandbox.submit(text_call("b")).result(PATIENCE_S)
+    refused.set()
     for future in futures:
         future.result(PATIENCE_S)
     monkeypatch.setattr(limits, "MAX_WAIT_S", 0.0)
@@ -440,17 +453,20 @@ def test_too_many_texts_of_one_author_are_refused(monkeypatch: pytest.MonkeyPatc
         sandbox.submit(text_call("a")).result(PATIENCE_S)
 
 
-@pytest.mark.usefixtures("slow")
-def test_short_texts_pass_long_ones() -> None:
+def test_short_texts_pass_long_ones(set_gate: Callable[[Gate], None]) -> None:
+    all_there = threading.Event()
+    set_gate(lambda _: all_there.wait(PATIENCE_S))
     sandbox = Sandbox(num_workers=1)
     sizes = {"-first": 1, "-long": 10**7, "-short": 1}
     calls = [
         Call(Encode([name], False), byte_level(), Owner("", ""), "prompt", size)
         for name, size in sizes.items()
     ]
-    for future in [sandbox.submit(call) for call in calls]:
+    futures = [sandbox.submit(call) for call in calls]
+    all_there.set()
+    for future in futures:
         future.result(PATIENCE_S)
-    assert ended[-1] == "-long"
+    assert begun[-1] == "-long"
 
 
 # -- ignored ---------------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ class ScriptedEngine:
         self.troubles: list[str] = []
         self.hangs = False
         """After the script, forever."""
+        self.hung = asyncio.Event()
+        """A request has come to that."""
         self.script = [
             Event("", [5], num_cached_tokens=2, queue_s=0.0),
             Event("", [6, 7], finish_reason="length", num_cached_tokens=2),
@@ -54,6 +56,7 @@ class ScriptedEngine:
         for event in self.script:
             yield event._replace(request_id=request.request_id)
         if self.hangs:
+            self.hung.set()
             await asyncio.Event().wait()
 
     async def hold(self, source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
