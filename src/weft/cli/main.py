@@ -191,7 +191,8 @@ def check(
         float,
         typer.Option(
             metavar="NUMBER",
-            help="The largest error with which the server accepts an adapter of another kind.",
+            help="The largest relative error (Frobenius norm) that a LoHa or LoKr of too high a"
+            " rank may get when it is served as a LoRA.",
             min=0.0,
         ),
     ] = LoraArgs().conversion_tolerance,

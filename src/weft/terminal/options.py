@@ -80,7 +80,8 @@ HELP: dict[str, str] = {
     " computation, and refuse the adapter if they differ.",
     "fully_sharded_loras": "On several GPUs, divide both matrices of each adapter, not just one."
     " Saves memory, for one more exchange in each layer: see docs/parallel.md.",
-    "lora_backend": "The kernels that apply adapters. auto: the best for the device.",
+    "lora_backend": "The kernels that apply adapters: torch, triton, reference, or those of a"
+    " plug-in. auto: the best for the device.",
     "block_size": "Tokens in one block of the KV cache.",
     "num_blocks": "The size of the KV cache in blocks, instead of --kv-cache-memory and"
     " --gpu-memory-utilization.",

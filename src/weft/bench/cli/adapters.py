@@ -107,7 +107,7 @@ def churn(
     flags: ChurnFlags,
     **options: object,
 ) -> None:
-    """Throughput and latency while more adapters are in demand than fit on the device.
+    """Measure throughput and latency while more adapters are in demand than fit on the device.
 
     Adapters are random. Exit status 1 if --verify finds other tokens.
     """
@@ -148,7 +148,7 @@ def cold(
     record: Record = None,
     **options: object,
 ) -> None:
-    """How long a request waits for its adapter, and how much that delays others.
+    """Measure how long a request waits for its adapter, and how much that delays others.
 
     First token of a lone request by where its adapter is: on the device, in host memory, on disk.
     Time between the tokens of a running batch while adapters are loaded and registered.
@@ -184,7 +184,7 @@ def alora(
     record: Record = None,
     **options: object,
 ) -> None:
-    """What activated LoRA reuses of a conversation that the base read, beside plain LoRA.
+    """Measure what activated LoRA reuses of a conversation that the base has read, and plain LoRA.
 
     Tokens taken from the prefix cache, and the time to the first token of the judgements of several
     adapters: one after another, and all at once.

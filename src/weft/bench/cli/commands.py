@@ -64,7 +64,7 @@ def decode(
     record: Record = None,
     **options: object,
 ) -> None:
-    """Time of a decode step, by batch size and by the adapters in the batch.
+    """Measure the time of a decode step, by batch size and by the adapters in the batch.
 
     The difference of two runs, of 144 and of 16 output tokens, over 128. Prompts have 128 tokens.
     Adapters are random, and get the memory that all of them need.
@@ -120,7 +120,7 @@ def throughput(
     record: Record = None,
     **options: object,
 ) -> None:
-    """Tokens and requests per second of an engine that always has enough to do.
+    """Measure tokens and requests per second of an engine that always has enough to do.
 
     Adapters are random, and get the memory that all of them need unless --adapter-memory is given.
     """
@@ -183,7 +183,7 @@ def prompts(
     record: Record = None,
     **options: object,
 ) -> None:
-    """How fast prompts are read: at once, alone, from the prefix cache, and beside decodes."""
+    """Measure how fast prompts are read: at once, alone, from the prefix cache, beside decodes."""
     with reporting(None if no_plot else plot, record) as done:
         from weft.bench.prompts import PromptsPlan, run_prompts
 
@@ -229,7 +229,7 @@ def profile(
     record: Record = None,
     **options: object,
 ) -> None:
-    """What a GPU runs in decode steps: its idle share, the costliest kernels, and LoRA's part."""
+    """Show what a GPU runs in decode steps: its idle share, the costliest kernels, LoRA's part."""
     with reporting(None if no_plot else plot, record) as done:
         from weft.bench.engine import AdapterShape
         from weft.bench.profile import ProfilePlan, run_profile
@@ -250,7 +250,7 @@ def startup(
     record: Record = None,
     **options: object,
 ) -> None:
-    """Time from a new process to the first token with an adapter, stage by stage.
+    """Measure the time from a new process to the first token with an adapter, stage by stage.
 
     Started twice: cold, without compiled kernels, and warm, with those of the first start. While
     kernels compile, host memory for adapters is taken. A server loads its own parts and the
@@ -301,7 +301,7 @@ def ready(
     record: Record = None,
     **options: object,
 ) -> None:
-    """Time from a new process to a ready server, and for its first rounds of requests.
+    """Measure the time from a new process to a ready server, and of its first rounds of requests.
 
     Starts `weft serve` with adapters in folders, waits until it answers over HTTP, and asks it
     round by round: cold, and once more with the kernels and packed adapters of the first start.
@@ -400,7 +400,7 @@ class LoadFlags:
 def serve(
     flags: LoadFlags,
 ) -> None:
-    """Latency and throughput of any OpenAI-compatible server with many adapters.
+    """Measure latency and throughput of any OpenAI-compatible server with many adapters.
 
     Exit status 1 if any request failed.
     """

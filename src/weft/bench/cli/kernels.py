@@ -66,7 +66,7 @@ def kernels(
     no_plot: NoPlot = False,
     record: Record = None,
 ) -> None:
-    """Time of each kernel for linear layers and adapters, compared with moving its bytes.
+    """Measure each kernel for linear layers and adapters, against the time to move its bytes.
 
     Times each product of a decoder layer, and all of them: the base product (base), the same with
     the adapters' part (linear), and the halves of that part if they are separate launches (shrink,
