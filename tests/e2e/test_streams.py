@@ -329,3 +329,30 @@ def test_a_killed_engine_ends_every_stream_once(server: Server) -> None:
     asyncio.run(ask_again())
     assert [s for s in again if not s.whole or s.text != s.expected] == []
     until(lambda: is_idle(server), "something is left of the streams")
+
+
+# -- the end ---------------------------------------------------------------------------------------
+
+
+def test_a_second_ctrl_c_ends_what_is_open(tmp_path: Path) -> None:
+    flags = ("--shutdown-timeout", str(PATIENCE_S))
+    model = tiny.long_base(tmp_path / "model")
+    stream = Stream("base", WORDS[0])
+
+    async def run(server: Server) -> None:
+        async with connected(server) as client, asyncio.TaskGroup() as group:
+            group.create_task(read(client, stream, num_tokens=tiny.LONG))
+            for what in (lambda: stream.num_chunks > 1, lambda: "stopping" in log_of(server)):
+                while not what():
+                    await asyncio.sleep(0.01)
+                server.process.send_signal(signal.SIGINT)
+
+    with serving(tmp_path, *flags, adapters=[], model=model) as server:
+        asyncio.run(run(server))
+        assert server.process.wait(PATIENCE_S) == 0
+        assert "Traceback" not in log_of(server)
+    assert stream.whole and stream.finish_reasons == ["abort"]
+
+
+def log_of(server: Server) -> str:
+    return server.log.read_text()

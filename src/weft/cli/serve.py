@@ -55,7 +55,10 @@ logger = logging.getLogger(__name__)
 FORCED_S = 3
 """How long after the shut-down time-out connections are cut."""
 HARD_END_S = 5
-"""How long after the shut-down time-out the process is ended, whatever hangs."""
+"""How long after the shut-down time-out, or a second Ctrl-C, the process is ended, whatever
+hangs."""
+HURRIED_S = 1
+"""How long after a second Ctrl-C connections are cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,6 +328,9 @@ class _Server(uvicorn.Server):
         self._engine = engine
         self._shutdown_timeout_s = shutdown_timeout_s
         self._on_started = on_started
+        self._loop = asyncio.get_running_loop()
+        self._hurried = asyncio.Event()
+        """Set by a second Ctrl-C."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
@@ -334,19 +340,31 @@ class _Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if not self.should_exit:
             end_within(self._shutdown_timeout_s + HARD_END_S)
-        super().handle_exit(sig, frame)
+            super().handle_exit(sig, frame)
+        elif sig == signal.SIGINT:
+            end_within(HARD_END_S)
+            self._loop.call_soon_threadsafe(self._hurried.set)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        logger.info("stopping: open requests have %g s to finish", self._shutdown_timeout_s)
+        logger.info(
+            "stopping: open requests have %g s to finish; a second Ctrl-C ends them at once",
+            self._shutdown_timeout_s,
+        )
         leave_fleet(self._engine)
         close_later = asyncio.create_task(self._close_engine_later())
         await super().shutdown(sockets)
         close_later.cancel()
+        if self.force_exit:
+            await self.lifespan.shutdown()  # which uvicorn leaves out then
 
     async def _close_engine_later(self) -> None:
         """Open requests then end with finish_reason "abort"."""
-        await asyncio.sleep(self._shutdown_timeout_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._hurried.wait(), self._shutdown_timeout_s)
         await self._engine.close()
+        if self._hurried.is_set():
+            await asyncio.sleep(HURRIED_S)
+            self.force_exit = True
 
 
 async def _serve_nodes(
