@@ -12,6 +12,7 @@ import huggingface_hub
 import pytest
 from http_api import COMPLETE, Web, World, digest_of, run
 from huggingface_hub.errors import RepositoryNotFoundError
+from patience import PATIENCE_S
 from toy_tokenizers import byte_level
 
 from weft.core.errors import EngineDead
@@ -368,7 +369,7 @@ def test_a_slow_download_holds_up_nobody(
         quick = huggingface_hub.snapshot_download
 
         def slow(*args: Any, **options: Any) -> Any:
-            asyncio.run_coroutine_threadsafe(go.wait(), loop).result(10)
+            asyncio.run_coroutine_threadsafe(go.wait(), loop).result(PATIENCE_S)
             return quick(*args, **options)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", slow)

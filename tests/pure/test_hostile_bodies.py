@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 
 from handed_in import TEXTS, VALUES, nested
 from http_api import Web, World, run, served
+from patience import PATIENCE_S
 from toy_tokenizers import byte_level
 
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -128,7 +129,7 @@ def test_raw_requests(tmp_path: Path) -> None:
     with served(world) as url:
         address = (urlsplit(url).hostname, urlsplit(url).port)
         for request in RAW_REQUESTS:
-            with socket.create_connection(address, timeout=20) as connection:
+            with socket.create_connection(address, timeout=PATIENCE_S) as connection:
                 answer = b""
                 try:
                     connection.sendall(request)
@@ -139,6 +140,6 @@ def test_raw_requests(tmp_path: Path) -> None:
                 except (BrokenPipeError, ConnectionResetError):
                     continue
             assert not answer or answer.split(b" ")[1][:1] == b"4", (request[:99], answer)
-        with socket.create_connection(address, timeout=20) as connection:
+        with socket.create_connection(address, timeout=PATIENCE_S) as connection:
             connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             assert connection.recv(99).startswith(b"HTTP/1.1 200")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from memory_store import MemoryStore
 from packed_adapters import adapter, digest, written
+from patience import PATIENCE_S, wait_until
 from test_links import PretendedSupervisor, same
 from zmq.auth.thread import ThreadAuthenticator
 
@@ -212,6 +214,13 @@ Answer = Callable[[GetPiece, int], FilePiece | bytes | None]
 """What a node makes of the n-th question; None: nothing."""
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node that sends something is not taken to be slow, unless a test says so."""
+    monkeypatch.setattr(peers, "PIECE_S", PATIENCE_S)
+    monkeypatch.setattr(peers, "GRACE_S", PATIENCE_S)
+
+
 @contextmanager
 def peer(answer: Answer) -> Iterator[tuple[str, list[GetPiece]]]:
     """The address of a node that answers so, and what it was asked."""
@@ -273,8 +282,18 @@ def test_a_node_that_fails_is_avoided(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What it has sent is never served: the store is asked."""
-    monkeypatch.setattr(peers, "PIECE_S", 0.2 if how in ("breaks off", "says nothing") else 5.0)
     with peer(BAD[how]) as (address, asked):
+        if how in ("breaks off", "says nothing"):
+            monkeypatch.setattr(peers, "PIECE_S", 0.2)
+            look, looks = PeerContents._next, itertools.count(1)
+
+            def look_late(socket: Any) -> bytes:
+                """The time for a piece begins when the node has been asked for it."""
+                number = next(looks)
+                wait_until(lambda: len(asked) >= number)
+                return look(socket)
+
+            monkeypatch.setattr(PeerContents, "_next", staticmethod(look_late))
         assert is_whole(blobs, address)
         assert asked and blobs.fetched == {"peers": 0, "store": num_bytes()}
         num_asked = len(asked)
