@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 from command_line import CliRunner
@@ -201,6 +204,38 @@ def test_the_file_that_llm_d_reads(tmp_path: Path) -> None:
     assert done.exit_code == 1 and "no IPv4 address" in done.output
 
 
+def test_nodes_that_are_known_by_address_have_one_row_each() -> None:
+    names = ["n1", "n2"]
+    with contextlib.ExitStack() as servers:
+        ports = []
+        for own in names:
+            said = [{"node": name, "own": name == own, "state": "up"} for name in names]
+
+            class Fleet(BaseHTTPRequestHandler):
+                body = json.dumps({"nodes": said}).encode()
+
+                def do_GET(self) -> None:
+                    self.send_response(200 if self.path == "/fleet" else 404)
+                    self.end_headers()
+                    self.wfile.write(self.body)
+
+                def log_message(self, *_: object) -> None: ...
+
+            server = servers.enter_context(HTTPServer(("127.0.0.1", 0), Fleet))
+            servers.callback(server.shutdown)
+            Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+            ports.append(server.server_port)
+        at = ",".join(f"127.0.0.1:{port}" for port in ports)
+        done = CliRunner().invoke(app, ["cluster", "status", "--at", at], env={"COLUMNS": "120"})
+    assert done.exit_code == 0, done.output
+    shown = [line.split() for line in done.output.splitlines()[1:]]
+    urls = [f"http://127.0.0.1:{port}" for port in ports]
+    assert [(row[0], row[1], row[-1]) for row in shown] == [
+        ("n1", "up", urls[0]),
+        ("n2", "up", urls[1]),
+    ]
+
+
 def test_commands_say_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert folder_of("a-1").path == tmp_path / "weft/clusters/a-1"
@@ -208,7 +243,10 @@ def test_commands_say_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
     for command, message in (
         (["status"], "start one with weft cluster up"),
         (["scale", "2", "--name", "../x"], "--name takes letters"),
-        (["drain", "node-0", "--at", "127.0.0.1:1"], "can't reach http://127.0.0.1:1"),
+        (
+            ["drain", "n", "--at", "127.0.0.1:1"],
+            "can't reach http://127.0.0.1:1: Connection refused",
+        ),
         (["up", "base", "--on", "ray"], "needs a --registry"),
     ):
         done = runner.invoke(app, ["cluster", *command])

@@ -269,7 +269,9 @@ def ask(url: str, path: str, key: str, body: object = None) -> Any:
             text = json.loads(text)["error"]["message"]
         raise InvalidRequest(f"{url}{path}: {text}") from None
     except (OSError, ValueError) as error:
-        raise Unreachable(f"can't reach {url}: {getattr(error, 'reason', error)}") from None
+        from weft.cli.scrapes import unreachable
+
+        raise unreachable(url, error) from None
 
 
 def ask_any(nodes: Sequence[Placed], path: str, key: str, body: object = None) -> Any:
@@ -284,11 +286,22 @@ def ask_any(nodes: Sequence[Placed], path: str, key: str, body: object = None) -
     raise refused
 
 
+def _under_its_own_name(node: Placed, key: str) -> Placed:
+    """A node that is known by its address, under the name that it has in its fleet, if it says."""
+    with contextlib.suppress(Unreachable, InvalidRequest):
+        for each in ask(node.url, "/fleet", key)["nodes"]:
+            if each["own"]:
+                return replace(node, name=each["node"])
+    return node
+
+
 @cluster.command()
 def status(name: Name = "default", at: At = None, api_key: Key = "") -> None:
     """Show the nodes: where they are, what they do, which adapters they have."""
     with ending_in_one_line():
         nodes = placed(name, at)
+        if at is not None and at != ON_RAY:
+            nodes = [_under_its_own_name(node, api_key) for node in nodes]
         console, said = Console(), dict[str, Any]()
         with contextlib.suppress(Unreachable):  # while all nodes start
             said = ask_any(nodes, "/fleet", api_key)
