@@ -177,7 +177,7 @@ class _Checker:
             raise refusal(f"a schema must be an object or true, got {str(schema)[:40]}")
         for key in _NEVER:
             if key in schema:
-                raise refusal(f"{key!r} is not enforced")
+                raise refusal(f"{key!r} can't be enforced")
         for key in _WHOLE:
             if key in schema:
                 return self._whole(schema, key)
@@ -187,10 +187,10 @@ class _Checker:
         checked: dict[str, Any] = {"type": types} if types else {}
         for kind in types:
             if kind not in _KEYWORDS:
-                raise refusal(f"{kind!r} is no type of JSON")
+                raise refusal(f"{kind!r} is not a type of JSON")
             for key in sorted(_UNENFORCED[kind] & schema.keys()):
                 if schema[key] is not False:
-                    raise refusal(f"{key!r} is not enforced for type {kind!r}")
+                    raise refusal(f"{key!r} can't be enforced for type {kind!r}")
             checked |= {key: schema[key] for key in sorted(_KEYWORDS[kind] & schema.keys())}
         _check_values(checked)
         if "string" in types:
@@ -207,7 +207,7 @@ class _Checker:
         if key in ("const", "enum"):
             beside -= {"type"}
         if beside:
-            raise refusal(f"{min(beside)!r} beside {key!r} is not enforced")
+            raise refusal(f"{min(beside)!r} beside {key!r} can't be enforced")
         value = schema[key]
         if key == "$ref":
             if not isinstance(value, str) or not _REFERENCE.fullmatch(value):
@@ -219,9 +219,9 @@ class _Checker:
         if key in ("const", "enum"):
             return {"enum": _fitting(values, _types(schema) if "type" in schema else None)}
         if key == "allOf" and len(values) > 1:
-            raise refusal("'allOf' of several schemas is not enforced")
+            raise refusal("'allOf' of several schemas can't be enforced")
         if key == "oneOf" and not all(starmap(self._exclusive, combinations(values, 2))):
-            raise refusal("'oneOf' is not enforced unless its branches exclude each other")
+            raise refusal("'oneOf' can't be enforced unless its branches exclude each other")
         return {"anyOf": [self.check(branch) for branch in values]}
 
     def _check_array(self, checked: dict[str, Any]) -> None:
@@ -249,7 +249,7 @@ class _Checker:
             checked.setdefault("additionalProperties", True)
         open_ended = bool(patterns) or checked.get("additionalProperties", False) is not False
         if open_ended and checked.get("minProperties", 0) > 1:
-            raise refusal("'minProperties' above 1 is not enforced where any names may come")
+            raise refusal("'minProperties' above 1 can't be enforced where any names may come")
         counted = {"minProperties", "maxProperties"} & checked.keys()
         if counted and len(named) > _MAX_COUNTED:
             raise refusal(f"{min(counted)!r} is served for up to {_MAX_COUNTED} properties")
@@ -374,21 +374,21 @@ def _check_values(checked: dict[str, Any]) -> None:
         if type(step) is not int or not 0 < step <= _MAX_MULTIPLE:
             raise refusal(f"'multipleOf' must be an integer in [1, {_MAX_MULTIPLE}]")
         if beside := sorted(_KEYWORDS["number"] & checked.keys()):
-            raise refusal(f"'multipleOf' beside {beside[0]!r} is not enforced")
+            raise refusal(f"'multipleOf' beside {beside[0]!r} can't be enforced")
 
 
 def _check_string(checked: dict[str, Any]) -> None:
     bounds = sorted({"minLength", "maxLength"} & checked.keys())
     given = [key for key in ("pattern", "format", *bounds[:1]) if key in checked]
     if len(given) > 1:
-        raise refusal(f"{given[1]!r} beside {given[0]!r} is not enforced")
+        raise refusal(f"{given[1]!r} beside {given[0]!r} can't be enforced")
     if "format" in checked:
         name = str(checked["format"])
         if name in _PATTERN_OF_FORMAT:
             del checked["format"]
             checked["pattern"] = _PATTERN_OF_FORMAT[name]
         elif name not in _FORMATS:
-            raise refusal(f"the format {name[:40]!r} is not enforced")
+            raise refusal(f"the format {name[:40]!r} can't be enforced")
     elif "pattern" in checked:
         if not isinstance(checked["pattern"], str):
             raise refusal("'pattern' must be a string")
