@@ -12,6 +12,7 @@ import torch
 from command_line import CliRunner
 
 from weft.bench.engine import AdapterShape, preset_folder
+from weft.bench.presets import PRESETS
 from weft.cli.main import app
 from weft.core.config import EngineArgs, engine_args
 from weft.core.errors import ConfigError
@@ -233,3 +234,9 @@ def test_all_pages_of_a_shared_file_are_there_once_it_is_populated() -> None:
         assert os.fstat(fd).st_blocks * 512 >= num_bytes and not piece.any()
     finally:
         os.close(fd)
+
+
+def test_help_names_all_known_shapes() -> None:
+    shown = CliRunner().invoke(app, ["plan", "--help"], env={"COLUMNS": "80"}).stdout
+    listed = " ".join(shown.split()).partition("a known shape: ")[2].partition(". ")[0]
+    assert sorted(listed.split(", ")) == sorted(PRESETS)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from weft.bench.cli.options import Rank, Targets, split_names
+from weft.bench.cli.options import SHAPES, Rank, Targets, split_names
 from weft.core.errors import ConfigError
 from weft.terminal.options import (
     ADAPTERS,
@@ -47,8 +47,8 @@ def plan(
         str,
         typer.Argument(
             metavar="BASE",
-            help="The base model: a folder, a name on the hub, or a known shape such as"
-            " llama-3-70b. Only its configuration is read.",
+            help="The base model: a folder, a name on the hub, or a known shape:"
+            f" {SHAPES}. Only its configuration is read.",
         ),
     ],
     gpu: Annotated[

@@ -16,15 +16,19 @@ if TYPE_CHECKING:
     from weft.bench.report import Report
 
 WORKLOAD, OUTPUT = "Workload", "Output"
+SHAPES = (
+    "tiny, llama-3.2-1b, llama-3-8b, llama-3-70b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, qwen3.5-9b,"
+    " mixtral-8x7b, gemma-3-12b, gemma-4-e4b, gpt-oss-20b"
+)
+"""The names in `weft.bench.presets`."""
 
 Model = Annotated[
     str | None,
     typer.Option(
         "--model",
         metavar="BASE",
-        help="The base model: a folder, a name on the hub, or a known shape: tiny, llama-3.2-1b,"
-        " llama-3-8b, llama-3-70b, qwen3-8b, qwen3-32b, qwen3-30b-a3b, qwen3.5-9b, mixtral-8x7b,"
-        " gemma-3-12b, gemma-4-e4b, gpt-oss-20b. Default: llama-3-8b on a GPU, tiny on a CPU.",
+        help="The base model: a folder, a name on the hub, or a known shape:"
+        f" {SHAPES}. Default: llama-3-8b on a GPU, tiny on a CPU.",
         rich_help_panel=MODEL,
     ),
 ]
