@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Modules are imported until all tests are collected, which makes no garbage to speak of.
 gc.disable()
@@ -37,6 +37,7 @@ settings.register_profile(
     deadline=None,
     derandomize="CI" in os.environ,
     max_examples=500 if "EXHAUSTIVE" in os.environ else 25,
+    suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("weft")
 

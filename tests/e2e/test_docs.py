@@ -14,7 +14,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -87,28 +86,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The server of quickstart.md, on a free port."""
     quickstart = BLOCKS[DOCS / "quickstart.md"]
     line = next(b.code for b in quickstart if b.code.startswith(SERVE)).replace("\\\n", " ")
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        server = Server(probe.getsockname()[1])
-    args = [*shlex.split(line)[1:], "--port", str(server.port), *SMALL]
-    with contextlib.chdir(ROOT), (tmp_path_factory.mktemp("server") / "log").open("wb") as log:
-        process = start_weft(args, log)
+    args = [*shlex.split(line)[1:], "--port", "0", *SMALL]
+    log = tmp_path_factory.mktemp("server") / "log"
+    with contextlib.chdir(ROOT), log.open("wb") as out:
+        process = start_weft(args, out)
     try:
         deadline_s = time.monotonic() + PATIENCE_S
-        while not is_healthy(server):
-            assert process.poll() is None and time.monotonic() < deadline_s
+        while (found := re.search(r"http://127\.0\.0\.1:(\d+)/v1", log.read_text())) is None:
+            assert process.poll() is None and time.monotonic() < deadline_s, log.read_text()
             time.sleep(0.1)
-        yield server
+        yield Server(int(found[1]))
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(PATIENCE_S)
-
-
-def is_healthy(server: Server) -> bool:
-    try:
-        server.get("/health")
-    except OSError:
-        return False
-    return True
 
 
 # -- blocks ----------------------------------------------------------------------------------------

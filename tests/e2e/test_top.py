@@ -277,9 +277,10 @@ def test_a_server_that_asks_for_a_key(server: Server, monkeypatch: pytest.Monkey
 
 
 def test_a_server_that_is_not_there() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # nobody listens, and nobody else can
         port = taken.getsockname()[1]
-    done = weft_top(f"127.0.0.1:{port}")
+        done = weft_top(f"127.0.0.1:{port}")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == (
         f"weft: error: can't reach http://127.0.0.1:{port}: Connection refused\n"

@@ -175,6 +175,8 @@ def run(uri: str, folder: Path, seconds: float, count: int, seed: int) -> Outcom
         while time.monotonic() < until:
             time.sleep(chance.uniform(0.1, 0.6))
             workers.disturb(chance)
+        answered = {Done, int}  # changes and reads; processes of a slow machine may still begin
+        wait_until(lambda: answered <= {type(call.answer) for call in read_calls(folder)})
         stack.close()
         # What was on its way from those who were killed has arrived or never will.
         time.sleep(0.5)
