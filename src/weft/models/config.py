@@ -212,10 +212,10 @@ def resolve_model(
     path = Path(path_or_id).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            what = "no base model: it has no config.json"
+            what = "is no base model: it has no config.json"
             if (path / "adapter_config.json").is_file():
-                what = "an adapter: name its base here, and the adapter with --lora-modules"
-            raise ConfigError(f"{path} is {what}", "model")
+                what = "is an adapter: name its base here, and the adapter with --lora-modules"
+            raise ConfigError(f"{path} {what}", "model")
         return path
     name = str(path_or_id)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
