@@ -303,7 +303,7 @@ def test_names() -> None:
 
 
 def test_an_unknown_backend_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"'nonesuch'.*reference, torch") as caught:
+    with pytest.raises(ConfigError, match=r"nonesuch: .*reference, torch") as caught:
         make_backend("nonesuch", World(torch.float32).pool)
     assert caught.value.param == "lora_backend"
 
