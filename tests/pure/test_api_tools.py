@@ -264,15 +264,17 @@ def test_parsers_are_what_the_operator_says(tmp_path: Path) -> None:
 # The client.
 
 
-def test_the_openai_client_reads_calls(world: World) -> None:
+@pytest.mark.parametrize("tokens_per_event", [1, 1000])
+def test_the_openai_client_reads_calls(world: World, tokens_per_event: int) -> None:
+    world.engine.tokens_per_event = tokens_per_event
     world.engine.answers = [ids(f"<think>\nhm\n</think>\n\n{CALL}\n{CALL_TIME}") for _ in "12"]
     ask: dict[str, Any] = {"model": "base", "messages": HI, "tools": [WEATHER, TIME]}
     with served(world) as url, openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
         whole = client.chat.completions.create(**ask).choices[0]
         with client.chat.completions.stream(**ask) as stream:
-            kinds = {event.type for event in stream}
+            done = [e.name for e in stream if e.type == "tool_calls.function.arguments.done"]
             final = stream.get_final_completion().choices[0]
-    assert "tool_calls.function.arguments.done" in kinds
+    assert done == ["weather", "time"]
     assert whole.finish_reason == final.finish_reason == "tool_calls"
     for choice in (whole, final):
         functions = [c.function for c in choice.message.tool_calls or ()]  # type: ignore[union-attr]

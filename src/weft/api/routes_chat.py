@@ -302,9 +302,9 @@ class _Chat:
                     outputs[i].add(delta)
                     piece = readers[i].feed(delta)
                     if self._shows(delta, piece):
-                        choice = self._chunk_choice(i, delta, piece, readers[i])
-                        chunk = self._head.chunk(_CHUNK, [choice])
-                        yield self._with_usage(chunk, i, outputs[i])
+                        for choice in self._chunk_choices(i, delta, piece, readers[i]):
+                            chunk = self._head.chunk(_CHUNK, [choice])
+                            yield self._with_usage(chunk, i, outputs[i])
         if self._body.include_usage:
             total = usage(turn.requests, outputs, turn.num_choices)
             yield self._head.chunk(_CHUNK, []) | {"usage": total}
@@ -338,15 +338,22 @@ class _Chat:
         said = piece.content or piece.reasoning or piece.tool_calls
         return bool(said or delta.finish_reason or delta.logprobs or self._wants_ids)
 
-    def _chunk_choice(
+    def _chunk_choices(
         self, index: int, delta: OutputDelta, piece: Piece, reader: Reader
-    ) -> dict[str, Any]:
+    ) -> list[dict[str, Any]]:
+        """The choices of a chunk, or of two if calls come with the end of the answer: clients of
+        OpenAI take a call as complete when a later chunk has the finish reason."""
         said: dict[str, Any] = {"content": piece.content} if piece.content else {}
         if piece.reasoning:
             said |= _reasoning(piece.reasoning)
         if piece.tool_calls:
             said["tool_calls"] = [{"index": call.index, **_call(call)} for call in piece.tool_calls]
-        return self._choice(index, {"delta": said}, delta, reader)
+        choice = self._choice(index, {"delta": said}, delta, reader)
+        if not piece.tool_calls or reader.finish_reason is None:
+            return [choice]
+        nothing = replace(delta, token_ids=[], logprobs=None)
+        end = self._choice(index, {"delta": {}}, nothing, reader)
+        return [choice | {"finish_reason": None, "stop_reason": None}, end]
 
     def _choice(
         self, index: int, said: dict[str, Any], part: OutputDelta | Output, reader: Reader
