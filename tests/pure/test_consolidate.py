@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_route import IDLE, MB, NAMES, router
 
+from weft.bench.fleet_moves import plan_moves
 from weft.core.load import EngineLoad
 from weft.fleet.consolidate import (
     COPIES,
@@ -20,7 +21,6 @@ from weft.fleet.consolidate import (
     Enabled,
     NodeLoad,
     Placement,
-    plan_moves,
 )
 from weft.fleet.view import RoutedRequest
 

@@ -1,7 +1,8 @@
 """A fleet in virtual time: real schedulers and real routing, a modelled device, and faults.
 
 What decides is the code that serves: `weft.fleet.route`, `weft.fleet.consolidate` and each node's
-scheduler. One seed gives the same figures to the bit. Events happen in this order in time:
+scheduler; only when requests move is up to `weft.bench.fleet_moves`. One seed gives the same
+figures to the bit. Events happen in this order in time:
 
     arrive ──place──> a node ──first token, last token──> its router
        ▲                 │ report, each `report_s`
@@ -15,11 +16,12 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from weft.bench.fleet_moves import GENTLE, SHARE, plan_moves
 from weft.bench.fleet_node import BLOCK, H200, SimulatedNode, chain_of, request_of
 from weft.bench.fleet_trace import FleetAsk
 from weft.bench.workload import rng_of
 from weft.core.requests import EngineRequest, TokenEvent
-from weft.fleet.consolidate import GENTLE, SHARE, Consolidator, loads_of, plan_moves
+from weft.fleet.consolidate import Consolidator, loads_of
 from weft.fleet.route import Router, Shed
 from weft.fleet.told import Told
 from weft.fleet.view import TRANSIT_S, RoutedRequest

@@ -1,5 +1,5 @@
-"""Decides how many nodes serve, what moves when one is emptied, and which nodes hold an adapter.
-Pure: no clock, no I/O.
+"""Decides how many nodes serve, which one is emptied, and which nodes hold an adapter. Pure: no
+clock, no I/O.
 
 Requests stay on as few nodes as serve them well: each enabled node is to have `target` of its seats
 taken, so that its weights are read for many at once. The other nodes are idle and ready; they may
@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.fleet.keys import COMING, RESIDENT
-from weft.fleet.route import Routed, Router
-from weft.fleet.view import FleetView, RoutedRequest
+from weft.fleet.view import FleetView
 
 TARGET = 0.8
 """The part of its seats that a node is to have taken."""
@@ -42,9 +41,6 @@ WINDOW_S = 300.0
 """Autoscalers are told the most that was needed within this time."""
 SPARE = 1
 """And so many nodes more, as a new one takes long to come."""
-SHARE, GENTLE = 0.5, 0.1
-"""The part of a node's time that it may spend on prompts of requests that move to it: because
-their node is lost, or because theirs is to be left idle, where nobody waits for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,42 +205,6 @@ class Consolidator:
         assert len(set(self._order)) == len(self._order)
         assert 0 <= self._num_enabled <= len(self._order)
         assert self._num_enabled > 0 or not self._order
-
-
-# -- moves -----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class PlannedMove:
-    """A request goes on at another node."""
-
-    request_id: str
-    node: str | None
-    """None: no node takes it now. It stays where it is, or is tried again later."""
-    at_s: float
-    """When to send it there. If the node that it leaves is alive, it goes on there until then."""
-
-
-def plan_moves(
-    router: Router, requests: Iterable[RoutedRequest], now: float, share: float = SHARE
-) -> list[PlannedMove]:
-    """Where each of these requests goes, and when; those that came first go first.
-
-    Each goes where it costs least, which counts those that go there before it. So that nobody's
-    tokens are held up by a storm of prompts, a node gets the next one when it could have computed
-    the one before in `share` of its time. The router takes all of them for sent.
-    """
-    free_s: dict[int, float] = {}
-    moves: list[PlannedMove] = []
-    for request in requests:
-        found = router.place(request, now)
-        if not isinstance(found, Routed):
-            moves.append(PlannedMove(request.request_id, None, now))
-            continue
-        at_s = free_s.get(found.index, now)
-        free_s[found.index] = at_s + float(found.terms.prefill[found.index]) / share
-        moves.append(PlannedMove(request.request_id, found.node, at_s))
-    return moves
 
 
 # -- placement -------------------------------------------------------------------------------------
