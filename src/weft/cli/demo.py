@@ -49,7 +49,7 @@ REPEATS = 3
 PROMPT = "<|bos|><|user|>{}<|end|><|assistant|>"
 """What the base's chat template makes of a word."""
 GREEDY: dict[str, Any] = {"temperature": 0, "max_tokens": 32}
-START_S, STOP_S, REQUEST_S = 120.0, 35.0, 60.0
+START_S, STOP_S, REQUEST_S = 240.0, 35.0, 60.0
 SEED = 2026
 
 
