@@ -171,25 +171,51 @@ def test_who_has_few_seats_gets_another_at_once(ahead: int) -> None:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize(("prompt", "tokens"), [(3, 7), (5, 12)])
-def test_lent_seats_rest_where_a_short_request_begins(ahead: int, prompt: int, tokens: int) -> None:
-    """Three of seven do, as four are the tenant's own. For a longer prompt nobody rests, and nobody
-    does so in the next step."""
+@pytest.mark.parametrize(("prompt", "tokens"), [(3, 3), (8, 12)])
+def test_many_seats_rest_where_a_short_request_begins(ahead: int, prompt: int, tokens: int) -> None:
+    """All of the tenant's decodes do, but not for a longer prompt, and not again in the next nine
+    steps."""
     h = Harness(rows=8, num_blocks=200, budget=12, ahead=ahead, caching=False)
     h.scheduler.set_tenants(BOTH)
     for i in range(30):
         h.add(request(f"a{i}", [1] * 2, 40, tenant="a", ignore_eos=True))
     for _ in range(5):
         h.step()
-    for i in range(2):
+    for i, expected in enumerate((tokens, min(7 + prompt, 12), tokens)):
         h.add(request(f"b{i}", [2] * prompt, 1, tenant="b", ignore_eos=True))
         begins, next_one = h.step(), h.step()
-        assert begins.num_tokens == tokens
+        assert begins.num_tokens == expected
         assert set(range(8)) - set(begins.rows) <= set(next_one.rows)
-        h.step()
+        for _ in range(7 * i):
+            h.step()
     h.run()
     for name in h.requests:
         h.verify(name)
+
+
+def test_nobody_rests_for_a_request_that_can_not_begin() -> None:
+    """There is a seat for it, and then there are no blocks."""
+    h = Harness(rows=8, num_blocks=8, ahead=0, caching=False)
+    h.scheduler.set_tenants(BOTH)
+    for i in range(7):
+        h.add(request(f"a{i}", [1], 3, tenant="a", ignore_eos=True))
+    h.step()
+    h.add(request("b", [2] * 6, 2, tenant="b", ignore_eos=True))
+    assert h.step().num_tokens == 7
+    h.run()
+    for name in h.requests:
+        h.verify(name)
+
+
+def test_nobody_rests_where_all_have_few_seats() -> None:
+    h = Harness(rows=9, num_blocks=200, ahead=0, caching=False)
+    h.scheduler.set_tenants([Tenant(name) for name in "abcd"])
+    for i in range(2):
+        for name in "abcd":
+            h.add(request(f"{name}{i}", [1], 30, tenant=name, ignore_eos=True))
+    h.step()
+    h.add(request("e", [2] * 2, 2, tenant="e", ignore_eos=True))
+    assert h.step().num_tokens == 8 + 2
 
 
 def test_without_tenants_nobody_makes_way() -> None:

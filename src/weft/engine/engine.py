@@ -159,7 +159,7 @@ class Engine:
             num_waiting=scheduler.num_waiting,
             kv_usage=self._cache.usage,
             running_adapters=scheduler.running_adapters(),
-            waiting_adapters=scheduler.waiting_adapters(),
+            waiting_adapters=scheduler.batch.waiting.digests,
             resident_adapters=slots.resident,
             host_adapters=self._residency.host.digests(),
             pinned_adapters=slots.pinned,

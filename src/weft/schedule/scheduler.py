@@ -46,6 +46,7 @@ from weft.schedule.lengths import GuessLengths
 from weft.schedule.limits import SchedulerLimits, check_request
 from weft.schedule.pace import ChunkPace
 from weft.schedule.plan import Matcher, StepPlan, StepResult
+from weft.schedule.queue import Account
 from weft.schedule.sequence import AdapterUse, Sequence
 from weft.schedule.shares import Shares
 from weft.schedule.slots import AdapterSlots
@@ -173,13 +174,18 @@ class Scheduler:
         draft = Draft(self._steps, self._limits)
         for seq in self._turns.begin(now, self.batch.running):
             self.batch.park(seq)
-        if contended := self.batch.waiting.contended:
-            self._share(draft)
-        self._plan_decodes(draft)
-        if self.pace and draft.rows:
+        contended = self.batch.waiting.contended
+        resting: frozenset[Account] = frozenset()
+        if contended:
+            resting = self._shares.begin(draft, self.batch, self._cache.block_size)
+        self._plan_decodes(draft, resting)
+        if self.pace and (draft.rows or resting):
             draft.cap(self.pace.most)
         self._plan_chunks(draft, contended)
         self._plan_waiting(draft, contended)
+        if resting and not draft.admitted:  # nobody begins after all
+            others = {seq.account for seq in self.batch.running} - resting
+            self._plan_decodes(draft, frozenset(others))
         if draft.rows:
             self._planned[draft.step] = draft.sequences
         elif not self._planned:
@@ -276,19 +282,20 @@ class Scheduler:
         self.totals.generated_tokens += sum(len(event.token_ids) for event in events)
         return events
 
-    def _plan_decodes(self, draft: Draft) -> None:
-        """Plan a token of each running request that lacks just one; the others go to `chunks`.
+    def _plan_decodes(self, draft: Draft, resting: frozenset[Account]) -> None:
+        """Plan a token of each running request that lacks just one, without those of the tenants
+        that are `resting`. Those that lack more go to `chunks`.
 
         This is the loop that runs for every request in every step, so it is written flat.
         """
         sequences, rows, starts = draft.sequences, draft.rows, draft.starts
-        budget, resting = draft.num_left, self._shares.resting
+        before, budget = len(rows), len(rows) + draft.num_left
         guesses = self.lengths.choose(min(budget, self._limits.max_num_seqs))
         for seq in self.batch.running:  # preemption shortens it, from its end
             known, computed = seq.known, seq.computed
             if known - computed > 1:
                 draft.chunks.append(seq)
-            elif known < seq.rules.known_limit and not (resting and seq in resting):
+            elif known < seq.rules.known_limit and not (resting and seq.account in resting):
                 if len(rows) == budget:
                     break
                 if known > seq.holding.room and not self.batch.grow(seq, draft):
@@ -301,18 +308,10 @@ class Scheduler:
                 seq.in_flight += 1
                 if seq.rules.guesser is not None:
                     draft.guess(seq, guesses.get(seq.row, 0))
-        draft.counts = [1] * len(rows)
-        draft.num_samples = [1] * len(rows)
-        draft.num_left -= len(rows)
-
-    def _share(self, draft: Draft) -> None:
-        """Park running requests of tenants that have more than their shares, or let them rest."""
-        if self._shares.pending:
-            running, budget = self.batch.running, draft.num_left - len(self.batch.running)
-            self.batch.charge_running(draft.step)
-            num_free, block_size = self.batch.num_free, self._cache.block_size
-            for seq in self._shares.begin(running, num_free, budget, block_size):
-                self.batch.park(seq)
+        num_planned = len(rows) - before
+        draft.counts += [1] * num_planned
+        draft.num_samples += [1] * num_planned
+        draft.num_left -= num_planned
 
     def _plan_chunks(self, draft: Draft, contended: bool) -> None:
         """Plan what running prompts lack, the oldest first; where tenants contend, the prompts
@@ -393,9 +392,6 @@ class Scheduler:
 
     def running_adapters(self) -> tuple[str, ...]:
         return self._turns.leased
-
-    def waiting_adapters(self) -> tuple[str, ...]:
-        return self.batch.waiting.digests
 
     def check(self) -> None:
         """Raise AssertionError unless all invariants hold, those of its parts included."""

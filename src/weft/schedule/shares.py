@@ -20,12 +20,13 @@ all requests get on, whatever has to be computed again. Only a tenant without an
 wait for that where the other one keeps some: those requests are older, and get on. Where KV blocks
 are short instead of seats, the same is done with blocks, for the request that is next.
 
-Seats beyond a tenant's share are lent. When a short request of a tenant with few seats begins, as
-many decodes on lent seats *rest* for this step as the request's prompt has tokens. So the step
-takes as long as others do, and the first token comes as soon as if no seats were lent:
+When a short request of a tenant with few seats begins, the decodes of tenants with many seats
+*rest* for this step, once in `REST_EVERY` steps at most. So the first token comes about as soon as
+on an empty server, and others get nearly as many tokens as before:
 
-    tokens   a a a a a a a a      a step of decodes; half of the seats are lent to a
-             a a a a a P P P      b's request begins, of three tokens; the youngest of a's rest
+    tokens   a a a a a a a a      a step of decodes
+             P P P                b's request begins, of three tokens; all of a's rest
+             a a a a a a a b      they go on
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator
 
+from weft.schedule.batch import Batch, Draft
 from weft.schedule.queue import Account
 from weft.schedule.sequence import Sequence
 
@@ -42,7 +44,10 @@ SLICE = 128.0
 """How much more service for its weight a tenant has had before it gives its last seat away, or
 one to somebody who has seats: what is less is chance."""
 FEW = 3
-"""A tenant that has up to one in so many of the seats may get more of them at once."""
+"""A tenant that has up to one in so many of the seats has few, and may get more of them at once.
+Others have many."""
+REST_EVERY = 10
+"""In one of so many steps at most, tenants with many seats rest."""
 
 
 class Shares:
@@ -55,14 +60,8 @@ class Shares:
         self._short: Sequence | None = None
         self._beginning: list[Sequence] = []
         """Requests of tenants with few seats that have come since the last step."""
-        self.resting: list[Sequence] = []
-        """The decodes that rest in this step."""
-        self._rested: list[Sequence] = []
-        """Those that rested in the last one."""
-
-    @property
-    def pending(self) -> bool:
-        return bool(self._claims or self._beginning) or self._short is not None
+        self._rested_in = -REST_EVERY
+        """The last step in which some did."""
 
     def claim(self, seq: Sequence) -> None:
         """A waiting request lacks a row, or a part of the step's tokens."""
@@ -82,22 +81,28 @@ class Shares:
         """A waiting request, which is next, lacks KV blocks."""
         self._short = seq
 
-    def begin(
-        self, running: list[Sequence], num_free: int, budget: int, block_size: int
-    ) -> list[Sequence]:
-        """Begin a step: the running requests that are to be parked. Others may rest in it.
-
-        num_free: rows that are free. budget: how many tokens of prompts the step may compute.
-        """
-        victims = self._victims(running, num_free, budget, block_size)
-        staying = [seq for seq in running if seq not in victims] if victims else running
-        self.resting = self._lent(staying, len(running) + num_free)
-        return victims
+    def begin(self, draft: Draft, batch: Batch, block_size: int) -> frozenset[Account]:
+        """Begin a step: park those running requests that are to make way for others. Returns the
+        tenants whose decodes rest."""
+        resting: frozenset[Account] = frozenset()
+        if not (self._claims or self._beginning or self._short):
+            return resting
+        batch.charge_running(draft.step)
+        running, num_free = batch.running, batch.num_free
+        victims = self._victims(running, num_free, draft.num_left - len(running), block_size)
+        if (victims or num_free) and draft.step - self._rested_in >= REST_EVERY:
+            resting = self._with_many(running, batch.num_rows)
+            if resting:
+                self._rested_in = draft.step
+        for seq in victims:
+            batch.park(seq)
+        return resting
 
     def _victims(
         self, running: list[Sequence], num_free: int, budget: int, block_size: int
     ) -> list[Sequence]:
-        """The running requests that are to be parked; see `begin`."""
+        """The running requests that are to make way. num_free: rows that are free. budget: how
+        many tokens of prompts the step may compute."""
         if self._short is not None:
             if self._short.row >= 0 or self._short.done:
                 return []
@@ -112,28 +117,20 @@ class Shares:
             return []  # as most often: nobody is far enough ahead
         return Exchange(running).victims(_fitting(self._claims[num_free:], budget))
 
-    def _lent(self, running: list[Sequence], num_rows: int) -> list[Sequence]:
-        """As many decodes on lent seats as tokens begin, the youngest first, without those that
-        rested in the last step; none if there are fewer."""
-        wanted = sum(len(seq.tokens) for seq in self._beginning if seq.row < 0 and not seq.done)
-        if not 0 < wanted < len(running):
-            return []
+    def _with_many(self, running: list[Sequence], num_rows: int) -> frozenset[Account]:
+        """The tenants with many seats, if a step without their decodes is much shorter: so few
+        tokens begin, and no other prompt is being computed."""
+        num_tokens = sum(len(seq.tokens) for seq in self._beginning if seq.row < 0 and not seq.done)
+        if not 0 < num_tokens < len(running):
+            return frozenset()
+        if any(seq.known - seq.computed > 1 for seq in running):
+            return frozenset()
         held = Counter(seq.account for seq in running)
-        weight = sum(each.weight for each in {*held, *(seq.account for seq in self._beginning)})
-        lent = {each: held[each] - num_rows * each.weight / weight for each in held}
-        found: list[Sequence] = []
-        for seq in reversed(running):
-            if lent[seq.account] >= 1 and seq.known - seq.computed == 1 and seq not in self._rested:
-                lent[seq.account] -= 1
-                found.append(seq)
-                if len(found) == wanted:
-                    return found
-        return []
+        return frozenset(account for account, num in held.items() if num > num_rows // FEW)
 
     def end(self) -> None:
         """Forget the claims of the last step; those of this one may come."""
         self._claims, self._beginning = [], []
-        self._rested, self.resting = self.resting, []
         self._num_arrived = 0
         self._short = None
 
