@@ -20,7 +20,7 @@ class Bed:
         self.now = self.free_s = self.idle_s = 0.0
         """`free_s`: when the device has run all that was launched."""
 
-    def step(self, step_s: float, alike: bool = True) -> float:
+    def step(self, step_s: float, alike: bool = True, short: bool = False) -> float:
         """Plan and launch a step after the one that runs, and wait for that; how long it was until
         the plan was made."""
         delay_s = max(self.delay.left_s(self.now, begins=False), 0.0)
@@ -30,7 +30,7 @@ class Bed:
         self.free_s = max(self.free_s, self.now) + step_s
         waited_s = max(ends_s - self.now, 0.0)
         self.now += waited_s
-        self.delay.ended(self.now, waited_s, alike)
+        self.delay.ended(self.now, waited_s, alike, short)
         return delay_s
 
 
@@ -68,6 +68,17 @@ def test_steps_with_prompts_are_planned_late_too_and_teach_nothing() -> None:
         bed.step(50e-3, alike=False)
     assert bed.delay.left_s(bed.now, begins=False) == pytest.approx(before_s)
     assert bed.delay.left_s(bed.now, begins=True) == pytest.approx(before_s - PROMPT_S)
+
+
+def test_a_short_step_is_ended_at_once() -> None:
+    """And those behind it are planned as late as before."""
+    bed = Bed(1e-3)
+    for _ in range(60):
+        bed.step(5e-3)
+    before_s = bed.delay._delay_s
+    bed.step(2e-3, alike=False, short=True)
+    assert bed.step(5e-3) == 0
+    assert bed.step(5e-3) == pytest.approx(before_s)
 
 
 def test_prompts_that_are_shorter_than_decodes_soon_wait_no_more() -> None:

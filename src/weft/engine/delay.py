@@ -5,7 +5,7 @@ from __future__ import annotations
 MARGIN_S = 0.1e-3
 """How long the host waits for a step, at least, after it has launched the next one. The device has
 begun that one before the end of the launch, which is the choice of its tokens."""
-PROMPT_S = 0.4e-3
+PROMPT_S = 0.6e-3
 """How much longer the host takes to plan and launch a step that begins a request."""
 NO_WAIT_S = 3e-5
 """A host that waited for less than this was late, and can't know by how much."""
@@ -38,13 +38,14 @@ class PlanDelay:
         self._times_late = 0
         """How often in a row the host was late."""
         self._from_s: float | None = None
-        """When the step that runs began."""
+        """When the step that runs began; None: the next one is not to be delayed."""
         self._alike = False
         """Whether that is one of decodes alone."""
 
-    def ended(self, now: float, waited_s: float, next_alike: bool) -> None:
+    def ended(self, now: float, waited_s: float, next_alike: bool, next_short: bool) -> None:
         """A step has ended, for which the host has waited so long. `next_alike`: whether the one
-        that runs from now on is of decodes alone."""
+        that runs from now on is of decodes alone; `next_short`: whether it is not, and has fewer
+        tokens than the one that has ended."""
         late = waited_s < NO_WAIT_S
         self._times_late = self._times_late + 1 if late else 0
         if self._times_late >= 3:
@@ -53,7 +54,7 @@ class PlanDelay:
             more_s = GAIN * (waited_s - MARGIN_S)
             self._delay_s += -LATE_S if late else min(more_s, MOST_MORE_S)
         self._delay_s = min(max(self._delay_s, 0.0), MAX_DELAY_S)
-        self._from_s, self._alike = now, next_alike
+        self._from_s, self._alike = None if next_short else now, next_alike
 
     def left_s(self, now: float, begins: bool) -> float:
         """For how many seconds the next step need not be planned yet. `begins`: whether it begins

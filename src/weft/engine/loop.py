@@ -149,7 +149,7 @@ class Loop:
             except Exception as error:
                 events += self._recover(planned, error)
             else:
-                self._note_wait(begun_s)
+                self._note_wait(begun_s, planned)
                 self._measure(planned)
                 events += self._scheduler.commit(planned, result)
         return events
@@ -161,12 +161,15 @@ class Loop:
         shared = self._scheduler.batch.waiting.shared
         return self._delay.left_s(time.monotonic(), begins) if shared else 0.0
 
-    def _note_wait(self, begun_s: float) -> None:
+    def _note_wait(self, begun_s: float, ended: StepPlan) -> None:
         """The host has waited for a step since then."""
         now = time.monotonic()
         self.waited_s += now - begun_s
         if self._scheduler.batch.waiting.shared:
-            self._delay.ended(now, now - begun_s, any(p.decodes for p, _ in self._flights))
+            following = self._flights[0][0] if self._flights else None
+            alike = following is not None and following.decodes
+            short = following is not None and not alike and following.num_tokens < ended.num_tokens
+            self._delay.ended(now, now - begun_s, alike, short)
 
     def _measure(self, plan: StepPlan) -> None:
         """A step has ended, which took the time since the end of the one before it."""

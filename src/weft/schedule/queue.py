@@ -320,14 +320,25 @@ class Walk(Generic[T]):
         return self
 
     def __next__(self) -> T:
+        run = self.run(1)
+        if not run:
+            raise StopIteration
+        return run[0]
+
+    def run(self, most: int) -> list[T]:
+        """The next requests, at most so many, as far as they are of one lane; none at the end."""
         lane = self._lane = self._queue._first()
         if lane is None:
-            raise StopIteration
-        item = lane.items[lane.orders[lane.at]]
+            return []
         if not lane.at:
             self._moved.append(lane)
-        lane.at += 1
-        return item
+        begin, end = lane.at, min(lane.at + most, len(lane.orders))
+        if end - begin > 1 and (others := self._queue._heap[1:3]):
+            counter, order, _ = min(others)
+            if counter <= lane.account.counter:
+                end = bisect_left(lane.orders, order, begin + 1, end)
+        lane.at = end
+        return [lane.items[order] for order in lane.orders[begin:end]]
 
     def take(self) -> None:
         """The newest item leaves the queue."""

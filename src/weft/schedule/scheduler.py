@@ -46,7 +46,7 @@ from weft.schedule.lengths import GuessLengths
 from weft.schedule.limits import SchedulerLimits, check_request
 from weft.schedule.pace import ChunkPace
 from weft.schedule.plan import Matcher, StepPlan, StepResult
-from weft.schedule.queue import Account
+from weft.schedule.queue import Account, Walk
 from weft.schedule.sequence import AdapterUse, Sequence
 from weft.schedule.shares import Shares
 from weft.schedule.slots import AdapterSlots
@@ -333,17 +333,9 @@ class Scheduler:
             self.batch.charge_running(draft.step)
         if not self.batch.full and not draft.full:
             self._turns.look_again()
-        ahead, short = 0, False
         with self.batch.waiting.walk() as walk:
-            for seq in walk:
-                if ahead or self.batch.full or draft.full:
-                    ahead += 1
-                    if ahead > PREFETCH:
-                        break
-                    ready = self._turns.prefetch(seq.digest)
-                    if contended and not short and ready and seq.can_run:
-                        self._shares.claim(seq)
-                elif seq.rules.compiling:
+            while not (self.batch.full or draft.full) and (seq := next(walk, None)):
+                if seq.rules.compiling:
                     self._turns.prefetch(seq.digest)
                 elif seq.in_flight or not self.trials.admits(seq.request_id):
                     continue
@@ -352,8 +344,19 @@ class Scheduler:
                 elif self.batch.admit(seq, draft):
                     walk.take()
                 else:
-                    ahead, short = 1, True
                     self._shares.claim_blocks(seq)
+                    contended = False
+                    break
+            self._look_ahead(walk, contended)
+
+    def _look_ahead(self, walk: Walk[Sequence], contended: bool) -> None:
+        """Have adapters loaded for the requests that are next, and note which of these lack nothing
+        but room, if tenants contend for it."""
+        left = PREFETCH
+        while left and (run := walk.run(left)):
+            left -= len(run)
+            if self._turns.prefetch(run[0].digest) and contended:
+                self._shares.claim(run)
 
     # -- the end of a request ------------------------------------------------------------------
 

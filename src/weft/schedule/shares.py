@@ -63,9 +63,10 @@ class Shares:
         self._rested_in = -REST_EVERY
         """The last step in which some did."""
 
-    def claim(self, seq: Sequence) -> None:
-        """A waiting request lacks a row, or a part of the step's tokens."""
-        self._claims.append(seq)
+    def claim(self, waiting: list[Sequence]) -> None:
+        """Waiting requests of one tenant lack a row, or a part of the step's tokens, or more."""
+        if not waiting[0].account.at_cap:
+            self._claims += [s for s in waiting if not (s.in_flight or s.rules.compiling)]
 
     def arrive(self, seq: Sequence, leased: Container[str], num_rows: int, full: bool) -> None:
         """A request has come. If its tenant has few of the seats, the next step need not find out
@@ -115,7 +116,8 @@ class Shares:
             for own in {seq.account for seq in self._claims}
         ):
             return []  # as most often: nobody is far enough ahead
-        return Exchange(running).victims(_fitting(self._claims[num_free:], budget))
+        behind = [seq for seq in self._claims[num_free:] if seq.account.counter < most]
+        return Exchange(running).victims(_fitting(behind, budget))
 
     def _with_many(self, running: list[Sequence], num_rows: int) -> frozenset[Account]:
         """The tenants with many seats, if a step without their decodes is much shorter: so few
