@@ -212,6 +212,26 @@ def test_rope_and_write_is_the_torch_one(
     torch.testing.assert_close(cache.v, same.v, **tolerance)
 
 
+@pytest.mark.parametrize("norm_shape", [(6, HEAD_DIM), (8, HEAD_DIM)])
+def test_heads_with_norms_have_the_same_bits_in_turn(
+    ops: kernels.TritonOps, monkeypatch: pytest.MonkeyPatch, norm_shape: tuple[int, ...]
+) -> None:
+    batch = random_batch([(3, 5), (1, 9)], 4, 0)
+    generator = torch.Generator().manual_seed(0)
+    _, _, _, cache = random_inputs(batch, (4, 2), 4, 0, torch.float32)
+    qkv = torch.randn(4, 8 * HEAD_DIM, generator=generator)
+    norm = torch.randn(norm_shape, generator=generator)
+    table = torch.randn(4, 2, HEAD_DIM, generator=generator)
+    rope, found = Rope(table[:, :1], table[:, 1:]), []
+    for many in (5, 4):
+        monkeypatch.setattr(triton_heads, "MANY_ROWS", many)
+        own = KVCache(cache.k.clone(), cache.v.clone())
+        q = ops.rope_and_write(Product(qkv.clone()), rope, norm, 1e-6, own, batch)
+        found.append((q, own.k, own.v))
+    for one, in_turn in zip(*found, strict=True):
+        torch.testing.assert_close(one, in_turn, atol=0, rtol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("many", [5, 4])
 def test_gates_behind_their_heads_are_left_and_applied(
     ops: kernels.TritonOps, monkeypatch: pytest.MonkeyPatch, many: int

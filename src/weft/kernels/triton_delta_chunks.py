@@ -47,6 +47,9 @@ PART = 32
 """Columns of a state that one program of `_scan` has."""
 ROWS = 16
 """Rows that one program of `_prepare` has."""
+SCANS, SHORT_RUNS = 512, 256
+"""How many programs `_scan` and `short_runs` have at most, unless one run alone takes more. A
+captured step has room for many runs, and a program for each would take longer than a prompt."""
 WIDE = 64
 """The fewest columns of a head for which products in 16 bits use Hopper's asynchronous matrix
 units, which take programs of at least four warps. For narrower products, the assembler of CUDA
@@ -142,7 +145,7 @@ def _prepare(
     tl.store(qkv_ptr + first * C + channel + t[:, None] * C + c[None, :], y, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_runs"])
 def _scan(
     qkv_ptr,
     w_ptr,
@@ -152,6 +155,7 @@ def _scan(
     delta_ptr,
     runs_ptr,
     position_ptr,
+    num_runs,
     C,
     G: tl.constexpr,
     H: tl.constexpr,
@@ -164,46 +168,50 @@ def _scan(
     EXACT: tl.constexpr,
 ):
     """The changes that tokens make, over u, and the states before (chunks, H, D, E) each chunk; the
-    state after the last one is kept. Programs (runs, H, parts of E), for those of more than SHORT
-    rows."""
-    run = runs_ptr + 6 * tl.program_id(0)
+    state after the last one is kept. Programs (N, H, parts of E), each for every N-th run, of which
+    those of more than SHORT rows are computed."""
     h = tl.program_id(1)
-    count = tl.load(run + 1)
-    if count <= SHORT:
-        return
-    first = tl.load(run).to(tl.int64)
-    source = tl.load(run + 2).to(tl.int64)
-    state = tl.load(run + 3).to(tl.int64)
-    chunk = tl.load(run + 4).to(tl.int64)
-    position = tl.load(position_ptr + first)
     group = h // (H // G)
     t = tl.arange(0, L)
     d = tl.arange(0, BLOCK_D)
     e = tl.program_id(2) * PART + tl.arange(0, PART)
     within = (d < D)[:, None] & (e < E)[None, :]
     of_head = d[:, None] * E + e[None, :]
-    held = (d < tl.where(position > 0, D, 0))[:, None] & (e < E)[None, :]
-    S = tl.load(delta_ptr + (source * H + h) * D * E + of_head, mask=held, other=0.0)
-    for begin in range(0, count, L):
-        ok = begin + t < count
-        row = first + begin + t
-        ok_d = ok[:, None] & (d < D)[None, :]
-        ok_e = ok[:, None] & (e < E)[None, :]
-        k_at = qkv_ptr + row[:, None] * C + (G + group) * D + d[None, :]
-        k = tl.load(k_at, mask=ok_d, other=0.0)
-        w = tl.load(w_ptr + (row * H + h)[:, None] * D + d[None, :], mask=ok_d, other=0.0)
-        u_at = u_ptr + (row * H + h)[:, None] * E + e[None, :]
-        u = tl.load(u_at, mask=ok_e, other=0.0)
-        g = tl.load(g_ptr + row * H + h, mask=ok, other=0.0)
-        last = tl.min(g)  # it only ever falls
-        narrow = S.to(k.dtype)
-        tl.store(before_ptr + (chunk * H + h) * D * E + of_head, narrow, mask=within)
-        change = u.to(tl.float32) - dot(w, narrow, tl.zeros((L, PART), tl.float32), EXACT)
-        tl.store(u_at, change, mask=ok_e)
-        change *= tl.where(ok, tl.exp(last - g), 0.0)[:, None]
-        S = dot(tl.trans(k), change.to(k.dtype), S * tl.exp(last), EXACT)
-        chunk += 1
-    tl.store(delta_ptr + (state * H + h) * D * E + of_head, S, mask=within)
+    nth = tl.program_id(0)
+    count = tl.load(runs_ptr + 6 * nth + 1)
+    while count > 0:
+        if count > SHORT:
+            run = runs_ptr + 6 * nth
+            first = tl.load(run).to(tl.int64)
+            source = tl.load(run + 2).to(tl.int64)
+            state = tl.load(run + 3).to(tl.int64)
+            chunk = tl.load(run + 4).to(tl.int64)
+            position = tl.load(position_ptr + first)
+            held = (d < tl.where(position > 0, D, 0))[:, None] & (e < E)[None, :]
+            S = tl.load(delta_ptr + (source * H + h) * D * E + of_head, mask=held, other=0.0)
+            for begin in range(0, count, L):
+                ok = begin + t < count
+                row = first + begin + t
+                ok_d = ok[:, None] & (d < D)[None, :]
+                ok_e = ok[:, None] & (e < E)[None, :]
+                k_at = qkv_ptr + row[:, None] * C + (G + group) * D + d[None, :]
+                k = tl.load(k_at, mask=ok_d, other=0.0)
+                w = tl.load(w_ptr + (row * H + h)[:, None] * D + d[None, :], mask=ok_d, other=0.0)
+                u_at = u_ptr + (row * H + h)[:, None] * E + e[None, :]
+                u = tl.load(u_at, mask=ok_e, other=0.0)
+                g = tl.load(g_ptr + row * H + h, mask=ok, other=0.0)
+                last = tl.min(g)  # it only ever falls
+                narrow = S.to(k.dtype)
+                tl.store(before_ptr + (chunk * H + h) * D * E + of_head, narrow, mask=within)
+                told = dot(w, narrow, tl.zeros((L, PART), tl.float32), EXACT)
+                change = u.to(tl.float32) - told
+                tl.store(u_at, change, mask=ok_e)
+                change *= tl.where(ok, tl.exp(last - g), 0.0)[:, None]
+                S = dot(tl.trans(k), change.to(k.dtype), S * tl.exp(last), EXACT)
+                chunk += 1
+            tl.store(delta_ptr + (state * H + h) * D * E + of_head, S, mask=within)
+        nth += tl.num_programs(0)
+        count = tl.load(runs_ptr + 6 * nth + 1, mask=nth < num_runs, other=0)
 
 
 @triton.jit
@@ -294,7 +302,8 @@ def run_chunks(
     y_TO = y.y_TO
     T, H, D, E = len(y_TO), layer.num_values, layer.key_dim, layer.value_dim
     W, C = layer.conv_WC.shape
-    num_chunks, stride, sizes = len(work.chunks), y_TO.stride(0), sizes_of(layer, y)
+    num_chunks, num_runs, sizes = len(work.chunks), len(work.runs), sizes_of(layer, y)
+    stride = y_TO.stride(0)
     blocks = {"BLOCK_D": block_of(D), "BLOCK_E": block_of(E)}
     exact = INTERPRETED or y_TO.dtype == torch.float32
     narrow = not exact and min(blocks.values()) < WIDE
@@ -317,9 +326,10 @@ def run_chunks(
             C, **sizes, **tiles, num_warps=EXACT_WARPS if exact else 2 if narrow else 4,
         )  # fmt: skip
         part = min(PART, blocks["BLOCK_E"])
-        _scan[len(work.runs), H, triton.cdiv(E, part)](
-            qkv_TC, w_THD, u_THE, g_TH, before_NHDE, cache.delta, work.runs, positions_T, C,
-            G=layer.num_keys, H=H, D=D, E=E, L=CHUNK, SHORT=SHORT, BLOCK_D=blocks["BLOCK_D"],
+        num_parts = triton.cdiv(E, part)
+        _scan[at_once(num_runs, H * num_parts, SCANS), H, num_parts](
+            qkv_TC, w_THD, u_THE, g_TH, before_NHDE, cache.delta, work.runs, positions_T, num_runs,
+            C, G=layer.num_keys, H=H, D=D, E=E, L=CHUNK, SHORT=SHORT, BLOCK_D=blocks["BLOCK_D"],
             PART=part, EXACT=exact, num_warps=2 if narrow else 4,
             num_stages=1 if exact else 3,
         )  # fmt: skip
@@ -329,11 +339,16 @@ def run_chunks(
             num_warps=2 if narrow else 8, maxnreg=128,
         )  # fmt: skip
         options = launch_options(False)  # what comes next may go on with a state of these kernels
-    short_runs[len(work.runs), H](
+    short_runs[at_once(num_runs, H, SHORT_RUNS), H](
         *read, qkv_TC, out_TO, cache.inputs, cache.delta, layer.norm_E, layer.log_a_H,
-        layer.dt_bias_H, work.runs, positions_T, stride, C, layer.eps,
+        layer.dt_bias_H, work.runs, positions_T, num_runs, stride, C, layer.eps,
         **sizes, **blocks, **widths, L=SHORT, EXACT=exact, num_warps=8, **options,
     )  # fmt: skip
+
+
+def at_once(num_runs: int, programs_each: int, most: int) -> int:
+    """How many runs have programs of their own, where each takes so many; the others wait."""
+    return min(num_runs, max(1, most // programs_each))
 
 
 def sizes_of(layer: DeltaLayer, y: Product) -> dict[str, object]:

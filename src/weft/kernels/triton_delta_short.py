@@ -103,7 +103,7 @@ def keep_inputs(
         tl.store(kept_at + (G + g) * D + d[None, :], k, mask=in_d)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_runs"])
 def short_runs(
     y_ptr,
     add_ptr,
@@ -117,6 +117,7 @@ def short_runs(
     dt_bias_ptr,
     runs_ptr,
     position_ptr,
+    num_runs,
     y_stride,
     C,
     eps,
@@ -135,73 +136,78 @@ def short_runs(
     PDL: tl.constexpr,
 ):
     """out = norm(read) * silu(z), the state behind the last token and the convolution's last
-    inputs, of sequences with at most L rows. Programs (runs, H)."""
+    inputs, of sequences with at most L rows. Programs (N, H), each for every N-th run."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    run = runs_ptr + 6 * tl.program_id(0)
     h = tl.program_id(1)
-    count = tl.load(run + 1)
-    if (count == 0) | (count > L):
-        if PDL:  # whoever waits for this kernel waits for those ahead
-            tl.extra.cuda.gdc_wait()
-        return
-    first = tl.load(run).to(tl.int64)
-    source = tl.load(run + 2).to(tl.int64)
-    state = tl.load(run + 3).to(tl.int64)
-    position = tl.load(position_ptr + first)
     share: tl.constexpr = H // G
     t = tl.arange(0, L)
     d = tl.arange(0, BLOCK_D)
     e = tl.arange(0, BLOCK_E)
-    row = first + t
-    ok = t < count
-    ok_d = ok[:, None] & (d < D)[None, :]
-    ok_e = ok[:, None] & (e < E)[None, :]
     of_head = (h * D + d[:, None]) * E + e[None, :]
     within = (d < D)[:, None] & (e < E)[None, :]
-    held = (d < tl.where(position > 0, D, 0))[:, None] & (e < E)[None, :]
-    # With PDL, no kernel since the step before has written the state.
-    S = tl.load(delta_ptr + source * H * D * E + of_head, mask=held, other=0.0)
-    has = ok
-    if PENDING:
-        has = tl.load(add_slot_ptr + row, mask=ok, other=-1) >= 0
-    if PDL:
-        tl.extra.cuda.gdc_wait()
-    g, b = strengths(
-        y_ptr, add_ptr, log_a_ptr, dt_bias_ptr, row, has, ok, h, y_stride, COLUMNS, G, H, PENDING
-    )
-    q_at = qkv_ptr + row[:, None] * C + h // share * D + d[None, :]
-    q = tl.load(q_at, mask=ok_d, other=0.0)
-    k = tl.load(q_at + G * D, mask=ok_d, other=0.0)
-    v_at = qkv_ptr + row[:, None] * C + 2 * G * D + h * E + e[None, :]
-    v = tl.load(v_at, mask=ok_e, other=0.0).to(tl.float32)
-    narrow = S.to(k.dtype)
     zero = tl.zeros((L, BLOCK_E), tl.float32)
-    from_state = tl.exp(g)[:, None]
-    wanted = b[:, None] * (v - from_state * dot(k, narrow, zero, EXACT))
-    inverse = inverse_of(owed_by(k, b, g, t, EXACT), t, EXACT).to(k.dtype)
-    change = dot(inverse, wanted.to(k.dtype), zero, EXACT)
-    seen = (t[:, None] >= t[None, :]) & ok[:, None]
-    scores = dot(q, tl.trans(k), tl.zeros((L, L), tl.float32), EXACT)
-    scores = tl.where(seen, scores * tl.exp(tl.where(seen, g[:, None] - g[None, :], 0.0)), 0.0)
-    x = dot(q, narrow, zero, EXACT) * from_state
-    x = dot(scores.to(k.dtype), change.to(k.dtype), x, EXACT)
-    last = tl.min(g)
-    change *= tl.where(ok, tl.exp(last - g), 0.0)[:, None]
-    S = dot(tl.trans(k), change.to(k.dtype), S * tl.exp(last), EXACT)
-    tl.store(delta_ptr + state * H * D * E + of_head, S, mask=within)
-    x = gated_norm(
-        x, y_ptr, add_ptr, norm_ptr, row, has[:, None], ok_e, h, y_stride, eps,
-        COLUMNS, G, H, E, PENDING,
-    )  # fmt: skip
-    tl.store(out_ptr + (row * H + h)[:, None] * E + e[None, :], x, mask=ok_e)
-    # Of the last W rows, some may be of the part that the sequence goes on with.
-    nth = count - L + t
-    kept = (nth >= count - W) & (nth >= -tl.load(run + 5))
-    row = first + nth
-    if PENDING:
-        has = tl.load(add_slot_ptr + row, mask=kept, other=-1) >= 0
-    keep_inputs(
-        y_ptr, add_ptr, kept_ptr, position_ptr, state, row, has[:, None], kept, h,
-        y_stride, C, COLUMNS, G, H, D, E, R, BLOCK_D, BLOCK_E, PENDING,
-    )  # fmt: skip
+    nth = tl.program_id(0)
+    count = tl.load(runs_ptr + 6 * nth + 1)
+    while count > 0:
+        if count <= L:
+            run = runs_ptr + 6 * nth
+            first = tl.load(run).to(tl.int64)
+            source = tl.load(run + 2).to(tl.int64)
+            state = tl.load(run + 3).to(tl.int64)
+            position = tl.load(position_ptr + first)
+            row = first + t
+            ok = t < count
+            ok_d = ok[:, None] & (d < D)[None, :]
+            ok_e = ok[:, None] & (e < E)[None, :]
+            held = (d < tl.where(position > 0, D, 0))[:, None] & (e < E)[None, :]
+            # With PDL, no kernel since the step before has written the state.
+            S = tl.load(delta_ptr + source * H * D * E + of_head, mask=held, other=0.0)
+            has = ok
+            if PENDING:
+                has = tl.load(add_slot_ptr + row, mask=ok, other=-1) >= 0
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            g, b = strengths(
+                y_ptr, add_ptr, log_a_ptr, dt_bias_ptr, row, has, ok, h, y_stride,
+                COLUMNS, G, H, PENDING,
+            )  # fmt: skip
+            q_at = qkv_ptr + row[:, None] * C + h // share * D + d[None, :]
+            q = tl.load(q_at, mask=ok_d, other=0.0)
+            k = tl.load(q_at + G * D, mask=ok_d, other=0.0)
+            v_at = qkv_ptr + row[:, None] * C + 2 * G * D + h * E + e[None, :]
+            v = tl.load(v_at, mask=ok_e, other=0.0).to(tl.float32)
+            narrow = S.to(k.dtype)
+            from_state = tl.exp(g)[:, None]
+            wanted = b[:, None] * (v - from_state * dot(k, narrow, zero, EXACT))
+            inverse = inverse_of(owed_by(k, b, g, t, EXACT), t, EXACT).to(k.dtype)
+            change = dot(inverse, wanted.to(k.dtype), zero, EXACT)
+            seen = (t[:, None] >= t[None, :]) & ok[:, None]
+            scores = dot(q, tl.trans(k), tl.zeros((L, L), tl.float32), EXACT)
+            decays = tl.exp(tl.where(seen, g[:, None] - g[None, :], 0.0))
+            scores = tl.where(seen, scores * decays, 0.0)
+            x = dot(q, narrow, zero, EXACT) * from_state
+            x = dot(scores.to(k.dtype), change.to(k.dtype), x, EXACT)
+            last = tl.min(g)
+            change *= tl.where(ok, tl.exp(last - g), 0.0)[:, None]
+            S = dot(tl.trans(k), change.to(k.dtype), S * tl.exp(last), EXACT)
+            tl.store(delta_ptr + state * H * D * E + of_head, S, mask=within)
+            x = gated_norm(
+                x, y_ptr, add_ptr, norm_ptr, row, has[:, None], ok_e, h, y_stride, eps,
+                COLUMNS, G, H, E, PENDING,
+            )  # fmt: skip
+            tl.store(out_ptr + (row * H + h)[:, None] * E + e[None, :], x, mask=ok_e)
+            # Of the last W rows, some may be of the part that the sequence goes on with.
+            back = count - L + t
+            kept = (back >= count - W) & (back >= -tl.load(run + 5))
+            row = first + back
+            if PENDING:
+                has = tl.load(add_slot_ptr + row, mask=kept, other=-1) >= 0
+            keep_inputs(
+                y_ptr, add_ptr, kept_ptr, position_ptr, state, row, has[:, None], kept, h,
+                y_stride, C, COLUMNS, G, H, D, E, R, BLOCK_D, BLOCK_E, PENDING,
+            )  # fmt: skip
+        nth += tl.num_programs(0)
+        count = tl.load(runs_ptr + 6 * nth + 1, mask=nth < num_runs, other=0)
+    if PDL:  # whoever waits for this kernel waits for those ahead, if it had nothing to do, too
+        tl.extra.cuda.gdc_wait()

@@ -41,6 +41,7 @@ def _rope_and_write(
     Q: tl.constexpr,
     R: tl.constexpr,
     BLOCK: tl.constexpr,
+    TURNS: tl.constexpr,
     HEADS: tl.constexpr,
     NORM: tl.constexpr,
     NORM_V: tl.constexpr,
@@ -48,8 +49,8 @@ def _rope_and_write(
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Heads n of row t: q is rotated, k to the cache, v copied there. Programs (T, N / HEADS), each
-    for HEADS of one kind.
+    """Heads n of row t: q is rotated, k to the cache, v copied there. Programs (T, N / TURNS
+    / HEADS), each in TURNS for HEADS of one kind.
 
     qkv (T, H Q + 2K D), with query heads Q columns apart; q (T, H, D), which may be where it comes
     from; cos and sin (T, R) as `Rope` has them, both of row stride `table_stride`; norm (H + K, D),
@@ -59,53 +60,54 @@ def _rope_and_write(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     t = tl.program_id(0).to(tl.int64)
-    first = tl.program_id(1) * HEADS
     has = has_pending(add_slot_ptr + t, PENDING)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    n = first + tl.arange(0, HEADS)[:, None]
     d = tl.arange(0, BLOCK)[None, :]
     ok = d < D
-    column = n * Q
-    if first >= H:
-        column = H * Q + (n - H) * D
-    at = qkv_ptr + t * row_stride + column
-    x = tl.load(at + d, mask=ok, other=0.0)
-    add_at = add_ptr + t * (H * Q + (tl.num_programs(1) * HEADS - H) * D) + column
-    x = with_pending(x, add_at + d, has, ok, PENDING)
     slot = tl.load(slot_ptr + t)
     written = d < tl.where(slot < 0, 0, D)
-    if first < H + K:
-        turns = d < R
-        swapped_d = tl.where(d < R // 2, d + R // 2, d - R // 2)
-        if INTERLEAVED:
-            swapped_d = d ^ 1
-        swapped = tl.load(at + swapped_d, mask=turns, other=0.0)
-        swapped = with_pending(swapped, add_at + swapped_d, has, turns, PENDING)
-        swapped = swapped.to(tl.float32)
-        y = x.to(tl.float32)
-        if NORM:
-            scale = 1 / tl.sqrt(tl.sum(y * y, 1) / D + eps)[:, None]
-            norm_at = norm_ptr + t * norm_stride + n * D
-            y = y * scale * tl.load(norm_at + d, mask=ok, other=0.0).to(tl.float32)
-            swapped = (
-                swapped * scale * tl.load(norm_at + swapped_d, mask=turns, other=0.0).to(tl.float32)
-            )
-        cos = tl.load(cos_ptr + t * table_stride + d, mask=turns, other=1.0).to(tl.float32)
-        sin = tl.load(sin_ptr + t * table_stride + d, mask=turns, other=0.0).to(tl.float32)
-        y = (y * cos + swapped * sin).to(x.dtype)
-        if first < H:
-            # One warp: if it is written where it comes from, both of each pair have been read.
-            tl.store(q_ptr + t * q_stride + n * D + d, y, mask=ok)
+    columns = H * Q + (tl.num_programs(1) * TURNS * HEADS - H) * D
+    turns = d < R
+    swapped_d = tl.where(d < R // 2, d + R // 2, d - R // 2)
+    if INTERLEAVED:
+        swapped_d = d ^ 1
+    for turn in tl.static_range(TURNS):
+        first = (tl.program_id(1) * TURNS + turn) * HEADS
+        n = first + tl.arange(0, HEADS)[:, None]
+        column = n * Q
+        if first >= H:
+            column = H * Q + (n - H) * D
+        at = qkv_ptr + t * row_stride + column
+        x = tl.load(at + d, mask=ok, other=0.0)
+        add_at = add_ptr + t * columns + column
+        x = with_pending(x, add_at + d, has, ok, PENDING)
+        if first < H + K:
+            swapped = tl.load(at + swapped_d, mask=turns, other=0.0)
+            swapped = with_pending(swapped, add_at + swapped_d, has, turns, PENDING)
+            swapped = swapped.to(tl.float32)
+            y = x.to(tl.float32)
+            if NORM:
+                scale = 1 / tl.sqrt(tl.sum(y * y, 1) / D + eps)[:, None]
+                norm_at = norm_ptr + t * norm_stride + n * D
+                y = y * scale * tl.load(norm_at + d, mask=ok, other=0.0).to(tl.float32)
+                norm = tl.load(norm_at + swapped_d, mask=turns, other=0.0)
+                swapped = swapped * scale * norm.to(tl.float32)
+            cos = tl.load(cos_ptr + t * table_stride + d, mask=turns, other=1.0).to(tl.float32)
+            sin = tl.load(sin_ptr + t * table_stride + d, mask=turns, other=0.0).to(tl.float32)
+            y = (y * cos + swapped * sin).to(x.dtype)
+            if first < H:
+                # One warp: if it is written where it comes from, both of each pair have been read.
+                tl.store(q_ptr + t * q_stride + n * D + d, y, mask=ok)
+            else:
+                tl.store(k_ptr + (slot * K + n - H) * D + d, y, mask=written)
         else:
-            tl.store(k_ptr + (slot * K + n - H) * D + d, y, mask=written)
-    else:
-        if NORM_V:
-            value = x.to(tl.float32)
-            weight = tl.load(norm_ptr + t * norm_stride + n * D + d, mask=ok, other=0.0)
-            value = value / tl.sqrt(tl.sum(value * value, 1) / D + eps)[:, None]
-            x = (value * weight.to(tl.float32)).to(x.dtype)
-        tl.store(v_ptr + (slot * K + n - H - K) * D + d, x, mask=written)
+            if NORM_V:
+                value = x.to(tl.float32)
+                weight = tl.load(norm_ptr + t * norm_stride + n * D + d, mask=ok, other=0.0)
+                value = value / tl.sqrt(tl.sum(value * value, 1) / D + eps)[:, None]
+                x = (value * weight.to(tl.float32)).to(x.dtype)
+            tl.store(v_ptr + (slot * K + n - H - K) * D + d, x, mask=written)
 
 
 @triton.jit
@@ -142,9 +144,9 @@ def _apply_gates(
     tl.store(x_at, x / (1 + tl.exp(-gate)), mask=ok)
 
 
-MANY_ROWS, MANY_HEADS = 512, 8
-"""From so many rows on, a program rotates so many heads, if they are of one kind. Norms would be
-summed in another order then."""
+MANY_ROWS, MANY_HEADS, MANY_TURNS = 512, 8, 4
+"""From so many rows on, a program rotates so many heads at once, or so many in turn if they have
+norms, which are summed in the same order then as for fewer rows."""
 
 
 def rope_and_write(
@@ -167,10 +169,13 @@ def rope_and_write(
         q_THD = qkv_TO.new_empty(T, H, D)
     cos_T1R, sin_T1R, interleaved, _ = rope
     assert cos_T1R.stride(0) == sin_T1R.stride(0)
-    alike = norm_ND is None and H % MANY_HEADS == K % MANY_HEADS == 0
-    heads = MANY_HEADS if alike and T >= MANY_ROWS else 1
+    turns = heads = 1
+    if T >= MANY_ROWS and norm_ND is None and H % MANY_HEADS == K % MANY_HEADS == 0:
+        heads = MANY_HEADS
+    elif T >= MANY_ROWS and N % MANY_TURNS == 0:
+        turns = MANY_TURNS
     if T:
-        _rope_and_write[T, N // heads](
+        _rope_and_write[T, N // (turns * heads)](
             qkv_TO,
             q_THD,
             cos_T1R,
@@ -191,6 +196,7 @@ def rope_and_write(
             Q=2 * D if gated_heads else D,
             R=cos_T1R.shape[-1],
             BLOCK=triton.next_power_of_2(D),
+            TURNS=turns,
             HEADS=heads,
             NORM=norm_ND is not None,
             NORM_V=norm_ND is not None and norm_ND.shape[-2] == N > N - K,
