@@ -7,7 +7,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
 
 from weft.core.config import EngineArgs
@@ -117,15 +118,16 @@ def serve(
     """Run until Stop. Every request that was submitted gets its terminal event."""
     while True:
         progress.rest()
-        commands = _commands(inbox, engine)
-        progress.begin()
-        for command in commands:
+        for command in _commands(inbox, engine):
+            progress.begin()
             if isinstance(command, Stop):
                 emit(Tokens(engine.close()))
                 return
             report = engine.apply(command)
             if report is not None:
                 emit(report)
+            progress.rest()
+        progress.begin()
         for report in engine.step():
             emit(report)
         if publish is not None and (events := engine.take_cache_events()):
@@ -144,18 +146,16 @@ def _beat(engine: Engine, progress: Progress, pulse: Callable[[Pulse], None]) ->
         time.sleep(progress.report_s or PULSE_S)
 
 
-def _commands(inbox: SimpleQueue[Command], engine: Engine) -> list[Command]:
-    """All commands that are there, or come before the next step has to be planned; waits for one
-    if there is nothing else to do."""
-    commands: list[Command] = []
-    try:
+def _commands(inbox: SimpleQueue[Command], engine: Engine) -> Iterator[Command]:
+    """The commands that are there, or come before the next step has to be planned, each at once:
+    what it takes to apply them is done by then. Waits for one if there is nothing else to do."""
+    some = False
+    with suppress(Empty):
         if engine.working:
-            while (spare_s := engine.spare_s(bool(commands))) > 0:
-                commands.append(inbox.get(timeout=spare_s))
-            commands.append(inbox.get_nowait())
+            while (spare_s := engine.spare_s(some)) > 0:
+                yield inbox.get(timeout=spare_s)
+                some = True
         else:
-            commands.append(inbox.get(timeout=WAIT_S if engine.scheduler.busy else None))
-        while True:
-            commands.append(inbox.get_nowait())
-    except Empty:
-        return commands
+            yield inbox.get(timeout=WAIT_S if engine.scheduler.busy else None)
+        for _ in range(inbox.qsize()):
+            yield inbox.get_nowait()

@@ -127,8 +127,8 @@ class Shares:
             return frozenset()
         if any(seq.known - seq.computed > 1 for seq in running):
             return frozenset()
-        held = Counter(seq.account for seq in running)
-        return frozenset(account for account, num in held.items() if num > num_rows // FEW)
+        tenants = {seq.account for seq in running}
+        return frozenset(each for each in tenants if each.num_seats > num_rows // FEW)
 
     def end(self) -> None:
         """Forget the claims of the last step; those of this one may come."""
@@ -172,13 +172,19 @@ class Exchange:
         self._fresh: dict[Account, list[Sequence]] = defaultdict(list)
         """Requests that have run for long enough to make way, and those that have not: by tenant,
         the youngest last."""
+        least = MIN_RUN
         for seq in running:
-            self._held[seq.account] += self._size(seq)
-            # Without its blocks a request is computed again: that may cost a part of it only.
-            least = max(MIN_RUN, len(seq.tokens) // 4) if block_size else MIN_RUN
-            by_tenant = self._settled if seq.bill.progress >= least else self._fresh
-            by_tenant[seq.account].append(seq)
-        self._served = {account: account.counter for account in self._held}
+            bill = seq.bill
+            account = bill.account
+            if block_size:  # without its blocks a request is computed again
+                least = max(MIN_RUN, len(seq.tokens) // 4)
+                self._held[account] += self._size(seq)
+            by_tenant = self._settled if bill.progress >= least else self._fresh
+            by_tenant[account].append(seq)
+        tenants = {*self._settled, *self._fresh}
+        if not block_size:
+            self._held.update({account: account.num_seats for account in tenants})
+        self._served = {account: account.counter for account in tenants}
 
     def victims(self, claims: Iterable[Sequence]) -> list[Sequence]:
         """The running requests that make way for these, those first that have the first claim."""
