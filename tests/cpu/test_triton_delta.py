@@ -38,8 +38,8 @@ def test_kernels_match_plain_torch(
     for module in (delta, triton_delta_chunks):
         monkeypatch.setattr(module, "CHUNK", chunk)
     if chunk == 16:  # programs that take one sequence after the other
-        monkeypatch.setattr(triton_delta_chunks, "SCANS", 1)
-        monkeypatch.setattr(triton_delta_chunks, "SHORT_RUNS", 1)
+        for name in ("PREPARES", "SCANS", "SHORT_RUNS"):
+            monkeypatch.setattr(triton_delta_chunks, name, 1)
     torch.manual_seed(0)
     shape, layer = make_layer(by_key_head)
     device = torch.device("cpu")

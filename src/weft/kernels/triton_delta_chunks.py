@@ -47,9 +47,10 @@ PART = 32
 """Columns of a state that one program of `_scan` has."""
 ROWS = 16
 """Rows that one program of `_prepare` has."""
-SCANS, SHORT_RUNS = 512, 256
-"""How many programs `_scan` and `short_runs` have at most, unless one run alone takes more. A
-captured step has room for many runs, and a program for each would take longer than a prompt."""
+PREPARES, SCANS, SHORT_RUNS = 8192, 512, 256
+"""How many programs `_prepare`, `_scan` and `short_runs` have at most, unless a chunk or run alone
+takes more. A captured step has room for many, and a program for each would take longer than a
+prompt."""
 WIDE = 64
 """The fewest columns of a head for which products in 16 bits use Hopper's asynchronous matrix
 units, which take programs of at least four warps. For narrower products, the assembler of CUDA
@@ -59,7 +60,7 @@ EXACT_WARPS = 16
 half a minute to compile."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_chunks"])
 def _prepare(
     y_ptr,
     add_ptr,
@@ -69,6 +70,7 @@ def _prepare(
     weight_ptr,
     chunks_ptr,
     position_ptr,
+    num_chunks,
     y_stride,
     C,
     COLUMNS: tl.constexpr,
@@ -85,24 +87,15 @@ def _prepare(
     PDL: tl.constexpr,
 ):
     """qkv (T, C) = queries and keys of length 1 (queries divided by sqrt(D)) and values. Programs
-    (chunks * L / ROWS, 2 G + H): some rows of a key head's queries, or its keys, or a value
-    head."""
+    (N, 2 G + H), each for a key head's queries, or its keys, or a value head: for ROWS rows of a
+    chunk, and N parts of chunks later for the next ones."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     parts: tl.constexpr = L // ROWS
-    chunk = chunks_ptr + 6 * (tl.program_id(0) // parts)
-    begin = tl.program_id(0) % parts * ROWS
+    share: tl.constexpr = H // G
     n = tl.program_id(1)
-    count = tl.load(chunk + 1) - begin
-    if count <= 0:
-        if PDL:  # whoever waits for this kernel waits for those ahead
-            tl.extra.cuda.gdc_wait()
-        return
-    first = tl.load(chunk).to(tl.int64) + begin
-    before = tl.load(chunk + 4) + begin
     t = tl.arange(0, ROWS)
     c = tl.arange(0, BLOCK)
-    share: tl.constexpr = H // G
     size = tl.where(n < 2 * G, D, E)
     column = COLUMNS[0] + n * COLUMNS[1]
     channel = n * D
@@ -112,37 +105,52 @@ def _prepare(
         column = COLUMNS[4] + (n - 2 * G) // share * COLUMNS[5] + (n - 2 * G) % share * E
         channel = 2 * G * D + (n - 2 * G) * E
     in_size = (c < size)[None, :]
-    ok = (t < count)[:, None] & in_size
-    y_at = y_ptr + first * y_stride + column
-    add_at = add_ptr + first * y_stride + column
-    if PDL:
+    nth = tl.program_id(0)
+    in_chunk = tl.load(chunks_ptr + 6 * (nth // parts) + 1)
+    while in_chunk > 0:
+        begin = nth % parts * ROWS
+        count = in_chunk - begin
+        if count > 0:
+            chunk = chunks_ptr + 6 * (nth // parts)
+            first = tl.load(chunk).to(tl.int64) + begin
+            before = tl.load(chunk + 4) + begin
+            ok = (t < count)[:, None] & in_size
+            y_at = y_ptr + first * y_stride + column
+            add_at = add_ptr + first * y_stride + column
+            if PDL:
+                tl.extra.cuda.gdc_wait()
+            y = tl.zeros((ROWS, BLOCK), tl.float32)
+            for back in tl.static_range(W):
+                here = (t < count) & (before + t >= back)
+                ok_here = here[:, None] & in_size
+                at = (t - back)[:, None] * y_stride + c[None, :]
+                x = tl.load(y_at + at, mask=ok_here, other=0.0)
+                if PENDING:
+                    slot = tl.load(add_slot_ptr + first + t - back, mask=here, other=-1)
+                    x = with_pending(x, add_at + at, (slot >= 0)[:, None], ok_here, PENDING)
+                if before < back:  # the first tokens of this step: those before them are kept
+                    state = tl.load(chunk + 2).to(tl.int64)
+                    position = tl.load(position_ptr + first).to(tl.int32) + t
+                    kept = (before + t < back) & (position >= back)
+                    past_at = (state * R + (position + R - back) % R)[:, None] * (C + 2 * H)
+                    past_at += channel + c[None, :]
+                    past = tl.load(kept_ptr + past_at, mask=ok & kept[:, None], other=0.0)
+                    x = tl.where(here[:, None], x, past)
+                w_at = weight_ptr + (W - 1 - back) * C + channel + c
+                weight = tl.load(w_at, mask=c < size, other=0.0).to(tl.float32)
+                y += x.to(tl.float32) * weight[None, :]
+            y = silu(y)
+            if n < 2 * G:
+                scale = 1 / tl.sqrt(tl.sum(y * y, 1) + 1e-6)
+                if n < G:
+                    scale *= 1 / tl.sqrt(D * 1.0)
+                y *= scale[:, None]
+            tl.store(qkv_ptr + first * C + channel + t[:, None] * C + c[None, :], y, mask=ok)
+        nth += tl.num_programs(0)
+        at_next = chunks_ptr + 6 * (nth // parts) + 1
+        in_chunk = tl.load(at_next, mask=nth < num_chunks * parts, other=0)
+    if PDL:  # whoever waits for this kernel waits for those ahead, if it had nothing to do, too
         tl.extra.cuda.gdc_wait()
-    y = tl.zeros((ROWS, BLOCK), tl.float32)
-    for back in tl.static_range(W):
-        here = (t < count) & (before + t >= back)
-        ok_here = here[:, None] & in_size
-        at = (t - back)[:, None] * y_stride + c[None, :]
-        x = tl.load(y_at + at, mask=ok_here, other=0.0)
-        if PENDING:
-            slot = tl.load(add_slot_ptr + first + t - back, mask=here, other=-1)
-            x = with_pending(x, add_at + at, (slot >= 0)[:, None], ok_here, PENDING)
-        if before < back:  # the first tokens of this step: those before them are kept
-            state = tl.load(chunk + 2).to(tl.int64)
-            position = tl.load(position_ptr + first).to(tl.int32) + t
-            kept = (before + t < back) & (position >= back)
-            past_at = (state * R + (position + R - back) % R)[:, None] * (C + 2 * H)
-            past_at += channel + c[None, :]
-            past = tl.load(kept_ptr + past_at, mask=ok & kept[:, None], other=0.0)
-            x = tl.where(here[:, None], x, past)
-        w_at = weight_ptr + (W - 1 - back) * C + channel + c
-        y += x.to(tl.float32) * tl.load(w_at, mask=c < size, other=0.0).to(tl.float32)[None, :]
-    y = silu(y)
-    if n < 2 * G:
-        scale = 1 / tl.sqrt(tl.sum(y * y, 1) + 1e-6)
-        if n < G:
-            scale *= 1 / tl.sqrt(D * 1.0)
-        y *= scale[:, None]
-    tl.store(qkv_ptr + first * C + channel + t[:, None] * C + c[None, :], y, mask=ok)
 
 
 @triton.jit(do_not_specialize=["num_runs"])
@@ -312,8 +320,9 @@ def run_chunks(
     qkv_TC = y_TO.new_empty(T, C)
     read = y_TO, *y.pending_tensors()
     rows = min(ROWS, CHUNK)
-    _prepare[num_chunks * (CHUNK // rows), 2 * layer.num_keys + H](
-        *read, qkv_TC, cache.inputs, layer.conv_WC, work.chunks, positions_T, stride, C,
+    num_parts, num_heads = num_chunks * (CHUNK // rows), 2 * layer.num_keys + H
+    _prepare[at_once(num_parts, num_heads, PREPARES), num_heads](
+        *read, qkv_TC, cache.inputs, layer.conv_WC, work.chunks, positions_T, num_chunks, stride, C,
         **sizes, **widths, L=CHUNK, ROWS=rows, BLOCK=max(blocks.values()), num_warps=4, **options,
     )  # fmt: skip
     if T > SHORT:
@@ -326,8 +335,8 @@ def run_chunks(
             C, **sizes, **tiles, num_warps=EXACT_WARPS if exact else 2 if narrow else 4,
         )  # fmt: skip
         part = min(PART, blocks["BLOCK_E"])
-        num_parts = triton.cdiv(E, part)
-        _scan[at_once(num_runs, H * num_parts, SCANS), H, num_parts](
+        num_columns = triton.cdiv(E, part)
+        _scan[at_once(num_runs, H * num_columns, SCANS), H, num_columns](
             qkv_TC, w_THD, u_THE, g_TH, before_NHDE, cache.delta, work.runs, positions_T, num_runs,
             C, G=layer.num_keys, H=H, D=D, E=E, L=CHUNK, SHORT=SHORT, BLOCK_D=blocks["BLOCK_D"],
             PART=part, EXACT=exact, num_warps=2 if narrow else 4,
@@ -346,9 +355,10 @@ def run_chunks(
     )  # fmt: skip
 
 
-def at_once(num_runs: int, programs_each: int, most: int) -> int:
-    """How many runs have programs of their own, where each takes so many; the others wait."""
-    return min(num_runs, max(1, most // programs_each))
+def at_once(num: int, programs_each: int, most: int) -> int:
+    """How many runs, or parts of chunks, have programs of their own, where each takes so many; the
+    others come after them."""
+    return min(num, max(1, most // programs_each))
 
 
 def sizes_of(layer: DeltaLayer, y: Product) -> dict[str, object]:
