@@ -47,10 +47,10 @@ PART = 32
 """Columns of a state that one program of `_scan` has."""
 ROWS = 16
 """Rows that one program of `_prepare` has."""
-PREPARES, SCANS, SHORT_RUNS = 8192, 512, 256
+PREPARES, SCANS, SHORT_RUNS = 2048, 512, 256
 """How many programs `_prepare`, `_scan` and `short_runs` have at most, unless a chunk or run alone
 takes more. A captured step has room for many, and a program for each would take longer than a
-prompt."""
+prompt. `solve` and `_read` have a program for each chunk, and those without rows come last."""
 WIDE = 64
 """The fewest columns of a head for which products in 16 bits use Hopper's asynchronous matrix
 units, which take programs of at least four warps. For narrower products, the assembler of CUDA
@@ -253,9 +253,9 @@ def _read(
     EXACT: tl.constexpr,
 ):
     """out = norm(what tokens read of the state) * silu(z) of a value head, and the convolution's
-    last inputs to where they are kept, for sequences that are not short. Programs (chunks, H)."""
-    chunk = chunks_ptr + 6 * tl.program_id(0)
-    h = tl.program_id(1)
+    last inputs to where they are kept, for sequences that are not short. Programs (H, chunks)."""
+    chunk = chunks_ptr + 6 * tl.program_id(1)
+    h = tl.program_id(0)
     count = tl.load(chunk + 1)
     left = tl.load(chunk + 5)
     if left == 0:
@@ -272,7 +272,7 @@ def _read(
     qk_at = qkv_ptr + row[:, None] * C + h // (H // G) * D + d[None, :]
     q = tl.load(qk_at, mask=ok_d, other=0.0)
     k = tl.load(qk_at + G * D, mask=ok_d, other=0.0)
-    S_at = before_ptr + (tl.program_id(0).to(tl.int64) * H + h) * D * E
+    S_at = before_ptr + (tl.program_id(1).to(tl.int64) * H + h) * D * E
     within = (d < D)[:, None] & (e < E)[None, :]
     S = tl.load(S_at + d[:, None] * E + e[None, :], mask=within, other=0.0)
     change = tl.load(change_ptr + at, mask=ok_e, other=0.0)
@@ -330,7 +330,7 @@ def run_chunks(
         g_TH = y_TO.new_empty((T, H), dtype=torch.float32)
         before_NHDE = y_TO.new_empty(num_chunks, H, D, E)
         tiles = {**blocks, "L": CHUNK, "EXACT": exact}
-        solve[num_chunks, H](
+        solve[H, num_chunks](
             *read, qkv_TC, w_THD, u_THE, g_TH, layer.log_a_H, layer.dt_bias_H, work.chunks, stride,
             C, **sizes, **tiles, num_warps=EXACT_WARPS if exact else 2 if narrow else 4,
         )  # fmt: skip
@@ -342,7 +342,7 @@ def run_chunks(
             PART=part, EXACT=exact, num_warps=2 if narrow else 4,
             num_stages=1 if exact else 3,
         )  # fmt: skip
-        _read[num_chunks, H](
+        _read[H, num_chunks](
             *read, qkv_TC, u_THE, g_TH, before_NHDE, out_TO, cache.inputs, layer.norm_E,
             work.chunks, positions_T, stride, C, layer.eps, **sizes, **tiles, **widths,
             num_warps=2 if narrow else 8, maxnreg=128,

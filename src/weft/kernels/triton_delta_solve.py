@@ -119,10 +119,10 @@ def solve(
     EXACT: tl.constexpr,
 ):
     """w (T, H, D), u (T, H, E) and the decays g, fp32 (T, H), summed up from the chunk's first
-    token on, where the sequence is not a short one; see `triton_delta_chunks`. Programs (chunks,
-    H)."""
-    chunk = chunks_ptr + 6 * tl.program_id(0)
-    h = tl.program_id(1)
+    token on, where the sequence is not a short one; see `triton_delta_chunks`. Programs (H,
+    chunks)."""
+    chunk = chunks_ptr + 6 * tl.program_id(1)
+    h = tl.program_id(0)
     count = tl.load(chunk + 1)
     if tl.load(chunk + 5) == 0:
         return
