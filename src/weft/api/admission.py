@@ -1,7 +1,7 @@
 """Limits how many requests may be open, in all and for each tenant, and refuses further ones.
 
-One tenant alone may have all places. When others come while it holds them, they go beyond the
-server's limit up to their shares of it, and the one that holds more than its share is refused:
+A tenant that is alone may have all places. When others come while it holds them, each may open its
+share of the limit, even beyond that limit, and whoever holds more than its share is refused:
 
     max_open        ├──────────────────────────────────────┤
     a, alone        ├──────────────────────────────────────┤ full: refused
@@ -9,8 +9,8 @@ server's limit up to their shares of it, and the one that holds more than its sh
     a's requests    ├──────────────────┼──────────────────┤  end, and a is refused until it has
                                                              no more than its half either
 
-So nobody's flood makes the server refuse others. With n tenants at most about 1 + ln(n) times
-`max_open` requests are open, each tenant's last one as it is: whoever has nothing open may enter.
+So no flood makes the server refuse other tenants. With n tenants, at most about 1 + ln(n) times
+`max_open` requests are open, and a little more, as a tenant with nothing open may always enter.
 """
 
 from __future__ import annotations

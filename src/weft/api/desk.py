@@ -1,6 +1,6 @@
 """Changes adapters for a caller: checks the namespace and the folders, and writes the audit log.
 
-Where there is a shared registry, each change is one of that, and so of all servers that follow it.
+If there is a shared registry, a change is made there, and so on all servers that follow it.
 """
 
 from __future__ import annotations

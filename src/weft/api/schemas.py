@@ -1,4 +1,4 @@
-"""Bodies of requests for an answer. Fields that would change the answer and are not served fail."""
+"""Bodies of requests that generate text. Fields that would change it and are not served fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What single kernels are measured on: random weights and adapters of some layers of a model, and a
+"""The test bed for single kernels: random weights and adapters of some layers of a model, and a
 clock for the device.
 
 Shapes: T token rows, I inputs and O outputs of a product.

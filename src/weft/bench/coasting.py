@@ -4,10 +4,10 @@ Most of a step's plan is one more token for each running request. In a simulatio
 *coast*: it is worked out when they will end, and nothing else is done about them until then.
 Admission, adapters, blocks, prompts and preemption are the scheduler's own.
 
-    decide()   plans as the scheduler does it, unless there is nothing to plan; those that coast
-               count as tokens, and are not listed
-    pass_()    a step has passed; whoever has all tokens now has ended
-    coast()    steps have passed in which that is nobody
+    decide()   plans as the scheduler does, unless there is nothing to plan; requests that coast
+               count as tokens of the step, but are not listed
+    pass_()    one step has passed; requests that have all their tokens now have ended
+    coast()    several steps have passed, in which no request has ended
 """
 
 from __future__ import annotations

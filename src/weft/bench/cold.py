@@ -1,4 +1,4 @@
-"""What it costs that an adapter is not on the device: for its own request, and for others."""
+"""Measures what a load of an adapter costs: for the request that needs it, and for others."""
 
 from __future__ import annotations
 

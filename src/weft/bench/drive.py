@@ -1,4 +1,4 @@
-"""An engine in this thread, asked at given times, with the times of what came back."""
+"""Runs an engine in this thread: asks it at given times, and notes when its answers come."""
 
 from __future__ import annotations
 

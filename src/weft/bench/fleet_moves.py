@@ -1,7 +1,7 @@
 """Decides when simulated requests move to other nodes, and where to.
 
-A server lets a few requests begin anew at a time, each until its first token. A simulation knows
-what a prompt takes, and spaces them by that.
+A server lets only a few moved requests begin at a time, each until its first token. A simulation
+knows how long a prompt takes, and leaves that much time between them.
 """
 
 from __future__ import annotations

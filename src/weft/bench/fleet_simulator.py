@@ -1,8 +1,8 @@
 """A fleet in virtual time: real schedulers and real routing, a modelled device, and faults.
 
-What decides is the code that serves: `weft.fleet.route`, `weft.fleet.consolidate` and each node's
-scheduler; only when requests move is up to `weft.bench.fleet_moves`. One seed gives the same
-figures to the bit. Events happen in this order in time:
+The code that serves makes the decisions: `weft.fleet.route`, `weft.fleet.consolidate` and each
+node's scheduler. Only when requests move is simulated (`weft.bench.fleet_moves`). One seed gives
+the same figures to the bit. Events happen in this order in time:
 
     arrive ──place──> a node ──first token, last token──> its router
        ▲                 │ report, each `report_s`

@@ -1,7 +1,7 @@
-"""Who asks a simulated fleet for what, and when. Pure; all seeds given.
+"""Who asks a simulated fleet for what, and when. Pure: seeds are arguments.
 
-Each adapter has a prompt of its own that all its requests begin with. Half of the requests go on
-with an earlier one: their prompt begins with that one's prompt and answer.
+Each adapter has a prompt of its own, with which all its requests begin. Half of the requests
+continue an earlier one: their prompt begins with that one's prompt and answer.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Plots of what was measured before: from the lines of JSON that `--record` keeps."""
+"""Plots earlier measurements from the lines of JSON that `--record` keeps."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """What the device does in decode steps: how long it runs no kernel, and what its kernels take.
 
-Kernels may overlap: one that is launched early waits for the one ahead. So a kernel is said to
-take what it adds to those that began before it:
+Kernels may overlap: one that is launched early waits for the one ahead. So the time of a kernel is
+what it adds to those that began before it:
 
     A  |-----------|                  A takes 12
     B        |---------|              B takes 4
     C                     |-----|     C takes 6; between B and C the device is idle
 
-All kernels together take the time in which there is one.
+The times of all kernels add up to the time in which at least one of them runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a benchmark leaves: a table, a plot, one line of JSON. The looks are here, once."""
+"""The output of a benchmark: a table, a plot and a line of JSON. Only this decides how it looks."""
 
 from __future__ import annotations
 

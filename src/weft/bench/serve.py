@@ -2,7 +2,7 @@
 
 Requests of an open loop are sent when they are due, whether or not earlier ones are answered, and
 their latency counts from that moment: a server that stalls can't hide it by slowing its clients
-down. A request that fails in any way is counted as failed, and in no latency.
+down. A request that fails in any way is counted as failed, and its latency is left out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Replays a trace with the engine's own decisions, a model of the device, and a clock of its own.
 
-What decides is the code that serves: `Scheduler`, `Cache`, `AdapterSlots`. What is modelled is
+The code that serves makes the decisions: `Scheduler`, `Cache`, `AdapterSlots`. Modelled is only
 how long things take: steps, which run one after the other, and loads, which run beside them.
 """
 

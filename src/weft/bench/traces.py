@@ -1,4 +1,4 @@
-"""Traces for the simulator: who asks for which adapter, when, how much. Pure; all seeds given."""
+"""Traces for the simulator: who asks for which adapter, when, how much. Pure, with given seeds."""
 
 from __future__ import annotations
 

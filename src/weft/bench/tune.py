@@ -1,9 +1,9 @@
 """`weft tune`: candidates for how kernels are cut, compiled side by side and timed one by one.
 
-Products (`tuned.Cut`): by shape and number of rows, all candidates, then prefetches of the
-best. Kernels for many rows (`tuned.Blocks`): each field alone, then together those values
-that were better. What is in use takes part in all of it, and stays unless another is clearly
-better.
+For products (`tuned.Cut`), all candidates are tried for each shape and number of rows, then
+prefetches of the best. For kernels of many rows (`tuned.Blocks`), each field is tried alone, then
+together the values that were better. The setting in use is always a candidate, and stays unless
+another one is clearly better.
 """
 
 from __future__ import annotations

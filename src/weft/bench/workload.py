@@ -1,4 +1,4 @@
-"""What benchmarks ask for: who uses which adapter, how long, and when. Pure; all seeds given."""
+"""What benchmarks ask for: who uses which adapter, how long, and when. Pure, with given seeds."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Checks whether an adapter can be served, without importing torch, which takes seconds.
 
-The rules are those of `pack`: its own code as far as names, shapes and ranks are concerned. What
-packing finds out while it copies, that values are numbers, fit the serving dtype and change
-something, follows from the largest magnitude of each tensor, as rounding keeps order.
+Names, shapes and ranks are checked by the code of `pack` itself. Packing also finds out, while it
+copies, whether values are numbers, fit the serving dtype and change something. Here the largest
+magnitude of each tensor tells that, because rounding keeps the order of numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Adapters that were trained for other tasks than to go on with a text.
+"""Adapters that were trained for other tasks than continuing a text.
 
 A model that classifies texts (SEQ_CLS) is the base without its head, and with a `score` layer that
 reads the hidden state of the last token. PEFT saves that layer whole, beside the adapter:

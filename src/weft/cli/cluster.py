@@ -1,4 +1,4 @@
-"""`weft cluster`: nodes that serve one base together, and what they say of themselves."""
+"""`weft cluster`: starts nodes that serve one base together, and shows what they do."""
 
 from __future__ import annotations
 

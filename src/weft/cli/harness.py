@@ -1,8 +1,8 @@
 """Evaluates many models with lm-evaluation-harness, whose package this module needs.
 
-What a task asks does not depend on who answers. So the harness runs once to tell what it asks, all
-of that is asked of all models in one batch, and then it runs once for each model, to score what
-that model has answered:
+The prompts of a task do not depend on the model. So the harness runs once to record its prompts,
+all models answer all of them in one batch, and then the harness runs once for each model, to score
+that model's answers:
 
     record ──> prompts x models ──> one batch ──> replay for each model ──> scores
 """

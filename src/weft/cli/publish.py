@@ -1,5 +1,5 @@
-"""`weft push` and `weft registry`: adapters go to a server or into a shared registry, and what
-nobody needs any more goes out of it."""
+"""`weft push` sends adapters to a server or into a shared registry; `weft registry` lists and
+checks what is there, and removes what nobody needs any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Servers that are read again and again: what they did lately, and who of them is silent.
+"""Reads the metrics of servers again and again: what they did lately, and which of them are silent.
 
 read all at once each second ─> one Scrape with the label `node` ─> increase lately ─> View
 """

@@ -1,7 +1,7 @@
 """The report of an engine's load, from which others decide where requests go.
 
-Adapters and prefixes are told by short keys, 64 bits of their digests: a report says something of
-thousands of them. Two that share a key cost a worse choice now and then, and nothing else.
+Adapters and prefixes are named by short keys, 64 bits of their digests, as a report lists thousands
+of them. If two share a key, a request goes to a worse node now and then; nothing else happens.
 """
 
 from __future__ import annotations

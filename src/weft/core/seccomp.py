@@ -1,7 +1,7 @@
 """Restricts the system calls of this process for good, by a filter in the kernel.
 
-It needs no privileges, but Linux on x86-64 or 64-bit Arm. What is not listed fails with EPERM, so
-that code which can do without it goes on.
+It needs Linux on x86-64 or 64-bit Arm, but no privileges. A call that is not listed fails with
+EPERM, so that code which can do without it continues.
 """
 
 from __future__ import annotations

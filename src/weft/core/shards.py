@@ -8,10 +8,10 @@ layer a share of its input, so that a column layer's output is what the row laye
     x ──> ...                                                        (+) the sum over ranks
     x ──> gate, up of some columns ──> silu, times ──> down ─────────┘
 
-Key and value heads that are fewer than ranks are there on several of them. Experts are cut in one
-of two ways. Either each expert is cut as gate, up and down are, by its columns. Or each rank has
-some of the experts, whole: its table counts only these, and a rank's part of the sum has nothing of
-the others. The base's tensors and those of adapters are cut alike: A as the columns of W, B as its
+If there are fewer key and value heads than ranks, several ranks hold the same ones. Experts are cut
+in one of two ways. Either each expert is cut as gate, up and down are, by its columns. Or each rank
+has some of the experts, whole: its table counts only these, and its part of the sum leaves out the
+others. The base's tensors and those of adapters are cut alike: A as the columns of W, B as its
 rows. Only the vocabulary is not. Embeddings are whole on every rank; the head's weight is cut by
 tokens, but its logits are gathered before adapters change them, so that what adapters have for the
 head is whole, too.

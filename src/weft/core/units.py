@@ -1,4 +1,4 @@
-"""Sizes of what kernels take at once, by which others plan."""
+"""How much kernels take at once: sizes with which other modules plan."""
 
 SHORT = 16
 """The most tokens of a prompt with a recurrent state that one kernel takes, in place of several for

@@ -1,8 +1,8 @@
-"""What the engine knows of adapters: where each is to be had from, what it is, and how it came to
-be known.
+"""What the engine knows of adapters: what each one is, where it can be read from, and how it was
+registered.
 
-New content is read and packed, and probed on the device before it is known: whether it computes
-what the image says. What fails is not registered.
+New content is read, packed, and probed on the device: the kernels must compute what the image says.
+Content that fails is not registered.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Tracks which adapters are on the device, and starts loads of those that are needed.
 
-The engine's thread orders loads and registrations, which begin at once, and between steps applies
-what the worker's threads have ended. There is nothing but state here: reading, packing, probing
-and copying are the worker's.
+The engine's thread orders loads and registrations, which begin at once. Between steps it applies
+the results of those that the worker's threads have finished. This module only keeps the state: the
+worker reads, packs, probes and copies.
 """
 
 from __future__ import annotations

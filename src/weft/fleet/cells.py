@@ -1,8 +1,8 @@
 """Decides which cell of a very large fleet serves a request. Pure.
 
-In a cell every node is linked with every other and knows its load, which ends at some 64 nodes. A
-larger fleet has several cells. Whoever stands before them (a proxy, or any node) needs to know of
-each cell its name and one number, and decides for itself:
+In a cell every node is linked with every other and knows its load, which works up to about 64
+nodes. A larger fleet has several cells. Whatever routes between them (a proxy, or any node) needs
+the name of each cell and one number, and decides for itself:
 
     tenant, adapter ──hash──> an order of all cells, this pair's own
     the first cell has room                  ──> it serves

@@ -3,9 +3,9 @@
 Every process with an API looks after the adapters that its own requests ask for. How many nodes
 serve is decided by one process for all, and no election is needed for that: each node names a
 process in its reports, and the one that the first node by name has named decides. If it dies,
-another node is the first, or names another process. For a moment two processes may decide, or none;
-nothing is lost by that, as what a node was told is in the node's own reports, from where all
-routers know it, and from where the next one to decide begins.
+another node is the first, or names another process. For a moment two processes may decide, or none.
+That does no harm, as each node reports what it was told to do: all routers read it there, and the
+next process that decides begins from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The secret that makes a process one of a fleet: links between nodes are encrypted with it, and
+"""The secret that all processes of a fleet share: links between nodes are encrypted with it, and
 nobody without it gets any answer."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine in the thread of its caller, who steps it by waiting for it."""
+"""An engine in the thread of its caller: it runs steps while the caller waits for answers."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ and each token once.
       ▲                                     events, kept and passed on                │
       └──────────(a turn, so that not all begin anew at once)─────────────────────────┘
 
-Each attempt has an id of its own, so that what comes late of an earlier one is nobody's.
+Each attempt has an id of its own, so that late events of an earlier one are dropped.
 """
 
 from __future__ import annotations

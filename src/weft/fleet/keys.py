@@ -1,14 +1,14 @@
 """Finds for many keys at once which nodes hold them.
 
-Of an adapter it is told how each node has it. For each key there is a row, and in it one small
-code for each node, whose bits say that:
+For an adapter, it also tells how each node has it. Each key has a row with a small code for each
+node, whose bits say that:
 
     adapter key    node 0      node 1      node 2
     a1             RESIDENT    0           HOST | COMING
     a2             0           RUNNING     0
 
 An element of a row is `NUM_CODES * node + code`, which says where to look in a table with a line
-for each node and code. Of a prefix a node has just the one bit, so that all nodes are one integer.
+for each node and code. A prefix takes one bit for each node, so that all nodes are one integer.
 
 Rows and integers exist only for keys that some node holds. A key also gives the nodes an order of
 its own (`Orders`), the same wherever it is worked out.

@@ -1,8 +1,9 @@
 """Accepts links from other nodes, and runs their requests on this node's engine.
 
-Each link is a *session*. What the engine says for it goes out in one message a step, and never
-waits: a client that takes none is dropped, and so is one that has been silent for long. With its
-session, its requests end. What it held stays for a while, as it may only have been cut off.
+Each link is a *session*. The engine's output for it goes out in one message per step, and never
+waits: a client that does not read is dropped, and so is one that has been silent for long. Its
+requests end with the session. The adapters that it held stay for a while, as the client may only
+have been cut off.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ a while, and a node that has paused may do so again, and for longer:
 
     limit = 4 ticks, or 2.5 times the longest pause of late, but at most 40 ticks
 
-Whoever is taken to hang and comes back has paused too: it gets two and a half times as long then.
+A node that was taken to hang and comes back has paused too, and gets two and a half times as long.
 """
 
 from __future__ import annotations

@@ -4,12 +4,11 @@
       GetPiece(content, file, from here on) ──────────────▶   (`weft.fleet.lender`)
       ... up to WINDOW of them                             ◀── FilePiece, and so on
 
-A connection of its own to the port at which the other node listens anyway carries it, with the
-fleet's key, so that tokens don't queue behind it. The registry's log names the sha256 of the list
-of a content's files, which has the sha256 of each. So the list may come from another node too, and
-neither it nor a file is used that is not the registry's: it is dropped, and the node that sent it
-is not asked for a while. So is one that is slow, or breaks off. Then the next node is asked, and
-the store in the end.
+Pieces have a connection of their own, so that tokens don't queue behind them. It goes to the port
+at which the other node listens anyway, with the fleet's key. The registry's log names the sha256 of
+the list of a content's files, which has the sha256 of each. So the list may come from another node
+too. A list or file with another sha256 is dropped, and the node that sent it is not asked for a
+while; nor is one that is slow or breaks off. Then the next node is asked, and the store in the end.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
 """The reports that nodes send each other several times a second.
 
-A report is whole where it is read (`NodeReport`). On its way it is an update (`ReportUpdate`), as
-what a node has of adapters and prefixes changes little from one report to the next:
+Readers get whole reports (`NodeReport`). What is sent are updates (`ReportUpdate`), because the
+adapters and prefixes of a node change little from one report to the next:
 
     EngineLoad --> ReportSender --ReportUpdate, ReportUpdate, ...--> ReportReceiver --> NodeReport
 
-Updates travel on links that lose and reorder nothing; who comes later begins with a whole one.
+Updates travel on links that lose and reorder nothing; a new link begins with a whole report.
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@ A request r goes to the node i of least
     wait      until there is a seat, and what is queued before has been computed
     load      until the adapter a is on the device
     prefill   computing what the node's prefix cache does not have of the prompt
-    n * work  what the others there lose by it: its prefill, its row in each step, and its adapter
-              where none of the batch has that
+    n * work  what the n other requests there lose: for its prefill, its row in each step, and its
+              adapter if none of them has that
     order     a little for each place in the adapter's own order of all nodes (rendezvous hashing:
               Thaler and Ravishankar, 1998), so that routers agree on where an adapter goes first
     chance    what requests that others have sent may cost there, at random (`weft.fleet.unseen`)
 
-All of it is in seconds, from coefficients that the engines measure. As others' time counts, load
-stays where its adapter is until that costs more than loading it elsewhere.
+All of it is in seconds, from coefficients that the engines measure. As others' time counts,
+requests stay where their adapter is until that costs more than loading it elsewhere.
 
 A fleet that can't keep up would load adapters all the time if requests went wherever the least is
 queued. So when even the best node makes a request wait for long, the order alone decides, within

@@ -1,7 +1,7 @@
 """Sends requests to an engine's process, and what several have in common only once.
 
-The choices of one prompt differ in their ids and seeds alone, and those of other prompts in these,
-so that all but the first are short (`SubmitAgain`).
+The choices of one prompt differ only in their ids and seeds, and the prompts of one request only in
+their tokens too. So all but the first are sent as what differs (`SubmitAgain`).
 
 Both ends keep the forms that were sent last, each in one of a few places. A request brings its form
 when it is put in a place, and later ones name the place. As commands arrive in the order in which

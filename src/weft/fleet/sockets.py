@@ -1,4 +1,4 @@
-"""The folder in which the two ends of a link meet."""
+"""The folder of the local sockets at which the two ends of a link meet."""
 
 from __future__ import annotations
 

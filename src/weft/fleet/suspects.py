@@ -3,8 +3,8 @@
     open at a death ──(again, the only one that was)──────────────> refused
                   └───(again, and so were others)──> suspect ──(at a death, while alone)──> refused
 
-A suspect is let in while no other one waits for its first token. A request is the same as another
-if its prompt and its adapter are.
+A suspect is let in while no other one waits for its first token. Two requests are the same if they
+have the same prompt and adapter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Estimates what other routers have sent since the nodes' last reports.
 
-Routers that know the same, and that all choose the least, choose the same node until it tells that
-it is full by then. So each adds to what a node costs a request a random part of its own, which is
-as large as what the others send between two reports may cost there:
+Routers that know the same and all choose the cheapest node choose the same one, until its next
+report says that it is full. So each router adds a random part of its own to a node's cost. It is as
+large as what requests that other routers send between two reports may cost there:
 
     reports     node 1 has the least             node 1 has 25 more than the others
     routers     1  1  1  1  1  1  1  ...         3  2  4  2  3  4  2  ...

@@ -1,7 +1,7 @@
 """What a router knows of all nodes: what they told last (`weft.fleet.told`), and what this router
 has sent there or seen end there since.
 
-A report need not have seen what was sent shortly before it came, so that is added to it again.
+A report may lack what was sent shortly before it came, so that is added to it again.
 """
 
 from __future__ import annotations

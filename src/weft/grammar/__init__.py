@@ -1,1 +1,1 @@
-"""Forms that outputs must have, and their compilation."""
+"""Forms of structured outputs (schemas, regular expressions, grammars), and their compilation."""

@@ -1,5 +1,5 @@
-"""What a form may be at most. It is checked before anything else is done with it, wherever it
-comes from, in time that is linear in its length."""
+"""The limits of a form. They are checked before anything else is done with it, wherever it comes
+from, in time that is linear in its length."""
 
 from __future__ import annotations
 

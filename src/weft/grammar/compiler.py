@@ -1,4 +1,4 @@
-"""Forms to what xgrammar makes of them."""
+"""Compiles forms with xgrammar."""
 
 from __future__ import annotations
 

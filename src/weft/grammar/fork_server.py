@@ -1,7 +1,7 @@
-"""The process that those are forked from which compile one form each; see `weft.core.forked`.
+"""The process from which workers are forked that compile one form each; see `weft.core.forked`.
 
-It finds the vocabulary at its standard input. A form comes to its worker as `StructuredOutputs`,
-and a `FormAnswer` goes back.
+It reads the vocabulary from its standard input. A worker gets its form as `StructuredOutputs`, and
+answers with a `FormAnswer`.
 """
 
 from __future__ import annotations

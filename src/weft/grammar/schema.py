@@ -1,4 +1,4 @@
-"""JSON schemas and regular expressions, brought to what xgrammar enforces.
+"""Rewrites JSON schemas and regular expressions so that xgrammar enforces all that they say.
 
 xgrammar drops what it can't express: `minLength` beside `pattern`, `minimum` beside `$ref`, all of
 `allOf`. A form is served exactly or refused, so each keyword passes through here: what remains is

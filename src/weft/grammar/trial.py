@@ -1,4 +1,4 @@
-"""A form is followed for a while before anybody waits for it."""
+"""Tries a compiled form: follows it for a while before a request depends on it."""
 
 from __future__ import annotations
 

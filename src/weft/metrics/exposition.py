@@ -1,5 +1,5 @@
-"""Histograms for one thread, and Prometheus' text format, written straight: a scrape of thousands
-of lines takes milliseconds, in which nothing else runs on the event loop."""
+"""Histograms for one thread, and Prometheus' text format. A scrape of thousands of lines takes
+milliseconds, in which nothing else runs on the event loop, so the lines are written directly."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Figures by adapter, for thousands of adapters, in a bounded number of series.
 
-A Prometheus counter must not decrease, and what readers use of it is its increase. Hence it is
-decided for each event as it happens where it counts: in its adapter's own series if that has one,
-else in the series `other`. Nothing is moved between series later. The busiest adapters have their
-own; who they are is decided again at most once in `PERIOD_S`, at a scrape:
+A Prometheus counter must not decrease, and readers use its increase. So each event is counted once,
+as it happens: in its adapter's own series if there is one, else in the series `other`. Counts are
+never moved between series later. The busiest adapters have series of their own; which these are is
+decided again at most once in `PERIOD_S`, at a scrape:
 
     without ──(it is among the busiest)──> own ──(others are busier)──> leaving ──> without
     counts in `other`                      counts here                  frozen, still shown

@@ -1,5 +1,5 @@
-"""The layers of Gemma 4: norms on both sides of attention and MLP, and around these what other
-families have not.
+"""The layers of Gemma 4: norms on both sides of attention and MLP, and around these parts that
+other families do not have.
 
 Each layer, with x the residual stream:
 

@@ -1,8 +1,8 @@
 """The matrices of linear layers while a model is loaded.
 
-Each has its memory from its first tensor on, and gets its form when its last one has come, so that
-of one matrix alone both forms are there at a time. What a quantized checkpoint holds in a way that
-kernels can multiply with is packed as it comes, and never expanded.
+A matrix gets its memory with its first tensor, and its final form with its last one. So only one
+matrix at a time is there in both forms. If kernels can multiply with what a quantized checkpoint
+holds, it is packed as it comes, and never expanded.
 """
 
 from __future__ import annotations

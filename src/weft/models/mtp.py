@@ -8,7 +8,7 @@ For the token at position p + 1 and the base's state at position p it drafts the
     token of p + 1  ── norm ──┘        KV cache at p
 
 The base's state is the one after its last norm, which its own head reads. For the next draft, the
-draft takes the place of the token, and what the head's norm gave that of the state.
+last draft takes the place of the token, and the output of the head's norm that of the state.
 
 Shapes: T token rows, I hidden size, V vocabulary.
 """

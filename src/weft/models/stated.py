@@ -1,8 +1,8 @@
 """config.json read as transformers reads it, without importing transformers, which takes seconds.
 
-That is done for what all published checkpoints of the families say. Where a file leaves out what
-matters, or says something else than these rules foresee, `read_stated` gives no answer, and
-transformers has to be asked.
+This covers what all published checkpoints of the families say. If a file leaves out something that
+matters, or says something that these rules do not foresee, `read_stated` returns None, and
+transformers has to read the file.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     blobs/sha256/DIGEST/FILES     the list of its files: whoever writes it first says what they are
     blobs/sha256/DIGEST/<file>    each of them
-    blobs/sha256/DIGEST/DONE      the same list, when all are there: only now it exists
+    blobs/sha256/DIGEST/DONE      the same list, when all are there: only then the content exists
 
-In a directory such a folder is an adapter like any other, and is served from where it is.
+If the registry is a folder, DIGEST is an adapter's folder like any other, and is served from there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Files from the web: in pieces that are counted, with what broke off gone on with, and never from
-an address inside of the operator's network unless the operator has named the host.
+"""Downloads files from the web: in pieces that are counted, continuing what broke off, and never
+from an address inside of the operator's network unless the operator has named the host.
 
-A name is resolved once, its addresses are looked at, and the connection goes to one of those. So a
+A name is resolved once, its addresses are checked, and the connection goes to one of those. So a
 name that means another address a moment later leads nowhere else.
 """
 

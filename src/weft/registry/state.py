@@ -1,5 +1,5 @@
-"""What a registry's log adds up to. Everything here is a pure function of its entries, refused
-changes included, so that all who read the same entries know the same.
+"""The state that follows from a registry's log. Everything here is a pure function of its entries,
+refused changes included, so that all who read the same entries know the same.
 
 A change of these rules, or of the constants, is another format: processes that disagree about them
 would disagree about what the log says.

@@ -1,6 +1,6 @@
 """Tenants and their keys: roles, grants, and what a key may do.
 
-All of it is immutable. Where it is kept, and when it changes, is for others to say.
+All of it is immutable. Other modules decide where it is kept and when it changes.
 """
 
 from __future__ import annotations

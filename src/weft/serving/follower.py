@@ -1,5 +1,5 @@
-"""A process follows a shared registry: versions are loaded when they are needed, and go when no
-route leads to them any more."""
+"""Lets a process follow a shared registry: loads versions when they are needed, and drops them when
+no route leads to them any more."""
 
 from __future__ import annotations
 

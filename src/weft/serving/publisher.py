@@ -1,5 +1,5 @@
-"""Publishing adapters: what names mean and what the engine holds change together. The work is
-carried out under an event loop that serves others meanwhile, or in the caller's thread."""
+"""Publishes adapters, so that what names mean and what the engine holds change together. The work
+runs under an event loop that serves others meanwhile, or in the caller's thread."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Changing a shared registry for whoever asks, and waiting until the change has come as far as it
-is to."""
+"""Changes a shared registry for a caller, and waits until the change has come as far as the caller
+asked."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The tokenizer of an adapter, as far as it is used in this process: it only turns token ids into
 text. Its vocabulary was read in a worker process, and texts are encoded in one.
 
-What decodes is made here of a few known parts, each of which takes linear time and adds no more
-than a character to a token: nothing that an adapter brings can hold up others' outputs.
+Its decoder is built here of a few known parts, each of which takes linear time and adds no more
+than a character to a token. So nothing that an adapter brings can hold up others' outputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`weft bench churn` and `cold`: what it takes that adapters come and go; `alora`."""
+"""`weft bench churn` and `cold`, which measure what loading adapters costs; and `alora`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`weft bench kernels`, and `weft tune`: single kernels, and how they are cut best."""
+"""`weft bench kernels` times single kernels; `weft tune` finds how to cut them for a device."""
 
 from __future__ import annotations
 

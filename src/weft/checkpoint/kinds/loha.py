@@ -1,8 +1,8 @@
 """LoHa: (B1 A1) * (B2 A2), multiplied element by element.
 
 That is a B A of rank r * r, whose rows of A are the products of all pairs of rows of A1 and A2, and
-whose columns of B are those of B1 and B2. Where r * r is above the largest rank, the best
-approximation of that rank stands for it, as long as its error is within the tolerance.
+whose columns of B are those of B1 and B2. If r * r is above the largest rank, the best
+approximation of that rank is served instead, as long as its error is within the tolerance.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""A cluster on Ray, as commands see it, and the actor that keeps its nodes as they are to be.
+"""A cluster on Ray, as commands see it, and the actor that keeps the nodes that it should have.
 
     weft cluster up, scale ──▶ Ray's store: what is to be ◀── controller ──▶ node-0, node-1, ...
     weft cluster status    ──▶ Ray's list of actors                          (actors)
 
-All actors are named and detached, and Ray starts them again wherever it has room. None has anything
-that can't be had again: what is to be is in Ray's store (`weft.fleet.launchers.ray_state`), and who
-is there is in Ray's list. While the controller is gone all nodes go on, and it can be killed at any
-time.
+All actors are named and detached, and Ray starts them again wherever it has room. No state is lost
+with them: which nodes there should be is in Ray's store (`weft.fleet.launchers.ray_state`), and
+which there are is in Ray's list. All nodes serve while the controller is gone, so it can be killed
+at any time.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The work of a worker process: here, and only here, runs what adapters bring."""
+"""The work of a worker process. Only here does anything run that adapters bring."""
 
 from __future__ import annotations
 
