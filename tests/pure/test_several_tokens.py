@@ -18,6 +18,7 @@ from weft.schedule.batch import Draft
 from weft.schedule.cache import Cache
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import StepPlan, StepResult, Words
+from weft.schedule.queue import Account
 from weft.schedule.scheduler import Scheduler
 from weft.schedule.slots import AdapterSlots
 
@@ -33,7 +34,7 @@ class SeveralAtOnce(Scheduler):
 
     widths = cycle([1])
 
-    def _plan_decodes(self, draft: Draft) -> None:
+    def _plan_decodes(self, draft: Draft, resting: frozenset[Account]) -> None:
         for seq in self.batch.running:
             if seq.known - seq.computed > 1:
                 draft.chunks.append(seq)
