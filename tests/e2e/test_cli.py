@@ -357,6 +357,13 @@ def test_demo_without_its_examples(tmp_path: Path) -> None:
     assert "--examples path/to/examples/tiny" in refusal("demo", "--examples", str(tmp_path))
 
 
+def test_the_demo_asks_no_other_server() -> None:
+    """One that already listens on the port would be taken for its own."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert f"--port {port}: Address already in use" in refusal("demo", "--port", port)
+
+
 def test_a_wheel_brings_what_the_demo_serves() -> None:
     project = tomllib.loads((tiny.ROOT.parents[1] / "pyproject.toml").read_text())
     folders = project["tool"]["setuptools"]["data-files"]

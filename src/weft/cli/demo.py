@@ -56,7 +56,7 @@ SEED = 2026
 def run_demo(folder: Path | None, port: int, hybrid: bool = False) -> bool:
     """Run it, on the base with linear attention if `hybrid`; whether every answer was right. Raises
     ConfigError when it can't be run."""
-    examples = _find_examples(folder, hybrid)
+    examples, port = _find_examples(folder, hybrid), _free_port(port)
     console = Console()
     models = [BASE, *examples.adapters]
     console.print(
@@ -107,7 +107,6 @@ def _own_examples() -> Path:
 @contextlib.contextmanager
 def _server(examples: Examples, port: int, console: Console) -> Iterator[str]:
     """`weft serve` as a process of its own, which ends with the block; its URL."""
-    port = port or _free_port()
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(
@@ -147,9 +146,14 @@ def _serve_args(examples: Examples, port: int) -> list[str]:
     ]
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+def _free_port(wanted: int) -> int:
+    """The port itself, or any for 0. Raises ConfigError if somebody listens there, who would be
+    taken for the demo's server."""
+    try:
+        with socket.create_server(("127.0.0.1", wanted)) as probe:
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ConfigError(f"--port {wanted}: {error.strerror}", "port") from error
 
 
 def _wait_until_healthy(process: subprocess.Popen[bytes], url: str, log: Any) -> float:
@@ -224,8 +228,8 @@ async def _rounds(
 
     return (
         await _timed([map(ask_one, questions)]),
-        await _timed([[ask_group(g, mixed) for g in groups] for _ in range(REPEATS)]),
-        await _timed([[ask_group(g, single)] for _ in range(REPEATS) for g in groups]),
+        await _timed([ask_group(g, mixed) for g in groups] for _ in range(REPEATS)),
+        await _timed([ask_group(g, single)] for _ in range(REPEATS) for g in groups),
     )
 
 
