@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from weft.cli.args import ServeFlags, parse_lora_modules, spread_lora_modules
 from weft.cli.main import app
 from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs, engine_args
 from weft.core.errors import ConfigError, Unauthorized
+from weft.fleet.process import _Spawned
 from weft.fleet.supervisor import start_supervised
 from weft.registry.tenants_file import parse_tenants
 from weft.terminal.options import (
@@ -323,6 +325,44 @@ def test_a_broken_adapter_at_the_start_is_named(
     flags = ("--log-level", "warning", "--lora-modules", f"mine={tmp_path}")
     line = refusal("serve", BASE, "--port", "0", *SMALL, *flags)
     assert f"adapter 'mine' ({tmp_path}): use_dora" in line
+
+
+# -- Ctrl-C --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("action", "status"), [("default_int_handler", -2), ("SIG_IGN", 0)])
+def test_ctrl_c_while_a_command_imports_ends_it_quietly(action: str, status: int) -> None:
+    """Where the shell has it ignored, as for jobs in the background, it stays ignored."""
+    program = f"""
+import os, signal, sys
+from weft.__main__ import main
+signal.signal(signal.SIGINT, signal.{action})
+class CtrlC:
+    def find_spec(self, *_):
+        sys.meta_path.remove(self)
+        os.kill(os.getpid(), signal.SIGINT)
+sys.meta_path.insert(0, CtrlC())
+sys.argv = ["weft", "--version"]
+main()
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, done.stderr) == (status, "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
+def test_ctrl_c_does_not_reach_an_engine_that_imports() -> None:
+    spawned = _Spawned(1)
+    try:
+        [line] = re.findall(
+            r"SigBlk:\t(\w+)", Path(f"/proc/{spawned.process.pid}/status").read_text()
+        )
+        assert int(line, 16) & 1 << (signal.SIGINT - 1)
+        assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    finally:
+        spawned.process.kill()
+        spawned.process.join()
+        spawned.folder.remove()
 
 
 # -- the demo --------------------------------------------------------------------------------------

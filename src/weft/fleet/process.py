@@ -11,6 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from queue import SimpleQueue
 from typing import Any, TypeAlias
 
@@ -59,7 +60,12 @@ class _Spawned:
             name="weft-engine",
             daemon=True,
         )
-        self.process.start()
+        resource_tracker.ensure_running()  # whoever starts it lifts the mask
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()  # it inherits the mask: Ctrl-C does not end its imports
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         atexit.register(self.process.kill)  # before multiprocessing waits for it
 
 
