@@ -184,15 +184,18 @@ class Message(OpenBody):
         return message
 
     def _text(self, where: str) -> str:
+        if self.content is None and self.role != "assistant":
+            raise InvalidRequest(f"{where}content is required", f"{where}content")
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
         texts: list[str] = []
         for n, part in enumerate(self.content):
-            if part.type != "text" or part.text is None:
-                raise InvalidRequest(
-                    f"content of type {part.type!r} is not supported, only text",
-                    f"{where}content[{n}].type",
-                )
+            field = f"{where}content[{n}]"
+            if part.type != "text":
+                message = f"content of type {part.type!r} is not supported, only text"
+                raise InvalidRequest(message, f"{field}.type")
+            if part.text is None:
+                raise InvalidRequest(f"{field}.text is required", f"{field}.text")
             texts.append(part.text)
         return "\n".join(texts)
 
