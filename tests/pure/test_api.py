@@ -359,6 +359,7 @@ def function(name: str) -> dict[str, Any]:
         (COMPLETE, {"prompt": "x", "logit_bias": {"1": 101}}, "logit_bias"),
         (COMPLETE, {"prompt": "x", "logit_bias": {"1": "high"}}, "logit_bias"),
         (COMPLETE, {"prompt": "x", "allowed_token_ids": [10**6]}, "allowed_token_ids"),
+        (COMPLETE, {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
         (COMPLETE, {"prompt": "x", "bad_words": [""]}, "bad_words"),
         (COMPLETE, {"prompt": "x", "truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
         (COMPLETE, {"prompt": "x", "truncate_prompt_tokens": 65}, "truncate_prompt_tokens"),
@@ -476,6 +477,23 @@ def test_bad_requests_name_the_field(
         assert (error["type"], error["param"]) == ("invalid_request_error", param)
         assert error["message"]
         assert not shared.engine.requests
+
+    run(shared, scenario)
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({"structured_outputs": {"yaml": ""}}, "structured_outputs.yaml is not a known field"),
+        ({"adapters": [{"name": "a", "scale": 101}]}, "adapters[0].scale must be at most 100"),
+        ({"adapters": [{"name": "a", "scale": -101}]}, "adapters[0].scale must be at least -100"),
+        ({"cache_salt": "x" * 257}, "cache_salt must have at most 256 characters"),
+    ],
+)
+def test_bad_requests_say_what_is_wrong(shared: World, body: dict[str, Any], message: str) -> None:
+    async def scenario(web: Web) -> None:
+        answer = await web.post(COMPLETE, {"model": "base", "prompt": "x", **body})
+        assert answer.json()["error"]["message"] == message
 
     run(shared, scenario)
 

@@ -208,6 +208,14 @@ def _complaint(error: ValidationError, param: str | None) -> str:
     faults = error.errors(include_url=False)
     first = faults[0]
     match first["type"]:
+        case "extra_forbidden":
+            return " is not a known field"
+        case "greater_than_equal":
+            return f" must be at least {first['ctx']['ge']:g}"
+        case "less_than_equal":
+            return f" must be at most {first['ctx']['le']:g}"
+        case "string_too_long":
+            return f" must have at most {first['ctx']['max_length']} characters"
         case "literal_error":
             return f" must be {first['ctx']['expected']}"
         case "too_short" | "string_too_short" if first["ctx"]["min_length"] == 1:

@@ -151,7 +151,7 @@ class GenerationBody(ModelBody):
     """By token id."""
     min_tokens: int | None = None
     bad_words: Annotated[list[str], bounded(MAX_BAD_WORDS)] | None = None
-    allowed_token_ids: Annotated[list[int], bounded(MAX_ALLOWED_IDS)] | None = None
+    allowed_token_ids: Annotated[list[int], bounded(MAX_ALLOWED_IDS, least=1)] | None = None
     seed: int | None = None
     stop: TextOr[Annotated[list[str], bounded(MAX_STOP_STRINGS)]] | None = None
     stop_token_ids: Annotated[list[int], bounded(MAX_STOP_IDS)] | None = None
