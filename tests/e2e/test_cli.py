@@ -274,6 +274,8 @@ def test_values_that_are_refused_before_anything_loads(tmp_path: Path) -> None:
         (("--num-threads", "0"), "--num-threads must be at least 1"),
         (("--kv-cache-memory", "0"), "--kv-cache-memory must be at least 1"),
         (("--api-key", ""), "--api-key must be"),
+        (("--max-body-size", "0"), "--max-body-size must be at least 1"),
+        (("--port=0", "--metrics-port=0", "--metrics-host=a b"), "--metrics-host a b: "),
         (("--request-timeout", "0"), "--request-timeout must be more than 0"),
     ):
         assert message in refusal("serve", BASE, *flags)

@@ -110,7 +110,8 @@ class ApiSettings:
         sizes = ("max_open", "max_body_bytes", "max_prompts", "max_choices", "default_max_tokens")
         for name in sizes:
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1", name)
+                shown = "--max-body-size" if name == "max_body_bytes" else name
+                raise ConfigError(f"{shown} must be at least 1", name)
 
     def tenant_of(self, adapter: str | None) -> str:
         """The tenant of a request for an adapter by name (None: for the base). Where tenants are

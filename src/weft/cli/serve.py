@@ -160,7 +160,7 @@ async def _run_server(start: _Start) -> None:
             listener = bound.enter_context(contextlib.closing(_bind(flags.host, flags.port)))
         beside = None
         if flags.metrics_port is not None:
-            beside = _bind(flags.metrics_host, flags.metrics_port)
+            beside = _bind(flags.metrics_host, flags.metrics_port, "--metrics-host")
             bound.enter_context(contextlib.closing(beside))
         try:
             await _start_and_serve(start, listener, beside, traces)
@@ -233,7 +233,7 @@ async def _start_and_serve(
 # -- the start -----------------------------------------------------------------------------------
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def _bind(host: str, port: int, flag: str = "--host") -> socket.socket:
     """Take the port before anything slow happens."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -241,7 +241,7 @@ def _bind(host: str, port: int) -> socket.socket:
         )[0]
         listener = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise ConfigError(f"--host {host}: {error.strerror or error}", "host") from error
+        raise ConfigError(f"{flag} {host}: {error.strerror or error}", "host") from error
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
