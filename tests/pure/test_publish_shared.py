@@ -12,7 +12,7 @@ from packed_adapters import CONFIG, adapter, digest, read, written
 
 import weft
 from weft.cli.main import app
-from weft.core.errors import AdapterInvalid, AdapterNotFound
+from weft.core.errors import AdapterInvalid, AdapterNotFound, InvalidRequest
 from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
 from weft.registry import sweep
 from weft.registry.blobs import BLOBS, Blobs
@@ -69,6 +69,14 @@ def run(*args: str | Path, status: int = 0) -> str:
     result = CliRunner().invoke(app, list(map(str, args)))
     assert result.exit_code == status, result.output
     return result.output
+
+
+def test_names_that_no_server_takes_leave_nothing_behind(tmp_path: Path) -> None:
+    place, folder = tmp_path / "registry", written(tmp_path / "a", FILES)
+    for name in ("a,b", "../a", "/a", "a\n", ""):
+        with pytest.raises(InvalidRequest, match="lora_name must not"):
+            weft.publish(place, name, folder)
+    assert not place.exists()
 
 
 def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
