@@ -20,6 +20,7 @@ from weft.schedule.batch import Draft
 from weft.schedule.cache import Cache
 from weft.schedule.limits import SchedulerLimits
 from weft.schedule.plan import StepPlan, StepResult
+from weft.schedule.queue import Account
 from weft.schedule.scheduler import Scheduler
 from weft.schedule.sequence import Sequence
 from weft.schedule.slots import AdapterSlots
@@ -91,7 +92,7 @@ class CoastingScheduler(Scheduler):
             self._planned[draft.step] = draft.sequences
         return draft.plan(self._turns.end())
 
-    def _plan_decodes(self, draft: Draft) -> None:
+    def _plan_decodes(self, draft: Draft, resting: frozenset[Account] = frozenset()) -> None:
         for seq in self._grounded:
             if seq.known - seq.computed > 1:
                 draft.chunks.append(seq)
@@ -99,7 +100,7 @@ class CoastingScheduler(Scheduler):
                 for each in list(self._began):
                     self._land(each)
                 draft.chunks.clear()
-                super()._plan_decodes(draft)
+                super()._plan_decodes(draft, resting)
                 return
         draft.num_left -= len(self._began)
 

@@ -175,7 +175,7 @@ class Scheduler:
         for seq in self._turns.begin(now, self.batch.running):
             self.batch.park(seq)
         contended = self.batch.waiting.contended
-        resting: frozenset[Account] = frozenset()
+        resting = frozenset[Account]()
         if contended:
             resting = self._shares.begin(draft, self.batch, self._cache.block_size)
         self._plan_decodes(draft, resting)
@@ -282,7 +282,7 @@ class Scheduler:
         self.totals.generated_tokens += sum(len(event.token_ids) for event in events)
         return events
 
-    def _plan_decodes(self, draft: Draft, resting: frozenset[Account]) -> None:
+    def _plan_decodes(self, draft: Draft, resting: frozenset[Account] = frozenset()) -> None:
         """Plan a token of each running request that lacks just one, without those of the tenants
         that are `resting`. Those that lack more go to `chunks`.
 
