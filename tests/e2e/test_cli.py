@@ -132,6 +132,18 @@ def test_keys_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> 
     assert ServeFlags(api_key=["three"]).keys() == ["three"]
     with pytest.raises(ConfigError, match="WEFT_API_KEY"):
         ServeFlags(tenants=Path("tenants.toml")).tenants_file()
+    monkeypatch.setenv("WEFT_API_KEY", "")
+    assert ServeFlags().keys() == []
+
+
+@pytest.mark.parametrize("given", [",", " , ,", " ", "good,schl\u00fcssel", "name=\u00fc"])
+def test_a_variable_without_good_keys_is_refused(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the server would be open to all, though somebody meant it to have a key."""
+    monkeypatch.setenv("WEFT_API_KEY", given)
+    with pytest.raises(ConfigError, match="WEFT_API_KEY"):
+        ServeFlags().keys()
 
 
 def test_a_new_key_is_printed_with_the_lines_for_the_file() -> None:

@@ -25,8 +25,8 @@ class ApiKey(NamedTuple):
     """The tenant; "": none."""
 
 
-def parse_key(text: str) -> ApiKey:
-    """A key as an operator writes it. Raises ConfigError.
+def parse_key(text: str, source: str = "--api-key") -> ApiKey:
+    """A key as an operator writes it. Raises ConfigError, which names the `source`.
 
         --api-key KEY         a key without a name
         --api-key NAME=KEY    one of the tenant NAME
@@ -37,7 +37,8 @@ def parse_key(text: str) -> ApiKey:
     named = _NAMED.fullmatch(text)
     name, secret = (named[1] or "", named[2]) if named else ("", text)
     if not (secret and secret.isascii() and secret.isprintable()):
-        raise ConfigError("--api-key must be printable ASCII and not empty", "api_key")
+        message = f"each key of {source} must be printable ASCII and not empty"
+        raise ConfigError(message, "api_key")
     return ApiKey(secret, name)
 
 

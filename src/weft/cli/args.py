@@ -297,9 +297,17 @@ class ServeFlags:
         return [name for key in self.keys() if (name := parse_key(key).name)]
 
     def keys(self) -> list[str]:
-        """The keys of the command line, else those in WEFT_API_KEY, separated by commas."""
-        given = os.environ.get("WEFT_API_KEY", "").split(",")
-        return self.api_key or [key.strip() for key in given if key.strip()]
+        """The keys of the command line, else those in WEFT_API_KEY, separated by commas; a variable
+        that is empty counts as not set. Raises ConfigError for one that has no key."""
+        given = os.environ.get("WEFT_API_KEY", "")
+        if self.api_key or not given:
+            return self.api_key or []
+        from weft.api.settings import parse_key
+
+        keys = [key.strip() for key in given.split(",") if key.strip()]
+        for key in keys or [""]:
+            parse_key(key, "WEFT_API_KEY")
+        return keys
 
     def roots(self, modules: Iterable[LoraModule]) -> AdapterRoots:
         """What may be read while serving: --lora-root, and the folders of the modules."""
