@@ -13,6 +13,7 @@ from buckets import new_bucket, s3_server
 from memory_store import MemoryStore
 from packed_adapters import adapter, digest, read, tar
 
+from weft.cli.args import ServeFlags
 from weft.core.errors import (
     AdapterInvalid,
     AdapterNotFound,
@@ -165,6 +166,12 @@ class TestDirectory:
         (tmp_path / "file").touch()
         with pytest.raises(ConfigError, match="can't be in"):
             open_store(str(tmp_path / "file"))
+
+    def test_a_path_that_leads_nowhere_is_refused(self, tmp_path: Path) -> None:
+        """A typo must not start an empty registry."""
+        with pytest.raises(ConfigError, match=f"there is no folder {tmp_path / 'typo'}$"):
+            ServeFlags(registry=str(tmp_path / "typo" / "registry")).shared_registry()
+        assert not list(tmp_path.iterdir())
 
 
 def test_other_uris_are_refused() -> None:

@@ -69,7 +69,7 @@ class Store(Protocol):
 
 def open_store(uri: str) -> Store:
     """The store of a URI: `s3://`, `gs://` or `az://` with a bucket and a prefix, else a folder,
-    which is made if it is not there. Raises ConfigError."""
+    which is made if it is not there, in one that is. Raises ConfigError."""
     scheme, found, rest = uri.partition("://")
     if not found or scheme == "file":
         return DirectoryStore(Path(rest if found else uri))
@@ -87,10 +87,14 @@ class DirectoryStore:
     once, and fails if the place is taken."""
 
     def __init__(self, root: Path) -> None:
-        """Makes the folder if it is not there. Raises ConfigError."""
+        """Makes the folder if it is not there, but not the one that it lies in. Raises
+        ConfigError."""
         self.uri = str(root)
         self._root = root.absolute()
         self._aside = self._root / "aside"
+        if not (parent := self._root.parent).is_dir():
+            message = f"the registry can't be in {root}: there is no folder {parent}"
+            raise ConfigError(message, "registry")
         try:
             self._aside.mkdir(parents=True, exist_ok=True)
             for unfinished in self._aside.iterdir():
