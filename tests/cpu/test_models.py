@@ -930,6 +930,8 @@ def test_folders_that_are_not_models(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match="can't read"):
         load_model_config(tmp_path)
+    with pytest.raises(ConfigError, match="--revision is for models from the hub"):
+        load_model_config(tmp_path, "main")
 
 
 def test_dummy_weights_are_reproducible_and_run(tiny: ModelConfig) -> None:

@@ -246,9 +246,15 @@ def test_settings_are_checked() -> None:
         {"request_timeout_s": 0.0},
         {"request_timeout_s": float("nan")},
         {"max_open": 0},
+        *(
+            {"allowed_origins": [o]}
+            for o in ("foo", "https://page.example/", "//x", "https://", "")
+        ),
     ):
         with pytest.raises(ConfigError):
             ApiSettings(("base",), **wrong)  # type: ignore[arg-type]
+    for origin in ("*", "null", "http://localhost:3000", "chrome-extension://abc"):
+        ApiSettings(("base",), allowed_origins=(origin,))
 
 
 # ids ----------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from weft.serving.embedding import DECODER, EmbeddingRule
 from weft.text.reasoning import REASONING
 from weft.text.tools import TOOL_FORMATS
 
+_ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\s]+")
 _NAMED = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,63})?=(?!=*$)(.+)")
 
 
@@ -97,6 +98,10 @@ class ApiSettings:
         named = sorted({parse_key(key).name for key in self.api_keys} - {""})
         if named and not self.tenants:
             object.__setattr__(self, "tenants", {name: Tenant(name) for name in named})
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                message = "--allowed-origins must be * or like https://page.example without a path"
+                raise ConfigError(f"{message}, got {origin!r}", "allowed_origins")
         if self.request_timeout_s is not None and not self.request_timeout_s > 0:
             raise ConfigError(
                 f"--request-timeout must be more than 0, got {self.request_timeout_s:g}",

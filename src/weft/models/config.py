@@ -216,6 +216,9 @@ def resolve_model(
             if (path / "adapter_config.json").is_file():
                 what = "is an adapter: name its base here, and the adapter with --lora-modules"
             raise ConfigError(f"{path} {what}", "model")
+        if revision is not None:
+            message = f"--revision is for models from the hub, and {path} is a folder"
+            raise ConfigError(message, "revision")
         return path
     name = str(path_or_id)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
