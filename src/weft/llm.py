@@ -18,6 +18,7 @@ from weft.core.requests import EngineRequest, FinishReason, TokenLogprob
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineStats
 from weft.fleet.direct import DirectClient
+from weft.models.config import resolve_model
 from weft.registry import Access, AdapterRegistry, Caller, Sources
 from weft.serving import DirectExecutor, Intake, Language, Pinned, Publisher
 from weft.text import AdapterTokenizers, OutputDelta, OutputStream, Tokenizer, load_tokenizer
@@ -70,6 +71,7 @@ class LLM:
         **options: object,
     ) -> None:
         args = engine_args(str(model), **options)
+        resolve_model(args.model.model, args.model.revision, weights=False)
         self._tokenizer = (
             None if skip_tokenizer_init else load_tokenizer(args.model.model, args.model.revision)
         )

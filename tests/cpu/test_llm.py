@@ -463,6 +463,18 @@ def test_not_a_model(make_llm: MakeLLM, tmp_path: Path) -> None:
         make_llm(tmp_path, skip_tokenizer_init=True)
 
 
+def test_a_name_that_is_no_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told of the model, before anybody looks for a tokenizer."""
+
+    def no_such(*_: object, **__: object) -> None:
+        raise OSError("404")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", no_such)
+    monkeypatch.setattr("weft.llm.load_tokenizer", no_such)
+    with pytest.raises(ConfigError, match="nope is neither a local folder nor a model"):
+        LLM("nope")
+
+
 def test_context_manager() -> None:
     with LLM(BASE, num_threads=1, num_blocks=64) as llm:
         assert texts(llm.chat(ask("hello"), GREEDY)) == ["hello?"]
