@@ -12,14 +12,7 @@ if TYPE_CHECKING:
     from weft.llm import LLM, RequestOutput
     from weft.publishing import publish
 
-__all__ = [
-    "LLM",
-    "RequestOutput",
-    "SamplingParams",
-    "WeightedAdapter",
-    "__version__",
-    "publish",
-]
+__all__ = ["LLM", "RequestOutput", "SamplingParams", "WeightedAdapter", "__version__", "publish"]
 
 
 def __getattr__(name: str) -> object:

@@ -145,11 +145,7 @@ def _add_routes(
 
 
 def _add_middleware(
-    app: FastAPI,
-    metrics: Metrics,
-    audit: AuditLog,
-    settings: ApiSettings,
-    tenants: Tenants | None,
+    app: FastAPI, metrics: Metrics, audit: AuditLog, settings: ApiSettings, tenants: Tenants | None
 ) -> None:
     """The one added last sees a request first. Preflight requests of browsers carry no key."""
     given = keychain_of([parse_key(key) for key in settings.api_keys])

@@ -54,12 +54,7 @@ class AdapterDesk:
         self._uploads: Counter[str] = Counter()
 
     async def load(
-        self,
-        name: str,
-        path: str,
-        replace: bool = False,
-        pinned: bool = False,
-        wait: Wait = "here",
+        self, name: str, path: str, replace: bool = False, pinned: bool = False, wait: Wait = "here"
     ) -> str:
         """As `Publisher.load` or `Releases.load`; returns the adapter's whole name. Raises
         PermissionDenied too."""

@@ -32,10 +32,7 @@ from weft.api.schemas import ChatBody, Effort, ModelBody
 from weft.core.errors import InvalidRequest
 from weft.core.sampling import MAX_STOP_STRINGS
 
-FIELDS = {
-    "response_format": "output_config.format",
-    "stop": "stop_sequences",
-}
+FIELDS = {"response_format": "output_config.format", "stop": "stop_sequences"}
 """What this API calls fields of the chat request."""
 
 _KNOWN: dict[str, Known] = {
@@ -92,11 +89,7 @@ Block = Annotated[
     Discriminator(_type_of),
 ]
 
-_ROLE_OF_BLOCK = {
-    ThinkingBlock: "assistant",
-    ToolUseBlock: "assistant",
-    ToolResultBlock: "user",
-}
+_ROLE_OF_BLOCK = {ThinkingBlock: "assistant", ToolUseBlock: "assistant", ToolResultBlock: "user"}
 """Who alone may say what."""
 
 

@@ -21,13 +21,7 @@ from weft.api.schemas import ModelBody
 from weft.api.settings import ApiSettings
 from weft.api.shadows import Shadows
 from weft.core.adapters import WeightedAdapter
-from weft.core.errors import (
-    EngineDead,
-    InvalidRequest,
-    ModelNotFound,
-    Unauthorized,
-    from_wire,
-)
+from weft.core.errors import EngineDead, InvalidRequest, ModelNotFound, Unauthorized, from_wire
 from weft.core.fair_calls import FairCalls
 from weft.core.messages import EngineClient
 from weft.core.requests import EngineRequest, TokenLogprob
@@ -264,13 +258,7 @@ class Service:
             return f":{asked}" if asked else ""
         return f"{len(tenant)}:{tenant}:{asked or ''}"
 
-    def _pin_beside(
-        self,
-        access: Access,
-        named: Pinned,
-        lora_path: str,
-        sums_too: bool,
-    ) -> Pinned:
+    def _pin_beside(self, access: Access, named: Pinned, lora_path: str, sums_too: bool) -> Pinned:
         """The adapter that SGLang's clients name beside the model, which is given back."""
         field = "lora_path"
         with named:

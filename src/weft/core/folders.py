@@ -27,12 +27,7 @@ from pathlib import Path, PurePosixPath
 from threading import Thread
 from typing import NoReturn, TypeVar
 
-from weft.core.errors import (
-    AdapterInvalid,
-    AdapterNotFound,
-    AdapterPathRefused,
-    AdapterUnavailable,
-)
+from weft.core.errors import AdapterInvalid, AdapterNotFound, AdapterPathRefused, AdapterUnavailable
 
 READ_S = 30.0
 """How long the files of a folder may take to be read, besides what their sizes allow."""

@@ -58,13 +58,7 @@ async def read_addresses(where: str) -> list[str]:
 class Members:
     """Owner of the links to other nodes, which it tells a FleetClient of."""
 
-    def __init__(
-        self,
-        where: str | None,
-        key: FleetKey,
-        name: str,
-        fleet: FleetClient,
-    ) -> None:
+    def __init__(self, where: str | None, key: FleetKey, name: str, fleet: FleetClient) -> None:
         """`where`: see `read_addresses`; None: no other node is used. `name`: this node's, "" if it
         has no engine."""
         self._key = key

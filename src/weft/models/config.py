@@ -285,11 +285,7 @@ def _hf_config(folder: Path) -> Any:
 
 
 def _build(
-    architecture: str,
-    family: Family,
-    hf: Any,
-    raw: dict[str, Any],
-    eos_token_ids: tuple[int, ...],
+    architecture: str, family: Family, hf: Any, raw: dict[str, Any], eos_token_ids: tuple[int, ...]
 ) -> ModelConfig:
     ropes = family.ropes(hf)
     distinct = [p for i, p in enumerate(ropes) if p not in ropes[:i]]

@@ -10,12 +10,7 @@ from typing import Any
 from weft.core.errors import ConfigError
 from weft.models.family import Family, LinearConfig, MoeConfig, RopeParameters, Scales
 from weft.models.gemma4_config import GEMMA4
-from weft.models.layer_types import (
-    attention_types,
-    layer_types,
-    one_window_by_type,
-    rope_by_type,
-)
+from weft.models.layer_types import attention_types, layer_types, one_window_by_type, rope_by_type
 
 
 def _no_windows(hf: Any) -> tuple[int | None, ...]:

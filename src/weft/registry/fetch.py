@@ -22,12 +22,7 @@ from urllib.parse import urljoin, urlunsplit
 
 import httpcore
 
-from weft.core.errors import (
-    AdapterError,
-    AdapterInvalid,
-    AdapterPathRefused,
-    AdapterUnavailable,
-)
+from weft.core.errors import AdapterError, AdapterInvalid, AdapterPathRefused, AdapterUnavailable
 from weft.registry.allowed import Allowed, shown
 
 logger = logging.getLogger(__name__)

@@ -11,12 +11,7 @@ from errno import EXDEV
 from pathlib import Path
 from urllib.parse import unquote
 
-from weft.core.errors import (
-    AdapterError,
-    AdapterNotFound,
-    AdapterPathRefused,
-    AdapterUnavailable,
-)
+from weft.core.errors import AdapterError, AdapterNotFound, AdapterPathRefused, AdapterUnavailable
 from weft.core.files import ADAPTER_FILES
 from weft.core.folders import Folder, Roots, read_aside
 from weft.registry.allowed import BUCKETS, HUB, SCHEMES, WEB, Allowed
@@ -255,8 +250,7 @@ def fetch_adapter(hub_id: str) -> Folder:
             ) from error
         logger.info("%s can't be fetched from the Hugging Face hub: %s", hub_id, error)
         raise AdapterError(
-            f"{hub_id!r} can't be fetched from the Hugging Face hub: {_reason(error)}",
-            "lora_path",
+            f"{hub_id!r} can't be fetched from the Hugging Face hub: {_reason(error)}", "lora_path"
         ) from error
     return Folder(str(Path(folder).absolute()))
 

@@ -15,14 +15,7 @@ from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 import typer
 
-from weft.core.config import (
-    CacheArgs,
-    EngineArgs,
-    LoraArgs,
-    ModelArgs,
-    SchedulerArgs,
-    engine_args,
-)
+from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs, engine_args
 from weft.core.errors import WeftError
 from weft.kernels.quant import FORMATS
 from weft.schedule.policy import POLICIES
