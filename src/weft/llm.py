@@ -13,7 +13,7 @@ import torch
 
 from weft.core.adapters import AdapterRef, WeightedAdapter
 from weft.core.config import engine_args
-from weft.core.errors import InvalidRequest, ModelNotFound
+from weft.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from weft.core.requests import EngineRequest, FinishReason, TokenLogprob
 from weft.core.sampling import SamplingParams
 from weft.core.stats import EngineStats
@@ -70,6 +70,9 @@ class LLM:
         skip_tokenizer_init: bool = False,
         **options: object,
     ) -> None:
+        if not isinstance(cast(object, adapters), Mapping | None):
+            message = f"adapters must be paths by name, such as {{'sql': './sql'}}, got {adapters}"
+            raise ConfigError(message, "adapters")
         args = engine_args(str(model), **options)
         resolve_model(args.model.model, args.model.revision, weights=False)
         self._tokenizer = (

@@ -440,6 +440,14 @@ def test_dummy_weights(make_llm: MakeLLM, tmp_path: Path) -> None:
         ({"max_num_seqs": 0}, "max_num_seqs"),
         ({"lora_backend": "nonesuch"}, "lora_backend"),
         ({"nonesuch": 1}, "nonesuch"),
+        ({"adapter_memory": "4G"}, "adapter_memory"),
+        ({"max_num_seqs": "x"}, "max_num_seqs"),
+        ({"max_num_seqs": True}, "max_num_seqs"),
+        ({"max_model_len": 1.5}, "max_model_len"),
+        ({"num_threads": "2"}, "num_threads"),
+        ({"dtype": "bf16"}, "dtype"),
+        ({"tenant_weights": [1]}, "tenant_weights"),
+        ({"adapters": ["sql"]}, "adapters"),
     ],
 )
 def test_options_that_cannot_be(make_llm: MakeLLM, options: dict[str, object], param: str) -> None:

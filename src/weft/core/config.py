@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, get_type_hints
+
+import msgspec
 
 from weft.core.errors import ConfigError
 
@@ -185,10 +188,20 @@ def engine_args(model: str, **options: object) -> EngineArgs:
     kinds = {"model": ModelArgs, "lora": LoraArgs, "cache": CacheArgs, "scheduler": SchedulerArgs}
     for part, kind in kinds.items():
         names = {f.name for f in fields(kind)} - {"model"}
-        values = {name: given.pop(name) for name in names & given.keys()}
-        parts[part] = kind(model, **values) if kind is ModelArgs else kind(**values)  # type: ignore
-    num_threads = given.pop("num_threads", None)
+        values = {name: _typed(kind, name, given.pop(name)) for name in names & given.keys()}
+        parts[part] = kind(model, **values) if kind is ModelArgs else kind(**values)
+    num_threads = _typed(EngineArgs, "num_threads", given.pop("num_threads", None))
     if given:
         name = min(given)
         raise ConfigError(f"there is no option {name!r}", name)
     return EngineArgs(num_threads=num_threads, **parts)  # type: ignore[arg-type]
+
+
+def _typed(kind: type, name: str, value: object) -> Any:
+    """The value of a field, which must have the field's type. A path may stand for a string."""
+    try:
+        given = str(value) if isinstance(value, Path) else value
+        return msgspec.convert(given, get_type_hints(kind)[name])
+    except msgspec.ValidationError:
+        flag, wanted = "--" + name.replace("_", "-"), kind.__annotations__[name]
+        raise ConfigError(f"{flag} must be of the type {wanted}, got {value!r}", name) from None
