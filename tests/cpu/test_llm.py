@@ -21,6 +21,7 @@ from weft.core.errors import (
     AdapterUnavailable,
     ConfigError,
     ContextLengthExceeded,
+    EngineDead,
     InvalidRequest,
     ModelNotFound,
 )
@@ -487,3 +488,10 @@ def test_context_manager() -> None:
     with LLM(BASE, num_threads=1, num_blocks=64) as llm:
         assert texts(llm.chat(ask("hello"), GREEDY)) == ["hello?"]
     llm.close()
+    for call in (
+        lambda: llm.generate("hello", GREEDY),
+        lambda: llm.load_adapter("upper", ADAPTERS["upper"]),
+        lambda: llm.stats(),
+    ):
+        with pytest.raises(EngineDead, match="closed"):
+            call()

@@ -12,12 +12,13 @@ import torch
 
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.config import EngineArgs
-from weft.core.errors import from_wire
+from weft.core.errors import EngineDead, from_wire
 from weft.core.messages import Abort, Hold, Reply, Report, SetTenants, Submit, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
 from weft.core.tenants import Tenant
 from weft.engine.build import build_engine
+from weft.engine.engine import Engine
 from weft.engine.serve import WAIT_S
 
 
@@ -41,13 +42,20 @@ class DirectClient:
     def __init__(self, args: EngineArgs) -> None:
         """Raises ConfigError if the engine can't start like this."""
         self._wakeups: SimpleQueue[None] = SimpleQueue()
-        self.engine = build_engine(args, wake=lambda: self._wakeups.put(None))
+        self._engine = build_engine(args, wake=lambda: self._wakeups.put(None))
         self.alive = True
         self.troubles: tuple[str, ...] = ()
         self._call_ids = itertools.count()
         self._replies: dict[int, Reply] = {}
         self._inboxes: dict[str, _Inbox] = {}
         """By request that is open."""
+
+    @property
+    def engine(self) -> Engine:
+        """Raises EngineDead once it is closed."""
+        if not self.alive:
+            raise EngineDead("this engine is closed")
+        return self._engine
 
     @property
     def info(self) -> EngineInfo:
@@ -77,7 +85,7 @@ class DirectClient:
         inbox = self._inboxes.pop(request_id, None)
         if inbox is not None:
             inbox.num_open -= 1
-            self.engine.apply(Abort(request_id))
+            self._engine.apply(Abort(request_id))
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
         for event in self.run([request]):
@@ -114,7 +122,7 @@ class DirectClient:
 
     async def close(self) -> None:
         self.alive = False
-        self._take(Tokens(self.engine.close()))
+        self._take(Tokens(self._engine.close()))
 
     def _step(self) -> None:
         reports = self.engine.step()
