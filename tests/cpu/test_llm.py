@@ -446,6 +446,7 @@ def test_dummy_weights(make_llm: MakeLLM, tmp_path: Path) -> None:
         ({"max_num_seqs": True}, "max_num_seqs"),
         ({"max_model_len": 1.5}, "max_model_len"),
         ({"num_threads": "2"}, "num_threads"),
+        ({"num_threads": 100_000}, "num_threads"),
         ({"dtype": "bf16"}, "dtype"),
         ({"tenant_weights": [1]}, "tenant_weights"),
         ({"adapters": ["sql"]}, "adapters"),

@@ -18,6 +18,8 @@ MAX_RANK = 256
 """Largest rank that kernels must take."""
 MAX_NUMBER = 2**63 - 1
 """Largest number that is passed between processes."""
+MAX_THREADS = 1024
+"""Largest number of threads to compute with: with many more, a process can't start them."""
 MAX_ADDED_TOKENS = 256
 """Default of `LoraArgs.max_added_tokens`."""
 
@@ -176,6 +178,8 @@ class EngineArgs:
 
     def __post_init__(self) -> None:
         _at_least(self, 1, "num_threads")
+        holds = self.num_threads is None or self.num_threads <= MAX_THREADS
+        _check(holds, "num_threads", f"at most {MAX_THREADS}", self.num_threads)
 
 
 def engine_args(model: str, **options: object) -> EngineArgs:
