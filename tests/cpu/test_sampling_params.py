@@ -300,6 +300,7 @@ def test_bad_token_ids() -> None:
         ("bad_words", {"allowed_token_ids": (110,), "bad_words": ("h",)}),
         ("min_tokens", {"allowed_token_ids": (EOS,), "min_tokens": 1}),
         ("structured_outputs", {"structured_outputs": StructuredOutputs(regex="[0-9")}),
+        ("structured_outputs", {"structured_outputs": {"regex": "[0-9]"}}),
     ],
 )
 def test_what_is_refused(llm: LLM, param: str, options: dict[str, Any]) -> None:

@@ -110,6 +110,10 @@ class SamplingParams:
             known = ", ".join(SPECULATIVE)
             message = f"speculative must be one of {known}, got {self.speculative!r}"
             raise InvalidRequest(message, "speculative")
+        if type(self.structured_outputs) not in (StructuredOutputs, type(None)):
+            message = "structured_outputs must be a StructuredOutputs of weft.core.sampling"
+            given = repr(self.structured_outputs)
+            raise InvalidRequest(f"{message}, got {given}", "structured_outputs")
         _check_float("temperature", self.temperature, 0.0, 100.0)
         _check_int("top_k", self.top_k, -1, 2**63 - 1)
         _check_float("top_p", self.top_p, 0.0, 1.0, above=True)
