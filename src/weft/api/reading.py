@@ -235,10 +235,10 @@ def _complaint(error: ValidationError, param: str | None) -> str:
 
 def field_path(loc: tuple[int | str, ...]) -> str | None:
     """Write `("messages", 0, "content", "str")` as `messages[0].content`: names of union members
-    are no fields, and are left out."""
+    are no fields, and are left out. Token ids are keys, as in `logit_bias[5]`."""
     path = ""
     for part in loc:
-        if isinstance(part, int):
+        if isinstance(part, int) or (path and part.isdecimal()):
             path += f"[{part}]"
         elif (path and not part.isidentifier()) or part in _UNION_MEMBERS:
             continue

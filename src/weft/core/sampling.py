@@ -123,7 +123,7 @@ class SamplingParams:
             _check_float(name, getattr(self, name), -2.0, 2.0)
         for token, bias in self.logit_bias.items():
             _check_int("logit_bias", token, 0, None)
-            _check_float("logit_bias", bias, -100.0, 100.0)
+            _check_float(f"logit_bias[{token}]", bias, -100.0, 100.0)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         _check_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
         _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
