@@ -86,6 +86,7 @@ def test_commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = adapter(1)
     run("push", written(tmp_path / "b", other), "acme/sql", "--no-release", *to)
     assert "acme/sql  v1  (newest v2)" in run("registry", "ls", *to)
+    assert "--to" in run("release", "acme/sql", *to, status=1)
     assert "2 contents are whole" in run("registry", "verify", *to)
     run("push", folder, "acme/sql", status=1)
     run("push", folder, "acme/sql", "--url", "http://127.0.0.1:9", status=1)

@@ -57,6 +57,8 @@ def release(
     from weft.registry.releases import released
 
     with opened(registry) as shared:
+        if to is None and shadow is None:
+            raise ConfigError("weft release needs --to or --shadow with a version", "to")
         entry = _entry(shared, name)
         _move(shared, name, entry, released(name, entry, to, canary, shadow))
 
