@@ -93,6 +93,26 @@ def test_the_log_tells_of_changes(world: World, caplog: pytest.LogCaptureFixture
     assert told[0][2] != told[1][2] == told[2][2] and len(told[0][2]) == 16
 
 
+def test_unknown_fields_are_named(tmp_path: Path) -> None:
+    async def named(web: Web) -> None:
+        path, more = world.adapter("a", "A"), {"lora_int_id": 1, "pined": True}
+        answer = await web.load("a", path, **more)
+        assert (answer.status_code, answer.headers["x-weft-ignored"]) == (200, "pined")
+        body = {"lora_name": "b", "source": {"uri": f"file://{path}"}, **more}
+        assert (await web.post("/v1/loras", body)).headers["x-weft-ignored"] == "pined"
+        answer = await web.post("/unload_lora_adapter", {"lora_name": "a", "lora_id": "x"})
+        assert answer.status_code == 200 and "x-weft-ignored" not in answer.headers
+
+    async def refused(web: Web) -> None:
+        answer = await web.load("a", world.adapter("a", "A"), lora_int_id=1, pined=True)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "pined")
+
+    world = World(tmp_path / "open", byte_level())
+    run(world, named)
+    world = World(tmp_path / "strict", byte_level(), strict_fields=True)
+    run(world, refused)
+
+
 # Dynamo's -----------------------------------------------------------------------------------------
 
 

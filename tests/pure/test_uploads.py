@@ -53,7 +53,8 @@ def test_a_tar_or_a_safetensors_file(world: World) -> None:
         assert roots.keys() == {"acme/a", "b"} and roots["b"].startswith("upload://sha256:")
         refused = await web.http.put("/v1/adapters/b?replace=false", content=tar(FILES))
         assert refused.status_code == 400 and "other content" in refused.text
-        assert (await web.http.put("/v1/adapters/b", content=tar(FILES))).status_code == 200
+        answer = await web.http.put("/v1/adapters/b?wait=here&chek=true", content=tar(FILES))
+        assert (answer.status_code, answer.headers["x-weft-ignored"]) == (200, "chek")
 
     run(world, scenario)
     world.check()

@@ -122,9 +122,14 @@ async def read_request(request: Request, model: type[OpenT], settings: ApiSettin
     """The body as `read_body` reads it. What it has beyond what is served is noted for the answer.
     Raises InvalidRequest too for fields that must not be ignored."""
     body = await read_body(request, model, settings.max_body_bytes)
-    if names := body.ignored(settings.strict_fields):
-        request.scope[IGNORED] = shown_names(names)
+    note_ignored(request, body.ignored(settings.strict_fields))
     return body
+
+
+def note_ignored(request: Request, names: Sequence[str]) -> None:
+    """Let the answer name the fields that were accepted and ignored."""
+    if names:
+        request.scope[IGNORED] = shown_names(names)
 
 
 def shown_names(names: Sequence[str]) -> str:

@@ -9,20 +9,23 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import PlainTextResponse, Response
 
+from weft.api.bodies import OpenBody, Take
 from weft.api.desk import AdapterDesk
 from weft.api.http import ERRORS, TEXT, body_of, described, json_response
-from weft.api.reading import read_body
+from weft.api.reading import read_request
 from weft.api.service import Service
+from weft.api.settings import ApiSettings
 from weft.core.errors import AdapterPathRefused, InvalidRequest, WeftError
 from weft.core.stats import EngineStats
 from weft.registry import AdapterCard
 from weft.serving.releases import WAITS, Wait
 
 
-class UnloadBody(BaseModel):
-    """It ignores unknown fields, as controllers send more than are known here."""
+class UnloadBody(OpenBody):
+    """Controllers send more than is known here."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    known = {"lora_id": Take.SILENTLY, "lora_int_id": Take.SILENTLY}  # noqa: RUF012
+
     lora_name: str = Field(min_length=1)
     wait: Wait = "here"
     """What the answer to a change of a shared registry waits for: `commit`, that it can't be lost;
@@ -118,24 +121,24 @@ SGLANG_ERRORS: dict[int | str, dict[str, Any]] = {
 
 def adapter_routes(service: Service, desk: AdapterDesk) -> APIRouter:
     router = APIRouter(responses=ERRORS)
-    vllm = _vllm_routes(desk, service.settings.max_body_bytes)
+    vllm = _vllm_routes(desk, service.settings)
     for dialect in (vllm, _sglang_routes(service, desk), _dynamo_routes(service, desk)):
         router.routes.extend(dialect.routes)
     return router
 
 
-def _vllm_routes(desk: AdapterDesk, max_body_bytes: int) -> APIRouter:
+def _vllm_routes(desk: AdapterDesk, settings: ApiSettings) -> APIRouter:
     router = APIRouter(default_response_class=Response, responses=ERRORS | TEXT)
 
     @router.post("/v1/load_lora_adapter", openapi_extra=body_of(LoadBody))
     async def load_lora_adapter(request: Request) -> Response:
-        name = await _load(desk, request, max_body_bytes)
+        name = await _load(desk, request, settings)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
 
     @router.post("/v1/unload_lora_adapter", openapi_extra=body_of(UnloadBody))
     async def unload_lora_adapter(request: Request) -> Response:
         """Answers when the adapter's running requests have ended."""
-        name = await _unload(desk, request, max_body_bytes)
+        name = await _unload(desk, request, settings)
         return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
     return router
@@ -143,18 +146,18 @@ def _vllm_routes(desk: AdapterDesk, max_body_bytes: int) -> APIRouter:
 
 def _sglang_routes(service: Service, desk: AdapterDesk) -> APIRouter:
     router = APIRouter(responses=SGLANG_ERRORS)
-    max_body_bytes = service.settings.max_body_bytes
+    settings = service.settings
 
     @router.post("/load_lora_adapter", response_model=UpdateAnswer, openapi_extra=body_of(LoadBody))
     async def load_lora_adapter(request: Request) -> Response:
-        return await sglang_answer(service, _load(desk, request, max_body_bytes))
+        return await sglang_answer(service, _load(desk, request, settings))
 
     @router.post(
         "/unload_lora_adapter", response_model=UpdateAnswer, openapi_extra=body_of(UnloadBody)
     )
     async def unload_lora_adapter(request: Request) -> Response:
         """Answers when the adapter's running requests have ended."""
-        return await sglang_answer(service, _unload(desk, request, max_body_bytes))
+        return await sglang_answer(service, _unload(desk, request, settings))
 
     return router
 
@@ -183,7 +186,7 @@ def _dynamo_routes(service: Service, desk: AdapterDesk) -> APIRouter:
 
     @router.post("/v1/loras", response_model=AdapterDone, openapi_extra=body_of(SourceBody))
     async def add_adapter(request: Request) -> Response:
-        body = await read_body(request, SourceBody, service.settings.max_body_bytes)
+        body = await read_request(request, SourceBody, service.settings)
         body.check()
         try:
             name = await desk.load(body.lora_name, body.source.uri, False, body.pinned, body.wait)
@@ -202,16 +205,16 @@ def _dynamo_routes(service: Service, desk: AdapterDesk) -> APIRouter:
     return router
 
 
-async def _load(desk: AdapterDesk, request: Request, max_body_bytes: int) -> str:
-    body = await read_body(request, LoadBody, max_body_bytes)
+async def _load(desk: AdapterDesk, request: Request, settings: ApiSettings) -> str:
+    body = await read_request(request, LoadBody, settings)
     body.check()
     return await desk.load(
         body.lora_name, body.lora_path, body.load_inplace, body.pinned, body.wait
     )
 
 
-async def _unload(desk: AdapterDesk, request: Request, max_body_bytes: int) -> str:
-    body = await read_body(request, UnloadBody, max_body_bytes)
+async def _unload(desk: AdapterDesk, request: Request, settings: ApiSettings) -> str:
+    body = await read_request(request, UnloadBody, settings)
     return await desk.unload(body.lora_name, body.wait)
 
 

@@ -16,9 +16,10 @@ from msgspec import Struct
 from pydantic import BaseModel
 from starlette.responses import Response
 
+from weft.api.bodies import Known, Take, ignored_fields
 from weft.api.desk import AdapterDesk
 from weft.api.http import ERRORS, json_response
-from weft.api.reading import read_json, receive_file
+from weft.api.reading import note_ignored, read_json, receive_file
 from weft.api.routes_adapters import SGLANG_ERRORS, UpdateAnswer, sglang_answer, wait_in
 from weft.api.service import Service
 from weft.core.adapters import AdapterInfo
@@ -93,6 +94,7 @@ _tensors = msgspec.json.Decoder(SerializedTensors)
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _FILE_KINDS = ("application/octet-stream", "application/x-tar", "application/gzip")
 _IN_QUERY = {name: {"type": "boolean"} for name in ("check", "pinned", "replace")}
+_KNOWN: dict[str, Known] = dict.fromkeys((*_IN_QUERY, "wait"), Take.SILENTLY)
 _FILE_BODY = {
     "parameters": [{"name": n, "in": "query", "schema": s} for n, s in _IN_QUERY.items()],
     "requestBody": {"required": True, "content": dict.fromkeys(_FILE_KINDS, _BINARY)},
@@ -125,6 +127,8 @@ def upload_routes(service: Service, desk: AdapterDesk) -> APIRouter:
         safetensors file whose metadata have the text of adapter_config.json as `adapter_config`.
         What the body is shows in its first bytes. With `replace=false` in the query, a name that
         has other content is refused. With `check=true` the adapter is tried, and not loaded."""
+        given, strict = request.query_params, service.settings.strict_fields
+        note_ignored(request, ignored_fields(given, _KNOWN, strict=strict))
         pinned, replace = _flag(request, "pinned", False), _flag(request, "replace", True)
 
         async def receive(path: Path) -> str:
