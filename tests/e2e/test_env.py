@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.metadata
+import io
 import json
 import os
 import subprocess
@@ -13,6 +15,7 @@ from command_line import CliRunner
 from patience import PATIENCE_S
 
 import weft
+from weft.__main__ import main
 from weft.cli.main import app
 from weft.terminal import environment as env
 
@@ -31,6 +34,23 @@ def test_json() -> None:
     sections = json.loads(CliRunner().invoke(app, ["env", "--json"]).stdout)
     assert sections["weft"]["weft"] == weft.__version__
     assert set(sections) == {"weft", "machine", "gpu", "environment"}
+
+
+def test_a_full_disk_ends_it_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Full(io.StringIO):
+        def write(self, _: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "argv", ["weft", "env"])
+    monkeypatch.setattr(sys, "stdout", Full())
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 1
+    assert (
+        capsys.readouterr().err == "weft: error: can't write the output: No space left on device\n"
+    )
 
 
 def test_secrets_are_hidden_and_strangers_left_out() -> None:
