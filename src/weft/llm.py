@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -22,9 +22,11 @@ from weft.models.config import resolve_model
 from weft.registry import Access, AdapterRegistry, Caller, Sources
 from weft.serving import DirectExecutor, Intake, Language, Pinned, Publisher
 from weft.text import AdapterTokenizers, OutputDelta, OutputStream, Tokenizer, load_tokenizer
+from weft.text.templates import joined_text
 
 Prompt = str | list[int]
-Conversation = Sequence[Mapping[str, str]]
+Conversation = Sequence[Mapping[str, Any]]
+"""Messages as in OpenAI's API; content is a text or a list of text parts."""
 AdapterChoice = str | Sequence[WeightedAdapter] | None
 """An adapter's name, a sequence of WeightedAdapter for their sum, or None for the base."""
 T = TypeVar("T")
@@ -236,7 +238,8 @@ class LLM:
         return list(prompt)
 
     def _encode_chat(self, conversation: Conversation, language: Language) -> list[int]:
-        return self._executor.run(self._intake.encode_chat(conversation, language))
+        messages = [_with_text(message, n) for n, message in enumerate(conversation)]
+        return self._executor.run(self._intake.encode_chat(messages, language))
 
     def _run(
         self, jobs: list[_Prompting], on_finished: Callable[[RequestOutput], None]
@@ -277,6 +280,14 @@ class _Prompting:
         output.finish_reason, output.stop_reason = delta.finish_reason, delta.stop_reason
         if delta.logprobs is not None:
             output.logprobs = (output.logprobs or []) + delta.logprobs
+
+
+def _with_text(message: Mapping[str, Any], index: int) -> Mapping[str, Any]:
+    """The message as chat templates expect it: content is one string."""
+    parts = message.get("content")
+    if not isinstance(parts, list):
+        return message
+    return {**message, "content": joined_text(parts, f"messages[{index}].content")}
 
 
 def _choices(adapter: AdapterChoice | Sequence[AdapterChoice], count: int) -> list[AdapterChoice]:

@@ -77,6 +77,13 @@ def test_chat(llm: LLM) -> None:
     outputs = llm.chat([ask("hello"), ask("hello")], GREEDY, ["reverse", None])
     assert texts(outputs) == ["olleh", "hello?"]
     assert outputs[0].prompt_token_ids == prompt_of(llm, "hello")
+    (message,) = ask("hello")
+    parts = {**message, "content": [{"type": "text", "text": message["content"]}]}
+    assert texts(llm.chat([parts], GREEDY, "upper")) == ["HELLO"]
+    for part in ({"type": "image_url"}, "hello"):
+        with pytest.raises(InvalidRequest) as caught:
+            llm.chat([message, {**message, "content": [part]}])
+        assert caught.value.param == "messages[1].content[0].type"
 
 
 def test_one_of_each_or_one_for_all(llm: LLM) -> None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
 
 from weft.core.errors import InvalidRequest
 from weft.core.sampling import StructuredOutputs
+from weft.text.templates import joined_text
 
 T = TypeVar("T")
 
@@ -188,16 +189,7 @@ class Message(OpenBody):
             raise InvalidRequest(f"{where}content is required", f"{where}content")
         if self.content is None or isinstance(self.content, str):
             return self.content or ""
-        texts: list[str] = []
-        for n, part in enumerate(self.content):
-            field = f"{where}content[{n}]"
-            if part.type != "text":
-                message = f"content of type {part.type!r} is not supported, only text"
-                raise InvalidRequest(message, f"{field}.type")
-            if part.text is None:
-                raise InvalidRequest(f"{field}.text is required", f"{field}.text")
-            texts.append(part.text)
-        return "\n".join(texts)
+        return joined_text([vars(part) for part in self.content], f"{where}content")
 
 
 _ROLE_OF_FIELD = {

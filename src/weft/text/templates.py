@@ -47,6 +47,22 @@ def template_options(
     }
 
 
+def joined_text(parts: Sequence[Any], where: str) -> str:
+    """The text of a message's content parts, which `where` names. Raises InvalidRequest if one of
+    them is no text."""
+    texts: list[str] = []
+    for n, part in enumerate(parts):
+        given = part if isinstance(part, Mapping) else {}
+        field, kind, text = f"{where}[{n}]", given.get("type"), given.get("text")
+        if kind != "text":
+            message = f"content of type {kind!r} is not supported, only text"
+            raise InvalidRequest(message, f"{field}.type")
+        if not isinstance(text, str):
+            raise InvalidRequest(f"{field}.text is required", f"{field}.text")
+        texts.append(text)
+    return "\n".join(texts)
+
+
 @cache
 def _reserved() -> frozenset[str]:
     """What templates get from us, and what is for transformers, not for them."""
