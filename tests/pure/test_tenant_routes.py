@@ -164,6 +164,12 @@ def test_what_one_may_not_see_is_as_if_it_did_not_exist(served: Served) -> None:
                     (a.status_code, without_hint(a.text), shown_headers(a)) for a in answers
                 )
                 assert seen == unseen and seen[0] == 404, (path, answers[0].text)
+        for name in ("globex/secret", "globex/nosuch"):
+            for query in (f"after={name}", f"after={name}&limit=1"):
+                answer = await web.http.get(f"/v1/models?{query}", headers=as_("acme-all"))
+                assert answer.status_code == 400
+                message = f"after: there is no model {name!r}"
+                assert answer.json()["error"]["message"] == message
         assert await text_of(web, "globex-all", model="secret") == "X"
 
     run(served.world, scenario)

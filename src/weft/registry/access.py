@@ -133,6 +133,8 @@ class Access:
             bases, after = bases[bases.index(after) + 1 :], ""
         elif after:
             bases = ()
+            if not self.caller.sees(after):
+                raise InvalidRequest(f"after: there is no model {after!r}", "after")
         names = filter(self._means, self._names.names(self._namespaces(), after))
         models = chain(bases, names)
         cards = [self._shown(self._names.card(model)) for model in islice(models, limit)]
