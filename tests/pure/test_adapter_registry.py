@@ -151,19 +151,16 @@ def test_the_same_content_keeps_the_version(registry: AdapterRegistry):
     assert models(registry)[-1].root == "/q"
 
 
-def test_content_is_pinned_while_any_of_its_names_pins_it(registry: AdapterRegistry):
+def test_a_card_tells_whether_its_own_name_pins_the_content(registry: AdapterRegistry):
     registry.publish("a", info("d1"), "/p", pinned=True)
     registry.publish("c", info("d2"), "/p")
     registry.publish("b", info("d1"), "/p", pinned=False)
-    assert [card.pinned for card in registry.adapter_cards()] == [True, False, True]
+    assert [card.pinned for card in registry.adapter_cards()] == [True, False, False]
     registry.publish("a", info("d1"), "/p", pinned=False)
-    assert [card.pinned for card in registry.adapter_cards()] == [False] * 3
     registry.publish("b", info("d1"), "/p", pinned=True)
     with pytest.raises(AdapterConflict):
-        registry.publish("c", info("d1"), "/p", pinned=False)
-    assert [card.pinned for card in registry.adapter_cards()] == [True, False, True]
-    registry.retire("b")
-    assert [card.pinned for card in registry.adapter_cards()] == [False] * 2
+        registry.publish("c", info("d1"), "/p", pinned=True)
+    assert [card.pinned for card in registry.adapter_cards()] == [False, False, True]
 
 
 def test_what_a_name_still_needs(registry: AdapterRegistry):
@@ -321,9 +318,8 @@ class RegistryMachine(RuleBasedStateMachine):
         assert set(self.drained) == {ref for ref in self.retired if ref not in held}
         assert {card.id for card in models(self.registry)} == {"base", *self.live}
         assert {ref.name: ref for ref in self.registry.adapters()} == self.live
-        pinned = {ref.digest for name, ref in self.live.items() if self.pins[name]}
         for card in self.registry.adapter_cards():
-            assert card.pinned is (card.ref.digest in pinned)
+            assert card.pinned is self.pins[card.ref.name]
         needed = {(ref.name, ref.digest) for ref in (*held, *self.live.values())}
         for ref in (*self.live.values(), *self.retired):
             assert self.registry.needs(ref) is ((ref.name, ref.digest) in needed)

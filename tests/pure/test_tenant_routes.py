@@ -211,6 +211,21 @@ def test_lists_show_what_the_caller_may_use(served: Served) -> None:
     run(served.world, scenario)
 
 
+def test_a_pin_of_the_same_content_shows_to_those_who_see_its_name(served: Served) -> None:
+    async def scenario(web: Web) -> None:
+        path = served.world.adapter("acme/mine", "P")
+        assert (await load(web, "acme-all", "mine", path)).status_code == 200
+        for whose, seen in (("globex/secret", False), ("globex/lent", True)):
+            path = served.world.adapter(whose, "P")
+            assert (await load(web, "globex-all", whose, path, pinned=True)).status_code == 200
+            loras = (await web.http.get("/v1/loras", headers=as_("acme-all"))).json()["loras"]
+            assert loras["acme/mine"]["pinned"] is seen
+            every = (await web.http.get("/v1/loras", headers=as_("root"))).json()["loras"]
+            assert every["acme/mine"]["pinned"] is True
+
+    run(served.world, scenario)
+
+
 def test_nobody_changes_what_is_somebody_elses(served: Served) -> None:
     """In each dialect: a foreign namespace is refused alike, whatever is in it."""
 

@@ -142,7 +142,8 @@ class Access:
 
     def adapter_cards(self) -> list[AdapterCard]:
         """The adapters that the caller may use, of those that this process has loaded. Of the
-        versions of a name, the one that most of its requests get has the name alone."""
+        versions of a name, the one that most of its requests get has the name alone. A card is
+        pinned if any of these adapters pins its content."""
         cards: list[AdapterCard] = []
         for card in self._registry.adapter_cards():
             name, version = self._names.split(card.ref.name)
@@ -151,7 +152,8 @@ class Access:
             if version and self._names.digest(name) == card.ref.digest:
                 card = replace(card, ref=replace(card.ref, name=name))
             cards.append(card if self.caller.owns(name) else replace(card, path=name))
-        return cards
+        pinned = {card.ref.digest for card in cards if card.pinned}
+        return [replace(card, pinned=card.ref.digest in pinned) for card in cards]
 
     def digest_of(self, whole: str) -> str | None:
         """The content of the adapter of this whole name, if there is one that the caller sees."""

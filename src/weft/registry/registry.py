@@ -46,7 +46,7 @@ class AdapterCard:
     info: AdapterInfo
     path: str
     pinned: bool
-    """Whether its content stays on the device, because some name that points to it pins it."""
+    """Whether its name keeps its content on the device; so may another name with that content."""
 
 
 @dataclass(slots=True, eq=False)
@@ -246,9 +246,7 @@ class AdapterRegistry:
 
     def adapter_cards(self) -> list[AdapterCard]:
         """The live versions in the order of their publication, with all that is known of them."""
-        live = self._live.values()
-        pinned = {v.ref.digest for v in live if v.pinned}
-        return [AdapterCard(v.ref, v.info, v.path, v.ref.digest in pinned) for v in live]
+        return [AdapterCard(v.ref, v.info, v.path, v.pinned) for v in self._live.values()]
 
     def digests(self) -> set[str]:
         """The contents of all versions that may still be used; for any thread."""
