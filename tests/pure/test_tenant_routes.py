@@ -112,6 +112,8 @@ def test_a_name_means_ones_own_then_a_shared_adapter(served: Served) -> None:
         with served.world.registry.resolve("acme/sql"):
             assert await text_of(web, "acme-app", adapters=[both[0]]) == "A"
         assert served.world.engine.requests[-1].tenant == "acme"
+        with served.world.registry.resolve("acme/sql"):
+            assert await text_of(web, "acme-app", adapters=[{"name": "base:sql"}]) == "A"
         both[1]["name"] = "globex/secret"
         assert await text_of(web, "acme-app", adapters=both) == 404
         assert await text_of(web, "acme-app", model="base") == ""
@@ -273,7 +275,12 @@ def test_ones_own_adapters_are_replaced_and_unloaded_by_either_name(served: Serv
         assert await text_of(web, "acme-app", model="sql") == "S", "the shared one"
         denied = await web.http.delete("/v1/loras/sql", headers=as_("acme-all"))
         assert denied.status_code == 403 and "not change it" in denied.text
-        body = {"lora_name": "globex/sql"}
+        denied = await web.http.delete("/v1/loras/base:sql", headers=as_("acme-all"))
+        assert denied.status_code == 403 and "not change it" in denied.text
+        assert (await load(web, "acme-all", "based", new)).status_code == 200
+        answer = await web.http.delete("/v1/loras/base:based", headers=as_("acme-all"))
+        assert answer.status_code == 200 and answer.json()["lora_name"] == "acme/based"
+        body = {"lora_name": "alias:globex/sql"}
         answer = await web.post("/v1/unload_lora_adapter", body, headers=as_("root"))
         assert answer.status_code == 200
         assert await text_of(web, "globex-all", model="sql") == "S"

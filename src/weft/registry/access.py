@@ -104,7 +104,7 @@ class Access:
         self.need("use")
         whole: list[WeightedAdapter] = []
         for each in adapters:
-            name = self._find(one_form(each.name))
+            name = self._called(each.name)
             if name is None:
                 raise ModelNotFound(f"The adapter {each.name!r} does not exist", "adapters")
             whole.append(replace(each, name=name))
@@ -191,10 +191,9 @@ class Access:
         """The whole name of the adapter that the caller calls `name` and may unload. Raises
         PermissionDenied, AdapterNotFound."""
         self.need("publish")
-        name = one_form(name)
+        name, whole = one_form(name), self._called(name)
         if self._is_admin:
-            return name
-        whole = self._find(name)
+            return whole or name
         if whole is None:
             raise AdapterNotFound(f"The lora adapter {name!r} cannot be found", "lora_name")
         if not self.caller.owns(whole):
@@ -206,15 +205,11 @@ class Access:
 
     def _model(self, model: str) -> str:
         """The name in the registry of what the caller calls `model`. Raises ModelNotFound."""
-        bases = self._registry.base_names
-        if model in bases:
+        if model in self._registry.base_names:
             return model
-        model = one_form(model)
-        prefixes = ("", *(f"{base}:" for base in bases))
-        for prefix in prefixes:
-            if model.startswith(prefix) and (whole := self._find(model[len(prefix) :])):
-                return whole
-        raise ModelNotFound(f"The model {model!r} does not exist", "model")
+        if whole := self._called(model):
+            return whole
+        raise ModelNotFound(f"The model {one_form(model)!r} does not exist", "model")
 
     @contextmanager
     def _suggesting(self, model: str) -> Iterator[None]:
@@ -232,6 +227,15 @@ class Access:
                 raise
             message = f"{error.message}; did you mean {like[0]!r}?"
             raise ModelNotFound(message, error.param) from None
+
+    def _called(self, name: str) -> str | None:
+        """As `_find`, for a name as clients may write it: in any form of Unicode, or after a name
+        of the base."""
+        name = one_form(name)
+        for prefix in ("", *(f"{base}:" for base in self._registry.base_names)):
+            if name.startswith(prefix) and (whole := self._find(name[len(prefix) :])):
+                return whole
+        return None
 
     def _find(self, name: str) -> str | None:
         """The whole name of the adapter that the caller calls `name`, with the version if one is
