@@ -315,6 +315,13 @@ def test_keys_have_roles_and_expire(served: Served) -> None:
         for method, route, body in asks("sql")[-3:]:
             answer = await web.http.request(method, route, json=body, headers=as_("acme-app"))
             assert answer.status_code == 403
+        asked = {"model": "base", "input": "a"}
+        stored = (await web.post("/v1/responses", asked, headers=as_("acme-app"))).json()["id"]
+        kept = f"/v1/responses/{stored}"
+        for who, status in (("acme-ci", 403), ("globex-all", 404), ("acme-all", 200)):
+            for method in ("GET", "DELETE"):
+                answer = await web.http.request(method, kept, headers=as_(who))
+                assert answer.status_code == status, who
         for route in ("/metrics", "/version"):
             statuses = [
                 (await web.http.get(route, headers=as_(who))).status_code

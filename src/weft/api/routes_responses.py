@@ -33,7 +33,9 @@ def response_routes(service: Service) -> APIRouter:
     kept = StoredResponses(service.settings.response_store_bytes)
 
     def tenant() -> str:
-        return service.access.caller.tenant
+        access = service.access
+        access.need("use")
+        return access.caller.tenant
 
     @router.post("/v1/responses", openapi_extra=body_of(ResponsesBody))
     async def create_response(request: Request) -> Response:
