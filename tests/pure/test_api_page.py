@@ -5,10 +5,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
 from http_api import Web, World, run
+from memory_store import MemoryStore
 from toy_tokenizers import byte_level
 
 from weft.api.routes_page import page_files
+from weft.cli.args import ServeFlags
+from weft.registry.records import SetTenant
+from weft.registry.shared import SharedRegistry
+from weft.registry.tenants_file import TenantsFile
 
 
 def test_the_page_asks_for_nothing_from_elsewhere(tmp_path: Path) -> None:
@@ -50,3 +56,20 @@ def test_who_gets_the_page(tmp_path: Path) -> None:
             assert (await web.get("/v1/models")).status_code == 401
 
         run(world, scenario)
+
+
+def test_servers_that_ask_for_keys_have_no_page_by_themselves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WEFT_API_KEY", raising=False)
+    file = tmp_path / "tenants.toml"
+    file.write_text("[tenants.acme]")
+    assert ServeFlags().page(None)
+    assert not ServeFlags(api_key=["one"]).page(None)
+    assert not ServeFlags().page(TenantsFile(file))
+    with SharedRegistry(MemoryStore()) as shared:
+        assert ServeFlags().page(ServeFlags().shared_tenants(shared))
+        shared.change(SetTenant("acme", "{}"))
+        tenants = ServeFlags().shared_tenants(shared)
+        assert not ServeFlags().page(tenants)
+        assert ServeFlags(ui=True).page(tenants) and not ServeFlags(ui=False).page(None)

@@ -291,6 +291,12 @@ class ServeFlags:
         roots = [root.expanduser().absolute() for root in self.lora_root or ()]
         return SharedTenants(shared, [sha256(secret).digest() for secret in secrets], roots)
 
+    def page(self, tenants: TenantsFile | SharedTenants | None) -> bool:
+        """Whether there is a page for people: as --ui says, else unless requests need a key."""
+        if self.ui is not None:
+            return self.ui
+        return not self.keys() and (tenants is None or tenants.keychain is None)
+
     def _named_keys(self) -> list[str]:
         from weft.api.settings import parse_key
 

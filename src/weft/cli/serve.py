@@ -91,6 +91,7 @@ def run(engine: EngineArgs, flags: ServeFlags, begun_s: float) -> None:
     roots, shared = flags.roots(modules), flags.shared_registry()
     fleet = flags.fleet_args()
     tenants = flags.tenants_file() if shared is None else flags.shared_tenants(shared)
+    api = replace(api, page=flags.page(tenants))
     door = FrontDoor(tenants, flags.audit_log)
     allowed = flags.allowed()
     start = _Start(
@@ -116,7 +117,6 @@ def _api_settings(engine: EngineArgs, flags: ServeFlags) -> ApiSettings:
         request_timeout_s=flags.request_timeout,
         api_keys=keys,
         tenants={name: Tenant(name, weights.get(name, 1.0)) for name in named},
-        page=flags.ui if flags.ui is not None else not (keys or flags.tenants),
         metrics_apart=flags.metrics_port is not None,
         allowed_origins=tuple(flags.allowed_origins or ()),
         max_body_bytes=flags.max_body_size,
