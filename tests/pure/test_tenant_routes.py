@@ -465,6 +465,17 @@ def test_who_is_refused_is_written_down_in_bounds(
     assert all(line["client"] == "127.0.0.1" for line in lines)
 
 
+def test_releases_without_a_registry_change_nothing_and_fill_no_disk(served: Served) -> None:
+    async def scenario(web: Web) -> None:
+        for route in ("releases", "rollbacks"):
+            body = {"name": "sql"}
+            answer = await web.post(f"/v1/registry/{route}", body, headers=as_("acme-app"))
+            assert answer.status_code == 400 and "--registry" in answer.text
+
+    run(served.world, scenario)
+    assert not served.log.read_text()
+
+
 def test_many_addresses_fill_no_disk(tmp_path: Path) -> None:
     log = AuditLog(tmp_path / "audit.jsonl")
     for n in range(5000):

@@ -172,9 +172,9 @@ class AdapterDesk:
     async def _release(
         self, name: str, order: Order | None, expect: int | None, wait: Wait
     ) -> tuple[str, Name]:
+        if self._shared is None:
+            raise InvalidRequest("this server has no shared registry (--registry)")
         with self._audit.entry("rollback" if order is None else "release", name) as entry:
-            if self._shared is None:
-                raise InvalidRequest("this server has no shared registry (--registry)")
             whole = entry.name = self._service.access.to_retire(name)
             now = await self._shared.release(whole, order, expect, _actor(), wait)
             entry.source = shown_route(now.route)
