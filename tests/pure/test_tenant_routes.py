@@ -354,6 +354,24 @@ def test_a_new_file_holds_from_the_next_request_on(served: Served) -> None:
     run(served.world, scenario)
 
 
+def test_more_choices_than_a_tenant_may_have_open_are_refused_by_its_cap(served: Served) -> None:
+    async def scenario(web: Web) -> None:
+        cap = "[tenants.acme]\ncaps = { max_open_requests = 2 }"
+        served.file.write_text(TENANTS.replace("[tenants.acme]", cap))
+        served.tenants.reload()
+        for who, n, told in (
+            ("acme-app", 3, "asks for 3 sequences, and you may have 2 requests open"),
+            ("acme-app", 128, "asks for 128 sequences, and you may have 2 requests open"),
+            ("globex-all", 1, None),
+        ):
+            ask = {"model": "base", "prompt": "abc", "n": n}
+            answer = await web.post(COMPLETE, ask, headers=as_(who))
+            assert answer.status_code == (200 if told is None else 400)
+            assert told is None or told in answer.json()["error"]["message"]
+
+    run(served.world, scenario)
+
+
 def test_metrics_may_have_an_address_of_their_own(tmp_path: Path) -> None:
     world = World(tmp_path, byte_level(), metrics_apart=True)
 

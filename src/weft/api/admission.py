@@ -87,11 +87,12 @@ class Admission:
 
     def _check_size(self, tenant: Tenant, count: int, num_tokens: int) -> None:
         """Raise InvalidRequest for what could never enter."""
-        limit = min(self._max_open, tenant.caps.max_open_requests or self._max_open)
-        if count > limit:
-            raise InvalidRequest(
-                f"this request asks for {count} sequences, and the server takes {limit} at a time"
-            )
+        own = tenant.caps.max_open_requests
+        if count > min(self._max_open, own or self._max_open):
+            limit = f"the server takes {self._max_open} at a time"
+            if own is not None and own < self._max_open:
+                limit = f"you may have {own} requests open"
+            raise InvalidRequest(f"this request asks for {count} sequences, and {limit}")
         most = tenant.caps.max_tokens_in_flight
         if most is not None and num_tokens > most:
             raise InvalidRequest(
