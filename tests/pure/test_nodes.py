@@ -24,6 +24,7 @@ from weft.registry.stores import DirectoryStore, Store
 from weft.registry.tenants_file import tenants_as_json
 from weft.serving import reports
 from weft.serving.follower import LOOK_EVERY_S
+from weft.serving.quotas import MAX_LOADS
 
 
 class Fickle:
@@ -143,6 +144,31 @@ def test_what_one_node_loads_all_serve_also_after_a_restart(tmp_path: Path) -> N
 
     fleet(tmp_path, scenario)
     fleet(tmp_path, restarted, count=1)
+
+
+def test_many_loads_side_by_side_all_end(tmp_path: Path) -> None:
+    async def scenario(node: Node) -> None:
+        names = [f"n{i}" for i in range(MAX_LOADS + 4)]
+        answers = await asyncio.gather(*(node.load(name, name) for name in names))
+        assert [answer.status_code for answer in answers] == [200] * len(names)
+        assert await node.text("n0") == "cban0"
+
+    fleet(tmp_path, scenario, count=1)
+
+
+def test_a_tenant_that_may_load_one_at_a_time_loads(tmp_path: Path) -> None:
+    async def scenario(node: Node) -> None:
+        capped = TENANTS.replace("max_adapters = 1", "max_loads = 1")
+        for name, settings in tenants_as_json(capped).items():
+            await node.follower.submit(SetTenant(name, settings), "me")
+        node.tenants.update()
+        key = {"authorization": "Bearer acme-key"}
+        for name in "xy":
+            body = {"lora_name": name, "lora_path": node.world.adapter(f"acme/{name}", name)}
+            answer = await node.web.post("/v1/load_lora_adapter", body, headers=key)
+            assert answer.status_code == 200, answer.text
+
+    fleet(tmp_path, scenario, count=1, tenants=True)
 
 
 def test_versions_are_named_in_requests_and_answers(tmp_path: Path) -> None:

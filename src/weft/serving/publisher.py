@@ -9,7 +9,7 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace as with_changes
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -147,6 +147,8 @@ class Tried(NamedTuple):
 
     folder: Folder
     info: AdapterInfo
+    give_place_back: Callable[[], Awaitable[None]]
+    """It counts as a load until then, or until the end of the context."""
 
 
 class Publisher:
@@ -242,13 +244,15 @@ class Publisher:
     async def tried(self, name: str, open_it: Callable[[], Folder]) -> AsyncIterator[Tried]:
         """A context in which the engine has accepted an adapter that is to get this name, and
         holds it for nobody who makes requests. Raises AdapterError, Overloaded, EngineDead."""
-        async with self._quotas.place(name), self.opened(open_it) as (folder, files, _):
-            holder = f"{name} tried {uuid.uuid4().hex}"
-            info = await self._hold(holder, folder, files, pinned=False)
-            try:
-                yield Tried(folder, info)
-            finally:
-                self._executor.later(self._release(AdapterRef(holder, 0, info.digest)))
+        async with AsyncExitStack() as place:
+            await place.enter_async_context(self._quotas.place(name))
+            async with self.opened(open_it) as (folder, files, _):
+                holder = f"{name} tried {uuid.uuid4().hex}"
+                info = await self._hold(holder, folder, files, pinned=False)
+                try:
+                    yield Tried(folder, info, place.aclose)
+                finally:
+                    self._executor.later(self._release(AdapterRef(holder, 0, info.digest)))
 
     async def _publish(
         self,

@@ -68,6 +68,7 @@ class Releases:
             base = self._follower.names.base
             change = Publish(name, replace(version, source=shown(path), base=base), pinned=pinned)
             await self._publish(change, put_in_place, actor)
+            await tried.give_place_back()  # to load the version for requests takes one too
             await self.wait(name, wait)
         return version.digest
 
