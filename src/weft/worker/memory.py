@@ -91,11 +91,7 @@ def count_blocks(
 
 
 def cache_bytes(
-    args: CacheArgs,
-    config: ModelConfig,
-    dtype: torch.dtype,
-    device: torch.device,
-    num_states: int,
+    args: CacheArgs, config: ModelConfig, dtype: torch.dtype, device: torch.device, num_states: int
 ) -> int:
     """Bytes that are left to the KV cache beside recurrent states."""
     if device.type != "cuda":

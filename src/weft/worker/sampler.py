@@ -25,13 +25,7 @@ from weft.kernels.sampling import (
     top_logprobs,
 )
 from weft.schedule.plan import StepResult, Vector
-from weft.worker.choosing import (
-    Counted,
-    PenaltyArrays,
-    SamplingArrays,
-    ShapingArrays,
-    part_of,
-)
+from weft.worker.choosing import Counted, PenaltyArrays, SamplingArrays, ShapingArrays, part_of
 from weft.worker.inputs import Array, StepInputs
 
 Put = Callable[[Array], Tensor]
