@@ -41,8 +41,9 @@ STALE_S = 10.0
 """When the registry has not answered for so long, `/ready` says so."""
 BOOT_LOADS = 16
 """Versions that are loaded side by side when this process starts."""
-_ATTEMPTS = 3
-"""How often a version is loaded for a request that finds it gone again."""
+_ATTEMPTS = 10
+"""How often a version is loaded for a request that finds it gone again, as where releases follow on
+each other faster than adapters are loaded."""
 
 
 class Follower:
