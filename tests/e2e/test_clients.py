@@ -616,7 +616,7 @@ WRONG: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"temperature": "hot"}, "temperature"),
     (CHAT, {"temperature": NAN}, "temperature"),
     (CHAT, {"presence_penalty": float("inf")}, "presence_penalty"),
-    (CHAT, {"logit_bias": {"7": NAN}}, "logit_bias"),
+    (CHAT, {"logit_bias": {"7": NAN}}, "logit_bias[7]"),
     (CHAT, {"logit_bias": {"9" * 30: 1}}, "logit_bias"),
     (CHAT, {"max_tokens": True}, "max_tokens"),
     (CHAT, {"max_tokens": 1.5}, "max_tokens"),
