@@ -8,9 +8,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
-
-import msgspec
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from weft.core.errors import ConfigError
 
@@ -203,9 +202,23 @@ def engine_args(model: str, **options: object) -> EngineArgs:
 
 def _typed(kind: type, name: str, value: object) -> Any:
     """The value of a field, which must have the field's type. A path may stand for a string."""
-    try:
-        given = str(value) if isinstance(value, Path) else value
-        return msgspec.convert(given, get_type_hints(kind)[name])
-    except msgspec.ValidationError:
+    given = str(value) if isinstance(value, Path) else value
+    if not _is_of(given, get_type_hints(kind)[name]):
         flag, wanted = "--" + name.replace("_", "-"), kind.__annotations__[name]
-        raise ConfigError(f"{flag} must be of the type {wanted}, got {value!r}", name) from None
+        raise ConfigError(f"{flag} must be of the type {wanted}, got {value!r}", name)
+    return given
+
+
+def _is_of(value: object, hint: Any) -> bool:
+    """Whether a value has this type: a plain one, a Literal, a union, or a mapping of such."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin in (Union, UnionType):
+        return any(_is_of(value, each) for each in args)
+    if origin is Literal:
+        return value in args
+    if origin is not None:
+        items = value.items() if isinstance(value, origin) else [(None, None)]
+        return all(_is_of(key, args[0]) and _is_of(one, args[1]) for key, one in items)
+    if hint in (int, float) and isinstance(value, bool):
+        return False
+    return isinstance(value, int | float if hint is float else hint)

@@ -32,12 +32,7 @@ from weft.checkpoint.read import AdapterFiles, read_source
 from weft.checkpoint.trained_on import warning_of_four_bits
 from weft.core.adapters import AdapterSource
 from weft.core.config import LoraArgs
-from weft.core.errors import (
-    AdapterUnavailable,
-    InvalidRequest,
-    WeftError,
-    to_wire,
-)
+from weft.core.errors import AdapterUnavailable, InvalidRequest, WeftError, to_wire
 from weft.core.folders import read_aside
 from weft.core.stats import TierStats
 from weft.kernels.checksum import checksum

@@ -300,11 +300,7 @@ def _make_pool(args: EngineArgs, model: LoadedModel, ranks: Ranks) -> AdapterPoo
 
 
 def _make_drafter(
-    args: EngineArgs,
-    model: LoadedModel,
-    decoder: Decoder,
-    num_blocks: int,
-    max_model_len: int,
+    args: EngineArgs, model: LoadedModel, decoder: Decoder, num_blocks: int, max_model_len: int
 ) -> Drafter | None:
     """What drafts tokens by the model's own head, if that is served."""
     if model.mtp_head is None:

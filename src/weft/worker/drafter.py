@@ -80,11 +80,7 @@ class Drafter:
         return self._draft(x_TI[last_D], positions_T[last_D], table_DB, batch)
 
     def _draft(
-        self,
-        x_DI: Tensor,
-        position_D: Tensor,
-        table_DB: Tensor,
-        batch: SamplingBatch | None,
+        self, x_DI: Tensor, position_D: Tensor, table_DB: Tensor, batch: SamplingBatch | None
     ) -> Tensor:
         """Draft from the head's states of the last rows, at these positions."""
         step = self._step(position_D, table_DB)

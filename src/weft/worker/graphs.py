@@ -357,11 +357,7 @@ class StepGraphs:
             Carried(parts.carried_T, parts.row_T, self._last_token_R),
             parts.sampled_S if mixed else None,
             StepContext(
-                parts.position_T,
-                attention,
-                lora,
-                states=states,
-                changes_experts=kind == "experts",
+                parts.position_T, attention, lora, states=states, changes_experts=kind == "experts"
             ),
         )
 
