@@ -29,8 +29,10 @@ class PlanDelay:
 
     The delay follows from how long the host waited (w) for the steps before: a little is left, so
     that the device seldom waits for the host. It is learnt from steps of decodes alone, which are
-    like each other, and is used for those with prompts, too, which mostly take longer. A host that
-    is late once or twice was held up by something else; if it is late again, the delay is wrong.
+    like each other, and is used for those with prompts, too, which mostly take longer. A step that
+    begins a short request while others rest is shorter than one of decodes. The next step is then
+    planned at once, so that the first token does not wait for that plan. A host that is late once
+    or twice was held up by something else; if it is late again, the delay is wrong.
     """
 
     def __init__(self) -> None:

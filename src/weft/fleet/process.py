@@ -60,7 +60,7 @@ class _Spawned:
             name="weft-engine",
             daemon=True,
         )
-        resource_tracker.ensure_running()  # whoever starts it lifts the mask
+        resource_tracker.ensure_running()  # its own start would lift the mask
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             self.process.start()  # it inherits the mask: Ctrl-C does not end its imports

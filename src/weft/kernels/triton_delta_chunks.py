@@ -86,9 +86,9 @@ def _prepare(
     PENDING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """qkv (T, C) = queries and keys of length 1 (queries divided by sqrt(D)) and values. Programs
-    (N, 2 G + H), each for a key head's queries, or its keys, or a value head: for ROWS rows of a
-    chunk, and N parts of chunks later for the next ones."""
+    """qkv (T, C) = queries and keys of length 1 (queries divided by sqrt(D)) and values. A part
+    is ROWS rows of a chunk. Programs (N, 2 G + H), each for every N-th part, and of that for a key
+    head's queries, its keys, or a value head."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     parts: tl.constexpr = L // ROWS

@@ -120,8 +120,8 @@ class Shares:
         return Exchange(running).victims(_fitting(behind, budget))
 
     def _with_many(self, running: list[Sequence], num_rows: int) -> frozenset[Account]:
-        """The tenants with many seats, if a step without their decodes is much shorter: so few
-        tokens begin, and no other prompt is being computed."""
+        """The tenants with many seats, if a step without their decodes is much shorter; else none.
+        It is if fewer tokens begin than requests run, and no other prompt is being computed."""
         num_tokens = sum(len(seq.tokens) for seq in self._beginning if seq.row < 0 and not seq.done)
         if not 0 < num_tokens < len(running) or any(s.known - s.computed > 1 for s in running):
             return frozenset()
