@@ -5,9 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from typing import Any, Literal
 
-import httpx
+from aiohttp import (
+    ClientConnectorError,
+    ClientError,
+    ClientOSError,
+    ClientPayloadError,
+    ClientResponse,
+    ClientSession,
+    ClientTimeout,
+    InvalidURL,
+    ServerDisconnectedError,
+    TCPConnector,
+)
 
 from weft.core.errors import ConfigError
 
@@ -16,6 +28,10 @@ Endpoint = Literal["completions", "chat"]
 NOT_SENT, TIMEOUT = "not_sent", "timeout"
 _FAILED = ("error", "abort")
 """Finish reasons that tell of a failed answer."""
+CONNECT_S, LIST_S = 30.0, 30.0
+"""How long a connection, and the list of models, may take."""
+MAX_LINE_BYTES = 1 << 20
+"""The longest line of an answer, about."""
 
 
 @dataclass(slots=True)
@@ -49,29 +65,34 @@ class LoadClient:
     """A connection pool to one server, without a limit of its own on what is open."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        base = url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._http = httpx.AsyncClient(
-            base_url=f"{base}/v1/", headers=headers, timeout=None, limits=limits
-        )
+        self._url = f"{url.rstrip('/').removesuffix('/v1')}/v1"
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def __aenter__(self) -> LoadClient:
+        self._http = ClientSession(
+            connector=TCPConnector(limit=0),
+            headers=self._headers,
+            timeout=ClientTimeout(total=None, sock_connect=CONNECT_S),
+            read_bufsize=MAX_LINE_BYTES,
+            trust_env=True,
+        )
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def models(self) -> list[tuple[str, bool]]:
         """All models that the server lists, each with whether it is an adapter. Raises
         ConfigError."""
+        url = f"{self._url}/models"
         try:
-            response = await self._http.get("models", timeout=30)
-            response.raise_for_status()
-            return [(str(m["id"]), m.get("parent") is not None) for m in response.json()["data"]]
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-            reason = str(error) or type(error).__name__
-            url = f"{self._http.base_url}models"
+            limit = ClientTimeout(total=LIST_S)
+            async with self._http.get(url, raise_for_status=True, timeout=limit) as response:
+                listed = await response.json(content_type=None)
+            return [(str(m["id"]), m.get("parent") is not None) for m in listed["data"]]
+        except (ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
+            bad = isinstance(error, InvalidURL)
+            reason = "it is no URL" if bad else str(error) or type(error).__name__
             raise ConfigError(f"{url} does not list models: {reason}", "url") from error
 
     async def ask(
@@ -87,20 +108,20 @@ class LoadClient:
         outcome.error = TIMEOUT
         path = "chat/completions" if endpoint == "chat" else "completions"
         try:
-            async with self._http.stream("POST", path, json=body) as response:
-                if response.status_code != httpx.codes.OK:
-                    text = (await response.aread()).decode(errors="replace")
-                    raise Failed(f"http_{response.status_code}", text)
+            async with self._http.post(f"{self._url}/{path}", json=body) as response:
+                if response.status != HTTPStatus.OK:
+                    text = await response.text(errors="replace")
+                    raise Failed(f"http_{response.status}", text)
                 await _read(response, outcome, now)
             outcome.error = None
         except Failed as failed:
             outcome.error, outcome.detail = failed.kind, failed.detail
-        except httpx.HTTPError as error:
+        except ClientError as error:
             outcome.error, outcome.detail = _kind(error), str(error)
         outcome.end_s = now()
 
 
-async def _read(response: httpx.Response, outcome: Outcome, now: Callable[[], float]) -> None:
+async def _read(response: ClientResponse, outcome: Outcome, now: Callable[[], float]) -> None:
     """Read an answer up to [DONE]. Raises Failed unless it has a finish reason before that."""
     finished = done = False
     num_tokens: int | None = None
@@ -125,11 +146,11 @@ async def _read(response: httpx.Response, outcome: Outcome, now: Callable[[], fl
         raise Failed("empty", "the answer has no tokens")
 
 
-async def _events(response: httpx.Response) -> AsyncIterator[str]:
+async def _events(response: ClientResponse) -> AsyncIterator[str]:
     """The data of each server-sent event. Weft's events are one line each."""
-    async for line in response.aiter_lines():
-        if line.startswith("data:"):
-            yield line.removeprefix("data:").strip()
+    async for line in response.content:
+        if line.startswith(b"data:"):
+            yield line.removeprefix(b"data:").strip().decode(errors="replace")
 
 
 def _parse(event: str) -> dict[str, Any]:
@@ -155,9 +176,9 @@ def _has_output(choice: dict[str, Any]) -> bool:
     return bool(choice.get("text") or choice.get("token_ids") or any(texts))
 
 
-def _kind(error: httpx.HTTPError) -> str:
-    if isinstance(error, httpx.ConnectError):
+def _kind(error: ClientError) -> str:
+    if isinstance(error, ClientConnectorError):
         return "connect"
-    if isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+    if isinstance(error, ClientOSError | ClientPayloadError | ServerDisconnectedError):
         return "cut"
     return type(error).__name__

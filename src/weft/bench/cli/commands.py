@@ -309,7 +309,7 @@ def ready(
     with reporting(None if no_plot else plot, record) as done:
         from weft.bench.report import need
 
-        need("httpx", "weft bench ready needs httpx")
+        need("aiohttp", "weft bench ready needs aiohttp")
         from weft.bench.engine import AdapterShape
         from weft.bench.ready import PATTERNS, ReadyPlan, run_ready
         from weft.bench.workload import Lengths, parse_names
@@ -408,7 +408,7 @@ def serve(
         from weft.bench.report import need
         from weft.bench.workload import Arrival, Choice, Lengths
 
-        need("httpx", "weft bench serve needs httpx")
+        need("aiohttp", "weft bench serve needs aiohttp")
         from weft.bench.serve import LoadPlan, run_serve
 
         plan = LoadPlan(
