@@ -26,19 +26,19 @@ from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch, KVCache, RowWork, row_work, tile_rows
 from weft.kernels.attention.paged_kernels import combine_parts, decode_rows, prefill_tiles
-from weft.kernels.attention.rounds import CHUNKS, FEW_DECODES, many_decodes
+from weft.kernels.attention.rounds import CHUNKS, FEW_DECODES, few_decodes, many_decodes
 from weft.kernels.triton_base import launch_options, meeting_place, processors, starts_early
 
 MAX_PARTS = 16
 """The most parts that a decode's context is cut into."""
 
-ENOUGH_PROGRAMS = 2
-"""How many programs keep a processor busy: a decode that has more is not cut into parts."""
+PROGRAMS = 2
+"""How many programs keep a processor busy with chunks: those that have more are not cut into
+parts."""
 
-
-PART_TOKENS = 256
-"""The fewest tokens of a part, as those of a few rounds are read faster than parts are put
-together."""
+PART_BYTES = 16 << 10
+"""The fewest bytes of a head's keys in a part of a decode's context, which has whole rounds: fewer
+are read faster than parts are put together."""
 
 CHUNK_PARTS = (8, 16)
 """The parts that a chunk's context is cut into where its tiles alone would leave most processors
@@ -53,7 +53,7 @@ class PagedAttention:
     def __init__(self, device: torch.device, deterministic: bool = False) -> None:
         self._deterministic = deterministic
         self._programs = processors(device)
-        self._part_tokens = PART_TOKENS
+        self._part_bytes = PART_BYTES
         self._shared_bytes = 0
         """How much shared memory a program may have."""
         if device.type == "cuda":
@@ -120,7 +120,7 @@ class PagedAttention:
         num_parts, acc, sums = 1, out_THD, out_THD
         if not (self._deterministic or constants["WINDOW"]):
             # Tiles of a step are fewer than `num_tiles`, most of which are empty in short steps.
-            wanted = self._cut(K * -(-T // (rows // G)))
+            wanted = self._cut(K * -(-T // (rows // G)), PROGRAMS)
             few, many = CHUNK_PARTS
             num_parts = many if wanted >= many else few if 2 * wanted >= few else 1
         if num_parts > 1:
@@ -172,8 +172,9 @@ class PagedAttention:
         q_THD, *_, out_THD = tensors
         S, (H, D), block_d = work.num_decodes, q_THD.shape[1:], constants["BLOCK_D"]
         K, row_bytes = H // constants["G"], block_d * q_THD.element_size()
-        parts = self._cut(S * K)
-        few = S * K * parts <= ENOUGH_PROGRAMS * self._programs
+        enough = few_decodes(row_bytes)
+        parts = self._cut(S * K, enough)
+        few = S * K * parts <= enough * self._programs
         rounds = FEW_DECODES if few else many_decodes(row_bytes)
         acc = sums = out_THD
         if parts > 1:
@@ -182,7 +183,8 @@ class PagedAttention:
         pairs = batch.seq_lens_S if work.pairs is None else work.pairs
         block_g = max(16, triton.next_power_of_2(H // K))
         rounds = rounds.within(self._shared_bytes, block_g, row_bytes)
-        more = {"PARTS": parts, "LEAST": self._part_tokens, "PAIRS": work.pairs is not None}
+        least = max(self._part_bytes // row_bytes, rounds.tokens)
+        more = {"PARTS": parts, "LEAST": least, "PAIRS": work.pairs is not None}
         _, tickets, _ = meeting_place(q_THD.device)
         decode_rows[S, K, parts](
             *tensors,
@@ -195,6 +197,7 @@ class PagedAttention:
             tickets,
             *numbers,
             BLOCK_G=block_g,
+            HEADS=triton.next_power_of_2(H // K),
             BLOCK_N=rounds.tokens,
             num_warps=rounds.warps,
             num_stages=rounds.stages,
@@ -203,10 +206,10 @@ class PagedAttention:
             **self._options,
         )
 
-    def _cut(self, num_programs: int) -> int:
-        """The most parts that the contexts of decodes are cut into, when so many programs would
-        read whole contexts."""
-        wanted = max(1, min(MAX_PARTS, ENOUGH_PROGRAMS * self._programs // num_programs))
+    def _cut(self, num_programs: int, enough: int) -> int:
+        """The most parts that contexts are cut into, when so many programs would read whole
+        contexts and `enough` keep a processor busy."""
+        wanted = max(1, min(MAX_PARTS, enough * self._programs // num_programs))
         return 1 << (wanted.bit_length() - 1)  # each number is compiled for
 
 

@@ -22,6 +22,59 @@ def _ask_for_round(
     ask_for(ptr + at[:, None] + 64 * tl.arange(0, LINES)[None, :])
 
 
+@triton.jit
+def _load_part(
+    acc_at, part, num_parts, H, G: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr,
+):  # fmt: skip
+    """What one part of a context gave for G heads, fp32 (HEADS, BLOCK_D)."""
+    width = tl.where(part < num_parts, D, 0)
+    there = (tl.arange(0, HEADS) < G)[:, None] & (tl.arange(0, BLOCK_D) < width)[None, :]
+    return tl.load(acc_at + part * H * D, mask=there, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _put_together(
+    out_at,
+    acc_at,
+    sums_at,
+    sinks_at,
+    num_parts,
+    H,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    HEADS: tl.constexpr,
+    PARTS: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """The output of a row's G heads from the parts of its context, which lie H heads apart."""
+    g = tl.arange(0, HEADS)
+    d = tl.arange(0, BLOCK_D)
+    p = tl.arange(0, PARTS)
+    at = g[:, None] * D + d[None, :]
+    there = (g < G)[:, None] & (p < num_parts)[None, :]
+    all_at = sums_at + (g[:, None] + p[None, :] * H) * 2
+    totals = tl.load(all_at, mask=there, other=0.0, cache_modifier=".cg")
+    mosts = tl.load(all_at + 1, mask=there, other=-1e30, cache_modifier=".cg")
+    most = tl.max(mosts, 1)
+    shares = tl.exp2(mosts - most[:, None])
+    total = tl.sum(totals * shares, 1)
+    acc = tl.full((HEADS, BLOCK_D), 0.0, tl.float32)
+    for first in range(0, num_parts, 4):  # with four loads in flight
+        parts = (_load_part(acc_at + at, first, num_parts, H, G, D, BLOCK_D, HEADS),)
+        for j in tl.static_range(1, 4):
+            more = _load_part(acc_at + at, first + j, num_parts, H, G, D, BLOCK_D, HEADS)
+            parts = parts + (more,)  # noqa: RUF005 - for the compiler
+        for j in tl.static_range(4):
+            share = tl.sum(tl.where(p[None, :] == first + j, shares, 0.0), 1)
+            acc += parts[j] * share[:, None]
+    if SINKS:
+        acc, total = with_sinks(acc, total, most, load_sinks(sinks_at, g, g < G))
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(out_at + at, acc.to(out_at.dtype.element_ty), mask=(g < G)[:, None] & (d < D)[None, :])
+
+
 @triton.jit(do_not_specialize=["table_stride"])
 def decode_rows(
     q_ptr,
@@ -44,6 +97,7 @@ def decode_rows(
     D: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     PARTS: tl.constexpr,
@@ -56,7 +110,8 @@ def decode_rows(
     """One query row of a sequence against one part of its context; programs (S, K, PARTS).
 
     q and out (T, H, D); table int32 (., B); lens int32; pairs int32 (S, 2) of sequence and row
-    (-1: nothing to do), without PAIRS both are the program's number; sinks (H,), with SINKS.
+    (-1: nothing to do), without PAIRS both are the program's number; sinks (H,), with SINKS; HEADS:
+    G, rounded up to a power of 2.
 
     A context is cut into as many parts of at least LEAST tokens as it has, at most PARTS. If there
     are several, they meet in acc fp32 (S, PARTS, H, D) and sums fp32 (S, PARTS, H, 2) of (sum,
@@ -132,26 +187,23 @@ def decode_rows(
             tl.debug_barrier()
             ticket_ptr = tickets_ptr + i * K + head
             num_parts = (length - begin + each - 1) // each
-            done = tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == num_parts - 1
-            if done:
+            if tl.atomic_add(ticket_ptr, 1, sem="acq_rel") == num_parts - 1:
                 tl.store(ticket_ptr, 0)
-                p = tl.arange(0, PARTS)
-                base = i.to(tl.int64) * PARTS * H
-                all_at = sums_ptr + (base + (head * G + g)[:, None] + p[None, :] * H) * 2
-                there = (g < G)[:, None] & (p < num_parts)[None, :]
-                totals = tl.load(all_at, mask=there, other=0.0, cache_modifier=".cg")
-                mosts = tl.load(all_at + 1, mask=there, other=-1e30, cache_modifier=".cg")
-                most = tl.max(mosts, 1)
-                shares = tl.exp2(mosts - most[:, None])
-                total = tl.sum(totals * shares, 1)
-                acc = tl.full((BLOCK_G, BLOCK_D), 0.0, tl.float32)
-                for other in tl.static_range(PARTS):
-                    other_at = acc_ptr + (base + other * H) * D + at
-                    width = tl.where(other < num_parts, D, 0)
-                    filled = (g < G)[:, None] & (d < width)[None, :]
-                    share = tl.sum(tl.where(p[None, :] == other, shares, 0.0), 1)
-                    other_acc = tl.load(other_at, mask=filled, other=0.0, cache_modifier=".cg")
-                    acc += other_acc * share[:, None]
+                first_at = i.to(tl.int64) * PARTS * H + head * G
+                _put_together(
+                    out_ptr + (row.to(tl.int64) * H + head * G) * D,
+                    acc_ptr + first_at * D,
+                    sums_ptr + first_at * 2,
+                    sinks_ptr + head * G,
+                    num_parts,
+                    H,
+                    G,
+                    D,
+                    BLOCK_D,
+                    HEADS,
+                    PARTS,
+                    SINKS,
+                )
     if done:
         if SINKS:
             sink = load_sinks(sinks_ptr, head * G + g, g < G)
@@ -186,6 +238,7 @@ def combine_parts(
     at = (row * PARTS + p).to(tl.int64) * H + head
     total = tl.load(sums_ptr + at * 2, mask=p < PARTS, other=0.0)
     most = tl.load(sums_ptr + at * 2 + 1, mask=p < PARTS, other=-1e30)
+    most = tl.where(total > 0, most, -1e30)  # parts without context have left 0
     highest = tl.max(most)
     if SINKS:
         sink = load_sinks(sinks_ptr, head, True)

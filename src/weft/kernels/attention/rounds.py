@@ -29,8 +29,12 @@ class Rounds(NamedTuple):
 
 
 FEW_DECODES = Rounds(64, 4, 3)
-"""Rounds of decodes in ENOUGH_PROGRAMS or fewer, each of which has a processor's memory almost for
-itself."""
+"""Rounds of so few decodes that all of their programs run at once."""
+
+
+def few_decodes(row_bytes: int) -> int:
+    """How many programs of FEW_DECODES run at once on a processor, by their shared memory."""
+    return 2 if row_bytes <= 256 else 1
 
 
 def many_decodes(row_bytes: int) -> Rounds:

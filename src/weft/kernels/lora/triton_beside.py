@@ -84,10 +84,10 @@ def _adapters(
 ):
     """delta of the rows that have adapters, beside the product of the same x, launched just before.
 
-    Each tile of rows has a team of programs, at most PER_TILE, and of one program at least; all
-    teams together have no more than `places` otherwise. Programs wait for their own team alone:
-    those with lower numbers are there or were, so that it takes no more than PER_TILE places for
-    all to come through.
+    Each tile of rows has a team of programs, at most PER_TILE, or twice as many if it is the only
+    one, and of one program at least; all teams together have no more than `places` otherwise.
+    Programs wait for their own team alone: those with lower numbers are there or were, so that it
+    takes no more than the places of one team for all to come through.
 
     They may have started before x is there, so the product tells: flags int32 (NUM_FLAGS,) has a
     flag for each of TURNS launches, as those that follow may be waiting for theirs. Meanwhile they
@@ -104,7 +104,8 @@ def _adapters(
     pid = tl.program_id(0)
     last = tl.num_programs(0) - 1
     num_tiles = tl.load(tiles_ptr + 3)
-    mates = tl.minimum(PER_TILE, tl.maximum(places // tl.maximum(num_tiles, 1), 1))
+    most = tl.where(num_tiles == 1, 2 * PER_TILE, PER_TILE)
+    mates = tl.minimum(most, tl.maximum(places // tl.maximum(num_tiles, 1), 1))
     turn_ptr = flags_ptr + turn % TURNS
     done_ptr = flags_ptr + TURNS
     if pid == last:
@@ -198,8 +199,8 @@ def _adapters(
 
 
 PER_TILE = 1 if INTERPRETED else 16
-"""The most programs for a tile of rows. The interpreter runs one program after the other, so that
-none may wait for a later one."""
+"""The most programs for one of several tiles of rows. The interpreter runs one program after the
+other, so that none may wait for a later one."""
 
 PER_PROCESSOR = 4
 """How many programs fit on a processor, by their registers."""
