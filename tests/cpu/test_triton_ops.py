@@ -49,10 +49,10 @@ def ops(request: pytest.FixtureRequest) -> kernels.TritonOps:
 
 def with_parts(num_processors: int) -> kernels.TritonOps:
     """Ops as on a device of so many processors: the more, the more parts a decode has, and
-    they have no fewest tokens."""
+    they have no fewest bytes."""
     ops = kernels.TritonOps(torch.device("cpu"))
     ops.attend._programs = num_processors
-    ops.attend._part_tokens = 16
+    ops.attend._part_bytes = 0
     return ops
 
 
@@ -103,6 +103,16 @@ def test_chunks_after_long_contexts_match_the_oracle(
     batch = random_batch([(40, 150), (1, 130), (70, 64), (5, 63)], 16, 2)
     attend, has_sinks = with_parts(num_processors).attend, window == 3 or num_processors > 1
     assert_same_as_oracle(attend, batch, (4, 2), 16, window, 2, has_sinks=has_sinks)
+
+
+def test_a_context_in_parts_whose_scores_are_all_far_below_zero() -> None:
+    batch = random_batch([(1, 130), (5, 130)], 16, 2)
+    q, k, v, cache = random_inputs(batch, (4, 2), 16, 2, torch.float32)
+    write_kv(k, v, cache, batch)
+    cache.k.abs_()
+    expected = reference_attend(q.abs(), cache, batch, scale=-200.0, window=None)
+    got = with_parts(64).attend(q.abs(), cache, batch, scale=-200.0, window=None)
+    torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
 
 
 def test_rounds_overlap_as_far_as_shared_memory_goes() -> None:
