@@ -19,6 +19,7 @@ from peft.tuners.lokr.layer import factorization
 from peft.tuners.tuners_utils import BaseTunerLayer
 from safetensors.torch import load_file, save
 
+from weft.checkpoint.base import tensor_of
 from weft.checkpoint.kinds import sort_adapter
 from weft.checkpoint.kinds.lokr import sides
 from weft.checkpoint.parts import AdapterParts
@@ -49,7 +50,8 @@ def deltas(parts: AdapterParts) -> Tensors:
     found = {}
     for each in parts.targets:
         assert each.a is not None and each.b is not None
-        found[each.target.name] = each.scaling * each.b.tensor.double() @ each.a.tensor.double()
+        a, b = tensor_of(each.a.array).double(), tensor_of(each.b.array).double()
+        found[each.target.name] = each.scaling * b @ a
     return found
 
 
@@ -102,8 +104,8 @@ def test_vera_is_drawn_as_torch_draws(table: TargetTable) -> None:
         for named, size in ((parts.a, 40), (parts.b, 3)):
             assert named is not None
             bound = math.sqrt(3.0) * (math.sqrt(2.0) / math.sqrt(size))
-            drawn = torch.empty(named.tensor.shape).uniform_(-bound, bound, generator=generator)
-            torch.testing.assert_close(named.tensor, drawn, rtol=0.0, atol=1e-7)
+            drawn = torch.empty(named.shape).uniform_(-bound, bound, generator=generator)
+            torch.testing.assert_close(tensor_of(named.array), drawn, rtol=0.0, atol=1e-7)
 
 
 def test_ia3_scales_outputs(tmp_path: Path, table: TargetTable) -> None:
@@ -119,9 +121,9 @@ def test_ia3_scales_outputs(tmp_path: Path, table: TargetTable) -> None:
         found["model.layers.1.mlp.up_proj"].gain,
         found["model.layers.0.self_attn.k_proj"].gain,
     )
-    assert up is not None and torch.equal(up.tensor, both)
+    assert up is not None and torch.equal(tensor_of(up.array), both)
     k_name = "base_model.model.model.layers.0.self_attn.k_proj.ia3_l"
-    assert key is not None and torch.equal(key.tensor, tensors[k_name].view(-1))
+    assert key is not None and torch.equal(tensor_of(key.array), tensors[k_name].view(-1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

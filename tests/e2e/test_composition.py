@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM
 
 from weft import LLM, SamplingParams, WeightedAdapter
 from weft.api import ApiSettings, create_app
+from weft.checkpoint.base import array_of, tensor_of
 from weft.checkpoint.compose import check_sum, sum_images, summand_of
 from weft.checkpoint.pack import AdapterImage, pair_views
 from weft.core.adapters import MAX_PARTS, AdapterPart, AdapterRef, check_parts, sum_of
@@ -562,8 +563,8 @@ def random_image(
     data = torch.zeros(layout.num_elements, dtype=dtype)
     for target in TABLE.targets:
         for expert in range(TABLE.copies(target.kind)) if rank[target.slice] else ():
-            for view in pair_views(data, target, TABLE, layout, expert):
-                view.copy_(torch.randn(view.shape))
+            for view in pair_views(array_of(data), target, TABLE, layout, expert):
+                tensor_of(view).copy_(torch.randn(view.shape))
         if target.slice in shifted:
             shift_of(data, layout, target.slice).normal_()
     return AdapterImage(digest, layout, data, (digest,))
@@ -593,8 +594,8 @@ def delta(image: AdapterImage, index: int, expert: int) -> torch.Tensor:
     target = TABLE.targets[index]
     if not image.layout.rank[index]:
         return torch.zeros(target.out_features, target.in_features)
-    a, b = pair_views(image.data, target, TABLE, image.layout, expert)
-    return b.float() @ a.float()
+    a, b = pair_views(array_of(image.data), target, TABLE, image.layout, expert)
+    return tensor_of(b).float() @ tensor_of(a).float()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -8,10 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from weft.checkpoint.parts import AdapterParts, Rows, TargetParts, Values
-from weft.checkpoint.read import Stored
+from weft.checkpoint.read import Raw, Stored
 from weft.checkpoint.refuse import refuse, show
 from weft.core.targets import Kind, Norm, Target, TargetTable
 
@@ -50,7 +51,7 @@ def affine(parts: TargetParts, base: BaseWeights | None, replaced: Replaced | No
     """What makes `W x + bias + scaling B A x` of the base, with the rows in `replaced`, the
     adapter's output; placeholders without a base. Raises AdapterInvalid."""
     for vector in parts.vectors:
-        check_finite(vector.name, vector.tensor)
+        check_finite(vector)
     target = parts.target
     if base is None:
         ones, zeros = torch.ones(target.out_features), torch.zeros(target.out_features)
@@ -58,16 +59,16 @@ def affine(parts: TargetParts, base: BaseWeights | None, replaced: Replaced | No
         return (ones if scaled else None), zeros
     old = base.bias(target)
     old = torch.zeros(target.out_features) if old is None else old.float().cpu()
-    new = old if parts.bias is None else parts.bias.tensor.float()
+    new = old if parts.bias is None else tensor_of(parts.bias.array).float()
     scale = torch.ones(target.out_features)
     if parts.magnitude is not None:
         scale = _dora_scale(parts, parts.magnitude, _weight(target, base, replaced))
     elif parts.gain is not None:
-        scale = parts.gain.tensor.float()
+        scale = tensor_of(parts.gain.array).float()
         new = scale * new
     shift = new - scale * old
     if parts.lora_bias is not None:
-        shift = shift + parts.scaling * parts.lora_bias.tensor.float()
+        shift = shift + parts.scaling * tensor_of(parts.lora_bias.array).float()
     is_one = (scale - 1.0).abs().max() <= _ROUNDING
     return (None if is_one else scale), (shift if shift.any() else None)
 
@@ -76,8 +77,8 @@ def replaced_norm(
     norm: Norm, stored: Stored, dtype: torch.dtype, base: BaseWeights | None
 ) -> torch.Tensor | None:
     """The weight in the serving dtype; None if it is the base's. Raises AdapterInvalid."""
-    weight = stored.tensor.to(dtype)
-    check_finite(stored.name, stored.tensor, weight)
+    weight = tensor_of(stored.array).to(dtype)
+    check_finite(stored, weight)
     if base is not None and torch.equal(weight, base.norm(norm).cpu()):
         return None
     return weight
@@ -91,12 +92,12 @@ def replaced_rows(
         return None
     some, order = None, torch.argsort(torch.tensor(rows.ids, dtype=torch.int64))
     if rows.some is not None:
-        some = rows.some.tensor[order].to(dtype)
-        check_finite(rows.some.name, rows.some.tensor, some)
+        some = tensor_of(rows.some.array)[order].to(dtype)
+        check_finite(rows.some, some)
     ids, found = torch.tensor(rows.ids, dtype=torch.int64)[order], some
     if rows.whole is not None:
-        found = rows.whole.tensor.to(dtype)
-        check_finite(rows.whole.name, rows.whole.tensor, found)
+        found = tensor_of(rows.whole.array).to(dtype)
+        check_finite(rows.whole, found)
         if some is not None:
             found = found.clone().index_copy_(0, ids, some)
         ids = torch.arange(len(found))
@@ -112,13 +113,24 @@ def replaced_rows(
     return Replaced(ids.to(torch.int32), found) if len(ids) else None
 
 
-def check_finite(name: str, tensor: torch.Tensor, packed: torch.Tensor | None = None) -> None:
+def check_finite(values: Values, packed: torch.Tensor | None = None) -> None:
     """Raises AdapterInvalid, naming the tensor, unless its values are finite, and remain so in the
     serving dtype, as which they are in `packed`."""
-    if not is_finite(tensor):
-        refuse(name, "holds NaN or infinite values")
+    if not is_finite(tensor_of(values.array)):
+        refuse(values.name, "holds NaN or infinite values")
     if packed is not None and not is_finite(packed):
-        refuse(name, f"holds values too large for {name_of(packed.dtype)}")
+        refuse(values.name, f"holds values too large for {name_of(packed.dtype)}")
+
+
+def tensor_of(array: Raw) -> torch.Tensor:
+    """The tensor of an array, in the same memory where that is aligned."""
+    tensor = torch.from_numpy(np.require(array, requirements="A"))
+    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+
+
+def array_of(tensor: torch.Tensor) -> Raw:
+    """The array of a tensor on the CPU, in the same memory."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -145,9 +157,9 @@ def with_pair(replaced: Replaced, parts: TargetParts, vocab: int, affine: Affine
     rows = replaced.rows[first:].float()
     is_head = parts.target.kind == "head"
     if parts.a is not None and parts.b is not None:
-        check_finite(parts.a.name, parts.a.tensor)
-        check_finite(parts.b.name, parts.b.tensor)
-        a, b = parts.a.tensor.float(), parts.b.tensor.float()
+        check_finite(parts.a)
+        check_finite(parts.b)
+        a, b = tensor_of(parts.a.array).float(), tensor_of(parts.b.array).float()
         pair = b[vocab:] @ a if is_head else a[:, vocab:].t() @ b.t()
         rows = rows + parts.scaling * pair
     if is_head and shift is not None:
@@ -158,7 +170,8 @@ def with_pair(replaced: Replaced, parts: TargetParts, vocab: int, affine: Affine
     if shift is not None:
         rows = rows + shift
     final = rows.to(replaced.rows.dtype)
-    check_finite(parts.target.name, final)
+    if not is_finite(final):
+        refuse(parts.target.name, "holds NaN or infinite values")
     return Replaced(replaced.ids, torch.cat((replaced.rows[:first], final)))
 
 
@@ -189,9 +202,9 @@ def _weight(target: Target, base: BaseWeights, replaced: Replaced | None) -> tor
 def _dora_scale(parts: TargetParts, magnitude: Values, weight: torch.Tensor) -> torch.Tensor:
     """The magnitudes over the lengths of the rows of W + scaling B A."""
     assert parts.a is not None and parts.b is not None
-    a, b = (each.tensor.to(weight.device, torch.float32) for each in (parts.a, parts.b))
+    a, b = (tensor_of(each.array).to(weight.device, torch.float32) for each in (parts.a, parts.b))
     lengths = _row_lengths(weight, a, b * parts.scaling)
-    scale = magnitude.tensor.float() / lengths.cpu()
+    scale = tensor_of(magnitude.array).float() / lengths.cpu()
     if not is_finite(scale):
         refuse(magnitude.name, "is for rows of W + B A that are zero")
     return scale
@@ -237,7 +250,7 @@ def check_residual(init: str, parts: AdapterParts, base: BaseWeights) -> None:
     for each in adapted[::step]:
         for matrix in (each.a, each.b):
             if matrix is not None:
-                check_finite(matrix.name, matrix.tensor)
+                check_finite(matrix)
         held, others = _held(init, each, base.weight(each.target))
         found, expected = found + held, expected + others
     experts = any(each.target.kind == "experts" for each in parts.targets)
@@ -254,7 +267,7 @@ def check_residual(init: str, parts: AdapterParts, base: BaseWeights) -> None:
 def _held(init: str, parts: TargetParts, weight: torch.Tensor) -> tuple[float, float]:
     """Squared norms in the span of B: what a residual would not hold, and another base at least."""
     assert parts.a is not None and parts.b is not None
-    a, b = (each.tensor.to(weight.device, torch.float32) for each in (parts.a, parts.b))
+    a, b = (tensor_of(each.array).to(weight.device, torch.float32) for each in (parts.a, parts.b))
     span = torch.linalg.qr(b)[0]
     inside, square = torch.zeros_like(a[: span.shape[1]]), 0.0
     rows = max(1, _CHUNK // weight.shape[1])

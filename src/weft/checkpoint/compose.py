@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 
 import torch
 
-from weft.checkpoint.base import is_finite
+from weft.checkpoint.base import array_of, is_finite
 from weft.checkpoint.pack import AdapterImage, allocate, fill, pair_views
 from weft.core.errors import InvalidRequest
 from weft.core.targets import Extras, ImageLayout, Target, TargetTable, layout_of
@@ -94,8 +94,7 @@ def sum_images(
     if into is None:
         data = allocate(num_elements, dtype)
     else:
-        data = into[: num_elements * dtype.itemsize].view(dtype)
-    data.zero_()
+        data = into[: num_elements * dtype.itemsize].view(dtype).zero_()
     finite = True
     for rank, own in enumerate(data.view(num_ranks, layout.num_elements)):
         of_rank = [(replace(image, data=image.data_of(rank)), scale) for image, scale in parts]
@@ -147,14 +146,14 @@ def _fill_target(
     layout: ImageLayout,
 ) -> None:
     for expert in range(table.copies(target.kind)):
-        a, b = pair_views(data, target, table, layout, expert)
+        a, b = pair_views(array_of(data), target, table, layout, expert)
         stop = 0
         for image, scale in parts:
             rank = image.layout.rank[target.slice]
             if not rank:
                 continue
             start, stop = stop, stop + rank
-            own_a, own_b = pair_views(image.data, target, table, image.layout, expert)
+            own_a, own_b = pair_views(array_of(image.data), target, table, image.layout, expert)
             fill(a[start:stop], own_a, 1.0)
             fill(b[:, start:stop], own_b, scale)
 

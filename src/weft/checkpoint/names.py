@@ -21,19 +21,14 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from functools import reduce
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from weft.checkpoint.config import PeftConfig
 from weft.checkpoint.parts import PREFIX, TargetParts, check_shape, find_target
-from weft.checkpoint.read import Stored
+from weft.checkpoint.read import Raw, Stored
 from weft.checkpoint.refuse import refuse
 from weft.core.targets import Target, TargetTable
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _SUFFIXES = {
     ".lora_A.weight": "a",
@@ -77,7 +72,10 @@ class NamedTensors:
     def of(self, module: str, *parts: str) -> Stored | None:
         """The first of these parts that is there."""
         has = self._parts.get(module, {})
-        return next((has[part] for part in parts if part in has), None)
+        for part in parts:
+            if part in has:
+                return has[part]
+        return None
 
     def is_wrapped(self, module: str) -> bool:
         """Whether PEFT wraps the module for LoRA."""
@@ -154,10 +152,10 @@ class _Stacked:
     shape: tuple[int, ...]
     parts: Collection[tuple[Stored, float]]
     """What it is stacked from, each times its number."""
-    stack: Callable[[], Tensor]
+    stack: Callable[[], Raw]
 
     @property
-    def tensor(self) -> Tensor:
+    def array(self) -> Raw:
         return self.stack()
 
     def largest(self) -> np.float32:
@@ -282,14 +280,11 @@ class Gathered:
         a = module.matrix("lora_A", num * rank, target.in_features)
         b = module.matrix("lora_B", target.out_features, rank * num)
 
-        def stack_a() -> Tensor:
-            return a.tensor.reshape(num, rank, -1)
-
-        def stack_b() -> Tensor:
-            return b.tensor.reshape(-1, rank, num).permute(2, 0, 1)
-
-        stacked_a = _Stacked(a.name, (num, rank, target.in_features), [(a, 1.0)], stack_a)
-        stacked_b = _Stacked(b.name, (num, target.out_features, rank), [(b, 1.0)], stack_b)
+        shape_a, shape_b = (num, rank, target.in_features), (num, target.out_features, rank)
+        stacked_a = _Stacked(a.name, shape_a, [(a, 1.0)], lambda: a.array.reshape(shape_a))
+        stacked_b = _Stacked(
+            b.name, shape_b, [(b, 1.0)], lambda: b.array.reshape(-1, rank, num).transpose(2, 0, 1)
+        )
         scaling = self._config.scale_of(parameter, rank)
         self._put(target, [parameter], stacked_a, stacked_b, scaling)
 
@@ -327,18 +322,17 @@ class Gathered:
 
 
 def _stacked(parts: Mapping[int, tuple[Stored, float]], shape: tuple[int, ...]) -> _Stacked:
-    """The matrices by expert, each times its number, float32 where that is not 1 for all."""
+    """The matrices by expert, each times its number: in float32, unless that is 1 for all."""
 
-    def stack() -> Tensor:
-        import torch
-
-        plain = all(scale == 1.0 for _, scale in parts.values())
-        dtypes = [part.tensor.dtype if plain else torch.float32 for part, _ in parts.values()]
-        stacked = torch.zeros(shape, dtype=reduce(torch.promote_types, dtypes))
+    def stack() -> Raw:
+        dtypes = {part.array.dtype for part, _ in parts.values()}
+        plain = len(dtypes) == 1 and all(scale == 1.0 for _, scale in parts.values())
+        stacked = np.zeros(shape, dtypes.pop() if plain else np.float32)
         for expert, (part, scale) in parts.items():
             rows, columns = part.shape
-            tensor = part.tensor if plain else part.tensor.float() * scale
-            stacked[expert, :rows, :columns] = tensor
+            with np.errstate(all="ignore"):  # what is too large shows as infinite in the image
+                values = part.array if plain else part.values() * np.float32(scale)
+            stacked[expert, :rows, :columns] = values
         return stacked
 
     return _Stacked(next(iter(parts.values()))[0].name, shape, parts.values(), stack)

@@ -17,11 +17,13 @@ from weft.checkpoint.base import (
     BaseWeights,
     Replaced,
     affine,
+    array_of,
     check_residual,
     is_finite,
     name_of,
     replaced_norm,
     replaced_rows,
+    tensor_of,
     with_pair,
 )
 from weft.checkpoint.examine import check_values
@@ -29,12 +31,11 @@ from weft.checkpoint.kinds import CONVERSION_TOLERANCE, sort_adapter
 from weft.checkpoint.parts import (
     AdapterParts,
     TargetParts,
-    Values,
     check_activated,
     nothing_in,
     same_rows,
 )
-from weft.checkpoint.read import AdapterFiles
+from weft.checkpoint.read import AdapterFiles, Raw
 from weft.checkpoint.refuse import refuse
 from weft.core.config import MAX_ADDED_TOKENS
 from weft.core.files import WEIGHTS_FILE
@@ -137,7 +138,7 @@ def pack_image(
         check_residual(config.residual_init, parts, base)
     beside = _beside(parts, table, dtype, base)
     layout = layout_of(shards[0].own, parts.ranks(table), beside.extras(), dtype.itemsize)
-    data = allocate(len(shards) * layout.num_elements, dtype).zero_()
+    data = allocate(len(shards) * layout.num_elements, dtype)
     each = list(zip(shards, data.view(len(shards), layout.num_elements), strict=True))
     changes = _fill_pairs(each, parts.targets, layout)
     if len(data) and not is_finite(data):
@@ -162,13 +163,12 @@ def pack_image(
 
 
 def allocate(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """(num_elements,), not initialised, CPU. Raises MemoryError.
+    """(num_elements,), zeros, CPU. Raises MemoryError.
 
     NumPy asks for huge pages where torch does not: 84 MB are then given back in half a
     millisecond, not in six, during which no other thread of the process can run.
     """
-    data = np.empty(num_elements * dtype.itemsize, np.uint8)
-    return torch.from_numpy(data).view(dtype)
+    return torch.from_numpy(np.zeros(num_elements * dtype.itemsize, np.uint8)).view(dtype)
 
 
 # -- A and B ---------------------------------------------------------------------------------------
@@ -180,65 +180,62 @@ def _fill_pairs(
     """Copy the A and B of each rank to its data, the scaling done in float32; what they have for
     added tokens is in the rows of these. Whether they change anything."""
     changes = False
+    arrays = [(shard, array_of(data)) for shard, data in each]
     for parts in targets:
         if parts.a is None or parts.b is None:
             continue
-        stacked_a, stacked_b = _by_expert(parts.a), _by_expert(parts.b)
-        for shard, data in each:
+        # A (E, r, in) and B (E, out, r), where E is 1 of what is no expert's.
+        stacked_a, stacked_b = (v.array.reshape(-1, *v.shape[-2:]) for v in (parts.a, parts.b))
+        for shard, data in arrays:
             target = shard.own.targets[parts.target.slice]
-            inputs, outputs = shard.a_columns(target), shard.b_rows(target)
-            copies = shard.copies(target.kind)
+            copies, inputs, outputs = shard.pairs[target.slice]
             own = zip(stacked_a[copies], stacked_b[copies], strict=True)
             for expert, (whole_a, whole_b) in enumerate(own):
                 a, b = pair_views(data, target, shard.own, layout, expert)
                 fill(a, whole_a[:, inputs], 1.0)
-                sizes = [rows.stop - rows.start for rows in outputs]
-                for dest, rows in zip(b.split_with_sizes(sizes), outputs, strict=True):
-                    fill(dest, whole_b[rows], parts.scaling)
-                changes = changes or bool(a.any() and b.any())
+                start = 0
+                for rows in outputs:
+                    fill(b[start:], whole_b[rows], parts.scaling)
+                    start += rows.stop - rows.start
+                changes = changes or bool(tensor_of(a).any() and tensor_of(b).any())
     return changes
 
 
-def _by_expert(values: Values) -> torch.Tensor:
-    """A (E, r, in) or B (E, out, r), where E is 1 of what is no expert's."""
-    tensor = values.tensor
-    return tensor if tensor.dim() == 3 else tensor[None]
-
-
-def fill(dest: torch.Tensor, source: torch.Tensor, scale: float) -> None:
-    """dest = scale * source (rows, columns), as far as both have them, block by block of `dest`."""
-    if dest.stride(1) > 1:
-        dest, source = dest.t(), source.t()
-    rows, columns = map(min, dest.shape, source.shape)
+def fill(dest: Raw, source: Raw, scale: float) -> None:
+    """dest = scale * source (rows, columns), as far as both have them; see `Stored.array`."""
+    if dest.shape != source.shape:
+        rows, columns = map(min, dest.shape, source.shape)
+        dest, source = dest[:rows, :columns], source[:rows, :columns]
     if scale == 1.0 and dest.dtype == source.dtype:
         # NumPy copies all of it in this thread, and lets others run meanwhile.
-        bits = {2: torch.int16, 4: torch.int32}[dest.element_size()]
-        into, what = dest[:rows, :columns].view(bits), source[:rows, :columns].view(bits)
-        np.copyto(into.numpy(), what.numpy())
+        np.copyto(dest, source)
         return
-    step = max(1, _BLOCK // columns)
-    for start in range(0, rows, step):
-        block = source[start : min(start + step, rows), :columns]
-        scaled = block if scale == 1.0 else block.float() * scale
-        dest[start : start + len(block), :columns].copy_(scaled)
+    into, what = tensor_of(dest), tensor_of(source)
+    if into.stride(1) > 1:
+        into, what = into.t(), what.t()
+    step = max(1, _BLOCK // into.shape[1])
+    for start in range(0, len(into), step):
+        values = what[start : start + step]
+        values = values if values.dtype == into.dtype else values.float()
+        torch.mul(values, scale, out=into[start : start + step])
 
 
 def pair_views(
-    data: torch.Tensor, target: Target, table: TargetTable, layout: ImageLayout, expert: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+    data: Raw, target: Target, table: TargetTable, layout: ImageLayout, expert: int
+) -> tuple[Raw, Raw]:
     """Views of a target's A (r, in) and B (out, r) in the image; `expert`: 0 if there are none."""
     group = table.groups[target.group]
     rank = layout.rank[target.slice]
-    total = sum(layout.rank[s.slice] for s in group.slices)
-    row = sum(layout.rank[s.slice] for s in group.slices if s.slice < target.slice)
+    ranks = [layout.rank[s.slice] for s in group.slices]
+    total, row = sum(ranks), sum(ranks[: target.slice - group.slices[0].slice])
     start = layout.a_offset[target.group] + expert * aligned(total * group.a_features)
     stacked = data[start : start + total * group.a_features]
     if group.kind == "embedding":
-        a = stacked.view(group.a_features, total)[:, row : row + rank].t()
+        a = stacked.reshape(group.a_features, total)[:, row : row + rank].T
     else:
-        a = stacked.view(total, group.a_features)[row : row + rank]
+        a = stacked.reshape(total, group.a_features)[row : row + rank]
     start = layout.b_offset[target.slice] + expert * aligned(target.b_features * rank)
-    b = data[start : start + target.b_features * rank].view(target.b_features, rank)
+    b = data[start : start + target.b_features * rank].reshape(target.b_features, rank)
     return a, b
 
 
@@ -249,6 +246,7 @@ def _beside(
     parts: AdapterParts, table: TargetTable, dtype: torch.dtype, base: BaseWeights | None
 ) -> _Beside:
     beside = _Beside({}, {}, {}, vocab_size=parts.vocab_size)
+    vocab, _ = vocabulary(table, "embedding")
     beside.embedding = replaced_rows(parts.embedding, "embedding", table, dtype, base)
     beside.head = beside.embedding
     if not same_rows(parts.embedding, parts.head):
@@ -257,7 +255,6 @@ def _beside(
         target = table.targets[each.target.slice]
         whole = {"embedding": beside.embedding, "head": beside.head}.get(target.kind)
         scale, shift = affine(each, base, whole) if each.vectors else (None, None)
-        vocab, _ = vocabulary(table, "embedding")
         if parts.vocab_size > vocab and whole is not None:
             final = with_pair(whole, each, vocab, (scale, shift))
             if target.kind == "embedding":

@@ -7,18 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from weft.checkpoint.config import layer_of
-from weft.checkpoint.read import Stored
+from weft.checkpoint.read import Raw, Stored
 from weft.checkpoint.refuse import refuse
 from weft.core.targets import ImageLayout, Norm, Target, TargetTable, vocabulary
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 PREFIX = "base_model.model."
 """What PEFT puts before the name of a module."""
@@ -37,8 +34,8 @@ class Values(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
     @property
-    def tensor(self) -> Tensor:
-        """On the CPU; computed each time it is asked for."""
+    def array(self) -> Raw:
+        """Computed each time it is asked for."""
 
     def largest(self) -> np.float32:
         """The largest magnitude; NaN or infinite if there is such a value."""
@@ -56,18 +53,13 @@ class Deferred:
     """The largest magnitude, where it follows from those of factors, as rounding keeps order."""
 
     @property
-    def tensor(self) -> Tensor:
-        import torch
-
-        return torch.from_numpy(self._values())
+    def array(self) -> NDArray[np.float32]:
+        with np.errstate(all="ignore"):  # what is too large shows as infinite in the image
+            return np.ascontiguousarray(self.compute(), np.float32)
 
     def largest(self) -> np.float32:
         with np.errstate(all="ignore"):
-            return largest(self._values()) if self.bound is None else np.float32(self.bound())
-
-    def _values(self) -> NDArray[np.float32]:
-        with np.errstate(all="ignore"):  # what is too large shows as infinite in the image
-            return np.ascontiguousarray(self.compute(), np.float32)
+            return largest(self.array) if self.bound is None else np.float32(self.bound())
 
 
 def largest(array: Array) -> np.float32:

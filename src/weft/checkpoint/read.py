@@ -45,6 +45,8 @@ _CHUNK = 1 << 18
 _IN_CACHE = 1 << 16
 """Values looked at in one go, in the processor's cache."""
 Bytes = npt.NDArray[np.uint8]
+Raw = npt.NDArray[Any]
+"""Values of a dtype that weights are stored in: uint16 stands for bfloat16, which NumPy lacks."""
 _PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt")
 
 
@@ -120,17 +122,10 @@ class Stored:
     data: Bytes
 
     @property
-    def tensor(self) -> torch.Tensor:
-        """The tensor on the CPU, in the file's dtype: a view of the file where that is aligned."""
-        import torch
-
-        dtype = getattr(torch, self.dtype)
-        if not len(self.data):
-            return torch.empty(self.shape, dtype=dtype)
-        flat = torch.from_numpy(self.data)
-        if flat.data_ptr() % dtype.itemsize:
-            flat = flat.clone()
-        return flat.view(dtype).reshape(self.shape)
+    def array(self) -> Raw:
+        """The tensor in the file's dtype: a view of the file."""
+        dtype = "uint16" if self.dtype == "bfloat16" else self.dtype
+        return self.data.view(dtype).reshape(self.shape)
 
     def values(self) -> npt.NDArray[np.float32]:
         """The values in the tensor's shape; a view of the file where that is float32."""

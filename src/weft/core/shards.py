@@ -28,11 +28,12 @@ summed in between:
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from weft.core.targets import Kind, Norm, Target, TargetTable
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Shard:
     """What one of `size` ranks has of a model."""
 
@@ -64,6 +65,12 @@ class Shard:
         if own.b_features == own.out_features:
             return self.outputs(target)
         return (self._share(whole.out_features, own.b_features),)
+
+    @cached_property
+    def pairs(self) -> list[tuple[slice, slice, tuple[slice, ...]]]:
+        """The `copies`, `a_columns` and `b_rows` of each slice."""
+        own = self.own.targets
+        return [(self.copies(each.kind), self.a_columns(each), self.b_rows(each)) for each in own]
 
     def copies(self, kind: Kind) -> slice:
         """Which of the A or B of a target are the rank's, of as many as `TargetTable.copies` says:
