@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from weft.checkpoint.fields import Fields, Modules, Pattern, T
 from weft.checkpoint.refuse import refuse, show
@@ -48,14 +49,19 @@ class PeftConfig:
     trained, if that has other names; see `weft.checkpoint.text_part`."""
 
     def rank_of(self, module: str) -> int:
-        return _first_match(self.rank_pattern, self._key_of(module), self.r)
+        return self._first_match(self.rank_pattern, module, self.r)
 
     def scale_of(self, module: str, rank: int) -> float:
-        alpha = _first_match(self.alpha_pattern, self._key_of(module), self.alpha)
+        alpha = self._first_match(self.alpha_pattern, module, self.alpha)
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
+    def _first_match(self, patterns: tuple[tuple[Pattern, T], ...], module: str, default: T) -> T:
+        key = self._key_of(module) if patterns else ""
+        return next((value for pattern, value in patterns if pattern.matches_module(key)), default)
+
     def selects_parameter(self, name: str) -> bool:
-        return any(_ends_with(name, entry) for entry in self.target_parameters)
+        listed = self.target_parameters
+        return bool(listed) and any(_ends_with(name, entry) for entry in listed)
 
     def _trained(self, module: str) -> str:
         """What the model that was trained calls a module of the base."""
@@ -138,17 +144,11 @@ def layer_of(module: str) -> int | None:
     return next(map(int, parts), None)
 
 
-def _first_match(patterns: tuple[tuple[Pattern, T], ...], module: str, default: T) -> T:
-    for pattern, value in patterns:
-        if pattern.matches_module(module):
-            return value
-    return default
-
-
 def _ends_with(module: str, entry: str) -> bool:
     return module == entry or module.endswith("." + entry)
 
 
+@lru_cache(1 << 12)
 def _endings(module: str) -> frozenset[str]:
     """What lists may call a module: its name from any '.' on."""
     parts = module.split(".")

@@ -38,5 +38,6 @@ def text_part(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], Naming]
         if own in found:
             refuse(name, f"is the same as {found[own].name}")
         found[PREFIX + own] = tensor
-        naming |= {to: prefix for prefix, to in TEXT_PREFIXES if to and module.startswith(prefix)}
+        if own != module:
+            naming |= {to: start for start, to in TEXT_PREFIXES if to and module.startswith(start)}
     return found, naming

@@ -246,15 +246,16 @@ TEXT_PREFIXES: tuple[tuple[str, str | None], ...] = (
 )
 """How names of modules begin in models that see images too, and in their text model alone; None
 for what is no part of that. transformers has had two ways to call the text model."""
+_PREFIXES = tuple(prefix for prefix, _ in TEXT_PREFIXES)
 
 
 def text_name(name: str) -> str | None:
     """What a text model alone calls a module, tensor or parameter of a model that may see images
     too; None if it belongs to another part of that model."""
-    for prefix, own in TEXT_PREFIXES:
-        if name.startswith(prefix):
-            return None if own is None else own + name.removeprefix(prefix)
-    return name
+    if not name.startswith(_PREFIXES):
+        return name
+    prefix, own = next(each for each in TEXT_PREFIXES if name.startswith(each[0]))
+    return None if own is None else own + name.removeprefix(prefix)
 
 
 @dataclass(frozen=True)

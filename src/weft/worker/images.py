@@ -184,9 +184,9 @@ class ImageStore:
 
     def _write(self, file: io.FileIO, image: AdapterImage) -> int:
         """Write an image; the size of the file in bytes."""
-        said = asdict(replace(image, data=torch.empty(0)))
+        said = {"key": self._key, **vars(image), "layout": vars(image.layout)}
         del said["data"]
-        header = json.dumps({"key": self._key, **said}).encode()
+        header = json.dumps(said).encode()
         data = _bytes(image.data)
         start = _data_start(header)
         checksum = zlib.crc32(header)
