@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -34,11 +34,15 @@ MAX_DIMENSIONS = 8
 DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 """What weights may be stored in: torch's names by safetensors' names."""
 
+_KEPT_BYTES = 1 << 18
+"""Of headers up to this length, what is in the last few is remembered."""
 _METADATA_BYTES, _METADATA_OBJECTS = 1 << 20, 1 << 14
 """What a header may have besides tensors."""
 _ENTRY_BYTES = 384
 """What a header may take for a tensor."""
 _ENTRY = {"dtype", "shape", "data_offsets"}
+_Entry = tuple[int, int, str, tuple[int, ...], str]
+"""Where a tensor lies in the data, in bytes, its dtype, its shape and its name."""
 
 _CHUNK = 1 << 18
 """Values compared in one go."""
@@ -173,12 +177,17 @@ def parse_stored(
     while a large copy is made, which is not so while libraries make many small ones.
     Raises AdapterInvalid for a malformed file or a dtype other than float32, float16, bfloat16.
     """
-    header = _parse_header(weights, max_tensors(table) if table else MAX_TENSORS)
-    data = np.frombuffer(weights, np.uint8, offset=8 + int.from_bytes(weights[:8], "little"))
+    length = int.from_bytes(weights[:8], "little")
+    if len(weights) < 8 or length > len(weights) - 8:
+        refuse(WEIGHTS_FILE, "malformed: it ends before its header does")
+    most = max_tensors(table) if table else MAX_TENSORS
+    if length > min(MAX_HEADER_BYTES, _METADATA_BYTES + most * _ENTRY_BYTES):
+        refuse(WEIGHTS_FILE, f"malformed: its header has {length} bytes")
+    parse = _entries if length <= _KEPT_BYTES else _entries.__wrapped__
+    entries = parse(bytes(weights[8 : 8 + length]), most)
+    data = np.frombuffer(weights, np.uint8, offset=8 + length)
     if not data.flags.writeable:
         data = data.copy()
-    entries = [(*_entry(name, spec), name) for name, spec in header.items()]
-    entries.sort()
     end = 0
     found: dict[str, Stored] = {}
     for begin, stop, dtype, shape, name in entries:
@@ -221,14 +230,9 @@ def _refuse_pickle(folder: Folder) -> None:
             refuse(name, f"pickle files are never opened here; {remedy}")
 
 
-def _parse_header(weights: bytes | memoryview, max_tensors: int) -> dict[str, object]:
-    """What the file says of each tensor. It must lie inside the file and name none twice."""
-    length = int.from_bytes(weights[:8], "little")
-    if len(weights) < 8 or length > len(weights) - 8:
-        refuse(WEIGHTS_FILE, "malformed: it ends before its header does")
-    if length > min(MAX_HEADER_BYTES, _METADATA_BYTES + max_tensors * _ENTRY_BYTES):
-        refuse(WEIGHTS_FILE, f"malformed: its header has {length} bytes")
-    text = bytes(weights[8 : 8 + length])
+@lru_cache(16)
+def _entries(text: bytes, max_tensors: int) -> tuple[_Entry, ...]:
+    """What a header says of each tensor, in the order of the data. It must name none twice."""
     if text.count(b'"data_offsets"') > max_tensors:
         refuse(WEIGHTS_FILE, f"holds more tensors than any adapter for this base ({max_tensors})")
     if text.count(b"{") > max_tensors + _METADATA_OBJECTS:
@@ -242,7 +246,7 @@ def _parse_header(weights: bytes | memoryview, max_tensors: int) -> dict[str, ob
     if not isinstance(header, dict):
         refuse(WEIGHTS_FILE, "malformed: its header is not an object")
     header.pop("__metadata__", None)
-    return header
+    return tuple(sorted(_entry(name, spec) for name, spec in header.items()))
 
 
 def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -252,8 +256,7 @@ def _distinct(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return found
 
 
-def _entry(name: str, spec: object) -> tuple[int, int, str, tuple[int, ...]]:
-    """Where a tensor lies in the data, in bytes, its dtype, and its shape."""
+def _entry(name: str, spec: object) -> _Entry:
     if not isinstance(spec, dict) or spec.keys() != _ENTRY:
         refuse(name, "malformed: it needs dtype, shape and data_offsets")
     dtype = DTYPES.get(spec["dtype"]) if isinstance(spec["dtype"], str) else None
@@ -264,7 +267,7 @@ def _entry(name: str, spec: object) -> tuple[int, int, str, tuple[int, ...]]:
         refuse(name, "malformed: its shape or its place is not a list of sizes")
     if math.prod(shape) * item_bytes(dtype) != offsets[1] - offsets[0]:
         refuse(name, f"malformed: its data do not have the size of the shape {show(shape)}")
-    return offsets[0], offsets[1], dtype, shape
+    return offsets[0], offsets[1], dtype, shape, name
 
 
 def item_bytes(dtype: str) -> int:
