@@ -21,8 +21,9 @@ from safetensors.torch import load_file, save, save_file
 from tables import build_table
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from weft.checkpoint.base import array_of
 from weft.checkpoint.fields import PatternError, Work, compile_pattern
-from weft.checkpoint.pack import AdapterImage, pack_image
+from weft.checkpoint.pack import AdapterImage, fill, pack_image
 from weft.checkpoint.read import AdapterFiles
 from weft.core.errors import AdapterError, AdapterInvalid, AdapterNotFound, AdapterUnavailable
 from weft.core.targets import Norm, Target, TargetTable
@@ -180,6 +181,19 @@ def test_half_precision_files(plain: tuple[dict, Tensors]):
         narrow = {name: tensor.to(dtype) for name, tensor in tensors.items()}
         wide = {name: tensor.float() for name, tensor in narrow.items()}
         assert torch.equal(pack(config, narrow).data, pack(config, wide).data)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_every_value_is_scaled_in_float32_and_rounded_once(dtype: torch.dtype):
+    bits = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int16).view(dtype)
+    values = torch.cat([bits[bits.isfinite()], torch.zeros(3, dtype=dtype)])
+    for scale in (2.0, 0.7 / 4, 1e30, 1e-30):
+        for columns in (1, 3, 16):
+            source = values[: len(values) // columns * columns].view(-1, columns)
+            dest = torch.zeros(len(source), columns + 5, dtype=dtype)[:, 2 : 2 + columns]
+            fill(array_of(dest), array_of(source), scale)
+            expected = (source.float() * scale).to(dtype)
+            assert torch.equal(dest.contiguous().view(torch.int16), expected.view(torch.int16))
 
 
 # refusals -------------------------------------------------------------------------------------
@@ -733,6 +747,22 @@ MALFORMED = {
     "unknown dtype": with_header({A: {**entry(0, 4, [1]), "dtype": "Q4"}}, b"\0" * 4),
     "left over": with_header({A: entry(0, 4, [1])}, b"\0" * 8),
 }
+
+
+def test_what_is_known_of_a_header_says_nothing_of_the_data(plain: tuple[dict, Tensors]):
+    config, tensors = plain
+    first, again = pack(config, tensors), pack(config, {n: 3 * t for n, t in tensors.items()})
+    assert first.layout == again.layout and not torch.equal(first.data, again.data)
+    weights = save(tensors)
+    for changed in (weights[:-4], weights + b"\0" * 4):
+        with pytest.raises(AdapterInvalid, match="malformed"):
+            pack(config, changed)
+    with pytest.raises(AdapterInvalid, match="NaN"):
+        pack(config, {n: t * float("nan") for n, t in tensors.items()})
+    smaller = replace(TABLE, groups=(*TABLE.groups[:5], TABLE.groups[-1]))
+    with pytest.raises(AdapterInvalid, match="which has 1 layers"):
+        files = AdapterFiles(json.dumps(config).encode(), weights)
+        pack_image(files, smaller, torch.float32, MAX_RANK)
 
 
 @pytest.mark.parametrize("weights", MALFORMED.values(), ids=MALFORMED.keys())
