@@ -11,8 +11,8 @@ being run:
 What kernels would have written is undefined meanwhile. So those that an earlier engine of this
 process has compiled don't run either: they might read from addresses that were never written.
 
-At the end of the block, processes forked from this one compile what was noted, one for each
-processor, and leave it in Triton's cache on disk, from where this process takes it. Threads of one
+Processes forked from this one compile what was noted, one for each processor, and leave it in
+Triton's cache on disk, from where this process takes it at the end of the block. Threads of one
 process would take about twice as long, as a good part of the compiler holds Python's lock.
 
 Several processes that need the same kernels, as the ranks of a model do, share the work: each one
@@ -107,23 +107,45 @@ class _Ahead(AsyncCompileMode):  # type: ignore[misc]
         self._part, self._num_parts = part, num_parts
         self._kernels: dict[str, tuple[Compile, list[Keep]]] = {}
         """By a kernel's content: what compiles it, and what makes it known to its callers."""
+        self._todo: list[str] = []
+        """Those that were not compiled by an earlier start, and that nobody compiles yet."""
+        self._aside: list[_Compilers] = []
 
     def submit(self, key: str, compile_one: Compile, keep: Keep, *_: object) -> _NotYet:
-        """Note a kernel that is to be compiled."""
-        self._kernels.setdefault(key, (compile_one, []))[1].append(keep)
+        """Note a kernel that is to be compiled. As soon as there is one of its own part for each
+        processor, these are begun with."""
+        if key not in self._kernels:
+            self._kernels[key] = compile_one, []
+            if not _is_cached(key):
+                self._todo.append(key)
+            own = [key for key in self._todo if self._is_own(key)]
+            if len(own) >= _num_processors():
+                self._begin(own)
+        self._kernels[key][1].append(keep)
         kernel = _NotYet()
         keep(kernel)
         return kernel
+
+    def _is_own(self, key: str) -> bool:
+        return zlib.crc32(key.encode()) % self._num_parts == self._part
+
+    def _begin(self, keys: list[str]) -> None:
+        """Compile kernels aside."""
+        self._aside.append(_Compilers([self._kernels[key][0] for key in keys]))
+        self._todo = [key for key in self._todo if key not in keys]
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         super().__exit__(kind, error, trace)
         made: list[Future[Any]] = []
         if error is None and self._kernels:
-            todo = [key for key in self._kernels if not _is_cached(key)]
-            todo.sort(key=lambda key: zlib.crc32(key.encode()) % self._num_parts != self._part)
-            num, cached = len(self._kernels), len(self._kernels) - len(todo)
+            num_begun = sum(aside.num_kernels for aside in self._aside)
+            num, cached = len(self._kernels), len(self._kernels) - num_begun - len(self._todo)
             logger.info("start: %d kernels, %d of them compiled by an earlier start", num, cached)
-            _compile_aside([self._kernels[key][0] for key in todo])
+            if self._todo:
+                self._begin(sorted(self._todo, key=self._is_own, reverse=True))
+        for aside in self._aside:
+            aside.end(STUCK_S if error is None else 0)
+        if error is None and self._kernels:
             with ThreadPoolExecutor(_num_processors()) as pool:
                 made = [pool.submit(one) for one, _ in self._kernels.values()]
         for i, (_, keeps) in enumerate(self._kernels.values()):
@@ -143,30 +165,35 @@ def _is_cached(key: str) -> bool:
     return any(Path(manager.cache_dir).iterdir())
 
 
-def _compile_aside(todo: Sequence[Compile]) -> None:
-    """Compile kernels in processes, which leave them in Triton's cache. What does not come about
+class _Compilers:
+    """Processes that compile kernels, and leave them in Triton's cache. What does not come about
     there, for whatever reason, is left to the caller."""
-    num = min(_num_processors(), len(todo))
-    if num < 2:
-        return
-    orders, to_give = os.pipe()
-    ended, to_tell = os.pipe()
-    os.write(to_give, b"".join(map(_INDEX.pack, range(len(todo)))))
-    os.close(to_give)
-    children: list[int] = []
-    try:
-        while len(children) < num:
-            children.append(_fork(orders, to_tell, todo))
-    except OSError as error:
-        logger.info("there are only %d processes that compile: %s", len(children), error)
-    os.close(orders)
-    os.close(to_tell)
-    while select([ended], [], [], STUCK_S)[0] and os.read(ended, 1):
-        pass
-    os.close(ended)
-    for child in children:
-        os.kill(child, signal.SIGKILL)  # one that hangs; the others have ended
-        os.waitpid(child, 0)
+
+    def __init__(self, todo: Sequence[Compile]) -> None:
+        self.num_kernels = len(todo)
+        self._children: list[int] = []
+        orders, to_give = os.pipe()
+        self._ended, to_tell = os.pipe()
+        os.write(to_give, b"".join(map(_INDEX.pack, range(len(todo)))))
+        os.close(to_give)
+        num = min(_num_processors(), len(todo))
+        try:
+            while num > 1 and len(self._children) < num:
+                self._children.append(_fork(orders, to_tell, todo))
+        except OSError as error:
+            count = len(self._children)
+            logger.info("there are only %d processes that compile: %s", count, error)
+        os.close(orders)
+        os.close(to_tell)
+
+    def end(self, stuck_s: float) -> None:
+        """Wait for them, unless none of them ends a kernel for so long."""
+        while select([self._ended], [], [], stuck_s)[0] and os.read(self._ended, 1):
+            pass
+        os.close(self._ended)
+        for child in self._children:
+            os.kill(child, signal.SIGKILL)  # one that hangs; the others have ended
+            os.waitpid(child, 0)
 
 
 def _fork(orders: int, to_tell: int, todo: Sequence[Compile]) -> int:

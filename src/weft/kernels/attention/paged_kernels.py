@@ -35,19 +35,9 @@ def _load_part(
 
 @triton.jit
 def _put_together(
-    out_at,
-    acc_at,
-    sums_at,
-    sinks_at,
-    num_parts,
-    H,
-    G: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HEADS: tl.constexpr,
-    PARTS: tl.constexpr,
-    SINKS: tl.constexpr,
-):
+    out_at, acc_at, sums_at, sinks_at, num_parts, H, G: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
     """The output of a row's G heads from the parts of its context, which lie H heads apart."""
     g = tl.arange(0, HEADS)
     d = tl.arange(0, BLOCK_D)
@@ -191,19 +181,10 @@ def decode_rows(
                 tl.store(ticket_ptr, 0)
                 first_at = i.to(tl.int64) * PARTS * H + head * G
                 _put_together(
-                    out_ptr + (row.to(tl.int64) * H + head * G) * D,
-                    acc_ptr + first_at * D,
-                    sums_ptr + first_at * 2,
-                    sinks_ptr + head * G,
-                    num_parts,
-                    H,
-                    G,
-                    D,
-                    BLOCK_D,
-                    HEADS,
-                    PARTS,
-                    SINKS,
-                )
+                    out_ptr + (row.to(tl.int64) * H + head * G) * D, acc_ptr + first_at * D,
+                    sums_ptr + first_at * 2, sinks_ptr + head * G, num_parts, H, G, D, BLOCK_D,
+                    HEADS, PARTS, SINKS,
+                )  # fmt: skip
     if done:
         if SINKS:
             sink = load_sinks(sinks_ptr, head * G + g, g < G)
