@@ -571,18 +571,13 @@ def test_an_engine_that_fails_ends_open_streams(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize(
     ("start", "options", "param"),
     [
-        (
-            start_in_process,
-            {"max_num_batched_tokens": 8, "max_num_seqs": 9},
-            "max_num_batched_tokens",
-        ),
         (start_in_process, {"max_model_len": 513}, "max_model_len"),
         # test_cli.py has a server whose engine's process can't start.
         pytest.param(
             start_process, {"max_model_len": 513}, "max_model_len", marks=pytest.mark.exhaustive
         ),
     ],
-    ids=["engine-thread", "runner-thread", "runner-process"],
+    ids=["runner-thread", "runner-process"],
 )
 def test_a_failed_start(
     start: Start, options: dict[str, int], param: str, monkeypatch: pytest.MonkeyPatch

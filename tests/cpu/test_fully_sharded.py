@@ -6,6 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from importlib import metadata
 
 import pytest
 import torch
@@ -15,7 +16,6 @@ from torch import Tensor
 from weft.core.errors import ConfigError
 from weft.core.shards import Shard
 from weft.core.targets import Group, Packed, TargetTable, build_table, layout_of
-from weft.kernels import lora
 from weft.kernels.collective.base import ALONE, Ranks, Solo
 from weft.kernels.linear import DenseWeight
 from weft.kernels.lora import AdapterPool, LoraBatch, Segment, make_backend
@@ -181,7 +181,7 @@ def test_a_third_party_backend_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     class Entry:
         name = "theirs"
 
-    monkeypatch.setattr(lora, "entry_points", lambda group: [Entry()])
+    monkeypatch.setattr(metadata, "entry_points", lambda group: [Entry()])
     with pytest.raises(ConfigError, match="theirs") as caught:
         make_backend("theirs", pool_of(table(2, 2), ALONE))
     assert caught.value.param == "fully_sharded_loras"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from importlib import metadata
 
 import pytest
 import torch
@@ -20,10 +21,11 @@ from tables import build_table
 from torch import Tensor
 
 import weft.kernels.lora as lora
+from weft.core.config import backend_names
 from weft.core.errors import ConfigError
 from weft.core.targets import TargetTable, layout_of
 from weft.kernels.linear import DenseWeight
-from weft.kernels.lora import AdapterPool, LoraBatch, Segment, backend_names, make_backend
+from weft.kernels.lora import AdapterPool, LoraBatch, Segment, make_backend
 
 VOCAB, HIDDEN, INNER = 23, 12, 20
 TABLE: TargetTable = build_table(
@@ -321,7 +323,7 @@ def test_a_third_party_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     def entry_points(*, group: str) -> list[Entry]:
         return [Entry()] if group == "weft.lora_backends" else []
 
-    monkeypatch.setattr(lora, "entry_points", entry_points)
+    monkeypatch.setattr(metadata, "entry_points", entry_points)
     pool = World(torch.float32).pool
     assert backend_names() == ["reference", "torch", "triton", "theirs"]
     assert make_backend("theirs", pool) == "their backend"

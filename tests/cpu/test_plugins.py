@@ -15,8 +15,9 @@ from tiny import ADAPTERS, BASE, ask
 from torch import Tensor
 
 from weft import SamplingParams
+from weft.core.config import backend_names
 from weft.core.errors import ConfigError
-from weft.kernels.lora import AdapterPool, LoraBatch, LoraStep, Segment, backend_names
+from weft.kernels.lora import AdapterPool, LoraBatch, LoraStep, Segment
 from weft.kernels.quant import FORMATS, Format
 from weft.terminal.options import engine_parameters
 from weft.text import load_tokenizer

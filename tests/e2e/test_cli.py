@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 import signal
@@ -319,11 +320,39 @@ def test_a_missing_tokenizer(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("quick_engines")
 def test_an_engine_that_cannot_start(capfd: pytest.CaptureFixture[str]) -> None:
     """Its process says nothing of its own."""
-    line = refusal("serve", BASE, "--port", "0", *SMALL, "--max-model-len", "100000")
-    assert "--max-model-len 100000 is more than the model's own limit of 512" in line
+    few = ("--max-model-len", "100", "--num-gpu-blocks-override", "2")
+    line = refusal("serve", BASE, "--port", "0", *SMALL, *few)
+    assert "--max-model-len 100 does not fit in a KV cache of 32 tokens" in line
     written = capfd.readouterr()
     assert written.out == ""
-    assert not [x for x in written.err.splitlines() if " WARNING " not in x]
+    told = written.err.splitlines()
+    assert all(" WARNING " in each or " INFO weft.core.stages: start: " in each for each in told)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--lora-backend", "nope"), "--lora-backend nope: there is none of this name, only auto,"),
+        (("--max-num-batched-tokens", "9"), "must be at least --max-num-seqs 256, got 9"),
+        (("--max-model-len", "513"), "--max-model-len 513 is more than the model's own limit of"),
+    ],
+)
+def test_what_no_engine_can_do_is_refused_before_one_has_started(
+    flags: tuple[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: object) -> None:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr("weft.fleet.process.spawn_engine_ahead", lambda _: None)
+    monkeypatch.setattr("weft.cli.serve.start_engine", never)
+    assert message in refusal("serve", BASE, "--port", "0", *SMALL, *flags)
+
+
+@pytest.mark.usefixtures("quick_engines")
+def test_an_adapter_larger_than_adapter_memory_is_told_in_bytes() -> None:
+    adapter = ("--lora-modules", f"reverse={tiny.ADAPTERS['reverse']}", "--adapter-memory", "1K")
+    line = refusal("serve", BASE, "--port", "0", *SMALL[:4], *adapter)
+    assert "takes 143360 bytes of adapter memory, which has 1024 bytes" in line
 
 
 def test_a_broken_adapter_at_the_start_is_named(

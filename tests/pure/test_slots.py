@@ -648,15 +648,15 @@ def test_what_is_being_loaded_stays_where_it_is() -> None:
 
 
 def test_what_never_fits() -> None:
-    slots = AdapterSlots(10, 4)
-    with pytest.raises(AdapterInvalid) as invalid:
+    slots = AdapterSlots(10, 4, element_bytes=2)
+    with pytest.raises(AdapterInvalid, match="22 bytes of adapter memory, which has 20") as invalid:
         slots.add("a", 11)
     assert invalid.value.param == "adapter_memory" and not slots.knows("a")
     slots.add("p", 4, pinned=True)
-    with pytest.raises(AdapterConflict, match="pinned adapters leave 6") as conflict:
+    with pytest.raises(AdapterConflict, match="pinned adapters leave 12 bytes") as conflict:
         slots.add("a", 7)
     assert conflict.value.param == "pinned" and not slots.knows("a")
-    with pytest.raises(AdapterConflict, match="must leave 4 elements"):
+    with pytest.raises(AdapterConflict, match="must leave 8 bytes"):
         slots.add("q", 4, pinned=True)
     slots.add("q", 3, pinned=False)
     slots.check()

@@ -34,7 +34,7 @@ from weft.core.processes import freeze_heap, leave_out_torch
 from weft.core.tenants import Tenant
 from weft.fleet.supervisor import Supervisor
 from weft.metrics.logs import configure_logging
-from weft.models.config import resolve_model
+from weft.models.config import load_model_config, resolve_model
 from weft.registry import AdapterRegistry, AdapterRoots, Sources
 from weft.registry.allowed import Allowed
 from weft.registry.blobs import Blobs
@@ -282,6 +282,8 @@ async def _load(
         start_engine(start.engine, start.fleet, watchdog_s, contents, blobs)
     )
     try:
+        config = await asyncio.to_thread(load_model_config, model.model, model.revision)
+        config.check_context(model.max_model_len)  # the engine's process imports torch before that
         tokenizer = None
         if not start.flags.skip_tokenizer_init:
             tokenizer = await asyncio.to_thread(load_tokenizer, model.model, model.revision)

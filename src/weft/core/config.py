@@ -21,6 +21,8 @@ MAX_THREADS = 1024
 """Largest number of threads to compute with: with many more, a process can't start them."""
 MAX_ADDED_TOKENS = 256
 """Default of `LoraArgs.max_added_tokens`."""
+LORA_BACKENDS = "weft.lora_backends"
+"""The group of entry points of LoRA backends that others bring."""
 
 
 def _check(holds: bool, name: str, must_be: str, value: float | None) -> None:
@@ -60,8 +62,7 @@ class ModelArgs:
             (self.tensor_parallel_size > 1, "--tensor-parallel-size"),
         ):
             if self.deterministic and has:
-                message = f"--deterministic can't be given with {flag}"
-                raise ConfigError(message, "deterministic")
+                raise ConfigError(f"--deterministic can't be given with {flag}", "deterministic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,21 @@ class LoraArgs:
         _check(stated, "adapter_memory", kinds, memory)
         wait = self.max_adapter_wait
         _check(0 < wait < math.inf, "max_adapter_wait", "more than 0 seconds", wait)
+        check_backend(self.lora_backend)
+
+
+def backend_names() -> list[str]:
+    """The names of LoRA backends, built-in ones first."""
+    from importlib.metadata import entry_points  # it takes its time to import
+
+    return ["reference", "torch", "triton", *(e.name for e in entry_points(group=LORA_BACKENDS))]
+
+
+def check_backend(name: str) -> None:
+    """Raises ConfigError for a LoRA backend that is not there."""
+    if name != "auto" and name not in (known := backend_names()):
+        message = f"there is none of this name, only auto, {', '.join(known)}"
+        raise ConfigError(f"--lora-backend {name}: {message}", "lora_backend")
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +155,8 @@ class SchedulerArgs:
         _at_least(self, 1, "max_num_seqs", "max_num_batched_tokens")
         delay = self.max_chunk_delay
         _check(delay is None or 0 < delay < math.inf, "max_chunk_delay", "more than 0 ms", delay)
+        tokens, least = self.max_num_batched_tokens, f"at least --max-num-seqs {self.max_num_seqs}"
+        _check(tokens >= self.max_num_seqs, "max_num_batched_tokens", least, tokens)
         for tenant, weight in self.tenant_weights.items():
             if not 0 < weight < math.inf:
                 raise ConfigError(

@@ -36,10 +36,6 @@ def build_engine(
     """Start an engine. On other threads, `wake` is called when there is something to apply while
     no step runs, and `on_lost` when a device that the model is spread over is gone; all that is
     asked of it raises EngineDead then. Raises ConfigError if it can't start like this."""
-    if args.scheduler.max_num_batched_tokens < args.scheduler.max_num_seqs:
-        tokens, seqs = args.scheduler.max_num_batched_tokens, args.scheduler.max_num_seqs
-        message = f"--max-num-batched-tokens {tokens} must be at least --max-num-seqs {seqs}"
-        raise ConfigError(message, "max_num_batched_tokens")
     policy = find_policy(args.lora.eviction_policy)
     stages = Stages()
     worker = build_worker(args, stages, on_lost)
@@ -51,7 +47,7 @@ def build_engine(
         share_prefixes=args.cache.enable_prefix_caching,
         num_snapshots=facts.num_snapshots,
     )
-    slots = AdapterSlots(facts.adapter_elements, facts.num_slots, policy)
+    slots = AdapterSlots(facts.adapter_elements, facts.num_slots, policy, facts.element_bytes)
     scheduler = Scheduler(_limits(args, facts), cache, slots, args.scheduler.tenant_weights)
     extents = Extents(facts.host_bytes) if facts.host_in_one_piece else None
     host = HostTier(facts.host_bytes, extents, policy)

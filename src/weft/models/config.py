@@ -114,6 +114,13 @@ class ModelConfig:
             return self.layers[index]
         return LayerShape(self.num_kv_heads, self.head_dim, self.intermediate_size, index)
 
+    def check_context(self, asked: int | None) -> None:
+        """Raises ConfigError for a context longer than the model's own."""
+        limit = self.max_position_embeddings
+        if asked is not None and asked > limit:
+            message = f"--max-model-len {asked} is more than the model's own limit of {limit}"
+            raise ConfigError(f"{message} tokens", "max_model_len")
+
     @property
     def most_groups(self) -> int:
         """The most query heads that one key head has, of all layers."""

@@ -75,7 +75,7 @@ def load_model(
     size = args.tensor_parallel_size
     device = device_of(args.device, rank if size > 1 else None)
     config = load_model_config(args.model, args.revision)
-    _check_context(args.max_model_len, config)  # before anything slow
+    config.check_context(args.max_model_len)  # before anything slow
     if mtp_head:
         config = mtp.with_mtp_head(config)
     if size > 1 and args.quantization and format_named(args.quantization).by_projection:
@@ -134,14 +134,6 @@ def dtype_of(name: str, config: ModelConfig, device: torch.device) -> torch.dtyp
         name = "float32" if device.type == "cpu" else config.dtype
         name = "bfloat16" if name == "float32" and device.type == "cuda" else name
     return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[name]
-
-
-def _check_context(asked: int | None, config: ModelConfig) -> None:
-    """Raises ConfigError for a context longer than the model's own."""
-    limit = config.max_position_embeddings
-    if asked is not None and asked > limit:
-        message = f"--max-model-len {asked} is more than the model's own limit of {limit} tokens"
-        raise ConfigError(message, "max_model_len")
 
 
 def _check_deterministic(config: ModelConfig) -> None:

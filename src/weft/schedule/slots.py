@@ -79,11 +79,14 @@ class AdapterSlots:
     """Owner of the slot table and of residency on the device.
 
     capacity: elements of the arena. num_slots: bound on resident adapters. policy: which of the
-    adapters without leases go first.
+    adapters without leases go first. element_bytes: the size of an element, for messages.
     """
 
-    def __init__(self, capacity: int, num_slots: int, policy: Policy = cost) -> None:
+    def __init__(
+        self, capacity: int, num_slots: int, policy: Policy = cost, element_bytes: int = 1
+    ) -> None:
         self._line = ArenaLine(capacity)
+        self._element_bytes = element_bytes
         self._num_slots = num_slots
         self._policy = policy
         self.num_evictions = 0
@@ -112,8 +115,9 @@ class AdapterSlots:
         for it.
         """
         if size > self.capacity:
-            has = f"takes {size} elements of adapter memory, which has {self.capacity}"
-            raise AdapterInvalid(f"the adapter {has}; raise --adapter-memory", "adapter_memory")
+            has = f"{self._shown(size)} of adapter memory, which has {self._shown(self.capacity)}"
+            message = f"the adapter takes {has}; raise --adapter-memory"
+            raise AdapterInvalid(message, "adapter_memory")
         self._set_pin(digest, size, pinned)
         self._known.setdefault(digest, _KnownAdapter(size)).refusal = None
 
@@ -128,8 +132,8 @@ class AdapterSlots:
             self._check_pin(size, left, len(others))
         elif not pinned and size > left:
             raise AdapterConflict(
-                f"the adapter takes {size} elements of adapter memory, and pinned adapters leave "
-                f"{left}; unload some of them, or raise --adapter-memory",
+                f"the adapter takes {self._shown(size)} of adapter memory, and pinned adapters "
+                f"leave {self._shown(left)}; unload some of them, or raise --adapter-memory",
                 "pinned",
             )
         self._pinned = others | {digest: size} if pinned else others
@@ -144,11 +148,14 @@ class AdapterSlots:
         largest = max([size, *(known.size for known in self._known.values())])
         if left - size < largest or num_pinned + 1 >= self._num_slots:
             raise AdapterConflict(
-                f"the adapter can't be pinned: pinned adapters must leave {largest} elements of "
-                "adapter memory, as many as the largest adapter takes; unload pinned adapters, or "
-                "raise --adapter-memory",
+                "the adapter can't be pinned: pinned adapters must leave "
+                f"{self._shown(largest)} of adapter memory, as many as the largest adapter takes; "
+                "unload pinned adapters, or raise --adapter-memory",
                 "pinned",
             )
+
+    def _shown(self, size: int) -> str:
+        return f"{size * self._element_bytes} bytes"
 
     def knows(self, digest: str) -> bool:
         return digest in self._known
