@@ -15,7 +15,7 @@ from weft.core.adapters import AdapterRef, WeightedAdapter
 from weft.core.config import engine_args
 from weft.core.errors import ConfigError, InvalidRequest, ModelNotFound
 from weft.core.requests import EngineRequest, FinishReason, TokenLogprob
-from weft.core.sampling import SamplingParams
+from weft.core.sampling import SamplingParams, as_int
 from weft.core.stats import EngineStats
 from weft.fleet.direct import DirectClient
 from weft.models.config import resolve_model
@@ -24,7 +24,7 @@ from weft.serving import DirectExecutor, Intake, Language, Pinned, Publisher
 from weft.text import AdapterTokenizers, OutputDelta, OutputStream, Tokenizer, load_tokenizer
 from weft.text.templates import joined_text
 
-Prompt = str | list[int]
+Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]
 """Messages as in OpenAI's API; content is a text or a list of text parts."""
 AdapterChoice = str | Sequence[WeightedAdapter] | None
@@ -122,7 +122,8 @@ class LLM:
         Returns outputs in the order of the prompts. Raises InvalidRequest or ModelNotFound for
         bad arguments before anything runs, and AdapterUnavailable if a load fails later.
         """
-        one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
+        several = isinstance(cast(object, prompts), Sequence) or hasattr(prompts, "tolist")
+        one = not several or isinstance(prompts, str) or bool(_token_ids(prompts))
         many = cast(list[Prompt], [prompts] if one else list(prompts))
         return self._answer(many, self._encode, params, adapter, tenant, on_finished)
 
@@ -205,11 +206,13 @@ class LLM:
         on_finished: Callable[[RequestOutput], None] = lambda _: None,
     ) -> list[RequestOutput]:
         """The outputs of prompts of whatever kind `encode` turns into token ids."""
-        count, params = len(inputs), params or SamplingParams()
-        each_params = _each(params, isinstance(params, SamplingParams), count, "params")
-        each_tenant: list[str] = _each(tenant, isinstance(tenant, str), count, "tenant")
+        count, params = len(inputs), SamplingParams() if params is None else params
+        each_params = _each(params, _is_params, count, "params", "SamplingParams")
+        each_tenant = _each(tenant, _is_text, count, "tenant", "a name")
+        what = "a name, None, a sequence of WeightedAdapter"
+        choices = _each(adapter, _is_choice, count, "adapter", what)
         with contextlib.ExitStack() as held:
-            pins = [held.enter_context(self._pin(choice)) for choice in _choices(adapter, count)]
+            pins = [held.enter_context(self._pin(choice)) for choice in choices]
             jobs: list[_Prompting] = []
             for given, its_params, pinned, who in zip(
                 inputs, each_params, pins, each_tenant, strict=True
@@ -235,7 +238,11 @@ class LLM:
     def _encode(self, prompt: Prompt, language: Language) -> list[int]:
         if isinstance(prompt, str):
             return self._executor.run(self._intake.encode([prompt], "prompt", language))[0]
-        return list(prompt)
+        ids = _token_ids(prompt)
+        if ids is None:
+            message = f"a prompt must be a text or a list of token ids, got {prompt!r:.100}"
+            raise InvalidRequest(message, "prompt")
+        return ids
 
     def _encode_chat(self, conversation: Conversation, language: Language) -> list[int]:
         messages = [_with_text(message, n) for n, message in enumerate(conversation)]
@@ -284,22 +291,29 @@ class _Prompting:
 
 def _with_text(message: Mapping[str, Any], index: int) -> Mapping[str, Any]:
     """The message as chat templates expect it: content is one string."""
+    if not isinstance(cast(object, message), Mapping):
+        raise InvalidRequest(
+            f"messages[{index}] must be a mapping, got {message!r:.100}", "messages"
+        )
     parts = message.get("content")
     if not isinstance(parts, list):
         return message
     return {**message, "content": joined_text(parts, f"messages[{index}].content")}
 
 
-def _choices(adapter: AdapterChoice | Sequence[AdapterChoice], count: int) -> list[AdapterChoice]:
-    """One for each prompt. A sequence of nothing but WeightedAdapter is one choice for all."""
-    one = _is_choice(adapter)
-    if not one and not (isinstance(adapter, Sequence) and all(map(_is_choice, adapter))):
-        raise InvalidRequest(
-            "adapter must be a name, None, a sequence of WeightedAdapter, or one of these for each"
-            " prompt",
-            "adapter",
-        )
-    return _each(adapter, one, count, "adapter")
+def _token_ids(prompt: Any) -> list[int] | None:
+    """The token ids that a list or an array holds; None if it holds anything else."""
+    given = prompt.tolist() if hasattr(prompt, "tolist") else prompt
+    ids = [as_int(each) for each in given] if isinstance(given, Sequence) else [None]
+    return None if None in ids else cast(list[int], ids)
+
+
+def _is_params(value: object) -> bool:
+    return isinstance(value, SamplingParams)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _is_choice(value: object) -> bool:
@@ -308,9 +322,13 @@ def _is_choice(value: object) -> bool:
     return isinstance(value, Sequence) and {type(each) for each in value} == {WeightedAdapter}
 
 
-def _each(given: T | Sequence[T], one: bool, count: int, name: str) -> list[T]:
-    """One for each prompt: what is given, if that is `one` for all, else its items."""
-    values = [cast(T, given)] * count if one else list(cast(Sequence[T], given))
+def _each(
+    given: Any, is_one: Callable[[object], bool], count: int, name: str, what: str
+) -> list[Any]:
+    """One for each prompt: what is given, if that is one for all, else its items."""
+    values = [given] * count if is_one(given) else given
+    if not (isinstance(values, Sequence) and all(map(is_one, values))):
+        raise InvalidRequest(f"{name} must be {what}, or one of these for each prompt", name)
     if len(values) != count:
         raise InvalidRequest(f"{name} has {len(values)} entries for {count} prompts", name)
-    return values
+    return list(values)

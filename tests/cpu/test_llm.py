@@ -5,11 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from engines import MakeLLM
 from tiny import ADAPTERS, BASE, answer, ask
 
@@ -65,6 +69,15 @@ def test_prompts_as_text_and_as_token_ids(llm: LLM) -> None:
     mixed = llm.generate([text, ids], GREEDY)
     assert [o.prompt for o in mixed] == [text, None]
     assert mixed[0].token_ids == written.token_ids and mixed[1].token_ids == one.token_ids
+
+
+@pytest.mark.parametrize("kind", [np.array, torch.tensor, lambda ids: list(map(np.int64, ids))])
+def test_token_ids_of_numpy_and_torch(llm: LLM, kind: Callable[[Any], Any]) -> None:
+    first, second = prompt_of(llm, "hello"), prompt_of(llm, "world")
+    assert texts(llm.generate(kind(first), GREEDY)) == ["hello?"]
+    assert texts(llm.generate([kind(first), kind(second)], GREEDY)) == ["hello?", "world?"]
+    rows = np.array([first, first])
+    assert texts(llm.generate(rows, GREEDY)) == ["hello?"] * 2
 
 
 def test_no_prompts(llm: LLM) -> None:
@@ -135,12 +148,32 @@ def test_unknown_adapter(llm: LLM, name: str) -> None:
     assert llm.stats() == before
 
 
-@pytest.mark.parametrize("prompt", [[], [1, 262], [1, -1]])
-def test_bad_prompts(llm: LLM, prompt: list[int]) -> None:
+@pytest.mark.parametrize(
+    "prompt", [[], [1, 262], [1, -1], [1.5], [True], None, {"prompt": "hello"}, np.array([1.5])]
+)
+def test_bad_prompts(llm: LLM, prompt: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         llm.generate([prompt_of(llm, "hello"), prompt], GREEDY)
     assert caught.value.param == "prompt"
     assert texts(llm.chat(ask("hello"), GREEDY)) == ["hello?"]
+
+
+def test_what_is_neither_one_value_nor_several(llm: LLM) -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"prompts": 5}, "prompt"),
+        ({"prompts": {"prompt": "hello"}}, "prompt"),
+        ({"params": {"max_tokens": 2}}, "params"),
+        ({"params": [{"max_tokens": 2}]}, "params"),
+        ({"tenant": 5}, "tenant"),
+        ({"adapter": 5}, "adapter"),
+    ]
+    for options, param in wrong:
+        with pytest.raises(InvalidRequest) as caught:
+            llm.generate(**({"prompts": [1, 5]} | options))
+        assert caught.value.param == param
+    messages: Any = "hello"
+    with pytest.raises(InvalidRequest, match=r"messages\[0\] must be a mapping"):
+        llm.chat(messages)
 
 
 def test_context_length(make_llm: MakeLLM) -> None:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import toy_tokenizers
@@ -21,6 +22,7 @@ from tiny import ADAPTERS, BASE, ask
 from transformers import AutoModelForCausalLM
 
 from weft import LLM, SamplingParams
+from weft.core.adapters import WeightedAdapter
 from weft.core.errors import InvalidRequest
 from weft.core.requests import TokenEvent
 from weft.core.sampling import StructuredOutputs
@@ -291,6 +293,33 @@ def test_bad_token_ids() -> None:
     assert caught.value.param == "bad_words"
 
 
+def test_numbers_of_numpy_and_torch_mean_what_they_are() -> None:
+    options: dict[str, Any] = {
+        "max_tokens": np.int64(9),
+        "temperature": np.float32(0.5),
+        "top_k": torch.tensor(3),
+        "seed": np.uint8(4),
+        "logit_bias": {np.int32(5): np.float16(-1)},
+        "stop_token_ids": np.array([6, 7]),
+        "allowed_token_ids": np.int64(8),
+        "min_tokens": np.int64(1),
+    }
+    params = SamplingParams(**options)
+    assert params == SamplingParams(
+        max_tokens=9,
+        temperature=0.5,
+        top_k=3,
+        seed=4,
+        logit_bias={5: -1.0},
+        stop_token_ids=(6, 7),
+        allowed_token_ids=(8,),
+        min_tokens=1,
+    )
+    kinds = {type(getattr(params, name)) for name in options}
+    assert kinds == {int, float, dict, tuple}, "so they can be sent to an engine's process"
+    assert WeightedAdapter("x", np.float32(0.5)) == WeightedAdapter("x", 0.5)
+
+
 @pytest.mark.parametrize(
     ("param", "options"),
     [
@@ -301,6 +330,13 @@ def test_bad_token_ids() -> None:
         ("min_tokens", {"allowed_token_ids": (EOS,), "min_tokens": 1}),
         ("structured_outputs", {"structured_outputs": StructuredOutputs(regex="[0-9")}),
         ("structured_outputs", {"structured_outputs": {"regex": "[0-9]"}}),
+        ("temperature", {"temperature": 10**400}),
+        ("temperature", {"temperature": np.float32("nan")}),
+        ("max_tokens", {"max_tokens": np.bool_(True)}),
+        ("max_tokens", {"max_tokens": np.array([3, 4])}),
+        ("logit_bias", {"logit_bias": [5]}),
+        ("stop", {"stop": 5.5}),
+        ("stop_token_ids", {"stop_token_ids": np.array([1.5])}),
     ],
 )
 def test_what_is_refused(llm: LLM, param: str, options: dict[str, Any]) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from weft.core.errors import InvalidRequest
+from weft.core.sampling import is_number
 
 MAX_PARTS = 8
 MAX_SCALE = 100.0
@@ -110,11 +110,12 @@ class WeightedAdapter:
 
     def __post_init__(self) -> None:
         scale = self.scale
-        if not isinstance(scale, int | float) or isinstance(scale, bool) or math.isnan(scale):
+        if not is_number(scale):
             raise InvalidRequest(f"adapters: a scale must be a number, got {scale!r}", "adapters")
         if abs(scale) > MAX_SCALE:
             message = f"adapters: a scale must be in [{-MAX_SCALE:g}, {MAX_SCALE:g}], got {scale}"
             raise InvalidRequest(message, "adapters")
+        object.__setattr__(self, "scale", float(scale))
 
 
 def check_parts(adapters: Sequence[WeightedAdapter]) -> None:

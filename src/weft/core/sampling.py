@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
+from numbers import Real
+from operator import index
+from typing import Any, TypeGuard
 
 from weft.core.errors import InvalidRequest
 
@@ -94,10 +98,9 @@ class SamplingParams:
     None: as the server does by default."""
 
     def __post_init__(self) -> None:
+        put = partial(object.__setattr__, self)
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
-            value: object = getattr(self, name)
-            values = (value,) if isinstance(value, str | int) else tuple(getattr(self, name) or ())
-            object.__setattr__(self, name, values)
+            put(name, _several(getattr(self, name)))
         for name, low, high in (
             ("max_tokens", 1, None),
             ("seed", -(2**63), 2**63 - 1),
@@ -105,7 +108,7 @@ class SamplingParams:
             ("prompt_logprobs", 0, MAX_LOGPROBS),
         ):
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), low, high)
+                put(name, _int(name, getattr(self, name), low, high))
         if self.speculative not in (None, *SPECULATIVE):
             known = ", ".join(SPECULATIVE)
             message = f"speculative must be one of {known}, got {self.speculative!r}"
@@ -114,22 +117,25 @@ class SamplingParams:
             message = "structured_outputs must be a StructuredOutputs of weft.core.sampling"
             given = repr(self.structured_outputs)
             raise InvalidRequest(f"{message}, got {given}", "structured_outputs")
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_int("top_k", self.top_k, -1, 2**63 - 1)
-        _check_float("top_p", self.top_p, 0.0, 1.0, above=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.0, 100.0, above=True)
-        for name in ("presence_penalty", "frequency_penalty"):
-            _check_float(name, getattr(self, name), -2.0, 2.0)
-        for token, bias in self.logit_bias.items():
-            _check_int("logit_bias", token, 0, None)
-            _check_float(f"logit_bias[{token}]", bias, -100.0, 100.0)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        put("top_k", _int("top_k", self.top_k, -1, 2**63 - 1))
+        put("min_tokens", _int("min_tokens", self.min_tokens, 0, self.max_tokens))
+        for name, lowest, highest in (
+            ("temperature", 0.0, 100.0),
+            ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0),
+            ("repetition_penalty", 0.0, 100.0),
+            ("presence_penalty", -2.0, 2.0),
+            ("frequency_penalty", -2.0, 2.0),
+        ):
+            above = name in ("top_p", "repetition_penalty")
+            put(name, _float(name, getattr(self, name), lowest, highest, above=above))
+        if not isinstance(biases := self.logit_bias or {}, Mapping):
+            raise InvalidRequest("logit_bias must have numbers by token id", "logit_bias")
+        put("logit_bias", {_int("logit_bias", t, 0, None): _bias(t, b) for t, b in biases.items()})
         _check_strings("stop", self.stop, MAX_STOP_STRINGS, MAX_STOP_CHARS)
         _check_strings("bad_words", self.bad_words, MAX_BAD_WORDS, MAX_BAD_WORD_CHARS)
         for name in ("stop_token_ids", "allowed_token_ids"):
-            for token in getattr(self, name):
-                _check_int(name, token, 0, None)
+            put(name, tuple(_int(name, token, 0, None) for token in getattr(self, name)))
 
     @property
     def greedy(self) -> bool:
@@ -144,12 +150,29 @@ class SamplingParams:
                 raise InvalidRequest(message, name)
 
 
-def _check_int(name: str, value: object, low: int, high: int | None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
+def _several(value: object) -> tuple[Any, ...]:
+    """What a field has that takes one value, several, or None for none of them."""
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
+
+
+def as_int(value: Any) -> int | None:
+    """The integer that a value is, such as one of numpy's; None if it is no integer."""
+    try:
+        return None if isinstance(value, bool) else index(value)
+    except TypeError:
+        return None
+
+
+def _int(name: str, value: object, low: int, high: int | None) -> int:
+    number = as_int(value)
+    if number is None:
         raise InvalidRequest(f"{name} must be an integer, got {value!r}", name)
-    if value < low or (high is not None and value > high):
+    if number < low or (high is not None and number > high):
         bound = f"at least {low}" if high is None else f"in [{low}, {high}]"
-        raise InvalidRequest(f"{name} must be {bound}, got {value}", name)
+        raise InvalidRequest(f"{name} must be {bound}, got {number}", name)
+    return number
 
 
 def _check_strings(name: str, values: tuple[str, ...], max_strings: int, max_chars: int) -> None:
@@ -161,10 +184,20 @@ def _check_strings(name: str, values: tuple[str, ...], max_strings: int, max_cha
         raise InvalidRequest(f"{name} has a string of more than {max_chars} characters", name)
 
 
-def _check_float(name: str, value: object, low: float, high: float, *, above: bool = False) -> None:
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a value is a real number, such as one of numpy's."""
+    return not isinstance(value, bool) and isinstance(value, Real) and value == value  # no NaN
+
+
+def _bias(token: object, value: object) -> float:
+    return _float(f"logit_bias[{token}]", value, -100.0, 100.0)
+
+
+def _float(name: str, value: object, low: float, high: float, *, above: bool = False) -> float:
     """`above`: `low` itself is not allowed."""
-    if not isinstance(value, int | float) or isinstance(value, bool) or math.isnan(value):
+    if not is_number(value):
         raise InvalidRequest(f"{name} must be a number, got {value!r}", name)
     if not low <= value <= high or (above and value == low):
         bound = f"above {low:g} and at most {high:g}" if above else f"in [{low:g}, {high:g}]"
         raise InvalidRequest(f"{name} must be {bound}, got {value}", name)
+    return float(value)
