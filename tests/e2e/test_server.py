@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -52,6 +54,14 @@ def copy_adapter(name: str, to: Path, **config: object) -> Path:
     path = to / "adapter_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | config))
     return to
+
+
+def test_a_hangup_ends_neither_the_server_nor_its_engine(server: Server) -> None:
+    """Nor does it renew anything here, which the log says."""
+    for pid in (server.engine_pid(), server.process.pid):
+        os.kill(pid, signal.SIGHUP)
+    until(lambda: "SIGHUP renews --tenants and --audit-log" in server.log.read_text(), "not told")
+    assert server.post("/v1/completions", model="base", prompt="x").status_code == 200
 
 
 # -- answers ---------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -37,15 +38,15 @@ class FrontDoor:
         try:
             self.audit = AuditLog(audit_log)
         except OSError as error:
-            message = f"--audit-log {audit_log}: {error.strerror}"
-            raise ConfigError(message, "audit_log") from error
+            raise ConfigError(f"--audit-log {audit_log}: {error.strerror}", "audit_log") from error
         self._reloads = isinstance(tenants, TenantsFile) or audit_log is not None
         self._engine: EngineClient | None = None
         self._telling: asyncio.Task[None] | None = None
 
     def on_hangup(self) -> None:
-        """Let SIGHUP renew the file of tenants and the audit log, if there is one of them."""
-        if self._reloads:
+        """Let SIGHUP renew the file of tenants and the audit log. Without them it changes nothing,
+        but still ends a server whose terminal is closed."""
+        if self._reloads or not os.isatty(0):
             asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self.renew)
 
     async def tell(self, engine: EngineClient) -> None:
@@ -56,6 +57,8 @@ class FrontDoor:
     def renew(self) -> None:
         """Go on in a new audit log if the old one was moved away, and read the tenants again. What
         can't be read stays as it was, and the log says why."""
+        if not self._reloads:
+            logger.info("SIGHUP renews --tenants and --audit-log, and neither is given")
         try:
             self.audit.reopen()
         except OSError as error:

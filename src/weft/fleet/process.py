@@ -154,7 +154,8 @@ def _socket(context: Any, kind: int) -> Any:
 def _main(down: str, up: str, tensor_parallel_size: int) -> None:
     """Run the engine process. It ends by Stop, by an error, or when its parent is gone."""
     _end_with_parent()
-    for number in (signal.SIGINT, signal.SIGTERM):  # often sent to both; the parent decides
+    # Often sent to both; the parent decides.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     spawn_ahead(tensor_parallel_size)
     started = threading.Event()
