@@ -163,12 +163,45 @@ def test_a_tenant_that_may_load_one_at_a_time_loads(tmp_path: Path) -> None:
             await node.follower.submit(SetTenant(name, settings), "me")
         node.tenants.update()
         key = {"authorization": "Bearer acme-key"}
-        for name in "xy":
-            body = {"lora_name": name, "lora_path": node.world.adapter(f"acme/{name}", name)}
+        for name, content in ("xA", "yB", "xC", "xD", "yE"):
+            path = node.world.adapter(f"acme/{name}", content)
+            body = {"lora_name": name, "lora_path": path, "load_inplace": True}
             answer = await node.web.post("/v1/load_lora_adapter", body, headers=key)
             assert answer.status_code == 200, answer.text
+            # The next one comes while this server loads the version that it follows.
+            answer = await node.web.post(COMPLETE, {"model": name, "prompt": "a"}, headers=key)
+            assert answer.json()["choices"][0]["text"][-1] == content
 
     fleet(tmp_path, scenario, count=1, tenants=True)
+
+
+def test_loads_that_follow_the_registry_wait_for_their_turn(tmp_path: Path) -> None:
+    """However few loads a tenant may have, no request is refused for a version that is not loaded
+    yet, and no publication after it was made."""
+
+    async def scenario(first: Node, second: Node) -> None:
+        capped = TENANTS.replace("max_adapters = 1", "max_loads = 1")
+        for name, settings in tenants_as_json(capped).items():
+            await first.follower.submit(SetTenant(name, settings), "me")
+        key = {"authorization": "Bearer acme-key"}
+
+        def load(node: Node, name: str) -> Awaitable[httpx.Response]:
+            path = node.world.adapter(f"acme/{name}", name)
+            body = {"lora_name": name, "lora_path": path}
+            return node.web.post("/v1/load_lora_adapter", body, headers=key)
+
+        first.tenants.update()
+        for name in "xyz":
+            assert (await load(first, name)).status_code == 200
+        second.shared.poll()
+        second.tenants.update()
+        ask = [{"model": name, "prompt": "a"} for name in "xyz"]
+        answers = await asyncio.gather(
+            load(second, "w"), *(second.web.post(COMPLETE, body, headers=key) for body in ask)
+        )
+        assert [answer.status_code for answer in answers] == [200] * 4, answers[0].text
+
+    fleet(tmp_path, scenario, count=2, tenants=True)
 
 
 def test_versions_are_named_in_requests_and_answers(tmp_path: Path) -> None:

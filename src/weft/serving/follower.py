@@ -56,11 +56,7 @@ class Follower:
     """
 
     def __init__(
-        self,
-        shared: SharedRegistry,
-        blobs: Blobs,
-        registry: AdapterRegistry,
-        publisher: Publisher,
+        self, shared: SharedRegistry, blobs: Blobs, registry: AdapterRegistry, publisher: Publisher
     ) -> None:
         self.shared, self.blobs = shared, blobs
         self.names = SharedNames(shared, registry.base_names, registry.base_root)

@@ -226,14 +226,15 @@ class Publisher:
         self, name: str, number: int, version: Version, open_it: Callable[[], Folder], pinned: bool
     ) -> AdapterRef:
         """Make a version of a shared registry servable as `name@v7`, from the folder that
-        `open_it` finds. To repeat it changes nothing but the pin. Raises AdapterError, Overloaded,
-        EngineDead."""
+        `open_it` finds. To repeat it changes nothing but the pin. It waits for its turn among
+        loads, as what it follows is decided. Raises AdapterError, EngineDead."""
         key, source = f"{name}@v{number}", version.source or name
 
         def publish(info: AdapterInfo) -> AdapterRef:
             return self._registry.publish(key, info, source, pinned=pinned, number=number)
 
-        async with self._quotas.place(name), self.opened(open_it) as (folder, files, own):
+        place = self._quotas.place(name, patient=True)
+        async with place, self.opened(open_it) as (folder, files, own):
 
             async def hold() -> AdapterInfo:
                 return await self._hold(key, folder, files, pinned, version)

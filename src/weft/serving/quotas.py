@@ -62,11 +62,11 @@ class Quotas:
                 yield
 
     @asynccontextmanager
-    async def place(self, name: str) -> AsyncIterator[None]:
+    async def place(self, name: str, patient: bool = False) -> AsyncIterator[None]:
         """Hold a place for a load that adds no adapter to those of this server. Raises Overloaded
-        for too many loads."""
+        for too many loads, unless it is `patient`: then it waits, however many there are."""
         tenant = self._tenant(name)
-        await self._enter(tenant)
+        await self._enter(tenant, patient)
         try:
             yield
         finally:
@@ -93,11 +93,11 @@ class Quotas:
             self._coming[name] -= 1
             self._coming += Counter()  # names without loads are dropped
 
-    async def _enter(self, tenant: Tenant) -> None:
+    async def _enter(self, tenant: Tenant, patient: bool) -> None:
         waiting = self._waiting.setdefault(tenant.name, deque())
         under_way = self._running[tenant.name] + len(waiting)
         most = tenant.caps.max_loads or self._max_loads + MAX_WAITING
-        if under_way >= most:
+        if under_way >= most and not patient:
             message = f"{under_way} adapters of yours are being loaded, and {most} may be"
             raise Overloaded(f"{message}; try again later", "lora_name", RETRY_S)
         if self._has_place(tenant.name):
@@ -116,6 +116,7 @@ class Quotas:
 
     def _has_place(self, name: str) -> bool:
         of_one = self._max_loads - self._max_loads // 4 if self._tenants else self._max_loads
+        of_one = min(of_one, tenant_in(self._tenants, name).caps.max_loads or of_one)
         return self._running.total() < self._max_loads and self._running[name] < of_one
 
     def _leave(self, name: str) -> None:
