@@ -25,7 +25,7 @@ from weft.core.errors import (
 from weft.core.tenants import Caps
 from weft.registry import Access, AdapterRegistry, Caller
 from weft.registry.tenants import Change, Directory
-from weft.registry.tenants_file import TenantsFile, parse_tenants
+from weft.registry.tenants_file import TenantsFile, parse_tenants, tenants_as_json
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
 
@@ -125,6 +125,14 @@ def test_a_wrong_file_is_refused_with_the_place(text: str, place: str) -> None:
         parse_tenants(text)
     assert caught.value.param == place
     assert place in caught.value.message or "it is not TOML" in caught.value.message
+
+
+def test_a_registry_takes_no_cap_that_does_nothing_there() -> None:
+    caps = "[tenants.a]\ncaps = { max_adapter_bytes = 5 }"
+    assert parse_tenants(caps).members
+    with pytest.raises(ConfigError, match="set max_stored_bytes instead") as caught:
+        tenants_as_json(caps)
+    assert caught.value.param == "tenants.a.caps.max_adapter_bytes"
 
 
 def test_a_file_is_read_again_and_says_what_changed(tmp_path: Path) -> None:

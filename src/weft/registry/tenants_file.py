@@ -119,9 +119,13 @@ def parse_tenants(text: str, lora_roots: Sequence[Path] = ()) -> Directory:
 
 def tenants_as_json(text: str) -> dict[str, str]:
     """The table of each tenant in such a file, as a shared registry keeps it. Raises ConfigError as
-    `parse_tenants`."""
+    `parse_tenants`, and for a cap that would do nothing there."""
     parse_tenants(text)
-    return {n: t.model_dump_json(exclude_defaults=True) for n, t in _tables(text).items()}
+    tables = _tables(text)
+    for name in (name for name, table in tables.items() if table.caps.max_adapter_bytes):
+        place = _place(["tenants", name, "caps", "max_adapter_bytes"])
+        _refuse(place, "it has no effect with a registry; set max_stored_bytes instead")
+    return {name: t.model_dump_json(exclude_defaults=True) for name, t in tables.items()}
 
 
 def read_tenant(name: str, settings: str, lora_roots: Sequence[Path] = ()) -> Member:
