@@ -100,12 +100,18 @@ def test_unknown_fields_are_named(tmp_path: Path) -> None:
         assert (answer.status_code, answer.headers["x-weft-ignored"]) == (200, "pined")
         body = {"lora_name": "b", "source": {"uri": f"file://{path}"}, **more}
         assert (await web.post("/v1/loras", body)).headers["x-weft-ignored"] == "pined"
+        body["source"] = {**body["source"], "sha": "x"}
+        assert (await web.post("/v1/loras", body)).headers["x-weft-ignored"] == "pined,source.sha"
+        answer = await web.http.delete("/v1/loras/b?wait=here&force=1")
+        assert (answer.status_code, answer.headers["x-weft-ignored"]) == (200, "force")
         answer = await web.post("/unload_lora_adapter", {"lora_name": "a", "lora_id": "x"})
         assert answer.status_code == 200 and "x-weft-ignored" not in answer.headers
 
     async def refused(web: Web) -> None:
         answer = await web.load("a", world.adapter("a", "A"), lora_int_id=1, pined=True)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "pined")
+        answer = await web.http.delete("/v1/loras/a?force=1")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "force")
 
     world = World(tmp_path / "open", byte_level())
     run(world, named)

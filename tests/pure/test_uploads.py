@@ -138,7 +138,9 @@ def test_sglangs_tensors(world: World) -> None:
 
     async def scenario(web: Web) -> None:
         body = {"lora_name": "a", "config_dict": CONFIG, "serialized_tensors": weights, "rid": "x"}
-        answer = (await web.post(path, body)).json()
+        sent = await web.post(path, body | {"lora_id": "1", "added": None})
+        assert sent.headers["x-weft-ignored"] == "rid"
+        answer = sent.json()
         assert answer["success"] and answer["loaded_adapters"]["a"].startswith("upload://")
         many = {"lora_name": "b", "config_dict": CONFIG, "serialized_named_tensors": [weights] * 2}
         assert (await web.post(path, many)).json()["success"]

@@ -136,6 +136,7 @@ def new_app(title: str, **options: Any) -> FastAPI:
         title=title,
         docs_url=None,
         redoc_url=None,
+        redirect_slashes=False,  # behind a proxy the address would be another, and without TLS
         exception_handlers={WeftError: _handle_error, HTTPException: _handle_error},
         **options,
     )

@@ -6,14 +6,14 @@ import asyncio
 import hashlib
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from weft.api.bodies import OpenBody
+from weft.api.bodies import OpenBody, Take, ignored_fields
 from weft.api.settings import ApiSettings
 from weft.core.errors import (
     AdapterUnavailable,
@@ -124,6 +124,15 @@ async def read_request(request: Request, model: type[OpenT], settings: ApiSettin
     body = await read_body(request, model, settings.max_body_bytes)
     note_ignored(request, body.ignored(settings.strict_fields))
     return body
+
+
+def note_unknown(
+    request: Request, given: Mapping[str, Any], known: Iterable[str], settings: ApiSettings
+) -> None:
+    """Let the answer name what is given beside `known`. Raises InvalidRequest if fields are read
+    strictly."""
+    silently = dict.fromkeys(known, Take.SILENTLY)
+    note_ignored(request, ignored_fields(given, silently, strict=settings.strict_fields))
 
 
 def note_ignored(request: Request, names: Sequence[str]) -> None:

@@ -6,13 +6,13 @@ from collections.abc import Coroutine
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from starlette.responses import PlainTextResponse, Response
 
-from weft.api.bodies import OpenBody, Take
+from weft.api.bodies import OpenBody, Take, ignored_fields
 from weft.api.desk import AdapterDesk
 from weft.api.http import ERRORS, TEXT, body_of, described, json_response
-from weft.api.reading import read_request
+from weft.api.reading import note_unknown, read_request
 from weft.api.service import Service
 from weft.api.settings import ApiSettings
 from weft.core.errors import AdapterPathRefused, InvalidRequest, WeftError
@@ -48,8 +48,7 @@ class LoadBody(UnloadBody):
             )
 
 
-class UriSource(BaseModel):
-    model_config = ConfigDict(extra="ignore", strict=True)
+class UriSource(OpenBody):
     uri: str = Field(min_length=1)
     """`file:///folder` or `hf://org/name[@revision]`."""
 
@@ -57,6 +56,11 @@ class UriSource(BaseModel):
 class SourceBody(UnloadBody):
     source: UriSource
     pinned: bool = False
+
+    def ignored(self, strict: bool) -> list[str]:
+        return super().ignored(strict) + ignored_fields(
+            self.source.model_extra, {}, "source.", strict
+        )
 
     def check(self) -> None:
         if "://" not in self.source.uri:
@@ -199,8 +203,8 @@ def _dynamo_routes(service: Service, desk: AdapterDesk) -> APIRouter:
     @router.delete("/v1/loras/{name:path}", response_model=AdapterDone)
     async def remove_adapter(name: str, request: Request) -> Response:
         """Answers when the adapter's running requests have ended. `wait` may be in the query."""
-        wait = wait_in(request)
-        return _done("unloaded", await desk.unload(name, wait))
+        note_unknown(request, request.query_params, ("wait",), service.settings)
+        return _done("unloaded", await desk.unload(name, wait_in(request)))
 
     return router
 

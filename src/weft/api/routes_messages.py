@@ -69,10 +69,7 @@ class _Message:
         reader, blocks = turn.reader(), _Blocks()
         for _ in [*blocks.add(reader.feed(output)), *blocks.close()]:
             pass
-        return self._shown(output) | {
-            "content": blocks.whole(),
-            **self._ending(reader, output),
-        }
+        return self._shown(output) | {"content": blocks.whole(), **self._ending(reader, output)}
 
     async def events(self) -> AsyncGenerator[Event, None]:
         turn, begun = self._turn, False

@@ -16,10 +16,9 @@ from msgspec import Struct
 from pydantic import BaseModel
 from starlette.responses import Response
 
-from weft.api.bodies import Known, Take, ignored_fields
 from weft.api.desk import AdapterDesk
 from weft.api.http import ERRORS, json_response
-from weft.api.reading import note_ignored, read_json, receive_file
+from weft.api.reading import note_unknown, read_json, receive_file
 from weft.api.routes_adapters import SGLANG_ERRORS, UpdateAnswer, sglang_answer, wait_in
 from weft.api.service import Service
 from weft.core.adapters import AdapterInfo
@@ -53,7 +52,7 @@ class CheckAnswer(BaseModel):
 
 
 class SerializedTensors(Struct):
-    """SGLang's body. Other fields are ignored."""
+    """What is read of SGLang's body."""
 
     lora_name: str
     config_dict: dict[str, Any]
@@ -88,13 +87,11 @@ class SerializedTensors(Struct):
         return {CONFIG_FILE: config_file(self.config_dict), WEIGHTS_FILE: weights}
 
 
-_tensors = msgspec.json.Decoder(SerializedTensors)
-
+_KNOWN = ("wait", "lora_id", *SerializedTensors.__struct_fields__)
 
 _BINARY = {"schema": {"type": "string", "format": "binary"}}
 _FILE_KINDS = ("application/octet-stream", "application/x-tar", "application/gzip")
 _IN_QUERY = {name: {"type": "boolean"} for name in ("check", "pinned", "replace")}
-_KNOWN: dict[str, Known] = dict.fromkeys((*_IN_QUERY, "wait"), Take.SILENTLY)
 _FILE_BODY = {
     "parameters": [{"name": n, "in": "query", "schema": s} for n, s in _IN_QUERY.items()],
     "requestBody": {"required": True, "content": dict.fromkeys(_FILE_KINDS, _BINARY)},
@@ -127,8 +124,7 @@ def upload_routes(service: Service, desk: AdapterDesk) -> APIRouter:
         safetensors file whose metadata have the text of adapter_config.json as `adapter_config`.
         What the body is shows in its first bytes. With `replace=false` in the query, a name that
         has other content is refused. With `check=true` the adapter is tried, and not loaded."""
-        given, strict = request.query_params, service.settings.strict_fields
-        note_ignored(request, ignored_fields(given, _KNOWN, strict=strict))
+        note_unknown(request, request.query_params, (*_IN_QUERY, "wait"), service.settings)
         pinned, replace = _flag(request, "pinned", False), _flag(request, "replace", True)
 
         async def receive(path: Path) -> str:
@@ -152,7 +148,9 @@ def upload_routes(service: Service, desk: AdapterDesk) -> APIRouter:
         async def load() -> str:
             with desk.receiving():
                 content = await read_json(request, MAX_TENSORS_BYTES)
-                body, packed = await asyncio.to_thread(_packed, content)
+                body, fields, packed = await asyncio.to_thread(_packed, content)
+                fields |= request.query_params
+                note_unknown(request, fields, _KNOWN, service.settings)
 
                 async def receive(path: Path) -> str:
                     await asyncio.to_thread(path.write_bytes, packed)
@@ -186,11 +184,12 @@ def _flag(request: Request, name: str, default: bool) -> bool:
     return default if given is None else given == "true"
 
 
-def _packed(content: bytes) -> tuple[SerializedTensors, bytes]:
-    """SGLang's body, and a tar of the adapter in it."""
+def _packed(content: bytes) -> tuple[SerializedTensors, dict[str, Any], bytes]:
+    """SGLang's body, all fields that it has, and a tar of the adapter in it."""
     try:
-        body = _tensors.decode(content)
+        fields = msgspec.json.decode(content)
+        body = msgspec.convert(fields, SerializedTensors)
     except (msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not as it must be: {error}") from None
     streams = {name: io.BytesIO(file) for name, file in body.files().items()}
-    return body, b"".join(tar_of(streams))
+    return body, fields, b"".join(tar_of(streams))

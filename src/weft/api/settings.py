@@ -38,8 +38,7 @@ def parse_key(text: str, source: str = "--api-key") -> ApiKey:
     named = _NAMED.fullmatch(text)
     name, secret = (named[1] or "", named[2]) if named else ("", text)
     if not (secret and secret.isascii() and secret.isprintable()):
-        message = f"each key of {source} must be printable ASCII and not empty"
-        raise ConfigError(message, "api_key")
+        raise ConfigError(f"each key of {source} must be printable ASCII and not empty", "api_key")
     return ApiKey(secret, name)
 
 
