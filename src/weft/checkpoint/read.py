@@ -90,8 +90,7 @@ def read_adapter(
         raise _missing(WEIGHTS_FILE)
     files = AdapterFiles(bytes(config), weights)
     if expect_digest is not None and files.digest != expect_digest:
-        message = "the adapter changed on disk since it was loaded"
-        raise AdapterUnavailable(message, "lora_path")
+        raise AdapterUnavailable("the adapter changed on disk since it was loaded", "lora_path")
     return files
 
 
@@ -110,8 +109,7 @@ def read_source(
         raise AdapterNotFound(message, "lora_path") from None
     with folder:
         if source.identity not in (None, folder.identity):
-            message = "the adapter was exchanged while it was loaded"
-            raise AdapterUnavailable(message, "lora_path")
+            raise AdapterUnavailable("the adapter was exchanged while it was loaded", "lora_path")
         return read_adapter(folder, table, max_rank, source.digest, deadline)
 
 

@@ -168,8 +168,7 @@ class ServeFlags:
         _flag("--tool-call-parser", "FORMAT"),
     ] = "auto"
     reasoning_parser: Annotated[
-        Literal["auto", "none", "think", "mistral", "cohere", "gemma4"],
-        _flag("--reasoning-parser"),
+        Literal["auto", "none", "think", "mistral", "cohere", "gemma4"], _flag("--reasoning-parser")
     ] = "auto"
     shutdown_timeout: Annotated[int, _flag("--shutdown-timeout", "SECONDS", min=0)] = 20
     watchdog_timeout: Annotated[float, _flag("--watchdog-timeout", "SECONDS", min=0)] = 300
@@ -187,8 +186,7 @@ class ServeFlags:
     lora_root: Annotated[list[Path] | None, _flag("--lora-root", "FOLDER", ADAPTERS)] = None
     allow_sources: Annotated[list[str] | None, _flag("--allow-sources", "SOURCE", ADAPTERS)] = None
     max_adapter_size: Annotated[
-        int,
-        _flag("--max-adapter-size", "BYTES", ADAPTERS, parser=parse_bytes, show_default="4G"),
+        int, _flag("--max-adapter-size", "BYTES", ADAPTERS, parser=parse_bytes, show_default="4G")
     ] = MAX_ADAPTER_BYTES
     registry: Annotated[str | None, _flag("--registry", "URI", ADAPTERS)] = None
     registry_boot: Annotated[Literal["lazy", "eager"], _flag("--registry-boot", panel=ADAPTERS)] = (

@@ -47,8 +47,7 @@ def evaluate(
         ),
     ],
     tasks: Annotated[
-        str,
-        typer.Option(metavar="NAME,...", help="Tasks or groups of lm-evaluation-harness."),
+        str, typer.Option(metavar="NAME,...", help="Tasks or groups of lm-evaluation-harness.")
     ],
     lora_modules: Annotated[
         list[str] | None,
@@ -78,8 +77,7 @@ def evaluate(
     """
     with ending_in_one_line():
         if importlib.util.find_spec("lm_eval") is None:
-            message = "this needs lm-evaluation-harness: pip install 'weft[eval]'"
-            raise ConfigError(message, "eval")
+            raise ConfigError("this needs lm-evaluation-harness: pip install 'weft[eval]'", "eval")
         # The harness shows a bar for each step of each run.
         os.environ.setdefault("TQDM_DISABLE", "1")
         from weft.cli.harness import Asked

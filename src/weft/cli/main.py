@@ -109,8 +109,7 @@ def serve(
 @app.command(rich_help_panel=SERVE)
 def demo(
     port: Annotated[
-        int,
-        typer.Option(help="The port of the demo's server. 0: any free one.", min=0, max=65535),
+        int, typer.Option(help="The port of the demo's server. 0: any free one.", min=0, max=65535)
     ] = 0,
     examples: Annotated[
         Path | None,
@@ -144,8 +143,7 @@ def top(
         ),
     ] = None,
     interval: Annotated[
-        float,
-        typer.Option(metavar="SECONDS", help="Seconds between two readings.", min=0.1),
+        float, typer.Option(metavar="SECONDS", help="Seconds between two readings.", min=0.1)
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one interval, and end.")] = False,
     api_key: Annotated[

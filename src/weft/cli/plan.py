@@ -63,9 +63,7 @@ def plan(
     tensor_parallel_size: Annotated[
         str,
         typer.Option(
-            metavar="N,...",
-            help="The numbers of GPUs to compare.",
-            rich_help_panel=MODEL,
+            metavar="N,...", help="The numbers of GPUs to compare.", rich_help_panel=MODEL
         ),
     ] = "1,2,4,8",
     adapters: Annotated[

@@ -127,11 +127,7 @@ class Catalog:
         self._inbox = inbox
 
     def add(
-        self,
-        image: AdapterImage,
-        source: AdapterSource | None,
-        pinned: bool,
-        checked: bool = False,
+        self, image: AdapterImage, source: AdapterSource | None, pinned: bool, checked: bool = False
     ) -> AdapterInfo:
         """Make an image known, from the folder of `source` or (None) from memory; at once. Raises
         AdapterInvalid, AdapterConflict; what was known before then stays as it is."""

@@ -55,8 +55,7 @@ class FleetArgs:
             message = f"--fleet-listen takes HOST:PORT, got {self.listen!r}"
             raise ConfigError(message, "fleet_listen")
         if not is_address(self.where) and not Path(self.where).is_file():
-            message = f"--fleet {self.where}: no such file, and not HOST:PORT"
-            raise ConfigError(message, "fleet")
+            raise ConfigError(f"--fleet {self.where}: no such file, and not HOST:PORT", "fleet")
         if self.target is not None and not MIN_TARGET <= self.target <= 1:
             message = f"--consolidate takes {MIN_TARGET} to 1, got {self.target}"
             raise ConfigError(message, "consolidate")

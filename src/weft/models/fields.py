@@ -115,8 +115,7 @@ def check_fields(hf: Any) -> None:
     neither read nor without effect and has another value than its default."""
     defaults, stated = type(hf)().to_dict(), hf.to_dict()
     if "per_layer_config" in stated.keys() - defaults.keys():
-        message = f"per_layer_config is not served for {hf.model_type}"
-        raise ConfigError(message, "per_layer_config")
+        raise ConfigError(f"per_layer_config is not served for {hf.model_type}", "per_layer_config")
     for name, value in stated.items():
         if name in READ or name in WITHOUT_EFFECT:
             continue

@@ -66,8 +66,7 @@ def _check_overrides(hf: Any, shapes: list[LayerShape]) -> None:
     stated = hf.to_dict().get("per_layer_config") or {}
     others = {name for layer in stated.values() for name in layer} - _OVERRIDDEN
     if others:
-        message = f"{', '.join(sorted(others))} can't differ by layer"
-        raise ConfigError(message, "per_layer_config")
+        raise ConfigError(f"{', '.join(sorted(others))} can't differ by layer", "per_layer_config")
     for shape in shapes:
         owner = shapes[shape.cache]
         if (shape.num_kv_heads, shape.head_dim) != (owner.num_kv_heads, owner.head_dim):

@@ -171,8 +171,7 @@ class Blobs:
                 if self._store.get_file(key_of(digest, file.name), stream):
                     streams[file.name] = stream
             if listing_of(streams) != listing:
-                message = f"the content sha256:{digest} is damaged"
-                raise AdapterUnavailable(message, "lora_path")
+                raise AdapterUnavailable(f"the content sha256:{digest} is damaged", "lora_path")
 
     def _claim(self, listing: Listing) -> Claim:
         """Say what files the blob consists of, unless somebody has."""

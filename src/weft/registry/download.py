@@ -77,8 +77,7 @@ def _checksum(fragment: str) -> str:
 
 def _compare(wanted: str, found: str, uri: str) -> None:
     if wanted and wanted != found:
-        message = f"{shown(uri)} has the checksum {found}, not {wanted}"
-        raise AdapterInvalid(message, "lora_path")
+        raise AdapterInvalid(f"{shown(uri)} has the checksum {found}, not {wanted}", "lora_path")
 
 
 def _web(allowed: Allowed) -> Get:

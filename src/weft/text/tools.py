@@ -59,10 +59,7 @@ TOOL_FORMATS = {
     "phi4_mini_json": ToolFormat(begin="<|tool_call|>", end="<|/tool_call|>", lists=True),
     "gemma4": ToolFormat(begin="<|tool_call>", end="<tool_call|>", syntax="gemma", quote='<|"|>'),
     "functiongemma": ToolFormat(
-        begin="<start_function_call>",
-        end="<end_function_call>",
-        syntax="gemma",
-        quote="<escape>",
+        begin="<start_function_call>", end="<end_function_call>", syntax="gemma", quote="<escape>"
     ),
     "olmo3": ToolFormat(begin="<function_calls>", end="</function_calls>", syntax="python"),
     "glm4": ToolFormat(begin="<|assistant|>", syntax="named"),

@@ -52,10 +52,7 @@ class LocalLauncher:
     """Processes of this machine. `tend` has to be called now and then."""
 
     def __init__(
-        self,
-        folder: ClusterFolder,
-        args: ClusterArgs,
-        clock: Callable[[], float] = time.monotonic,
+        self, folder: ClusterFolder, args: ClusterArgs, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._folder = folder
         self._args = args

@@ -155,18 +155,7 @@ def _adapters(
             if mate == 0:
                 wait_for(count_ptr, mates)
                 sum_tile(
-                    work_ptr,
-                    tile,
-                    inbox_ptrs,
-                    uses_ptr,
-                    0,
-                    K,
-                    W,
-                    PART,
-                    MAX_PARTS,
-                    ROWS,
-                    RANK,
-                    SIZE,
+                    work_ptr, tile, inbox_ptrs, uses_ptr, 0, K, W, PART, MAX_PARTS, ROWS, RANK, SIZE
                 )
                 tl.debug_barrier()
                 tl.atomic_add(count_ptr + 1, 1, sem="release")

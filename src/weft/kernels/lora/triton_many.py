@@ -9,12 +9,7 @@ import triton
 import triton.language as tl
 
 from weft.kernels.lora.triton_ranks import sum_tile
-from weft.kernels.lora.triton_tiles import (
-    expand_tile,
-    num_blocks_of,
-    read_tile,
-    shrink_tile,
-)
+from weft.kernels.lora.triton_tiles import expand_tile, num_blocks_of, read_tile, shrink_tile
 
 SHARES = 48
 """How many shares the shrink of a tile is cut into, for programs to divide."""
@@ -207,16 +202,5 @@ def sum_v(
             NUM_SLICES,
         )
         sum_tile(
-            work_ptr,
-            tile,
-            inbox_ptrs,
-            uses_ptr,
-            first,
-            K,
-            W,
-            PART,
-            MAX_PARTS,
-            ROWS,
-            RANK,
-            SIZE,
+            work_ptr, tile, inbox_ptrs, uses_ptr, first, K, W, PART, MAX_PARTS, ROWS, RANK, SIZE
         )

@@ -43,16 +43,7 @@ def parts_of(R, K, W, PART: tl.constexpr, MAX_PARTS: tl.constexpr):
 
 
 @triton.jit
-def sum_parts(
-    v_at,
-    rows,
-    r0,
-    rank,
-    parts,
-    part_stride,
-    BLOCK_R: tl.constexpr,
-    WHOLE: tl.constexpr,
-):
+def sum_parts(v_at, rows, r0, rank, parts, part_stride, BLOCK_R: tl.constexpr, WHOLE: tl.constexpr):
     """Ranks [r0, r0 + BLOCK_R) of v: its parts in their order, fp32 (_ROWS, BLOCK_R)."""
     m = tl.arange(0, _ROWS)
     r = r0 + tl.arange(0, BLOCK_R)

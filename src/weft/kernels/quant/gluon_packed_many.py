@@ -251,10 +251,7 @@ def _product(
             barrier()  # all values are there
             mbarrier.wait(x_there.index(step % X_STAGES), step // X_STAGES & 1)
             acc = warpgroup_mma(
-                vs.index(step % 2),
-                xs.index(step % X_STAGES).permute((1, 0)),
-                acc,
-                is_async=True,
+                vs.index(step % 2), xs.index(step % X_STAGES).permute((1, 0)), acc, is_async=True
             )
             ahead = step + X_STAGES - 1
             x_at = ahead % X_STAGES
@@ -378,10 +375,7 @@ class Cost(NamedTuple):
     """What a part of K adds, where there are several."""
 
 
-FORMS = {
-    ManyRowsForm(256, 64, 4, 3): Cost(0.73, 5.3),
-    ManyRowsForm(128, 128, 3, 3): Cost(1.0, 2.4),
-}
+FORMS = {ManyRowsForm(256, 64, 4, 3): Cost(0.73, 5.3), ManyRowsForm(128, 128, 3, 3): Cost(1.0, 2.4)}
 """What there is to choose from."""
 
 

@@ -63,8 +63,7 @@ class Parts:
         if found != shape:
             raise ConfigError(f"{name} has shape {found}, expected {shape}", name)
         if dtype not in dtypes:
-            message = f"{name} has dtype {dtype}, expected {' or '.join(dtypes)}"
-            raise ConfigError(message, name)
+            raise ConfigError(f"{name} has dtype {dtype}, expected {' or '.join(dtypes)}", name)
         read: Tensor = stored[:] if shape else stored[...]
         return read
 
