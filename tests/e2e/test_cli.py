@@ -267,6 +267,8 @@ def test_values_of_the_wrong_kind_are_named_with_what_is_allowed() -> None:
         ("serve", "--max-num-seqs", "many", "'many' is not a whole number."),
         ("top", "--interval", "x", "'x' is not a number."),
         ("top", "--interval", "0", "'0' is too small: it takes 0.1 or more."),
+        ("top", "--interval", "inf", "'inf' is too large: it takes 86400.0 or less."),
+        ("chat", "--temperature", "inf", "'inf' is too large: it takes 100.0 or less."),
         ("check", "--max-lora-rank", "999", "'999' is too large: it takes 256 or less."),
     ):
         done = CliRunner().invoke(app, [command, BASE, flag, value])
@@ -315,6 +317,13 @@ def test_a_missing_tokenizer(tmp_path: Path) -> None:
             (tmp_path / file.name).symlink_to(file)
     line = refusal("serve", str(tmp_path), "--port", "0", *SMALL)
     assert "tokenizer" in line and "--skip-tokenizer-init" in line
+
+
+def test_a_file_of_tenants_that_is_not_text_makes_no_registry(tmp_path: Path) -> None:
+    file, registry = tmp_path / "tenants.toml", tmp_path / "registry"
+    file.write_bytes(b"\xff\xfe")
+    line = refusal("tenants", "import", str(file), "--registry", str(registry))
+    assert line.endswith("tenants.toml: it is not UTF-8") and not registry.exists()
 
 
 @pytest.mark.usefixtures("quick_engines")

@@ -41,6 +41,7 @@ def chat(
             metavar="T",
             help="Sampling temperature. 0: always the most likely token. Default: 1.",
             min=0,
+            max=100,
         ),
     ] = None,
     api_key: ApiKey = None,

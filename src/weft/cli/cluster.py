@@ -406,7 +406,8 @@ def top(
     at: At = None,
     api_key: Key = "",
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Seconds between two readings.", min=0.1)
+        float,
+        typer.Option(metavar="SECONDS", help="Seconds between two readings.", min=0.1, max=86_400),
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
 ) -> None:

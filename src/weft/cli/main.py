@@ -143,7 +143,8 @@ def top(
         ),
     ] = None,
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Seconds between two readings.", min=0.1)
+        float,
+        typer.Option(metavar="SECONDS", help="Seconds between two readings.", min=0.1, max=86_400),
     ] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one interval, and end.")] = False,
     api_key: Annotated[

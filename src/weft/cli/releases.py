@@ -131,11 +131,14 @@ def import_tenants(
     from weft.registry.records import RemoveTenant, SetTenant
     from weft.registry.tenants_file import tenants_as_json
 
-    with opened(registry, make=True) as shared:
+    with ending_in_one_line():
         try:
-            tables = tenants_as_json(file.read_text())
+            tables = tenants_as_json(file.read_text("utf-8"))
         except OSError as error:
             raise ConfigError(f"{file}: {error.strerror}", "file") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{file}: it is not UTF-8", "file") from error
+    with opened(registry, make=True) as shared:
         known = shared.state.tenants
         changes = [
             SetTenant(name, settings)
