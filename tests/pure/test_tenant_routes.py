@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 from http_api import CHAT, COMPLETE, HI, Web, World, digest_of, run, until
+from test_uploads import FILES, tar
 from toy_tokenizers import byte_level
 
 from weft.api import audit as audit_module
@@ -95,6 +96,18 @@ async def text_of(web: Web, who: str, **body: Any) -> str | int:
         return answer.status_code
     assert answer.json()["model"] == ask["model"]
     return str(answer.json()["choices"][0]["text"]).removeprefix("cba")
+
+
+def test_an_adapter_that_is_tried_has_the_name_that_it_would_get(served: Served) -> None:
+    async def scenario(web: Web) -> None:
+        for query, state in (("?check=true", "accepted"), ("", "success")):
+            answer = await web.http.put(
+                f"/v1/adapters/new{query}", content=tar(FILES), headers=as_("acme-all")
+            )
+            assert answer.json()["status"] == state, answer.text
+            assert answer.json()["lora_name"] == "acme/new"
+
+    run(served.world, scenario)
 
 
 def test_a_name_means_ones_own_then_a_shared_adapter(served: Served) -> None:

@@ -90,9 +90,11 @@ class AdapterDesk:
             work = self._load(name, path, replace, pinned, wait, packed)
             return await self._executor.to_the_end(_closing(stack.pop_all(), work))
 
-    async def examine(self, name: str, receive: Callable[[Path], Awaitable[str]]) -> AdapterInfo:
-        """Try an adapter that the client sends, as for `upload`, without loading it. Returns what
-        the engine reports of it. Raises what `upload` raises."""
+    async def examine(
+        self, name: str, receive: Callable[[Path], Awaitable[str]]
+    ) -> tuple[str, AdapterInfo]:
+        """Try an adapter that the client sends, as for `upload`, without loading it. Returns its
+        whole name, and what the engine reports of it. Raises what `upload` raises."""
         access = self._service.access
         whole = access.to_publish(name)
         with self.receiving(), ExitStack() as stack:
@@ -100,9 +102,9 @@ class AdapterDesk:
             path = f"{UPLOAD}://sha256:{await receive(packed)}"
             sources = self._sources(access).with_upload(packed)
 
-            async def examine() -> AdapterInfo:
+            async def examine() -> tuple[str, AdapterInfo]:
                 async with self._publisher.tried(whole, lambda: sources.open(path)) as tried:
-                    return tried.info
+                    return whole, tried.info
 
             return await self._executor.to_the_end(_closing(stack.pop_all(), examine()))
 
