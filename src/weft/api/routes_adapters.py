@@ -58,9 +58,8 @@ class SourceBody(UnloadBody):
     pinned: bool = False
 
     def ignored(self, strict: bool) -> list[str]:
-        return super().ignored(strict) + ignored_fields(
-            self.source.model_extra, {}, "source.", strict
-        )
+        beside = ignored_fields(self.source.model_extra, {}, "source.", strict)
+        return super().ignored(strict) + beside
 
     def check(self) -> None:
         if "://" not in self.source.uri:

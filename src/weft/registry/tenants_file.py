@@ -122,9 +122,10 @@ def tenants_as_json(text: str) -> dict[str, str]:
     `parse_tenants`, and for a cap that would do nothing there."""
     parse_tenants(text)
     tables = _tables(text)
-    for name in (name for name, table in tables.items() if table.caps.max_adapter_bytes):
-        place = _place(["tenants", name, "caps", "max_adapter_bytes"])
-        _refuse(place, "it has no effect with a registry; set max_stored_bytes instead")
+    for name, table in tables.items():
+        if table.caps.max_adapter_bytes is not None:
+            place = _place(["tenants", name, "caps", "max_adapter_bytes"])
+            _refuse(place, "it has no effect with a registry; set max_stored_bytes instead")
     return {name: t.model_dump_json(exclude_defaults=True) for name, t in tables.items()}
 
 
