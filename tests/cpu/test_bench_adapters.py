@@ -532,6 +532,7 @@ def test_the_newest_run_that_fits_is_drawn(tmp_path: Path) -> None:
         {**faster, "ok": False},
         {**faster, "config": {**CHURN["config"], "load": 0.7}},
         {**faster, "config": {**CHURN["config"], "ranks": [8, 16]}},
+        {**faster, "config": {**CHURN["config"], "options": {"quantization": "int4"}}},
     ]
     assert png(faster, CHURN, *others) == png(CHURN) != png(CHURN, faster)
 

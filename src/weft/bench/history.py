@@ -54,7 +54,7 @@ def read_history(path: Path) -> list[Line]:
 
 def is_step_time(line: Line) -> bool:
     """Whether this run measured the work whose figures `peers` holds."""
-    return _is("decode", line) and {*_steps(line)} >= {0, 64}
+    return _is("decode", line) and _steps(line).keys() >= peers.STEP_FLOOR_MS.keys()
 
 
 def is_churn(line: Line) -> bool:
@@ -71,6 +71,7 @@ def is_churn(line: Line) -> bool:
 
 def _is(benchmark: str, line: Line) -> bool:
     config = line["config"]
+    options = config.get("options", {})
     return (
         line["benchmark"] == benchmark
         and line["ok"]
@@ -78,7 +79,8 @@ def _is(benchmark: str, line: Line) -> bool:
         and config["model"] == peers.MODEL
         and config["rank"] == peers.RANK
         and config["targets"] == "all linear"
-        and config.get("options", {}).get("tensor_parallel_size", 1) == 1
+        and options.get("tensor_parallel_size", 1) == 1
+        and options.get("quantization") is None
     )
 
 
