@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -51,6 +52,27 @@ def objects(capsys: Capture) -> list[dict[str, Any]]:
 
 
 logger = logging.getLogger("weft.somewhere")
+
+
+def test_a_log_that_nobody_reads_holds_nothing_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    reader, writer = os.pipe()
+    monkeypatch.setattr("weft.metrics.logs.ROOM_S", 0.05)
+    with os.fdopen(reader, "rb") as read, os.fdopen(writer, "w") as written:
+        monkeypatch.setattr("sys.stderr", written)
+        configure_logging("info", json=False)
+        for number in range(1000):
+            logger.info("line %d %s", number, "x" * 10_000)
+        *whole, cut = os.read(read.fileno(), 1 << 20).decode().splitlines()
+        assert whole and all(f"line {number} " in line for number, line in enumerate(whole))
+        assert len(cut) < 10_000
+        logger.info("once more")
+        end, lost, *others = os.read(read.fileno(), 1 << 20).decode().splitlines()
+    assert end == "" and lost.endswith(
+        f": {1000 - len(whole)} lines of the log are lost, as there was no room for them"
+    )
+    assert [line.split(": ")[-1] for line in others] == ["once more"]
 
 
 def test_text(capsys: Capture) -> None:

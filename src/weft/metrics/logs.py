@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import select
 from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import TextIO
 
 from weft.core.adapters import AdapterRef
 from weft.core.sampling import SamplingParams
@@ -97,6 +100,65 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
     return {k: v for k, v in vars(record).items() if k not in _OWN_FIELDS and v is not None}
 
 
+class UnblockedHandler(logging.StreamHandler[TextIO]):
+    """Writes to stderr, and never waits for long: that may be a pipe which nobody reads any more,
+    or a terminal that was stopped. Lines without room are left out until there is some, and
+    counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_lost = 0
+        self._is_cut = False
+        """Whether the last line that was written is not whole."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        fd = self._descriptor()
+        if fd is None:
+            super().emit(record)
+            return
+        try:
+            content = self._content(record)
+            for start in range(0, len(content), _PIECE_BYTES):
+                if not _has_room(fd, 0.0 if self._num_lost else ROOM_S):
+                    self._num_lost += 1
+                    return
+                os.write(fd, content[start : start + _PIECE_BYTES])
+                self._is_cut = start + _PIECE_BYTES < len(content)
+            self._num_lost = 0
+        except Exception:
+            self.handleError(record)
+
+    def _content(self, record: logging.LogRecord) -> bytes:
+        """The record's line, behind one that tells what was lost."""
+        text = self.format(record) + self.terminator
+        if self._num_lost:
+            message = "%d lines of the log are lost, as there was no room for them"
+            name, level, lost = __name__, logging.WARNING, (self._num_lost,)
+            told = logging.LogRecord(name, level, "", 0, message, lost, None)
+            text = self.terminator * self._is_cut + self.format(told) + self.terminator + text
+        return text.encode(errors="backslashreplace")
+
+    def _descriptor(self) -> int | None:
+        try:
+            return self.stream.fileno()
+        except (OSError, ValueError):  # what a test captures
+            return None
+
+
+ROOM_S = 1.0
+"""How long a line waits for room, unless the one before did so in vain."""
+_PIECE_BYTES = 4096
+"""What a pipe that has room takes at once; see `man 7 pipe`."""
+
+
+def _has_room(fd: int, wait_s: float) -> bool:
+    if not hasattr(select, "poll"):
+        return True
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(1000 * wait_s))
+
+
 _configured: LogArgs | None = None
 
 
@@ -104,7 +166,7 @@ def configure_logging(level: str, json: bool) -> None:
     """Let this process log to stderr from `level` on, and nowhere else."""
     global _configured
     _configured = LogArgs(level, json)
-    handler = logging.StreamHandler()
+    handler = UnblockedHandler()
     handler.setFormatter(JsonFormatter() if json else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in CHATTY:
