@@ -119,7 +119,7 @@ class _Ahead(AsyncCompileMode):  # type: ignore[misc]
             if not _is_cached(key):
                 self._todo.append(key)
             own = [key for key in self._todo if self._is_own(key)]
-            if len(own) >= _num_processors():
+            if len(own) >= max(_num_processors(), 2):
                 self._begin(own)
         self._kernels[key][1].append(keep)
         kernel = _NotYet()
