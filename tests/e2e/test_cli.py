@@ -183,6 +183,16 @@ def test_a_server_that_is_not_there_is_named() -> None:
     assert "can't reach http://127.0.0.1:9: Connection refused" in line
 
 
+def test_a_stdout_that_nobody_reads_is_no_reason_not_to_serve() -> None:
+    code = "from weft.cli.serve import show; show('ready'); import sys; sys.stderr.write('serves')"
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b"serves"
+    assert process.returncode == 0
+
+
 def test_weights_of_tenants() -> None:
     assert parse_weights('{"acme": 2, "b": 0.5}') == {"acme": 2.0, "b": 0.5}
     assert engine_args("m", tenant_weights={"a": 2.0}).scheduler.tenant_weights == {"a": 2.0}

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from weft.api import ApiSettings, create_app
 from weft.api.http import READER_TIMEOUT_S
@@ -177,7 +177,7 @@ async def _start_and_serve(
     beside: socket.socket | None,
     traces: Traces | None,
 ) -> None:
-    console, shared = Console(), start.shared
+    shared = start.shared
     model, lora = start.engine.model.model, start.engine.lora
     registry = AdapterRegistry(start.api.served_model_names, model)
     kept = cache_folder(lora.adapter_cache_dir)
@@ -222,12 +222,18 @@ async def _start_and_serve(
         _on_signals(lambda: None)
         async with served_beside(app.state.metrics_app, beside):
             if listener is None:
-                console.print(shown)
+                show(shown)
                 await _serve_nodes(app, engine, flags.shutdown_timeout)
             else:
-                await _serve_http(app, start, engine, listener, lambda: console.print(shown))
+                await _serve_http(app, start, engine, listener, lambda: show(shown))
     finally:
         await engine.close()
+
+
+def show(shown: RenderableType) -> None:
+    """Print to stdout, where nobody may be any more: that is no reason not to serve."""
+    with contextlib.suppress(OSError, SystemExit):  # with the latter, rich ends a command
+        Console().print(shown)
 
 
 # -- the start -----------------------------------------------------------------------------------
