@@ -213,6 +213,8 @@ def block(**fields: Any) -> dict[str, Any]:
         ({"max_tokens": 0}, "max_tokens"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": []}]}, "messages[0].content"),
+        ({"messages": [*HI, {"role": "system", "content": []}]}, "messages[1].content"),
         (block(type="image", source={}), "messages[0].content[0].type"),
         (block(type="thinking", thinking="x"), "messages[0].content[0].type"),
         (block(type="text"), "messages[0].content[0].text"),

@@ -102,6 +102,8 @@ class MessageParam(LenientBody):
         own, and the calls, thoughts and texts of an assistant are one."""
         if isinstance(self.content, str):
             return [Message(role=self.role, content=self.content)]
+        if not self.content and self.role != "assistant":
+            raise InvalidRequest(f"{where}.content is empty", f"{where}.content")
         for n, block in enumerate(self.content):
             if (role := _ROLE_OF_BLOCK.get(type(block), self.role)) != self.role:
                 field = f"{where}.content[{n}].type"
@@ -134,10 +136,8 @@ class MessageParam(LenientBody):
         messages: list[Message] = []
         for block in self.content:
             if isinstance(block, ToolResultBlock):
-                result = _text(block.content or "")
-                messages.append(
-                    Message(role="tool", content=result, tool_call_id=block.tool_use_id)
-                )
+                text = _text(block.content or "")
+                messages.append(Message(role="tool", content=text, tool_call_id=block.tool_use_id))
             elif isinstance(block, TextBlock):
                 if messages and messages[-1].role == self.role:
                     messages[-1].content = f"{messages[-1].content}\n{block.text}"
