@@ -72,6 +72,9 @@ def _try(operation: Any, mode: GenerationMode, num_examples: int) -> int:
 def test_every_body_and_error_is_described(world: World) -> None:
     paths = world.app.openapi()["paths"]
     assert len(paths) > 12
+    for name in ("chat/completions", "completions", "messages", "responses"):
+        answers = paths[f"/v1/{name}"]["post"]["responses"]["200"]["content"]
+        assert answers.keys() == {"application/json", "text/event-stream"}
     for path, item in paths.items():
         for method, operation in item.items():
             assert {"200", "4XX", "5XX"} <= set(operation["responses"]), path

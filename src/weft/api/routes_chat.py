@@ -22,7 +22,7 @@ from weft.api.generation import (
     truncated,
     usage,
 )
-from weft.api.http import ERRORS, EventStream, answer, body_of
+from weft.api.http import ERRORS, STREAMED, EventStream, answer, body_of
 from weft.api.reading import read_request
 from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
@@ -254,7 +254,7 @@ _CHUNK = "chat.completion.chunk"
 def chat_routes(service: Service) -> APIRouter:
     router = APIRouter(responses=ERRORS)
 
-    @router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody))
+    @router.post("/v1/chat/completions", openapi_extra=body_of(ChatBody), responses=STREAMED)
     async def create_chat_completion(request: Request) -> Response:
         body = await read_request(request, ChatBody, service.settings)
         body.check()

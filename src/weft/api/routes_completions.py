@@ -21,7 +21,7 @@ from weft.api.generation import (
     truncated,
     usage,
 )
-from weft.api.http import ERRORS, EventStream, answer, body_of
+from weft.api.http import ERRORS, STREAMED, EventStream, answer, body_of
 from weft.api.reading import read_request
 from weft.api.schemas import CompletionBody, texts_or_ids
 from weft.api.service import Output, Service
@@ -37,7 +37,7 @@ _KIND = "text_completion"
 def completion_routes(service: Service) -> APIRouter:
     router = APIRouter(responses=ERRORS)
 
-    @router.post("/v1/completions", openapi_extra=body_of(CompletionBody))
+    @router.post("/v1/completions", openapi_extra=body_of(CompletionBody), responses=STREAMED)
     async def create_completion(request: Request) -> Response:
         body = await read_request(request, CompletionBody, service.settings)
         body.check()

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from weft.api.generation import naming
-from weft.api.http import ERRORS, EventStream, answer, body_of, json_response
+from weft.api.http import ERRORS, STREAMED, EventStream, answer, body_of, json_response
 from weft.api.messages_body import FIELDS, CountTokensBody, MessagesBody
 from weft.api.reading import read_request
 from weft.api.routes_chat import Reader, Turn
@@ -24,7 +24,7 @@ Event = dict[str, Any]
 def message_routes(service: Service) -> APIRouter:
     router = APIRouter(responses=ERRORS)
 
-    @router.post("/v1/messages", openapi_extra=body_of(MessagesBody))
+    @router.post("/v1/messages", openapi_extra=body_of(MessagesBody), responses=STREAMED)
     async def create_message(request: Request) -> Response:
         body = await read_request(request, MessagesBody, service.settings)
         with naming(FIELDS):

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from weft.api.bodies import CalledFunction, Message, ToolCall
 from weft.api.generation import chat_logprobs, naming
-from weft.api.http import ERRORS, EventStream, answer, body_of, json_response
+from weft.api.http import ERRORS, STREAMED, EventStream, answer, body_of, json_response
 from weft.api.reading import read_request
 from weft.api.responses_body import FIELDS, ResponsesBody
 from weft.api.routes_chat import Reader, Turn
@@ -37,7 +37,7 @@ def response_routes(service: Service) -> APIRouter:
         access.need("use")
         return access.caller.tenant
 
-    @router.post("/v1/responses", openapi_extra=body_of(ResponsesBody))
+    @router.post("/v1/responses", openapi_extra=body_of(ResponsesBody), responses=STREAMED)
     async def create_response(request: Request) -> Response:
         body = await read_request(request, ResponsesBody, service.settings)
         previous, before = body.previous_response_id, tuple[Message, ...]()
