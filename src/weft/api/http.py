@@ -37,9 +37,7 @@ WRITE = "weft.write"
 of a streamed answer: a function that writes one at once, or returns False if it can't."""
 _encode = msgspec.json.Encoder().encode
 
-STREAMED: dict[int | str, dict[str, Any]] = {
-    200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}}
-}
+STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"text/event-stream": {}}}}
 """The `responses` of routes that answer with JSON, or with events if a stream is asked for."""
 TEXT: dict[int | str, dict[str, Any]] = {
     200: {
