@@ -11,7 +11,6 @@ import re
 import secrets
 import socket
 import subprocess
-import threading
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,12 +45,10 @@ def serving(*flags: str, modules: tuple[str, ...] = ("reverse", "upper")) -> Ite
                 break
         else:
             raise AssertionError("the server did not start")
-        # What nobody reads would fill the pipe, and the server would wait.
-        threading.Thread(target=server.stdout.read, daemon=True).start()
         yield found[0]
     finally:
         server.terminate()
-        server.wait()
+        server.communicate()
 
 
 @pytest.fixture(scope="module")

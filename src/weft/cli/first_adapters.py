@@ -78,7 +78,7 @@ async def bring_to_device(engine: Supervisor | FleetClient, registry: AdapterReg
         if info.num_bytes <= left:
             left -= info.num_bytes
             asked.append(ask(ref))
-    # The newest first: the host has these, and reading others might take their places.
+    # Those loaded last come first: the host still has them, and reads others into their places.
     await asyncio.gather(*reversed(asked))
     seconds = time.monotonic() - begun_s
     logger.info("start: %d adapters are in device memory, %.1f s", len(asked), seconds)

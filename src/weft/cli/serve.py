@@ -231,8 +231,8 @@ async def _start_and_serve(
 
 
 def show(shown: RenderableType) -> None:
-    """Print to stdout, where nobody may be any more: that is no reason not to serve."""
-    with contextlib.suppress(OSError, SystemExit):  # with the latter, rich ends a command
+    """Print to stdout. If nobody reads that any more, the server goes on without it."""
+    with contextlib.suppress(OSError, SystemExit):  # rich raises the latter for a broken pipe
         Console().print(shown)
 
 

@@ -112,8 +112,8 @@ class _Ahead(AsyncCompileMode):  # type: ignore[misc]
         self._aside: list[_Compilers] = []
 
     def submit(self, key: str, compile_one: Compile, keep: Keep, *_: object) -> _NotYet:
-        """Note a kernel that is to be compiled. As soon as there is one of its own part for each
-        processor, these are begun with."""
+        """Note a kernel that is to be compiled. When as many of this process's part are noted as
+        there are processors, other processes begin to compile them."""
         if key not in self._kernels:
             self._kernels[key] = compile_one, []
             if not _is_cached(key):

@@ -101,9 +101,9 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 
 class UnblockedHandler(logging.StreamHandler[TextIO]):
-    """Writes to stderr, and never waits for long: that may be a pipe which nobody reads any more,
-    or a terminal that was stopped. Lines without room are left out until there is some, and
-    counted."""
+    """Writes to stderr, but does not wait for long if that takes nothing: it may be a pipe that
+    nobody reads any more, or a terminal that was stopped. Until stderr takes something again, lines
+    are left out and counted."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -33,8 +33,8 @@ MAX_PARTS = 16
 """The most parts that a decode's context is cut into."""
 
 PROGRAMS = 2
-"""How many programs keep a processor busy with chunks: those that have more are not cut into
-parts."""
+"""How many programs keep a processor busy with chunks. The contexts of chunks that have more are
+not cut into parts."""
 
 PART_BYTES = 16 << 10
 """The fewest bytes of a head's keys in a part of a decode's context, which has whole rounds: fewer
