@@ -1,9 +1,10 @@
 """`weft tune`: candidates for how kernels are cut, compiled side by side and timed one by one.
 
 For products (`tuned.Cut`), all candidates are tried for each shape and number of rows, then
-prefetches of the best. For kernels of many rows (`tuned.Blocks`), each field is tried alone, then
-together the values that were better. The setting in use is always a candidate, and stays unless
-another one is clearly better.
+prefetches of the best. Each is timed alone, and with a different adapter for each row beside it, as
+a cut that is fast alone may leave no room for adapters. For kernels of many rows (`tuned.Blocks`),
+each field is tried alone, then together the values that were better. The setting in use is always a
+candidate, and stays unless another one is clearly better.
 """
 
 from __future__ import annotations
@@ -30,7 +31,10 @@ from weft.bench.workload import adapters_in_batch
 from weft.core.errors import ConfigError
 from weft.kernels import tuned
 from weft.kernels.compiling import compiling_ahead
+from weft.kernels.linear import DenseWeight
+from weft.kernels.lora import LoraStep
 from weft.kernels.lora.triton import TritonBackend
+from weft.kernels.ops import Product
 from weft.kernels.triton_base import INTERPRETED, processors
 from weft.kernels.triton_linear import Launched, cut_of, launch
 from weft.kernels.tuned import Blocks, Cut
@@ -46,7 +50,11 @@ FORMS = (
     Cut(256, 1, 3),
     Cut(128, 1, 4, columns=32),
     Cut(256, 1, 3, columns=32),
+    Cut(64, 1, 3, columns=128),
     Cut(64, 1, 4, columns=128),
+    Cut(64, 1, 5, columns=128),
+    Cut(64, 1, 6, columns=128),
+    Cut(128, 1, 2, columns=128),
     Cut(128, 1, 3, columns=128),
 )
 SPLITS = (1, 2, 4)
@@ -163,30 +171,48 @@ def _has_room(cut: Cut, key: tuned.Key) -> bool:
     return 2 * cut.stages * cut.step * (cut.columns + key.rows) <= SHARED_BYTES
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _CutWeight(DenseWeight):
+    """A matrix that says how its products are cut."""
+
+    cut: Cut
+
+    def launch(self, x_TI: Tensor, bias_O: Tensor | None, flags: Tensor | None) -> Launched:
+        return launch(x_TI, self.values_OI, bias_O, self.cut, flags)
+
+
 class _Contest:
     """Times the cuts of one product against each other."""
 
-    def __init__(self, bed: Bed, product: LayerProduct, x_TI: Tensor, before: Cut) -> None:
+    def __init__(
+        self, bed: Bed, product: LayerProduct, step: LoraStep, x_TI: Tensor, before: Cut
+    ) -> None:
         self.key, self.before = tuned.Key(len(x_TI), *product.shape), before
-        self._bed, self._product, self._x_TI = bed, product, x_TI
+        self._bed, self._product, self._step, self._x_TI = bed, product, step, x_TI
         self._want_TO = bed.plain(self._x_TI, product)
         self._seconds: dict[Cut, float] = {}
 
-    def launches(self, cut: Cut) -> list[Callable[[], Launched]]:
-        """Launch the product with this cut in all layers."""
-        weights = self._product.weights
-        return [partial(launch, self._x_TI, weight_OI, None, cut, None) for weight_OI in weights]
+    def launches(self, cut: Cut) -> list[Callable[[], Launched | Product | None]]:
+        """Launch the product with this cut in all layers: alone, then with adapters beside it."""
+        calls: list[Callable[[], Launched | Product | None]] = []
+        for weight_OI, group in zip(self._product.weights, self._product.groups, strict=True):
+            weight = _CutWeight(weight_OI, cut=cut)
+            calls.append(partial(weight.launch, self._x_TI, None, None))
+            calls.append(partial(self._step.product, self._x_TI, weight, None, group.index))
+        return calls
 
     def time(self, cut: Cut, timer: Timer) -> None:
         """Time a cut. One that the device has no room for, or whose result is wrong, takes
         infinitely long."""
         launches = self.launches(cut)
         try:
-            got_TO = launches[0]().y_TO
+            got = launches[0]()
         except OutOfResources:
             return
-        if deviation(got_TO, self._want_TO) <= self._bed.tolerance:
-            self._seconds[cut] = timer(lambda: [call() for call in launches]) / len(launches)
+        assert got is not None
+        if deviation(got.y_TO, self._want_TO) <= self._bed.tolerance:
+            seconds = timer(lambda: [call() for call in launches])
+            self._seconds[cut] = seconds / len(self._product.weights)
 
     def untried(self, cuts: Sequence[Cut]) -> list[Cut]:
         return [cut for cut in dict.fromkeys(cuts) if cut not in self._seconds]
@@ -211,18 +237,19 @@ def _contests(bed: Bed) -> list[_Contest]:
     them."""
     made: dict[tuned.Key, _Contest] = {}
     for rows in ROWS:
+        [step] = bed.steps("triton", range(rows), 1)
         for product in bed.products:
             x_TI = bed.random(rows, product.shape[1])
             before = cut_of(x_TI, product.weights[0])
             if before is not None:
-                contest = _Contest(bed, product, x_TI, before)
+                contest = _Contest(bed, product, step, x_TI, before)
                 made.setdefault(contest.key, contest)
     return list(made.values())
 
 
 def _run(title: str, entries: Sequence[tuple[_Contest, Sequence[Cut]]], timer: Timer) -> None:
     trials = [(c, cut) for c, cuts in entries for cut in c.untried((c.before, *cuts))]
-    _compile(contest.launches(cut)[0] for contest, cut in trials)
+    _compile(call for contest, cut in trials for call in contest.launches(cut)[:2])
     with progress(title, len(trials)) as advance:
         for contest, cut in trials:
             contest.time(cut, timer)
@@ -324,6 +351,8 @@ def _shown(best: Mapping[tuned.Key, Best]) -> Table:
     columns = ("rows", "product", "us", "us before", "step", "split", "stages")
     table = new_table("", *columns, "columns", "ahead", names=0)
     table.columns[1].justify = "left"
+    table.caption_justify = "left"
+    table.caption = "us: the product alone, and once more with an adapter for each row beside it."
     for key, found in sorted(best.items()):
         cut = found.cut
         numbers = (cut.step, cut.split, cut.stages, cut.columns, cut.ahead)

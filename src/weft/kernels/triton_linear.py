@@ -206,6 +206,9 @@ def _cut(weight_OK: Tensor, num_rows: int) -> Cut:
         return found
     step, columns, many = _step(weight_OK), _COLUMNS if O % _COLUMNS == 0 else 32, num_rows > 32
     num_tiles, enough = O // columns, processors(device) * (4 if many else 2) // 3
+    if num_rows > 16 and O % 128 == 0 and num_tiles > 2 * processors(device):
+        # More programs would fill the device, so that adapters' would have to wait for the last.
+        return Cut(64, 1, 5 if many else 6, columns=128)
     most = 4 if num_tiles > 4 else 16
     if step == 64:
         splits = [n for n in range(1, most + 2) if K // step % n == 0]

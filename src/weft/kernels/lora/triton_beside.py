@@ -26,7 +26,6 @@ from triton.compiler import CompiledKernel
 from weft.kernels.lora.triton_ranks import ALONE, RankExchange, sum_tile
 from weft.kernels.lora.triton_tiles import (
     TILE_ROWS,
-    ask_ahead,
     expand_tile,
     num_blocks_of,
     read_tile,
@@ -91,9 +90,9 @@ def _adapters(
 
     They may have started before x is there, so the product tells: flags int32 (NUM_FLAGS,) has a
     flag for each of TURNS launches, as those that follow may be waiting for theirs. Meanwhile they
-    read tables, and ask for the first of their matrices. Behind that is a counter of the programs
-    that wait for nobody any more, and two for each team. The last program of all, which has no
-    team, makes all of them ready for the next launch, and waits for the product.
+    read tables. Behind that is a counter of the programs that wait for nobody any more, and two for
+    each team. The last program of all, which has no team, makes all of them ready for the next
+    launch, and waits for the product.
 
     With SIZE > 1, v is summed over ranks in between, by the first program of each team. Others
     wait for it, and it for the same tiles of other ranks. Take the lowest tile that is not done
@@ -129,8 +128,6 @@ def _adapters(
             num_targets,
             len(WIDTHS),
         )
-        if PDL:
-            ask_ahead(arena_ptr, tile, mate, mates, WIDTHS, K, W, BLOCK_N, PART, MAX_PARTS)
         wait_for(turn_ptr, turn)
         shrink_tile(
             x_ptr,

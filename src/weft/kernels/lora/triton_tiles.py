@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from weft.core.targets import ALIGN
-from weft.kernels.triton_base import ask_for, dot
+from weft.kernels.triton_base import dot
 
 EXPERT = 1 << 16
 """What an expert's number is multiplied by: a tile's first word is its slot, plus this times its
@@ -162,46 +162,6 @@ def num_blocks_of(WIDTHS: tl.constexpr, BLOCK_N: tl.constexpr):
     for j in tl.static_range(len(WIDTHS)):
         num += (WIDTHS[j] + BLOCK_N - 1) // BLOCK_N
     return num
-
-
-@triton.jit
-def ask_ahead(
-    arena_ptr,
-    tile,
-    mate,
-    mates,
-    WIDTHS: tl.constexpr,
-    K: tl.constexpr,
-    W: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    PART: tl.constexpr,
-    MAX_PARTS: tl.constexpr,
-):
-    """Ask for the first of A and of B that program `mate` of a tile's `mates` will read."""
-    a_offset = tile[3]
-    ranks = tile[4]
-    b_offsets = tile[5]
-    LINE: tl.constexpr = 1024 // arena_ptr.dtype.element_ty.primitive_bitwidth
-    R = sum_of(ranks)
-    if R > 0:
-        each, parts = parts_of(R, K, W, PART, MAX_PARTS)
-        share = mate * ((R + 15) // 16 * MAX_PARTS) // mates
-        k0 = share % MAX_PARTS * parts // MAX_PARTS * each * PART
-        r = tl.minimum(share // MAX_PARTS * 16 + tl.arange(0, 16), R - 1)
-        k = tl.minimum(k0 + LINE * tl.arange(0, 8), K - 1)
-        ask_for(arena_ptr + a_offset + r[:, None] * K + k[None, :])
-    num_blocks = num_blocks_of(WIDTHS, BLOCK_N)
-    begin = mate * num_blocks // mates
-    end = (mate + 1) * num_blocks // mates
-    for of in tl.static_range(len(WIDTHS)):
-        blocks = (WIDTHS[of] + BLOCK_N - 1) // BLOCK_N
-        first = tl.maximum(begin, 0) * BLOCK_N * ranks[of]
-        last = tl.minimum(tl.minimum(end, blocks) * BLOCK_N, WIDTHS[of]) * ranks[of]
-        if first < last:
-            at = tl.minimum(first + LINE * tl.arange(0, 128), last - 1)
-            ask_for(arena_ptr + b_offsets[of] + at)
-        begin -= blocks
-        end -= blocks
 
 
 @triton.jit
