@@ -205,11 +205,11 @@ def _cut(weight_OK: Tensor, num_rows: int) -> Cut:
     if found is not None:
         return found
     step, columns, many = _step(weight_OK), _COLUMNS if O % _COLUMNS == 0 else 32, num_rows > 32
-    num_tiles, enough = O // columns, processors(device) * (4 if many else 2) // 3
-    if num_rows > 16 and O % 128 == 0 and num_tiles > 2 * processors(device):
+    num_tiles, places = O // columns, processors(device)
+    if num_rows > 16 and O % 128 == 0 and num_tiles > 2 * places:
         # More programs would fill the device, so that adapters' would have to wait for the last.
         return Cut(64, 1, 5 if many else 6, columns=128)
-    most = 4 if num_tiles > 4 else 16
+    most, enough = 4 if num_tiles > 4 else 16, places * 2 // 3
     if step == 64:
         splits = [n for n in range(1, most + 2) if K // step % n == 0]
         split = next((n for n in splits if num_tiles * n >= enough), splits[-1])
@@ -217,7 +217,8 @@ def _cut(weight_OK: Tensor, num_rows: int) -> Cut:
     split = 1
     while split < most and num_tiles * split < enough and K % (256 * split) == 0:
         split *= 2
-    cut = Cut(step, split, 3 if many else 4, columns)
+    stages = (3 if many else 4) + (num_rows > 16 and num_tiles * split <= places)
+    cut = Cut(step, split, stages, columns)
     if num_rows <= 16 and split > 1 and K % (256 * split) == 0:
         cut = replace(cut, step=256, stages=3)
     return cut
