@@ -282,6 +282,11 @@ class Launched(NamedTuple):
     """What Triton returns of a launch."""
     num_programs: int
 
+    @property
+    def has_begun(self) -> bool:
+        """Whether the kernel is on the device; else it is compiled ahead, and nothing runs."""
+        return INTERPRETED or hasattr(self.kernel, "n_regs")
+
 
 def launch(
     x_TK: Tensor, weight_OK: Tensor, bias_O: Tensor | None, cut: Cut, flags: Tensor | None

@@ -21,7 +21,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
 from weft.kernels.lora.triton_ranks import ALONE, RankExchange, sum_tile
 from weft.kernels.lora.triton_tiles import (
@@ -219,7 +218,7 @@ def _places(
     Others would begin when the product ends, and those beside it would have nothing left to do.
     Where there are few places or much to read, they are as many as the device holds."""
     device, kernel, (num_rows, K) = x_TK.device, product.kernel, x_TK.shape
-    if INTERPRETED or not isinstance(kernel, CompiledKernel):
+    if INTERPRETED or not product.has_begun:
         return _most_places(device)
     buffers = (SHRINK_STAGES - 1) * 2 * TILE_ROWS * part * x_TK.itemsize
     left = places_left(
@@ -276,8 +275,7 @@ def launch_beside(
     """
     grid = (max(_most_places(x_TK.device), len(x_TK)) + 1,)
     beside = _adapters[grid]
-    if not (INTERPRETED or isinstance(product.kernel, CompiledKernel)):
-        # The product is being compiled, and did not run: nobody would tell that x is there.
+    if not product.has_begun:  # nobody would tell that x is there
         beside = partial(_adapters.warmup, grid=grid)
     beside(
         x_TK,
