@@ -575,3 +575,20 @@ def test_an_eager_node_loads_all_when_it_starts(tmp_path: Path) -> None:
 
     fleet(tmp_path, scenario, count=1)
     fleet(tmp_path, restarted, count=1, eager=True)
+
+
+def test_names_that_look_the_same_come_and_go_alone(tmp_path: Path) -> None:
+    """Two servers may each take one of them before either knows of the other's."""
+
+    async def scenario(one: Node, other: Node) -> None:
+        alike = "b\u043et"  # with a Cyrillic letter
+        loads = await asyncio.gather(one.load("bot", "A"), other.load(alike, "B"))
+        assert [answer.status_code for answer in loads] == [200, 200]
+        for name, text in (("bot", "cbaA"), (alike, "cbaB")):
+            assert await one.text(name) == await other.text(name) == text
+        for name in ("bot", alike):
+            assert (await one.web.unload(name)).status_code == 200
+            assert (await one.ask(name)).status_code == 404
+        assert not one.world.engine.holders, "the engine holds what nobody can name"
+
+    fleet(tmp_path, scenario)

@@ -103,7 +103,8 @@ class AdapterRegistry:
         self.base_root = base_root
         self._live: dict[str, _Version] = {}
         self._looks = {appearance(name): name for name in self.base_names}
-        """The base's names and the live ones, by what they look like."""
+        """The base's names and the live ones, by what they look like. Versions of a shared registry
+        are not among them: two of its names may look the same."""
         self._draining: set[_Version] = set()
         self._last_version: dict[str, int] = {}
         self._loading: dict[str, list[str]] = {}
@@ -185,10 +186,10 @@ class AdapterRegistry:
             raise AdapterConflict(message, "lora_name")
         if number is None:
             number = self._last_version.get(name, 0) + 1
+            self._looks[appearance(name)] = name
         ref = AdapterRef(name, number, info.digest)
         self._last_version[name] = number
         self._live[name] = _Version(ref, info, path, pinned)
-        self._looks[appearance(name)] = name
         if old is not None:
             self._retire(old, on_drained)
         return ref
@@ -207,7 +208,8 @@ class AdapterRegistry:
         version = self._live.pop(name, None)
         if version is None:
             raise AdapterNotFound(f"The lora adapter {name!r} cannot be found", "lora_name")
-        del self._looks[appearance(name)]
+        if self._looks.get(look := appearance(name)) == name:
+            del self._looks[look]
         self._retire(version, on_drained)
         return version.ref
 
@@ -278,7 +280,7 @@ class AdapterRegistry:
             )
         assert all(self._loading.values()), "a reservation without a load"
         names = {*self._live, *self.base_names}
-        assert self._looks == {appearance(name): name for name in names}, "two look the same"
+        assert self._looks == {appearance(n): n for n in names & {*self._looks.values()}}
 
     def _find(self, model: str) -> _Version | None:
         """Find the version that `model` names, or None if it is the base model."""
