@@ -17,7 +17,7 @@ from toy_tokenizers import byte_level
 
 from weft.core.errors import RegistryUnavailable
 from weft.registry.blobs import Blobs
-from weft.registry.records import RemoveTenant, SetTenant
+from weft.registry.records import Label, RemoveTenant, SetTenant
 from weft.registry.shared import SharedRegistry
 from weft.registry.shared_tenants import SharedTenants
 from weft.registry.stores import DirectoryStore, Store
@@ -592,3 +592,19 @@ def test_names_that_look_the_same_come_and_go_alone(tmp_path: Path) -> None:
         assert not one.world.engine.holders, "the engine holds what nobody can name"
 
     fleet(tmp_path, scenario)
+
+
+def test_what_a_name_says_of_nodes_outlives_another_name_with_its_content(tmp_path: Path) -> None:
+    async def scenario(node: Node) -> None:
+        pins = node.follower.pins.by_digest
+        for name in ("a", "b"):
+            assert (await node.load(name, "A")).status_code == 200
+            await node.follower.submit(Label(name, {"weft.nodes": f"n{name}"}), "me")
+        await node.follower.settled("b")
+        assert pins[digest_of("A")].nodes == ("nb",)
+        assert (await node.web.unload("b")).status_code == 200
+        assert pins[digest_of("A")].nodes == ("na",)
+        assert (await node.web.unload("a")).status_code == 200
+        assert not pins
+
+    fleet(tmp_path, scenario, count=1)

@@ -56,22 +56,29 @@ class Pins:
 
     def __init__(self) -> None:
         self.by_digest: dict[str, NodePin] = {}
-        self._digests: dict[str, set[str]] = {}
-        """By name: those of which something is said."""
+        self._said: dict[str, tuple[NodePin, set[str]]] = {}
+        """By name: its pin, and the digests that it is for. The name that changed last is the last
+        one."""
 
     def follow(self, name: str, entry: Name | None) -> None:
-        """`entry`: what the registry knows of the name now; None: it is gone."""
-        for digest in self._digests.pop(name, ()):
-            self.by_digest.pop(digest, None)
+        """`entry`: what the registry knows of the name now; None: it is gone. Of several names with
+        the same content, the one that changed last says where it is kept."""
+        _, before = self._said.pop(name, (None, set()))
         if entry is not None and entry.labels and (pin := pin_of(entry.labels)) is not None:
             digests = {version.digest for version in entry.versions.values()}
-            self._digests[name] = digests
+            self._said[name] = pin, digests
             self.by_digest.update(dict.fromkeys(digests, pin))
+            before -= digests
+        for digest in before:
+            if others := [pin for pin, digests in self._said.values() if digest in digests]:
+                self.by_digest[digest] = others[-1]
+            else:
+                del self.by_digest[digest]
 
     @property
     def names(self) -> Set[str]:
         """The names of which something is said."""
-        return self._digests.keys()
+        return self._said.keys()
 
 
 def pin_of(labels: Mapping[str, str]) -> NodePin | None:
