@@ -45,12 +45,12 @@ def publish(
     QuotaExceeded, InvalidRequest, ConfigError, RegistryUnavailable.
     """
     from weft.registry.blobs import Blobs
-    from weft.registry.names import check_name
     from weft.registry.records import Publish
     from weft.registry.shared import SharedRegistry
+    from weft.registry.shared_names import check_shared_name
     from weft.registry.stores import open_store
 
-    check_name(name)
+    check_shared_name(name)
     if isinstance(adapter, Mapping):
         files, source = files_of_tensors(config, adapter), ""
     else:

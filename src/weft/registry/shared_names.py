@@ -18,6 +18,18 @@ _VERSION_LENGTH = 12
 """Characters that are left for a version behind a name."""
 
 
+def check_shared_name(name: str) -> None:
+    """Raises InvalidRequest for a name that can't be told from a version, or is not safe."""
+    check_name(name)
+    if len(name) > (most := MAX_NAME_LENGTH - _VERSION_LENGTH):
+        message = f"lora_name must not be longer than {most} characters"
+    elif split(name)[1]:
+        message = "lora_name must not end like a version: those are made by the registry"
+    else:
+        return
+    raise InvalidRequest(message, "lora_name")
+
+
 class SharedNames:
     """What names there are in a shared registry, as `access.Names`. What is asked of one name is
     answered from the newest state; lists are sorted, and follow it by `update`."""
@@ -100,15 +112,7 @@ class SharedNames:
         return ModelCard(model, source or model, self._base_names[0])
 
     def check_new(self, name: str) -> None:
-        check_name(name)
-        if len(name) > MAX_NAME_LENGTH - _VERSION_LENGTH:
-            most = MAX_NAME_LENGTH - _VERSION_LENGTH
-            raise InvalidRequest(
-                f"lora_name must not be longer than {most} characters", "lora_name"
-            )
-        if split(name)[1]:
-            message = "lora_name must not end like a version: those are made by the registry"
-            raise InvalidRequest(message, "lora_name")
+        check_shared_name(name)
         if name in self._base_names:
             raise AdapterConflict(f"{name!r} is the base model's name", "lora_name")
         look = appearance(name)
