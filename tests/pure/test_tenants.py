@@ -100,6 +100,7 @@ KEY = f'{{id = "k", sha256 = "{"0" * 64}", roles = ["use"]}}'
         ("[tenants.a]\nshares_prefixes = 1", "tenants.a.shares_prefixes"),
         ("[tenants.a.caps]\nmax_seats = 0", "tenants.a.caps.max_seats"),
         ("[tenants.a.caps]\nmax_seats = true", "tenants.a.caps.max_seats"),
+        (f"[tenants.a.caps]\nmax_seats = {2**63}", "tenants.a.caps.max_seats"),
         ("[tenants.a.caps]\nseats = 1", "tenants.a.caps.seats"),
         ('[tenants.a]\nmay_use = ["sql"]', "tenants.a.may_use[0]"),
         ('[tenants.a]\nmay_use = ["b/x", "*/x"]', "tenants.a.may_use[1]"),

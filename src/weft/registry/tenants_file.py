@@ -23,6 +23,7 @@ from typing import Annotated, Any, NoReturn
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field, ValidationError, create_model
 
+from weft.core.config import MAX_NUMBER
 from weft.core.errors import ConfigError
 from weft.core.tenants import Caps, Tenant
 from weft.registry.names import MAX_NAME_LENGTH
@@ -36,7 +37,7 @@ MAX_TENANT_LENGTH = 64
 
 _Name = Annotated[str, Field(pattern=f"^{_NAME.pattern}$", max_length=MAX_TENANT_LENGTH)]
 _Adapters = Annotated[str, Field(pattern=rf"^{_NAME.pattern}/[^,]+$", max_length=MAX_NAME_LENGTH)]
-_Cap = Annotated[int, Field(ge=1)]
+_Cap = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
 
 
 class _Strict(BaseModel):
