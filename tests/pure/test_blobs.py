@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -172,6 +173,20 @@ def test_damage_is_seen(name: str, store: Store, tmp_path: Path) -> None:
     store.put(key, files[name])
     with blobs_of(store, tmp_path).open(DIGEST) as folder:
         assert bytes(folder.read(name, 1 << 20) or b"") == files[name]
+
+
+@pytest.mark.parametrize("field", ["digest", "name"])
+def test_a_list_of_files_leads_out_of_no_folder(field: str, tmp_path: Path) -> None:
+    """Whoever writes to the store could put files of any name on the servers that follow it."""
+    outside, other = tmp_path / "outside", tmp_path / "other"
+    digest, name = (str(outside), CONFIG_FILE) if field == "digest" else (DIGEST, str(outside))
+    said = {"listing": {"digest": digest, "files": [[name, 2, "0" * 64]]}, "made_at": 0.0}
+    store = MemoryStore()
+    store.put(key_of(DIGEST, "DONE"), msgspec.json.encode(said))
+    store.put(key_of(digest, name), b"{}")
+    with pytest.raises(RegistryUnavailable, match="DONE is damaged"):
+        Blobs(store, Contents(other)).open(DIGEST)
+    assert not list(tmp_path.glob("outside*")), "it has written there"
 
 
 # -- removal ---------------------------------------------------------------------------------------

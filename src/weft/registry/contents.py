@@ -44,7 +44,7 @@ STALE_S = 24 * 3600.0
 """What is under way for so long was left by a process that died."""
 LISTING = "FILES"
 MAX_LISTING_BYTES = 1 << 16
-_KEY = re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}")
+_DIGEST, _KEY = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}")
 
 
 class StoredFile(Struct, frozen=True, array_like=True):
@@ -60,6 +60,11 @@ class Listing(Struct, frozen=True):
 
     digest: str
     files: tuple[StoredFile, ...]
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for names that no adapter has: others may lead out of its folder."""
+        if not _DIGEST.fullmatch(self.digest) or {f.name for f in self.files} - {*ADAPTER_FILES}:
+            raise ValueError("it lists what is no adapter")
 
     @property
     def num_bytes(self) -> int:
