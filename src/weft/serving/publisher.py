@@ -8,8 +8,9 @@ import logging
 import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
+from contextvars import copy_context
 from dataclasses import replace as with_changes
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -25,7 +26,7 @@ from weft.registry import AdapterRegistry, Sources
 from weft.registry.allowed import shown
 from weft.registry.names import one_form
 from weft.registry.records import Version
-from weft.serving.quotas import Quotas
+from weft.serving.quotas import MAX_LOADS, Quotas
 from weft.text import AdapterTokenizers, OwnTokenizer
 
 logger = logging.getLogger(__name__)
@@ -62,9 +63,13 @@ class LoopExecutor:
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._threads = ThreadPoolExecutor(2 * MAX_LOADS, "weft-blocking")
+        """More than the loads that run side by side. The loop's own threads are few on a small
+        machine, and others wait for them, such as the start of an engine after one has died."""
 
     async def blocking(self, work: Callable[[], T]) -> T:
-        return await asyncio.to_thread(work)
+        run = copy_context().run
+        return await asyncio.get_running_loop().run_in_executor(self._threads, run, work)
 
     async def finished(self, future: Future[T]) -> T:
         return await asyncio.wrap_future(future)
