@@ -70,6 +70,10 @@ def key_of(tmp_path: Path, text: str) -> FleetKey:
     return read_fleet_key(path)
 
 
+def link_key(tmp_path: Path) -> FleetKey:
+    return key_of(tmp_path, "our secret " * 5)
+
+
 async def until(holds: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not holds():
@@ -82,15 +86,15 @@ async def same(source: AdapterSource) -> AdapterSource:
 
 @asynccontextmanager
 async def linked(
-    tmp_path: Path, other: str | None = None
+    tmp_path: Path, other: str | None = None, host: str = "127.0.0.1"
 ) -> AsyncIterator[tuple[PretendedSupervisor, OwnNode, LinkClient, TcpLink]]:
     """A node, and a client with a link to it that is not started. `other`: the client's key."""
-    text = "our secret " * 5
     engine = PretendedSupervisor()
-    own = OwnNode("a", engine, "127.0.0.1:0", key_of(tmp_path, text), same, Contents(None))
+    own = OwnNode("a", engine, f"{host}:0", link_key(tmp_path), same, Contents(None))
     context, client = zmq.asyncio.Context(), LinkClient()
-    address = f"127.0.0.1:{own.listener.port}"
-    link = TcpLink(context, address, key_of(tmp_path, other or text), "me", client, Patience())
+    address = f"{host}:{own.listener.port}"
+    key = key_of(tmp_path, other) if other else link_key(tmp_path)
+    link = TcpLink(context, address, key, "me", client, Patience())
     try:
         yield engine, own, client, link
     finally:
@@ -133,6 +137,33 @@ def test_requests_run_over_a_link_until_the_engine_dies(tmp_path: Path) -> None:
             with pytest.raises(EngineDead, match="exit code 1"):
                 await anext(events)
             assert not engine.open and own.report is None
+
+    asyncio.run(test())
+
+
+def test_what_a_client_does_not_ask_for_again_is_released(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A new link begins with nothing, so nobody would release what was held over the old one."""
+
+    async def test() -> None:
+        async with linked(tmp_path) as (engine, _, client, link):
+            await started(engine, client, link)
+            for digest in ("ab", "cd"):
+                await client.hold(AdapterSource("/x", digest), "name")
+            await client.close()
+            context, client = zmq.asyncio.Context(), LinkClient()
+            link = TcpLink(context, link.address, link_key(tmp_path), "me", client, Patience())
+            await started(engine, client, link)
+            await client.hold(AdapterSource("/x", "ab"), "name")
+            assert len(engine.held) == 2, "it might have been cut off only"
+            monkeypatch.setattr("weft.fleet.listener.KEPT_S", 0.0)
+            await until(lambda: engine.held == {("ab", "me/name")})
+            engine.alive, engine.death = False, EngineDead("exit code 1")
+            engine.on_pulse()
+            await until(lambda: not engine.held)  # else the next engine is told to hold it
+            await client.close()
+            context.term()
 
     asyncio.run(test())
 

@@ -3,7 +3,7 @@
 Each link is a *session*. The engine's output for it goes out in one message per step, and never
 waits: a client that does not read is dropped, and so is one that has been silent for long. Its
 requests end with the session. The adapters that it held stay for a while, as the client may only
-have been cut off.
+have been cut off; those that it has not asked for again by then are released.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 MAX_SILENT = 40
 """After so many ticks without a message a session ends."""
 KEPT_S = 60.0
-"""For how long adapters stay held for a client that has no session."""
+"""For how long adapters stay held that a client held in a session which has ended."""
 MAX_BYTES = 64 << 20
 """The largest message that is taken."""
 
@@ -83,15 +83,8 @@ class Session:
     welcome: bool = False
     """Whether it was told that the engine is up."""
     silent: int = 0
-
-
-@dataclass(slots=True)
-class _Held:
-    """What a client holds here: pairs of digest and holder."""
-
-    pairs: set[tuple[str, str]] = field(default_factory=set)
-    seen_s: float = 0.0
-    """When it had a session last."""
+    held: set[tuple[str, str]] = field(default_factory=set)
+    """What it has held: pairs of digest and holder."""
 
 
 class NodeListener:
@@ -121,8 +114,8 @@ class NodeListener:
         self._guard = AsyncioAuthenticator(self._context)
         self._socket = self._bind(address, key)
         self._sessions: dict[bytes, Session] = {}
-        self._held: dict[str, _Held] = {}
-        """By client."""
+        self._left: dict[tuple[str, str], float] = {}
+        """What sessions held that have ended, and when they did."""
         self._unsent: set[Session] = set()
         self._lender = ContentLender(contents, self._send_piece)
         work = (self._receive(), self._tick(), self._lender.serve())
@@ -175,7 +168,6 @@ class NodeListener:
         for session in list(self._sessions.values()):
             if session.welcome and self._send(session, record):
                 self._drop(session)
-        self._held.clear()
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -289,16 +281,20 @@ class NodeListener:
         self._send(session, UP.encode(reply))
 
     async def _result(self, session: Session, call: Hold | Release | GetStats) -> Reply:
-        held = self._held.setdefault(session.client, _Held())
         match call:
             case Hold(call_id, source, holder, pinned):
                 name = f"{session.client}/{holder}"
+                if source.digest is not None:  # it is not to be taken for left behind meanwhile
+                    session.held.add((source.digest, name))
                 info = await self._engine.hold(await self._locate(source), name, pinned)
-                held.pairs.add((info.digest, name))
+                session.held.add((info.digest, name))
+                if self._sessions.get(session.address) is not session:  # it has ended meanwhile
+                    self._leave(session)
                 return Reply(call_id, info=info)
             case Release(call_id, digest, holder):
                 name = f"{session.client}/{holder}"
-                held.pairs.discard((digest, name))
+                for each in self._sessions.values():
+                    each.held.discard((digest, name))
                 await self._engine.release(digest, name)
                 return Reply(call_id)
             case GetStats(call_id):
@@ -329,8 +325,11 @@ class NodeListener:
         requests, session.requests = session.requests, set()
         for request_id in requests:
             self._engine.leave(request_id, EngineDead("its client is gone"))
-        if session.client in self._held:
-            self._held[session.client].seen_s = time.monotonic()
+        self._leave(session)
+
+    def _leave(self, session: Session) -> None:
+        """What a session held is released after a while, unless another one holds it."""
+        self._left.update(dict.fromkeys(session.held, time.monotonic()))
 
     async def _tick(self) -> None:
         while True:
@@ -343,15 +342,12 @@ class NodeListener:
             await self._release_left_behind()
 
     async def _release_left_behind(self) -> None:
-        here = {session.client for session in self._sessions.values()}
         now = time.monotonic()
-        for client, held in list(self._held.items()):
-            if client in here:
-                held.seen_s = now
-            elif now - held.seen_s > KEPT_S:
-                del self._held[client]
-                for digest, name in held.pairs:
-                    await self._engine.release(digest, name)
+        for pair, left_s in list(self._left.items()):
+            if now - left_s > KEPT_S:
+                self._left.pop(pair, None)
+                if not any(pair in session.held for session in self._sessions.values()):
+                    await self._engine.release(*pair)
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
