@@ -22,7 +22,8 @@ from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
 from weft.fleet.client import GROUP, LinkClient
 from weft.fleet.curve import FleetKey, read_fleet_key
-from weft.fleet.members import read_addresses
+from weft.fleet.fleet_client import FleetClient
+from weft.fleet.members import Members, read_addresses
 from weft.fleet.node import OwnNode
 from weft.fleet.patience import Patience
 from weft.fleet.reports import REPORT_S
@@ -340,6 +341,22 @@ def test_nobody_is_let_in_without_the_key(tmp_path: Path) -> None:
                 async with asyncio.timeout(10 * REPORT_S):
                     await started(engine, client, link)
             assert not link.node and link.report is None
+
+    asyncio.run(test())
+
+
+def test_an_address_at_which_no_node_can_be_is_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "nodes"
+    path.write_text("a b:7070\n")
+
+    async def test() -> None:
+        fleet = FleetClient()
+        members = Members(str(path), link_key(tmp_path), "", fleet)
+        await until(lambda: "'a b:7070': Invalid argument" in caplog.text)
+        await members.close()
+        await fleet.close()
 
     asyncio.run(test())
 

@@ -113,8 +113,12 @@ class Members:
         """Keep a link to the node at an address."""
         pause_s = RETRY_S
         while True:
-            if await self._link(address):
-                pause_s = RETRY_S
+            try:
+                if await self._link(address):
+                    pause_s = RETRY_S
+            except ConfigError as error:
+                logger.error("%s: no node can be there", error.message)
+                return
             if address in self._own:
                 return
             await asyncio.sleep(pause_s)
