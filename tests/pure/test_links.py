@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -341,6 +342,21 @@ def test_nobody_is_let_in_without_the_key(tmp_path: Path) -> None:
                 async with asyncio.timeout(10 * REPORT_S):
                     await started(engine, client, link)
             assert not link.node and link.report is None
+
+    asyncio.run(test())
+
+
+def test_nodes_meet_over_ipv6(tmp_path: Path) -> None:
+    try:
+        with socket.socket(socket.AF_INET6) as there:
+            there.bind(("::1", 0))
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+
+    async def test() -> None:
+        async with linked(tmp_path, host="[::1]") as (engine, _, client, link):
+            await started(engine, client, link)
+            assert link.node == "a"
 
     asyncio.run(test())
 

@@ -127,6 +127,7 @@ class NodeListener:
         socket: Any = self._context.socket(zmq.ROUTER)
         socket.set_hwm(QUEUED)
         socket.linger = LAST_WORDS_MS
+        socket.ipv6 = address.startswith("[")
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_BYTES)
         key.lock(socket, server=True)

@@ -157,6 +157,7 @@ class PeerContents:
         socket: Any = self._context.socket(zmq.DEALER)
         try:
             socket.linger = 0
+            socket.ipv6 = address.startswith("[")
             socket.setsockopt(zmq.MAXMSGSIZE, 2 * PIECE_BYTES)
             self._key.lock(socket, server=False)
             socket.connect(f"tcp://{address}")

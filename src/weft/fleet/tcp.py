@@ -75,6 +75,7 @@ class TcpLink:
         self._socket: Any = context.socket(zmq.DEALER)
         self._socket.set_hwm(QUEUED)
         self._socket.linger = LAST_WORDS_MS
+        self._socket.ipv6 = address.startswith("[")
         self._socket.setsockopt(zmq.RECONNECT_IVL, -1)
         key.lock(self._socket, server=False)
         self._monitor: Any = self._socket.get_monitor_socket(_ENDS)
