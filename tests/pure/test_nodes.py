@@ -608,3 +608,33 @@ def test_what_a_name_says_of_nodes_outlives_another_name_with_its_content(tmp_pa
         assert not pins
 
     fleet(tmp_path, scenario, count=1)
+
+
+@pytest.mark.parametrize("field", ["adapters", "lora_path"])
+def test_a_release_while_another_adapter_of_a_request_is_loaded(field: str, tmp_path: Path) -> None:
+    """A request that names several waits for all of them, and the first may have gone by then."""
+
+    async def scenario(node: Node) -> None:
+        for content in "AB":
+            assert (await node.load("a", content, load_inplace=True)).status_code == 200
+        await node.post("/v1/registry/releases", name="a", to="v1")
+        assert (await node.load("b", "A", wait="commit")).status_code == 200
+        engine, gone = node.world.engine, node.world.registry
+
+        async def release() -> None:
+            engine.on_hold = None
+            answer = await node.post("/v1/registry/releases", name="a", to="v2")
+            assert answer.status_code == 200 and not gone.has("a@v1")
+
+        engine.on_hold = release
+        assert await node.text("a") == "cbaA" and gone.has("a@v1") and not gone.has("b@v1")
+        if field == "adapters":
+            answer = await node.ask("base", adapters=[{"name": "a"}, {"name": "b", "scale": 0.5}])
+            parts = engine.requests[-1].parts
+            assert {part.ref.name for part in parts} == {"a@v2", "b@v1"}
+        else:
+            answer = await node.ask("a", lora_path="b")
+            assert answer.status_code == 400 and "another one" in answer.text
+        assert engine.on_hold is None
+
+    fleet(tmp_path, scenario, count=1)

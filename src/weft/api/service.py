@@ -182,10 +182,10 @@ class Service:
         self.admission.check(self.settings.tenant_of(model))
         adapters = [WeightedAdapter(a.name, a.scale) for a in body.adapters or ()]
         if self.follower is not None:
-            sticky = sticky_of(body, headers)
-            model = await self._ready(access, model, sticky, "model")
-            lora_path = lora_path and await self._ready(access, lora_path, sticky, "lora_path")
-            names = [await self._ready(access, a.name, sticky, "adapters") for a in adapters]
+            named = [(model, "model"), *((each.name, "adapters") for each in adapters)]
+            named += [(lora_path, "lora_path")] if lora_path else []
+            model, *names = await self._all_ready(access, named, sticky_of(body, headers))
+            lora_path = names.pop() if lora_path else None
             adapters = [WeightedAdapter(n, a.scale) for n, a in zip(names, adapters, strict=True)]
         pinned = self.intake.pin(access, model)
         if lora_path:
@@ -199,6 +199,17 @@ class Service:
                 "adapters",
             )
         return self.intake.pin_sum(access, adapters)
+
+    async def _all_ready(
+        self, access: Access, named: Sequence[tuple[str, str]], sticky: str
+    ) -> list[str]:
+        """As `_ready`, for all models that a request names, each with its field, at one time."""
+        before: list[str] = []
+        while True:
+            found = [await self._ready(access, model, sticky, field) for model, field in named]
+            if len(named) == 1 or found == before:
+                return found
+            before = found  # one of them may have gone while another one was loaded
 
     async def _ready(self, access: Access, model: str, sticky: str, field: str) -> str:
         """As `Follower.ready`, of which there is one."""
