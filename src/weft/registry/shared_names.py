@@ -23,6 +23,8 @@ def check_shared_name(name: str) -> None:
     check_name(name)
     if len(name) > (most := MAX_NAME_LENGTH - _VERSION_LENGTH):
         message = f"lora_name must not be longer than {most} characters"
+    elif {"", "."} & {*name.split("/")}:
+        message = "lora_name must not have an empty part or '.' between its '/'"
     elif split(name)[1]:
         message = "lora_name must not end like a version: those are made by the registry"
     else:
