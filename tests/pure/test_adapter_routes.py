@@ -414,3 +414,23 @@ def test_slow_downloads_hold_up_nobody(
 
     run(world, scenario)
     world.check()
+
+
+def test_a_load_that_fails_leaves_the_pin_as_it_was(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        path = world.adapter("a", "A")
+
+        async def change() -> None:
+            world.engine.on_hold = None
+            (Path(path) / "tokenizer.json").write_text("{}")
+
+        for pinned in (True, False):
+            (Path(path) / "tokenizer.json").unlink(missing_ok=True)
+            assert (await web.load("a", path, pinned=pinned)).status_code == 200
+            world.engine.on_hold = change
+            failed = await web.load("a", path, pinned=not pinned)
+            assert failed.status_code == 503 and "files changed" in failed.text
+            assert (await listed(web))["a"]["pinned"] == pinned
+            assert world.engine.holders == {digest_of("A"): {"a": pinned}}
+
+    run(world, scenario)

@@ -9,9 +9,10 @@ import uuid
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from contextvars import copy_context
 from dataclasses import replace as with_changes
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeVar
 from weakref import WeakValueDictionary
@@ -221,7 +222,6 @@ class Publisher:
         name, path = one_form(name), shown(path)
 
         def publish(info: AdapterInfo) -> AdapterRef:
-            self._quotas.check_bytes(name, info)
             return self._registry.publish(name, info, path, replace, self._release_soon, pinned)
 
         with self._registry.reserve(name, path):
@@ -305,7 +305,8 @@ class Publisher:
                 folder, files, own = opened
 
                 async def hold() -> AdapterInfo:
-                    return await self._hold(name, folder, files, pinned)
+                    accept = partial(self._quotas.check_bytes, name)
+                    return await self._hold(name, folder, files, pinned, accept=accept)
 
                 return await self.publish(name, path, hold, own, replace, pinned)
 
@@ -326,11 +327,13 @@ class Publisher:
         files: Mapping[str, bytes],
         pinned: bool,
         version: Version | None = None,
+        accept: Callable[[AdapterInfo], None] = lambda _: None,
     ) -> AdapterInfo:
         """Let the engine hold what lies in an open folder. It must be the same folder there, and
         the tokenizer's `files`, which were read here before, must be the same afterwards: so the
         two halves of an adapter belong together, whoever writes to the folder meanwhile. With a
-        `version`, the folder must have its content."""
+        `version`, the folder must have its content. `accept` raises WeftError for an adapter that
+        may not be had."""
         digest, listing = (version.digest, version.listing) if version else (None, "")
         source = AdapterSource(
             folder.path, digest, root=folder.root, identity=folder.identity, listing=listing
@@ -341,10 +344,21 @@ class Publisher:
                 message = "the adapter's files changed while it was loaded"
                 raise AdapterUnavailable(message, "lora_path")
             head = await self._executor.blocking(lambda: _read_head(folder, info))
+            accept(info)
         except WeftError:
-            await self._release(AdapterRef(name, 0, info.digest))
+            await self._let_go(name, info, source)
             raise
         return with_changes(info, head=head)
+
+    async def _let_go(self, name: str, info: AdapterInfo, source: AdapterSource) -> None:
+        """After a load that failed, hold its content no longer; or, if the name had it before, with
+        the pin that it had."""
+        for card in self._registry.adapter_cards():
+            if (card.ref.name, card.ref.digest) == (name, info.digest):
+                source = source.again(info.digest, info.checked)
+                with suppress(WeftError):
+                    await self._engine.hold(source, name, card.pinned)
+        await self._release(AdapterRef(name, 0, info.digest))
 
     def _turn(self, name: str) -> asyncio.Lock:
         return self._turns.setdefault(name, asyncio.Lock())
