@@ -158,6 +158,9 @@ def test_sglangs_tensors(world: World) -> None:
             assert answer.status_code == 400 and not answer.json()["success"]
             assert part in answer.json()["error_message"]
         assert (await models(web)).keys() == {"a", "b"}
+        names = [f"n{i}" for i in range(desk_module.MAX_UPLOADS)]
+        answers = await asyncio.gather(*(web.post(path, {**body, "lora_name": n}) for n in names))
+        assert {answer.status_code for answer in answers} == {200}, "each counts once"
 
     run(world, scenario)
     world.check()

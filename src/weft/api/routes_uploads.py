@@ -149,15 +149,15 @@ def upload_routes(service: Service, desk: AdapterDesk) -> APIRouter:
             with desk.receiving():
                 content = await read_json(request, MAX_TENSORS_BYTES)
                 body, fields, packed = await asyncio.to_thread(_packed, content)
-                fields |= request.query_params
-                note_unknown(request, fields, _KNOWN, service.settings)
+            fields |= request.query_params
+            note_unknown(request, fields, _KNOWN, service.settings)
 
-                async def receive(path: Path) -> str:
-                    await asyncio.to_thread(path.write_bytes, packed)
-                    return hashlib.sha256(packed).hexdigest()
+            async def receive(path: Path) -> str:
+                await asyncio.to_thread(path.write_bytes, packed)
+                return hashlib.sha256(packed).hexdigest()
 
-                wait = wait_in(request)
-                return (await desk.upload(body.lora_name, receive, False, body.pinned, wait))[0]
+            wait = wait_in(request)  # `upload` counts what comes in by itself
+            return (await desk.upload(body.lora_name, receive, False, body.pinned, wait))[0]
 
         return await sglang_answer(service, load())
 
