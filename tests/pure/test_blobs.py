@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -25,7 +27,7 @@ from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
 from weft.core.folders import Folder
 from weft.registry import blobs as blobs_module
 from weft.registry.blobs import BLOBS, Blobs, key_of
-from weft.registry.contents import Contents
+from weft.registry.contents import STALE_S, Contents
 from weft.registry.records import Name, Version
 from weft.registry.stores import DirectoryStore, Store
 from weft.registry.sweep import GRACE_S, KEEP_S, LEASE_S, TURN_S, Collector, ReplicaLease
@@ -151,6 +153,23 @@ def test_downloads_go_on_where_they_broke_off(tmp_path: Path) -> None:
         pass  # it is here already
     with pytest.raises(RegistryUnavailable):
         blobs_of(store, tmp_path / "elsewhere").open(DIGEST)
+
+
+def test_what_downloads_leave_behind_goes_while_a_process_lives(tmp_path: Path) -> None:
+    store, stage = MemoryStore(), tmp_path / "cache" / "stage"
+    contents, left = Contents(tmp_path / "cache"), adapter(chat_template__jinja=b"never whole")
+    blobs = Blobs(store, contents)
+    blobs.put(left)
+    store.delete(key_of(DIGEST, WEIGHTS_FILE))
+    with pytest.raises(AdapterUnavailable):
+        blobs.open(DIGEST)
+    assert len(list(stage.iterdir())) == 2, "the files that came, and a lock"
+    other = {**FILES, CONFIG_FILE: FILES[CONFIG_FILE] + b" "}
+    blobs.put(other)
+    for path in stage.iterdir():
+        os.utime(path, (0, time.time() - STALE_S - 1))
+    blobs.open(digest(other)).close()
+    assert [path.name[:64] for path in stage.iterdir()] == [digest(other)]
 
 
 @pytest.mark.parametrize("name", [CONFIG_FILE, WEIGHTS_FILE, TEMPLATE])

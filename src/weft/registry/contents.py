@@ -41,7 +41,7 @@ CHUNK = 1 << 20
 MAX_ADAPTER_BYTES = 4 << 30
 """How large an adapter that comes from elsewhere may be by default, packed or not."""
 STALE_S = 24 * 3600.0
-"""What is under way for so long was left by a process that died."""
+"""What nobody has gone on with for so long is removed."""
 LISTING = "FILES"
 MAX_LISTING_BYTES = 1 << 16
 _DIGEST, _KEY = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}")
@@ -250,6 +250,7 @@ class Contents:
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             path.mkdir(exist_ok=True)
+            os.utime(path)  # somebody goes on with it
             yield path
 
     def keep(self, files: Path) -> Folder:
@@ -276,6 +277,7 @@ class Contents:
 
     def _make_room(self, listing: Listing) -> None:
         with self._lock:
+            _clear(self._root / "stage")
             found: list[tuple[float, int, Path]] = []
             for path in (self._root / "contents").iterdir():
                 with suppress(OSError):  # another process removed it
@@ -298,7 +300,7 @@ class Contents:
 
 
 def _clear(stage: Path) -> None:
-    """Remove what processes have left that died."""
+    """Remove what was left by processes that died, and by downloads that nobody went on with."""
     for path in stage.iterdir():
         with suppress(OSError):
             if path.stat().st_mtime < time.time() - STALE_S:
