@@ -13,9 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from http_api import CHAT, COMPLETE, Web, World, digest_of
+from packed_adapters import adapter, tar
 from toy_tokenizers import byte_level
 
-from weft.core.errors import RegistryUnavailable
+from weft.core.adapters import AdapterInfo, AdapterSource
+from weft.core.errors import AdapterConflict, RegistryUnavailable
 from weft.registry.blobs import Blobs
 from weft.registry.records import Label, RemoveTenant, SetTenant
 from weft.registry.shared import SharedRegistry
@@ -640,5 +642,30 @@ def test_a_release_while_another_adapter_of_a_request_is_loaded(field: str, tmp_
             answer = await node.ask("a", lora_path="b")
             assert answer.status_code == 400 and "another one" in answer.text
         assert engine.on_hold is None
+
+    fleet(tmp_path, scenario, count=1)
+
+
+def test_what_can_not_be_pinned_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All servers would go over to a version that none of them can load."""
+
+    async def scenario(node: Node) -> None:
+        hold = node.world.engine.hold
+
+        async def full(source: AdapterSource, holder: str, pinned: bool = False) -> AdapterInfo:
+            if pinned:
+                raise AdapterConflict("the adapter can't be pinned", "pinned")
+            return await hold(source, holder)
+
+        monkeypatch.setattr(node.world.engine, "hold", full)
+        assert (await node.load("sql", "A")).status_code == 200
+        refused = await node.load("sql", "B", load_inplace=True, pinned=True)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "pinned")
+        assert await node.text("sql") == "cbaA"
+        for pinned, status in (("true", 400), ("false", 200)):
+            path = f"/v1/adapters/sql?check=true&pinned={pinned}"
+            assert (await node.web.http.put(path, content=tar(adapter()))).status_code == status
 
     fleet(tmp_path, scenario, count=1)

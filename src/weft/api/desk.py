@@ -91,7 +91,7 @@ class AdapterDesk:
             return await self._executor.to_the_end(_closing(stack.pop_all(), work))
 
     async def examine(
-        self, name: str, receive: Callable[[Path], Awaitable[str]]
+        self, name: str, receive: Callable[[Path], Awaitable[str]], pinned: bool
     ) -> tuple[str, AdapterInfo]:
         """Try an adapter that the client sends, as for `upload`, without loading it. Returns its
         whole name, and what the engine reports of it. Raises what `upload` raises."""
@@ -103,7 +103,8 @@ class AdapterDesk:
             sources = self._sources(access).with_upload(packed)
 
             async def examine() -> tuple[str, AdapterInfo]:
-                async with self._publisher.tried(whole, lambda: sources.open(path)) as tried:
+                opened = self._publisher.tried(whole, lambda: sources.open(path), pinned)
+                async with opened as tried:
                     return whole, tried.info
 
             return await self._executor.to_the_end(_closing(stack.pop_all(), examine()))

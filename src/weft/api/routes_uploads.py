@@ -131,7 +131,7 @@ def upload_routes(service: Service, desk: AdapterDesk) -> APIRouter:
             return await receive_file(request, path, desk.max_upload_bytes)
 
         if _flag(request, "check", False):
-            return json_response(_checked(*await desk.examine(name, receive)))
+            return json_response(_checked(*await desk.examine(name, receive, pinned)))
         whole, digest = await desk.upload(name, receive, replace, pinned, wait_in(request))
         return json_response({"status": "success", "lora_name": whole, "digest": digest})
 

@@ -247,14 +247,16 @@ class Publisher:
             return await self._publish(key, hold, own, publish)
 
     @asynccontextmanager
-    async def tried(self, name: str, open_it: Callable[[], Folder]) -> AsyncIterator[Tried]:
-        """A context in which the engine has accepted an adapter that is to get this name, and
-        holds it for nobody who makes requests. Raises AdapterError, Overloaded, EngineDead."""
+    async def tried(
+        self, name: str, open_it: Callable[[], Folder], pinned: bool = False
+    ) -> AsyncIterator[Tried]:
+        """A context in which the engine has accepted an adapter that is to get this name and pin,
+        and holds it for nobody who makes requests. Raises AdapterError, Overloaded, EngineDead."""
         async with AsyncExitStack() as place:
             await place.enter_async_context(self._quotas.place(name))
             async with self.opened(open_it) as (folder, files, _):
                 holder = f"{name} tried {uuid.uuid4().hex}"
-                info = await self._hold(holder, folder, files, pinned=False)
+                info = await self._hold(holder, folder, files, pinned)
                 try:
                     yield Tried(folder, info, place.aclose)
                 finally:

@@ -60,7 +60,7 @@ class Releases:
         AdapterError, InvalidRequest, Overloaded, EngineDead, RegistryUnavailable.
         """
         path = sources.plain(path)
-        async with self._publisher.tried(name, lambda: sources.open(path)) as tried:
+        async with self._publisher.tried(name, lambda: sources.open(path), pinned) as tried:
             version = await self._executor.blocking(lambda: self._follower.blobs.put(tried.folder))
             if version.digest != tried.info.digest:
                 message = "the adapter's files changed while it was loaded"
