@@ -340,15 +340,15 @@ class NodeListener:
                 if session.silent > MAX_SILENT:
                     logger.warning("another node is silent; its requests are ended here")
                     self._drop(session)
-            await self._release_left_behind()
+            self._release_left_behind()
 
-    async def _release_left_behind(self) -> None:
+    def _release_left_behind(self) -> None:
         now = time.monotonic()
         for pair, left_s in list(self._left.items()):
             if now - left_s > KEPT_S:
-                self._left.pop(pair, None)
+                del self._left[pair]
                 if not any(pair in session.held for session in self._sessions.values()):
-                    await self._engine.release(*pair)
+                    self._spawn(self._engine.release(*pair))
 
     def _spawn(self, work: Any) -> None:
         task = asyncio.create_task(work)
