@@ -233,7 +233,7 @@ def test_versions_are_named_in_requests_and_answers(tmp_path: Path) -> None:
             assert (missing.status_code, missing.json()["error"]["param"]) == (404, "model")
         named = await node.load("sql@v9", "C")
         assert named.status_code == 400 and "like a version" in named.text
-        for name in ("./sql", "acme//sql", "acme/"):
+        for name in ("./sql", "acme//sql", "acme/", "base:sql", "alias:new"):
             odd = await node.web.load(name, node.world.adapter("odd", "D"))
             assert (odd.status_code, odd.json()["error"]["param"]) == (400, "lora_name")
         assert not node.follower.blobs.exists(digest_of("D")), "it was stored for nothing"

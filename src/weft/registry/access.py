@@ -27,7 +27,7 @@ from weft.core.errors import (
     ModelNotFound,
     PermissionDenied,
 )
-from weft.registry.names import one_form
+from weft.registry.names import check_prefix, one_form
 from weft.registry.registry import AdapterCard, AdapterRegistry, Lease, ModelCard
 from weft.registry.tenants import Caller, Role
 
@@ -183,7 +183,7 @@ class Access:
             raise InvalidRequest("lora_name must not be empty", "lora_name")
         if rest in self._registry.base_names:
             raise AdapterConflict(f"{rest!r} is the base model's name", "lora_name")
-        self._registry.check_prefix(rest)
+        check_prefix(rest, self._registry.base_names)
         self._names.check_new(f"{tenant}/{rest}")
         return f"{tenant}/{rest}"
 

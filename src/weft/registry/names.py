@@ -8,6 +8,7 @@ Unicode's (UTS 39); no library for it is both kept up and small.
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable
 
 from weft.core.errors import InvalidRequest
 
@@ -61,3 +62,11 @@ def check_name(name: str) -> None:
     else:
         return
     raise InvalidRequest(f"lora_name {why}", "lora_name")
+
+
+def check_prefix(name: str, bases: Iterable[str]) -> None:
+    """Raises InvalidRequest for a name that would stand in the way of `base:adapter`."""
+    for base in bases:
+        if name.startswith(f"{base}:"):
+            why = f"must not begin with '{base}:', as base:adapter names an adapter"
+            raise InvalidRequest(f"lora_name {why}", "lora_name")

@@ -22,7 +22,7 @@ from weft.core.adapters import (
     sum_of,
 )
 from weft.core.errors import AdapterConflict, AdapterNotFound, InvalidRequest, ModelNotFound
-from weft.registry.names import appearance, check_name
+from weft.registry.names import appearance, check_name, check_prefix
 
 OnDrained = Callable[[AdapterRef], None]
 
@@ -323,16 +323,9 @@ class AdapterRegistry:
         if name in self.base_names:
             raise AdapterConflict(f"{name!r} is the base model's name", "lora_name")
         check_name(name)
-        self.check_prefix(name)
+        check_prefix(name, self.base_names)
         if self._looks.get(appearance(name), name) != name:
             raise AdapterConflict(f"{name!r} looks like another adapter's name", "lora_name")
-
-    def check_prefix(self, name: str) -> None:
-        """Raises InvalidRequest for a name that would stand in the way of `base:adapter`."""
-        for base in self.base_names:
-            if name.startswith(f"{base}:"):
-                why = f"must not begin with '{base}:', as base:adapter names an adapter"
-                raise InvalidRequest(f"lora_name {why}", "lora_name")
 
 
 class Holders:

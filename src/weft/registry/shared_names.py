@@ -7,7 +7,13 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from heapq import merge
 
 from weft.core.errors import AdapterConflict, InvalidRequest, ModelNotFound
-from weft.registry.names import MAX_NAME_LENGTH, appearance, check_name, namespace_of
+from weft.registry.names import (
+    MAX_NAME_LENGTH,
+    appearance,
+    check_name,
+    check_prefix,
+    namespace_of,
+)
 from weft.registry.records import Name
 from weft.registry.registry import ModelCard
 from weft.registry.releases import main_number, number_of, split
@@ -115,6 +121,7 @@ class SharedNames:
 
     def check_new(self, name: str) -> None:
         check_shared_name(name)
+        check_prefix(name, self._base_names)
         if name in self._base_names:
             raise AdapterConflict(f"{name!r} is the base model's name", "lora_name")
         look = appearance(name)
