@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Callable
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from lossy_fleet import INFO
 from patience import PATIENCE_S
 
 from weft.core.adapters import AdapterInfo, AdapterSource
+from weft.core.config import EngineArgs, ModelArgs
 from weft.core.errors import ConfigError, EngineDead, WeftError
+from weft.core.folders import Folder
 from weft.core.load import EngineLoad
 from weft.core.messages import Abort, Command, Started, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
@@ -28,9 +31,11 @@ from weft.fleet.members import Members, read_addresses
 from weft.fleet.node import OwnNode
 from weft.fleet.patience import Patience
 from weft.fleet.reports import REPORT_S
-from weft.fleet.start import FleetArgs
+from weft.fleet.start import FleetArgs, start_fleet
 from weft.fleet.tcp import TcpLink
+from weft.registry.blobs import Blobs
 from weft.registry.contents import Contents
+from weft.registry.stores import DirectoryStore
 
 
 class PretendedSupervisor:
@@ -385,6 +390,42 @@ def test_addresses_come_from_a_file_or_dns(tmp_path: Path) -> None:
     path.write_text("host\n")
     with pytest.raises(ConfigError, match="HOST:PORT, got 'host'"):
         asyncio.run(read_addresses(str(path)))
+
+
+def test_what_a_node_fetches_for_others_holds_up_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 1)  # by which an event loop counts its threads
+    go, num_fetched = threading.Event(), 8
+
+    class SlowBlobs(Blobs):
+        def open(self, digest: str, holders: Sequence[str] = (), sha256: str = "") -> Folder:
+            assert go.wait(PATIENCE_S)
+            return Folder(str(tmp_path))
+
+    async def supervised(*_: object) -> PretendedSupervisor:
+        return PretendedSupervisor()
+
+    monkeypatch.setattr("weft.fleet.start.start_supervised", supervised)
+
+    async def test() -> None:
+        link_key(tmp_path)
+        args = FleetArgs(where="127.0.0.1:1", key=tmp_path / "key", listen="127.0.0.1:0")
+        contents = Contents(tmp_path / "kept")
+        blobs = SlowBlobs(DirectoryStore(tmp_path / "registry"), contents)
+        fleet = await start_fleet(args, EngineArgs(ModelArgs("x")), 0, contents, blobs)
+        assert fleet.own is not None
+        locate = fleet.own.listener._locate
+        sources = [AdapterSource("/nowhere", f"{i:064d}") for i in range(num_fetched)]
+        fetched = [asyncio.create_task(locate(source)) for source in sources]
+        await asyncio.sleep(0)  # all of them have begun
+        async with asyncio.timeout(PATIENCE_S / 4):
+            await asyncio.to_thread(lambda: None)
+        go.set()
+        assert {found.path for found in await asyncio.gather(*fetched)} == {str(tmp_path)}
+        await fleet.close()
+
+    asyncio.run(test())
 
 
 @pytest.mark.parametrize(

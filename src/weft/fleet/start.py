@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,8 @@ from weft.registry.contents import Contents
 from weft.registry.labels import node_labels
 
 PORT = 7070
+FETCHES = 16
+"""How many adapters that other nodes name are fetched at a time, on threads of their own."""
 MIN_TARGET = 0.05
 
 
@@ -92,10 +95,13 @@ async def start_fleet(
     Raises ConfigError, and what the engine's start fails with.
     """
 
+    loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(FETCHES, "weft-fetch")
+
     async def locate(source: AdapterSource) -> AdapterSource:
         if blobs is None or source.digest is None or Path(source.path).is_dir():
             return source
-        folder = await asyncio.to_thread(blobs.open, source.digest, source.peers, source.listing)
+        wanted = source.digest, source.peers, source.listing
+        folder = await loop.run_in_executor(threads, blobs.open, *wanted)
         return AdapterSource(folder.path, source.digest, source.checked, folder.root)
 
     key = read_fleet_key(args.key)
