@@ -155,6 +155,16 @@ def test_downloads_go_on_where_they_broke_off(tmp_path: Path) -> None:
         blobs_of(store, tmp_path / "elsewhere").open(DIGEST)
 
 
+def test_a_content_that_has_no_place_is_unavailable(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    store = MemoryStore()
+    blobs = Blobs(store, Contents(tmp_path / "file" / "cache"))
+    listing = blobs.put(FILES).listing
+    for sha256 in ("", listing):
+        with pytest.raises(AdapterUnavailable, match="can't be kept on this machine: Not a dir"):
+            blobs.open(DIGEST, sha256=sha256)
+
+
 def test_what_downloads_leave_behind_goes_while_a_process_lives(tmp_path: Path) -> None:
     store, stage = MemoryStore(), tmp_path / "cache" / "stage"
     contents, left = Contents(tmp_path / "cache"), adapter(chat_template__jinja=b"never whole")

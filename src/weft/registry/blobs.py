@@ -34,6 +34,7 @@ from weft.registry.contents import (
     Listing,
     StoredFile,
     listing_of,
+    not_kept,
     opened,
 )
 from weft.registry.records import Version
@@ -146,6 +147,12 @@ class Blobs:
         if contents is None:
             message = "this process has no folder for contents of a registry elsewhere"
             raise AdapterUnavailable(message, "lora_path")
+        try:
+            return self._kept(contents, digest, holders, sha256)
+        except OSError as error:
+            raise not_kept(error) from error
+
+    def _kept(self, contents: Contents, digest: str, holders: Sequence[str], sha256: str) -> Folder:
         listing = contents.find_listing(digest, sha256) if sha256 else None
         if listing is None and sha256 and self.peers is not None:
             addresses = [*holders, *self.holders(digest)]

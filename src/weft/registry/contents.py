@@ -238,8 +238,13 @@ class Contents:
 
     @contextmanager
     def stage(self) -> Iterator[Path]:
-        """An empty folder to put files into, which is gone at the end of the context."""
-        with tempfile.TemporaryDirectory(dir=self._root / "stage", prefix="new-") as path:
+        """An empty folder to put files into, which is gone at the end of the context. Raises
+        AdapterUnavailable if there can be none."""
+        try:
+            folder = tempfile.TemporaryDirectory(dir=self._root / "stage", prefix="new-")
+        except OSError as error:
+            raise not_kept(error) from error
+        with folder as path:
             yield Path(path)
 
     @contextmanager
@@ -297,6 +302,12 @@ class Contents:
                     f"adapters from elsewhere would take {total} bytes on this machine with this"
                     f" one, and may take {self._max_bytes}: raise --adapter-cache-bytes"
                 )
+
+
+def not_kept(error: OSError) -> AdapterUnavailable:
+    """What is said of an adapter that has no place on this machine."""
+    message = f"the adapter's files can't be kept on this machine: {error.strerror}"
+    return AdapterUnavailable(message, "lora_path")
 
 
 def _clear(stage: Path) -> None:

@@ -11,11 +11,11 @@ from errno import EXDEV
 from pathlib import Path
 from urllib.parse import unquote
 
-from weft.core.errors import AdapterError, AdapterNotFound, AdapterPathRefused, AdapterUnavailable
+from weft.core.errors import AdapterError, AdapterNotFound, AdapterPathRefused
 from weft.core.files import ADAPTER_FILES
 from weft.core.folders import Folder, Roots, read_aside
 from weft.registry.allowed import BUCKETS, HUB, SCHEMES, WEB, Allowed
-from weft.registry.contents import MAX_ADAPTER_BYTES, Contents, cache_folder
+from weft.registry.contents import MAX_ADAPTER_BYTES, Contents, cache_folder, not_kept
 from weft.registry.download import download
 from weft.registry.unpack import unpack
 
@@ -205,8 +205,7 @@ class Sources:
         try:
             return self._kept(uri)
         except OSError as error:
-            message = f"the adapter's files can't be kept on this machine: {error.strerror}"
-            raise AdapterUnavailable(message, "lora_path") from error
+            raise not_kept(error) from error
 
     def _kept(self, uri: str) -> Folder:
         with self._contents.stage() as stage:
