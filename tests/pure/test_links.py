@@ -397,6 +397,13 @@ def test_what_a_node_fetches_for_others_holds_up_nothing_else(
 ) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 1)  # by which an event loop counts its threads
     go, num_fetched = threading.Event(), 8
+    is_dir, looking = Path.is_dir, list[threading.Thread]()
+
+    def looked(path: Path) -> bool:
+        looking.extend([threading.current_thread()] if path.name == "nowhere" else [])
+        return is_dir(path)
+
+    monkeypatch.setattr(Path, "is_dir", looked)
 
     class SlowBlobs(Blobs):
         def open(self, digest: str, holders: Sequence[str] = (), sha256: str = "") -> Folder:
@@ -423,6 +430,7 @@ def test_what_a_node_fetches_for_others_holds_up_nothing_else(
             await asyncio.to_thread(lambda: None)
         go.set()
         assert {found.path for found in await asyncio.gather(*fetched)} == {str(tmp_path)}
+        assert threading.main_thread() not in looking, "its disk might not answer"
         await fleet.close()
 
     asyncio.run(test())

@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import json
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -530,3 +531,23 @@ def test_the_audit_log_goes_on_in_a_new_file(tmp_path: Path) -> None:
     [line] = map(json.loads, path.read_text().splitlines())
     assert (line["name"], line["outcome"], line["tenant"]) == ("b", "ValueError", None)
     assert path.stat().st_mode & 0o077 == 0
+
+
+def test_a_tenants_folder_that_hangs_holds_up_no_other_request(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop looks at no folder that a tenant may load from."""
+    resolve, looking = Path.resolve, list[threading.Thread]()
+
+    def resolved(path: Path, strict: bool = False) -> Path:
+        if path.name == "acme":
+            looking.append(threading.current_thread())
+        return resolve(path, strict)
+
+    async def scenario(web: Web) -> None:
+        monkeypatch.setattr(Path, "resolve", resolved)
+        path = served.world.adapter("acme/sql", "A")
+        assert (await load(web, "acme-all", "sql", path)).status_code == 200
+
+    run(served.world, scenario)
+    assert looking and threading.main_thread() not in looking

@@ -31,6 +31,15 @@ FETCHES = 16
 MIN_TARGET = 0.05
 
 
+def located(source: AdapterSource, blobs: Blobs) -> AdapterSource:
+    """Where this machine has the content of a source on another one; work for a thread. Raises
+    what `Blobs.open` does."""
+    if source.digest is None or Path(source.path).is_dir():
+        return source
+    folder = blobs.open(source.digest, source.peers, source.listing)
+    return AdapterSource(folder.path, source.digest, source.checked, folder.root)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FleetArgs:
     """How a process is a part of a fleet. Raises ConfigError for what can't be so."""
@@ -98,11 +107,9 @@ async def start_fleet(
     loop, threads = asyncio.get_running_loop(), ThreadPoolExecutor(FETCHES, "weft-fetch")
 
     async def locate(source: AdapterSource) -> AdapterSource:
-        if blobs is None or source.digest is None or Path(source.path).is_dir():
+        if blobs is None:
             return source
-        wanted = source.digest, source.peers, source.listing
-        folder = await loop.run_in_executor(threads, blobs.open, *wanted)
-        return AdapterSource(folder.path, source.digest, source.checked, folder.root)
+        return await loop.run_in_executor(threads, located, source, blobs)
 
     key = read_fleet_key(args.key)
     own = None

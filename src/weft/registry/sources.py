@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from copy import copy
 from errno import EXDEV
+from functools import cached_property
 from pathlib import Path
 from urllib.parse import unquote
 
@@ -32,10 +33,15 @@ _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 
 
 class AdapterRoots:
-    """The folders below which adapters lie; nothing outside them is ever opened."""
+    """The folders below which adapters lie; nothing outside them is ever opened. They are looked at
+    where the first adapter is opened, as their disk may not answer."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        self._roots = Roots(str(Path(root).resolve()) for root in roots)
+        self._given = tuple(roots)
+
+    @cached_property
+    def _roots(self) -> Roots:
+        return Roots(str(Path(root).resolve()) for root in self._given)
 
     def open(self, path: str) -> Folder:
         """The folder that `path` names; a relative one is tried below each root.
