@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 from collections.abc import Iterator
@@ -217,3 +218,23 @@ def test_adapters_in_buckets(s3: None, tmp_path: Path) -> None:
         sources.open(f"{uri}/blobs/sha256/{digest_put}")
     with pytest.raises(AdapterPathRefused, match="--allow-sources"):
         sources.open(new_bucket())
+
+
+def test_a_disk_that_is_full_is_not_taken_for_a_silent_bucket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("obstore")
+    from obstore.store import MemoryStore as ObjectMemory
+
+    class Full(io.BytesIO):
+        def write(self, _: object) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = open_store("s3://bucket/prefix")
+    monkeypatch.setattr(store, "_bucket", ObjectMemory())
+    assert store.put("a/b", b"content")
+    with pytest.raises(OSError, match="No space left"):
+        store.get_file("a/b", Full())
+    whole = io.BytesIO(b"cont")
+    assert store.get_file("a/b", whole) and whole.getvalue() == b"content"
+    assert not store.get_file("a/c", whole)

@@ -87,11 +87,13 @@ class BucketStore:
         with self._answering():
             try:
                 end = obstore.head(self._bucket, key)["size"]
-                for at in range(start, end, _PART_BYTES):
-                    stop = min(at + _PART_BYTES, end)
-                    file.write(obstore.get_range(self._bucket, key, start=at, end=stop))
             except FileNotFoundError:
                 return False
+        for at in range(start, end, _PART_BYTES):
+            with self._answering():  # not around the writing: a full disk is not the bucket's
+                stop = min(at + _PART_BYTES, end)
+                part = obstore.get_range(self._bucket, key, start=at, end=stop)
+            file.write(part)
         return True
 
     def list(self, prefix: str) -> Iterator[str]:
