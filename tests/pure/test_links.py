@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -93,10 +93,13 @@ async def same(source: AdapterSource) -> AdapterSource:
 
 @asynccontextmanager
 async def linked(
-    tmp_path: Path, other: str | None = None, host: str = "127.0.0.1"
+    tmp_path: Path,
+    other: str | None = None,
+    host: str = "127.0.0.1",
+    engine: PretendedSupervisor | None = None,
 ) -> AsyncIterator[tuple[PretendedSupervisor, OwnNode, LinkClient, TcpLink]]:
     """A node, and a client with a link to it that is not started. `other`: the client's key."""
-    engine = PretendedSupervisor()
+    engine = engine or PretendedSupervisor()
     own = OwnNode("a", engine, f"{host}:0", link_key(tmp_path), same, Contents(None))
     context, client = zmq.asyncio.Context(), LinkClient()
     address = f"{host}:{own.listener.port}"
@@ -171,6 +174,38 @@ def test_what_a_client_does_not_ask_for_again_is_released(
             await until(lambda: not engine.held)  # else the next engine is told to hold it
             await client.close()
             context.term()
+
+    asyncio.run(test())
+
+
+def test_a_suspect_whose_client_leaves_is_not_tried_any_more(tmp_path: Path) -> None:
+    """It may wait for its turn until then, and an engine would die of it for nobody."""
+
+    class Suspecting(PretendedSupervisor):
+        waiting = 0
+
+        def is_suspect(self, request: EngineRequest) -> bool:
+            return True
+
+        async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenEvent, None]:
+            self.waiting += 1
+            try:
+                await asyncio.sleep(PATIENCE_S)
+                yield TokenEvent(request.request_id, [1])
+            finally:
+                self.waiting -= 1
+
+    async def test() -> None:
+        engine = Suspecting()
+        async with linked(tmp_path, engine=engine) as (_, _own, client, link):
+            await started(engine, client, link)
+            readers = [asyncio.create_task(anext(client.generate(asked(name)))) for name in "ab"]
+            await until(lambda: engine.waiting == 2)
+            readers[0].cancel()
+            await until(lambda: engine.waiting == 1)
+            await client.close()
+            await until(lambda: engine.waiting == 0)
+            await asyncio.gather(*readers, return_exceptions=True)
 
     asyncio.run(test())
 

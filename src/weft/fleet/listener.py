@@ -117,6 +117,8 @@ class NodeListener:
         self._left: dict[tuple[str, str], float] = {}
         """What sessions held that have ended, and when they did."""
         self._unsent: set[Session] = set()
+        self._suspects: dict[str, asyncio.Task[None]] = {}
+        """By id: requests that engines may die of, which wait for their turns or run."""
         self._lender = ContentLender(contents, self._send_piece)
         work = (self._receive(), self._tick(), self._lender.serve())
         self._tasks = {asyncio.create_task(each) for each in work}
@@ -215,7 +217,7 @@ class NodeListener:
                 self._submit(found, found.received.unpack(record).request)
             case Abort(request_id):
                 found.requests.discard(request_id)
-                self._engine.leave(request_id, EngineDead("the request was ended"))
+                self._end(request_id, EngineDead("the request was ended"))
             case Hold() | Release() | GetStats():
                 self._spawn(self._answer(found, record))
             case SetTenants(tenants):
@@ -238,7 +240,7 @@ class NodeListener:
         put = partial(self._put, session, request.request_id)
         try:
             if self._engine.is_suspect(request):
-                self._spawn(self._generate(request, put))
+                self._suspects[request.request_id] = self._spawn(self._generate(request, put))
             else:
                 self._engine.follow(request, put)
         except WeftError as error:
@@ -252,6 +254,14 @@ class NodeListener:
                 put(event)
         except WeftError as error:
             put(error)
+        finally:
+            self._suspects.pop(request.request_id, None)
+
+    def _end(self, request_id: str, error: WeftError) -> None:
+        """End a request early, of which its client hears no more."""
+        self._engine.leave(request_id, error)
+        if (suspect := self._suspects.pop(request_id, None)) is not None:
+            suspect.cancel()  # it may wait for its turn, and no engine knows it then
 
     def _put(self, session: Session, request_id: str, item: TokenEvent | WeftError) -> None:
         """An event of a request; it goes out with all others that come in this pass."""
@@ -325,7 +335,7 @@ class NodeListener:
         self._unsent.discard(session)
         requests, session.requests = session.requests, set()
         for request_id in requests:
-            self._engine.leave(request_id, EngineDead("its client is gone"))
+            self._end(request_id, EngineDead("its client is gone"))
         self._leave(session)
 
     def _leave(self, session: Session) -> None:
@@ -350,7 +360,8 @@ class NodeListener:
                 if not any(pair in session.held for session in self._sessions.values()):
                     self._spawn(self._engine.release(*pair))
 
-    def _spawn(self, work: Any) -> None:
-        task = asyncio.create_task(work)
+    def _spawn(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
