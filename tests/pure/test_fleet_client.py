@@ -779,3 +779,24 @@ def test_pinned_adapters_are_everywhere_and_are_released_everywhere() -> None:
         assert not any(engine.held for engine in fleet.engines)
 
     in_fleet(test)
+
+
+def test_content_that_one_name_leaves_while_another_takes_it_stays() -> None:
+    """Nodes know all names of a process as one, so they let go of it after they have held it."""
+
+    async def test(fleet: LossyFleet) -> None:
+        client, digest = fleet.client, DIGESTS[0]
+        one = asyncio.create_task(client.hold(AdapterSource("/a", digest), "one"))
+        await settle(fleet, 4)
+        await one
+        two = asyncio.create_task(client.hold(AdapterSource("/b", digest), "two"))
+        await asyncio.sleep(0)  # it is on its way
+        leaving = asyncio.create_task(client.release(digest, "one"))
+        await settle(fleet, 8)
+        await asyncio.gather(two, leaving)
+        for engine in fleet.engines:
+            held = next(node for node in client.nodes.values() if node.name == engine.name).held
+            assert held == {digest for digest, _ in engine.held}
+        assert any(engine.held for engine in fleet.engines)
+
+    in_fleet(test)

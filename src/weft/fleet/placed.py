@@ -91,6 +91,11 @@ class PlacedAdapters:
         """Those of `_wanted` by their keys."""
         self._coming: dict[tuple[Node, str], asyncio.Task[None]] = {}
         """Holds under way."""
+        self._num_holding = 0
+        """How many calls of `hold` are under way."""
+        self._released: set[str] = set()
+        """What nodes were told to let go of meanwhile. Those calls may be about the same content,
+        which a node then has no longer when they end."""
 
     async def hold(
         self, nodes: Sequence[Node], source: AdapterSource, holder: str, pinned: bool
@@ -102,7 +107,17 @@ class PlacedAdapters:
             nodes = [node for node in nodes if _may_serve(pin, node)]
             if not nodes:
                 raise _unmet(pin)
-        info, first = await self._hold_first(nodes, source, pinned)
+        self._num_holding += 1
+        try:
+            info, first = await self._hold_first(nodes, source, pinned)
+            while info.digest in self._released:
+                self._released.discard(info.digest)
+                source = source.again(info.digest, info.checked)
+                info, first = await self._hold_first([first], source, pinned)
+        finally:
+            self._num_holding -= 1
+            if not self._num_holding:
+                self._released.clear()
         content = self._wanted.setdefault(info.digest, _Content(info))
         self._digests[adapter_key(info.digest)] = info.digest
         content.info = info
@@ -138,12 +153,18 @@ class PlacedAdapters:
         if not content.holders:
             del self._wanted[digest]
             self._digests.pop(adapter_key(digest), None)
-            for node in having:
-                node.held.discard(digest)
-            calls = [node.release(digest, HOLDER) for node in having]
+            calls = [self._let_go(node, digest) for node in having]
             await asyncio.gather(*calls, return_exceptions=True)
         elif content.pinned != was_pinned:
             await self._bring_to(having, digest)
+
+    async def _let_go(self, node: Node, digest: str) -> None:
+        """Tell a node that content is not wanted, unless somebody holds it again by now."""
+        if digest not in self._wanted:
+            node.held.discard(digest)
+            if self._num_holding:
+                self._released.add(digest)
+            await node.release(digest, HOLDER)
 
     async def bring(self, node: Node, digests: Iterable[str]) -> None:
         """Let a node hold content. Raises EngineDead, AdapterError, RegistryUnavailable."""
