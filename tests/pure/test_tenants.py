@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,10 +23,11 @@ from weft.core.errors import (
     Unauthorized,
     WeftError,
 )
-from weft.core.tenants import Caps
+from weft.core.tenants import Caps, Tenant
 from weft.registry import Access, AdapterRegistry, Caller
 from weft.registry.tenants import Change, Directory
 from weft.registry.tenants_file import TenantsFile, parse_tenants, tenants_as_json
+from weft.serving.quotas import Quotas
 
 NOW = datetime(2026, 11, 22, tzinfo=UTC)
 
@@ -340,3 +342,30 @@ def test_routes_know_the_registry_by_a_callers_view_only() -> None:
     knowing = {file.name for file in files if "AdapterRegistry" in file.read_text()}
     # Shadows run what a caller's request was routed to, and nobody sees what they answer.
     assert knowing == {"app.py", "service.py", "shadows.py"}
+
+
+def test_a_larger_cap_holds_for_loads_that_wait_already() -> None:
+    async def scenario() -> None:
+        tenants = {"a": Tenant("a", caps=Caps(max_loads=1))}
+        quotas = Quotas(registry_of(), tenants)
+        running, go = list[int](), [asyncio.Event() for _ in range(4)]
+
+        async def load(number: int) -> None:
+            async with quotas.place("a/x", patient=True):
+                running.append(number)
+                await go[number].wait()
+
+        loads = [asyncio.create_task(load(number)) for number in range(4)]
+        await asyncio.sleep(0)
+        assert running == [0]
+        tenants["a"] = Tenant("a", caps=Caps(max_loads=3))
+        go[0].set()
+        await loads[0]
+        await asyncio.sleep(0)
+        assert running == [0, 1, 2, 3]
+        quotas.check()
+        for event in go:
+            event.set()
+        await asyncio.gather(*loads)
+
+    asyncio.run(scenario())

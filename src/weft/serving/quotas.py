@@ -120,7 +120,8 @@ class Quotas:
         return self._running.total() < self._max_loads and self._running[name] < of_one
 
     def _leave(self, name: str) -> None:
-        """Give a place back; it goes to the waiting tenant that has fewest."""
+        """Give a place back; it goes to the waiting tenant that has fewest. Where a cap was raised,
+        there may be more places."""
         self._running[name] -= 1
         waiting = [name for name, places in self._waiting.items() if places]
         for name in sorted(waiting, key=lambda name: self._running[name]):
@@ -129,7 +130,6 @@ class Quotas:
                 if not place.done():  # else whoever waited has left
                     self._running[name] += 1
                     place.set_result(None)
-                    return
 
     def check(self) -> None:
         """Raise AssertionError when an invariant is broken."""
