@@ -26,6 +26,9 @@ from weft.registry import AdapterRoots, Sources
 from weft.registry.allowed import Allowed
 from weft.registry.blobs import Blobs
 from weft.registry.contents import Contents
+from weft.registry.log import entry_key, snapshot_key
+from weft.registry.shared import SharedRegistry
+from weft.registry.state import State
 from weft.registry.stores import DirectoryStore, Store, open_store, probe
 
 
@@ -162,6 +165,16 @@ class TestDirectory:
         for key in ("../x", "/etc/passwd", "a//b", "a/./b", ""):
             with pytest.raises(ValueError, match="not a key"):
                 store.put(key, b"")
+
+    def test_what_a_file_system_puts_there_is_no_key(self, tmp_path: Path) -> None:
+        """NFS gives a file another name that is deleted while somebody reads it."""
+        store = DirectoryStore(tmp_path / "registry")
+        with SharedRegistry(store) as shared:
+            store.put(snapshot_key(1), State(seq=1024).dump())
+            store.put(entry_key(1), b"{}")
+            for folder in ("log", "snap"):
+                (tmp_path / "registry" / folder / ".nfs0000000000000001").touch()
+            assert shared.collect() == [entry_key(1)]
 
     def test_a_file_in_its_place_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "file").touch()

@@ -139,7 +139,8 @@ class DirectoryStore:
             top = self._path(prefix.removesuffix("/"))
             found = [Path(f, n) for f, _, names in os.walk(top, onerror=_others) for n in names]
             self._check_there()
-        return (str(path.relative_to(self._root)) for path in found)
+        # NFS hides a file that is deleted while somebody reads it behind another name.
+        return (str(path.relative_to(self._root)) for path in found if path.name[0] != ".")
 
     def delete(self, key: str) -> None:
         path = self._path(key)
