@@ -492,3 +492,31 @@ def test_a_choice_among_no_such_tools_is_refused() -> None:
         with pytest.raises(InvalidRequest) as caught:
             tools_schema(among, "hermes", chosen)
         assert caught.value.param == "tools"
+
+
+TEXT_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written", "value"),
+    [
+        (TEXT_OR_NULL, "75001", "75001"),
+        (TEXT_OR_NULL, "true", "true"),
+        (TEXT_OR_NULL, "None", None),
+        (TEXT_OR_NULL, '"Paris"', "Paris"),
+        ({"type": ["string", "null"]}, '"Paris"', "Paris"),
+        ({"type": ["string", "null"]}, "Paris", "Paris"),
+        ({"type": ["string", "integer"]}, "3", 3),
+        ({"enum": ["1", "2"]}, "1", "1"),
+        ({"type": "string", "pattern": "[0-9]+"}, "12", "12"),
+        ({"type": "string"}, '"Paris"', '"Paris"'),
+        ({"anyOf": [{"type": "string"}, {"type": "array"}]}, "[1]", [1]),
+        ({"anyOf": [{"type": "string"}, {"type": "number"}]}, "1", 1),
+        ({"anyOf": [{"$ref": "#/$defs/x"}, {"type": "null"}]}, '{"y": 1}', {"y": 1}),
+    ],
+)
+def test_values_that_may_be_text_or_not(schema: object, written: str, value: object) -> None:
+    parser = ChatParser("qwen3_coder", None, schemas={"f": {"p": schema}})
+    text = f"<tool_call><function=f><parameter=p>{written}</parameter></function></tool_call>"
+    calls = parser.flush(parser.feed(text)).tool_calls
+    assert json.loads("".join(call.arguments for call in calls)) == {"p": value}

@@ -19,6 +19,8 @@ _FUNCTION, _END = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
 _MAX_TAG = 300
 """Characters of a tag with its name."""
+_NOT_BARE = frozenset({"minLength", "maxLength", "pattern", "const", "anyOf", "oneOf", "allOf"})
+_KINDS = {str: "string", int: "integer", float: "number", list: "array", dict: "object"}
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
@@ -81,12 +83,38 @@ class XmlCall:
         self._key, self._value = None, []
 
 
+def is_bare(schema: Any) -> bool:
+    """Whether a model writes a value as text without quotes: it is text, of any kind or listed."""
+    if not isinstance(schema, dict):
+        return False
+    return schema.get("type") == "string" and _NOT_BARE.isdisjoint(schema)
+
+
 def _to_json(value: str, schema: Any) -> str:
     """A value as JSON: text, unless the schema asks for something else and the value is that."""
-    kinds = schema.get("type") if isinstance(schema, dict) else "string"
-    is_text = kinds == "string" or (isinstance(kinds, list) and "string" in kinds)
     text = _PYTHON.get(value.strip(), value.strip())
-    wants_json = not is_text or (kinds != "string" and text == "null")
-    if wants_json and is_json(text):
-        return text
+    if isinstance(schema, dict) and not is_bare(schema) and is_json(text):
+        kinds = _kinds(schema)
+        if "string" not in kinds or _kind_of(json.loads(text)) in kinds:
+            return text
     return json.dumps(value, ensure_ascii=False)
+
+
+def _kinds(schema: Any) -> set[str]:
+    """The types of the values that a schema allows; empty if it does not say."""
+    schema = schema if isinstance(schema, dict) else {}
+    stated, branches = schema.get("type"), schema.get("anyOf") or schema.get("oneOf")
+    listed = [schema["const"]] if "const" in schema else schema.get("enum")
+    if stated is not None:
+        kinds = set(map(str, stated if isinstance(stated, list) else [stated]))
+    elif isinstance(branches, list):
+        kinds = set[str]().union(*map(_kinds, branches))
+    else:
+        kinds = set(map(_kind_of, listed)) if isinstance(listed, list) else set()
+    return kinds | ({"integer"} if "number" in kinds else set())
+
+
+def _kind_of(value: object) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    return _KINDS.get(type(value), "null")
