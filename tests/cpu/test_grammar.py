@@ -594,3 +594,31 @@ def test_a_required_call_is_made(calling: Bench, tool_format: str, name: str | N
             assert arguments == {} if name_called == "nothing" else isinstance(arguments["x"], int)
             assert arguments.get("e", "a") in ("a", "b")
     assert called == ({"f", "g", "nothing"} if name is None else {"g"})
+
+
+WITH_PLACE = {"$defs": {"place": {"type": "object", "properties": {"x": {"type": "integer"}}}}}
+VALUES: list[dict[str, Any]] = [
+    {"type": ["integer", "null"]},
+    {"type": ["string", "null"], "maxLength": 3},
+    {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    {"type": "array", "items": {"type": ["boolean", "null"]}},
+    {"$ref": "#/$defs/place"},
+    {"enum": [1, "a", None]},
+    {"type": "string", "const": "abc"},
+    {"type": "string", "maxLength": 3},
+]
+
+
+@pytest.mark.parametrize("tool_format", ["qwen3_coder", "gemma4", "olmo3"])
+@pytest.mark.parametrize("value", VALUES)
+def test_arguments_satisfy_their_schema_where_they_are_not_json(
+    calling: Bench, tool_format: str, value: dict[str, Any]
+) -> None:
+    schema = {"type": "object", "properties": {"p": value}, "required": ["p"], **WITH_PLACE}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    texts = list(calling.texts(tools_schema(tools, tool_format, "f"), 6))
+    assert texts
+    for text in texts:
+        parser = ChatParser(tool_format, None, schemas=schemas_of(tools))
+        calls = parser.flush(parser.feed(text)).tool_calls
+        jsonschema.validate(json.loads("".join(c.arguments for c in calls if not c.index)), schema)

@@ -261,6 +261,25 @@ def test_parsers_are_what_the_operator_says(tmp_path: Path) -> None:
         assert error.value.param == name
 
 
+def test_a_required_call_to_an_odd_schema_is_refused_by_name(tmp_path: Path) -> None:
+    world = thinking_world(tmp_path, tool_call_parser="gemma4")
+    place: dict[str, Any] = {"type": "string"}
+    for _ in range(12):
+        place = {"type": "object", "properties": {"near": {"type": "string"}, "in": place}}
+
+    async def scenario(web: Web) -> None:
+        for schema, reason in ((place, "too large"), ({"enum": 5}, "'enum'")):
+            parameters = {"type": "object", "properties": {"place": schema}}
+            function = {"name": "weather", "parameters": parameters}
+            tools = [{"type": "function", "function": function}]
+            body = {"model": "base", "messages": HI, "tools": tools, "tool_choice": "required"}
+            answer = await web.post(CHAT, body)
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
+            assert reason in answer.text
+
+    run(world, scenario)
+
+
 # The client.
 
 

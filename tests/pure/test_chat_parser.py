@@ -494,6 +494,40 @@ def test_a_choice_among_no_such_tools_is_refused() -> None:
         assert caught.value.param == "tools"
 
 
+def nested(depth: int) -> dict[str, object]:
+    """A schema of objects in objects, each with another property, and none that must be there."""
+    schema: dict[str, object] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"type": "object", "properties": {"a": {"type": "string"}, "b": schema}}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "parameters", "reason"),
+    [
+        ("gemma4", nested(12), "the form of their calls would be too large"),
+        ("gemma4", nested(90), "nesting deeper than"),
+        ("olmo3", {"properties": {f"p{n}": {} for n in range(99)}}, "would be too large"),
+        ("gemma4", {"properties": {"p": {"enum": 5}}}, "'enum'"),
+        ("gemma4", {"properties": {"p": {"type": "string", "pattern": "a"}}}, "'pattern'"),
+        ("gemma4", {"properties": {"p": {"type": "string", "maxLength": "9"}}}, "a length"),
+        ("gemma4", {"properties": {"p": {"$ref": "#/$defs/none"}}}, "'$ref' to '#/$defs/none'"),
+        ("gemma4", {"properties": {"p": {"$ref": "#"}}}, "nesting deeper than"),
+        ("qwen3_coder", {"properties": {"p": {"$ref": "#"}}}, "'$ref' to '#'"),
+        ("qwen3_coder", {"anyOf": [{"required": ["p"]}]}, "'anyOf'"),
+        ("qwen3_coder", {"properties": {}, "required": ["p"]}, "'required' names 'p'"),
+        ("olmo3", {"properties": {}, "required": [[]]}, "'required' names"),
+    ],
+)
+def test_what_a_call_can_not_be_held_to_is_refused(
+    tool_format: str, parameters: dict[str, object], reason: str
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    with pytest.raises(InvalidRequest, match=re.escape(reason)) as caught:
+        tools_schema(tools, tool_format, None)
+    assert caught.value.param == "tools"
+
+
 TEXT_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
 
 

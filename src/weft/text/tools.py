@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from weft.core.errors import InvalidRequest
 from weft.core.sampling import StructuredOutputs
+from weft.text.xml_call import is_bare
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,21 +121,22 @@ def tools_schema(tools: list[dict[str, Any]], format: str, name: str | None) -> 
     """What makes the model call: one of `tools` (OpenAI's form), or the one called `name`.
 
     Its arguments satisfy the function's own schema, and the whole is what the format's parser
-    reads. Raises InvalidRequest for a name that no tool has, and for a tool without a function.
+    reads. Raises InvalidRequest for a name that no tool has, for a tool without a function, and for
+    a schema that calls of this format can't be held to.
     """
     functions = [_function(tool) for tool in tools]
     chosen = [f for f in functions if name is None or f["name"] == name]
     if not chosen:
         raise InvalidRequest(f"tool_choice names {name!r}, which is not among the tools", "tools")
-    style = TOOL_FORMATS[format]
+    style, room = TOOL_FORMATS[format], _Room()
     if format == "harmony":
         return _as_form({"type": "or", "elements": [_harmony_call(f) for f in chosen]})
     if style.syntax in ("gemma", "named"):
         write = _gemma_call if style.syntax == "gemma" else _named_call
-        return _as_form({"type": "or", "elements": [write(style, f) for f in chosen]})
+        return _as_form({"type": "or", "elements": [write(style, f, room) for f in chosen]})
     calls: dict[str, Any] = {
         "type": "tags_with_separator",
-        "tags": [_call(style, function) for function in chosen],
+        "tags": [_call(style, function, room) for function in chosen],
         "separator": f"{style.separator} " if style.separator else "\n",
         "at_least_one": True,
         "stop_after_first": name is not None,
@@ -172,38 +173,21 @@ def _function(tool: dict[str, Any]) -> dict[str, Any]:
     return function
 
 
-def _call(style: ToolFormat, function: dict[str, Any]) -> dict[str, Any]:
+def _call(style: ToolFormat, function: dict[str, Any], room: _Room) -> dict[str, Any]:
     """One call, with its own marks, as a tag of xgrammar's."""
     name = json.dumps(function["name"], ensure_ascii=False)
     apart = bool(style.end) and not style.lists
     begin, end = (f"{style.begin}\n", f"\n{style.end}") if apart else ("", "")
     content = _arguments(function)
     if style.syntax == "python":
-        content = _pairs(function.get("parameters"), "=", ", ", _json_value)
+        content = _Parameters(function, room).pairs("=", ", ")
         return {"type": "tag", "begin": f"{function['name']}(", "content": content, "end": ")"}
     begin += f'{{"{style.name}": {name}, "{style.arguments}": '
     if style.syntax == "xml":
         begin, end = f"{style.begin}\n<function={function['name']}>\n", f"</function>{end}"
-        return {"type": "tag", "begin": begin, "content": _parameters(function), "end": end}
+        content = _Parameters(function, room).xml()
+        return {"type": "tag", "begin": begin, "content": content, "end": end}
     return {"type": "tag", "begin": begin, "content": content, "end": "}" + end}
-
-
-def _parameters(function: dict[str, Any]) -> dict[str, Any]:
-    """Values of the parameters in their order, text as it is and others as JSON. Text can't hold
-    what begins the mark at its end."""
-    required = (function.get("parameters") or {}).get("required")
-    elements: list[dict[str, Any]] = [_text("")]
-    for key, value in _properties(function).items():
-        content: dict[str, Any] = {"type": "json_schema", "json_schema": value}
-        if isinstance(value, dict) and value.get("type") == "string":
-            content = {"type": "regex", "pattern": "([^<]|<[^/])*"}
-            if isinstance(value.get("enum"), list):
-                words = [_text(each) for each in value["enum"] if isinstance(each, str)]
-                content = {"type": "or", "elements": words}
-        one = _sequence(_text(f"<parameter={key}>\n"), content, _text("\n</parameter>\n"))
-        is_required = isinstance(required, list) and key in required
-        elements.append(one if is_required else {"type": "optional", "content": one})
-    return _sequence(*elements)
 
 
 def _harmony_call(function: dict[str, Any]) -> dict[str, Any]:
@@ -213,73 +197,186 @@ def _harmony_call(function: dict[str, Any]) -> dict[str, Any]:
     return _sequence(channel, header, constrain, _text("json"), message, _arguments(function))
 
 
-def _named_call(style: ToolFormat, function: dict[str, Any]) -> dict[str, Any]:
+def _named_call(style: ToolFormat, function: dict[str, Any], room: _Room) -> dict[str, Any]:
     return _sequence(_text(f"{function['name']}\n"), _arguments(function))
 
 
-def _gemma_call(style: ToolFormat, function: dict[str, Any]) -> dict[str, Any]:
-    def value(schema: Any) -> dict[str, Any]:
-        return _gemma_value(schema, style.quote)
-
-    arguments = _pairs(function.get("parameters"), ":", ",", value)
+def _gemma_call(style: ToolFormat, function: dict[str, Any], room: _Room) -> dict[str, Any]:
+    arguments = _Parameters(function, room, style.quote).pairs(":", ",")
     name, begin, end = _text(f"call:{function['name']}{{"), _token(style.begin), _token(style.end)
     return _sequence(begin, name, arguments, _text("}"), end)
 
 
-def _gemma_value(schema: Any, quote: str) -> dict[str, Any]:
-    """A value whose text is between marks. What has no type that is known is text."""
-    schema = schema if isinstance(schema, dict) else {}
-
-    def value(inner: Any) -> dict[str, Any]:
-        return _gemma_value(inner, quote)
-
-    kind = schema.get("type")
-    if kind in ("number", "integer", "boolean", "null"):
-        return _json_value(schema)
-    if kind == "object":
-        return _sequence(_text("{"), _pairs(schema, ":", ",", value), _text("}"))
-    if kind == "array":
-        item = value(schema.get("items"))
-        more = {"type": "star", "content": _sequence(_text(","), item)}
-        items = {"type": "optional", "content": _sequence(item, more)}
-        return _sequence(_text("["), items, _text("]"))
-    words = [_text(each) for each in schema.get("enum", ()) if isinstance(each, str)]
-    # Text can't hold what begins the mark at its end.
-    free = {"type": "regex", "pattern": f"([^<]|<[^{re.escape(quote[1])}])*"}
-    text = {"type": "or", "elements": words} if words else free
-    return _sequence(_token(quote), text, _token(quote))
+_MAX_CHARS = 1 << 17
+"""Twice what forms may have. More would be refused only after it was written, which takes long: a
+value is written again for each property before it that may be left out, and so are those in it."""
+_LEAST_CHARS = 48
+"""What a value or a property takes at least."""
+_MAX_DEPTH = 32
+_NEVER = frozenset(
+    {"oneOf", "allOf", "not", "if", "minProperties", "maxProperties", "patternProperties"}
+) | {"propertyNames", "dependentRequired", "dependentSchemas"}
+_OF_LISTS = {"prefixItems", "minItems", "maxItems", "contains", "uniqueItems"}
+_NOT_IN_ROOT = _NEVER | {"anyOf", "$ref"}
+_NOT_IN_GEMMA = _NEVER | {"pattern", *_OF_LISTS}
+"""What can't be said where values are not JSON."""
 
 
-def _pairs(
-    schema: Any, equals: str, separator: str, value: Callable[[Any], dict[str, Any]]
-) -> dict[str, Any]:
-    """The properties of an object in their order, each as `key`, `equals` and its value."""
-    schema = schema if isinstance(schema, dict) else {}
-    required = schema.get("required")
-    found = _properties({"parameters": schema})
-    needed = [k for k in found if isinstance(required, list) and k in required]
+class _Room:
+    """How long the form of a request's calls may still become."""
 
-    def pair(key: str, before: str = "") -> dict[str, Any]:
-        return _sequence(_text(f"{before}{key}{equals}"), value(found[key]))
+    def __init__(self) -> None:
+        self._left = _MAX_CHARS
 
-    def rest(keys: list[str]) -> list[dict[str, Any]]:
-        pairs = [(key, pair(key, separator)) for key in keys]
-        return [p if k in needed else {"type": "optional", "content": p} for k, p in pairs]
-
-    # What may come first: any that may be left out, up to the first that may not.
-    firsts: list[dict[str, Any]] = []
-    keys = list(found)
-    for index, key in enumerate(keys):
-        firsts.append(_sequence(pair(key), *rest(keys[index + 1 :])))
-        if key in needed:
-            break
-    if not needed:
-        firsts.append(_text(""))
-    return {"type": "or", "elements": firsts}
+    def take(self, num_chars: int) -> None:
+        """Raises InvalidRequest if there is no such room."""
+        self._left -= num_chars
+        if self._left < 0:
+            raise InvalidRequest("tools: the form of their calls would be too large", "tools")
 
 
-def _json_value(schema: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": schema if isinstance(schema, dict) else {}}
+class _Parameters:
+    """Writes the schema of a function's parameters as parts of xgrammar's structural tags. Raises
+    InvalidRequest for what would not be enforced."""
+
+    def __init__(self, function: dict[str, Any], room: _Room, quote: str = "") -> None:
+        """`quote`: Gemma's mark for quotes; without one, values are JSON."""
+        self._root = root = _without(_NOT_IN_ROOT, function.get("parameters") or {})
+        self._definitions = {key: root[key] for key in ("$defs", "definitions") if key in root}
+        self._num_chars = len(json.dumps(self._definitions))
+        self._room = room
+        self._quote = quote
+
+    def xml(self) -> dict[str, Any]:
+        """Values of the parameters in their order, text as it is and others as JSON. Text can't
+        hold what begins the mark at its end."""
+        found, required = _members(self._root)
+        elements: list[dict[str, Any]] = [_text("")]
+        for key, value in found.items():
+            content = self._json(value)
+            if is_bare(value):
+                content = {"type": "regex", "pattern": "([^<]|<[^/])*"}
+                if isinstance(value.get("enum"), list):
+                    words = [_text(each) for each in value["enum"] if isinstance(each, str)]
+                    content = {"type": "or", "elements": words}
+            one = _sequence(_text(f"<parameter={key}>\n"), content, _text("\n</parameter>\n"))
+            elements.append(one if key in required else {"type": "optional", "content": one})
+        return _sequence(*elements)
+
+    def pairs(
+        self, equals: str, separator: str, schema: dict[str, Any] | None = None, depth: int = 0
+    ) -> dict[str, Any]:
+        """The properties of an object, by default those of the parameters, in their order, each as
+        `key`, `equals` and its value."""
+        found, required = _members(self._root if schema is None else schema)
+
+        def pair(key: str, before: str = "") -> dict[str, Any]:
+            self._room.take(_LEAST_CHARS)
+            value = self._gemma(found[key], depth) if self._quote else self._json(found[key])
+            return _sequence(_text(f"{before}{key}{equals}"), value)
+
+        def rest(keys: list[str]) -> list[dict[str, Any]]:
+            pairs = [(key, pair(key, separator)) for key in keys]
+            return [p if k in required else {"type": "optional", "content": p} for k, p in pairs]
+
+        # What may come first: any that may be left out, up to the first that may not.
+        firsts: list[dict[str, Any]] = []
+        keys = list(found)
+        for index, key in enumerate(keys):
+            firsts.append(_sequence(pair(key), *rest(keys[index + 1 :])))
+            if key in required:
+                break
+        if not required:
+            firsts.append(_text(""))
+        return {"type": "or", "elements": firsts}
+
+    def _json(self, schema: Any) -> dict[str, Any]:
+        """A value as JSON, with the definitions that it refers to."""
+        if isinstance(schema, dict) and '"$ref"' in json.dumps(schema):
+            self._room.take(self._num_chars)
+            schema = self._definitions | schema
+            if '"$ref": "#"' in json.dumps(schema):
+                raise _unenforced("'$ref' to '#'")
+        return {"type": "json_schema", "json_schema": schema}
+
+    def _gemma(self, schema: Any, depth: int) -> dict[str, Any]:
+        """A value whose text is between marks. What has no type, nor parts, is text."""
+        self._room.take(_LEAST_CHARS)
+        schema = _without(_NOT_IN_GEMMA, schema if isinstance(schema, dict) else {})
+        if depth > _MAX_DEPTH:
+            raise _unenforced(f"nesting deeper than {_MAX_DEPTH} levels")
+        kind, branches = schema.get("type"), schema.get("anyOf", [])
+        if "$ref" in schema or branches:
+            _without(frozenset({"const", "enum", "properties", "type"}), schema)
+        if "$ref" in schema:
+            branches = [self._target(schema["$ref"])]
+        elif isinstance(kind, list):
+            branches = [{**schema, "type": each} for each in kind]
+        if branches and isinstance(branches, list):
+            return {"type": "or", "elements": [self._gemma(each, depth + 1) for each in branches]}
+        if kind in ("number", "integer", "boolean", "null"):
+            return self._json(schema)
+        if kind == "object" or (kind is None and "properties" in schema):
+            return _sequence(_text("{"), self.pairs(":", ",", schema, depth + 1), _text("}"))
+        if kind == "array" or (kind is None and "items" in schema):
+            item = self._gemma(schema.get("items"), depth + 1)
+            more = {"type": "star", "content": _sequence(_text(","), item)}
+            items = {"type": "optional", "content": _sequence(item, more)}
+            return _sequence(_text("["), items, _text("]"))
+        listed = [schema["const"]] if "const" in schema else schema.get("enum")
+        if listed is not None:
+            return {"type": "or", "elements": self._listed(listed, kind)}
+        low, high = schema.get("minLength", 0), schema.get("maxLength")
+        if type(low) is not int or type(high) not in (int, type(None)):
+            raise _unenforced("a length that is no integer")
+        # Text can't hold what begins the mark at its end.
+        pattern = f"([^<]|<[^{re.escape(self._quote[1])}])*"
+        if low or high is not None:
+            pattern = f"[^<]{{{low},{'' if high is None else high}}}"
+        return self._quoted({"type": "regex", "pattern": pattern})
+
+    def _listed(self, values: Any, kind: object) -> list[dict[str, Any]]:
+        """What an enumeration allows."""
+        if not isinstance(values, list) or any(isinstance(each, dict | list) for each in values):
+            raise _unenforced("'enum' of other values than text, numbers, booleans and null")
+        texts = [self._quoted(_text(each)) for each in values if isinstance(each, str)]
+        others = [_text(json.dumps(each)) for each in values if not isinstance(each, str)]
+        return texts if kind == "string" else texts + others
+
+    def _quoted(self, text: dict[str, Any]) -> dict[str, Any]:
+        return _sequence(_token(self._quote), text, _token(self._quote))
+
+    def _target(self, reference: object) -> Any:
+        """The schema that a reference leads to."""
+        found: Any = self._root
+        for name in str(reference).split("/")[1:]:
+            found = found.get(name) if isinstance(found, dict) else None
+        if not str(reference).startswith("#") or found is None:
+            raise _unenforced(f"'$ref' to {str(reference)[:80]!r}")
+        return found
+
+
+def _members(schema: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The properties of an object, and which of them are required."""
+    found, required = _properties({"parameters": schema}), schema.get("required") or []
+    if not isinstance(required, list):
+        raise InvalidRequest("tools: 'required' must be an array of strings", "tools")
+    for name in required:
+        if not isinstance(name, str) or name not in found:
+            message = f"tools: 'required' names {str(name)[:80]!r}, which 'properties' doesn't have"
+            raise InvalidRequest(message, "tools")
+    return found, required
+
+
+def _without(keywords: frozenset[str], schema: dict[str, Any]) -> dict[str, Any]:
+    """The same schema. Raises InvalidRequest if it has one of these keywords."""
+    if wrong := sorted(keywords & schema.keys()):
+        raise _unenforced(repr(wrong[0]))
+    return schema
+
+
+def _unenforced(what: str) -> InvalidRequest:
+    return InvalidRequest(f"tools: {what} can't be enforced in this model's calls", "tools")
 
 
 def _arguments(function: dict[str, Any]) -> dict[str, Any]:
