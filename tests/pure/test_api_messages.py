@@ -148,6 +148,29 @@ SHOWN = (
 )
 
 
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [('"a\\ud83d"', {"zone": "a\ufffd"}), ('"\\ud83d\\ude00"', {"zone": "\U0001f600"})]
+    + [("[" * depth + "]" * depth, {}) for depth in (400, 960, 1500)],
+)
+def test_arguments_that_no_answer_can_hold(world: World, value: str, read: Any) -> None:
+    """Half of a surrogate pair, and what is nested too deeply."""
+    says = CALL.replace('"UTC"', value)
+
+    async def scenario(web: Web) -> None:
+        message = await whole_of(web, says, tools=[TIME], max_tokens=4000)
+        assert message["content"][0]["input"] == read
+        assert (await events_of(web, says, tools=[TIME], max_tokens=4000))[-1]["type"] != "error"
+        for stream in (False, True):
+            world.engine.answers = [ids(says)]
+            tool = {"type": "function", "name": "time"}
+            body = {"model": "base", "input": "hi", "tools": [tool], "max_output_tokens": 4000}
+            answer = await web.post("/v1/responses", {**body, "stream": stream})
+            assert answer.status_code == 200 and "internal server error" not in answer.text
+
+    run(world, scenario)
+
+
 def test_conversations(world: World) -> None:
     async def scenario(web: Web) -> None:
         await whole_of(web, "x", messages=TURNS)

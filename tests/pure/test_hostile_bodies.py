@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+import pytest
 from handed_in import TEXTS, VALUES, nested
 from http_api import Web, World, run, served
 from patience import PATIENCE_S
@@ -91,6 +92,28 @@ def test_a_corpus_of_hostile_bodies(tmp_path: Path) -> None:
     run(world, scenario)
     assert said[400] > len(bodies) / 2, said
     world.check()
+
+
+@pytest.mark.parametrize("value", ['"\\ud83d"', "[" * 400 + "]" * 400, "[" * 9000])
+def test_arguments_that_no_prompt_can_hold(tmp_path: Path, value: str) -> None:
+    """Half of a surrogate pair, and what is nested too deeply."""
+    world = World(tmp_path, byte_level())
+    call = {"name": "f", "arguments": f'{{"a": {value}}}'}
+    said = {"role": "assistant", "tool_calls": [{"id": "c", "function": call}]}
+    item = {"type": "function_call", "call_id": "c", **call}
+
+    async def scenario(web: Web) -> None:
+        for path, field, history in (
+            ("/v1/chat/completions", "messages", [*MESSAGES, said, *MESSAGES]),
+            ("/tokenize", "messages", [*MESSAGES, said, *MESSAGES]),
+            ("/v1/responses", "input", [*MESSAGES, item, *MESSAGES]),
+        ):
+            answer = await web.post(path, {"model": "base", field: history})
+            assert answer.status_code == 400, answer.text
+            param = answer.json()["error"]["param"]
+            assert param.startswith(f"{field}[1].") and param.endswith("arguments")
+
+    run(world, scenario)
 
 
 POST = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"

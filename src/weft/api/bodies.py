@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Annotated, Any, ClassVar, Literal, TypeGuard, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag
+from pydantic_core import from_json
 
 from weft.core.errors import InvalidRequest
 from weft.core.sampling import StructuredOutputs
@@ -129,8 +130,8 @@ class CalledFunction(LenientBody):
     def parsed(self, where: str) -> dict[str, Any]:
         """The arguments. Raises InvalidRequest naming `where` unless they are a JSON object."""
         try:
-            arguments = json.loads(self.arguments or "{}")
-        except (ValueError, RecursionError) as error:
+            arguments = from_json(self.arguments or "{}")
+        except ValueError as error:
             raise InvalidRequest(f"{where} is not valid JSON: {error}", where) from None
         if not isinstance(arguments, dict):
             raise InvalidRequest(f"{where} must be a JSON object", where)

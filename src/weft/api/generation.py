@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import codecs
+import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from typing import Any
+
+from pydantic_core import from_json
 
 from weft.api.schemas import ChatBody, CompletionBody, GenerationBody
 from weft.api.service import Output, Service
@@ -220,6 +223,17 @@ def prompt_logprobs(
 
     pairs = zip(request.prompt_ids, logprobs, strict=True)
     return {"prompt_logprobs": [None if lp is None else position(t, lp) for t, lp in pairs]}
+
+
+def call_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call as an object that an answer can hold. Those that are none, as the
+    model's answer was cut off inside them, or are nested too deeply, are empty."""
+    try:
+        plain = json.dumps(json.loads(text), ensure_ascii=False).encode("utf-16", "surrogatepass")
+        arguments = from_json(plain.decode("utf-16", "replace"))  # no halves of surrogate pairs
+    except (ValueError, RecursionError):
+        return {}
+    return arguments if isinstance(arguments, dict) else {}
 
 
 class CompletionLogprobs:

@@ -10,13 +10,13 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
-from weft.api.generation import naming
+from weft.api.generation import call_arguments, naming
 from weft.api.http import ERRORS, STREAMED, EventStream, answer, body_of, json_response
 from weft.api.messages_body import FIELDS, CountTokensBody, MessagesBody
 from weft.api.reading import read_request
 from weft.api.routes_chat import Reader, Turn
 from weft.api.service import Output, Service
-from weft.text.chat_parser import Piece, ToolCallDelta, call_arguments
+from weft.text.chat_parser import Piece, ToolCallDelta
 
 Event = dict[str, Any]
 

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from weft.api.bodies import CalledFunction, Message, ToolCall
-from weft.api.generation import chat_logprobs, naming
+from weft.api.generation import call_arguments, chat_logprobs, naming
 from weft.api.http import ERRORS, STREAMED, EventStream, answer, body_of, json_response
 from weft.api.reading import read_request
 from weft.api.responses_body import FIELDS, ResponsesBody
@@ -23,7 +23,7 @@ from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
 from weft.api.stored import StoredResponse, StoredResponses
 from weft.text import OutputDelta
-from weft.text.chat_parser import Piece, ToolCallDelta, call_arguments
+from weft.text.chat_parser import Piece, ToolCallDelta
 
 Event = dict[str, Any]
 

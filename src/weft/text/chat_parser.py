@@ -39,16 +39,6 @@ class ToolCallDelta:
     """More of the arguments' JSON, as the model wrote it."""
 
 
-def call_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object. Those that are none, as the model's answer was cut off
-    inside them, are empty."""
-    try:
-        arguments = json.loads(text)
-    except ValueError:
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
-
-
 @dataclass(slots=True)
 class Piece:
     """What a piece of text adds to the message."""
