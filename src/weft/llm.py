@@ -135,6 +135,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answer one conversation or several; arguments and errors are those of `generate`. The
         adapter's own chat template is used if it has one, else the base's."""
+        if not isinstance(cast(object, conversations), Sequence):
+            message = f"a conversation must be a list of messages, got {conversations!r:.100}"
+            raise InvalidRequest(message, "messages")
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         many = cast(list[Conversation], [conversations] if one else list(conversations))
         return self._answer(many, self._encode_chat, params, adapter)
@@ -295,10 +298,14 @@ def _with_text(message: Mapping[str, Any], index: int) -> Mapping[str, Any]:
         raise InvalidRequest(
             f"messages[{index}] must be a mapping, got {message!r:.100}", "messages"
         )
-    parts = message.get("content")
-    if not isinstance(parts, list):
-        return message
-    return {**message, "content": joined_text(parts, f"messages[{index}].content")}
+    content, field = message.get("content"), f"messages[{index}].content"
+    if isinstance(content, list):
+        content = joined_text(content, field)
+    elif content is None and message.get("role") == "assistant":
+        content = ""
+    elif not isinstance(content, str):
+        raise InvalidRequest(f"{field} must be a text or a list of text parts", field)
+    return {**message, "content": content}
 
 
 def _token_ids(prompt: Any) -> list[int] | None:

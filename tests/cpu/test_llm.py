@@ -30,9 +30,12 @@ from weft.core.errors import (
     ModelNotFound,
 )
 from weft.core.requests import EngineRequest
+from weft.core.sampling import StructuredOutputs
 from weft.llm import RequestOutput
 
 GREEDY = SamplingParams(max_tokens=24, temperature=0.0)
+HALF = "\ud83d"
+"""One half of a surrogate pair."""
 EOS = 2
 
 
@@ -97,6 +100,43 @@ def test_chat(llm: LLM) -> None:
         with pytest.raises(InvalidRequest) as caught:
             llm.chat([message, {**message, "content": [part]}])
         assert caught.value.param == "messages[1].content[0].type"
+
+
+def test_a_call_without_content_is_a_message(llm: LLM) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    said = {"role": "assistant", "content": None, "tool_calls": [call]}
+    (output,) = llm.chat([*ask("hello"), said, *ask("hello")], GREEDY)
+    empty = {**said, "content": ""}
+    same = llm.chat([*ask("hello"), empty, *ask("hello")], GREEDY)[0]
+    assert output.prompt_token_ids == same.prompt_token_ids
+
+
+@pytest.mark.parametrize(
+    ("conversation", "param"),
+    [
+        ({"role": "user", "content": "hello"}, "messages"),
+        (None, "messages"),
+        ([{"role": "user", "content": 5}], "messages[0].content"),
+        ([{"role": "user", "content": None}], "messages[0].content"),
+        ([{"role": "user", "content": HALF}], "messages"),
+    ],
+)
+def test_no_conversations(llm: LLM, conversation: Any, param: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        llm.chat(conversation)
+    assert caught.value.param == param
+
+
+def test_halves_of_surrogate_pairs_are_no_text(llm: LLM) -> None:
+    form = StructuredOutputs(regex=HALF)
+    for params, prompt, param in (
+        (GREEDY, HALF, "prompt"),
+        (SamplingParams(bad_words=(HALF,)), "a", "bad_words"),
+        (SamplingParams(structured_outputs=form), "a", "structured_outputs"),
+    ):
+        with pytest.raises(InvalidRequest) as caught:
+            llm.generate(prompt, params)
+        assert caught.value.param == param
 
 
 def test_one_of_each_or_one_for_all(llm: LLM) -> None:

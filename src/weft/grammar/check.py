@@ -24,7 +24,11 @@ def check_form(form: StructuredOutputs) -> None:
     if len(form.choice) > MAX_CHOICES:
         raise refusal(f"more than {MAX_CHOICES} choices")
     texts = [form.json, form.regex, form.grammar, form.structural_tag, *form.choice]
-    if sum(len(text.encode(errors="replace")) for text in texts if text) > MAX_BYTES:
+    try:
+        num_bytes = sum(len(text.encode()) for text in texts if text)
+    except UnicodeEncodeError as error:
+        raise refusal(f"no text: {error}") from None
+    if num_bytes > MAX_BYTES:
         raise refusal(f"more than {MAX_BYTES} bytes")
     if form.regex is not None:
         check_repeats(form.regex)

@@ -157,6 +157,9 @@ class Intake:
         is given. Raises InvalidRequest, ContextLengthExceeded, Overloaded.
         """
         tokenizer = self.tokenizer_of(language, field_name)
+        for text in (*texts, *seconds):
+            if not text.isascii():
+                _check_text(text, field_name)
         for text in () if any_length else texts:
             self._check_length(tokenizer, len(text), field_name)
         size, author = sum(map(len, (*texts, *seconds))), _author(language)
@@ -393,6 +396,13 @@ class Intake:
         if wanted > room or params.max_tokens is None:
             return replace(params, max_tokens=min(wanted, room))
         return params
+
+
+def _check_text(text: str, field_name: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{field_name} is no text: {error}", field_name) from None
 
 
 def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:

@@ -85,7 +85,9 @@ def render(
         tools = options.get("tools")
         text = hf.get_chat_template(template, tools)
         given = with_fields([_with_parsed_arguments(m) for m in messages], text, tools)
-        return str(hf.apply_chat_template(given, chat_template=template, tokenize=False, **options))
+        text = str(hf.apply_chat_template(given, chat_template=template, tokenize=False, **options))
+        text.encode()  # halves of surrogate pairs are no text
+        return text
     except Exception as error:  # templates raise whatever they like
         raise InvalidRequest(
             f"the chat template refuses these messages: {error}", "messages"
