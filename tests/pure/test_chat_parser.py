@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -554,3 +555,38 @@ def test_values_that_may_be_text_or_not(schema: object, written: str, value: obj
     text = f"<tool_call><function=f><parameter=p>{written}</parameter></function></tool_call>"
     calls = parser.flush(parser.feed(text)).tool_calls
     assert json.loads("".join(call.arguments for call in calls)) == {"p": value}
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        ("olmo3", "<function_calls>two words"),
+        ("gemma4", "<|tool_call>call:two words"),
+        ("mistral", "[TOOL_CALLS]two words"),
+        ("mistral", "[TOOL_CALLS]a[TOOLS"),
+    ],
+)
+def test_a_name_that_is_none_is_content_at_once(tool_format: str, text: str) -> None:
+    assert ChatParser(tool_format, None).feed(text).content == text
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        ("olmo3", "<function_calls>"),
+        ("gemma4", "<|tool_call>call:"),
+        ("mistral", "[TOOL_CALLS]a"),
+        ("harmony", "<|message|><|end|>"),
+        ("glm4", "<|assistant|>"),
+        ("olmo3", "<function_calls>f(" + " " * 40_000),
+        ("olmo3", "<function_calls>f(a" + " " * 40_000),
+        ("gemma4", "<|tool_call>call:f{" + " " * 40_000),
+    ],
+)
+def test_marks_and_white_space_take_little_time(tool_format: str, text: str) -> None:
+    """The event loop reads whole answers. Their length must not count twice."""
+    parser = HarmonyParser(True) if tool_format == "harmony" else ChatParser(tool_format, None)
+    begin_s = time.process_time()
+    parser.feed(text * (300_000 // len(text)))
+    parser.flush()
+    assert time.process_time() - begin_s < 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,8 @@ _ARGUMENTS = ('"arguments"', '"parameters"')
 _NAMES = ('"name"', '"tool_name"')
 _NAMED_CALL = re.compile(r"([\w.-]+)(?:\[CALL_ID\]\w+)?(?:\[ARGS\])?\n?")
 _NAME_CHARS = re.compile(r"[\w.\-\[\]]{0,256}\n?")
+_NAME_MARKS = ("[CALL_ID]", "[ARGS]")
+_PART_CHARS = 1 << 12
 
 
 @dataclass(slots=True)
@@ -101,8 +103,11 @@ class ChatParser:
         return thinking + (self._format.marks if self._format else ())
 
     def feed(self, text: str) -> Piece:
-        self._text += text
-        return self._run(Piece(), final=False)
+        piece = Piece()
+        for part in in_parts(text):
+            self._text += part
+            self._run(piece, final=False)
+        return piece
 
     def flush(self, piece: Piece | None = None) -> Piece:
         """Add to the piece what was held back, when the end of the output has come."""
@@ -383,7 +388,9 @@ class _NamedCall:
             self.name = named[1]
         if not self.name:
             self._head += char
-            return _NAME_CHARS.fullmatch(self._head) is not None
+            mark = self._head[self._head.rfind("[") :] if "[" in self._head else "["
+            begins = "]" in mark or any(each.startswith(mark) for each in _NAME_MARKS)
+            return begins and _NAME_CHARS.fullmatch(self._head) is not None
         if not self._json.feed(char):
             return False
         self.arguments += char
@@ -391,6 +398,11 @@ class _NamedCall:
 
 
 _Call = _JsonCall | _NamedCall | XmlCall | GemmaCall | PythonCall
+
+
+def in_parts(text: str) -> Iterator[str]:
+    """A text in parts, of which parsers copy the rest at each mark."""
+    return (text[start : start + _PART_CHARS] for start in range(0, len(text), _PART_CHARS))
 
 
 def held(text: str, mark: str) -> int:

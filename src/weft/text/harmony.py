@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import secrets
 
-from weft.text.chat_parser import Piece, ToolCallDelta, held
+from weft.text.chat_parser import Piece, ToolCallDelta, held, in_parts
 from weft.text.tools import TOOL_FORMATS
 
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
@@ -45,8 +45,11 @@ class HarmonyParser:
         return TOOL_FORMATS["harmony"].marks
 
     def feed(self, text: str) -> Piece:
-        self._text += text
-        return self._run(Piece(), final=False)
+        piece = Piece()
+        for part in in_parts(text):
+            self._text += part
+            self._run(piece, final=False)
+        return piece
 
     def flush(self, piece: Piece | None = None) -> Piece:
         """Add to the piece what was held back, when the end of the output has come."""

@@ -11,6 +11,7 @@ from weft.text.json_stream import is_json
 
 _GEMMA_HEAD = re.compile(r"call:([\w.-]{1,256})\{")
 _PYTHON_HEAD = re.compile(r"([\w.-]{1,256})\(")
+_NAME_CHAR = re.compile(r"[\w.-]")
 _MAX_KEY = 300
 _MAX_DEPTH = 64
 """How deep values may be nested."""
@@ -49,6 +50,7 @@ class GemmaCall:
         if not self.name:
             return self._head(char)
         token = "".join(self._token).lstrip()
+        self._token = self._token if token else []
         if token and self._quote.startswith(token) and self._expected != "end":
             if token == self._quote:
                 self._token, self._in_text = [], True
@@ -67,7 +69,9 @@ class GemmaCall:
         if found is not None:
             self.name = found[1]
             return self._begin("{")
-        return "call:".startswith(head) or (head.startswith("call:") and len(head) < _MAX_KEY)
+        if len(head) <= len("call:"):
+            return "call:".startswith(head)
+        return _NAME_CHAR.fullmatch(char) is not None and len(head) < _MAX_KEY
 
     def _begin(self, char: str) -> bool:
         self._open.append(char)
@@ -135,7 +139,8 @@ class PythonCall:
             found = _PYTHON_HEAD.fullmatch("".join(self._token))
             if found is not None:
                 self.name, self.arguments, self._token = found[1], "{", []
-            return found is not None or (len(self._token) < _MAX_KEY and char != "\n")
+            begins = _NAME_CHAR.fullmatch(char) is not None and len(self._token) < _MAX_KEY
+            return found is not None or begins
         if self._quote:
             ends = char == self._quote and not self._escaped
             self._escaped = char == "\\" and not self._escaped
@@ -150,9 +155,10 @@ class PythonCall:
             if char == "=":
                 self._key, self._token = token[:-1].strip(), []
                 return bool(self._key)
+            self._token = self._token if token else []
             self.done = token == ")"
             self.arguments += "}" if self.done else ""
-            return self.done or len(token) < _MAX_KEY
+            return self.done or len(self._token) < _MAX_KEY
         if char in "\"'":
             self._quote = char
         elif char in "{[(":
