@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
-from http_api import Web, World, run, served
+from http_api import INFO, Web, World, run, served
 from hypothesis import given
 from hypothesis import strategies as st
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 from thinking_model import CALL, THOUGHT, ids, prompt_of, thinking_world
+from tokenizers import AddedToken
+from toy_tokenizers import byte_level
 
 from weft.api.bodies import Message
 from weft.api.stored import StoredResponse, StoredResponses
 from weft.core.errors import EngineDead, InvalidRequest, ResponseNotFound
 from weft.core.sampling import StructuredOutputs
+from weft.text import Tokenizer
+from weft.text.tools import TOOL_FORMATS
 
 PATH = "/v1/responses"
 TIME: dict[str, Any] = {"type": "function", "name": "time", "parameters": None, "strict": True}
@@ -107,6 +112,58 @@ def test_the_events_of_a_text(world: World) -> None:
         assert events[3].part.text == "" and events[7].text == events[8].part.text == "yes"
         assert events[9].item == events[-1].response.output[0]
         assert {e.item_id for e in events[3:9]} == {events[2].item.id}
+
+    run(world, scenario)
+
+
+def told_and_thought(response: Response) -> tuple[str, int]:
+    """The tokens that have log-probabilities, and how many tokens were thoughts."""
+    texts = [item.content[0] for item in response.output if item.type == "message"]
+    told = [each.token for text in texts for each in text.logprobs or ()]  # type: ignore[union-attr]
+    assert response.usage is not None
+    return "".join(told), response.usage.output_tokens_details.reasoning_tokens
+
+
+@pytest.mark.parametrize(
+    ("says", "told", "thought"),
+    [
+        ("let me see\n" + CALL, "let me see", ""),
+        (THOUGHT + "see\n" + CALL, "\n\nsee", THOUGHT.strip()),
+        ("<think>\nhm", "", "<think>\nhm</s>"),
+    ],
+)
+def test_tokens_of_the_answer_alone_are_told(
+    world: World, says: str, told: str, thought: str
+) -> None:
+    asked = {"tools": [TIME], "include": ["message.output_text.logprobs"]}
+
+    async def scenario(web: Web) -> None:
+        expected = told, len(ids(thought))
+        assert told_and_thought(await whole_of(web, says, **asked)) == expected
+        assert told_and_thought((await events_of(web, says, **asked))[-1].response) == expected
+
+    run(world, scenario)
+
+
+def test_headers_of_messages_are_no_answer(tmp_path: Path) -> None:
+    tokenizer = byte_level.__wrapped__()
+    marks = [AddedToken(mark, special=True) for mark in TOOL_FORMATS["harmony"].marks]
+    tokenizer._hf.add_tokens(marks, True)
+    tokenizer = Tokenizer(tokenizer._hf)
+    info = replace(INFO, max_model_len=4096, vocab_size=tokenizer.vocab_size)
+    world = World(tmp_path, tokenizer, info, tool_call_parser="harmony")
+    thought = "<|channel|>analysis<|message|>hm<|end|>"
+    says = thought + "<|start|>assistant<|channel|>final<|message|>yes"
+    body = {"model": "base", "input": "hi", "top_logprobs": 1}
+    expected = "yes</s>", len(tokenizer.encode(thought))
+
+    async def scenario(web: Web) -> None:
+        world.engine.answers = [tokenizer.encode(says) for _ in "12"]
+        whole = await web.post(PATH, body)
+        assert told_and_thought(Response.model_validate(whole.json())) == expected
+        events = (await web.post(PATH, {**body, "stream": True})).text.split("data: ")
+        response = json.loads(events[-1])["response"]
+        assert told_and_thought(Response.model_validate(response)) == expected
 
     run(world, scenario)
 

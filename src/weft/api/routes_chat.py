@@ -146,21 +146,24 @@ class Turn:
         """The whole outputs, in the order of the choices."""
         return await self._service.collect(self.requests, self._language, self._shown_ids())
 
-    def run(self) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-        """The outputs' deltas as they come, each with the index of its choice."""
-        return self._service.run_all(self.requests, self._language, self._shown_ids())
+    def run(self, whole: bool = False) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """The outputs' deltas as they come, each with the index of its choice; `whole`: as for
+        `Service.run_all`."""
+        return self._service.run_all(self.requests, self._language, self._shown_ids(), whole)
 
     def reader(self) -> Reader:
         return Reader(self._parser(), one_call=self._body.parallel_tool_calls is False)
 
     @property
-    def end_of_reasoning(self) -> int | None:
-        return self._dialect.end_of_reasoning
+    def begin_of_text(self) -> int | None:
+        return self._dialect.begin_of_text
 
-    def num_reasoning_tokens(self, output: Output) -> int:
-        """How many tokens come up to the end of the reasoning; 0 if it does not end."""
-        end = self.end_of_reasoning
-        return output.token_ids.index(end) + 1 if end in output.token_ids else 0
+    def num_reasoning_tokens(self, output: Output, reader: Reader) -> int:
+        """How many tokens come up to the end of the reasoning: all, if it does not end."""
+        end, thought = self._dialect.end_of_reasoning, reader.reasoning
+        if end in output.token_ids and (thought or self._dialect.reasoning):
+            return output.token_ids.index(end) + 1
+        return len(output.token_ids) if thought and not (reader.content or reader.calls) else 0
 
     def _parser(self) -> ChatParser | HarmonyParser:
         tool_format, tools = self._dialect.tool_format, self._tools

@@ -69,7 +69,8 @@ class _Message:
         reader, blocks = turn.reader(), _Blocks()
         for _ in [*blocks.add(reader.feed(output)), *blocks.close()]:
             pass
-        return self._shown(output) | {"content": blocks.whole(), **self._ending(reader, output)}
+        shown = self._shown(output, reader)
+        return shown | {"content": blocks.whole(), **self._ending(reader, output)}
 
     async def events(self) -> AsyncGenerator[Event, None]:
         turn, begun = self._turn, False
@@ -81,17 +82,17 @@ class _Message:
                     output.add(delta)
                     if not begun:
                         begun = True
-                        yield {"type": "message_start", "message": self._shown(output)}
+                        yield {"type": "message_start", "message": self._shown(output, reader)}
                         yield {"type": "ping"}
                     for event in blocks.add(reader.feed(delta)):
                         yield event
         for event in blocks.close():
             yield event
         ending = self._ending(reader, output)
-        yield {"type": "message_delta", "delta": ending, "usage": self._usage(output)}
+        yield {"type": "message_delta", "delta": ending, "usage": self._usage(output, reader)}
         yield {"type": "message_stop"}
 
-    def _shown(self, output: Output) -> dict[str, Any]:
+    def _shown(self, output: Output, reader: Reader) -> dict[str, Any]:
         """The message, of which there is no content yet."""
         return {
             "id": self._id,
@@ -101,7 +102,7 @@ class _Message:
             "content": [],
             "stop_reason": None,
             "stop_sequence": None,
-            "usage": self._usage(output),
+            "usage": self._usage(output, reader),
         }
 
     def _ending(self, reader: Reader, output: Output) -> dict[str, Any]:
@@ -116,15 +117,16 @@ class _Message:
             reason = "end_turn" if sequence is None else "stop_sequence"
         return {"stop_reason": reason, "stop_sequence": sequence}
 
-    def _usage(self, output: Output) -> dict[str, Any]:
+    def _usage(self, output: Output, reader: Reader) -> dict[str, Any]:
         """The tokens used. Those of a cached prefix are not among the input's."""
         num_cached = output.num_cached_tokens
+        num_thought = self._turn.num_reasoning_tokens(output, reader)
         return {
             "input_tokens": len(self._turn.requests[0].prompt_ids) - num_cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": num_cached,
             "output_tokens": len(output.token_ids),
-            "output_tokens_details": {"thinking_tokens": self._turn.num_reasoning_tokens(output)},
+            "output_tokens_details": {"thinking_tokens": num_thought},
         }
 
 

@@ -92,9 +92,15 @@ class _Response:
         turn = self._turn
         with naming(FIELDS), naming(turn.fields):
             await turn.prepare()
-            (output,) = await turn.collect()
-        reader, items = turn.reader(), _Items()
-        for _ in [*self._add(output, reader, items), *items.close(_status(reader))]:
+            reader, items, output = turn.reader(), _Items(), Output()
+            # Which token's log-probabilities are of the answer shows only token by token.
+            deltas = turn.run(whole=not self._body.wants_logprobs)
+            async with aclosing(deltas):
+                async for _, delta in deltas:
+                    output.add(delta)
+                    for _ in self._add(delta, reader, items):
+                        pass
+        for _ in items.close(_status(reader)):
             pass
         return self._ended(output, reader, items)
 
@@ -124,15 +130,15 @@ class _Response:
         ended = self._ended(output, reader, items)
         yield numbered({"type": f"response.{ended['status']}", "response": ended})
 
-    def _add(self, part: OutputDelta | Output, reader: Reader, items: _Items) -> Iterator[Event]:
+    def _add(self, part: OutputDelta, reader: Reader, items: _Items) -> Iterator[Event]:
         """What a part of the output adds to the items. Only tokens of the answer itself have
         log-probabilities: those of reasoning and calls are left out."""
-        piece, end = reader.feed(part), self._turn.end_of_reasoning
+        piece, begin = reader.feed(part), self._turn.begin_of_text
         told = chat_logprobs(self._chat, self._turn.tokenizer, part)
         logprobs: list[dict[str, Any]] = told["content"] if told else []
-        if told and end in part.token_ids:
+        if told and begin in part.token_ids:
             items.forget_logprobs()
-            logprobs = logprobs[part.token_ids.index(end) + 1 :]
+            logprobs = logprobs[part.token_ids.index(begin) + 1 :]
         elif piece.reasoning or piece.tool_calls:
             items.forget_logprobs()
             logprobs = []
@@ -141,7 +147,8 @@ class _Response:
     def _ended(self, output: Output, reader: Reader, items: _Items) -> dict[str, Any]:
         num_input = len(self._turn.requests[0].prompt_ids)
         num_output = len(output.token_ids)
-        num_cached, num_thought = output.num_cached_tokens, self._turn.num_reasoning_tokens(output)
+        num_cached = output.num_cached_tokens
+        num_thought = self._turn.num_reasoning_tokens(output, reader)
         status = _status(reader)
         shown = self._response(status) | {
             "completed_at": int(time.time()) if status == "completed" else None,

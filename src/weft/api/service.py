@@ -65,6 +65,8 @@ class Dialect:
     """A key of REASONING, or None for a model that does not mark its reasoning."""
     end_of_reasoning: int | None = None
     """The token after which the answer begins; None if the mark is no single token."""
+    begin_of_text: int | None = None
+    """The token before all text of an answer; gpt-oss has headers between this and reasoning."""
 
     @classmethod
     def of(cls, tokenizer: TokenReader | None, settings: ApiSettings) -> Dialect:
@@ -77,8 +79,13 @@ class Dialect:
             tool_format = detect_tool_format(template)
         if reasoning == "auto":
             reasoning = detect_reasoning(template)
-        end = None if reasoning is None else tokenizer.mark_id(REASONING[reasoning].end)
-        return cls(tool_format, reasoning, end)
+        if reasoning is not None:
+            end = begin = tokenizer.mark_id(REASONING[reasoning].end)
+        elif tool_format == "harmony":
+            end, begin = map(tokenizer.mark_id, ("<|end|>", "<|message|>"))
+        else:
+            end = begin = None
+        return cls(tool_format, reasoning, end, begin)
 
 
 @dataclass(slots=True)
