@@ -150,6 +150,16 @@ def test_one_of_each_or_one_for_all(llm: LLM) -> None:
     assert texts(llm.generate(prompts[:1], [GREEDY], ["sort"])) == ["ehllo"]
 
 
+@pytest.mark.parametrize("temperature", [1e-320, 1e-45, 1e-38, 1e-14])
+def test_hardly_any_temperature_is_greedy(llm: LLM, temperature: float) -> None:
+    prompt = prompt_of(llm, "hello")
+    params = replace(GREEDY, temperature=temperature)
+    assert texts(llm.generate(prompt, params)) == texts(llm.generate(prompt, GREEDY))
+    lowest = replace(params, repetition_penalty=1e-14)
+    cold = replace(lowest, temperature=0.0)
+    assert texts(llm.generate(prompt, lowest)) == texts(llm.generate(prompt, cold))
+
+
 def test_default_parameters(llm: LLM) -> None:
     (output,) = llm.generate(prompt_of(llm, "hello"))
     assert 1 <= len(output.token_ids) <= 16

@@ -16,6 +16,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARS = 1024
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_CHARS = 256
+LEAST_DIVISOR = 1e-15
+"""Logits are divided by temperature and repetition penalty, and must stay finite in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +54,10 @@ SPECULATIVE = ("off", "ngram", "mtp")
 class SamplingParams:
     """How to choose the tokens of one request.
 
-    temperature 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the filter off. `seed`
-    makes a request's tokens reproducible whoever shares its batch. `logprobs` is the number of
-    alternatives to report beside the chosen token (None: no log-probabilities at all),
-    `prompt_logprobs` likewise at each position of the prompt.
+    temperature 0 is greedy, and so is what is hardly more. `top_k` 0 or -1, `top_p` 1 and `min_p` 0
+    switch the filter off. `seed` makes a request's tokens reproducible whoever shares its batch.
+    `logprobs` is the number of alternatives to report beside the chosen token (None: no
+    log-probabilities at all), `prompt_logprobs` likewise at each position of the prompt.
 
     Rules about tokens that leave none to choose are refused where that is plain beforehand. Where
     it comes about later, the strongest hold: `structured_outputs`, then `allowed_token_ids`, bad
@@ -123,12 +125,14 @@ class SamplingParams:
             ("temperature", 0.0, 100.0),
             ("top_p", 0.0, 1.0),
             ("min_p", 0.0, 1.0),
-            ("repetition_penalty", 0.0, 100.0),
+            ("repetition_penalty", LEAST_DIVISOR, 100.0),
             ("presence_penalty", -2.0, 2.0),
             ("frequency_penalty", -2.0, 2.0),
         ):
             above = name in ("top_p", "repetition_penalty")
             put(name, _float(name, getattr(self, name), lowest, highest, above=above))
+        if self.temperature < LEAST_DIVISOR:
+            put("temperature", 0.0)
         if not isinstance(biases := self.logit_bias or {}, Mapping):
             raise InvalidRequest("logit_bias must have numbers by token id", "logit_bias")
         put("logit_bias", {_int("logit_bias", t, 0, None): _bias(t, b) for t, b in biases.items()})
