@@ -303,6 +303,15 @@ def test_the_openai_client_reads_calls(world: World, tokens_per_event: int) -> N
         ]
 
 
+def test_the_name_of_a_function_is_refused_with_what_it_may_be(world: World) -> None:
+    async def scenario(web: Web) -> None:
+        tools = [{"type": "function", "function": {"name": "two words"}}]
+        answer = await web.post(CHAT, {"model": "base", "messages": HI, "tools": tools})
+        assert "a-zA-Z0-9_.-" in answer.json()["error"]["message"]
+
+    run(world, scenario)
+
+
 def test_a_model_without_tools_says_so(tmp_path: Path) -> None:
     world = World(tmp_path, byte_level())
 

@@ -239,7 +239,7 @@ def _complaint(error: ValidationError, param: str | None) -> str:
         case "too_long":
             return f" must have at most {first['ctx']['max_length']} items"
     kinds = [fault["type"].split("_")[0] for fault in faults if field_path(fault["loc"]) == param]
-    if kinds[0] not in _WANTED or first["type"].endswith(("_too_short", "_too_long")):
+    if kinds[0] not in _WANTED or first["type"].endswith(("_too_short", "_too_long", "_mismatch")):
         return f": {first['msg']}"
     wanted = dict.fromkeys(_WANTED[kind] for kind in kinds if kind in _WANTED)
     if first["loc"][-1:] == ("<text>",):  # a field of TextOr
