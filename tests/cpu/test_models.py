@@ -779,6 +779,8 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
         ({**LONGROPE, "head_dim": 32}, "rope_parameters"),
         (rope("yarn", original_max_position_embeddings=0), "rope_parameters"),
         ({"hidden_size": "many"}, "model"),
+        ({"is_causal": False}, "is_causal"),
+        ({"is_causal": None}, "is_causal"),
     ],
 )
 def test_configurations_that_would_be_wrong_are_refused(

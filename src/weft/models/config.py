@@ -271,7 +271,11 @@ def _architecture_of(raw: dict[str, Any]) -> str:
     _check_model_type(raw, family.text_of or family.model_type, name)
     if family.text_of:
         text = raw.get("text_config")
-        _check_model_type(text if isinstance(text, dict) else {}, family.model_type, name)
+        raw = text if isinstance(text, dict) else {}
+        _check_model_type(raw, family.model_type, name)
+    if not raw.get("is_causal", True):
+        message = "is_causal false, with which tokens see those after them, is not served"
+        raise ConfigError(message, "is_causal")
     return name
 
 
