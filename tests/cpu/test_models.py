@@ -781,6 +781,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
         ({"hidden_size": "many"}, "model"),
         ({"is_causal": False}, "is_causal"),
         ({"is_causal": None}, "is_causal"),
+        ({"architectures": 1}, "architectures"),
+        ({"architectures": [[]]}, "architectures"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"num_hidden_layers": 2**70}, "num_hidden_layers"),
     ],
 )
 def test_configurations_that_would_be_wrong_are_refused(
@@ -854,6 +859,14 @@ def test_eos_ids_come_from_the_generation_config_first(folder: Path) -> None:
     assert load_model_config(folder).eos_token_ids == (2,)
     edit_config(folder, eos_token_id=None)
     assert load_model_config(folder).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("stated", ["2", [2, -1], True, {}])
+def test_eos_ids_that_are_none_are_refused(folder: Path, stated: object) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": stated}))
+    with pytest.raises(ConfigError) as caught:
+        load_model_config(folder)
+    assert caught.value.param == "eos_token_id"
 
 
 def change_weights(folder: Path, **changes: torch.Tensor | None) -> None:

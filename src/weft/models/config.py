@@ -97,7 +97,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         for i, rope in enumerate(self.ropes):
             layer = self.layer(i)
-            if self.num_heads % layer.num_kv_heads:
+            if layer.num_kv_heads < 1 or self.num_heads % layer.num_kv_heads:
                 raise ConfigError(
                     f"num_key_value_heads {layer.num_kv_heads} does not divide "
                     f"num_attention_heads {self.num_heads}",
@@ -260,9 +260,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _architecture_of(raw: dict[str, Any]) -> str:
     """The architecture, after checking the fields that rule a checkpoint out."""
-    architectures = raw.get("architectures") or []
-    name: str | None = architectures[0] if len(architectures) == 1 else None
-    if name is None or name not in FAMILIES:
+    architectures: Any = raw.get("architectures")
+    only_one = isinstance(architectures, list) and len(architectures) == 1
+    name = architectures[0] if only_one else None
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(
             f"architectures {architectures} is not served; these are: {', '.join(FAMILIES)}",
             "architectures",
@@ -295,9 +296,15 @@ def _hf_config(folder: Path) -> Any:
         raise ConfigError(f"{folder / 'config.json'} is not valid: {error}", "model") from error
 
 
+_SIZES = ("vocab_size", "hidden_size", "num_hidden_layers")
+
+
 def _build(
     architecture: str, family: Family, hf: Any, raw: dict[str, Any], eos_token_ids: tuple[int, ...]
 ) -> ModelConfig:
+    for name in _SIZES:
+        if not 1 <= (size := getattr(hf, name)) < 1 << 31:
+            raise ConfigError(f"{name} must be at least 1 and below 2**31, got {size}", name)
     ropes = family.ropes(hf)
     distinct = [p for i, p in enumerate(ropes) if p not in ropes[:i]]
     _check_activation(hf, family)
@@ -379,6 +386,7 @@ def _eos_token_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     value = _read_json(generation).get("eos_token_id") if generation.is_file() else None
     if value is None:
         value = raw.get("eos_token_id")
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if any(type(each) is not int or each < 0 for each in ids):
+        raise ConfigError(f"eos_token_id must be token ids, got {value!r:.80}", "eos_token_id")
+    return tuple(ids)
