@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from http_api import CHAT, COMPLETE, EOS, HI, Web, World, run
-from toy_tokenizers import byte_level
+from http_api import CHAT, COMPLETE, EOS, HI, INFO, Web, World, run
+from toy_tokenizers import byte_level, sentencepiece
 
 from weft.core.errors import InvalidRequest
 from weft.core.sampling import StructuredOutputs
@@ -317,3 +318,24 @@ def test_a_field_of_the_wrong_kind_is_told_what_it_must_be(
         assert answer.json()["error"]["message"].startswith(told)
 
     run(shared, scenario)
+
+
+@pytest.mark.parametrize("prompt", ["hello the", " hi", [354, 356, 357]])
+def test_offsets_in_echoed_texts_of_sentencepiece(tmp_path: Path, prompt: Any) -> None:
+    """Its first token begins with a space that the text does not have."""
+    tokenizer = sentencepiece()
+    info = replace(INFO, vocab_size=tokenizer.vocab_size)
+    world = World(tmp_path, tokenizer, info)
+    world.engine.answers = [tokenizer.encode(" world", add_special_tokens=False)]
+
+    async def scenario(web: Web) -> None:
+        answer = await web.complete(prompt=prompt, echo=True, logprobs=1, max_tokens=5)
+        (choice,) = answer["choices"]
+        told = choice["logprobs"]
+        first, *others = zip(told["tokens"], told["text_offset"], strict=True)
+        assert first[1] == 0 and choice["text"].startswith(first[0].lstrip())
+        for token, start in others:
+            assert choice["text"].startswith(token, start)
+
+    run(world, scenario)
+    world.check()

@@ -249,13 +249,24 @@ class CompletionLogprobs:
         self._num_chars = 0
 
     def piece(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob | None]
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob | None],
+        prompt: str = "",
+        num_prompt: int = 0,
     ) -> dict[str, Any]:
+        """`prompt`: the text of the first `num_prompt` tokens, to which sentencepiece's tokens add
+        a space."""
+        offsets = [self._advance(t) for t in token_ids[:num_prompt]]
+        if num_prompt:
+            added, self._num_chars = max(self._num_chars - len(prompt), 0), len(prompt)
+            offsets = [max(each - added, 0) for each in offsets]
+        offsets += [self._advance(t) for t in token_ids[num_prompt:]]
         return {
             "tokens": [self._shown(t) for t in token_ids],
             "token_logprobs": [None if lp is None else lp.logprob for lp in logprobs],
             "top_logprobs": [self._top(t, lp) for t, lp in zip(token_ids, logprobs, strict=False)],
-            "text_offset": [self._advance(t) for t in token_ids],
+            "text_offset": offsets,
         }
 
     def _shown(self, token_id: int) -> str:

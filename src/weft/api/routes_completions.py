@@ -177,7 +177,7 @@ class _Completion:
         choice: dict[str, Any] = {
             "index": index,
             "text": part.text if echoed is None else self._prompt_text(index, echoed) + part.text,
-            "logprobs": self._logprobs(part, shape, echoed),
+            "logprobs": self._logprobs(index, part, shape, echoed),
             "finish_reason": part.finish_reason,
             "stop_reason": part.stop_reason,
         }
@@ -197,14 +197,19 @@ class _Completion:
         )
 
     def _logprobs(
-        self, part: OutputDelta | Output, shape: CompletionLogprobs, echoed: EngineRequest | None
+        self,
+        index: int,
+        part: OutputDelta | Output,
+        shape: CompletionLogprobs,
+        echoed: EngineRequest | None,
     ) -> dict[str, Any] | None:
         if self._body.logprobs is None or part.logprobs is None:
             return None
         if echoed is None:
             return shape.piece(part.token_ids, part.logprobs)
         ids = [*echoed.prompt_ids, *part.token_ids]
-        return shape.piece(ids, [*(part.prompt_logprobs or ()), *part.logprobs])
+        logprobs = [*(part.prompt_logprobs or ()), *part.logprobs]
+        return shape.piece(ids, logprobs, self._prompt_text(index, echoed), len(echoed.prompt_ids))
 
 
 def _without_tokens(delta: OutputDelta) -> OutputDelta:
