@@ -931,7 +931,7 @@ def test_pickles_missing_files_and_wild_indexes_are_refused(folder: Path) -> Non
     with pytest.raises(ConfigError, match="can't read"):
         load_weights(folder, config, torch.float32, "cpu")
     index = folder / "model.safetensors.index.json"
-    for name in ("../model.safetensors", "model.bin", 3, "missing.safetensors"):
+    for name in ("../model.safetensors", "model.bin", 3, [], "missing.safetensors"):
         index.write_text(json.dumps({"weight_map": {"a": name}}))
         with pytest.raises(ConfigError):
             load_weights(folder, config, torch.float32, "cpu")

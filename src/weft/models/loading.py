@@ -366,7 +366,7 @@ def _files(folder: Path) -> list[Path]:
         try:
             stated = json.loads(index.read_text(encoding="utf-8"))
             names = sorted(set(stated["weight_map"].values()))
-        except (OSError, ValueError, KeyError, AttributeError) as error:
+        except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
             raise ConfigError(f"{index} is not a safetensors index: {error}", "model") from error
         return [_shard(folder, name) for name in names]
     if single.is_file():
