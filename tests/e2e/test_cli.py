@@ -362,7 +362,6 @@ def test_what_no_engine_can_do_is_refused_before_one_has_started(
     async def never(*_: object) -> None:
         await asyncio.sleep(3600)
 
-    monkeypatch.setattr("weft.fleet.process.spawn_engine_ahead", lambda _: None)
     monkeypatch.setattr("weft.cli.serve.start_engine", never)
     assert message in refusal("serve", BASE, "--port", "0", *SMALL, *flags)
 
