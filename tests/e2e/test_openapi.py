@@ -11,6 +11,7 @@ from http_api import World
 from hypothesis import HealthCheck, Phase, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
+from schemathesis.python.asgi import shutdown_lifespans
 from schemathesis.specs.openapi.checks import (
     content_type_conformance,
     response_schema_conformance,
@@ -37,6 +38,7 @@ SOME = settings(
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     made = World(tmp_path_factory.mktemp("openapi"), byte_level())
     yield made
+    shutdown_lifespans()
     made.check()
 
 
