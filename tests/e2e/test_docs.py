@@ -80,6 +80,13 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=PATIENCE_S) as answer:
             return answer.read().decode()
 
+    def adapters(self) -> set[str]:
+        return set(json.loads(self.get("/v1/loras"))["loras"])
+
+    def unload(self, name: str) -> None:
+        request = urllib.request.Request(f"{self.url}/v1/loras/{name}", method="DELETE")
+        urllib.request.urlopen(request, timeout=PATIENCE_S).close()
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
@@ -114,8 +121,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     ids=lambda page: page.stem,
 )
 def test_blocks_of(page: Path, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters that a page leaves loaded are not there for the next one."""
     monkeypatch.chdir(ROOT)
     names: dict[str, object] = {}
+    before = server.adapters()
     for block in BLOCKS[page]:
         if not block.runs or block.language not in ("python", "bash"):
             continue
@@ -126,6 +135,8 @@ def test_blocks_of(page: Path, server: Server, monkeypatch: pytest.MonkeyPatch) 
             assert re.fullmatch(pattern, printed.strip(), re.DOTALL), printed
         if page.name == "README.md" and block.language == "python":
             assert "tenalp" in printed
+    for name in server.adapters() - before:
+        server.unload(name)
 
 
 def run_python(code: str, names: dict[str, object]) -> str:

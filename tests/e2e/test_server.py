@@ -304,6 +304,7 @@ def _finished(server: Server) -> list[Any]:
 
 
 def test_metrics_tell_the_adapters_in_one_series(server: Server) -> None:
+    server.client.completions.create(model="upper", prompt="a", max_tokens=1)
     metrics = server.metrics()
     [info] = metrics["vllm:lora_requests_info"]
     resident = info.labels["running_lora_adapters"].split(",")
