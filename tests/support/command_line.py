@@ -7,6 +7,7 @@ one makes them once.
 from __future__ import annotations
 
 import logging
+import signal
 from functools import cache
 from typing import Any
 
@@ -15,16 +16,20 @@ import typer.testing
 from typer.testing import Result
 
 typer.testing._get_command = cache(typer.testing._get_command)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""Those that a server handles."""
 
 
 class CliRunner(typer.testing.CliRunner):
-    """After a command, this process logs as it did before: the command's stderr is closed. No
-    engine starts before the command has been checked: if it is refused, another test would get it.
+    """After a command, this process logs as it did before, as the command's stderr is closed, and
+    Ctrl-C ends it. No engine starts before the command has been checked: if it is refused, another
+    test would get it.
     """
 
     def invoke(self, *args: Any, **kwargs: Any) -> Result:
         root = logging.getLogger()
         handlers, level = root.handlers[:], root.level
+        on_signals = {number: signal.getsignal(number) for number in SIGNALS}
         try:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr("weft.fleet.process.spawn_engine_ahead", lambda _: None)
@@ -32,3 +37,5 @@ class CliRunner(typer.testing.CliRunner):
         finally:
             root.handlers[:] = handlers
             root.setLevel(level)
+            for number, handler in on_signals.items():
+                signal.signal(number, handler)
