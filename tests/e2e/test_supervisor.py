@@ -486,6 +486,26 @@ def test_starts_that_fail_are_repeated(
     fake(test)
 
 
+def test_a_start_that_hangs_is_repeated(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(supervisor, "FIRST_PAUSE_S", 0.01)
+
+    async def go() -> None:
+        world = World()
+        client = await start_supervised(ARGS, world.start, watchdog_s=0.05)
+        world.start_gate.clear()
+        world.engine.die()
+        await until(lambda: len(world.starts_s) >= 3)
+        assert not client.alive and len(world.engines) == 1
+        world.start_gate.set()
+        await until(lambda: client.alive)
+        assert client.restarts == 1 and "it was not ready within" in caplog.text
+        await client.close()
+
+    run(go())
+
+
 def test_an_engine_that_dies_while_holds_are_repeated(fake: Callable[[Test], None]) -> None:
     async def test(world: World, client: Supervisor) -> None:
         await hold(client, "/a")

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -34,6 +35,8 @@ MAX_PAUSE_S = 30.0
 """The longest pause. An engine that lives longer than this is taken for a good one."""
 WATCHDOG_S = 300.0
 """How long an engine may give no answer, and so how long a step may take."""
+START_TIMES = 3.0
+"""How many times as long as the first start another one may take, beside this."""
 Start = Callable[[EngineArgs], Awaitable[LinkClient]]
 
 
@@ -49,7 +52,9 @@ async def start_supervised(
         from weft.fleet.process import start_process  # it needs ZeroMQ
 
         start = start_process
-    return Supervisor(args, start, await start(args), watchdog_s)
+    begun_s = time.monotonic()
+    engine = await start(args)
+    return Supervisor(args, start, engine, watchdog_s, time.monotonic() - begun_s)
 
 
 @dataclass(slots=True)
@@ -68,10 +73,17 @@ class Supervisor:
     """An EngineClient over one engine after another; `start_supervised` makes it."""
 
     def __init__(
-        self, args: EngineArgs, start: Start, engine: LinkClient, watchdog_s: float
+        self,
+        args: EngineArgs,
+        start: Start,
+        engine: LinkClient,
+        watchdog_s: float,
+        start_s: float,
     ) -> None:
+        """`start_s`: how long the start of this engine has taken."""
         self.restarts = 0
         self._watchdog_s = watchdog_s
+        self._start_limit_s = watchdog_s + START_TIMES * start_s if watchdog_s else None
         self._args = args
         self._start = start
         self._engine = engine
@@ -234,7 +246,7 @@ class Supervisor:
         """Try once to start a new engine that holds what the one before it held."""
         try:
             await self._engine.close()
-            self._engine = engine = await self._start(self._args)
+            self._engine = engine = await self._started()
             engine.on_pulse = self._pulsed
             if self._tenants is not None:
                 await engine.set_tenants(self._tenants)
@@ -245,6 +257,14 @@ class Supervisor:
             logger.error("the engine could not be started again: %s", to_wire(error)[1])
             return False
         return True
+
+    async def _started(self) -> LinkClient:
+        """A new engine. Raises what its start fails with, and EngineDead if that hangs."""
+        try:
+            async with asyncio.timeout(self._start_limit_s):
+                return await self._start(self._args)
+        except TimeoutError:
+            raise EngineDead(f"it was not ready within {self._start_limit_s:.0f} s") from None
 
     async def _hold_again(self, engine: LinkClient, digest: str) -> None:
         """Let an engine hold content for all who want it, from the newest of their folders that
