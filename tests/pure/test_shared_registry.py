@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,8 @@ from weft.registry.records import Done, Publish, Release, Remove, Route, SetTena
 from weft.registry.shared import SharedRegistry
 from weft.registry.state import State
 from weft.registry.stores import DirectoryStore, Store
+from weft.registry.sweep import running_leases
+from weft.serving.reports import Reports
 
 A, B = (Version(letter * 64, 10) for letter in "ab")
 
@@ -165,6 +168,59 @@ def test_a_change_outlives_a_short_absence() -> None:
         wait_until(lambda: registry.stale_s() > 0.05)
         store.away = False
         assert future.result() == Done(1, 1)
+
+
+class Odd(MemoryStore):
+    """It fails in a way that nobody foresaw while `odd` is set."""
+
+    odd = False
+
+    def get(self, key: str) -> bytes | None:
+        if self.odd:
+            raise RuntimeError("can't start new thread")
+        return super().get(key)
+
+
+def test_what_nobody_foresaw_ends_no_registry(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("weft.registry.shared.PATIENCE_S", 0.05)
+    store = Odd()
+    with SharedRegistry(store, poll_s=0.01) as registry:
+        store.odd = True
+        future = registry.submit(Publish("sql", A))
+        with pytest.raises(RegistryUnavailable, match="RuntimeError"):
+            future.result(PATIENCE_S)
+        store.odd = False
+        wait_until(lambda: "sql" in registry.state.names)
+        assert registry.submit(Publish("sql", B)).result(PATIENCE_S) == Done(2, 2)
+    assert "can't start new thread" in caplog.text
+
+
+def test_a_server_goes_on_to_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after a report that failed in a way that nobody foresaw."""
+    monkeypatch.setattr("weft.serving.reports.REPORT_EVERY_S", 0.01)
+    monkeypatch.setattr("weft.serving.reports.RENEW_S", 0.01)
+
+    class Failing(MemoryStore):
+        odd = True
+
+        def put(self, key: str, content: bytes) -> bool:
+            if self.odd:
+                self.odd = False
+                raise RuntimeError("can't start new thread")
+            return super().put(key, content)
+
+    async def report() -> None:
+        store = Failing()
+        reports = Reports(store, lambda: ["a" * 64], 0)
+        reports.start()
+        async with asyncio.timeout(PATIENCE_S):
+            while reports.name not in running_leases(store):
+                await asyncio.sleep(0.005)
+        await reports.close()
+
+    asyncio.run(report())
 
 
 def test_closing_makes_what_waits_and_refuses_the_rest() -> None:

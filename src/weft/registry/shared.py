@@ -202,6 +202,9 @@ class SharedRegistry:
                     self.poll()
             except RegistryUnavailable as error:
                 self._give_up(error)
+            except Exception as error:  # of any kind: somebody may wait for a change
+                _log.exception("the registry can't be followed; it is tried again")
+                self._give_up(RegistryUnavailable(f"the registry: {type(error).__name__}"))
             if self._closed.is_set() and not self._queue:
                 return
             self._news.wait(self._poll_s)

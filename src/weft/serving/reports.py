@@ -83,6 +83,8 @@ class Reports:
                 await asyncio.to_thread(self._lease.renew, digests, seq)
             except RegistryUnavailable as error:
                 logger.debug("this server can't report to the registry: %s", error)
+            except Exception:  # of any kind: without reports, what is served here may be removed
+                logger.exception("this server can't report to the registry; it tries again")
             await asyncio.sleep(REPORT_EVERY_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(RENEW_S):
