@@ -684,16 +684,19 @@ def test_the_webhook_is_told_how_many_nodes_are_wanted() -> None:
     """Each change once; what could not be told is told again."""
     told: SimpleQueue[Any] = SimpleQueue()
 
-    class Hook(BaseHTTPRequestHandler):
-        failing = True
+    answers = ["503", "no HTTP at all"]
 
+    class Hook(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            self.send_response(503 if Hook.failing else 204)
-            self.end_headers()
-            if not Hook.failing:
+            how = answers.pop() if answers else "204"
+            if how.isdecimal():
+                self.send_response(int(how))
+                self.end_headers()
+            else:
+                self.wfile.write(how.encode())
+            if how == "204":
                 told.put(body)
-            Hook.failing = False
 
         def log_message(self, *_: object) -> None: ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import socket
 import subprocess
 import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -18,7 +19,7 @@ from weft.cli.main import app
 from weft.cli.nodes_table import nodes_table
 from weft.cli.scrapes import parse
 from weft.cli.watch import merge
-from weft.core.errors import ConfigError
+from weft.core.errors import ConfigError, Unreachable
 from weft.fleet.launchers import ClusterArgs, ClusterFolder, Placed
 from weft.fleet.launchers import local as local_module
 from weft.fleet.launchers.found import find_nodes, find_urls
@@ -162,11 +163,40 @@ def test_nodes_that_others_start_are_found(tmp_path: Path) -> None:
     file.write_text("127.0.0.1:8001  # the first\n\n127.0.0.2:8001\n")
     assert find_urls(str(file)) == ["http://127.0.0.1:8001", "http://127.0.0.2:8001"]
     assert find_urls("127.0.0.1:1,127.0.0.1:1,localhost:2")[0] == "http://127.0.0.1:1"
-    for wrong in ("here", "host:", ":1", "127.0.0.1:http"):
+    many = [f"127.0.0.{i}:18799" for i in range(1, 30)]  # too long for the name of a file
+    assert sorted(find_urls(",".join(many))) == sorted(f"http://{each}" for each in many)
+    for wrong in ("here", "host:", ":1", "127.0.0.1:http", "127.0.0.1:99999", f"h:{'9' * 30}"):
         with pytest.raises(ConfigError, match="--at takes HOST:PORT"):
             find_urls(wrong)
+    with pytest.raises(Unreachable, match="label too long"):
+        find_urls("a" * 100 + ":1")
+    file.write_bytes(b"\xff:1")
+    with pytest.raises(ConfigError, match="it is not UTF-8"):
+        find_urls(str(file))
     (node,) = find_nodes("127.0.0.1:1")
     assert (node.name, node.url, node.state) == ("127.0.0.1:1", "http://127.0.0.1:1", "starting")
+
+
+def test_a_node_that_does_not_speak_http() -> None:
+    """Something else may listen at a port where a node is looked for."""
+
+    def greet() -> None:
+        for _ in range(2):
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-OpenSSH\r\n")
+                connection.recv(4096)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        greeter = Thread(target=greet)
+        greeter.start()
+        where = f"127.0.0.1:{listener.getsockname()[1]}"
+        done = CliRunner().invoke(app, ["cluster", "drain", "node-0", "--at", where])
+        greeter.join()
+    assert (done.exit_code, done.stderr) == (
+        1,
+        f"weft: error: can't reach http://{where}: SSH-2.0-OpenSSH\n",
+    )
 
 
 def test_labels_of_nodes_are_shown_where_there_are_any() -> None:

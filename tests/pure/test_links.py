@@ -417,6 +417,25 @@ def test_an_address_at_which_no_node_can_be_is_named(
     asyncio.run(test())
 
 
+def test_a_list_of_nodes_is_read_again_after_one_that_is_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("weft.fleet.members.READ_S", 0.01)
+    path = tmp_path / "nodes"
+    path.write_bytes(b"\xff:7070\n")
+
+    async def test() -> None:
+        fleet = FleetClient()
+        members = Members(str(path), link_key(tmp_path), "", fleet)
+        await until(lambda: "can't decode byte 0xff" in caplog.text)
+        path.write_text("a b:7070\n")
+        await until(lambda: "'a b:7070': Invalid argument" in caplog.text)
+        await members.close()
+        await fleet.close()
+
+    asyncio.run(test())
+
+
 def test_addresses_come_from_a_file_or_dns(tmp_path: Path) -> None:
     path = tmp_path / "nodes"
     path.write_text("# ours\nhost:7070\n\n[::1]:7071 # that one\n")

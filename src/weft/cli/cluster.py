@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -268,7 +269,7 @@ def ask(url: str, path: str, key: str, body: object = None) -> Any:
         with contextlib.suppress(ValueError, KeyError, TypeError):
             text = json.loads(text)["error"]["message"]
         raise InvalidRequest(f"{url}{path}: {text}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         from weft.cli.scrapes import unreachable
 
         raise unreachable(url, error) from None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+from http.client import HTTPException
 from urllib.request import Request, urlopen
 
 from weft.fleet.consolidate import TARGET, Consolidator, loads_of
@@ -102,7 +103,7 @@ class Controller:
             try:
                 await asyncio.to_thread(_post, url, body)
                 told = wanted, now
-            except (OSError, ValueError) as error:
+            except (OSError, ValueError, HTTPException) as error:
                 logger.warning("--scale-webhook %s: %s", url, error)
                 await asyncio.sleep(CALL_S)
 

@@ -38,9 +38,9 @@ def is_address(text: str) -> bool:
 
 async def read_addresses(where: str) -> list[str]:
     """The addresses, HOST:PORT each, that a file has in its lines, or to which HOST:PORT resolves.
-    Raises ConfigError, OSError."""
+    Raises ConfigError, OSError, UnicodeError."""
     if not is_address(where):
-        text = await asyncio.to_thread(Path(where).read_text)
+        text = await asyncio.to_thread(Path(where).read_text, "utf-8")
         lines = (line.partition("#")[0].strip() for line in text.splitlines())
         found = [line for line in lines if line]
         for line in found:
@@ -97,7 +97,7 @@ class Members:
         while True:
             try:
                 self._follow(await read_addresses(where))
-            except (OSError, WeftError) as error:  # who is known stays known
+            except (OSError, UnicodeError, WeftError) as error:  # who is known stays known
                 logger.warning("the list of nodes can't be read: %s", error)
             await asyncio.sleep(READ_S)
 

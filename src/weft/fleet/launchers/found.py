@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import socket
+from contextlib import suppress
 from pathlib import Path
 
 from weft.core.errors import ConfigError, Unreachable
@@ -13,20 +15,26 @@ from weft.fleet.launchers.local import is_ready
 def find_urls(where: str) -> list[str]:
     """The nodes of a list `HOST:PORT,...`, of a file with one in each line, or of a name in DNS
     that has an address for each. Raises ConfigError, Unreachable."""
-    path = Path(where)
-    text = path.read_text() if path.is_file() else where.replace(",", "\n")
+    text, path = where.replace(",", "\n"), Path(where)
+    try:
+        with suppress(OSError):  # a long list is no path
+            if path.is_file():
+                text = path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise ConfigError(f"--at {where}: it is not UTF-8", "at") from None
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     return sorted({url for line in lines if line for url in _resolved(line)})
 
 
 def _resolved(given: str) -> list[str]:
     host, _, port = given.removeprefix("http://").rstrip("/").rpartition(":")
-    if not host or not port.isdecimal():
+    if not host or not re.fullmatch("[0-9]{1,5}", port) or int(port) > 65535:
         raise ConfigError(f"--at takes HOST:PORT of nodes, got {given!r}", "at")
     try:
         infos = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-    except OSError as error:
-        raise Unreachable(f"can't find {host}: {error.strerror or error}") from error
+    except (OSError, UnicodeError) as error:
+        why = getattr(error, "strerror", None) or error
+        raise Unreachable(f"can't find {host}: {why}") from error
     hosts = {str(info[4][0]) for info in infos}
     return [f"http://[{each}]:{port}" if ":" in each else f"http://{each}:{port}" for each in hosts]
 

@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from http.client import HTTPException
 from pathlib import Path
-from urllib.error import URLError
 from urllib.request import urlopen
 
 from weft.core.errors import ConfigError
@@ -33,7 +33,7 @@ def is_ready(url: str) -> bool:
     try:
         with urlopen(f"{url}/ready", timeout=READY_S) as answer:
             return bool(answer.status == 200)
-    except (URLError, OSError):
+    except (OSError, HTTPException):
         return False
 
 
