@@ -232,6 +232,10 @@ def test_the_file_that_llm_d_reads(tmp_path: Path) -> None:
     }
     done = runner.invoke(app, ["cluster", "endpoints", str(file), "--at", "[::1]:1"])
     assert done.exit_code == 1 and "no IPv4 address" in done.output
+    for place in (tmp_path, tmp_path / "none/file"):
+        done = runner.invoke(app, ["cluster", "endpoints", str(place), "--at", "127.0.0.1:1"])
+        assert done.exit_code == 1 and "can't be written" in done.output
+    assert not list(tmp_path.parent.glob(".*.new"))
 
 
 def test_nodes_that_are_known_by_address_have_one_row_each() -> None:
@@ -264,6 +268,20 @@ def test_nodes_that_are_known_by_address_have_one_row_each() -> None:
         ("n1", "up", urls[0]),
         ("n2", "up", urls[1]),
     ]
+
+
+@pytest.mark.parametrize("said", ["{", "[]", "{}", '{"x": 1, "flags": []}', "\xff"])
+def test_a_folder_that_is_damaged(said: str, tmp_path: Path) -> None:
+    folder = ClusterFolder(tmp_path)
+    (tmp_path / "cluster.json").write_text(said, "latin-1")
+    with pytest.raises(ConfigError, match=r"can't be read|says nothing of a cluster"):
+        folder.read()
+
+
+def test_a_folder_that_can_t_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="can't be made: Not a directory"):
+        ClusterFolder(tmp_path / "file" / "c").create(ARGS)
 
 
 def test_commands_say_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

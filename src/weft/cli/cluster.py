@@ -388,9 +388,14 @@ def endpoints(
             for node in placed(name, at)
             for address, port in [_ipv4(node)]
         ]
-        part = file.with_name(f".{file.name}.new")
-        part.write_text(json.dumps({"endpoints": found}, indent=1) + "\n")
-        part.replace(file)
+        part = file.parent / f".{file.name}.new"
+        try:
+            part.write_text(json.dumps({"endpoints": found}, indent=1) + "\n")
+            part.replace(file)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise ConfigError(f"{file} can't be written: {error.strerror}", "file") from None
 
 
 def _ipv4(node: Placed) -> tuple[str, int]:

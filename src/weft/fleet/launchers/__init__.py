@@ -113,11 +113,14 @@ class ClusterFolder:
         self.key = path / "key"
 
     def create(self, args: ClusterArgs) -> None:
-        """Raises ConfigError if a cluster of that name is there."""
+        """Raises ConfigError if a cluster of that name is there, or the folder can't be made."""
         if self._file.exists() and not self.is_on_ray and self.read().num_nodes:
             message = f"there is a cluster in {self.path}; end it with weft cluster scale 0"
             raise ConfigError(message, "name")
-        self.path.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"{self.path} can't be made: {error.strerror}", "name") from None
         if not self.key.exists():
             with os.fdopen(os.open(self.key, os.O_WRONLY | os.O_CREAT, 0o600), "w") as file:
                 file.write(secrets.token_hex(32))
@@ -131,15 +134,24 @@ class ClusterFolder:
 
     @property
     def is_on_ray(self) -> bool:
-        return self._file.exists() and json.loads(self._file.read_text()) == ON_RAY
+        return self._file.exists() and self._said() == ON_RAY
 
     def read(self) -> ClusterArgs:
         """What the nodes of this machine were started with. Raises ConfigError."""
         try:
-            return ClusterArgs.of(json.loads(self._file.read_text()))
+            return ClusterArgs.of(self._said())
+        except (TypeError, KeyError):
+            raise ConfigError(f"{self._file} says nothing of a cluster", "name") from None
+
+    def _said(self) -> Any:
+        """What the file says. Raises ConfigError."""
+        try:
+            return json.loads(self._file.read_text("utf-8"))
         except FileNotFoundError:
             message = f"there is no cluster in {self.path}; start one with weft cluster up"
             raise ConfigError(f"{message}, or give --at", "name") from None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self._file} can't be read: {error}", "name") from None
 
     def scale(self, num_nodes: int) -> None:
         """Let there be so many nodes from now on. Raises ConfigError."""
