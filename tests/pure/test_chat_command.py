@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 from command_line import CliRunner
 from http_api import World, served
+from patience import PATIENCE_S
+from tiny import ADAPTERS
 from toy_tokenizers import byte_level
 
 from weft.cli.main import app
@@ -61,7 +67,52 @@ def test_what_goes_wrong(url: str) -> None:
         (["nobody"], "nobody"),
         (["--api-key", "wrong"], "API key"),
         (["--url", "http://127.0.0.1:9"], "can't reach http://127.0.0.1:9: Connection refused"),
+        (["--url", "http://[::1"], "can't reach http://[::1: Invalid port"),
+        (["--api-key", "ключ"], "can't reach"),
     ):
         _, err, status = said(url, "hi\n", *flags)
         assert status == 1 and told in err, err
         assert len(err.strip().splitlines()) == 1
+
+
+def test_what_is_typed_need_not_be_utf_8(url: str, world: World) -> None:
+    world.engine.answers = [byte_level().encode("ho", False)]
+    done = CliRunner().invoke(app, ["chat", "--url", url, "--api-key", "secret"], input=b"h\xffi\n")
+    assert (done.stdout, done.exit_code) == ("ho\n", 0)
+    prompt = byte_level().decode(world.engine.requests[-1].prompt_ids)
+    assert prompt == "<s>user: h\ufffdi<s>assistant:"
+
+
+def test_without_stdin_it_ends(url: str) -> None:
+    command = f"{sys.executable} -m weft chat --url {url} --api-key secret <&-"
+    done = subprocess.run(
+        command, shell=True, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+@pytest.mark.parametrize("content", [b"[1]", b"null", b'{"data": {"id": 1}}', b'{"data": []}'])
+def test_other_servers_may_answer_otherwise(content: bytes) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.rfile.read(int(self.headers.get("content-length") or 0))
+            self.send_response(200)
+            self.send_header("content-length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        do_PUT = do_GET
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        other = f"http://127.0.0.1:{server.server_port}"
+        for command, told in (
+            (["chat"], ("does not answer as OpenAI's API does", "lists no models")),
+            (["push", str(ADAPTERS["upper"]), "x"], ("but not as Weft does",)),
+        ):
+            done = CliRunner().invoke(app, [*command, "--url", other])
+            assert done.exit_code == 1 and done.stderr.endswith("\n"), done.exception
+            assert any(each in done.stderr for each in told), done.stderr
+        server.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import sys
 from collections.abc import Iterator
@@ -52,14 +53,20 @@ def chat(
     """
     import httpx
 
-    from weft.cli.scrapes import plain_url
+    from weft.cli.scrapes import plain_url, unreachable
 
     with ending_in_one_line():
         headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
         timeout = httpx.Timeout(60, read=600)
-        with httpx.Client(base_url=plain_url(url), headers=headers, timeout=timeout) as client:
+        try:
+            connected = httpx.Client(base_url=plain_url(url), headers=headers, timeout=timeout)
+        except (httpx.InvalidURL, ValueError) as error:
+            raise unreachable(plain_url(url), error) from None
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(errors="replace")
+        with connected as client:
             talk = Talk(client, model, system, temperature)
-            if sys.stdin.isatty():
+            if _is_terminal():
                 with contextlib.suppress(ImportError):
                     import readline  # noqa: F401  lines can be edited and called up again
                 typer.echo(f"{talk.model} at {plain_url(url)}; /help lists the commands")
@@ -71,12 +78,17 @@ def chat(
                     typer.echo(f"error: {error.message}", err=True)
 
 
+def _is_terminal() -> bool:
+    """Whether somebody types. There may be no stdin at all."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
 def _lines() -> Iterator[str]:
     """What the user types, line by line, until the end."""
     while True:
         try:
-            line = input("> " if sys.stdin.isatty() else "").strip()
-        except EOFError:
+            line = input("> " if _is_terminal() else "").strip()
+        except (EOFError, RuntimeError):  # the latter without stdin
             return
         except KeyboardInterrupt:
             typer.echo()
@@ -120,15 +132,20 @@ class Talk:
         self._options = {} if temperature is None else {"temperature": temperature}
         self.messages: list[dict[str, str]] = []
         self.model = ""
-        self.choose(model or self.models()[0])
+        names = [model] if model else self.models()
+        if not names:
+            raise InvalidRequest("the server lists no models")
+        self.choose(names[0])
 
     def models(self) -> list[str]:
         """The names of the server's models, the base first. Raises Unreachable, InvalidRequest."""
-        return [card["id"] for card in self._get("/v1/models")["data"]]
+        with self._reaching():
+            return [str(card["id"]) for card in self._get("/v1/models")["data"]]
 
     def choose(self, model: str) -> None:
         """Let this model answer from now on. Raises Unreachable, InvalidRequest."""
-        self.model = self._get(f"/v1/models/{model}")["id"] if model else self.model
+        with self._reaching():
+            self.model = str(self._get(f"/v1/models/{model}")["id"]) if model else self.model
 
     def ask(self, message: str) -> Iterator[str]:
         """The pieces of the answer to a message. Both are part of the conversation when the answer
@@ -183,11 +200,14 @@ class Talk:
             yield
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
             raise unreachable(str(self._client.base_url), error) from None
+        except (KeyError, TypeError, AttributeError):
+            message = f"{self._client.base_url} does not answer as OpenAI's API does"
+            raise InvalidRequest(message) from None
 
 
 def _refusal(answer: httpx.Response) -> InvalidRequest:
     try:
-        message = answer.json()["error"]["message"]
+        message = str(answer.json()["error"]["message"])
     except (ValueError, KeyError, TypeError):
         message = f"the server answers with status {answer.status_code}"
     return InvalidRequest(message)

@@ -102,10 +102,14 @@ def _send(
         body = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise unreachable(url, error) from None
-    if answer.status_code != 200:
-        message = body.get("error", {}).get("message") if isinstance(body, dict) else None
-        raise AdapterError(f"{url} refuses it ({answer.status_code}): {message or answer.text}")
-    typer.echo(f"{body['lora_name']}: sha256:{body['digest']}")
+    try:
+        if answer.status_code != 200:
+            message = body["error"]["message"]
+            raise AdapterError(f"{url} refuses it ({answer.status_code}): {message}")
+        typer.echo(f"{body['lora_name']}: sha256:{body['digest']}")
+    except (KeyError, TypeError):
+        said = f"{url} answers {answer.status_code}, but not as Weft does: {answer.text[:200]}"
+        raise AdapterError(said) from None
 
 
 @registry.command("ls")
