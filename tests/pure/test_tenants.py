@@ -121,6 +121,8 @@ KEY = f'{{id = "k", sha256 = "{"0" * 64}", roles = ["use"]}}'
             f"[tenants.a]\nkeys = [{KEY}]\n[tenants.b]\nkeys = [{KEY.replace('k', 'l', 1)}]",
             "tenants.b.keys[0].sha256",
         ),
+        pytest.param(f"[tenants.a]\nweight = {'9' * 5000}", "tenants", id="many digits"),
+        pytest.param(f"a = {'[' * 100_000}", "tenants", id="deep"),
     ],
 )
 def test_a_wrong_file_is_refused_with_the_place(text: str, place: str) -> None:

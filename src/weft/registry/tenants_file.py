@@ -142,10 +142,10 @@ def read_tenant(name: str, settings: str, lora_roots: Sequence[Path] = ()) -> Me
 def _tables(text: str) -> dict[str, _Tenant]:
     try:
         return dict(_File.model_validate(tomllib.loads(text)).tenants)
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"it is not TOML: {error}", "tenants") from None
     except ValidationError as error:
         _refuse_first(error)
+    except (ValueError, RecursionError) as error:  # also for numbers of too many digits
+        raise ConfigError(f"it is not TOML: {error}", "tenants") from None
 
 
 def _refuse_first(error: ValidationError, *place: str) -> NoReturn:
