@@ -198,6 +198,15 @@ def test_a_folder_that_can_not_be_one(tmp_path: Path, caplog: pytest.LogCaptureF
     assert one.stats().errors >= 1 and len(caplog.records) == 1
 
 
+def test_a_folder_that_can_not_be_looked_into(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = store(tmp_path / ("x" * 300))
+    assert not found.has("d") and found.load("d") is None
+    found.save(make())
+    assert found.stats().errors and "File name too long; serving goes on" in caplog.text
+
+
 def test_a_folder_that_goes_away_comes_again(tmp_path: Path) -> None:
     one = store(tmp_path / "cache")
     one.save(make())

@@ -141,12 +141,16 @@ class ImageStore:
 
     def has(self, digest: str) -> bool:
         """Whether there is a file for an adapter, right or not."""
-        return self._path(digest).exists()
+        try:
+            return self._path(digest).exists()
+        except OSError as error:
+            self._trouble("looked into", error)
+            return False
 
     def save(self, image: AdapterImage) -> None:
         """Write an image unless it is there. Its data must not change meanwhile."""
         path = self._path(image.digest)
-        if image.num_bytes > self._max_bytes or path.exists():
+        if image.num_bytes > self._max_bytes or self.has(image.digest):
             return
         with self._troubles("written to"):
             self._folder.mkdir(parents=True, exist_ok=True)
