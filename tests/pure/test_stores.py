@@ -191,6 +191,9 @@ class TestDirectory:
 def test_other_uris_are_refused() -> None:
     with pytest.raises(ConfigError, match="a folder, or begins with"):
         open_store("ftp://host/x")
+    for nothing in ("", "file://"):
+        with pytest.raises(ConfigError, match="none is named"):
+            open_store(nothing)
 
 
 def test_a_folder_that_is_gone_does_not_answer(tmp_path: Path) -> None:

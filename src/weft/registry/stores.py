@@ -72,7 +72,10 @@ def open_store(uri: str) -> Store:
     which is made if it is not there, in one that is. Raises ConfigError."""
     scheme, found, rest = uri.partition("://")
     if not found or scheme == "file":
-        return DirectoryStore(Path(rest if found else uri))
+        path = rest if found else uri
+        if not path:  # the working directory is meant by "."
+            raise ConfigError("a registry is a folder or a bucket, and none is named", "registry")
+        return DirectoryStore(Path(path))
     try:
         from weft.registry.buckets import BucketStore
     except ImportError as error:
