@@ -74,6 +74,9 @@ def test_commands_of_other_servers(command: str, expected: str) -> None:
         ("--max-model-len many", "--max-model-len many", "whole number"),
         ("--no-such-flag x --port 1", "--no-such-flag x", "does not know"),
         ("--dtype half", "--dtype half", "half"),
+        ("--port 1 --max-model-len", "--max-model-len", "its value is missing"),
+        ("--port 1 --lora-modules", "--lora-modules", "its value is missing"),
+        ("--overlap=true --port 1", "--overlap true", "takes no value"),
     ],
 )
 def test_what_is_missing_is_named(flags: str, shown: str, told: str) -> None:

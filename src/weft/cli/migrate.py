@@ -197,10 +197,12 @@ class Options:
     def takes_no_value(self, name: str) -> bool:
         return name in self._by_name and bool(self._by_name[name].is_flag)
 
-    def trouble(self, args: list[str]) -> str | None:
+    def trouble(self, name: str, values: list[str]) -> str | None:
         """Why an option does not take its values; None if it does."""
+        if self.takes_no_value(name) == bool(values):
+            return "it takes no value" if values else "its value is missing"
         try:
-            self._serve.make_context("serve", ["BASE", *args])
+            self._serve.make_context("serve", ["BASE", name, *values])
         except typer.BadParameter as error:
             return error.message
         return None
@@ -289,7 +291,7 @@ def _translate(found: Translation, name: str, values: list[str], options: Option
         found.missing[shown] = MISSING[name]
     elif own not in options:
         found.missing[shown] = "Weft does not know it"
-    elif (trouble := options.trouble([own, *values])) is not None:
+    elif (trouble := options.trouble(own, values)) is not None:
         found.missing[shown] = trouble
     else:
         found.args.extend([own, *values])
