@@ -7,7 +7,7 @@ import threading
 import time
 
 import pytest
-from patience import PATIENCE_S
+from patience import PATIENCE_S, wait_until
 from tiny import ADAPTERS, BASE
 
 from weft import LLM, SamplingParams
@@ -22,6 +22,7 @@ if sys.platform != "linux":
 from weft.kernels.collective import group
 from weft.worker import peers, spawn, starting
 from weft.worker.peers import Peers
+from weft.worker.records import StepFailed
 
 SLEEPS = "import time; time.sleep(600)"
 HANGS = """
@@ -52,6 +53,38 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 def run_instead(monkeypatch: pytest.MonkeyPatch, command: str) -> None:
     """Let the other rank's process do something else."""
     monkeypatch.setattr(spawn, "COMMAND", command)
+
+
+def test_each_step_that_fails_has_time_to_settle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of an earlier one, which has settled, does not run for a later one."""
+    run_instead(monkeypatch, SLEEPS)
+    watches: list[threading.Event] = []
+    sleep = time.sleep
+
+    def watched(seconds: float) -> None:
+        if seconds == peers.SETTLE_S:
+            watches.append(threading.Event())
+            watches[-1].wait(PATIENCE_S)
+        else:
+            sleep(seconds)
+
+    monkeypatch.setattr(time, "sleep", watched)
+    monkeypatch.setattr(starting, "TOGETHER_S", PATIENCE_S)
+    lost = threading.Event()
+    others = Peers(engine_args(str(BASE), device="cpu", tensor_parallel_size=2), lost.set)
+    try:
+        before = threading.active_count()
+        for number in range(2):
+            others._step_failed = ""  # as `settle` leaves it
+            others._take(others._peers[0], StepFailed("the same"))
+            wait_until(lambda number=number: len(watches) > number)
+        watches[0].set()
+        wait_until(lambda: threading.active_count() < before + 2)
+        others.check()
+        watches[1].set()
+        assert lost.wait(PATIENCE_S)
+    finally:
+        others.close()
 
 
 def test_a_rank_that_never_comes(monkeypatch: pytest.MonkeyPatch) -> None:

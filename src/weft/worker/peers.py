@@ -321,8 +321,8 @@ class Peers:
                 self._starting.end(peer.rank, stage, peer.heard_s)
             case StepFailed(message):
                 logger.error("a step failed on rank %d: %s", peer.rank, message)
-                self._step_failed = f"a step failed on rank {peer.rank}: {message}"
-                threading.Thread(target=self._expect_settled, daemon=True).start()
+                failed = self._step_failed = f"a step failed on rank {peer.rank}: {message}"
+                threading.Thread(target=self._expect_settled, args=(failed,), daemon=True).start()
             case RankAlive(stuck_s):
                 peer.stuck_s = stuck_s
             case RankLost(message):
@@ -352,11 +352,12 @@ class Peers:
             peer.process.send_signal(TRACES)
         time.sleep(TRACES_S)
 
-    def _expect_settled(self) -> None:
-        """The first rank may wait within a step for one that has given it up."""
+    def _expect_settled(self, failed: str) -> None:
+        """The first rank may wait within a step for one that has given it up. A later step that
+        failed has its own time."""
         time.sleep(SETTLE_S)
-        if self._step_failed and not self._closing:
-            self._lose(self._step_failed)
+        if self._step_failed is failed and not self._closing:
+            self._lose(failed)
 
     def _lose(self, message: str) -> None:
         with self._lock:
