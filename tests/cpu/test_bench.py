@@ -364,6 +364,10 @@ class Server:
                 raise ConnectionError
             if model == "garbage":
                 await data(writer, "{")
+            if model == "odd":
+                await event(writer, choices={"text": "x"})
+            if model == "endless":
+                await data(writer, "x" * (3 << 20))
             if model == "failing" and index == 1:
                 await event(writer, error={"message": "out of luck"})
             if model != "silent":
@@ -501,6 +505,8 @@ def test_failures_are_told_apart_and_never_counted_as_answers(server: Server, ur
         "failing": "stream_error",
         "aborted": "stream_error",
         "garbage": "bad_stream",
+        "odd": "bad_stream",
+        "endless": "bad_stream",
     }
     outcomes = load(url, *kinds, num_requests=2 * len(kinds))
     assert [o.error for o in outcomes] == [*kinds.values(), *kinds.values()]
@@ -514,7 +520,7 @@ def test_failures_are_told_apart_and_never_counted_as_answers(server: Server, ur
         "stream_error": 4,
         "http_404": 2,
         "http_503": 2,
-        "bad_stream": 2,
+        "bad_stream": 6,
     }
     assert found["models"]["cut"]["ttft_ms"] == {"p50": None, "p90": None, "p99": None}
 

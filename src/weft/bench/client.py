@@ -20,6 +20,7 @@ from aiohttp import (
     ServerDisconnectedError,
     TCPConnector,
 )
+from aiohttp.http_exceptions import HttpProcessingError
 
 from weft.core.errors import ConfigError
 
@@ -118,6 +119,9 @@ class LoadClient:
             outcome.error, outcome.detail = failed.kind, failed.detail
         except ClientError as error:
             outcome.error, outcome.detail = _kind(error), str(error)
+        except (HttpProcessingError, ValueError, LookupError, TypeError, AttributeError) as error:
+            # A line is too long, or a field is not what its name says.
+            outcome.error, outcome.detail = "bad_stream", repr(error)[:200]
         outcome.end_s = now()
 
 
