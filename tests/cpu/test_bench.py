@@ -257,6 +257,12 @@ def test_refusals(
     assert not list(tmp_path.iterdir())
 
 
+def test_endless_simulations_are_refused() -> None:
+    for flag in ("--seconds", "--answer", "--rate"):
+        done = weft("bench", "simulate", "--fleet", "2", "--no-plot", flag, "inf")
+        assert done.exit_code == 2 and "'inf' is too large" in done.stderr
+
+
 def test_engines_are_measured_without_what_only_a_server_needs(tmp_path: Path) -> None:
     script = """
 import sys

@@ -33,11 +33,11 @@ class FleetFlags:
     ] = None
     seconds: Annotated[
         float,
-        typer.Option(help="Seconds to simulate.", min=1, rich_help_panel=FLEET),
+        typer.Option(help="Seconds to simulate.", min=1, max=86_400, rich_help_panel=FLEET),
     ] = 30.0
     answer: Annotated[
         float,
-        typer.Option(help="Mean tokens of an answer.", min=1, rich_help_panel=FLEET),
+        typer.Option(help="Mean tokens of an answer.", min=1, max=1e6, rich_help_panel=FLEET),
     ] = 128.0
     seats: Annotated[
         int,
@@ -147,6 +147,7 @@ class SimulateFlags(FleetFlags):
             help="Requests that arrive per second. Default: 80. For a fleet: per node, at the"
             " peak. Default: 28.",
             min=0.001,
+            max=1e6,
             rich_help_panel=WORKLOAD,
         ),
     ] = None
