@@ -245,6 +245,9 @@ def test_reasoning_streams_but_for_what_may_be_its_end() -> None:
         ("harmony", " to=functions.g<|channel|>commentary<|message|>{}", "", [("g", "{}")]),
         ("harmony", "<|channel|>commentary<|message|>I will.<|end|>" + HARMONY, "I will.", ["f"]),
         ("harmony", "no header", None, []),
+        ("harmony", HARMONY + "<|end|>So it is.", "So it is.", [("f", '{"a": 1}')]),
+        ("harmony", "Yes.<|end|> Or no.<|start|>assistant<|chan", "Yes. Or no.", []),
+        ("harmony", "Yes.<|end|>\n", "Yes.", []),
         ("harmony", "<|channel|>final", "", []),
     ],
 )

@@ -25,16 +25,16 @@ class HarmonyParser:
     """Splits one output, in pieces of any size; how it is cut changes nothing but the timing.
 
     Messages of the channel `analysis` are reasoning. Those to a function are calls, if the request
-    has tools. All others are content, and so is an output that begins without a header. Headers and
-    marks are left out.
+    has tools. All others are content, and so is text without a header. Headers and marks are left
+    out.
     """
 
     def __init__(self, reads_calls: bool) -> None:
         self._reads_calls = reads_calls
         self._text = ""
         self._in_header = True
-        self._at_start = True
-        """Whether nothing has been read yet."""
+        self._needs_mark = True
+        """Whether a header begins with a mark here, as at the start and after an end."""
         self._field = "content"
         """What the message that is being read belongs to: content, reasoning or call."""
         self.num_tool_calls = 0
@@ -61,17 +61,15 @@ class HarmonyParser:
         return piece
 
     def _header(self, piece: Piece, final: bool) -> bool:
-        if self._at_start and not self._may_be_header(final):
-            self._in_header = self._at_start = False
-            return True
+        if self._needs_mark and not self._may_be_header(final):
+            return self._begin_content()
         header, found, rest = self._text.partition(_MESSAGE)
         if len(header) - (0 if found else held(header, _MESSAGE)) > _MAX_HEADER:
-            self._in_header = self._at_start = False
-            return True
+            return self._begin_content()
         if not found:
             return False
         self._text = rest
-        self._in_header = self._at_start = False
+        self._in_header = False
         recipient = _RECIPIENT.search(header)
         self._field = "reasoning" if _REASONING.search(header) else "content"
         if recipient is not None and self._reads_calls:
@@ -81,11 +79,16 @@ class HarmonyParser:
             self.num_tool_calls += 1
         return True
 
+    def _begin_content(self) -> bool:
+        """What comes has no header."""
+        self._in_header, self._field = False, "content"
+        return True
+
     def _may_be_header(self, final: bool) -> bool:
         text = self._text.lstrip()
         if any(text.startswith(begin) for begin in _HEADER_BEGINS):
             return True
-        return not final and any(begin.startswith(text) for begin in _HEADER_BEGINS)
+        return not (final and text) and any(begin.startswith(text) for begin in _HEADER_BEGINS)
 
     def _body(self, piece: Piece, final: bool) -> bool:
         ends = [(at, end) for end in _ENDS if (at := self._text.find(end)) >= 0]
@@ -93,7 +96,7 @@ class HarmonyParser:
             at, end = min(ends)
             self._give(piece, self._text[:at])
             self._text = self._text[at + len(end) :]
-            self._in_header = True
+            self._in_header, self._needs_mark = True, end != _START
             return True
         num_held = 0 if final else max(held(self._text, end) for end in _ENDS)
         num_given = len(self._text) - num_held
