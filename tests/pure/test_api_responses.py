@@ -124,6 +124,7 @@ def told_and_thought(response: Response) -> tuple[str, int]:
     return "".join(told), response.usage.output_tokens_details.reasoning_tokens
 
 
+@pytest.mark.parametrize("tokens_per_event", [1, 5, 1000])
 @pytest.mark.parametrize(
     ("says", "told", "thought"),
     [
@@ -133,8 +134,9 @@ def told_and_thought(response: Response) -> tuple[str, int]:
     ],
 )
 def test_tokens_of_the_answer_alone_are_told(
-    world: World, says: str, told: str, thought: str
+    world: World, says: str, told: str, thought: str, tokens_per_event: int
 ) -> None:
+    world.engine.tokens_per_event = tokens_per_event
     asked = {"tools": [TIME], "include": ["message.output_text.logprobs"]}
 
     async def scenario(web: Web) -> None:

@@ -146,10 +146,13 @@ class Turn:
         """The whole outputs, in the order of the choices."""
         return await self._service.collect(self.requests, self._language, self._shown_ids())
 
-    def run(self, whole: bool = False) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-        """The outputs' deltas as they come, each with the index of its choice; `whole`: as for
-        `Service.run_all`."""
-        return self._service.run_all(self.requests, self._language, self._shown_ids(), whole)
+    def run(
+        self, whole: bool = False, by_token: bool = False
+    ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """The outputs' deltas as they come, each with the index of its choice; `whole` and
+        `by_token`: as for `Service.run_all`."""
+        shown = self._shown_ids()
+        return self._service.run_all(self.requests, self._language, shown, whole, by_token)
 
     def reader(self) -> Reader:
         return Reader(self._parser(), one_call=self._body.parallel_tool_calls is False)

@@ -93,9 +93,7 @@ class _Response:
         with naming(FIELDS), naming(turn.fields):
             await turn.prepare()
             reader, items, output = turn.reader(), _Items(), Output()
-            # Which token's log-probabilities are of the answer shows only token by token.
-            deltas = turn.run(whole=not self._body.wants_logprobs)
-            async with aclosing(deltas):
+            async with aclosing(self._deltas(whole=True)) as deltas:
                 async for _, delta in deltas:
                     output.add(delta)
                     for _ in self._add(delta, reader, items):
@@ -116,7 +114,7 @@ class _Response:
         with naming(FIELDS), naming(turn.fields):
             await turn.prepare()
             reader, items, output = turn.reader(), _Items(), Output()
-            async with aclosing(turn.run()) as deltas:
+            async with aclosing(self._deltas()) as deltas:
                 async for _, delta in deltas:
                     if not num_sent:
                         begun = self._response("in_progress")
@@ -129,6 +127,11 @@ class _Response:
             yield numbered(event)
         ended = self._ended(output, reader, items)
         yield numbered({"type": f"response.{ended['status']}", "response": ended})
+
+    def _deltas(self, whole: bool = False) -> AsyncGenerator[tuple[int, OutputDelta], None]:
+        """Which token's log-probabilities are of the answer shows only token by token."""
+        by_token = self._body.wants_logprobs
+        return self._turn.run(whole and not by_token, by_token)
 
     def _add(self, part: OutputDelta, reader: Reader, items: _Items) -> Iterator[Event]:
         """What a part of the output adds to the items. Only tokens of the answer itself have

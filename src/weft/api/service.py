@@ -24,7 +24,7 @@ from weft.core.adapters import WeightedAdapter
 from weft.core.errors import EngineDead, InvalidRequest, ModelNotFound, Unauthorized, from_wire
 from weft.core.fair_calls import FairCalls
 from weft.core.messages import EngineClient
-from weft.core.requests import EngineRequest, TokenLogprob
+from weft.core.requests import EngineRequest, TokenLogprob, each_token
 from weft.core.stats import EngineStats, FleetFigures
 from weft.core.tenants import tenant_in
 from weft.metrics import Metrics, RegistryView
@@ -325,6 +325,7 @@ class Service:
         language: Language,
         shown_ids: Collection[int],
         place: AbstractContextManager[None],
+        by_token: bool,
     ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """The deltas of one of `run_all`'s requests, which holds this place meanwhile."""
         output = OutputStream(language.tokenizer, request.params, request.prompt_ids, shown_ids)
@@ -336,17 +337,18 @@ class Service:
             async with aclosing(events):
                 async for event in events:
                     watch.event(event)
-                    delta = output.feed(event)
                     if shadow is not None:
                         token_ids += event.token_ids
-                    if delta.finish_reason is not None:
-                        watch.record.finish_reason = delta.finish_reason
-                        if shadows is not None and shadow is not None:
-                            took_s = time.monotonic() - start_s
-                            shadows.begin(shadow, request, language, token_ids, took_s)
-                    yield index, delta
-                    if delta.finish_reason is not None:
-                        return
+                    for part in each_token(event) if by_token else (event,):
+                        delta = output.feed(part)
+                        if delta.finish_reason is not None:
+                            watch.record.finish_reason = delta.finish_reason
+                            if shadows is not None and shadow is not None:
+                                took_s = time.monotonic() - start_s
+                                shadows.begin(shadow, request, language, token_ids, took_s)
+                        yield index, delta
+                        if delta.finish_reason is not None:
+                            return
             raise EngineDead("the engine ended a request without an answer")
 
     def run_all(
@@ -355,21 +357,25 @@ class Service:
         language: Language,
         shown_ids: Collection[int] = (),
         whole: bool = False,
+        by_token: bool = False,
     ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
         """The deltas of several requests as they come, each with the index of its request.
 
         `shown_ids` are special tokens that their texts show in any case. `whole`: the answers are
         sent when they are whole, so deltas may come later, of many tokens each; but a stop string
-        ends its request as soon as it is there. Closing the generator aborts what still runs.
-        Raises Overloaded.
+        ends its request as soon as it is there. `by_token`: each token with a log-probability has
+        a delta of its own. Closing the generator aborts what still runs. Raises Overloaded.
         """
         if whole:
             requests = [replace(each, in_groups=not each.params.stop) for each in requests]
         places = self._places(requests)
         if len(requests) == 1:
-            return self._run(0, requests[0], language, shown_ids, places)
+            return self._run(0, requests[0], language, shown_ids, places, by_token)
         held = nullcontext()
-        runs = [self._run(i, r, language, shown_ids, held) for i, r in enumerate(requests)]
+        runs = [
+            self._run(i, request, language, shown_ids, held, by_token)
+            for i, request in enumerate(requests)
+        ]
         return merged(runs, places, partial(self._starts.turn, requests[0].tenant))
 
     @contextmanager

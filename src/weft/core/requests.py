@@ -96,6 +96,18 @@ class TokenEvent(NamedTuple):
     model's last norm, as little-endian float32."""
 
 
+def each_token(event: TokenEvent) -> list[TokenEvent]:
+    """The same as events of one token each, if the event has several with log-probabilities."""
+    ids, logprobs = event.token_ids, event.logprobs
+    if logprobs is None or len(ids) < 2:
+        return [event]
+    more = event._replace(finish_reason=None, stop_reason=None)
+    parts = [more._replace(token_ids=[i], logprobs=[p]) for i, p in zip(ids, logprobs, strict=True)]
+    parts[1:] = [part._replace(prompt_logprobs=None) for part in parts[1:]]
+    reason, stop = event.finish_reason, event.stop_reason
+    return [*parts[:-1], parts[-1]._replace(finish_reason=reason, stop_reason=stop)]
+
+
 _new = tuple.__new__
 
 
