@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from http_api import Web, World, run, served
+from pydantic_core import from_json
 from thinking_model import BIG, CALL, THOUGHT, ids, prompt_of, thinking_world
 
 from weft.core.errors import EngineDead, InvalidRequest
@@ -167,6 +168,34 @@ def test_arguments_that_no_answer_can_hold(world: World, value: str, read: Any) 
             body = {"model": "base", "input": "hi", "tools": [tool], "max_output_tokens": 4000}
             answer = await web.post("/v1/responses", {**body, "stream": stream})
             assert answer.status_code == 200 and "internal server error" not in answer.text
+
+    run(world, scenario)
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ('"a\\ud83d"', "a\ufffd"),
+        ('"\\udE00 \\ud83d\\ud83d\\ude00"', "\ufffd \ufffd\U0001f600"),
+        ('"\\\\ud83d \\ue000\\n"', "\\ud83d \ue000\n"),
+    ],
+)
+def test_strict_readers_can_read_streamed_arguments(world: World, value: str, read: str) -> None:
+    """Anthropic's client reads them anew with each piece, and half of a surrogate pair ends it."""
+    says = CALL.replace('"UTC"', value)
+
+    async def scenario(web: Web) -> None:
+        events = await events_of(web, says, tools=[TIME])
+        so_far = ""
+        for event in events:
+            so_far += event.get("delta", {}).get("partial_json", "")
+            from_json(so_far or "{}", allow_partial=True)
+        assert from_json(so_far) == {"zone": read}
+        world.engine.answers = [ids(says)]
+        tool = {"type": "function", "function": {"name": "time"}}
+        said = (await web.chat(tools=[tool], messages=HI))["choices"][0]["message"]
+        assert from_json(said["tool_calls"][0]["function"]["arguments"]) == {"zone": read}
+        await web.chat(tools=[tool], messages=[*HI, said, *HI])
 
     run(world, scenario)
 

@@ -65,6 +65,19 @@ def calls_of(choices: list[Any]) -> list[Any]:
 # Calls.
 
 
+def test_half_of_a_surrogate_pair_in_a_literal(tmp_path: Path) -> None:
+    """No answer can hold it."""
+    world = thinking_world(tmp_path, tool_call_parser="olmo3")
+    text = "<function_calls>time(zone='\\ud83d')</function_calls>"
+
+    async def scenario(web: Web) -> None:
+        whole, stream = await both(web, text, tools=[TIME])
+        for call in (*whole["message"]["tool_calls"], *calls_of(stream)):
+            assert json.loads(call["function"]["arguments"]) == {"zone": "\ufffd"}
+
+    run(world, scenario)
+
+
 def test_a_call_and_its_stream(world: World) -> None:
     async def scenario(web: Web) -> None:
         whole, stream = await both(web, "let me see\n" + CALL, tools=[WEATHER, TIME])

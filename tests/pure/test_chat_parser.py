@@ -232,6 +232,7 @@ def test_reasoning_streams_but_for_what_may_be_its_end() -> None:
             "Hm.",
             [("g", '{"a": "x, )", "b": [1, {"c": "d"}], "e": true}'), ("h", "{}")],
         ),
+        ("olmo3", "<function_calls>g(a='\\ud83d\\ude00\\ud83d')", "", [("g", '{"a": "😀\ufffd"}')]),
         ("olmo3", "<function_calls>g(a=null, b=plain)", "", [("g", '{"a": null, "b": "plain"}')]),
         ("olmo3", "<function_calls>none here</function_calls>", None, []),
         ("glm4", 'f\n{"a": 1}', "", [("f", '{"a": 1}')]),

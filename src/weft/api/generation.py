@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -229,9 +228,8 @@ def call_arguments(text: str) -> dict[str, Any]:
     """The arguments of a call as an object that an answer can hold. Those that are none, as the
     model's answer was cut off inside them, or are nested too deeply, are empty."""
     try:
-        plain = json.dumps(json.loads(text), ensure_ascii=False).encode("utf-16", "surrogatepass")
-        arguments = from_json(plain.decode("utf-16", "replace"))  # no halves of surrogate pairs
-    except (ValueError, RecursionError):
+        arguments = from_json(text)
+    except ValueError:
         return {}
     return arguments if isinstance(arguments, dict) else {}
 

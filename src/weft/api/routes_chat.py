@@ -34,6 +34,7 @@ from weft.serving import Pinned
 from weft.text import OutputDelta
 from weft.text.chat_parser import ChatParser, Piece, ToolCallDelta
 from weft.text.harmony import HarmonyParser
+from weft.text.json_stream import WholePairs
 from weft.text.reasoning import REASONING, opens_reasoning
 from weft.text.tools import schemas_of, tools_schema
 
@@ -228,6 +229,8 @@ class Reader:
     def __init__(self, parser: ChatParser | HarmonyParser, one_call: bool) -> None:
         self._parser = parser
         self._one_call = one_call
+        self._pairs = WholePairs()
+        """Of the newest call's arguments."""
         self.content = ""
         self.reasoning = ""
         self.calls: list[ToolCallDelta] = []
@@ -238,6 +241,7 @@ class Reader:
         piece = self._parser.feed(part.text)
         if part.finish_reason is not None:
             self._parser.flush(piece)
+        self._mend(piece, final=part.finish_reason is not None)
         if self._one_call:
             first = [call for call in piece.tool_calls if call.index == 0]
             piece = Piece(piece.content, piece.reasoning, first)
@@ -251,6 +255,24 @@ class Reader:
         called = part.finish_reason == "stop" and self.calls
         self.finish_reason = "tool_calls" if called else part.finish_reason
         return piece
+
+    def _mend(self, piece: Piece, final: bool) -> None:
+        """Leave no halves of surrogate pairs in the arguments of calls."""
+        mended: list[ToolCallDelta] = []
+        for delta in piece.tool_calls:
+            if delta.name is not None:
+                mended += self._held(delta.index - 1)
+            delta.arguments = self._pairs.feed(delta.arguments)
+            if delta.name is not None or delta.arguments:
+                mended.append(delta)
+        if final:
+            mended += self._held(self._parser.num_tool_calls - 1)
+        piece.tool_calls = mended
+
+    def _held(self, index: int) -> list[ToolCallDelta]:
+        """What was held back of a call's arguments, if it was anything."""
+        rest = self._pairs.flush()
+        return [ToolCallDelta(index, None, None, rest)] if rest else []
 
 
 _WHOLE = "chat.completion"

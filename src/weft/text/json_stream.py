@@ -12,6 +12,11 @@ _NUMBER_BEGINNING = re.compile(
 _LITERALS = ("true", "false", "null")
 _SPACE = " \t\n\r"
 _HEX = frozenset("0123456789abcdefABCDEF")
+_HIGH, _LOW = r"\\u[dD][89abAB]\w\w", r"\\u[dD][c-fC-F]\w\w"
+_NOT_LOW = r"[^\\]|\\[^u]|\\u(?:[^dD]|[dD][^c-fC-F])"
+_PARTS = re.compile(
+    rf"[^\\]+|\\[^u]|{_HIGH}{_LOW}|(?P<half>{_LOW}|{_HIGH}(?={_NOT_LOW}))|\\u(?![dD][89a-fA-F])\w{{4}}"
+)
 
 
 def is_json(text: str) -> bool:
@@ -25,6 +30,30 @@ def is_json(text: str) -> bool:
 
 def _refuse(constant: str) -> None:
     raise ValueError(constant)
+
+
+class WholePairs:
+    """Puts the replacement character for each escaped half of a surrogate pair in JSON that comes
+    in pieces, since most readers of JSON refuse a half."""
+
+    def __init__(self) -> None:
+        self._rest = ""
+        """An escape that has not ended, or a half whose other half may come."""
+
+    def feed(self, text: str) -> str:
+        """What can be given out now."""
+        text, end = self._rest + text, 0
+        given: list[str] = []
+        while found := _PARTS.match(text, end):
+            given.append("\\ufffd" if found["half"] else found[0])
+            end = found.end()
+        self._rest = text[end:]
+        return "".join(given)
+
+    def flush(self) -> str:
+        """What was held back, when no more comes."""
+        rest, self._rest = self._rest, ""
+        return rest
 
 
 class JsonObject:

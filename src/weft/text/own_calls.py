@@ -187,7 +187,8 @@ def _as_json(value: str) -> str:
     if len(value) <= _MAX_LITERAL:
         try:
             literal = ast.literal_eval(_CONSTANTS.get(value, value))
-            return json.dumps(literal, ensure_ascii=False, allow_nan=False)
+            written = json.dumps(literal, ensure_ascii=False, allow_nan=False)
+            return written.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             pass
     return json.dumps(value, ensure_ascii=False)
