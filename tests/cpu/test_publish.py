@@ -260,9 +260,28 @@ def test_what_is_refused(
 
 def test_names_are_checked(make_llm: MakeLLM, trainer: Trainer) -> None:
     llm = make_llm(adapters={})
-    with pytest.raises(InvalidRequest):
-        llm.publish_adapter("", trainer.config, trainer.tensors)
+    names: list[Any] = ["", None, 5, b"x", ["x"]]
+    for name in names:
+        with pytest.raises(InvalidRequest):
+            llm.publish_adapter(name, trainer.config, trainer.tensors)
+        with pytest.raises(InvalidRequest):
+            llm.load_adapter(name, ADAPTERS["upper"])
+    for name in names[1:]:
+        with pytest.raises(InvalidRequest):
+            llm.unload_adapter(name)
     assert_empty(llm)
+
+
+@pytest.mark.parametrize("other", [None, 5, [1]])
+def test_what_is_no_mapping_is_refused(make_llm: MakeLLM, trainer: Trainer, other: Any) -> None:
+    llm = make_llm(adapters={})
+    for config, tensors, param in (
+        (other, trainer.tensors, "config"),
+        (trainer.config, other, "tensors"),
+    ):
+        with pytest.raises(AdapterInvalid) as caught:
+            llm.publish_adapter("x", config, tensors)
+        assert caught.value.param == param
 
 
 # -- replacing and pinning, also from folders --------------------------------------------------

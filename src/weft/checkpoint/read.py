@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -294,6 +294,9 @@ def files_of(config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) 
     """
     from safetensors.torch import save
 
+    for what, given in (("config", config), ("tensors", tensors)):
+        if not isinstance(cast(object, given), Mapping):
+            refuse(what, f"must be a mapping by name, got {given!r:.100}")
     copies = {_checked(name): _copy(name, tensor) for name, tensor in tensors.items()}
     return AdapterFiles(config_file(config), save(copies, {"format": "pt"}))
 

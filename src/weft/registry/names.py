@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Iterable
+from typing import cast
 
 from weft.core.errors import InvalidRequest
 
@@ -30,7 +31,10 @@ _TABLE |= dict.fromkeys([*map(ord, _IGNORED), *range(0xFE00, 0xFE10), *range(0xE
 
 
 def one_form(name: str) -> str:
-    """The form of Unicode, NFKC, in which a name is kept and looked up."""
+    """The form of Unicode, NFKC, in which a name is kept and looked up. Raises InvalidRequest for
+    what is no text."""
+    if not isinstance(cast(object, name), str):
+        raise InvalidRequest(f"lora_name must be a text, got {name!r:.100}", "lora_name")
     return name if name.isascii() else unicodedata.normalize("NFKC", name)
 
 
