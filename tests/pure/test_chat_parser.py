@@ -507,6 +507,14 @@ def nested(depth: int) -> dict[str, object]:
     return schema
 
 
+ODD_KEYS = [
+    *(("qwen3_coder", key) for key in ("a>b", "a\nb", "")),
+    *(("gemma4", key) for key in ("a:b", "a,b", "a}", "a]", " a", '<|"|>a', "")),
+    *(("olmo3", key) for key in ("a=b", ")a", "a\n", "")),
+]
+"""Names that a parser would not read back."""
+
+
 @pytest.mark.parametrize(
     ("tool_format", "parameters", "reason"),
     [
@@ -522,6 +530,16 @@ def nested(depth: int) -> dict[str, object]:
         ("qwen3_coder", {"anyOf": [{"required": ["p"]}]}, "'anyOf'"),
         ("qwen3_coder", {"properties": {}, "required": ["p"]}, "'required' names 'p'"),
         ("olmo3", {"properties": {}, "required": [[]]}, "'required' names"),
+        (
+            "qwen3_coder",
+            {"properties": {"p": {"type": "string", "enum": ["</parameter>"]}}},
+            "text",
+        ),
+        ("gemma4", {"properties": {"p": {"enum": ['a<|"|>']}}}, "a text with"),
+        *(
+            (form, {"properties": {key: {}}}, f"a property called {key!r}")
+            for form, key in ODD_KEYS
+        ),
     ],
 )
 def test_what_a_call_can_not_be_held_to_is_refused(
@@ -531,6 +549,20 @@ def test_what_a_call_can_not_be_held_to_is_refused(
     with pytest.raises(InvalidRequest, match=re.escape(reason)) as caught:
         tools_schema(tools, tool_format, None)
     assert caught.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "mark"), [("qwen3_coder", "</parameter>"), ("gemma4", '<|"|>')]
+)
+def test_text_of_a_call_can_not_hold_the_mark_at_its_end(tool_format: str, mark: str) -> None:
+    parameters = {"properties": {"p": {"type": "string"}}, "required": ["p"]}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
+    tag = str(tools_schema(tools, tool_format, "f").structural_tag)
+    pattern = re.compile(json.loads(re.findall(r'"pattern": (".*?(?<!\\)")', tag)[0]))
+    for text in ("a", "a < b", "<< b", "<a>", "<<\n"):
+        assert pattern.fullmatch(text)
+    for before in ("", "a", "<", "<<", "<<<"):
+        assert not pattern.fullmatch(f"{before}{mark}a")
 
 
 TEXT_OR_NULL = {"anyOf": [{"type": "string"}, {"type": "null"}]}

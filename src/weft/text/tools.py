@@ -213,6 +213,13 @@ value is written again for each property before it that may be left out, and so 
 _LEAST_CHARS = 48
 """What a value or a property takes at least."""
 _MAX_DEPTH = 32
+_MAX_KEY = 256
+_KEYS = {
+    ":": re.compile(r"[^:,}\]]+"),
+    "=": re.compile(r"[^=)][^=]*"),
+    ">": re.compile(r"[^>]+"),
+}
+"""Names of properties by what follows them: others are not read back as they are written."""
 _NEVER = frozenset(
     {"oneOf", "allOf", "not", "if", "minProperties", "maxProperties", "patternProperties"}
 ) | {"propertyNames", "dependentRequired", "dependentSchemas"}
@@ -253,11 +260,13 @@ class _Parameters:
         found, required = _members(self._root)
         elements: list[dict[str, Any]] = [_text("")]
         for key, value in found.items():
+            self._check_key(key, ">")
             content = self._json(value)
             if is_bare(value):
-                content = {"type": "regex", "pattern": "([^<]|<[^/])*"}
+                content = {"type": "regex", "pattern": "([^<]|<+[^/<])*"}
                 if isinstance(value.get("enum"), list):
-                    words = [_text(each) for each in value["enum"] if isinstance(each, str)]
+                    listed = [each for each in value["enum"] if isinstance(each, str)]
+                    words = [_text(_without_mark(each, "</parameter>")) for each in listed]
                     content = {"type": "or", "elements": words}
             one = _sequence(_text(f"<parameter={key}>\n"), content, _text("\n</parameter>\n"))
             elements.append(one if key in required else {"type": "optional", "content": one})
@@ -283,12 +292,20 @@ class _Parameters:
         firsts: list[dict[str, Any]] = []
         keys = list(found)
         for index, key in enumerate(keys):
+            self._check_key(key, equals)
             firsts.append(_sequence(pair(key), *rest(keys[index + 1 :])))
             if key in required:
                 break
         if not required:
             firsts.append(_text(""))
         return {"type": "or", "elements": firsts}
+
+    def _check_key(self, key: str, end: str) -> None:
+        """Raises InvalidRequest for a name that calls of this format can't have."""
+        fits = key == key.strip() and key.isprintable() and len(key) <= _MAX_KEY
+        quoted = self._quote and key.startswith(self._quote)
+        if not fits or quoted or not _KEYS[end].fullmatch(key):
+            raise _unenforced(f"a property called {key[:80]!r}")
 
     def _json(self, schema: Any) -> dict[str, Any]:
         """A value as JSON, with the definitions that it refers to."""
@@ -330,7 +347,7 @@ class _Parameters:
         if type(low) is not int or type(high) not in (int, type(None)):
             raise _unenforced("a length that is no integer")
         # Text can't hold what begins the mark at its end.
-        pattern = f"([^<]|<[^{re.escape(self._quote[1])}])*"
+        pattern = f"([^<]|<+[^<{re.escape(self._quote[1])}])*"
         if low or high is not None:
             pattern = f"[^<]{{{low},{'' if high is None else high}}}"
         return self._quoted({"type": "regex", "pattern": pattern})
@@ -339,7 +356,8 @@ class _Parameters:
         """What an enumeration allows."""
         if not isinstance(values, list) or any(isinstance(each, dict | list) for each in values):
             raise _unenforced("'enum' of other values than text, numbers, booleans and null")
-        texts = [self._quoted(_text(each)) for each in values if isinstance(each, str)]
+        words = [each for each in values if isinstance(each, str)]
+        texts = [self._quoted(_text(_without_mark(each, self._quote))) for each in words]
         others = [_text(json.dumps(each)) for each in values if not isinstance(each, str)]
         return texts if kind == "string" else texts + others
 
@@ -373,6 +391,13 @@ def _without(keywords: frozenset[str], schema: dict[str, Any]) -> dict[str, Any]
     if wrong := sorted(keywords & schema.keys()):
         raise _unenforced(repr(wrong[0]))
     return schema
+
+
+def _without_mark(text: str, mark: str) -> str:
+    """The same text. Raises InvalidRequest if it has the mark that ends a text."""
+    if mark in text:
+        raise _unenforced(f"a text with {mark!r}")
+    return text
 
 
 def _unenforced(what: str) -> InvalidRequest:
