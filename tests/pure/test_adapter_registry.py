@@ -204,6 +204,19 @@ def test_versions_go_on_after_retirement(registry: AdapterRegistry):
 # leases and draining --------------------------------------------------------------------------
 
 
+def test_versions_of_a_shared_registry_leave_nothing(registry: AdapterRegistry):
+    def num_kept() -> int:
+        return sum(len(each) for each in vars(registry).values() if isinstance(each, dict | set))
+
+    before = num_kept()
+    for number in range(1, 9):
+        name = f"acme/sql@v{number}"
+        ref = registry.publish(name, info(f"d{number}"), "/adapters/x", number=number)
+        registry.check()
+        assert ref.version == number and registry.retire(name) == ref
+    assert num_kept() == before
+
+
 def test_retire_without_leases_is_drained_at_once(registry: AdapterRegistry):
     ref = registry.publish("a", info("d1"), "/p")
     drained: list[AdapterRef] = []

@@ -107,6 +107,7 @@ class AdapterRegistry:
         are not among them: two of its names may look the same."""
         self._draining: set[_Version] = set()
         self._last_version: dict[str, int] = {}
+        """Of every name that was ever published here; versions of a shared registry have theirs."""
         self._loading: dict[str, list[str]] = {}
 
     def resolve(self, model: str) -> Lease:
@@ -185,10 +186,9 @@ class AdapterRegistry:
             message = f"The lora adapter {name!r} has already been loaded with other content"
             raise AdapterConflict(message, "lora_name")
         if number is None:
-            number = self._last_version.get(name, 0) + 1
+            self._last_version[name] = number = self._last_version.get(name, 0) + 1
             self._looks[appearance(name)] = name
         ref = AdapterRef(name, number, info.digest)
-        self._last_version[name] = number
         self._live[name] = _Version(ref, info, path, pinned)
         if old is not None:
             self._retire(old, on_drained)
@@ -268,7 +268,7 @@ class AdapterRegistry:
         for name, version in self._live.items():
             assert version.ref.name == name and name not in self.base_names
             assert not version.retired and not version.on_drained and version.leases >= 0
-            assert version.ref.version == self._last_version[name], "an old version is live"
+            assert version.ref.version == self._last_version.get(name, version.ref.version)
             assert version.ref.digest == version.info.digest
         for version in self._draining:
             assert version.retired and version.leases > 0, "drained, but still held"
