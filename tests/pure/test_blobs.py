@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,7 +28,7 @@ from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
 from weft.core.folders import Folder
 from weft.registry import blobs as blobs_module
 from weft.registry.blobs import BLOBS, Blobs, key_of
-from weft.registry.contents import STALE_S, Contents
+from weft.registry.contents import STALE_S, Contents, Listing
 from weft.registry.records import Name, Version
 from weft.registry.stores import DirectoryStore, Store
 from weft.registry.sweep import GRACE_S, KEEP_S, LEASE_S, TURN_S, Collector, ReplicaLease
@@ -202,6 +203,23 @@ def test_damage_is_seen(name: str, store: Store, tmp_path: Path) -> None:
     store.put(key, files[name])
     with blobs_of(store, tmp_path).open(DIGEST) as folder:
         assert bytes(folder.read(name, 1 << 20) or b"") == files[name]
+
+
+def test_a_content_that_is_removed_while_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DirectoryStore(tmp_path / "store")
+    blobs = Blobs(store)
+    blobs.put(FILES)
+    check = blobs_module._check_sizes
+
+    def check_and_remove(path: Path, listing: Listing) -> None:
+        check(path, listing)
+        shutil.rmtree(path)
+
+    monkeypatch.setattr(blobs_module, "_check_sizes", check_and_remove)
+    with pytest.raises(AdapterUnavailable, match="can't be opened"):
+        blobs.open(DIGEST)
 
 
 @pytest.mark.parametrize("field", ["digest", "name"])

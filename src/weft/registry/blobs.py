@@ -143,7 +143,11 @@ class Blobs:
         path, contents = self._store.folder(f"{BLOBS}{digest}/"), self._contents
         if path is not None:
             _check_sizes(path, self._read_listing(digest))
-            return Folder(str(path.resolve()), Roots([str(path.resolve())]))
+            try:
+                return Folder(str(path.resolve()), Roots([str(path.resolve())]))
+            except OSError as error:  # it was removed meanwhile
+                message = f"the registry's content sha256:{digest} can't be opened"
+                raise AdapterUnavailable(message, "lora_path") from error
         if contents is None:
             message = "this process has no folder for contents of a registry elsewhere"
             raise AdapterUnavailable(message, "lora_path")
