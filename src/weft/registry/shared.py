@@ -196,15 +196,18 @@ class SharedRegistry:
     # -- the thread ----------------------------------------------------------------------------
 
     def _follow(self) -> None:
+        unexpected = ""  # what was logged last
         while True:
             try:
                 if not self._commit():
                     self.poll()
             except RegistryUnavailable as error:
                 self._give_up(error)
-            except Exception as error:  # of any kind: somebody may wait for a change
-                _log.exception("the registry can't be followed; it is tried again")
-                self._give_up(RegistryUnavailable(f"the registry: {type(error).__name__}"))
+            except Exception as error:
+                if repr(error) != unexpected:
+                    unexpected = repr(error)
+                    _log.exception("the registry %s can't be followed", self.store.uri)
+                self._give_up(RegistryUnavailable(f"the registry can't be followed: {error}"))
             if self._closed.is_set() and not self._queue:
                 return
             self._news.wait(self._poll_s)
