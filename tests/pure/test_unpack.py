@@ -97,6 +97,18 @@ def test_sparse_files_of_newer_tars_are_refused(tmp_path: Path) -> None:
     assert "sparse" in refusal(tar(files, "w", change), tmp_path)
 
 
+@pytest.mark.parametrize("field", ["map", "size", "realsize", "major"])
+def test_sparse_files_whose_map_is_no_map_are_refused(field: str, tmp_path: Path) -> None:
+    """tarfile has a ValueError for them."""
+
+    def change(info: tarfile.TarInfo) -> None:
+        info.pax_headers = {"GNU.sparse.minor": "0", f"GNU.sparse.{field}": "1"}
+        if field != "major":
+            info.pax_headers[f"GNU.sparse.{field}"] = "x"
+
+    assert "can't be unpacked" in refusal(tar(FILES, "w", change), tmp_path)
+
+
 @pytest.mark.parametrize("kind", [b"x", b"g", b"L", b"K", b"S"])
 def test_headers_that_are_huge_take_no_memory(kind: bytes, tmp_path: Path) -> None:
     """Some MB of gzip stand for a header of a GB, which tarfile would read at once."""
@@ -160,6 +172,7 @@ def test_a_safetensors_file_with_its_config(tmp_path: Path) -> None:
         save({"a": np.ones(1, np.float32)}, {"adapter_config": ""})[:-5],
         (10).to_bytes(8, "little") + b'["a", "b"]',
         (1 << 24).to_bytes(8, "little") + b"[" * (1 << 24),
+        (44).to_bytes(8, "little") + b'{"__metadata__":{"adapter_config":"\\ud800"}}',
     ],
 )
 def test_what_is_no_adapter(content: bytes, tmp_path: Path) -> None:

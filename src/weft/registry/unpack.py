@@ -140,7 +140,7 @@ def _members(stream: _Bounded) -> Iterator[tuple[str, str, tarfile.TarInfo]]:
                     return
                 if (found := _place(member)) is not None:
                     yield *found, member
-    except tarfile.TarError as error:
+    except (tarfile.TarError, ValueError) as error:  # for a sparse file whose map is no numbers
         _refuse(f"the tar can't be unpacked: {error}")
     _refuse(f"the tar holds more than {MAX_MEMBERS} entries")
 
@@ -185,7 +185,7 @@ def _config_inside(file: BinaryIO) -> bytes:
             f" {CONFIG_KEY!r}; or send a tar of the adapter's folder",
             CONFIG_KEY,
         )
-    return config.encode()
+    return config.encode(errors="surrogatepass")  # whoever parses it refuses what is no text
 
 
 # -- packing ---------------------------------------------------------------------------------------
