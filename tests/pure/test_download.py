@@ -118,9 +118,16 @@ def test_redirects(server: FileServer, tmp_path: Path) -> None:
         "https://127.0.0.1/",
         "file:///etc/passwd",
         "gopher:",
+        "http://[",
     ):
         server.redirects["/out.tar"] = place
         refusal(AdapterError, server.url + "/out.tar", tmp_path / "c", server.url, "https", "s3")
+
+
+@pytest.mark.parametrize("host", ["a..b", "a" * 64])
+def test_what_is_no_name_of_a_host_is_not_fetched(host: str, tmp_path: Path) -> None:
+    message = refusal(AdapterUnavailable, f"https://{host}/a.tar", tmp_path, "https")
+    assert "is no name of a host" in message
 
 
 def test_a_name_with_an_address_inside_is_refused(

@@ -96,7 +96,7 @@ def serving_files() -> Iterator[FileServer]:
             if (content := served.files.get(path)) is None:
                 self._head(404, 0)
                 return
-            tag = {"etag": f'"{len(content)}"'} if served.with_tags else {}
+            tag = {"etag": f'"é{len(content)}"'} if served.with_tags else {}
             start = 0
             if wanted and self.headers.get("if-range") == tag.get("etag"):
                 start = int(wanted.removeprefix("bytes=").removesuffix("-"))

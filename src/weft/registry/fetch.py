@@ -79,7 +79,7 @@ class Web:
         headers: dict[bytes | str, bytes | str]
         headers = {"accept-encoding": "identity", "user-agent": "weft"}
         if start:
-            headers |= {"range": f"bytes={start}-", "if-range": tag}
+            headers |= {"range": f"bytes={start}-", "if-range": tag.encode("latin-1")}
         for _ in range(MAX_REDIRECTS + 1):
             parts = self._allowed.check(uri)
             if parts.scheme not in ("https", "http"):
@@ -97,9 +97,17 @@ class Web:
                         _check_status(answer, uri)
                         yield answer
                         return
-                    uri = urljoin(uri, _header(answer, b"location"))
+                    uri = _moved_to(uri, _header(answer, b"location"))
         message = f"{shown(uri)} redirects more than {MAX_REDIRECTS} times"
         raise AdapterUnavailable(message, "lora_path")
+
+
+def _moved_to(uri: str, location: str) -> str:
+    try:
+        return urljoin(uri, location)
+    except ValueError as error:
+        message = f"{shown(uri)} redirects to what is no URI: {error}"
+        raise AdapterUnavailable(message, "lora_path") from None
 
 
 def _check_status(answer: httpcore.Response, uri: str) -> None:
@@ -152,6 +160,8 @@ class _Checked(httpcore.NetworkBackend):
             found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         except OSError as error:
             raise httpcore.ConnectError(f"{host}: {error.strerror}") from None
+        except UnicodeError:
+            raise httpcore.ConnectError(f"{host} is no name of a host") from None
         addresses = [str(address[4][0]).partition("%")[0] for address in found]
         if not self._inside and not all(map(is_public, addresses)):
             raise AdapterPathRefused(
