@@ -9,6 +9,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import socket
 import subprocess
 import urllib.request
@@ -153,6 +154,20 @@ def test_loading_and_unloading(page: Page, url: str, tmp_path: Path) -> None:
     expect(row).to_have_count(0)
     page.get_by_label("Filter").fill("upp")
     expect(page.locator("#table tbody tr")).to_have_count(1)
+
+
+def test_commands_are_quoted(page: Page, url: str) -> None:
+    page.goto(f"{url}/#adapters")
+    page.locator("#folder").set_input_files(ADAPTERS / "sort")
+    expect(page.locator("#verdict")).to_contain_text("It can be served")
+    page.get_by_label("Name", exact=True).fill("it's")
+    page.get_by_role("button", name="Load", exact=True).click()
+    verdict = page.locator("#verdict")
+    expect(verdict).to_contain_text("it's is served as it is")
+    verdict.get_by_text("As curl or Python").click()
+    words = shlex.split(verdict.locator("pre").first.inner_text())
+    assert f"{url}/v1/adapters/it's?pinned=false" in words and "@it's.tar" in words
+    post(f"{url}/v1/unload_lora_adapter", {"lora_name": "it's"})
 
 
 NUM_MANY = 1000

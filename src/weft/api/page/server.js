@@ -105,14 +105,14 @@ export function asCode(path, { method = "POST", json, file } = {}) {
   const pyAuth = key ? '\n    headers={"Authorization": "Bearer YOUR_KEY"},' : "";
   if (file) {
     return {
-      curl: `curl -X ${method} '${url}'${auth} \\\n    --data-binary @${shell(file)}`,
+      curl: `curl -X ${method} ${shell(url)}${auth} \\\n    --data-binary @${shell(file)}`,
       python: `import httpx\n\nanswer = httpx.${method.toLowerCase()}(\n    "${url}",${pyAuth}\n` +
         `    content=open(${JSON.stringify(file)}, "rb").read(),\n    timeout=600,\n)\nprint(answer.json())`,
     };
   }
   const text = JSON.stringify(json, null, 2);
   return {
-    curl: `curl -X ${method} '${url}'${auth} \\\n    -H 'Content-Type: application/json' \\\n    -d ${shell(text)}`,
+    curl: `curl -X ${method} ${shell(url)}${auth} \\\n    -H 'Content-Type: application/json' \\\n    -d ${shell(text)}`,
     python: `import httpx\n\nanswer = httpx.${method.toLowerCase()}(\n    "${url}",${pyAuth}\n` +
       `    json=${python(json)},\n    timeout=600,\n)\nprint(answer.json())`,
   };
