@@ -31,7 +31,15 @@ from weft.registry.blobs import BLOBS, Blobs, key_of
 from weft.registry.contents import STALE_S, Contents, Listing
 from weft.registry.records import Name, Version
 from weft.registry.stores import DirectoryStore, Store
-from weft.registry.sweep import GRACE_S, KEEP_S, LEASE_S, TURN_S, Collector, ReplicaLease
+from weft.registry.sweep import (
+    GRACE_S,
+    KEEP_S,
+    LEASE_S,
+    TURN_S,
+    Collector,
+    ReplicaLease,
+    running_leases,
+)
 
 FILES = adapter()
 DIGEST = digest(FILES)
@@ -302,6 +310,16 @@ def test_names_that_went_and_leases_keep_contents(store: Store, clock: Clock) ->
     clock.now += LEASE_S + GRACE_S + 1
     assert steps(store, clock, gone) == {DIGEST: "doom"}
     assert not list(store.list("leases/"))
+
+
+def test_other_files_beside_leases_are_none(store: Store, clock: Clock) -> None:
+    for key in ("leases/notes.txt", "leases/node-1/README", "collecting/notes.txt"):
+        store.put(key, b"odd")
+    Blobs(store).put(FILES)
+    ReplicaLease(store, "node-1").renew([DIGEST])
+    assert running_leases(store).keys() == {"node-1"}
+    clock.now += KEEP_S + 1
+    assert steps(store, clock, []) == {DIGEST: "doom"}
 
 
 def test_a_publisher_stops_a_removal(store: Store, clock: Clock) -> None:

@@ -121,6 +121,17 @@ def test_a_snapshot_stands_for_the_entries_before_it() -> None:
     assert store.run(log.collect()) == []
 
 
+def test_other_files_beside_the_log_are_not_of_it() -> None:
+    store = Requests()
+    store.content |= {"snap/desktop.ini": b"odd", "log/notes.txt": b"odd"}
+    written = a_log(store, 10)
+    log = Log(State(epoch=4))
+    store.run(log.boot())
+    assert log.state == written.state
+    store.run(log.collect())
+    assert {"snap/desktop.ini", "log/notes.txt"} <= store.content.keys()
+
+
 def test_a_missing_snapshot_is_written_by_another_writer() -> None:
     store = Requests()
     first, second = (Log(State(epoch=8)) for _ in range(2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import json
 import pickle
 from collections.abc import AsyncIterator
@@ -141,6 +142,20 @@ def test_a_body_that_does_not_come(world: World, monkeypatch: pytest.MonkeyPatch
     async def scenario(web: Web) -> None:
         answer = await web.http.put("/v1/adapters/a", content=stalled())
         assert answer.status_code == 408
+
+    run(world, scenario)
+
+
+def test_tensors_that_have_no_place(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(path: Path, _: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device", path)
+
+    async def scenario(web: Web) -> None:
+        weights = base64.b64encode(FILES[WEIGHTS_FILE]).decode()
+        body = {"lora_name": "a", "config_dict": CONFIG, "serialized_tensors": weights}
+        monkeypatch.setattr(Path, "write_bytes", write)
+        answer = await web.post("/load_lora_adapter_from_tensors", body)
+        assert answer.status_code == 503 and "No space left" in answer.json()["error_message"]
 
     run(world, scenario)
 

@@ -24,6 +24,7 @@ from weft.api.service import Service
 from weft.core.adapters import AdapterInfo
 from weft.core.errors import AdapterInvalid, InvalidRequest
 from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
+from weft.registry.contents import not_kept
 from weft.registry.unpack import tar_of
 
 MAX_TENSORS_BYTES = 64 << 20
@@ -153,7 +154,10 @@ def upload_routes(service: Service, desk: AdapterDesk) -> APIRouter:
             note_unknown(request, fields, _KNOWN, service.settings)
 
             async def receive(path: Path) -> str:
-                await asyncio.to_thread(path.write_bytes, packed)
+                try:
+                    await asyncio.to_thread(path.write_bytes, packed)
+                except OSError as error:
+                    raise not_kept(error) from error
                 return hashlib.sha256(packed).hexdigest()
 
             wait = wait_in(request)  # `upload` counts what comes in by itself

@@ -246,8 +246,9 @@ def _get(keys: Sequence[str]) -> Steps[list[bytes | None]]:
 
 
 def _list(prefix: str) -> Steps[list[str]]:
+    """The log's keys with this prefix, without other files that somebody has put beside them."""
     keys: list[str] = yield ListKeys(prefix)
-    return keys
+    return [key for key in keys if key.removeprefix(prefix).isdecimal()]
 
 
 def _number(key: str) -> int:

@@ -78,11 +78,16 @@ class ReplicaLease:
 def running_leases(store: Store) -> dict[str, ReplicaReport]:
     """What the replicas say that are there now. Raises RegistryUnavailable."""
     now, found = _millis(time.time()), dict[str, ReplicaReport]()
-    for key in sorted(store.list(LEASES)):
+    for key in sorted(_leases(store)):
         replica, _, until = key.removeprefix(LEASES).rpartition("/")
         if until > now and (content := store.get(key)) is not None:
             found[replica] = msgspec.json.decode(content, type=ReplicaReport)
     return found
+
+
+def _leases(store: Store) -> Iterator[str]:
+    """The keys of leases, without other files that somebody has put beside them."""
+    return (key for key in store.list(LEASES) if key.rpartition("/")[2].isdecimal())
 
 
 # -- the collector ---------------------------------------------------------------------------------
@@ -192,7 +197,7 @@ class Collector:
     def _leased(self, now: float, change: bool) -> set[str]:
         """What replicas serve. Their clocks may be off, so a lease counts for a grace longer."""
         found: set[str] = set()
-        for key in self._store.list(LEASES):
+        for key in _leases(self._store):
             if int(key.rpartition("/")[2]) / 1000 < now - GRACE_S:
                 if change:
                     self._store.delete(key)
@@ -204,7 +209,8 @@ class Collector:
     def _turn(self) -> Iterator[float]:
         """A context in which no other collector is at work; gives the time when it must end."""
         now = self._clock()
-        keys = sorted(self._store.list(COLLECTING))
+        found = self._store.list(COLLECTING)
+        keys = sorted(key for key in found if key[len(COLLECTING) :][:10].isdecimal())
         last = keys[-1] if keys else f"{COLLECTING}{0:010d}"
         if keys and not last.endswith(".over"):
             since = float(self._store.get(last) or b"0")
