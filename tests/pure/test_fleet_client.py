@@ -33,7 +33,7 @@ from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
 from weft.fleet.consolidate import SPARE
 from weft.fleet.controller import Controller
-from weft.fleet.fleet_client import FORGET_S, MAX_LOSSES
+from weft.fleet.fleet_client import FORGET_S, MAX_LOSSES, WAIT_S
 from weft.registry.labels import NodePin
 
 DIGESTS = [f"{number:064x}" for number in (1 << 200, 2 << 200, 3 << 200)]
@@ -398,6 +398,28 @@ def test_only_losses_are_counted_against_a_request() -> None:
         await settle(fleet, 300)
         assert reader.tokens == stream_of(reader.request)
         assert fleet.client.figures.moves > MAX_LOSSES and fleet.client.figures.losses == 1
+
+    in_fleet(test)
+
+
+@pytest.mark.parametrize("closing", [False, True])
+def test_a_request_that_moves_and_finds_no_node_ends(closing: bool) -> None:
+    async def test(fleet: LossyFleet) -> None:
+        reader = begun(fleet, asked(60))
+        await settle(fleet, 3)
+        (name,) = where(fleet)
+        fleet.client.drain(name)
+        engine = next(engine for engine in fleet.engines if engine.name == name)
+        engine.report()
+        fleet.links[name].carry()
+        for each in list(fleet.links):
+            fleet.lose(each, "it ends", killed=True)
+        await asyncio.sleep(0.2)
+        if closing:
+            await fleet.client.close()
+        await asyncio.sleep(1.0 if closing else 2 * WAIT_S)
+        assert isinstance(reader.error, EngineDead)
+        assert fleet.client.figures.moves == 1
 
     in_fleet(test)
 

@@ -269,7 +269,7 @@ class FleetClient:
 
     def _count_loss(self, live: Live, error: EngineDead) -> TokenEvent | None:
         """The node of a request is lost. Its last event, if it is not to go on."""
-        if live.moving is not None:
+        if live.moving is not None and live.node is not None:
             self.figures.moves += 1
             live.why = f"its node was {live.moving}"
             return None
