@@ -21,7 +21,7 @@ from weft.core.config import EngineArgs, ModelArgs
 from weft.core.errors import ConfigError, EngineDead, WeftError
 from weft.core.folders import Folder
 from weft.core.load import EngineLoad
-from weft.core.messages import Abort, Command, Started, Tokens
+from weft.core.messages import Abort, Command, Started, Submit, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
 from weft.fleet.client import GROUP, LinkClient
@@ -33,6 +33,7 @@ from weft.fleet.patience import Patience
 from weft.fleet.reports import REPORT_S
 from weft.fleet.start import FleetArgs, start_fleet
 from weft.fleet.tcp import TcpLink
+from weft.fleet.wire import DOWN, Hello
 from weft.registry.blobs import Blobs
 from weft.registry.contents import Contents
 from weft.registry.stores import DirectoryStore
@@ -206,6 +207,28 @@ def test_a_suspect_whose_client_leaves_is_not_tried_any_more(tmp_path: Path) -> 
             await client.close()
             await until(lambda: engine.waiting == 0)
             await asyncio.gather(*readers, return_exceptions=True)
+
+    asyncio.run(test())
+
+
+def refused() -> bytes:
+    """A request that can't be made of what the message says, as from another version of Weft."""
+    params = SamplingParams(max_tokens=99)
+    said = DOWN.encode(Submit(EngineRequest("r", [1, 2], params, seed=1)))
+    return said.replace(b"max_tokens\x63", b"max_tokens\x00")
+
+
+@pytest.mark.parametrize("parts", [[refused()], [b"\xc1"], [b"", b""]])
+def test_who_is_not_understood_is_dropped_and_heard_again_over_a_new_link(
+    parts: list[bytes], tmp_path: Path
+) -> None:
+    async def test() -> None:
+        async with linked(tmp_path) as (engine, own, client, link):
+            await started(engine, client, link)
+            await link._socket.send_multipart(parts)
+            await until(lambda: not own.listener.clients)
+            link._put(Hello("me"))
+            await until(lambda: own.listener.clients == {"me"})
 
     asyncio.run(test())
 

@@ -191,13 +191,15 @@ class NodeListener:
 
     async def _receive(self) -> None:
         while True:
-            address, message = await self._socket.recv_multipart()
+            address, *parts = await self._socket.recv_multipart()
             try:
-                self._take(address, message)
-            except WeftError:
-                raise
-            except Exception:
+                self._take(address, *parts)
+            except KeyError:  # a kind that this version does not know
                 logger.exception("a message of another node was not understood")
+            except Exception:  # of any kind: records raise WeftError too when they are made
+                logger.exception("a message of another node was not understood; its link ends")
+                if (session := self._sessions.get(address)) is not None:
+                    self._drop(session)  # it would wait for an answer for ever
 
     def _take(self, address: bytes, message: bytes) -> None:
         record = DOWN.decode(message)
