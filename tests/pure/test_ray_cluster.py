@@ -3,6 +3,7 @@ started here; `tests/e2e/test_ray.py` has a real Ray."""
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -20,7 +21,7 @@ from patience import wait_until
 from weft.cli.main import app
 from weft.cli.nodes_table import nodes_table
 from weft.core.errors import ConfigError
-from weft.fleet.launchers import ClusterArgs
+from weft.fleet.launchers import ClusterArgs, ClusterFolder
 from weft.fleet.launchers import ray_cluster as cluster_module
 from weft.fleet.launchers import ray_node as node_module
 from weft.fleet.launchers.ray import RayLauncher
@@ -108,6 +109,23 @@ def cluster(ray: FakeRay) -> RayCluster:
 
 def states(cluster: RayCluster) -> dict[str, str]:
     return {node.name: node.state for node in cluster.list()}
+
+
+def test_a_node_writes_again_who_is_there_if_the_disk_was_full(
+    ray: FakeRay, cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node = next(each for each in ray.made if isinstance(each, NodeActor))
+    told, full = ClusterFolder.tell_members, [OSError(errno.ENOSPC, "no space")]
+
+    def tell(folder: ClusterFolder, addresses: list[str]) -> None:
+        if folder is node._folder and full:
+            raise full.pop()
+        told(folder, addresses)
+
+    monkeypatch.setattr(ClusterFolder, "tell_members", tell)
+    node._state.tell_members({"node-9": "10.0.0.9:7070"})
+    wait_until(lambda: "10.0.0.9:7070" in node._folder.members.read_text())
+    assert not full
 
 
 def test_the_controller_starts_what_is_planned(

@@ -106,5 +106,5 @@ class NodeActor:
         """Bring the list of nodes up to date, which the server reads."""
         members = {**self._state.members, self._name: self._address}
         if members != self._members:
-            self._members = members
             self._folder.tell_members(list(members.values()))
+            self._members = members
