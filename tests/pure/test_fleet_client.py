@@ -31,9 +31,10 @@ from weft.core.errors import (
 )
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
-from weft.fleet.consolidate import SPARE
+from weft.fleet.consolidate import SPARE, NodeLoad, loads_of
 from weft.fleet.controller import Controller
 from weft.fleet.fleet_client import FORGET_S, MAX_LOSSES, WAIT_S
+from weft.fleet.view import FleetView
 from weft.registry.labels import NodePin
 
 DIGESTS = [f"{number:064x}" for number in (1 << 200, 2 << 200, 3 << 200)]
@@ -534,6 +535,31 @@ def test_one_process_decides_and_the_next_one_begins_with_what_nodes_were_told()
         await settle(fleet, 10)
         assert fleet.client.figures.wanted_replicas is not None
         assert second.idle and states(fleet) == {"idle": 1, "up": 1}
+        await controller.close()
+
+    in_fleet(test)
+
+
+def test_a_controller_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(fleet: LossyFleet) -> None:
+        errors, prefetched = [RuntimeError("one"), RuntimeError("two")], []
+
+        def loads(view: FleetView) -> list[NodeLoad]:
+            if errors:
+                raise errors.pop()
+            return loads_of(view)
+
+        async def prefetch(*args: object) -> None:
+            prefetched.append(args)
+            raise RuntimeError
+
+        monkeypatch.setattr("weft.fleet.controller.loads_of", loads)
+        monkeypatch.setattr(fleet.client.adapters, "prefetch", prefetch)
+        for engine in fleet.engines:
+            engine.controller = fleet.client.process
+        controller = Controller(fleet.client)
+        await settle(fleet, 100)
+        assert fleet.client.figures.wanted_replicas == 1 + SPARE and len(prefetched) > 1
         await controller.close()
 
     in_fleet(test)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
 
 import pytest
 import zmq.asyncio
@@ -21,19 +24,22 @@ from weft.core.config import EngineArgs, ModelArgs
 from weft.core.errors import ConfigError, EngineDead, WeftError
 from weft.core.folders import Folder
 from weft.core.load import EngineLoad
-from weft.core.messages import Abort, Command, Started, Submit, Tokens
+from weft.core.messages import Abort, Command, Report, Started, Submit, Tokens
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.sampling import SamplingParams
 from weft.fleet.client import GROUP, LinkClient
 from weft.fleet.curve import FleetKey, read_fleet_key
 from weft.fleet.fleet_client import FleetClient
+from weft.fleet.listener import Session
 from weft.fleet.members import Members, read_addresses
 from weft.fleet.node import OwnNode
 from weft.fleet.patience import Patience
+from weft.fleet.process import ProcessLink
 from weft.fleet.reports import REPORT_S
 from weft.fleet.start import FleetArgs, start_fleet
+from weft.fleet.supervisor import start_supervised
 from weft.fleet.tcp import TcpLink
-from weft.fleet.wire import DOWN, Hello
+from weft.fleet.wire import DOWN, REPORTS, Hello
 from weft.registry.blobs import Blobs
 from weft.registry.contents import Contents
 from weft.registry.stores import DirectoryStore
@@ -229,6 +235,40 @@ def test_who_is_not_understood_is_dropped_and_heard_again_over_a_new_link(
             await until(lambda: not own.listener.clients)
             link._put(Hello("me"))
             await until(lambda: own.listener.clients == {"me"})
+
+    asyncio.run(test())
+
+
+def test_silent_nodes_are_dropped_though_one_could_not_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weft.fleet.listener.MAX_SILENT", 1)
+
+    async def test() -> None:
+        async with linked(tmp_path) as (engine, own, client, link):
+            await started(engine, client, link)
+            drop, errors = own.listener._drop, [RuntimeError()]
+
+            def drop_next_time(session: Session) -> None:
+                if errors:
+                    raise errors.pop()
+                drop(session)
+
+            monkeypatch.setattr(own.listener, "_drop", drop_next_time)
+            await until(lambda: not own.listener.clients)
+
+    asyncio.run(test())
+
+
+def test_a_link_whose_message_can_not_be_taken_ends(tmp_path: Path) -> None:
+    async def test() -> None:
+        async with linked(tmp_path) as (engine, own, client, link):
+            await started(engine, client, link)
+            (session,) = own.listener._sessions.values()
+            own.listener._send(session, b"\xc1")
+            async with asyncio.timeout(PATIENCE_S):
+                error = await client.ended()
+            assert error.message == "a message of node a could not be taken"
 
     asyncio.run(test())
 
@@ -457,6 +497,78 @@ def test_a_list_of_nodes_is_read_again_after_one_that_is_no_text(
         await fleet.close()
 
     asyncio.run(test())
+
+
+def test_nodes_are_sought_again_after_errors_of_any_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as when there is no room for a thread, or there are too many open files."""
+    errors = [zmq.ZMQError(errno.EMFILE), RuntimeError("can't start new thread")]
+    made = []
+
+    async def read(where: str) -> list[str]:
+        if len(errors) > 1:
+            raise errors.pop()
+        return ["127.0.0.1:1"]
+
+    def link(*args: Any) -> TcpLink:
+        if errors:
+            raise errors.pop()
+        made.append(TcpLink(*args))
+        return made[-1]
+
+    monkeypatch.setattr("weft.fleet.members.READ_S", 0.01)
+    monkeypatch.setattr("weft.fleet.members.read_addresses", read)
+    monkeypatch.setattr("weft.fleet.members.TcpLink", link)
+
+    async def test() -> None:
+        fleet = FleetClient()
+        members = Members("nodes", link_key(tmp_path), "", fleet)
+        await until(lambda: bool(made))
+        made[0].tick = lambda: 1 / 0
+        await until(lambda: len(made) > 1)
+        await members.close()
+        await fleet.close()
+
+    asyncio.run(test())
+
+
+def test_an_engine_is_started_again_though_nobody_could_be_told_of_its_death() -> None:
+    async def test() -> None:
+        async def start(args: EngineArgs) -> LinkClient:
+            client = LinkClient()
+            client.dispatch(Started(INFO))
+            return await client.start(SilentLink())
+
+        supervisor = await start_supervised(EngineArgs(ModelArgs("m")), start, watchdog_s=0)
+        supervisor.on_pulse = lambda: 1 / 0
+        supervisor._engine.died(EngineDead("exit code 1"))
+        await until(lambda: supervisor.restarts == 1)
+        await supervisor.close()
+
+    asyncio.run(test())
+
+
+def test_a_process_is_heard_after_a_report_that_could_not_be_taken() -> None:
+    reports: SimpleQueue[bytes] = SimpleQueue()
+    taken: list[Report] = []
+
+    class Up:
+        async def recv(self) -> bytes:
+            return reports.get()
+
+    class Client:
+        def dispatch(self, report: Report) -> None:
+            taken.append(report)
+            raise RuntimeError if len(taken) < 2 else asyncio.CancelledError
+
+    link = ProcessLink.__new__(ProcessLink)
+    link._up, link._client, link._has_started = Up(), Client(), True
+    for _ in range(2):
+        reports.put(REPORTS.encode(Tokens([])))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(link._receive())
+    assert len(taken) == 2
 
 
 def test_addresses_come_from_a_file_or_dns(tmp_path: Path) -> None:

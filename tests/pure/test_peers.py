@@ -26,6 +26,7 @@ from weft.core.errors import RegistryUnavailable
 from weft.core.files import CONFIG_FILE
 from weft.fleet import lender, peers
 from weft.fleet.curve import DOMAIN, FleetKey
+from weft.fleet.lender import ContentLender
 from weft.fleet.node import OwnNode
 from weft.fleet.peers import MAX_ASKED, PeerContents, choose_peers
 from weft.fleet.wire import DOWN, PIECES, FilePiece, GetPiece
@@ -141,6 +142,26 @@ def test_another_node_spares_the_store(store: CountingStore, blobs: Blobs, tmp_p
     asyncio.run(test())
     assert store.num_files == before
     assert blobs.fetched == {"peers": num_bytes(), "store": 0}
+
+
+def test_pieces_are_sent_after_one_that_can_not_be_asked_for(tmp_path: Path) -> None:
+    contents = Contents(tmp_path)
+    with contents.stage() as stage:
+        contents.keep(written(stage / "a", FILES)).close()
+    (key,) = (path.name for path in (tmp_path / "contents").iterdir())
+
+    async def test() -> None:
+        sent: asyncio.Queue[bytes | None] = asyncio.Queue()
+        lends = ContentLender(contents, lambda _, piece: sent.put_nowait(piece.data))
+        serving = asyncio.create_task(lends.serve())
+        for start in (1 << 63, 0):
+            lends.ask(b"me", GetPiece(key, CONFIG_FILE, start))
+        async with asyncio.timeout(PATIENCE_S):
+            assert await sent.get() is None and await sent.get()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    asyncio.run(test())
 
 
 LISTED = listing_of({name: io.BytesIO(content) for name, content in FILES.items()})

@@ -17,6 +17,7 @@ from http.client import HTTPException
 from urllib.request import Request, urlopen
 
 from weft.fleet.consolidate import TARGET, Consolidator, loads_of
+from weft.fleet.duty import going_on
 from weft.fleet.fleet_client import FleetClient
 
 logger = logging.getLogger(__name__)
@@ -82,12 +83,14 @@ class Controller:
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(TICK_S)
-            self._tick(clock())
+            with going_on("how many nodes serve is not decided"):
+                self._tick(clock())
 
     async def _prefetch(self) -> None:
         while True:
             await asyncio.sleep(PREFETCH_S)
-            await self._fleet.adapters.prefetch(self._fleet.nodes, self._fleet.router.view)
+            with going_on("adapters don't come to nodes ahead of requests"):
+                await self._fleet.adapters.prefetch(self._fleet.nodes, self._fleet.router.view)
 
     async def _call(self, url: str) -> None:
         """Tell how many nodes are wanted whenever that changes, and now and then."""

@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from weft.fleet.duty import going_on
 from weft.fleet.peers import PIECE_BYTES
 from weft.fleet.wire import FilePiece, GetPiece
 from weft.registry.contents import Contents
@@ -42,8 +43,10 @@ class ContentLender:
         with ThreadPoolExecutor(1, "weft-lender") as reader:
             while True:
                 address, asked = await self._waiting.get()
-                data = await loop.run_in_executor(
-                    reader, read, asked.content, asked.name, asked.start, PIECE_BYTES
-                )
+                data = None
+                with going_on("a piece was not read"):
+                    data = await loop.run_in_executor(
+                        reader, read, asked.content, asked.name, asked.start, PIECE_BYTES
+                    )
                 self._send(address, FilePiece(data))
                 await asyncio.sleep(PAUSE_S)

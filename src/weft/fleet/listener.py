@@ -36,6 +36,7 @@ from weft.core.messages import (
 )
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.fleet.curve import DOMAIN, FleetKey
+from weft.fleet.duty import going_on
 from weft.fleet.lender import ContentLender
 from weft.fleet.reports import REPORT_S, ReportUpdate
 from weft.fleet.sent import ReceivedRequests
@@ -347,12 +348,13 @@ class NodeListener:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(REPORT_S)
-            for session in list(self._sessions.values()):
-                session.silent += 1
-                if session.silent > MAX_SILENT:
-                    logger.warning("another node is silent; its requests are ended here")
-                    self._drop(session)
-            self._release_left_behind()
+            with going_on("what silent nodes have here is not ended"):
+                for session in list(self._sessions.values()):
+                    session.silent += 1
+                    if session.silent > MAX_SILENT:
+                        logger.warning("another node is silent; its requests are ended here")
+                        self._drop(session)
+                self._release_left_behind()
 
     def _release_left_behind(self) -> None:
         now = time.monotonic()

@@ -16,6 +16,7 @@ import zmq.asyncio
 from weft.core.errors import ConfigError, EngineDead, WeftError
 from weft.fleet.client import LinkClient
 from weft.fleet.curve import FleetKey
+from weft.fleet.duty import going_on
 from weft.fleet.fleet_client import FleetClient
 from weft.fleet.node import RemoteNode
 from weft.fleet.patience import Patience
@@ -89,15 +90,17 @@ class Members:
         while True:
             await asyncio.sleep(REPORT_S)
             if self._fleet.own is not None:
-                self._fleet.own.tick()
+                with going_on("nobody knows whether the own engine hangs"):
+                    self._fleet.own.tick()
             for link in list(self._links):
-                link.tick()
+                with going_on(f"nobody knows whether the node at {link.address} hangs"):
+                    link.tick()
 
     async def _read(self, where: str) -> None:
         while True:
             try:
                 self._follow(await read_addresses(where))
-            except (OSError, UnicodeError, WeftError) as error:  # who is known stays known
+            except Exception as error:  # of any kind; who is known stays known
                 logger.warning("the list of nodes can't be read: %s", error)
             await asyncio.sleep(READ_S)
 
@@ -119,6 +122,8 @@ class Members:
             except ConfigError as error:
                 logger.error("%s: no node can be there", error.message)
                 return
+            except Exception:  # of any kind, such as too many open files: that may change
+                logger.exception("there is no link to %s", address)
             if address in self._own:
                 return
             await asyncio.sleep(pause_s)
@@ -154,10 +159,10 @@ class Members:
         self._named[link.node] = address
         node = RemoteNode(client, link)
         logger.info("node %s at %s is there", node.name, address)
-        self._fleet.join(node, update_between(None, link.report) if link.report else None)
-        link.on_report = lambda update: self._fleet.reported(node, update)
         error: WeftError = EngineDead(f"node {node.name} is not in the list any more")
         try:
+            self._fleet.join(node, update_between(None, link.report) if link.report else None)
+            link.on_report = lambda update: self._fleet.reported(node, update)
             error = await client.ended()
         finally:
             del self._named[link.node]

@@ -23,6 +23,7 @@ from weft.core.errors import EngineDead
 from weft.core.messages import Command, Pulse, Report, Started, Stop, Submit, SubmitAgain
 from weft.core.processes import die_with_parent
 from weft.fleet.client import LinkClient
+from weft.fleet.duty import going_on
 from weft.fleet.sent import ReceivedRequests, SentRequests
 from weft.fleet.sockets import SocketFolder
 from weft.fleet.wire import COMMANDS, ORDERS, REPORTS, EngineOrder
@@ -121,7 +122,8 @@ class ProcessLink:
         while True:
             report = REPORTS.decode(await self._up.recv())
             self._has_started = self._has_started or isinstance(report, Started)
-            self._client.dispatch(report)
+            with going_on("a report of the engine was not taken as it should be"):
+                self._client.dispatch(report)
 
     def _ended(self) -> None:
         """Report that the process is gone, after what it still sent has been delivered."""

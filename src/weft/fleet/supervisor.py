@@ -25,6 +25,7 @@ from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
 from weft.core.tenants import Tenant
 from weft.fleet.client import LinkClient, Put
+from weft.fleet.duty import going_on
 from weft.fleet.suspects import Suspects
 
 logger = logging.getLogger(__name__)
@@ -212,7 +213,8 @@ class Supervisor:
             self._suspects.died(self._engine.lost, error)
             logger.error("%s; it is started again", error.message)
             self._down, self.death = "the engine has died and is being started again", error
-            self.on_pulse()
+            with going_on("it is not told that the engine died"):
+                self.on_pulse()
             if died_s - started_s > MAX_PAUSE_S:
                 pause_s = 0.0
             while self._down is not None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +30,9 @@ from weft.fleet.curve import FleetKey
 from weft.fleet.patience import Patience
 from weft.fleet.reports import NodeReport, ReportReceiver, ReportUpdate
 from weft.fleet.sent import SentRequests
-from weft.fleet.wire import DOWN, UP, Beat, Down, Drain, Gone, Hello, Rest, Welcome
+from weft.fleet.wire import DOWN, UP, Beat, Down, Drain, Gone, Hello, Rest, Up, Welcome
+
+logger = logging.getLogger(__name__)
 
 MAX_CONNECTING = 40
 """How many ticks the first answer may take."""
@@ -134,22 +137,28 @@ class TcpLink:
         self._client.died(error)
 
     async def _receive(self) -> None:
-        while True:
-            record = UP.decode(await self._socket.recv())
-            self._patience.heard()
-            match record:
-                case ReportUpdate():
-                    self._receiver.receive(record)
-                    self.on_report(record)
-                case Welcome(node, process, info):
-                    self.node, self.process = node, process
-                    self._client.dispatch(Started(info))
-                case Gone(message, killed):
-                    error = EngineDead(message)
-                    error.killed = killed
-                    self._client.died(error)
-                case _:
-                    self._client.dispatch(record)
+        try:
+            while True:
+                self._take(UP.decode(await self._socket.recv()))
+        except Exception:
+            logger.exception("the link to %s ends, as its message could not be taken", self._name)
+            self._end(f"a message of {self._name} could not be taken")
+
+    def _take(self, record: Up) -> None:
+        self._patience.heard()
+        match record:
+            case ReportUpdate():
+                self._receiver.receive(record)
+                self.on_report(record)
+            case Welcome(node, process, info):
+                self.node, self.process = node, process
+                self._client.dispatch(Started(info))
+            case Gone(message, killed):
+                error = EngineDead(message)
+                error.killed = killed
+                self._client.died(error)
+            case _:
+                self._client.dispatch(record)
 
     async def _watch_connection(self) -> None:
         await self._monitor.recv_multipart()
