@@ -403,6 +403,34 @@ def test_only_losses_are_counted_against_a_request() -> None:
     in_fleet(test)
 
 
+def test_who_lost_a_node_before_it_could_move_away_stays_where_it_went(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("weft.fleet.fleet_client.MAX_RESUMING", 1)
+
+    async def test(fleet: LossyFleet) -> None:
+        first, *others = fleet.engines
+        for engine in others:
+            fleet.lose(engine.name, "it ends", killed=True)
+        readers = [begun(fleet, replace(asked(100), request_id=f"r{i}")) for i in range(6)]
+        await settle(fleet, 3)
+        assert where(fleet) == [first.name] and len(first.running) == 6
+        for engine in others:
+            engine.begin()
+            await fleet.join(engine)
+        fleet.client.drain(first.name)
+        first.report()
+        fleet.links[first.name].carry()
+        await asyncio.sleep(0)
+        first.begin()
+        fleet.lose(first.name, "it ends", killed=True)
+        await settle(fleet, 200)
+        assert all(reader.tokens == stream_of(reader.request) for reader in readers)
+        assert fleet.client.figures.moves + fleet.client.figures.losses == 6
+
+    in_fleet(test)
+
+
 @pytest.mark.parametrize("closing", [False, True])
 def test_a_request_that_moves_and_finds_no_node_ends(closing: bool) -> None:
     async def test(fleet: LossyFleet) -> None:

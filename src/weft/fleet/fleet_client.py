@@ -184,8 +184,7 @@ class FleetClient:
         """Let requests go elsewhere. Each goes on where it is until it has its turn."""
         for live in found:
             live.leaving = True
-        for live in found:
-            node, attempt = live.node, live.attempt
+        for live, node, attempt in [(live, live.node, live.attempt) for live in found]:
             turn = await ResumeTurn.take(self._turns)
             if node is None or attempt is None or live.attempt is not attempt or live.turn:
                 turn.end()
