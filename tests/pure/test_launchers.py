@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from threading import Thread
+from unittest.mock import Mock
 
 import pytest
 from command_line import CliRunner
@@ -90,6 +92,29 @@ class Process:
         return self.code
 
 
+def test_a_process_is_started_again_once_there_is_room_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, folder = [0.0], ClusterFolder(tmp_path)
+    folder.create(ARGS)
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    monkeypatch.setattr(local_module, "is_ready", lambda url: True)
+    launcher = LocalLauncher(folder, ARGS, lambda: now[0])
+    launcher.start("node-0")
+    launcher.list()
+    launcher._running["node-0"].process.code = 1
+    launcher.tend()
+    refused = BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", Mock(side_effect=refused))
+        now[0] += MAX_PAUSE_S
+        launcher.tend()
+        assert launcher.list()[0].state == "ended"
+    now[0] += MAX_PAUSE_S
+    launcher.tend()
+    assert launcher.list() == [Placed("node-0", "http://127.0.0.1:9000", "up", 1)]
+
+
 def test_processes_are_started_again_after_growing_pauses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,18 +138,18 @@ def test_processes_are_started_again_after_growing_pauses(
     assert command.startswith(f"{sys.executable} -m weft serve base --host 127.0.0.1 --port 9001")
     assert "--node-name node-1 --seed 1" in command
 
-    for restarts in range(8):
+    for restarts in range(1100):
         started[-1].code = -9
         launcher.tend()
         assert launcher.list()[1].state == "ended"
-        pause_s = min(2.0**restarts, MAX_PAUSE_S)
+        pause_s = min(2**restarts, MAX_PAUSE_S)
         now[0] += pause_s - 0.01
         launcher.tend()
         assert launcher.list()[1].restarts == restarts
         now[0] += 0.02
         launcher.tend()
         assert launcher.list()[1].restarts == restarts + 1
-    assert len(started) == 2 + 8
+    assert len(started) == 2 + 1100
 
     launcher.stop("node-1")
     assert folder.members.read_text() == "127.0.0.1:7070\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from urllib.request import urlopen
 from weft.core.errors import ConfigError
 from weft.core.processes import die_with_parent
 from weft.fleet.launchers import ClusterArgs, ClusterFolder, Placed, State, fleet_port_of
+
+logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
 MAX_PAUSE_S = 30.0
@@ -46,6 +49,10 @@ class _Running:
     """When it is to be started again, if it has ended."""
     log_start: int = 0
     """Where the lines of this process begin in its log."""
+
+
+def _pause_s(node: _Running) -> float:
+    return min(2.0 ** min(node.restarts, 10), MAX_PAUSE_S)  # more is no number at some time
 
 
 class LocalLauncher:
@@ -90,11 +97,15 @@ class LocalLauncher:
                 continue
             if node.again_s is None:
                 self._give_up_in_vain(name, node)
-                node.again_s = now + min(2.0**node.restarts, MAX_PAUSE_S)
+                node.again_s = now + _pause_s(node)
             elif now >= node.again_s:
                 node.log_start = self._log_size(name)
-                node.process, node.again_s = self._spawn(name, node.port), None
-                node.restarts += 1
+                try:
+                    node.process, node.again_s = self._spawn(name, node.port), None
+                    node.restarts += 1
+                except OSError as error:  # such as no room for a process
+                    logger.warning("%s can't be started again now: %s", name, error)
+                    node.again_s = now + _pause_s(node)
 
     def _give_up_in_vain(self, name: str, node: _Running) -> None:
         """Raise ConfigError if a node that has ended need not be started again: its own error says
