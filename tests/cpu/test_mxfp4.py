@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,28 @@ def test_a_half_that_is_missing_is_named(folder: Path) -> None:
     save_file(scales, folder / "a.safetensors")
     with pytest.raises(ConfigError, match=r"lacks model\.layers\.0\.mlp\.experts\.down_proj"):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "part", "change"),
+    [
+        ("a", "scales", lambda t: t[..., :1]),
+        ("a", "scales", lambda t: t.view(torch.int8)),
+        ("b", "blocks", lambda t: t.view(torch.int8)),
+        ("b", "blocks", lambda t: t.flatten()),
+    ],
+    ids=["few scales", "signed scales", "signed blocks", "flat blocks"],
+)
+def test_a_half_that_does_not_fit_is_named(
+    folder: Path, file: str, part: str, change: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    name, path = f"model.layers.0.mlp.experts.down_proj_{part}", folder / f"{file}.safetensors"
+    tensors = load_file(path)
+    tensors[name] = change(tensors[name]).contiguous()
+    save_file(tensors, path)
+    with pytest.raises(ConfigError, match=f"{name} has") as caught:
+        load(folder)
+    assert caught.value.param == name
 
 
 def test_other_quantizations_are_refused(folder: Path) -> None:

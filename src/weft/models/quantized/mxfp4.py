@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from weft.core.errors import ConfigError
 from weft.models.quantized.values import Tensors
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -39,6 +40,24 @@ class Mxfp4Tensor:
     scales: Any
     """In the file, (experts, out, G)."""
 
+    @classmethod
+    def of(cls, name: str, blocks: Any, scales: Any) -> Mxfp4Tensor:
+        """Raises ConfigError, naming the tensor, where the two don't fit each other."""
+        shape, size = list(blocks.get_shape()), _BLOCK // 2
+        if len(shape) != 4 or shape[3] != size:
+            wanted = f"(experts, out, blocks, {size})"
+            message = f"{name}_blocks has shape {tuple(shape)}, expected {wanted}"
+            raise ConfigError(message, f"{name}_blocks")
+        if list(scales.get_shape()) != shape[:3]:
+            found, wanted = tuple(scales.get_shape()), f"{tuple(shape[:3])}"
+            message = f"{name}_scales has shape {found}, expected {wanted}"
+            raise ConfigError(message, f"{name}_scales")
+        for part, tensor in (("blocks", blocks), ("scales", scales)):
+            if tensor.get_dtype() != "U8":
+                message = f"{name}_{part} has dtype {tensor.get_dtype()}, expected U8"
+                raise ConfigError(message, f"{name}_{part}")
+        return cls(blocks, scales)
+
     def get_shape(self) -> list[int]:
         experts, out, num_blocks, num_bytes = self.blocks.get_shape()
         return [experts, 2 * num_blocks * num_bytes, out]
@@ -62,6 +81,6 @@ def read_mxfp4(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[st
     for name, tensor in tensors.items():
         whole, _, part = name.rpartition("_")
         if part == "blocks" and f"{whole}_scales" in tensors:
-            yield whole, Mxfp4Tensor(tensor, tensors[f"{whole}_scales"])
+            yield whole, Mxfp4Tensor.of(whole, tensor, tensors[f"{whole}_scales"])
         elif part != "scales" or f"{whole}_blocks" not in tensors:
             yield name, tensor
