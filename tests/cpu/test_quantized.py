@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig
-from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
+from transformers.integrations.finegrained_fp8 import FP8Linear, _dequantize_fp8_weight
 
 from weft.bench.engine import preset_folder
 from weft.checkpoint.trained_on import warning_of_four_bits
@@ -163,6 +163,42 @@ def test_inputs_of_compressed_tensors_are_reordered_by_their_groups(tmp_path: Pa
     assert torch.equal(values, (integers * scales[:, 3:].float()).bfloat16())
 
 
+def test_an_order_names_groups_that_are_there(tmp_path: Path) -> None:
+    tensors = stored("ct-w4-group")
+    tensors = tensors | {"x.weight_g_idx": torch.full((128,), 4, dtype=torch.int32)}
+    del tensors["expected"]
+    with pytest.raises(ConfigError, match=r"x\.weight_g_idx names a group that is not among 4"):
+        read(tensors, STATED["ct-w4-group"], tmp_path)
+
+
+def test_groups_of_gptq_have_the_stated_size(tmp_path: Path) -> None:
+    """Without g_idx, 128 inputs in groups of 96 are 96 and 32, not twice 64."""
+    tensors = {n: t for n, t in stored("gptq-4").items() if n in ("x.qweight", "x.qzeros")}
+    outputs = tensors["x.qweight"].shape[1]
+    tensors["x.qzeros"] = tensors["x.qzeros"][:2].clone()
+    tensors["x.scales"] = torch.rand(2, outputs, dtype=torch.float16)
+    order = {"x.g_idx": torch.arange(128, dtype=torch.int32) // 96}
+    stated = STATED["gptq-4"] | {"group_size": 96}
+    wanted = read(tensors | order, stated, tmp_path)
+    assert torch.equal(read(tensors, stated, tmp_path), wanted)
+    with pytest.raises(ConfigError, match=r"x\.scales has shape"):
+        read(tensors, STATED["gptq-4"], tmp_path)
+    with pytest.raises(ConfigError, match="group_size must be a number"):
+        read(tensors, stated | {"group_size": "96"}, tmp_path)
+
+
+def test_zero_points_of_gptq_fill_whole_words(tmp_path: Path) -> None:
+    tensors = stored("gptq-4")
+    expected = tensors.pop("expected")
+    for name in ("x.qweight", "x.scales"):
+        tensors[name] = tensors[name][:, :12].clone()
+    tensors["x.qzeros"] = tensors["x.qzeros"][:, :2].clone()
+    assert torch.equal(read(tensors, STATED["gptq-4"], tmp_path), expected[:12])
+    tensors["x.qzeros"] = tensors["x.qzeros"][:, :1].clone()
+    with pytest.raises(ConfigError, match=r"x\.qzeros has shape"):
+        read(tensors, STATED["gptq-4"], tmp_path)
+
+
 @pytest.mark.parametrize("block", [[16, 32], [24, 48], None], ids=["even", "rest", "tensor"])
 def test_fp8_is_what_transformers_reads(block: list[int] | None, tmp_path: Path) -> None:
     codes = torch.randn(64, 96).to(torch.float8_e4m3fn)
@@ -171,6 +207,17 @@ def test_fp8_is_what_transformers_reads(block: list[int] | None, tmp_path: Path)
     stated = {"quant_method": "fp8", "weight_block_size": block, "activation_scheme": "dynamic"}
     values = read({"x.weight": codes, name: scales}, stated, tmp_path)
     assert torch.equal(values, _dequantize_fp8_weight(codes, scales, block, torch.float32))
+
+
+def test_fp8_by_tensor_may_have_the_names_of_transformers(tmp_path: Path) -> None:
+    layer = FP8Linear(96, 64, block_size=None, activation_scheme="static")
+    tensors = {f"x.{name}": value for name, value in layer.state_dict().items()}
+    tensors["x.weight"] = codes = torch.randn(64, 96).to(torch.float8_e4m3fn)
+    tensors["x.weight_scale_inv"] = scale = torch.tensor(0.3)
+    assert "x.activation_scale" in tensors
+    stated = {"quant_method": "fp8", "weight_block_size": None, "activation_scheme": "static"}
+    values = read(tensors, stated, tmp_path)
+    assert torch.equal(values, _dequantize_fp8_weight(codes, scale, None, torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -190,6 +237,21 @@ def test_fp8_is_what_transformers_reads(block: list[int] | None, tmp_path: Path)
         ("ct-w4-group", "x.weight_shape", torch.tensor([32, 999]), "x.weight_packed has shape"),
         ("ct-w4-group", "x.weight_scale", torch.ones(32, 5), "can't be cut into 5 groups"),
         ("ct-fp8-channel", "x.weight_scale", torch.ones(5, 1), "x.weight_scale has shape"),
+        ("awq", "x.qweight", torch.zeros(128, dtype=torch.int32), "x.qweight has shape"),
+        ("awq", "x.scales", torch.tensor(1.0), "x.scales has shape"),
+        ("gptq-4", "x.qweight", torch.zeros(128, dtype=torch.int32), "x.qweight has shape"),
+        ("ct-fp8-channel", "x.weight", torch.zeros(8), "x.weight has shape"),
+        ("bnb-int8", "x.weight", torch.zeros(8), "x.weight has shape"),
+        ("ct-int8-channel", "x.weight", torch.zeros(8, dtype=torch.int8), "x.weight has shape"),
+        ("ct-w4-group", "x.weight_packed", torch.zeros(8), "x.weight_packed has shape"),
+        ("ct-w4-group", "x.weight_scale", torch.ones(32, 0), "can't be cut into 0 groups"),
+        ("ct-w4-group-asymmetric", "x.weight_scale", torch.tensor(1.0), "weight_scale has shape"),
+        (
+            "ct-w4-group-asymmetric",
+            "x.weight_zero_point",
+            torch.zeros(4, 3, dtype=torch.int32),
+            "x.weight_zero_point has shape",
+        ),
     ],
 )
 def test_a_part_that_does_not_fit_is_named(

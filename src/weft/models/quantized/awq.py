@@ -32,8 +32,8 @@ def read_awq(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str,
 
 
 def _matrix(parts: Parts) -> Dequantized:
-    inputs, words = parts.shape(".qweight")
-    outputs, groups = 8 * words, parts.shape(".scales")[0]
+    inputs, words = parts.shape(".qweight", 2)
+    outputs, groups = 8 * words, parts.shape(".scales", 2)[0]
 
     def codes() -> Codes:
         numbers_IO = _in_order(parts.read(".qweight", (inputs, words), "I32"))

@@ -37,7 +37,7 @@ def read_bitsandbytes(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[t
 
 
 def _eight_bits(parts: Parts) -> Dequantized:
-    shape = outputs, _ = parts.shape(".weight")
+    shape = outputs, _ = parts.shape(".weight", 2)
 
     def values() -> Tensor:
         numbers = parts.read(".weight", shape, "I8").float()

@@ -47,7 +47,7 @@ def read_compressed(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tup
 def _packed(parts: Parts) -> Dequantized:
     shape = parts.read(_SHAPE, (2,), "I32", "I64").tolist()
     outputs, inputs = shape
-    rows, words = parts.shape(_PACKED)
+    rows, words = parts.shape(_PACKED, 2)
     bits = next((b for b in (4, 8) if words == -(-inputs * b // 32)), None)
     if bits is None or rows != outputs:
         name = parts.stem + _PACKED
@@ -58,8 +58,8 @@ def _packed(parts: Parts) -> Dequantized:
         numbers = unpacked(packed, bits).flatten(1)[:, :inputs]
         zeros = None
         if _ZERO in parts:
-            groups = parts.shape(_ZERO)[-1]
-            stored = parts.read(_ZERO, (-(-outputs * bits // 32), groups), "I32")
+            scales = parts.shape(_SCALE, 2)
+            stored = parts.read(_ZERO, (-(-outputs * bits // 32), scales[1]), "I32")
             zeros = unpacked(stored.t(), bits).flatten(1)[:, :outputs].t()
         return _integers(parts, bits, numbers, zeros)
 
@@ -69,7 +69,7 @@ def _packed(parts: Parts) -> Dequantized:
 def _plain(parts: Parts, block: Block | None) -> Dequantized:
     if parts.dtype(".weight") != "I8":
         return fp8_matrix(parts, _SCALE, block)
-    outputs, inputs = parts.shape(".weight")
+    outputs, inputs = parts.shape(".weight", 2)
 
     def codes() -> Codes:
         numbers = parts.read(".weight", (outputs, inputs), "I8").to(torch.int32) + 128
@@ -87,11 +87,15 @@ def _integers(parts: Parts, bits: int, numbers_OI: Tensor, zeros: Tensor | None)
     outputs, inputs = numbers_OI.shape
     stored = parts.shape(_SCALE)
     wanted = stored if stored in ((), (1,)) else (outputs, stored[-1])
-    scales = parts.read(_SCALE, wanted, *FLOATS).reshape(-1, stored[-1] if stored else 1)
+    read = parts.read(_SCALE, wanted, *FLOATS)
+    scales = read if read.dim() == 2 else read.reshape(1, 1)
     if zeros is None:
         zeros = torch.full_like(scales, 1 << (bits - 1), dtype=torch.int32)
     scale_OG, zero_OG = (x.reshape(scales.shape).expand(outputs, -1) for x in (scales, zeros))
     found = Codes("int4" if bits == 4 else "int8", numbers_OI.to(torch.uint8), scale_OG, zero_OG)
     if _GROUPS in parts and bool((index := parts.read(_GROUPS, (inputs,), "I32")).ge(0).all()):
+        if int(index.max()) >= (groups := scales.shape[1]):
+            name = parts.stem + _GROUPS
+            raise ConfigError(f"{name} names a group that is not among {groups}", name)
         return found.in_groups(index.long())
     return found

@@ -19,9 +19,10 @@ Block = tuple[int, int]
 
 def read_fp8(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     block = block_size(stated.get("weight_block_size"))
-    scale = ".weight_scale_inv" if block is not None else ".weight_scale"
+    inverse = ".weight_scale_inv"
+    scale = inverse if block or any(n.endswith(inverse) for n in tensors) else ".weight_scale"
     make = partial(fp8_matrix, scale=scale, block=block)
-    return joined(tensors, ".weight", (scale, ".input_scale"), make)
+    return joined(tensors, ".weight", (scale, ".input_scale", ".activation_scale"), make)
 
 
 def block_size(stated: Any) -> Block | None:
@@ -36,7 +37,7 @@ def block_size(stated: Any) -> Block | None:
 
 
 def fp8_matrix(parts: Parts, scale: str, block: Block | None) -> Dequantized:
-    outputs, inputs = shape = parts.shape(".weight")
+    outputs, inputs = shape = parts.shape(".weight", 2)
 
     def codes() -> Codes:
         numbers = parts.read(".weight", shape, "F8_E4M3").view(torch.uint8)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -31,23 +32,29 @@ from weft.models.quantized.values import (
 
 def read_gptq(tensors: Tensors, stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     version = stated.get("checkpoint_format") or stated.get("format")
-    make = partial(_matrix, bits=stated["bits"], shift=0 if version == "gptq_v2" else 1)
+    shift, group = 0 if version == "gptq_v2" else 1, stated.get("group_size")
+    if type(group) not in (int, NoneType):
+        name = "quantization_config.group_size"
+        raise ConfigError(f"{name} must be a number, got {group!r}", name)
+    make = partial(_matrix, bits=stated["bits"], shift=shift, group=group or -1)
     return joined(tensors, ".qweight", (".scales", ".qzeros", ".g_idx"), make)
 
 
-def _matrix(parts: Parts, bits: int, shift: int) -> Dequantized:
-    words, outputs = parts.shape(".qweight")
-    inputs, groups = words * 32 // bits, parts.shape(".scales")[0]
+def _matrix(parts: Parts, bits: int, shift: int, group: int) -> Dequantized:
+    words, outputs = parts.shape(".qweight", 2)
+    inputs, groups = words * 32 // bits, parts.shape(".scales", 2)[0]
+    if ".g_idx" not in parts and group > 0:
+        groups = -(-inputs // group)
 
     def codes() -> Codes:
         packed = parts.read(".qweight", (words, outputs), "I32")
         numbers_OI = unpacked(packed.t(), bits).flatten(1).to(torch.uint8)
         scales_GO = parts.read(".scales", (groups, outputs), *FLOATS)
-        zeros = parts.read(".qzeros", (groups, outputs * bits // 32), "I32")
-        zeros_GO = (unpacked(zeros, bits).flatten(1) + shift) & ((1 << bits) - 1)
+        zeros = parts.read(".qzeros", (groups, -(-outputs * bits // 32)), "I32")
+        zeros_GO = (unpacked(zeros, bits).flatten(1)[:, :outputs] + shift) & ((1 << bits) - 1)
         found = Codes("int4" if bits <= 4 else "int8", numbers_OI, scales_GO.t(), zeros_GO.t())
         if ".g_idx" not in parts:
-            return found
+            return found.in_groups(torch.arange(inputs) // group) if group > 0 else found
         index = parts.read(".g_idx", (inputs,), "I32").long()
         if not bool(((index >= 0) & (index < groups)).all()):
             name = f"{parts.stem}.g_idx"

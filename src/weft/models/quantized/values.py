@@ -46,9 +46,12 @@ class Parts:
     def __contains__(self, part: str) -> bool:
         return self.stem + part in self.tensors
 
-    def shape(self, part: str) -> tuple[int, ...]:
-        """Raises ConfigError where the file lacks that part."""
-        return tuple(self._stored(part).get_shape())
+    def shape(self, part: str, dims: int | None = None) -> tuple[int, ...]:
+        """Raises ConfigError where the file lacks that part, or it has not as many `dims`."""
+        found, name = tuple(self._stored(part).get_shape()), self.stem + part
+        if dims is not None and len(found) != dims:
+            raise ConfigError(f"{name} has shape {found}, expected {dims} dimensions", name)
+        return found
 
     def dtype(self, part: str) -> str:
         """The name that safetensors has for it, such as I8."""
@@ -113,7 +116,7 @@ def of_codes(shape: tuple[int, int], codes: Callable[[], Codes]) -> Dequantized:
     def checked() -> Codes:
         found = codes()
         inputs, groups = shape[1], found.scale_OG.shape[1]
-        if inputs % groups:
+        if not groups or inputs % groups:
             message = f"{inputs} inputs of a quantized matrix can't be cut into {groups} groups"
             raise ConfigError(message, "quantization_config")
         return found
