@@ -908,6 +908,22 @@ def test_extra_tensors(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert "model.strange" in caplog.text
 
 
+@pytest.mark.parametrize("quantization", [None, "int4"])
+def test_of_a_tensor_in_two_files_the_last_counts(folder: Path, quantization: str | None) -> None:
+    config = load_model_config(folder)
+    wanted = load_weights(folder, config, torch.float32, "cpu", quantization)
+    (folder / "model.safetensors").rename(folder / "b.safetensors")
+    names = [f"model.layers.0.self_attn.{name}_proj.weight" for name in "qk"]
+    first = {n: t + 1 for n, t in load_file(folder / "b.safetensors").items() if n in names}
+    save_file(first, folder / "a.safetensors")
+    index = {"weight_map": {"a": "a.safetensors", "b": "b.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    found = load_weights(folder, config, torch.float32, "cpu", quantization)
+    for key, matrix in wanted.matrices.items():
+        values = found.matrices[key].dequantized(torch.float32)
+        assert torch.equal(values, matrix.dequantized(torch.float32)), key
+
+
 def test_a_tied_head_may_be_stored_but_must_be_equal(tmp_path: Path) -> None:
     make_model(CONFIGS["llama3-tied"]).save_pretrained(tmp_path)
     embed = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]

@@ -180,7 +180,8 @@ def load_weights(
 
     unknown: list[str] = []
     tied_head: Tensor | None = None
-    stored_tensors = dequantized(_stored_tensors(folder, device), config.quantized)
+    files = dict(_stored_tensors(folder, device))  # of equal names, the last counts
+    stored_tensors = dequantized(files.items(), config.quantized)
     for stored_name, stored in stored_tensors:
         name = _own_name(stored_name, prefix, mtp.has_head(config))
         if name is None:
