@@ -5,12 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny import ADAPTERS, BASE, ROOT
 from typer.testing import CliRunner
 
 from weft.cli.main import app
+from weft.core.errors import WeftError
+from weft.text import load_tokenizer
 
 SMALL = ["--kv-cache-memory", "64M", "--adapter-memory", "64M", "--num-threads", "1"]
 
@@ -37,3 +41,48 @@ def test_the_scores_are_those_of_each_model_alone(tmp_path: Path) -> None:
     assert scores["upper"]["tiny_reverse"]["exact_match"] == 0
     unknown = CliRunner().invoke(app, ["eval", str(BASE), *SMALL, "--tasks", "nothing"])
     assert unknown.exit_code == 1 and "'nothing'" in unknown.output
+
+
+@pytest.fixture
+def harness() -> Any:
+    pytest.importorskip("lm_eval", reason="the extra eval is not installed")
+    from weft.cli import harness
+
+    return harness
+
+
+def asked(*args: object) -> list[Any]:
+    return [SimpleNamespace(args=args)]
+
+
+def test_every_token_of_a_long_text_is_scored_behind_another(harness: Any) -> None:
+    """The first one behind the token that begins texts."""
+    tokenizer, text = load_tokenizer(str(BASE)), "abcdefghij" * 4
+    recorder = harness._Recorder(tokenizer, 16)
+    recorder.loglikelihood_rolling(asked(text))
+    ids = [prompt.ids for prompt in recorder.prompts]
+    assert len(ids) == 3 and max(map(len, ids)) < 16 and ids[0][0] == tokenizer.bos_id == 1
+    one = SimpleNamespace(logprob=-1.0, rank=1)
+    said = [harness.Said("", [None, *[one] * (len(each) - 1)]) for each in ids]
+    player = harness._Player(tokenizer, 16, said)
+    assert player.loglikelihood_rolling(asked(text)) == [-len(tokenizer.encode(text, False))]
+
+
+def test_an_answer_that_can_not_be_scored_whole_is_refused(harness: Any) -> None:
+    recorder = harness._Recorder(load_tokenizer(str(BASE)), 16)
+    recorder._loglikelihood_tokens([("", [1], [2] * 14)])
+    with pytest.raises(WeftError, match="15 tokens"):
+        recorder._loglikelihood_tokens([("", [1], [2] * 15)])
+
+
+def test_repeats_of_a_question_are_drawn_apart(harness: Any) -> None:
+    recorder = harness._Recorder(load_tokenizer(str(BASE)), 64)
+    options = {"do_sample": True, "temperature": 1.0, "max_gen_toks": 4}
+    recorder.generate_until(asked("a", options) * 3)
+    assert len({prompt.params.seed for prompt in recorder.prompts}) == 3
+
+
+def test_no_stop_string_of_a_task_is_left_out(harness: Any) -> None:
+    recorder = harness._Recorder(load_tokenizer(str(BASE)), 64)
+    with pytest.raises(WeftError, match="stop"):
+        recorder.generate_until(asked("a", {"until": [chr(65 + n) for n in range(17)]}))

@@ -23,7 +23,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from weft.core.errors import ConfigError
 from weft.core.requests import TokenLogprob
-from weft.core.sampling import MAX_STOP_STRINGS, SamplingParams
+from weft.core.sampling import SamplingParams
 from weft.llm import LLM, RequestOutput
 from weft.text import Tokenizer
 
@@ -123,7 +123,15 @@ class _Model(TemplateLM):  # type: ignore[misc]
 
     @property
     def eot_token_id(self) -> int:
+        if not self._tokenizer.eos_ids:
+            raise ConfigError("the model's tokenizer has no token that ends texts", "tokenizer")
         return self._tokenizer.eos_ids[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that is scored from its first token on."""
+        bos = self._tokenizer.bos_id
+        return self.eot_token_id if bos is None else bos
 
     @property
     def tokenizer_name(self) -> str:
@@ -157,6 +165,10 @@ class _Model(TemplateLM):  # type: ignore[misc]
         self, requests: list[tuple[Any, list[int], list[int]]], **_: object
     ) -> list[tuple[float, bool]]:
         room = self._max_model_len - 1
+        longest = max((len(end) for _text, _context, end in requests), default=0)
+        if longest >= room:  # the first token of a prompt has no score
+            message = f"a context of {self._max_model_len} tokens is too short to score {longest}"
+            raise ConfigError(f"{message} tokens", "max_model_len")
         prompts = [Prompt((context + end)[-room:], _SCORED) for _text, context, end in requests]
         found: list[tuple[float, bool]] = []
         for (_text, _context, end), answer in zip(requests, self.answers(prompts), strict=True):
@@ -171,7 +183,7 @@ class _Model(TemplateLM):  # type: ignore[misc]
             windows = get_rolling_token_windows(
                 token_list=self.tok_encode(text),
                 prefix_token=self.prefix_token_id,
-                max_seq_len=self._max_model_len - 1,
+                max_seq_len=self._max_model_len - 2,
                 context_len=1,
             )
             parts = [(None, *make_disjoint_window(window)) for window in windows]
@@ -179,10 +191,10 @@ class _Model(TemplateLM):  # type: ignore[misc]
         return found
 
     def generate_until(self, requests: list[Any], **_: object) -> list[str]:
-        prompts = [self._generating(*request.args) for request in requests]
+        prompts = [self._generating(seed, *each.args) for seed, each in enumerate(requests)]
         return [answer.text for answer in self.answers(prompts)]
 
-    def _generating(self, context: str, options: dict[str, Any]) -> Prompt:
+    def _generating(self, seed: int, context: str, options: dict[str, Any]) -> Prompt:
         most = int(options.get("max_gen_toks", options.get("max_tokens", _MAX_GENERATED)))
         ids = self.tok_encode(context)[-max(self._max_model_len - most, 1) :]
         until = options.get("until") or []
@@ -192,8 +204,8 @@ class _Model(TemplateLM):  # type: ignore[misc]
             temperature=float(options.get("temperature", 1)) if options.get("do_sample") else 0.0,
             top_p=float(options.get("top_p", 1.0)),
             top_k=int(options.get("top_k", 0)),
-            stop=tuple(until[:MAX_STOP_STRINGS]),
-            seed=0,
+            stop=tuple(until),
+            seed=seed,
         )
         return Prompt(ids, params)
 

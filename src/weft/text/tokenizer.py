@@ -148,6 +148,11 @@ class Tokenizer(TokenReader):
         return () if eos is None else tuple(eos) if isinstance(eos, list) else (int(eos),)
 
     @cached_property
+    def bos_id(self) -> int | None:
+        bos: int | None = self._hf.bos_token_id
+        return bos
+
+    @cached_property
     def vocab_size(self) -> int:
         return len(self._hf)
 
