@@ -270,7 +270,7 @@ class Reader:
         piece.tool_calls = mended
 
     def _held(self, index: int) -> list[ToolCallDelta]:
-        """What was held back of a call's arguments, if it was anything."""
+        """What was held back of a call's arguments, if anything was."""
         rest = self._pairs.flush()
         return [ToolCallDelta(index, None, None, rest)] if rest else []
 

@@ -16,8 +16,8 @@ import logging
 from http.client import HTTPException
 from urllib.request import Request, urlopen
 
+from weft.core.duty import going_on
 from weft.fleet.consolidate import TARGET, Consolidator, loads_of
-from weft.fleet.duty import going_on
 from weft.fleet.fleet_client import FleetClient
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from weft.fleet.duty import going_on
+from weft.core.duty import going_on
 from weft.fleet.peers import PIECE_BYTES
 from weft.fleet.wire import FilePiece, GetPiece
 from weft.registry.contents import Contents

@@ -21,6 +21,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
 from weft.core.adapters import AdapterSource
+from weft.core.duty import going_on
 from weft.core.errors import ConfigError, EngineDead, WeftError, to_wire
 from weft.core.messages import (
     Abort,
@@ -36,7 +37,6 @@ from weft.core.messages import (
 )
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.fleet.curve import DOMAIN, FleetKey
-from weft.fleet.duty import going_on
 from weft.fleet.lender import ContentLender
 from weft.fleet.reports import REPORT_S, ReportUpdate
 from weft.fleet.sent import ReceivedRequests

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import zmq.asyncio
 
+from weft.core.duty import going_on
 from weft.core.errors import ConfigError, EngineDead, WeftError
 from weft.fleet.client import LinkClient
 from weft.fleet.curve import FleetKey
-from weft.fleet.duty import going_on
 from weft.fleet.fleet_client import FleetClient
 from weft.fleet.node import RemoteNode
 from weft.fleet.patience import Patience

@@ -19,11 +19,11 @@ import zmq
 import zmq.asyncio
 
 from weft.core.config import EngineArgs
+from weft.core.duty import going_on
 from weft.core.errors import EngineDead
 from weft.core.messages import Command, Pulse, Report, Started, Stop, Submit, SubmitAgain
 from weft.core.processes import die_with_parent
 from weft.fleet.client import LinkClient
-from weft.fleet.duty import going_on
 from weft.fleet.sent import ReceivedRequests, SentRequests
 from weft.fleet.sockets import SocketFolder
 from weft.fleet.wire import COMMANDS, ORDERS, REPORTS, EngineOrder

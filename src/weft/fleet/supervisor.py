@@ -19,13 +19,13 @@ from dataclasses import dataclass, field
 
 from weft.core.adapters import AdapterInfo, AdapterSource
 from weft.core.config import EngineArgs
+from weft.core.duty import going_on
 from weft.core.errors import AdapterUnavailable, EngineDead, RequestRefused, WeftError, to_wire
 from weft.core.load import EngineLoad
 from weft.core.requests import EngineRequest, TokenEvent
 from weft.core.stats import EngineInfo, EngineStats
 from weft.core.tenants import Tenant
 from weft.fleet.client import LinkClient, Put
-from weft.fleet.duty import going_on
 from weft.fleet.suspects import Suspects
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ MAX_PAUSE_S = 30.0
 WATCHDOG_S = 300.0
 """How long an engine may give no answer, and so how long a step may take."""
 START_TIMES = 3.0
-"""How many times as long as the first start another one may take, beside this."""
+"""A restart may take the watchdog's time, and so many times what the first start took."""
 Start = Callable[[EngineArgs], Awaitable[LinkClient]]
 
 
@@ -74,12 +74,7 @@ class Supervisor:
     """An EngineClient over one engine after another; `start_supervised` makes it."""
 
     def __init__(
-        self,
-        args: EngineArgs,
-        start: Start,
-        engine: LinkClient,
-        watchdog_s: float,
-        start_s: float,
+        self, args: EngineArgs, start: Start, engine: LinkClient, watchdog_s: float, start_s: float
     ) -> None:
         """`start_s`: how long the start of this engine has taken."""
         self.restarts = 0

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 
+from weft.core.duty import going_on
 from weft.core.errors import RegistryUnavailable, RequestTimeout
 from weft.registry.stores import Store
 from weft.registry.sweep import LEASE_S, ReplicaLease, running_leases
@@ -79,12 +80,12 @@ class Reports:
         while True:
             self._news.clear()
             seq, digests = self.seq, self._digests()
-            try:
-                await asyncio.to_thread(self._lease.renew, digests, seq)
-            except RegistryUnavailable as error:
-                logger.debug("this server can't report to the registry: %s", error)
-            except Exception:  # of any kind: without reports, what is served here may be removed
-                logger.exception("this server can't report to the registry; it tries again")
+            # Without reports, what is served here may be removed.
+            with going_on("this server can't report to the registry; it tries again"):
+                try:
+                    await asyncio.to_thread(self._lease.renew, digests, seq)
+                except RegistryUnavailable as error:
+                    logger.debug("this server can't report to the registry: %s", error)
             await asyncio.sleep(REPORT_EVERY_S)
             with suppress(TimeoutError):
                 async with asyncio.timeout(RENEW_S):

@@ -11,7 +11,8 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def going_on(trouble: str) -> Iterator[None]:
-    """Log an error of any kind that ends this context early, behind what it means for others."""
+    """A context that any error ends early, and that the program goes on behind. The error is logged
+    with `trouble`, which says what is not done because of it."""
     try:
         yield
     except Exception:
