@@ -188,6 +188,20 @@ class TestDirectory:
         assert not list(tmp_path.iterdir())
 
 
+def test_a_folder_that_goes_while_a_key_is_written_is_not_made_again(tmp_path: Path) -> None:
+    store = DirectoryStore(tmp_path / "registry")
+
+    class LastRead(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            if (tmp_path / "registry").exists():
+                (tmp_path / "registry").rename(tmp_path / "away")
+            return super().read(size)
+
+    with pytest.raises(RegistryUnavailable):
+        store.put_file("log/1", LastRead(b"one"))
+    assert not (tmp_path / "registry").exists()
+
+
 def test_other_uris_are_refused() -> None:
     with pytest.raises(ConfigError, match="a folder, or begins with"):
         open_store("ftp://host/x")

@@ -187,10 +187,18 @@ class DirectoryStore:
                 return False
             except FileNotFoundError:
                 # Whoever deletes the last file of a folder may delete the folder once more.
-                _make_folder(path.parent)
+                aside.stat()  # the whole store may be gone, too
+                self._make_folder(path.parent)
             else:
                 _flush_folder(path.parent)
                 return True
+
+    def _make_folder(self, folder: Path) -> None:
+        """Never the store's own one: where nothing is mounted, its content would be hidden later."""
+        if folder != self._root:
+            self._make_folder(folder.parent)
+            folder.mkdir(exist_ok=True)
+            _flush_folder(folder.parent)
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
@@ -205,13 +213,6 @@ def _others(error: OSError) -> None:
     """Listing is done with what is missing, and fails with all else."""
     if not isinstance(error, FileNotFoundError):
         raise error
-
-
-def _make_folder(folder: Path) -> None:
-    if not folder.parent.is_dir():
-        _make_folder(folder.parent)
-    folder.mkdir(exist_ok=True)
-    _flush_folder(folder.parent)
 
 
 def _flush_folder(folder: Path) -> None:
