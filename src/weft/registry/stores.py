@@ -194,7 +194,7 @@ class DirectoryStore:
                 return True
 
     def _make_folder(self, folder: Path) -> None:
-        """Never the store's own one: where nothing is mounted, its content would be hidden later."""
+        """Never the store's own one: where nothing is mounted, that would hide what is written."""
         if folder != self._root:
             self._make_folder(folder.parent)
             folder.mkdir(exist_ok=True)
