@@ -321,6 +321,7 @@ def test_structural_tag(bench: Bench) -> None:
         ("not", tag({"type": "json_schema", "json_schema": {"not": {}}})),
         ("any_order", tag({"type": "json_schema", "json_schema": {}, "any_order": True})),
         ("token", StructuredOutputs(json_object=True, begin_after_token=10**6)),
+        ("token", StructuredOutputs(json_object=True, begin_after_token=1, reasoning_token=-1)),
     ],
 )
 def test_invalid_forms_are_refused_in_one_line(
@@ -341,6 +342,23 @@ def test_the_form_binds_after_a_token(bench: Bench) -> None:
     matcher.accept(end)
     ids = bench.write(matcher, random.Random(0))
     assert bench.tokenizer.decode(ids[:-1]) == "ab"
+
+
+def test_an_output_without_reasoning_has_the_form_from_its_beginning(bench: Bench) -> None:
+    assert bench.tokenizer is not None
+    begin, end, other = bench.tokenizer.encode("<|x", add_special_tokens=False)
+    form = StructuredOutputs(choice=("ab",), begin_after_token=end, reasoning_token=begin)
+    at_once = bench.allowed(bench.compile(StructuredOutputs(choice=("ab",))))
+    matcher = bench.compile(form)
+    assert bench.allowed(matcher) == sorted({begin, *at_once})
+    for token in (begin, other, begin):
+        matcher.accept(token)
+        assert len(bench.allowed(matcher)) == bench.tokenizer.vocab_size - 1, "all but EOS"
+    matcher.accept(end)
+    assert bench.allowed(matcher) == at_once
+    matcher = bench.compile(form)
+    matcher.accept(at_once[0])
+    assert not {begin, end, other, bench.eos}.intersection(bench.allowed(matcher))
 
 
 def test_after_its_end_only_eos_is_allowed(bench: Bench) -> None:
@@ -504,7 +522,7 @@ def test_a_mask_that_takes_long_holds_up_nobody(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(matcher_module, "MASK_S", 0.05)
     vocabulary = Vocabulary([b"a", b"b", b""], [2])
     slow, costly = SuddenlySlow(), list[WeftError]()
-    matcher = GrammarMatcher(slow, None, vocabulary, costly.append)
+    matcher = GrammarMatcher(slow, None, None, vocabulary, costly.append)
     words = np.full(1, -1, dtype=np.int32)
     matcher.fill(words)
     matcher.accept(0)

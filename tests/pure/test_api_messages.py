@@ -234,8 +234,10 @@ def test_forms_calls_and_hints(world: World) -> None:
         form = {"format": {"type": "json_schema", "schema": {"type": "object"}}, "effort": "low"}
         await whole_of(web, "x", output_config=form)
         asked = world.engine.requests[-1].params.structured_outputs
-        end = ids("</think>")[0]
-        assert asked == StructuredOutputs(json='{"type": "object"}', begin_after_token=end)
+        begin, end = ids("<think></think>")
+        assert asked == StructuredOutputs(
+            json='{"type": "object"}', begin_after_token=end, reasoning_token=begin
+        )
         for choice in ({"type": "any"}, {"type": "tool", "name": "time"}):
             one = choice | {"disable_parallel_tool_use": True}
             message = await whole_of(web, CALL + "\n" + CALL, tools=[TIME], tool_choice=one)

@@ -236,8 +236,9 @@ def test_forms_and_forced_calls(world: World) -> None:
         form = {"type": "json_schema", "name": "x", "schema": {"type": "object"}, "strict": True}
         response = await whole_of(web, "x", text={"format": form})
         asked = world.engine.requests[-1].params.structured_outputs
+        begin, end = ids("<think></think>")
         assert asked == StructuredOutputs(
-            json='{"type": "object"}', begin_after_token=ids("</think>")[0]
+            json='{"type": "object"}', begin_after_token=end, reasoning_token=begin
         )
         assert response.text is not None and response.text.format is not None
         assert response.text.format.model_dump(by_alias=True, exclude_none=True) == form

@@ -16,7 +16,7 @@ from toy_tokenizers import byte_level, thinking
 from weft.api import ApiSettings
 from weft.core.errors import ConfigError, InvalidRequest
 
-END_OF_REASONING = thinking().encode("</think>", add_special_tokens=False)[0]
+BEGIN_OF_REASONING, END_OF_REASONING = thinking().encode("<think></think>", False)
 WEATHER = {
     "type": "function",
     "function": {
@@ -149,7 +149,8 @@ def test_forced_calls_are_a_form_of_the_output(world: World) -> None:
             if form is not None:
                 tag = form.structural_tag or ""
                 assert {n for n in ("weather", "time") if n in tag} == names
-                assert form.begin_after_token == END_OF_REASONING
+                marks = form.reasoning_token, form.begin_after_token
+                assert marks == (BEGIN_OF_REASONING, END_OF_REASONING)
 
     run(world, scenario)
 
@@ -236,14 +237,15 @@ def test_a_form_binds_after_the_reasoning_if_there_is_any(world: World) -> None:
     form = {"type": "json_object"}
 
     async def scenario(web: Web) -> None:
-        for kwargs, begin in (
-            ({}, END_OF_REASONING),
-            ({"begun": True}, END_OF_REASONING),
-            ({"enable_thinking": False}, None),
+        for kwargs, marks in (
+            ({}, (BEGIN_OF_REASONING, END_OF_REASONING)),
+            ({"begun": True}, (None, END_OF_REASONING)),
+            ({"enable_thinking": False}, (None, None)),
         ):
             await web.chat(response_format=form, chat_template_kwargs=kwargs)
             asked = world.engine.requests[-1].params.structured_outputs
-            assert asked is not None and asked.begin_after_token == begin
+            assert asked is not None
+            assert (asked.reasoning_token, asked.begin_after_token) == marks
 
     run(world, scenario)
 

@@ -210,8 +210,8 @@ class Turn:
 
     def _thinking_first(self, params: SamplingParams, prompt_ids: list[int]) -> SamplingParams:
         """The parameters, whose form binds only after the reasoning if there is any to come."""
-        tokenizer, end = self.tokenizer, self._dialect.end_of_reasoning
-        style = self._dialect.reasoning
+        tokenizer, dialect = self.tokenizer, self._dialect
+        style, end = dialect.reasoning, dialect.end_of_reasoning
         if style is None or tokenizer is None:
             return params
         tail = tokenizer.decode(prompt_ids[-_TAIL_TOKENS:])
@@ -219,7 +219,8 @@ class Turn:
         is_over = tail.rstrip().endswith(REASONING[style].end)
         if params.structured_outputs is None or end is None or is_over:
             return params
-        form = replace(params.structured_outputs, begin_after_token=end)
+        first = None if self._in_reasoning else dialect.begin_of_reasoning
+        form = replace(params.structured_outputs, begin_after_token=end, reasoning_token=first)
         return replace(params, structured_outputs=form)
 
 

@@ -63,6 +63,8 @@ class Dialect:
     """A key of TOOL_FORMATS, or None for a model that calls no tools."""
     reasoning: str | None = None
     """A key of REASONING, or None for a model that does not mark its reasoning."""
+    begin_of_reasoning: int | None = None
+    """The token that reasoning begins with; None if its mark has no single token to begin with."""
     end_of_reasoning: int | None = None
     """The token after which the answer begins; None if the mark is no single token."""
     begin_of_text: int | None = None
@@ -79,13 +81,14 @@ class Dialect:
             tool_format = detect_tool_format(template)
         if reasoning == "auto":
             reasoning = detect_reasoning(template)
+        first = end = begin = None
         if reasoning is not None:
-            end = begin = tokenizer.mark_id(REASONING[reasoning].end)
+            style = REASONING[reasoning]
+            first = tokenizer.mark_id(style.marks[0])
+            end = begin = tokenizer.mark_id(style.end)
         elif tool_format == "harmony":
             end, begin = map(tokenizer.mark_id, ("<|end|>", "<|message|>"))
-        else:
-            end = begin = None
-        return cls(tool_format, reasoning, end, begin)
+        return cls(tool_format, reasoning, first, end, begin)
 
 
 @dataclass(slots=True)

@@ -37,6 +37,9 @@ class StructuredOutputs:
     """xgrammar's structural tag, as JSON text: free text with constrained parts."""
     begin_after_token: int | None = None
     """The form binds from the token after this one on: the end of the reasoning."""
+    reasoning_token: int | None = None
+    """The token that reasoning begins with. If an output begins with another one, it has the form
+    from there on. None: the reasoning has begun."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choice", tuple(self.choice))

@@ -70,7 +70,7 @@ class Compiler:
         )
 
     def compile(self, form: StructuredOutputs) -> Any:
-        """The compiled form, without a regard to `begin_after_token`. Raises InvalidRequest, saying
+        """The compiled form, without a regard to where it begins. Raises InvalidRequest, saying
         in one line what is wrong with it."""
         try:
             compiled = self._compile(form)
@@ -87,16 +87,19 @@ class Compiler:
     def matcher(
         self,
         compiled: Any,
-        begin_after: int | None = None,
+        spec: StructuredOutputs | None = None,
         on_costly: Callable[[WeftError], None] | None = None,
     ) -> GrammarMatcher:
-        """A matcher at its beginning; see `GrammarMatcher`. Raises InvalidRequest."""
-        if begin_after is not None and not self._can_begin_after(begin_after):
-            raise refusal(f"token {begin_after} can't come before the form")
+        """A matcher at its beginning; see `GrammarMatcher`. `spec` says where the form begins;
+        None: at once. Raises InvalidRequest."""
+        marks = (None, None) if spec is None else (spec.reasoning_token, spec.begin_after_token)
+        for mark in marks:
+            if mark is not None and not self._can_come_before(mark):
+                raise refusal(f"token {mark} can't come before the form")
         state = self._xgrammar.GrammarMatcher(compiled)
-        return GrammarMatcher(state, begin_after, self.vocabulary, on_costly)
+        return GrammarMatcher(state, *marks, self.vocabulary, on_costly)
 
-    def _can_begin_after(self, token_id: int) -> bool:
+    def _can_come_before(self, token_id: int) -> bool:
         return 0 <= token_id < self.vocabulary.size and bool(self.vocabulary.spelled[token_id])
 
     def _allows_anything(self, compiled: Any) -> bool:

@@ -53,8 +53,8 @@ class _Result:
 class _Asked:
     """Who waits for a form."""
 
-    requests: list[tuple[str, int | None]] = field(default_factory=list)
-    """By id, and the tokens after which it binds."""
+    requests: list[tuple[str, StructuredOutputs]] = field(default_factory=list)
+    """By id, and what each asks for, which says where the form begins."""
     tenants: set[str] = field(default_factory=set)
     begun: bool = False
     """Whether it is being compiled."""
@@ -126,16 +126,16 @@ class Grammars:
 
     def start(self, request_id: str, spec: StructuredOutputs, tenant: str = "") -> None:
         """Begin to compile; the outcome is polled. Never blocks."""
-        key, begin_after = replace(spec, begin_after_token=None), spec.begin_after_token
+        key = replace(spec, begin_after_token=None, reasoning_token=None)
         with self._changed:
             known = self._cache.get(key)
             if known is None:
                 try:
-                    self._wait(key, tenant).requests.append((request_id, begin_after))
+                    self._wait(key, tenant).requests.append((request_id, spec))
                 except WeftError as error:
                     known = _Result(error)
         if known is not None:
-            self._report(request_id, self._outcome(key, known, begin_after))
+            self._report(request_id, self._outcome(key, known, spec))
 
     def _wait(self, key: StructuredOutputs, tenant: str) -> _Asked:
         """Let a form wait for its turn, which is the first that any of its tenants has. Raises
@@ -182,8 +182,8 @@ class Grammars:
                 asked = self._asked.pop(key)
                 self._cache.put(key, form)
                 self._changed.notify_all()
-            for request_id, begin_after in asked.requests:
-                self._report(request_id, self._outcome(key, form, begin_after))
+            for request_id, spec in asked.requests:
+                self._report(request_id, self._outcome(key, form, spec))
 
     def _next(self) -> tuple[str, StructuredOutputs] | None:
         """The form to compile now, and whose it is; None at the end."""
@@ -224,14 +224,14 @@ class Grammars:
                 self._compilers = Compiler(vocabulary, num_threads=2), processes
             return self._compilers
 
-    def _outcome(self, key: StructuredOutputs, form: _Result, begin_after: int | None) -> Outcome:
-        """A matcher of its own for one request, or why there is none."""
+    def _outcome(self, key: StructuredOutputs, form: _Result, spec: StructuredOutputs) -> Outcome:
+        """A matcher of its own for a request that asks for `spec`, or why there is none."""
         if isinstance(form.compiled, WeftError):
             return form.compiled
         assert self._compilers is not None
         try:
             return self._compilers[0].matcher(
-                form.compiled, begin_after, lambda error: self._refuse(key, error)
+                form.compiled, spec, lambda error: self._refuse(key, error)
             )
         except Exception as error:
             return _typed(error)

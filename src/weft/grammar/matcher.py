@@ -13,6 +13,7 @@ from weft.core.errors import WeftError
 from weft.grammar.aside import run_aside
 from weft.grammar.schema import refusal
 from weft.grammar.vocabulary import Vocabulary
+from weft.schedule.masks import words_of
 from weft.schedule.plan import Words
 
 BURST_S = 0.5
@@ -31,14 +32,18 @@ class GrammarMatcher:
     def __init__(
         self,
         matcher: Any,
+        reasoning: int | None,
         begin_after: int | None,
         vocabulary: Vocabulary,
         on_costly: Callable[[WeftError], None] | None,
     ) -> None:
-        """The form binds from the token after `begin_after` on; None: at once. `on_costly` is
-        called with the refusal when the matcher has taken more time than it may; if it is None,
-        nobody waits, and one mask may take as long as it does."""
+        """The form binds from the token after `begin_after` on; None: at once. If `reasoning` is
+        given, it binds at once unless the output begins with that token. `on_costly` is called
+        with the refusal when the matcher has taken more time than it may; if it is None, nobody
+        waits, and one mask may take as long as it does."""
         self._matcher = matcher
+        self._reasoning = reasoning
+        """A token that may still come first."""
         self._begin_after = begin_after
         self._vocabulary = vocabulary
         self._on_costly = on_costly
@@ -59,6 +64,12 @@ class GrammarMatcher:
         Raises InvalidRequest, the end of the request, when the grammar can't go on after the
         output so far, or has cost too much time.
         """
+        if self._reasoning is not None:
+            begins, self._reasoning = token_id == self._reasoning, None
+            if begins:
+                self._stuck = False
+                return
+            self._begin_after = None
         if self._begin_after is not None:
             if token_id == self._begin_after:
                 self._begin_after = None
@@ -74,7 +85,10 @@ class GrammarMatcher:
         known = np.zeros_like(self._vocabulary.eos)
         known[: len(words)] = words[: len(known)]
         allowed = self._vocabulary.before
-        if self._begin_after is None:
+        if self._reasoning is not None:
+            first = words_of([self._reasoning], self._vocabulary.size)
+            allowed = self._next(known) | first
+        elif self._begin_after is None:
             allowed = self._next(known)
         words[:] = 0
         words[: len(known)] = (allowed & known)[: len(words)]
