@@ -218,6 +218,13 @@ def test_reasoning_streams_but_for_what_may_be_its_end() -> None:
         ("gemma4", GEMMA, "", [("f", GEMMA_ARGUMENTS), ("g", "{}")]),
         ("gemma4", f"So:\n{GEMMA}", "So:", ["f", "g"]),
         ("gemma4", '<|tool_call>call:g{k:<|"|>a', "", [("g", '{"k": ')]),
+        (
+            "gemma4",
+            "<|tool_call>call:g{k:[1,],l:{,},}<tool_call|>",
+            "",
+            [("g", '{"k": [1], "l": {}}')],
+        ),
+        ("gemma4", "<|tool_call>call:g{k:,l:}<tool_call|>", "", [("g", '{"k": "", "l": ""}')]),
         ("gemma4", "<|tool_call>print(1)<tool_call|>", None, []),
         ("gemma4", "<|tool_call>call:g{k:1]", "]", [("g", '{"k": 1')]),
         (

@@ -95,22 +95,26 @@ class GemmaCall:
         return bool(key)
 
     def _end(self, value: str, char: str) -> bool:
-        """The end of a value, with what comes after it."""
-        if value and self._expected == "value":
-            self.arguments += _as_json(value)
+        """The end of a value, with what comes after it. A comma is written with what it parts."""
+        in_object = self._open[-1] == "{"
+        if self._expected == "value" and (value or in_object):
+            self._write(_as_json(value), "end")
         elif value:
             return False
         if char == ",":
-            self._write(", ", "key" if self._open[-1] == "{" else "value")
+            self._token, self._expected = [], "key" if in_object else "value"
             return True
         if self._open.pop() != _CLOSES[char]:
             return False
-        self._write(char, "end")
+        self.arguments += char
+        self._token, self._expected = [], "end"
         self.done = not self._open
         return True
 
     def _write(self, text: str, expected: str) -> None:
-        self.arguments += text
+        """Write a key, or the beginning or all of a value."""
+        separated = self.arguments[-2:] in ("", ": ") or self.arguments[-1] in "{["
+        self.arguments += text if separated else f", {text}"
         self._token, self._expected = [], expected
 
 
