@@ -624,6 +624,7 @@ def test_a_name_that_is_none_is_content_at_once(tool_format: str, text: str) -> 
         ("olmo3", "<function_calls>f(" + " " * 40_000),
         ("olmo3", "<function_calls>f(a" + " " * 40_000),
         ("gemma4", "<|tool_call>call:f{" + " " * 40_000),
+        ("gemma4", "<|tool_call>call:f{" + "a:1," * 75_000),
     ],
 )
 def test_marks_and_white_space_take_little_time(tool_format: str, text: str) -> None:

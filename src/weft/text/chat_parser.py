@@ -11,6 +11,7 @@ from typing import Any
 
 from weft.text.json_stream import JsonObject
 from weft.text.own_calls import GemmaCall, PythonCall
+from weft.text.read_call import ReadCall
 from weft.text.reasoning import REASONING
 from weft.text.tools import TOOL_FORMATS
 from weft.text.xml_call import XmlCall
@@ -259,19 +260,20 @@ class ChatParser:
     def _read_call(self, piece: Piece, final: bool) -> bool:
         call = self._call
         assert call is not None
-        was_known, num_given = call.known, len(call.arguments)
-        num_read = 0
+        was_known, num_read = call.known, 0
         while num_read < len(self._text) and not call.done and call.feed(self._text[num_read]):
             num_read += 1
         stopped = num_read < len(self._text)
-        self._raw += self._take(num_read)
-        if call.known and not was_known:
+        read = self._take(num_read)
+        if not call.known:
+            self._raw += read
+        elif not was_known:
             self._is_blank = True
             call_id = f"call_{secrets.token_hex(12)}"
-            delta = ToolCallDelta(self.num_tool_calls, call_id, call.name, call.arguments)
+            delta = ToolCallDelta(self.num_tool_calls, call_id, call.name, call.take())
             piece.tool_calls.append(delta)
             self.num_tool_calls += 1
-        elif call.known and (more := call.arguments[num_given:]):
+        elif more := call.take():
             piece.tool_calls.append(ToolCallDelta(self.num_tool_calls - 1, None, None, more))
         if call.done:
             self._call = None
@@ -313,21 +315,19 @@ class ChatParser:
         self._at_start = self._at_start and not num_chars
 
 
-class _JsonCall:
+class _JsonCall(ReadCall):
     """A call as one JSON object, character by character."""
 
     def __init__(self) -> None:
-        self.name = ""
-        self.arguments = ""
+        super().__init__()
         self._json = JsonObject()
         self._name_json = ""
         self._seen: set[str] = set()
-        self.done = False
+        self._has_arguments = False
 
     @property
     def known(self) -> bool:
-        """Whether this is a call for certain."""
-        return bool(self.name and self.arguments)
+        return bool(self.name) and self._has_arguments
 
     def feed(self, char: str) -> bool:
         """Whether it may still be a call."""
@@ -359,25 +359,17 @@ class _JsonCall:
         if self._json.depth == 1 and char != "}":
             return char.isspace()  # beside the arguments; there are none but objects
         self.arguments += char
-        return self.arguments[0] == "{"
+        self._has_arguments = self._has_arguments or char == "{"
+        return self._has_arguments
 
 
-class _NamedCall:
+class _NamedCall(ReadCall):
     """A call as a name, perhaps with an id, and its arguments: `name[ARGS]{...}`."""
 
     def __init__(self) -> None:
-        self.name = ""
-        self.arguments = ""
+        super().__init__()
         self._head = ""
         self._json = JsonObject()
-
-    @property
-    def done(self) -> bool:
-        return self._json.done
-
-    @property
-    def known(self) -> bool:
-        return bool(self.arguments)
 
     def feed(self, char: str) -> bool:
         """Whether it may still be a call."""
@@ -394,6 +386,7 @@ class _NamedCall:
         if not self._json.feed(char):
             return False
         self.arguments += char
+        self.done = self._json.done
         return True
 
 

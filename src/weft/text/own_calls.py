@@ -8,6 +8,7 @@ import json
 import re
 
 from weft.text.json_stream import is_json
+from weft.text.read_call import ReadCall
 
 _GEMMA_HEAD = re.compile(r"call:([\w.-]{1,256})\{")
 _PYTHON_HEAD = re.compile(r"([\w.-]{1,256})\(")
@@ -21,14 +22,12 @@ _CONSTANTS = {"true": "True", "false": "False", "null": "None"}
 _CLOSES = {"}": "{", "]": "[", ")": "("}
 
 
-class GemmaCall:
+class GemmaCall(ReadCall):
     """A call as Gemma writes it, with a mark for quotes: `call:name{key:"text",n:3,o:{k:[1]}}`."""
 
     def __init__(self, quote: str) -> None:
         """`quote`: the mark that stands before and after text."""
-        self.name = ""
-        self.arguments = ""
-        self.done = False
+        super().__init__()
         self._quote = quote
         self._token: list[str] = []
         """What was read of a key, a value or text that has not ended."""
@@ -36,11 +35,8 @@ class GemmaCall:
         self._expected = "key"
         """A key, a value, or the end of one."""
         self._in_text = False
-
-    @property
-    def known(self) -> bool:
-        """Whether this is a call for certain."""
-        return bool(self.name)
+        self._follows = False
+        """Whether a comma parts what comes next from what was read."""
 
     def feed(self, char: str) -> bool:
         """Whether it may still be a call."""
@@ -106,35 +102,28 @@ class GemmaCall:
             return True
         if self._open.pop() != _CLOSES[char]:
             return False
-        self.arguments += char
-        self._token, self._expected = [], "end"
+        self._follows = False
+        self._write(char, "end")
         self.done = not self._open
         return True
 
     def _write(self, text: str, expected: str) -> None:
-        """Write a key, or the beginning or all of a value."""
-        separated = self.arguments[-2:] in ("", ": ") or self.arguments[-1] in "{["
-        self.arguments += text if separated else f", {text}"
-        self._token, self._expected = [], expected
+        """Write a key, or all or the beginning or end of a value."""
+        self.arguments += f", {text}" if self._follows else text
+        self._token, self._expected, self._follows = [], expected, expected == "end"
 
 
-class PythonCall:
+class PythonCall(ReadCall):
     """A call as OLMo 3 writes it: `name(key="text", n=3)`."""
 
     def __init__(self) -> None:
-        self.name = ""
-        self.arguments = ""
-        self.done = False
+        super().__init__()
         self._token: list[str] = []
+        self._separator = ""
         self._key = ""
         self._open: list[str] = []
         self._quote = ""
         self._escaped = False
-
-    @property
-    def known(self) -> bool:
-        """Whether this is a call for certain."""
-        return bool(self.name)
 
     def feed(self, char: str) -> bool:
         """Whether it may still be a call."""
@@ -175,10 +164,9 @@ class PythonCall:
 
     def _end_argument(self, char: str) -> bool:
         value = "".join(self._token[:-1]).strip()
-        separator = ", " if len(self.arguments) > 1 else ""
         key = json.dumps(self._key, ensure_ascii=False)
-        self.arguments += f"{separator}{key}: {_as_json(value)}"
-        self._key, self._token = "", []
+        self.arguments += f"{self._separator}{key}: {_as_json(value)}"
+        self._key, self._token, self._separator = "", [], ", "
         self.done = char == ")"
         self.arguments += "}" if self.done else ""
         return bool(value)

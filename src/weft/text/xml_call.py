@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from weft.text.json_stream import is_json
+from weft.text.read_call import ReadCall
 
 _FUNCTION, _END = "<function=", "</function>"
 _PARAMETER, _END_PARAMETER = "<parameter=", "</parameter>"
@@ -24,23 +25,17 @@ _KINDS = {str: "string", int: "integer", float: "number", list: "array", dict: "
 _PYTHON = {"True": "true", "False": "false", "None": "null"}
 
 
-class XmlCall:
+class XmlCall(ReadCall):
     """What is read of one call. Its arguments become JSON, parameter by parameter."""
 
     def __init__(self, schemas: Mapping[str, Mapping[str, Any]]) -> None:
         """`schemas`: the JSON schema of each parameter by name, by function."""
-        self.name = ""
-        self.arguments = ""
-        self.done = False
+        super().__init__()
         self._schemas = schemas
+        self._separator = ""
         self._tag = ""
         self._key: str | None = None
         self._value: list[str] = []
-
-    @property
-    def known(self) -> bool:
-        """Whether this is a call for certain."""
-        return bool(self.name)
 
     def feed(self, char: str) -> bool:
         """Whether it may still be a call."""
@@ -77,10 +72,9 @@ class XmlCall:
         value = value.removeprefix("\n").removesuffix("\n")
         assert self._key is not None
         schema = self._schemas.get(self.name, {}).get(self._key)
-        separator = ", " if len(self.arguments) > 1 else ""
         key = json.dumps(self._key, ensure_ascii=False)
-        self.arguments += f"{separator}{key}: {_to_json(value, schema)}"
-        self._key, self._value = None, []
+        self.arguments += f"{self._separator}{key}: {_to_json(value, schema)}"
+        self._key, self._value, self._separator = None, [], ", "
 
 
 def is_bare(schema: Any) -> bool:
