@@ -93,6 +93,25 @@ def test_why_an_answer_ends(world: World) -> None:
     run(world, scenario)
 
 
+@pytest.mark.parametrize("tokens_per_event", [1, 7, 50, 1000])
+def test_text_beside_calls_has_its_place(world: World, tokens_per_event: int) -> None:
+    world.engine.tokens_per_event = tokens_per_event
+    text = f"Here. {CALL} There. {CALL}\nThat is all that there is to say of the time."
+    kinds = ["text", "tool_use", "text", "tool_use", "text"]
+
+    async def scenario(web: Web) -> None:
+        blocks = (await whole_of(web, text, tools=[TIME]))["content"]
+        assert [block["type"] for block in blocks] == kinds
+        assert blocks[1]["input"] == blocks[3]["input"] == {"zone": "UTC"}
+        events = await events_of(web, text, tools=[TIME])
+        deltas = [e for e in events if e["type"] == "content_block_delta"]
+        for n, kind in enumerate(kinds):
+            said = {e["delta"]["type"] for e in deltas if e["index"] == n}
+            assert said == {"input_json_delta" if kind == "tool_use" else "text_delta"}
+
+    run(world, scenario)
+
+
 def test_streams_add_up_to_whole_answers(world: World) -> None:
     text = THOUGHT + "let me see\n" + CALL + "\n" + CALL
 

@@ -170,6 +170,22 @@ def test_headers_of_messages_are_no_answer(tmp_path: Path) -> None:
     run(world, scenario)
 
 
+@pytest.mark.parametrize("tokens_per_event", [1, 7, 50, 1000])
+def test_text_beside_calls_has_its_place(world: World, tokens_per_event: int) -> None:
+    world.engine.tokens_per_event = tokens_per_event
+    text = f"Here. {CALL} There. {CALL}\nThat is all that there is to say of the time."
+
+    async def scenario(web: Web) -> None:
+        whole = await whole_of(web, text, tools=[TIME])
+        kinds = [item.type for item in whole.output]
+        assert kinds == ["message", "function_call", "message", "function_call", "message"]
+        assert whole.output[3].arguments == '{"zone": "UTC"}'  # type: ignore[union-attr]
+        events = await events_of(web, text, tools=[TIME])
+        assert without_ids(events[-1].response) == without_ids(whole)
+
+    run(world, scenario)
+
+
 def test_streams_add_up_to_whole_answers(world: World) -> None:
     text = THOUGHT + "let me see\n" + CALL + "\n" + CALL
 

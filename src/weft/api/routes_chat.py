@@ -32,7 +32,7 @@ from weft.core.requests import EngineRequest
 from weft.core.sampling import SamplingParams, StructuredOutputs
 from weft.serving import Pinned
 from weft.text import OutputDelta
-from weft.text.chat_parser import ChatParser, Piece, ToolCallDelta
+from weft.text.chat_parser import ChatParser, Piece, TextDelta, ToolCallDelta
 from weft.text.harmony import HarmonyParser
 from weft.text.json_stream import WholePairs
 from weft.text.reasoning import REASONING, opens_reasoning
@@ -232,6 +232,7 @@ class Reader:
         self._one_call = one_call
         self._pairs = WholePairs()
         """Of the newest call's arguments."""
+        self._newest = 0
         self.content = ""
         self.reasoning = ""
         self.calls: list[ToolCallDelta] = []
@@ -244,8 +245,7 @@ class Reader:
             self._parser.flush(piece)
         self._mend(piece, final=part.finish_reason is not None)
         if self._one_call:
-            first = [call for call in piece.tool_calls if call.index == 0]
-            piece = Piece(piece.content, piece.reasoning, first)
+            piece.parts = [p for p in piece.parts if isinstance(p, TextDelta) or p.index == 0]
         self.content += piece.content
         self.reasoning += piece.reasoning
         for delta in piece.tool_calls:
@@ -259,21 +259,23 @@ class Reader:
 
     def _mend(self, piece: Piece, final: bool) -> None:
         """Leave no halves of surrogate pairs in the arguments of calls."""
-        mended: list[ToolCallDelta] = []
-        for delta in piece.tool_calls:
-            if delta.name is not None:
-                mended += self._held(delta.index - 1)
-            delta.arguments = self._pairs.feed(delta.arguments)
-            if delta.name is not None or delta.arguments:
-                mended.append(delta)
-        if final:
-            mended += self._held(self._parser.num_tool_calls - 1)
-        piece.tool_calls = mended
+        mended: list[TextDelta | ToolCallDelta] = []
+        for part in piece.parts:
+            if isinstance(part, TextDelta):
+                mended += [*self._held(), part]
+                continue
+            if part.name is not None:
+                mended += self._held()
+                self._newest = part.index
+            part.arguments = self._pairs.feed(part.arguments)
+            if part.name is not None or part.arguments:
+                mended.append(part)
+        piece.parts = [*mended, *(self._held() if final else ())]
 
-    def _held(self, index: int) -> list[ToolCallDelta]:
-        """What was held back of a call's arguments, if anything was."""
+    def _held(self) -> list[ToolCallDelta]:
+        """What was held back of the newest call's arguments, if anything was."""
         rest = self._pairs.flush()
-        return [ToolCallDelta(index, None, None, rest)] if rest else []
+        return [ToolCallDelta(self._newest, None, None, rest)] if rest else []
 
 
 _WHOLE = "chat.completion"

@@ -16,7 +16,7 @@ from weft.api.messages_body import FIELDS, CountTokensBody, MessagesBody
 from weft.api.reading import read_request
 from weft.api.routes_chat import Reader, Turn
 from weft.api.service import Output, Service
-from weft.text.chat_parser import Piece, ToolCallDelta
+from weft.text.chat_parser import Piece, TextDelta, ToolCallDelta
 
 Event = dict[str, Any]
 
@@ -144,12 +144,12 @@ class _Blocks:
         return self._blocks
 
     def add(self, piece: Piece) -> Iterator[Event]:
-        if piece.reasoning:
-            yield from self._text("thinking", piece.reasoning)
-        if piece.content:
-            yield from self._text("text", piece.content)
-        for call in piece.tool_calls:
-            yield from self._call(call)
+        for part in piece.parts:
+            if isinstance(part, TextDelta):
+                kind = "text" if part.kind == "content" else "thinking"
+                yield from self._text(kind, part.text)
+            else:
+                yield from self._call(part)
 
     def close(self) -> Iterator[Event]:
         """End the open block."""

@@ -23,7 +23,7 @@ from weft.api.schemas import ChatBody
 from weft.api.service import Output, Service
 from weft.api.stored import StoredResponse, StoredResponses
 from weft.text import OutputDelta
-from weft.text.chat_parser import Piece, ToolCallDelta
+from weft.text.chat_parser import Piece, TextDelta, ToolCallDelta
 
 Event = dict[str, Any]
 
@@ -244,12 +244,12 @@ class _Items:
 
     def add(self, piece: Piece, logprobs: list[dict[str, Any]]) -> Iterator[Event]:
         self._logprobs += logprobs
-        if piece.reasoning:
-            yield from self._text("reasoning", piece.reasoning)
-        if piece.content:
-            yield from self._text("message", piece.content)
-        for call in piece.tool_calls:
-            yield from self._call(call)
+        for part in piece.parts:
+            if isinstance(part, TextDelta):
+                kind = "message" if part.kind == "content" else part.kind
+                yield from self._text(kind, part.text)
+            else:
+                yield from self._call(part)
 
     def close(self, status: str = "completed") -> Iterator[Event]:
         """End the open item. An output without any has an empty message."""

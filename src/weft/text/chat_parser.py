@@ -7,7 +7,7 @@ import re
 import secrets
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from weft.text.json_stream import JsonObject
 from weft.text.own_calls import GemmaCall, PythonCall
@@ -30,6 +30,8 @@ _NAME_CHARS = re.compile(r"[\w.\-\[\]]{0,256}\n?")
 _NAME_MARKS = ("[CALL_ID]", "[ARGS]")
 _PART_CHARS = 1 << 12
 
+TextKind = Literal["content", "reasoning"]
+
 
 @dataclass(slots=True)
 class ToolCallDelta:
@@ -43,12 +45,41 @@ class ToolCallDelta:
 
 
 @dataclass(slots=True)
-class Piece:
-    """What a piece of text adds to the message."""
+class TextDelta:
+    """A piece of the message's text."""
 
-    content: str = ""
-    reasoning: str = ""
-    tool_calls: list[ToolCallDelta] = field(default_factory=list)
+    kind: TextKind
+    text: str
+
+
+@dataclass(slots=True)
+class Piece:
+    """What a piece of text adds to the message, in the order in which the model wrote it."""
+
+    parts: list[TextDelta | ToolCallDelta] = field(default_factory=list)
+
+    def write(self, kind: TextKind, text: str) -> None:
+        last = self.parts[-1] if self.parts else None
+        if isinstance(last, TextDelta) and last.kind == kind:
+            last.text += text
+        elif text:
+            self.parts.append(TextDelta(kind, text))
+
+    @property
+    def content(self) -> str:
+        return self._written("content")
+
+    @property
+    def reasoning(self) -> str:
+        return self._written("reasoning")
+
+    @property
+    def tool_calls(self) -> list[ToolCallDelta]:
+        return [part for part in self.parts if isinstance(part, ToolCallDelta)]
+
+    def _written(self, kind: TextKind) -> str:
+        texts = (part for part in self.parts if isinstance(part, TextDelta))
+        return "".join(part.text for part in texts if part.kind == kind)
 
 
 class ChatParser:
@@ -144,12 +175,12 @@ class ChatParser:
         end = self._reasoning.end
         before, found, after = self._text.partition(end)
         if found:
-            piece.reasoning += before.removesuffix("\n")
+            piece.write("reasoning", before.removesuffix("\n"))
             self._text = after
             self._step = self._begin_answer
             return True
         num_held = max(held(self._text, end), held(self._text, "\n" + end))
-        piece.reasoning += self._take(len(self._text) - (0 if final else num_held))
+        piece.write("reasoning", self._take(len(self._text) - (0 if final else num_held)))
         return False
 
     def _begin_answer(self, piece: Piece, final: bool) -> bool:
@@ -247,7 +278,7 @@ class ChatParser:
         """What was read is no call: it is content, or may hold the beginning of another call."""
         if self._call is None or not self._call.known:
             mark = self._mark.rstrip()
-            piece.content += mark
+            piece.write("content", mark)
             self._is_blank = False
             # White space behind it may belong to the mark of the next call.
             self._text = self._mark[len(mark) :] + self._raw + self._text
@@ -271,10 +302,10 @@ class ChatParser:
             self._is_blank = True
             call_id = f"call_{secrets.token_hex(12)}"
             delta = ToolCallDelta(self.num_tool_calls, call_id, call.name, call.take())
-            piece.tool_calls.append(delta)
+            piece.parts.append(delta)
             self.num_tool_calls += 1
         elif more := call.take():
-            piece.tool_calls.append(ToolCallDelta(self.num_tool_calls - 1, None, None, more))
+            piece.parts.append(ToolCallDelta(self.num_tool_calls - 1, None, None, more))
         if call.done:
             self._call = None
             self._step = self._close_call
@@ -310,7 +341,7 @@ class ChatParser:
         return taken
 
     def _write(self, piece: Piece, num_chars: int) -> None:
-        piece.content += self._take(num_chars)
+        piece.write("content", self._take(num_chars))
         self._is_blank = self._is_blank and not num_chars
         self._at_start = self._at_start and not num_chars
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import re
 import secrets
+from typing import Literal
 
-from weft.text.chat_parser import Piece, ToolCallDelta, held, in_parts
+from weft.text.chat_parser import Piece, TextKind, ToolCallDelta, held, in_parts
 from weft.text.tools import TOOL_FORMATS
 
 _CHANNEL, _MESSAGE, _START = "<|channel|>", "<|message|>", "<|start|>"
@@ -35,8 +36,8 @@ class HarmonyParser:
         self._in_header = True
         self._needs_mark = True
         """Whether a header begins with a mark here, as at the start and after an end."""
-        self._field = "content"
-        """What the message that is being read belongs to: content, reasoning or call."""
+        self._field: TextKind | Literal["call"] = "content"
+        """What the message that is being read belongs to."""
         self.num_tool_calls = 0
 
     @property
@@ -75,7 +76,7 @@ class HarmonyParser:
         if recipient is not None and self._reads_calls:
             self._field = "call"
             call_id = f"call_{secrets.token_hex(12)}"
-            piece.tool_calls.append(ToolCallDelta(self.num_tool_calls, call_id, recipient[1], ""))
+            piece.parts.append(ToolCallDelta(self.num_tool_calls, call_id, recipient[1], ""))
             self.num_tool_calls += 1
         return True
 
@@ -105,10 +106,7 @@ class HarmonyParser:
         return False
 
     def _give(self, piece: Piece, text: str) -> None:
-        if self._field == "reasoning":
-            piece.reasoning += text
-        elif self._field == "content":
-            piece.content += text
+        if self._field != "call":
+            piece.write(self._field, text)
         elif text:
-            more = ToolCallDelta(self.num_tool_calls - 1, None, None, text)
-            piece.tool_calls.append(more)
+            piece.parts.append(ToolCallDelta(self.num_tool_calls - 1, None, None, text))
