@@ -14,7 +14,7 @@ PHI = "{% if 'tools' in message %}{{ '<|tool|>' + message['tools'] + '<|/tool|>'
 OLMO = "{% if message.get('functions', none) %}{{ message['function_calls'] }}{% endif %}"
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {}}}
 TOOLS = [{"type": "function", "function": FUNCTION}]
-CALL = {"function": {"name": "f", "arguments": {"a": 'x "y"', "n": [1, None]}}}
+CALL = {"function": {"name": "f", "arguments": {"a": 'é "y"', "n": [1, None]}}}
 ASKED: list[dict[str, Any]] = [
     {"role": "user", "content": "ask"},
     {"role": "assistant", "content": None, "tool_calls": [CALL, CALL]},
@@ -44,6 +44,7 @@ def test_earlier_calls_are_what_the_format_reads(template: str, format: str, rol
     text = called["content"]
     if format == "olmo3":
         text += f"<function_calls>{called['function_calls']}</function_calls>"
+    assert "é" in text
     parser = ChatParser(format, None)
     piece = parser.flush(parser.feed(text))
     assert piece.content == ""
@@ -57,6 +58,7 @@ def test_calls_of_glm_are_messages_with_the_name_as_metadata() -> None:
     assert (asked, result) == (ASKED[0], {"role": "observation", "content": "7"})
     assert [(m["role"], m["metadata"]) for m in called] == [("assistant", "f")] * 2
     assert json.loads(called[0]["content"]) == CALL["function"]["arguments"]
+    assert "é" in called[0]["content"]
 
 
 def test_other_templates_get_the_messages_as_they_are() -> None:

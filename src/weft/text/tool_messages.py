@@ -62,7 +62,8 @@ def _with_calls(message: Message, field: str) -> Message:
     if field == "functions":
         text = "\n".join(f"{f['name']}({_as_python(f['arguments'])})" for f in functions)
         return {**message, "content": content, "function_calls": text}
-    text = json.dumps([{"name": f["name"], "arguments": f["arguments"]} for f in functions])
+    named = [{"name": f["name"], "arguments": f["arguments"]} for f in functions]
+    text = json.dumps(named, ensure_ascii=False)
     return {**message, "content": f"{content}<|tool_call|>{text}<|/tool_call|>"}
 
 
@@ -78,8 +79,9 @@ def _of_glm(message: Message) -> list[Message]:
         found.append({"role": "assistant", "content": message["content"]})
     for call in calls:
         name, arguments = call["function"]["name"], call["function"]["arguments"]
-        text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        found.append({"role": "assistant", "metadata": name, "content": text})
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        found.append({"role": "assistant", "metadata": name, "content": arguments})
     return found
 
 
