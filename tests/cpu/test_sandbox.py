@@ -433,6 +433,23 @@ def test_an_owner_has_one_text_at_a_time(set_gate: Callable[[Gate], None]) -> No
     assert begun.index("b2") < begun.index("a3")
 
 
+def test_texts_whose_senders_have_left_take_no_place(
+    monkeypatch: pytest.MonkeyPatch, set_gate: Callable[[Gate], None]
+) -> None:
+    left = threading.Event()
+    set_gate(lambda name: left.wait(PATIENCE_S))
+    monkeypatch.setattr(limits, "MAX_WAITING", 3)
+    sandbox = Sandbox()
+    first = sandbox.submit(text_call("a0"))
+    wait_until(lambda: begun == ["a0"])
+    for n in range(9):
+        assert sandbox.submit(text_call(f"a{n}")).cancel()
+    last = sandbox.submit(text_call("a9"))
+    left.set()
+    for future in (first, last):
+        future.result(PATIENCE_S)
+
+
 def test_too_many_texts_of_one_author_are_refused(
     monkeypatch: pytest.MonkeyPatch, set_gate: Callable[[Gate], None]
 ) -> None:

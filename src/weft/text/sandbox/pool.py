@@ -92,6 +92,7 @@ class Sandbox:
         """The answer to come. It may end in InvalidRequest, which names the call's field, or in
         Overloaded, which this raises too."""
         with self._changed:
+            self._waiting = [each for each in self._waiting if not each.answer.cancelled()]
             self._check(call)
             self._waiting.append(call)
             if self._num_idle < len(self._waiting) and self._num_threads < self._num_workers:
