@@ -161,6 +161,29 @@ def test_a_template_alone(tmp_path: Path) -> None:
     world.check()
 
 
+def test_templates_by_name(tmp_path: Path) -> None:
+    """The one for tools is used for conversations with tools alone. An adapter that brings none has
+    those of its base."""
+    templates = {"default": "plain", "tool_use": "<tool_call> {{ tools[0].function.name }}"}
+    world = make_world(tmp_path, byte_level().with_template(templates))
+    named, plain = world.adapter("a", "!"), world.adapter("b", "?")
+    config = {"chat_template": [{"name": n, "template": f"own {t}"} for n, t in templates.items()]}
+    (Path(named) / "tokenizer_config.json").write_text(json.dumps(config))
+    with_tag().save(Path(plain))
+    (Path(plain) / "chat_template.jinja").unlink()
+    tools = [{"type": "function", "function": {"name": "f"}}]
+
+    async def scenario(web: Web) -> None:
+        for name, path, own in (("a", named, "own "), ("b", plain, "")):
+            assert (await web.load(name, path)).status_code == 200
+            for asked, text in (({}, "plain"), ({"tools": tools}, "<tool_call> f")):
+                await web.chat(model=name, **asked)
+                prompt = byte_level().decode(world.engine.requests[-1].prompt_ids)
+                assert prompt == own + text
+
+    run(world, scenario)
+
+
 def write(name: str, text: str) -> Callable[[Path], object]:
     return lambda folder: (folder / name).write_text(text)
 

@@ -17,6 +17,7 @@ from tokenizers import decoders
 from weft.core.errors import AdapterInvalid
 from weft.text.reader import TokenReader, spelling_of
 from weft.text.sandbox.jobs import Material, TokenTable
+from weft.text.templates import Templates, template_for, widest_template
 
 MAX_TOKENS = 1 << 20
 MAX_PIECE_CHARS = 1024
@@ -30,13 +31,13 @@ class AdapterTokenizer(TokenReader):
     def __init__(
         self,
         vocabulary: TokenTable,
-        template: str | None,
+        templates: Templates | None,
         eos_ids: Sequence[int],
         material: Material,
     ) -> None:
         self._vocabulary = vocabulary
         self._pieces = vocabulary.pieces
-        self._template = template
+        self._templates = templates
         self._eos_ids = tuple(eos_ids)
         self._material = material
         self._decoder = plain_decoder(vocabulary.decoder)
@@ -61,11 +62,11 @@ class AdapterTokenizer(TokenReader):
 
     @property
     def chat_template(self) -> str | None:
-        return self._template
+        return widest_template(self._templates)
 
     def template_for(self, tools: object) -> str:
-        assert self._template is not None
-        return self._template
+        assert self._templates is not None
+        return template_for(self._templates, tools)
 
     @property
     def eos_ids(self) -> tuple[int, ...]:

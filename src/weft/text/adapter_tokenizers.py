@@ -111,16 +111,16 @@ class AdapterTokenizers:
                 dict(files), self._base_files, base.class_name, base.fingerprint, folder, ALL_MARKS
             )
             loaded = self.sandbox.load(job, first)
-        template = loaded.template or base.chat_template
+        templates = loaded.templates or base.templates
         if loaded.vocabulary is not None and loaded.material is not None:
-            own = AdapterTokenizer(loaded.vocabulary, template, loaded.eos_ids, loaded.material)
+            own = AdapterTokenizer(loaded.vocabulary, templates, loaded.eos_ids, loaded.material)
             return OwnTokenizer(own, own.eos_ids, own.extends(base, base.vocab()))
-        if template == base.chat_template:
+        if templates == base.templates:
             return None
         if not base.is_portable:
             _refuse(first, "this model's tokenizer can't be used with adapters' chat templates")
         _ = base.material  # it is made once for all copies of the base
-        return OwnTokenizer(base.with_template(template), (), True)
+        return OwnTokenizer(base.with_template(templates), (), True)
 
     @cached_property
     def _base_files(self) -> dict[str, bytes]:

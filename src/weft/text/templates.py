@@ -12,6 +12,24 @@ from typing import Any
 from weft.core.errors import InvalidRequest
 from weft.text.tool_messages import reads_fields, with_fields
 
+Templates = str | dict[str, str]
+"""A tokenizer's chat template, or several by name."""
+
+
+def template_for(templates: Templates, tools: object) -> str:
+    """The template for a conversation with these tools, or without any."""
+    if isinstance(templates, str):
+        return templates
+    names = ("tool_use", "default") if tools else ("default", "tool_use")
+    return next(templates[name] for name in names if name in templates)
+
+
+def widest_template(templates: Templates | None) -> str | None:
+    """The template that shows what a model can do, or None: the one for tools, if there is one."""
+    if isinstance(templates, dict):
+        return templates.get("tool_use") or templates.get("default")
+    return templates or None
+
 
 def template_options(
     template: str | None,

@@ -12,7 +12,13 @@ from typing import Any
 from weft.core.errors import ConfigError, InvalidRequest
 from weft.text.reader import TokenReader, spelling_of
 from weft.text.sandbox.jobs import Material
-from weft.text.templates import render, template_options
+from weft.text.templates import (
+    Templates,
+    render,
+    template_for,
+    template_options,
+    widest_template,
+)
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
@@ -56,10 +62,10 @@ class Tokenizer(TokenReader):
     shared between calls, and no clean-up of spaces alters what the model wrote.
     """
 
-    def __init__(self, hf: Any, template: str | None = None) -> None:
-        """`template` takes the place of the tokenizer's own chat template."""
+    def __init__(self, hf: Any, templates: Templates | None = None) -> None:
+        """`templates` take the place of the tokenizer's own chat template."""
         self._hf = hf
-        self._template = template
+        self._templates = templates
         self._fast: Any | None = getattr(hf, "backend_tokenizer", None)
         if self._fast is not None:
             self._fast.no_truncation()
@@ -78,10 +84,10 @@ class Tokenizer(TokenReader):
     def save(self, folder: Path) -> None:
         self._hf.save_pretrained(folder)
 
-    def with_template(self, template: str | None) -> Tokenizer:
-        """The same tokenizer with this chat template; with its own if that is None."""
+    def with_template(self, templates: Templates | None) -> Tokenizer:
+        """The same tokenizer with these chat templates; with its own if that is None."""
         made = copy(self)
-        made._template = template
+        made._templates = templates
         return made
 
     @property
@@ -126,20 +132,23 @@ class Tokenizer(TokenReader):
         )
 
     @property
+    def templates(self) -> Templates | None:
+        templates: Templates | None = self._templates or self._hf.chat_template
+        return templates
+
+    @property
     def chat_template(self) -> str | None:
-        template = self._template or self._hf.chat_template
-        if isinstance(template, dict):
-            template = template.get("tool_use") or template.get("default")
-        return template or None
+        return widest_template(self.templates)
 
     def template_for(self, tools: object) -> str:
-        return str(self._hf.get_chat_template(self._template, tools))
+        assert self.templates is not None
+        return template_for(self.templates, tools)
 
     def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Prompt ids of a conversation, by the model's chat template. `options` are those of
         `template_options`. Raises InvalidRequest."""
         given = template_options(self.chat_template, **options)
-        text = render(self._hf, self._template, messages, given)
+        text = render(self._hf, self.template_for(given["tools"]), messages, given)
         return self.encode(text, add_special_tokens=False)
 
     @cached_property

@@ -12,6 +12,8 @@ from typing import Self
 
 import msgspec
 
+from weft.text.templates import Templates
+
 
 class Material(msgspec.Struct, frozen=True, dict=True):
     """A tokenizer as a worker gets it."""
@@ -124,7 +126,7 @@ class TokenTable(msgspec.Struct, frozen=True):
 class LoadedTokenizer(msgspec.Struct, frozen=True, tag=True):
     """An adapter's tokenizer; `material` and `vocabulary` are None if it is the base's."""
 
-    template: str | None
+    templates: Templates | None
     eos_ids: list[int]
     material: Material | None = None
     vocabulary: TokenTable | None = None

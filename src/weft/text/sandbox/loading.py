@@ -27,19 +27,22 @@ def load(job: LoadTokenizer) -> LoadedTokenizer:
         template = files[_TEMPLATE].decode(errors="replace")
         _check_template(template, _TEMPLATE)
         return LoadedTokenizer(template, [])
-    own = _tokenizer(job)
-    if own.chat_template is not None:
-        _check_template(own.chat_template, _TEMPLATE if _TEMPLATE in files else _CONFIG)
+    own, templates = _tokenizer(job), None
+    brings_one = _TEMPLATE in files or _object(files, _CONFIG).get("chat_template")
+    if brings_one and own.chat_template:
+        templates = own.templates
+    for template in templates.values() if isinstance(templates, dict) else [templates or ""]:
+        _check_template(template, _TEMPLATE if _TEMPLATE in files else _CONFIG)
     vocab = own.vocab()
     for token, token_id in _object(files, _ADDED).items():
         if vocab.get(token) != token_id:
             _refuse(_ADDED, f"{token[:80]!r} has another id in the tokenizer, or none")
     if own.fingerprint == job.base_fingerprint:
-        return LoadedTokenizer(own.chat_template, [])
+        return LoadedTokenizer(templates, [])
     if not own.is_portable:
         _refuse(_TOKENIZER, "there is none, and no other kind of tokenizer is served")
     vocabulary = _vocabulary(own, vocab, job.marks)
-    return LoadedTokenizer(own.chat_template, list(own.eos_ids), own.material, vocabulary)
+    return LoadedTokenizer(templates, list(own.eos_ids), own.material, vocabulary)
 
 
 def _vocabulary(own: Tokenizer, vocab: Mapping[str, int], marks: tuple[str, ...]) -> TokenTable:
