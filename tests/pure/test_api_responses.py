@@ -131,6 +131,8 @@ def told_and_thought(response: Response) -> tuple[str, int]:
         ("let me see\n" + CALL, "let me see", ""),
         (THOUGHT + "see\n" + CALL, "\n\nsee", THOUGHT.strip()),
         ("<think>\nhm", "", "<think>\nhm</s>"),
+        ("<think></think>so", "so</s>", "<think></think>"),
+        ("so </think> it is", "so </think> it is</s>", ""),
     ],
 )
 def test_tokens_of_the_answer_alone_are_told(

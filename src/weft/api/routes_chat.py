@@ -158,16 +158,19 @@ class Turn:
     def reader(self) -> Reader:
         return Reader(self._parser(), one_call=self._body.parallel_tool_calls is False)
 
-    @property
-    def begin_of_text(self) -> int | None:
-        return self._dialect.begin_of_text
+    def begin_of_text(self, reader: Reader) -> int | None:
+        """The token ahead of the answer's text, in an output that has one."""
+        bare = self._dialect.reasoning is not None and not reader.has_reasoning
+        return None if bare else self._dialect.begin_of_text
 
     def num_reasoning_tokens(self, output: Output, reader: Reader) -> int:
         """How many tokens come up to the end of the reasoning: all, if it does not end."""
-        end, thought = self._dialect.end_of_reasoning, reader.reasoning
-        if end in output.token_ids and (thought or self._dialect.reasoning):
+        end = self._dialect.end_of_reasoning
+        if not reader.has_reasoning:
+            return 0
+        if end in output.token_ids:
             return output.token_ids.index(end) + 1
-        return len(output.token_ids) if thought and not (reader.content or reader.calls) else 0
+        return 0 if reader.content or reader.calls else len(output.token_ids)
 
     def _parser(self) -> ChatParser | HarmonyParser:
         tool_format, tools = self._dialect.tool_format, self._tools
@@ -256,6 +259,10 @@ class Reader:
         called = part.finish_reason == "stop" and self.calls
         self.finish_reason = "tool_calls" if called else part.finish_reason
         return piece
+
+    @property
+    def has_reasoning(self) -> bool:
+        return self._parser.has_reasoning
 
     def _mend(self, piece: Piece, final: bool) -> None:
         """Leave no halves of surrogate pairs in the arguments of calls."""

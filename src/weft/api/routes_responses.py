@@ -136,7 +136,7 @@ class _Response:
     def _add(self, part: OutputDelta, reader: Reader, items: _Items) -> Iterator[Event]:
         """What a part of the output adds to the items. Only tokens of the answer itself have
         log-probabilities: those of reasoning and calls are left out."""
-        piece, begin = reader.feed(part), self._turn.begin_of_text
+        piece, begin = reader.feed(part), self._turn.begin_of_text(reader)
         told = chat_logprobs(self._chat, self._turn.tokenizer, part)
         logprobs: list[dict[str, Any]] = told["content"] if told else []
         if told and begin in part.token_ids:

@@ -127,6 +127,8 @@ class ChatParser:
         self._is_blank = True
         """Whether no content has come since the last call."""
         self.num_tool_calls = 0
+        self.has_reasoning = False
+        """Whether the output begins with reasoning, be it empty."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -165,6 +167,7 @@ class ChatParser:
         return True
 
     def _begin_thinking(self, piece: Piece, final: bool) -> bool:
+        self.has_reasoning = True
         if self._text:
             self._text = self._text.removeprefix("\n")
             self._step = self._think

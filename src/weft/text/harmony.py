@@ -39,6 +39,8 @@ class HarmonyParser:
         self._field: TextKind | Literal["call"] = "content"
         """What the message that is being read belongs to."""
         self.num_tool_calls = 0
+        self.has_reasoning = False
+        """Whether any message is reasoning."""
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -78,6 +80,7 @@ class HarmonyParser:
             call_id = f"call_{secrets.token_hex(12)}"
             piece.parts.append(ToolCallDelta(self.num_tool_calls, call_id, recipient[1], ""))
             self.num_tool_calls += 1
+        self.has_reasoning = self.has_reasoning or self._field == "reasoning"
         return True
 
     def _begin_content(self) -> bool:
