@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weft.core.errors import InvalidRequest
 from weft.text.chat_parser import ChatParser
 from weft.text.harmony import HarmonyParser
-from weft.text.json_stream import JsonObject
+from weft.text.json_stream import JsonObject, WholePairs
 from weft.text.reasoning import REASONING, detect_reasoning, opens_reasoning
 from weft.text.tools import TOOL_FORMATS, detect_tool_format, tools_schema
 
@@ -423,6 +423,22 @@ def test_json_is_what_python_takes_for_json(text: str, edits: list[tuple[int, st
         value = None
     is_object = isinstance(value, dict) and not text[-1:].isspace()
     assert (document.done and num_read == len(text)) == is_object
+
+
+@pytest.mark.parametrize(
+    ("text", "given"),
+    [
+        (r'{"a": "\u{1F600}", "b": 1}', r'{"a": "\u{1F600}", "b": 1}'),
+        (r'{"a": "\ud83d\udc"}', r'{"a": "\ufffd\udc"}'),
+        (r'{"a": "\u12"}', r'{"a": "\u12"}'),
+        (r'{"a": "\ud83d\ude00"}', r'{"a": "\ud83d\ude00"}'),
+    ],
+)
+def test_escapes_that_are_none_hold_nothing_back(text: str, given: str) -> None:
+    for pieces in ([text], list(text)):
+        pairs = WholePairs()
+        assert "".join(map(pairs.feed, pieces)) == given
+        assert pairs.flush() == ""
 
 
 def read_hermes(text: str) -> Parsed:

@@ -13,9 +13,11 @@ _LITERALS = ("true", "false", "null")
 _SPACE = " \t\n\r"
 _HEX = frozenset("0123456789abcdefABCDEF")
 _HIGH, _LOW = r"\\u[dD][89abAB]\w\w", r"\\u[dD][c-fC-F]\w\w"
-_NOT_LOW = r"[^\\]|\\[^u]|\\u(?:[^dD]|[dD][^c-fC-F])"
+_NO_ESCAPE = r"\\u(?=\w{0,3}\W)"
+_NOT_LOW = rf"[^\\]|\\[^u]|\\u(?:[^dD]|[dD][^c-fC-F])|{_NO_ESCAPE}"
 _PARTS = re.compile(
-    rf"[^\\]+|\\[^u]|{_HIGH}{_LOW}|(?P<half>{_LOW}|{_HIGH}(?={_NOT_LOW}))|\\u(?![dD][89a-fA-F])\w{{4}}"
+    rf"[^\\]+|\\[^u]|{_HIGH}{_LOW}|(?P<half>{_LOW}|{_HIGH}(?={_NOT_LOW}))"
+    rf"|\\u(?![dD][89a-fA-F])\w{{4}}|{_NO_ESCAPE}"
 )
 
 
