@@ -4,6 +4,7 @@ same rounded base, in float32."""
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from weft import SamplingParams
+from weft.core.errors import ConfigError
 from weft.kernels.linear import Weight
-from weft.kernels.quant import fp8
+from weft.kernels.quant import e4m3, fp8
 from weft.kernels.quant.rounded import in_fp8
 from weft.text import load_tokenizer
 
@@ -43,6 +45,28 @@ def test_product_is_that_of_the_rounded_operands(dynamic: bool) -> None:
     torch.testing.assert_close(weight.apply(x, None), expected - b)
     assert weight.shape == w.shape
     assert torch.equal(weight.dequantized(torch.float32), values)
+
+
+def test_a_gpu_takes_whole_units_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's share of a layer may have any number of outputs, such as a few strengths and decays."""
+    triton_fp8 = pytest.importorskip("weft.kernels.quant.triton_fp8")
+    monkeypatch.setattr(triton_fp8, "quantize_rows", e4m3.quantize_rows)
+    torch.manual_seed(0)
+    x, w, b = (torch.randn(n, dtype=torch.bfloat16) for n in ((5, 64), (24, 64), (24,)))
+    weight = replace(fp8.quantize_dynamic(w), dense_OI=None)
+    assert weight.q_OI.shape == (32, 64) and weight.shape == (24, 64)
+    assert torch.equal(weight.dequantized(torch.float32), as_fp8(w.float()))
+    wanted = as_fp8(x.float()) @ as_fp8(w.float()).t()
+    for bias, more in ((None, 0), (b, b.float())):
+        y = weight.apply(x, bias)
+        assert y.is_contiguous()
+        torch.testing.assert_close(y.float(), wanted + more, rtol=2e-2, atol=4e-2)
+
+
+def test_inputs_that_a_gpu_can_not_multiply_are_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match="24 inputs") as caught:
+        fp8.quantize_dynamic(torch.empty(32, 24, device="meta"))
+    assert caught.value.param == "quantization"
 
 
 def test_relative_error_of_rounding_is_bounded() -> None:

@@ -17,15 +17,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from weft.core.errors import ConfigError
 from weft.kernels.quant.e4m3 import dequantized, quantize_rows
+
+UNIT = 16
+"""Products with fp8 on a GPU take inputs and outputs in whole units of so many."""
 
 
 def quantize_dynamic(weight_OI: Tensor) -> Fp8Weight:
-    """The weight in fp8."""
-    q_OI, scale_O = quantize_rows(weight_OI)
+    """The weight in fp8. Raises ConfigError for inputs that a GPU can't multiply."""
+    outputs, inputs = weight_OI.shape
     on_cpu = weight_OI.device.type == "cpu"
-    dense_OI = dequantized(q_OI, scale_O, weight_OI.dtype) if on_cpu else None
-    return Fp8Weight(q_OI, scale_O, dense_OI)
+    if inputs % UNIT and not on_cpu:
+        message = f"--quantization fp8: {inputs} inputs of a layer are no multiple of {UNIT}"
+        raise ConfigError(message, "quantization")
+    filled_OI = F.pad(weight_OI, (0, 0, 0, -outputs % UNIT)) if outputs % UNIT else weight_OI
+    q_OI, scale_O = quantize_rows(filled_OI)
+    dense_OI = dequantized(q_OI[:outputs], scale_O[:outputs], weight_OI.dtype) if on_cpu else None
+    return Fp8Weight(q_OI, scale_O, dense_OI, weight_OI.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +42,13 @@ class Fp8Weight:
     """A `Weight` in fp8."""
 
     q_OI: Tensor
-    """float8_e4m3fn"""
+    """float8_e4m3fn, filled up to whole units of outputs with rows of zeros."""
     scale_O: Tensor
-    """float32"""
+    """float32, as many."""
     dense_OI: Tensor | None
     """The values in the serving dtype on a CPU, which has no products with fp8; else None."""
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.q_OI.shape
+    shape: torch.Size
+    """Without what it is filled up with."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +59,9 @@ class Fp8Weight:
             return F.linear(_rounded(x_TI), self.dense_OI, bias_O)
         from weft.kernels.quant import triton_fp8
 
-        return triton_fp8.dynamic_linear(x_TI, self.q_OI, self.scale_O, bias_O)
+        y_TO = triton_fp8.dynamic_linear(x_TI, self.q_OI, self.scale_O)
+        y_TO = y_TO[:, : self.shape[0]].contiguous()
+        return y_TO if bias_O is None else y_TO.add_(bias_O)
 
     def launch(self, x_TI: Tensor, bias_O: Tensor | None, flags: Tensor) -> None:
         return None
@@ -60,7 +69,8 @@ class Fp8Weight:
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         if self.dense_OI is not None and self.dense_OI.dtype == dtype:
             return self.dense_OI
-        return dequantized(self.q_OI, self.scale_O, dtype)
+        outputs = self.shape[0]
+        return dequantized(self.q_OI[:outputs], self.scale_O[:outputs], dtype)
 
 
 def _rounded(x_TI: Tensor) -> Tensor:

@@ -42,10 +42,10 @@ def quantize_rows(x_TK: Tensor) -> tuple[Tensor, Tensor]:
     return q_TK, scale_T
 
 
-def dynamic_linear(x_TK: Tensor, q_NK: Tensor, scale_N: Tensor, bias_N: Tensor | None) -> Tensor:
-    """`x W^T + b`, both operands in fp8. K and N are multiples of 16."""
+def dynamic_linear(x_TK: Tensor, q_NK: Tensor, scale_N: Tensor) -> Tensor:
+    """`x W^T`, both operands in fp8. K and N are multiples of 16."""
     q_TK, scale_T = quantize_rows(x_TK)
-    y_TN = torch._scaled_mm(
+    return torch._scaled_mm(
         q_TK,
         q_NK.t(),
         scale_a=scale_T[:, None],
@@ -53,4 +53,3 @@ def dynamic_linear(x_TK: Tensor, q_NK: Tensor, scale_N: Tensor, bias_N: Tensor |
         out_dtype=x_TK.dtype,
         use_fast_accum=False,
     )
-    return y_TN if bias_N is None else y_TN.add_(bias_N)
