@@ -271,3 +271,26 @@ def test_a_checkpoints_matrices_are_packed_as_they_come(size: int) -> None:
     assert list(kinds.values()) == [PackedWeight, PackedWeight, DenseWeight, down]
     for key in kinds:
         assert torch.equal(packed[key].dequantized(BF16), plain[key].dequantized(BF16)), key
+
+
+def test_a_rank_packs_its_part_of_each_projection_in_one() -> None:
+    """q, k and v are one tensor of the checkpoint, of which each rank has three parts, and so are
+    gate and up."""
+    with preset_folder("tiny") as folder:
+        config = load_model_config(folder)
+    sizes = {"hidden_size": 512, "num_heads": 8, "num_kv_heads": 2, "head_dim": 64}
+    config = replace(
+        config, **sizes, intermediate_size=512, num_layers=1, fused_qkv=True, fused_mlp=True
+    )
+    for rank in range(2):
+        shard = model_shard(config, rank, 2)
+        places = places_of(allocate_weights(shard, BF16, "meta", None), shard, None)
+        tensors: dict[str, Any] = {}
+        for name, place in places.items():
+            if place.of is not None:
+                codes = make_codes("int4", *place.shape, 128, BF16)
+                tensors[name] = of_codes(place.shape, lambda codes=codes: codes)
+        packed, plain = load(shard, tensors, True), load(shard, tensors, False)
+        for key in ("0.qkv", "0.gate_up"):
+            assert isinstance(packed[key], PackedWeight), key
+            assert torch.equal(packed[key].dequantized(BF16), plain[key].dequantized(BF16)), key

@@ -57,9 +57,9 @@ class LinearMatrices:
         """What belongs to this rank, packed; None where it can't be."""
         assert place.view is not None
         codes = stored.codes() if isinstance(stored, Dequantized) else None
-        if codes is None or len(place.rows) > 1:
+        if codes is None:
             return None
-        codes = codes.rows(place.rows[0])
+        codes = codes.rows(place.rows)
         if place.columns is not None:
             codes = codes.columns(place.columns)
         dtype = place.view.dtype

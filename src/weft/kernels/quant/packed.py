@@ -19,6 +19,7 @@ Shapes: T token rows, O outputs, K inputs, G groups of inputs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self
 
@@ -76,9 +77,14 @@ class Codes:
         scale_OK, zero_OK = self.scale_OG[:, index_K], self.zero_OG[:, index_K]
         return Codes(self.coding, self.codes_OK, scale_OK, zero_OK)
 
-    def rows(self, rows: slice) -> Codes:
-        zero = None if self.zero_OG is None else self.zero_OG[rows]
-        return Codes(self.coding, self.codes_OK[rows], self.scale_OG[rows], zero)
+    def rows(self, rows: Sequence[slice]) -> Codes:
+        """Some of the outputs, in this order."""
+
+        def of(x_ON: Tensor) -> Tensor:
+            return x_ON[rows[0]] if len(rows) == 1 else torch.cat([x_ON[each] for each in rows])
+
+        zero = None if self.zero_OG is None else of(self.zero_OG)
+        return Codes(self.coding, of(self.codes_OK), of(self.scale_OG), zero)
 
     def columns(self, columns: slice) -> Codes | None:
         """Some of the inputs; None where they cut a group."""
