@@ -172,6 +172,24 @@ print(todo, len(compiled()))
     assert run(code).strip() == "[2, 1] 3"
 
 
+def test_keys_of_any_width_are_asked_for_early(run: Run) -> None:
+    """Heads of 96, 160 or 192 dimensions have another number of lines than a power of 2."""
+    code = """
+from weft.kernels.attention.paged_kernels import _ask_for_round
+
+@triton.jit
+def ask(k_ptr, table_ptr, D: tl.constexpr, BLOCK_D: tl.constexpr):
+    _ask_for_round(k_ptr, table_ptr, 0, 16, 0, 1, D, BLOCK_D, 16, 16)
+
+with compiling_ahead():
+    for width in (32, 96, 160, 192):
+        block = triton.next_power_of_2(width)
+        ask[(1,)](x.bfloat16(), x.int(), width, block)
+print(len(ask.device_caches[0][0]))
+"""
+    assert run(code).strip() == "4"
+
+
 @pytest.mark.exhaustive
 def test_a_product_with_packed_weights_compiles(
     run_without_device: RunWithoutDevice, tmp_path: Path

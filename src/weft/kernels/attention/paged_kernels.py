@@ -11,15 +11,18 @@ from weft.kernels.triton_base import ask_for
 
 @triton.jit
 def _ask_for_round(
-    ptr, table_at, first, last, head, K, D: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
+    ptr, table_at, first, last, head, K, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
     """Ask for the keys, or values, of the first tokens of a part."""
     n = first + tl.arange(0, BLOCK_N)
     block = tl.load(table_at + n // BLOCK_SIZE, mask=n < last, other=0).to(tl.int64)
     at = ((block * BLOCK_SIZE + n % BLOCK_SIZE) * K + head) * D
-    LINES: tl.constexpr = (D + 63) // 64
-    ask_for(ptr + at[:, None] + 64 * tl.arange(0, LINES)[None, :])
+    LINES: tl.constexpr = (BLOCK_D + 63) // 64  # a power of 2
+    d = 64 * tl.arange(0, LINES)
+    if LINES * 64 >= D + 64:
+        d = tl.minimum(d, D - 1)
+    ask_for(ptr + at[:, None] + d[None, :])
 
 
 @triton.jit
@@ -136,8 +139,8 @@ def decode_rows(
     first = begin + part * each
     last = tl.minimum(first + each, length)
     if PDL:
-        _ask_for_round(k_ptr, table_at, first, last, head, K, D, BLOCK_N, BLOCK_SIZE)
-        _ask_for_round(v_ptr, table_at, first, last, head, K, D, BLOCK_N, BLOCK_SIZE)
+        _ask_for_round(k_ptr, table_at, first, last, head, K, D, BLOCK_D, BLOCK_N, BLOCK_SIZE)
+        _ask_for_round(v_ptr, table_at, first, last, head, K, D, BLOCK_D, BLOCK_N, BLOCK_SIZE)
         tl.extra.cuda.gdc_wait()
     g = tl.arange(0, BLOCK_G)
     d = tl.arange(0, BLOCK_D)
