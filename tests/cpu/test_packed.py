@@ -212,6 +212,16 @@ def test_rounding_takes_the_nearest_code() -> None:
     assert torch.equal(in_fp8(matrix).dequantized(F32), as_fp8_weight(matrix.float()))
 
 
+@pytest.mark.parametrize(("inputs", "group"), [(192, 64), (6848, 64), (160, 32), (100, 100)])
+def test_a_share_that_can_not_be_cut_by_128_has_smaller_groups(inputs: int, group: int) -> None:
+    """A row of which one number is large: those in other groups keep scales of their own."""
+    matrix = torch.randn(2, inputs, generator=torch.Generator().manual_seed(0))
+    matrix[:, -1] = 100
+    error = (in_int4(matrix).dequantized(F32) - matrix).abs()
+    steps = matrix.view(2, -1, group).abs().amax(2) / 7 * (1 + 2**-7)
+    assert bool((error <= 0.51 * steps.repeat_interleave(group, 1)).all())
+
+
 @pytest.mark.parametrize(("name", "bits"), [("fp8-weight-only", 8), ("int4", 4)])
 def test_a_gpu_holds_them_packed(name: str, bits: int) -> None:
     """As `weft plan` counts them, too."""

@@ -14,7 +14,7 @@ from weft.kernels.quant.e4m3 import FP8, FP8_MAX
 from weft.kernels.quant.packed import Codes, has_layout
 from weft.kernels.quant.packed_weight import pack
 
-_GROUP, _ZERO = 128, 8
+_GROUPS, _ZERO = (128, 64, 32), 8
 
 
 def in_fp8(matrix_OK: Tensor) -> Weight:
@@ -26,11 +26,12 @@ def in_fp8(matrix_OK: Tensor) -> Weight:
 
 
 def in_int4(matrix_OK: Tensor) -> Weight:
-    """Integers from -7 to 7, with a scale for each 128 inputs of an output, or for all of them if
-    they can't be cut so."""
+    """Integers from -7 to 7, with a scale for each 128 inputs of an output; for fewer if a rank's
+    share can't be cut so, or for all of them if it can't be cut at all."""
     outputs, inputs = matrix_OK.shape
     dtype = torch.float16 if matrix_OK.dtype == torch.float16 else torch.bfloat16
-    groups = matrix_OK.float().reshape(outputs, -1, inputs if inputs % _GROUP else _GROUP)
+    group = next((size for size in _GROUPS if inputs % size == 0), inputs)
+    groups = matrix_OK.float().reshape(outputs, -1, group)
     scale_OG = _scales(groups.abs().amax(2), _ZERO - 1, dtype)
     codes_OGI = (groups / scale_OG.float()[:, :, None]).round() + _ZERO
     codes_OK = codes_OGI.to(torch.uint8).view(outputs, inputs)
