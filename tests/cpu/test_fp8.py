@@ -69,6 +69,16 @@ def test_inputs_that_a_gpu_can_not_multiply_are_refused_by_name() -> None:
     assert caught.value.param == "quantization"
 
 
+def test_a_gpu_without_products_in_fp8_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An A100 has none, an L40S does."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with pytest.raises(ConfigError, match="fp8-weight-only") as caught:
+        fp8.check_products(torch.device("cuda"), 32)
+    assert caught.value.param == "quantization"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
+    fp8.check_products(torch.device("cuda"), 32)
+
+
 def test_relative_error_of_rounding_is_bounded() -> None:
     """Three bits after the leading one: at most 1 / 16 of a value, or of the smallest step."""
     w = torch.randn(32, 256, generator=torch.Generator().manual_seed(1))
