@@ -40,7 +40,7 @@ _HELP = {
     "--served-model-name": "The base model's name in requests. Repeatable. Default: BASE as given.",
     "--api-key": "Serve only requests that have this key as their bearer token. NAME=KEY also"
     " names the key's tenant; write =KEY if a key without a name contains a =. Repeatable. Others"
-    " can see a command line, so better set WEFT_API_KEY=KEY,KEY in the environment.",
+    " can see a command line, so prefer WEFT_API_KEY=KEY,KEY in the environment.",
     "--tenants": "A TOML file of the tenants who share the server, with their keys, roles,"
     " weights and grants. SIGHUP reads it again. It replaces --api-key.",
     "--ui/--no-ui": "Serve a web page at / to chat and to manage adapters. Default: yes, unless"
@@ -82,12 +82,12 @@ _HELP = {
     "--otlp-endpoint": "Send a trace of each request to this OTLP collector, over HTTP. Needs"
     " [bold]pip install weft\\[otel][/].",
     "--skip-tokenizer-init": "Load no tokenizer: prompts and answers are token ids.",
-    "--lora-modules": "Adapters to load at the start, from folders or the Hugging Face hub."
+    "--lora-modules": "Adapters to load at the start, from folders, the Hugging Face hub or URIs."
     " Requests use NAME as their model.",
     "--lora-root": "Let clients load adapters from below this folder while the server runs."
     " Repeatable. Default: only from the folders of --lora-modules.",
     "--allow-sources": "Let clients load adapters from other sources: hf (the Hugging Face hub),"
-    " https, s3, gs, az, or everything below a URI such as s3://bucket/adapters. Hosts with"
+    " https, http, s3, gs, az, or all below a URI such as s3://bucket/adapters. Hosts with"
     " internal addresses must be named in a URI. Repeatable, or separated by commas.",
     "--max-adapter-size": "The largest adapter that may be uploaded or downloaded, packed or"
     " unpacked, such as 500M or 4G.",
@@ -104,8 +104,8 @@ _HELP = {
     " and the port of --fleet-listen.",
     "--node-label": "A property of this node, such as gpu=h200 or zone=a. weft label keeps"
     " adapters on nodes with certain labels. Repeatable.",
-    "--consolidate": "Fill this share of a node's seats, such as 0.5, before another node gets"
-    " requests. Nodes that are not needed are idle. Default: all nodes serve.",
+    "--consolidate": "Fill this share of a node's seats (--max-num-seqs), such as 0.5, before"
+    " another node gets requests. Other nodes are idle. Default: all nodes serve.",
     "--scale-webhook": "POST the wanted number of nodes to this URL whenever it changes.",
     "--no-engine": "Run only the HTTP server. Requests run on other nodes of the fleet.",
     "--no-api": "Run only the engine, for other nodes of the fleet, without HTTP except"

@@ -28,7 +28,7 @@ def use_kernels(folder: Path | None) -> None:
     except OSError:
         writable = False
     if not writable:
-        raise ConfigError(f"--kernels {folder} is no folder that can be written to", "kernels")
+        raise ConfigError(f"--kernels {folder} is not a folder that can be written to", "kernels")
     os.environ[KERNELS] = str(folder.absolute())
 
 
@@ -48,9 +48,9 @@ def compile_kernels(
 ) -> None:
     """Compile the kernels of a model on a GPU, for servers on GPUs of the same kind.
 
-    Give the server's own options, then start it with weft serve --kernels FOLDER.
-    The folder fits the versions of Weft, torch and Triton that made it. What is missing in it is
-    compiled by the server.
+    Give the options that the server will have. Then start it with weft serve --kernels FOLDER.
+    The folder is only for the versions of Weft, torch and Triton that made it. The server compiles
+    what is missing in it.
     """
     with ending_in_one_line():
         typer.echo(_compile(model, kernels, options))

@@ -158,7 +158,7 @@ def top(
 ) -> None:
     """Watch running servers: load, latency, memory, and their busiest adapters.
 
-    If you name several, each has its own row, even while it does not answer, and the rest is for
+    If you name several, each has its own row, even while it does not answer; other figures are for
     all of them together. `weft cluster top` finds the nodes of a cluster itself.
     """
     from weft.cli.top import run_top
@@ -171,7 +171,7 @@ def top(
 def check(
     adapter: Annotated[
         str,
-        typer.Argument(metavar="ADAPTER", help="The adapter: a PEFT folder, or a name on the hub."),
+        typer.Argument(metavar="ADAPTER", help="The adapter: a PEFT folder, a hub name, or a URI."),
     ],
     base: Annotated[
         str,

@@ -82,8 +82,8 @@ def plan(
 ) -> None:
     """Show what fits into the memory of GPUs: weights, adapters, and tokens of KV cache.
 
-    Needs neither a GPU nor weights. Sizes are worked out as a server does it when it starts; what
-    CUDA takes besides is a guess of 1.5 GiB. Exit status 1 if nothing that was asked for fits.
+    Needs neither a GPU nor weights. Sizes are computed as a server does when it starts; CUDA itself
+    is assumed to take 1.5 GiB. Exit status 1 if nothing that was asked for fits.
     """
     with ending_in_one_line(status=2):
         tell_start(f"working out what {model} takes")

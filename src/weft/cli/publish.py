@@ -13,7 +13,7 @@ import typer
 from weft.cli.releases import NamedAdapter, Registry, actor, opened
 from weft.core.errors import AdapterError, ConfigError
 from weft.terminal.commands import Commands
-from weft.terminal.options import ApiKey, ending_in_one_line, show_bytes
+from weft.terminal.options import ApiKey, ending_in_one_line
 
 if TYPE_CHECKING:
     from weft.registry.records import Name
@@ -29,9 +29,7 @@ def _registry() -> None:
 def push(
     adapter: Annotated[
         str,
-        typer.Argument(
-            metavar="ADAPTER", help="The adapter: a PEFT folder, or anything that weft check takes."
-        ),
+        typer.Argument(metavar="ADAPTER", help="The adapter: a PEFT folder, a hub name, or a URI."),
     ],
     name: NamedAdapter,
     url: Annotated[
@@ -58,7 +56,7 @@ def push(
     ] = True,
     api_key: ApiKey = None,
 ) -> None:
-    """Give an adapter a name on a server, or on all servers of a registry.
+    """Send an adapter to a server, or to all servers that share a registry.
 
     [bold]weft push[/] ./adapter acme/sql [bold]--registry[/] s3://models/registry
     """
@@ -75,7 +73,7 @@ def push(
         version = publish(
             str(registry), name, adapter, release=release, pinned=pinned, base=base, actor=actor()
         )
-        typer.echo(f"{name}: sha256:{version.digest}, {show_bytes(version.num_bytes)}")
+        typer.echo(f"{name}: sha256:{version.digest}, {version.num_bytes:,} bytes")
 
 
 def _send(
@@ -141,7 +139,7 @@ def verify(registry: Registry) -> None:
             except AdapterError as error:
                 bad += 1
                 typer.echo(error.message)
-    typer.echo(f"{len(needed) - bad} contents are whole, {bad} are not")
+    typer.echo(f"{len(needed) - bad} contents are whole, {bad} are missing or damaged")
     raise typer.Exit(1 if bad else 0)
 
 
@@ -157,9 +155,9 @@ def gc(
 ) -> None:
     """Remove contents and log entries that nobody needs.
 
-    A content goes in two runs, an hour apart or more: the first marks it, the second removes it.
-    It is left alone for a day after its publication, and after its name was removed, and as long
-    as a server serves it. Run it from time to time, such as every few hours.
+    This takes two runs, at least an hour apart: the first marks contents, the second removes them.
+    A content is kept for a day after it was published or its name was removed, and as long as a
+    server serves it. Run this command from time to time, such as every few hours.
     """
     from weft.registry.sweep import GRACE_S, Collector
 
@@ -177,12 +175,12 @@ def gc(
 
         found = Collector(shared.store).run(names, delete)
         for each in found:
-            size = show_bytes(each.num_bytes)
+            size = f"{each.num_bytes:,} bytes"
             typer.echo(f"sha256:{each.digest}  {size}  {words[each.step][delete]}")
         keys = shared.collect(delete)
     typer.echo(
         f"{len(found)} contents, {len(keys)} keys of the log"
-        + ("" if delete else "; nothing was changed: say --delete")
+        + ("" if delete else "; nothing was changed, as --delete was not given")
     )
     if delete and any(each.step == "doom" for each in found):
         typer.echo(f"What is marked can be removed {GRACE_S / 60:.0f} minutes from now.")

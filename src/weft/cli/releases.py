@@ -41,7 +41,7 @@ def release(
     canary: Annotated[
         float | None,
         typer.Option(
-            metavar="PERCENT", help="The percentage of requests that it gets. Default: all."
+            metavar="PERCENT", help="The percentage of requests that --to gets. Default: all."
         ),
     ] = None,
     shadow: Annotated[

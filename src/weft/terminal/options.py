@@ -42,8 +42,8 @@ HELP: dict[str, str] = {
     + "".join(f"{name}: {form.help}. " for name, form in FORMATS.items())
     + "Adapters stay in the model's precision.",
     "speculative": "Guess the next tokens, and check several in one step. The answers stay the"
-    " same. ngram guesses where a text repeats itself; mtp by a head that the checkpoint has for"
-    " it, as those of Qwen3.5 do. A request's field 'speculative' overrides this.",
+    " same. ngram: guess that the text repeats itself. mtp: use the checkpoint's own head for"
+    " this, which Qwen3.5 and Qwen3-Next have. A request's field 'speculative' overrides this.",
     "device": "The device to run on. auto: a CUDA GPU if there is one.",
     "revision": "The branch, tag or commit of a model from the Hugging Face hub.",
     "tensor_parallel_size": "Number of GPUs to spread the model over. Each has its own process"
@@ -91,7 +91,7 @@ HELP: dict[str, str] = {
     " chunks.",
     "overlap": "Plan the next step while one runs (asynchronous scheduling).",
     "tenant_weights": "How much service tenants get compared with others while requests wait, as"
-    " JSON such as '{\"acme\": 2}'. Others get 1. --api-key gives tenants their names.",
+    " JSON such as '{\"acme\": 2}'. Others get 1. --api-key NAME=KEY names a tenant.",
     "num_threads": "CPU threads to compute with. Default: torch's choice.",
 }
 _PANEL = {ModelArgs: MODEL, LoraArgs: ADAPTERS, CacheArgs: MEMORY, SchedulerArgs: BATCH}

@@ -150,8 +150,8 @@ def cold(
 ) -> None:
     """Measure how long a request waits for its adapter, and how much that delays others.
 
-    First token of a lone request by where its adapter is: on the device, in host memory, on disk.
-    Time between the tokens of a running batch while adapters are loaded and registered.
+    Shows the time to the first token of a lone request whose adapter is on the device, in host
+    memory or on disk, and the time between tokens of a batch while adapters are loaded.
     """
     with reporting(None if no_plot else plot, record) as done:
         from weft.bench.cold import ColdPlan, run_cold
@@ -184,10 +184,10 @@ def alora(
     record: Record = None,
     **options: object,
 ) -> None:
-    """Measure what activated LoRA reuses of a conversation that the base has read, and plain LoRA.
+    """Measure how much of a conversation activated LoRA reuses, compared with plain LoRA.
 
-    Tokens taken from the prefix cache, and the time to the first token of the judgements of several
-    adapters: one after another, and all at once.
+    The base reads the conversation; then several adapters judge it, one by one and all at once.
+    Shows the tokens taken from the prefix cache, and the time to the first token.
     """
     with reporting(None if no_plot else plot, record) as done:
         from weft.bench.alora import AloraPlan, run_alora

@@ -66,8 +66,8 @@ def decode(
 ) -> None:
     """Measure the time of a decode step, by batch size and by the adapters in the batch.
 
-    The difference of two runs, of 144 and of 16 output tokens, over 128. Prompts have 128 tokens.
-    Adapters are random, and get the memory that all of them need.
+    The time is the difference between runs of 144 and of 16 output tokens, divided by 128. Prompts
+    have 128 tokens. Adapters are random, and get the memory that all of them need.
     """
     with reporting(None if no_plot else plot, record) as done:
         from weft.bench.decode import DecodePlan, run_decode
@@ -252,9 +252,9 @@ def startup(
 ) -> None:
     """Measure the time from a new process to the first token with an adapter, stage by stage.
 
-    Started twice: cold, without compiled kernels, and warm, with those of the first start. While
-    kernels compile, host memory for adapters is taken. A server loads its own parts and the
-    tokenizer meanwhile, in another process.
+    The engine is started twice: cold, without compiled kernels, and warm, with those of the first
+    start. While kernels compile, it takes host memory for adapters. A server would load its own
+    parts and the tokenizer meanwhile, in another process.
     """
     with reporting(None if no_plot else plot, record) as done:
         from weft.bench.engine import AdapterShape

@@ -117,8 +117,9 @@ def tune(
 ) -> None:
     """Find the fastest settings of the kernels for this device and a model's shape.
 
-    Takes minutes. Weft comes with tables for some devices; yours goes before them, and what no
-    table knows is cut by rule. However they are cut, adapters add the same bits to a product.
+    Takes minutes, and writes a table that the next start uses. Weft comes with tables for some
+    devices; entries of yours take precedence. For shapes that no table has, Weft chooses settings
+    by rule. The settings change speed only: adapters add the same bits to a product.
     """
     with ending_in_one_line():
         from weft.kernels.linear import HAS_TRITON

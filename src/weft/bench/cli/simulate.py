@@ -168,11 +168,12 @@ class SimulateFlags(FleetFlags):
 def simulate(
     flags: SimulateFlags,
 ) -> None:
-    """Simulate an engine that serves a trace: its own scheduler and policies, and a model of the
+    """Simulate an engine that serves a trace, with its real scheduler and policies and a modelled
     device. With --fleet, simulate many nodes and their router.
 
-    Takes seconds, no device and no model; the same options give the same figures. The optimum is
-    the hit rate of a cache that knows the future (Belady's MIN; for mixed ranks a greedy variant).
+    Needs no device and no model, and takes seconds. The same options give the same figures. The
+    optimum is the hit rate of a cache that knows the future (Belady's MIN; for mixed ranks a greedy
+    variant).
     """
     with reporting(None if flags.no_plot else flags.plot, flags.record) as done:
         done(_memory(flags) if flags.fleet is None else _fleet(flags, flags.fleet))
