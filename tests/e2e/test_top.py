@@ -178,8 +178,8 @@ weft top  base  http://host:8000                                       up 1h 12m
 KV cache  ━━━━━━━━━━━━━━━━╸                                                  25%
 Adapters  1 on device (room for about 40), 2 in host memory, 997 on disk
           2.0 loads/s, 1.0 evictions/s
-  device  1.5G of 2.0G, 75% found, 1.0 evictions/s
-  host    0 of 512M, - found
+  device  1.5G of 2.0G, 75% hits, 1.0 evictions/s
+  host    0 of 512M, - hits
   p50     read 5.0 ms, copy 1.0 ms, requests wait 10 ms
 
 Adapter          Tokens/s   Requests/s   Requests   TTFT p50   TPOT p50   In
@@ -270,7 +270,7 @@ def test_one_frame(server: Server) -> None:
 
 def test_a_server_that_asks_for_a_key(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     server.key = "Bearer secret"
-    with pytest.raises(Unreachable, match="status 401; is there a key"):
+    with pytest.raises(Unreachable, match="status 401; does it need a key"):
         run_top([server.url], 0.1, once=True)
     monkeypatch.setenv("WEFT_API_KEY", "secret")
     assert weft_top(server.url, "--once", "--interval", "0.1").returncode == 0

@@ -103,7 +103,7 @@ def fetch(url: str, key: str) -> Scrape:
         raise Unreachable(f"{url}{error.message}") from None
     except urllib.error.HTTPError as error:
         error.close()
-        hint = "; is there a key (--api-key)?" if error.code in (401, 403) else ""
+        hint = "; does it need a key (--api-key)?" if error.code in (401, 403) else ""
         raise Unreachable(f"{url}/metrics answers with status {error.code}{hint}") from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise unreachable(url, error) from None

@@ -41,7 +41,7 @@ def summary(
     rows.add_row("", f"{gib:.3g} GiB of memory, up to rank {info.max_lora_rank}")
     if shares is not None:
         rows.add_row("Registry", shares)
-    rows.add_row("Start", f"{took_s:.1f} s, of these the engine {in_words(info.start_s)}")
+    rows.add_row("Start", f"{took_s:.1f} s, of which the engine took {in_words(info.start_s)}")
     if url is not None:
         rows.add_row("API", f"[link={url}]{url}[/link]/v1")
     if url is not None and page:

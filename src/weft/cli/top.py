@@ -161,7 +161,7 @@ def adapter_lines(view: View) -> Table:
 def _tier(tier: TierLoad) -> str:
     evictions = f", {_rate(tier.evictions_per_s)} evictions/s" if tier.evictions_per_s else ""
     used = f"{_size(tier.num_bytes)} of {_size(tier.max_bytes)}"
-    return f"{used}, {_share(tier.hit_share)} found{evictions}"
+    return f"{used}, {_share(tier.hit_share)} hits{evictions}"
 
 
 def adapter_table(view: View, max_rows: int) -> Table:

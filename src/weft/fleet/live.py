@@ -92,7 +92,7 @@ class Live:
     """What the router knows of its newest attempt, which has the same id."""
     attempts: int = 0
     deaths: int = 0
-    why: str = "it came"
+    why: str = "the request is new"
     """Why it is to be placed now."""
     moving: str | None = None
     """Why it was taken from its node; None: it was not."""

@@ -123,7 +123,7 @@ async function choose(name, what, make_body) {
   get("chosen-what").textContent = what;
   get("chosen").hidden = false;
   get("upload-name").focus();
-  tell("It is checked …");
+  tell("Checking it …");
   const path = `v1/adapters/${escaped(get("upload-name").value)}?check=true`;
   let verdict;
   try {
