@@ -454,7 +454,7 @@ def test_one_matrix_in_two_forms_is_refused(world: World, tmp_path: Path) -> Non
     }
     fields = {"r": 2, "target_modules": ["gate", "w1", "gate_proj"]}
     write_adapter(tmp_path / "twice", tensors, **fields)
-    with pytest.raises(AdapterInvalid, match="second") as caught:
+    with pytest.raises(AdapterInvalid, match="occurs twice") as caught:
         read(world, tmp_path / "twice")
     assert str(caught.value.param).startswith(LAYER + "experts.0.")
 
@@ -478,5 +478,5 @@ def test_few_experts_that_would_take_the_room_of_all(rank: int, tmp_path: Path) 
     patterns = {"0.gate_proj": rank}
     fields = {"r": 1, "target_modules": ["gate_proj"], "rank_pattern": patterns}
     write_adapter(tmp_path / "few", tensors, **fields)
-    with pytest.raises(AdapterInvalid, match=f"3 of 200 experts .* up to {rank}: .* 64 times"):
+    with pytest.raises(AdapterInvalid, match=f"3 of 200 experts .* up to {rank}\\. .* 64 times"):
         load_image(tmp_path / "few", table, torch.float32, 32)

@@ -243,7 +243,7 @@ class Conversation(BaseModel):
         """Raises InvalidRequest unless the last message can be continued, if that is asked for."""
         field = "continue_final_message"
         if self.continue_final_message and self.add_generation_prompt:
-            raise InvalidRequest(f"{field} and add_generation_prompt are at odds", field)
+            raise InvalidRequest(f"{field} and add_generation_prompt exclude each other", field)
         if self.continue_final_message and messages[-1].role != "assistant":
             raise InvalidRequest(f"{field} needs a last message of role 'assistant'", field)
 

@@ -149,7 +149,7 @@ class _Pooling:
         head = self._pinned.head
         if head is None:
             raise InvalidRequest(
-                f"{self._body.model!r} classifies no texts: that needs an adapter that was trained"
+                f"{self._body.model!r} can't classify texts: that needs an adapter that was trained"
                 " for it (SEQ_CLS)",
                 "model",
             )

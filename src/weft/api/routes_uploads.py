@@ -194,6 +194,6 @@ def _packed(content: bytes) -> tuple[SerializedTensors, dict[str, Any], bytes]:
         fields = msgspec.json.decode(content)
         body = msgspec.convert(fields, SerializedTensors)
     except (msgspec.DecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not as it must be: {error}") from None
+        raise InvalidRequest(f"the body is not valid: {error}") from None
     streams = {name: io.BytesIO(file) for name, file in body.files().items()}
     return body, fields, b"".join(tar_of(streams))

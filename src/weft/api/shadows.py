@@ -109,7 +109,7 @@ class Shadows:
         access = Access(self._registry, Caller(), self._follower.names)
         with self._intake.pin(access, version_name(name, number)) as pinned:
             if pinned.language.tokenizer is not language.tokenizer:
-                raise WeftError("the shadow has another tokenizer, so its tokens mean others")
+                raise WeftError("the shadow has another tokenizer, so its tokens can't be compared")
             shadow = replace(
                 request,
                 request_id=f"{request.request_id}-shadow",

@@ -206,7 +206,7 @@ def _dora_scale(parts: TargetParts, magnitude: Values, weight: torch.Tensor) -> 
     lengths = _row_lengths(weight, a, b * parts.scaling)
     scale = tensor_of(magnitude.array).float() / lengths.cpu()
     if not is_finite(scale):
-        refuse(magnitude.name, "is for rows of W + B A that are zero")
+        refuse(magnitude.name, "is undefined, as W + B A has rows that are zero")
     return scale
 
 

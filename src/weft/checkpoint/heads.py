@@ -86,7 +86,7 @@ def read_head(folder: Folder, digest: str, max_bytes: int, deadline: Deadline) -
 def _head_of(tensors: Mapping[str, Stored], hidden: int | None) -> Stored:
     head = tensors.get(_SCORE)
     if head is None:
-        refuse("task_type", f"is SEQ_CLS, but the file holds no {_SCORE}, which classifies")
+        refuse("task_type", f"is SEQ_CLS, but the file lacks {_SCORE}, the layer that classifies")
     fits = len(head.shape) == 2 and hidden in (None, head.shape[1])
     if not fits or not 1 <= head.shape[0] <= MAX_LABELS:
         wanted = f"(labels, {hidden})" if hidden else "(labels, hidden)"

@@ -102,7 +102,7 @@ class NamedTensors:
         self._check(name, module, suffix, part)
         parts = self._parts.setdefault(module, {})
         if part in parts:
-            refuse(name, f"is the same as {parts[part].name}")
+            refuse(name, f"is for the same weights as {parts[part].name}")
         parts[part] = tensor
 
     def _check(self, name: str, module: str, suffix: str, part: str) -> None:
@@ -212,7 +212,7 @@ class Gathered:
                 module = modules.setdefault(match["module"], _ExpertModule(match))
                 module.matrices[match["part"]] = tensor
             elif has_experts and ".experts." in name:
-                refuse(name, "of experts, only lora_A and lora_B matrices are served")
+                refuse(name, "only lora_A and lora_B matrices of experts are served")
             else:
                 self.tensors[name] = tensor
         by_mlp: dict[str, dict[str, _ExpertModule]] = {}
@@ -296,7 +296,7 @@ class Gathered:
         if module.expert >= self._table.num_experts:
             refuse(module.first, f"the base model has {self._table.num_experts} experts in a layer")
         if module.projection not in _PROJECTIONS or module.expert in same:
-            refuse(module.first, "is no name of an expert's matrix, or a second one")
+            refuse(module.first, "is not the name of an expert's matrix, or one that occurs twice")
         same[module.expert] = module
 
     def _put_single(self, target: Target, modules: Mapping[int, _ExpertModule]) -> None:
@@ -313,9 +313,9 @@ class Gathered:
         if num * rank > _MAX_FILLED * sum(ranks):
             refuse(
                 a.name,
-                f"{len(ranks)} of {num} experts are adapted, with ranks up to {rank}: as all"
-                f" take the room of the highest, more than {_MAX_FILLED} times what the file"
-                " holds; train more of the experts, or with ranks that are alike",
+                f"{len(ranks)} of {num} experts are adapted, with ranks up to {rank}. Each expert"
+                f" takes the room of the highest rank, in all more than {_MAX_FILLED} times what"
+                " the file holds. Train more of the experts, or give them similar ranks",
             )
         names = [module.name for module in modules.values()]
         self._put(target, names, a, _stacked(b_parts, (num, target.out_features, rank)))

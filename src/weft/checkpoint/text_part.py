@@ -34,9 +34,9 @@ def text_part(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], Naming]
         module = name.removeprefix(PREFIX)
         own = text_name(module)
         if own is None:
-            refuse(name, "adapts what sees images, and only the text model is served")
+            refuse(name, "belongs to the part that sees images, and only the text model is served")
         if own in found:
-            refuse(name, f"is the same as {found[own].name}")
+            refuse(name, f"is for the same weights as {found[own].name}")
         found[PREFIX + own] = tensor
         if own != module:
             naming |= {to: start for start, to in TEXT_PREFIXES if to and module.startswith(start)}

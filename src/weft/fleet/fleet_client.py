@@ -161,7 +161,7 @@ class FleetClient:
         """Move all requests away from a node, and let it take none. Raises InvalidRequest."""
         node = self.nodes.get(name)
         if node is None:
-            raise InvalidRequest(f"no node named {name!r} is there", "node")
+            raise InvalidRequest(f"there is no node named {name!r}", "node")
         node.drain(draining)
 
     def _give_up(self, node: Node) -> None:

@@ -275,7 +275,7 @@ def _architecture_of(raw: dict[str, Any]) -> str:
         raw = text if isinstance(text, dict) else {}
         _check_model_type(raw, family.model_type, name)
     if not raw.get("is_causal", True):
-        message = "is_causal false, with which tokens see those after them, is not served"
+        message = "is_causal false is not served: tokens would see those after them"
         raise ConfigError(message, "is_causal")
     return name
 
@@ -283,7 +283,7 @@ def _architecture_of(raw: dict[str, Any]) -> str:
 def _check_model_type(raw: dict[str, Any], wanted: str, architecture: str) -> None:
     found = raw.get("model_type")
     if found != wanted:
-        message = f"model_type {found!r} does not belong to {architecture}, only {wanted!r}"
+        message = f"model_type {found!r} does not belong to {architecture}, which has {wanted!r}"
         raise ConfigError(message, "model_type")
 
 

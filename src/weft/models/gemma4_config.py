@@ -115,7 +115,7 @@ def _token_inputs(hf: Any) -> TokenInputsConfig | None:
     if not hf.hidden_size_per_layer_input:
         return None
     if hf.vocab_size_per_layer_input < hf.vocab_size:
-        message = f"vocab_size_per_layer_input must be vocab_size {hf.vocab_size} at least"
+        message = f"vocab_size_per_layer_input must be at least vocab_size {hf.vocab_size}"
         raise ConfigError(message, "vocab_size_per_layer_input")
     return TokenInputsConfig(hf.vocab_size_per_layer_input, hf.hidden_size_per_layer_input)
 

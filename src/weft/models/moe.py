@@ -76,8 +76,8 @@ def check_width(weight_EOI: Tensor) -> None:
     width, unit = weight_EOI.shape[2], 16 // weight_EOI.itemsize
     if weight_EOI.is_cuda and width % unit:
         raise ConfigError(
-            f"experts that read {width} values each can't be computed on a GPU in"
-            f" {str(weight_EOI.dtype).removeprefix('torch.')}: it must be a multiple of {unit}",
+            f"experts with {width} inputs can't be computed on a GPU in"
+            f" {str(weight_EOI.dtype).removeprefix('torch.')}: {width} is not a multiple of {unit}",
             "moe_intermediate_size",
         )
 

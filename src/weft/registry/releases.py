@@ -83,16 +83,16 @@ def released(
     InvalidRequest, naming the field.
     """
     if to is None and shadow is None:
-        raise InvalidRequest("a release names the version that it is to, or a shadow", "to")
+        raise InvalidRequest("a release needs a version in 'to' or in 'shadow'", "to")
     beside = None if shadow is None else _existing(name, entry, shadow, "shadow")
     if to is None:
         if canary is not None:
-            raise InvalidRequest("canary is for the version that a release is to", "canary")
+            raise InvalidRequest("canary needs 'to', the version that gets it", "canary")
         shares = entry.route.shares
     else:
         shares = _shares(name, entry, _existing(name, entry, to, "to"), canary)
     if beside in {share.number for share in shares}:
-        raise InvalidRequest(f"v{beside} answers requests, and can't be their shadow", "shadow")
+        raise InvalidRequest(f"v{beside} answers requests, so it can't be the shadow", "shadow")
     return Route(shares, beside)
 
 

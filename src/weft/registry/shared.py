@@ -240,7 +240,7 @@ class SharedRegistry:
             case NotDone():
                 future.set_exception(_ERRORS[result.kind](result.message))
             case None:
-                message = "nobody can tell any more whether the change was made: look at the name"
+                message = "it can't be known any more whether the change was made: look at the name"
                 future.set_exception(RegistryUnavailable(message))
 
     def _give_up(self, error: RegistryUnavailable) -> None:

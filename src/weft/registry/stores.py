@@ -249,5 +249,5 @@ def probe(store: Store) -> None:
 
 
 def _refuse_store(store: Store, what: str) -> None:
-    message = f"the registry {store.uri} can't be there: this file system or bucket {what}"
+    message = f"the registry {store.uri} can't be used: this file system or bucket {what}"
     raise ConfigError(message, "registry")

@@ -215,11 +215,11 @@ class Collector:
         if keys and not last.endswith(".over"):
             since = float(self._store.get(last) or b"0")
             if since > now - TURN_S:
-                message = f"somebody has been collecting for {now - since:.0f} s; try again later"
+                message = f"another collector has worked for {now - since:.0f} s; try again later"
                 raise RegistryUnavailable(message, "registry")
         mine = f"{COLLECTING}{int(last.removeprefix(COLLECTING)[:10]) + 1:010d}"
         if not self._store.put(mine, str(now).encode()):
-            raise RegistryUnavailable("somebody else has begun to collect", "registry")
+            raise RegistryUnavailable("another collector has just begun", "registry")
         try:
             for key in keys[: -2 * MAX_TURNS]:
                 self._store.delete(key)

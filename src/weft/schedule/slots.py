@@ -149,7 +149,7 @@ class AdapterSlots:
         if left - size < largest or num_pinned + 1 >= self._num_slots:
             raise AdapterConflict(
                 "the adapter can't be pinned: pinned adapters must leave "
-                f"{self._shown(largest)} of adapter memory, as many as the largest adapter takes; "
+                f"{self._shown(largest)} of adapter memory, as much as the largest adapter takes; "
                 "unload pinned adapters, or raise --adapter-memory",
                 "pinned",
             )

@@ -35,7 +35,7 @@ class EmbeddingRule:
     def check(self) -> None:
         """Raise InvalidRequest if the model wants what is not served."""
         if self.refused:
-            raise InvalidRequest(f"this model makes no vectors here: {self.refused}", "model")
+            raise InvalidRequest(f"vectors of this model are not served: {self.refused}", "model")
 
 
 def embedding_rule(folder: Path) -> EmbeddingRule:

@@ -43,7 +43,7 @@ class AdapterTokenizer(TokenReader):
         self._decoder = plain_decoder(vocabulary.decoder)
         self._special_ids = frozenset(vocabulary.special_ids)
         if self.max_chars_per_token > MAX_PIECE_CHARS:
-            _refuse(f"a token has {self.max_chars_per_token} characters; {MAX_PIECE_CHARS} may be")
+            _refuse(f"a token has {self.max_chars_per_token} characters, above {MAX_PIECE_CHARS}")
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         skipped = self._special_ids if skip_special_tokens else frozenset[int]()
@@ -115,14 +115,14 @@ def plain_decoder(state: str) -> Any:
         return None
     parts = _parts(json.loads(state))
     if len(parts) > _MAX_DECODERS:
-        _refuse(f"its decoder has {len(parts)} parts; {_MAX_DECODERS} may be")
+        _refuse(f"its decoder has {len(parts)} parts; at most {_MAX_DECODERS} are served")
     made = [_decoder(part) for part in parts]
     return made[0] if len(made) == 1 else decoders.Sequence(made)
 
 
 def _parts(state: Any) -> list[dict[str, Any]]:
     if not isinstance(state, dict):
-        _refuse("its decoder is no object")
+        _refuse("its decoder is not an object")
     if state.get("type") != "Sequence":
         return [state]
     return [part for inner in state["decoders"] for part in _parts(inner)]

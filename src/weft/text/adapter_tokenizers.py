@@ -175,7 +175,7 @@ def _check_ignored(files: Mapping[str, bytes], base: Tokenizer) -> None:
         others = msgspec.json.decode(files.get(more, b"{}"), type=dict[str, int])
         tokens |= {token: (token_id, more) for token, token_id in others.items()}
     except (msgspec.DecodeError, RecursionError) as error:
-        _refuse(name, f"not read, to see whether it adds tokens ({error})")
+        _refuse(name, f"can't be read to see whether it adds tokens ({error})")
     vocab = base.vocab() if tokens else {}
     for token, (token_id, file) in tokens.items():
         if vocab.get(token) != token_id:

@@ -55,7 +55,7 @@ def _allocated(config: PeftConfig) -> dict[str, int]:
         if not isinstance(mask, list) or any(not isinstance(kept, bool) for kept in mask):
             refuse("rank_pattern", f"must hold lists of booleans, got {show(mask)}")
         if len(mask) != config.r:
-            refuse("rank_pattern", f"{show(name)} has {len(mask)} entries, but init_r is another")
+            refuse("rank_pattern", f"{show(name)} has {len(mask)} entries; init_r is {config.r}")
         ranks[name.removesuffix(".default").removesuffix(".lora_E")] = sum(mask)
     return ranks
 

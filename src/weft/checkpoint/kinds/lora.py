@@ -324,7 +324,7 @@ def _check_place(module: str, found: NamedTensors, config: PeftConfig) -> None:
     for part, is_right in right.items():
         tensor = found.of(module, part)
         if tensor is not None and not is_right:
-            refuse(tensor.name, f"PEFT would ignore it, as it puts {module} elsewhere")
+            refuse(tensor.name, f"PEFT would ignore it, as it expects {module} under another name")
 
 
 def _is_saved(module: str, found: NamedTensors, config: PeftConfig) -> bool:

@@ -141,7 +141,7 @@ class ClusterFolder:
         try:
             return ClusterArgs.of(self._said())
         except (TypeError, KeyError):
-            raise ConfigError(f"{self._file} says nothing of a cluster", "name") from None
+            raise ConfigError(f"{self._file} does not describe a cluster", "name") from None
 
     def _said(self) -> Any:
         """What the file says. Raises ConfigError."""

@@ -92,7 +92,7 @@ def connect(group: Ranks, row_bytes: int, device: torch.device) -> PeerRanks:
     # Memory that is mapped for multicast, even unused, can outlive a process that is killed.
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     if next(_meetings):
-        message = "a process can spread a model over GPUs once: start another process"
+        message = "a process can spread a model over GPUs only once: start another process"
         raise ConfigError(f"--tensor-parallel-size: {message}", "tensor_parallel_size")
     return PeerRanks(group, open_inboxes(group, row_bytes, device))
 

@@ -127,10 +127,10 @@ def _cuts(device: torch.device) -> dict[Key, Cut]:
         for index, (key, numbers) in enumerate(read_table(path).linear.items()):
             at = f"linear[{index}]"
             if odd := sorted(numbers.keys() ^ set(names)):
-                raise _refused(path, f"{at}.{odd[0]}", f"the fields of a cut are {names}")
+                raise _refused(path, f"{at}.{odd[0]}", f"a cut must have the fields {names}")
             found[key] = made = Cut(**numbers)
             if not made.fits(*key):
-                raise _refused(path, at, "such a product can't be cut so")
+                raise _refused(path, at, "this cut does not fit the product")
     return found
 
 
@@ -187,17 +187,17 @@ def read_table(path: Path) -> Table:
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}", "table") from None
     except ValueError as error:
-        raise ConfigError(f"{path} is no JSON: {error}", "table") from None
+        raise ConfigError(f"{path} is not JSON: {error}", "table") from None
     whole = _object(path, "table", found, ("version", "device", "linear", "lora"))
     if whole["version"] != VERSION:
         raise _refused(path, "version", f"this version of Weft reads {VERSION}")
     if not isinstance(whole["device"], str):
-        raise _refused(path, "device", "a device's name is a text")
+        raise _refused(path, "device", "must be a string")
     if not isinstance(whole["linear"], list):
-        raise _refused(path, "linear", "there is to be a list of cuts")
+        raise _refused(path, "linear", "must be a list of cuts")
     linear = dict(_entry(path, f"linear[{i}]", e) for i, e in enumerate(whole["linear"]))
     if len(linear) < len(whole["linear"]):
-        raise _refused(path, "linear", "there is more than one cut of a product")
+        raise _refused(path, "linear", "has two cuts for one product")
     lora = _object(path, "lora", whole["lora"], _BLOCKS, complete=False)
     return Table(whole["device"], linear, _numbers(path, "lora", lora))
 
@@ -206,10 +206,10 @@ def _entry(path: Path, at: str, found: object) -> tuple[Key, Mapping[str, int]]:
     entry = _object(path, at, found, Key._fields, exact=False)
     rows, outputs, inputs = (entry.pop(name) for name in Key._fields)
     if rows not in ROWS:
-        raise _refused(path, f"{at}.rows", f"it is one of {ROWS}")
+        raise _refused(path, f"{at}.rows", f"must be one of {ROWS}")
     for name, size in (("outputs", outputs), ("inputs", inputs)):
         if type(size) is not int or size < 1:
-            raise _refused(path, f"{at}.{name}", "it is a number from 1 on")
+            raise _refused(path, f"{at}.{name}", "must be an integer of at least 1")
     return Key(rows, outputs, inputs), _numbers(path, at, entry)
 
 
@@ -218,9 +218,9 @@ def _numbers(path: Path, at: str, found: Mapping[str, object]) -> dict[str, int]
     for name, value in found.items():
         least = 0 if name == "ahead" else 1
         if type(value) is not int or not least <= value <= MOST:
-            raise _refused(path, f"{at}.{name}", f"it is a number from {least} to {MOST}")
+            raise _refused(path, f"{at}.{name}", f"must be an integer from {least} to {MOST}")
         if name in _POWERS_OF_TWO and value & (value - 1):
-            raise _refused(path, f"{at}.{name}", "it is a power of two")
+            raise _refused(path, f"{at}.{name}", "must be a power of two")
         numbers[name] = value
     return numbers
 
@@ -236,11 +236,11 @@ def _object(
 ) -> dict[str, Any]:
     """A copy of a JSON object. `complete`: it must have all of `names`; `exact`: and no others."""
     if not isinstance(found, dict):
-        raise _refused(path, at, "there is to be a JSON object")
+        raise _refused(path, at, "must be a JSON object")
     lacking = [name for name in names if complete and name not in found]
     beyond = [name for name in found if exact and name not in names]
     for name in (*lacking, *beyond):
-        what = "it is not there" if name in lacking else f"known are {', '.join(names)}"
+        what = "is missing" if name in lacking else f"is unknown; known are {', '.join(names)}"
         raise _refused(path, f"{at}.{name}" if at != "table" else name, what)
     return dict(found)
 

@@ -155,6 +155,6 @@ def _written(job: Chat, hf: Any) -> str:
     text = render(hf, job.template, messages, options)
     if len(text) > MAX_TEXT_CHARS:
         raise InvalidRequest(
-            f"the chat template writes {len(text)} characters; {MAX_TEXT_CHARS} may be", "messages"
+            f"the chat template writes {len(text)} characters; at most {MAX_TEXT_CHARS}", "messages"
         )
     return text
