@@ -16,6 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from weft.core.errors import Unreachable
 
 TIMEOUT_S = 5.0
+_HINTS = dict.fromkeys((401, 403), "; does it need a key (--api-key)?")
+_HINTS[404] = "; its metrics may be on another port (--metrics-port)"
 _MODEL_SERIES = "vllm:e2e_request_latency_seconds_count"
 """A metric whose series name the base model."""
 
@@ -103,8 +105,8 @@ def fetch(url: str, key: str) -> Scrape:
         raise Unreachable(f"{url}{error.message}") from None
     except urllib.error.HTTPError as error:
         error.close()
-        hint = "; does it need a key (--api-key)?" if error.code in (401, 403) else ""
-        raise Unreachable(f"{url}/metrics answers with status {error.code}{hint}") from None
+        said = f"{url}/metrics answers with status {error.code}{_HINTS.get(error.code, '')}"
+        raise Unreachable(said) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
         raise unreachable(url, error) from None
 

@@ -61,7 +61,7 @@ class AdapterRoots:
             except OSError as error:
                 refused = refused or error.errno == EXDEV
         if refused:
-            raise _refused(path, "is outside the folders given with --lora-root")
+            raise _refused(path, "is outside the folders that you may load from (--lora-root)")
         raise AdapterNotFound(self.missing(path), "lora_path")
 
     def missing(self, path: str) -> str:
