@@ -92,7 +92,7 @@ def run_fleet(plan: FleetPlan) -> Report:
                 batches.append((f"{trace.name}, {policy}", found))
                 advance()
     gc.set_threshold(*thresholds)
-    title = f"{plan.num_nodes} nodes, {plan.num_adapters:,} adapters, simulated"
+    title = f"{plan.num_nodes} nodes, {plan.num_adapters:,} adapters, simulated; times in ms"
     return Report(
         benchmark="simulate-fleet",
         title=title,

@@ -263,7 +263,7 @@ def load_shown(outcomes: Sequence[Outcome], summary: dict[str, Any]) -> Group:
 def _models_table(models: dict[str, dict[str, Any]]) -> Table:
     more = f", the busiest {SHOWN_MODELS} of {len(models)}" if len(models) > SHOWN_MODELS else ""
     columns = ("requests", "failed", *(f"{k} p{p}" for k in ("ttft", "e2e") for p in (50, 99)))
-    table = new_table(f"By model{more}", "model", *columns)
+    table = new_table(f"By model, times in ms{more}", "model", *columns)
     for name, figures in list(models.items())[:SHOWN_MODELS]:
         failed = figures["requests"] - figures["succeeded"]
         times = [_cells(figures[key])[at] for key in ("ttft_ms", "e2e_ms") for at in (0, -1)]

@@ -91,7 +91,8 @@ def run_simulate(plan: SimulationPlan) -> Report:
     with progress("Replays", total) as advance:
         rows = simulate(plan, model, advance)
     ranks = "/".join(map(str, plan.ranks))
-    title = f"{TITLE}: {bytes_in_words(plan.memory.device_bytes)} for adapters of rank {ranks}"
+    size = bytes_in_words(plan.memory.device_bytes)
+    title = f"{TITLE}: {size} for adapters of rank {ranks}; waits in ms"
     return Report(
         benchmark="simulate",
         title=title,

@@ -1,7 +1,8 @@
 """Replays a trace with the engine's own decisions, a model of the device, and a clock of its own.
 
-The code that serves makes the decisions: `Scheduler`, `Cache`, `AdapterSlots`. Modelled is only
-how long things take: steps, which run one after the other, and loads, which run beside them.
+The code that serves makes the decisions: `Scheduler`, `Cache`, `AdapterSlots`. Only how
+long things take is modelled: steps, which run one after the other, and loads, which run beside
+them.
 """
 
 from __future__ import annotations

@@ -142,7 +142,7 @@ def migrate(
 
     [bold]weft migrate[/] 'vllm serve ./llama --enable-lora --lora-modules sql=./sql'
 
-    Exit status: 0 all translated, 1 a flag or adapter is lost, 2 not such a command.
+    Exit status: 0 all translated, 1 a flag or adapter is lost, 2 no command of these servers.
     """
     with ending_in_one_line(status=2):
         assert context.parent is not None

@@ -172,8 +172,8 @@ def simulate(
     device. With --fleet, simulate many nodes and their router.
 
     Needs no device and no model, and takes seconds. The same options give the same figures. The
-    optimum is the hit rate of a cache that knows the future (Belady's MIN; for mixed ranks a greedy
-    variant).
+    column "best" is the hit rate of a cache that knows the future (Belady's MIN; for mixed ranks a
+    greedy variant).
     """
     with reporting(None if flags.no_plot else flags.plot, flags.record) as done:
         done(_memory(flags) if flags.fleet is None else _fleet(flags, flags.fleet))
