@@ -105,4 +105,4 @@ def test_the_table_says_what_holds(page: str, heading: str) -> None:
 def test_the_rest_is_said_in_sentences() -> None:
     text = (DOCS / "operations.md").read_text()
     assert f"{connections.SPARE} more are taken" in text
-    assert f"It takes {BESIDE.in_all} connections, {BESIDE.per_address} of one" in text
+    assert f"port takes {BESIDE.in_all} connections, {BESIDE.per_address} of one" in text

@@ -1,6 +1,6 @@
 """Changes adapters for a caller: checks the namespace and the folders, and writes the audit log.
 
-If there is a shared registry, a change is made there, and so on all servers that follow it.
+If there is a shared registry, a change is made there, and all servers that follow it take it over.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What happens to every request, whatever its route: its id, its key, and what metrics, log and
-traces get to know of it."""
+"""What happens to every request, whatever its route: its id, its key, and what of it goes to
+metrics, log and traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies of requests that generate text. Fields that would change it and are not served fail."""
+"""Bodies of requests that generate text. A field that would change it, but is not served, fails."""
 
 from __future__ import annotations
 

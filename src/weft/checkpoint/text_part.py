@@ -1,7 +1,7 @@
 """Adapters of models that see images, as far as they adapt the text model.
 
-Such a model calls its text model's modules otherwise than the text model alone does, and so does an
-adapter that was trained on it:
+In such a model, the modules of the text model have other names than in the text model alone, and so
+have the tensors of an adapter that was trained on it:
 
     base_model.model.model.language_model.layers.0.mlp.up_proj.lora_A.weight
     base_model.model.language_model.model.layers.0.mlp.up_proj.lora_A.weight   (older)

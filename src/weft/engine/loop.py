@@ -1,8 +1,8 @@
 """One step of the engine: plan, start loads, build, launch, commit.
 
 The plain loop commits each step before it plans the next. The overlapped loop commits step N
-after step N+1 was launched, so that planning and building hide behind the device. It commits a step
-first, as the plain loop does, if that has guesses or drafts the guesses of the next one.
+after step N+1 was launched, so that planning and building hide behind the device. If a step
+has guesses, or drafts those of the next step, it is committed first, as in the plain loop.
 """
 
 from __future__ import annotations

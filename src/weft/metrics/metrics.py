@@ -1,7 +1,7 @@
 """Defines the metrics that routers, dashboards and alerts read.
 
-The names under `vllm:` are those that tools of this field already know, with the meaning they
-expect; what only Weft has is under `weft:`. Figures of the engine are read once per scrape from
+Names under `vllm:` are those that existing tools know, with the meaning that they expect; names
+that only Weft has are under `weft:`. Figures of the engine are read once per scrape from
 its `EngineStats`; figures of requests are counted here as they happen. Series by adapter are
 bounded: see `weft.metrics.tallies`.
 """

@@ -1,7 +1,7 @@
 """Who starts the nodes of a cluster: processes of this machine, Ray, or somebody else.
 
 Each node is a `weft serve --fleet ...`. A launcher keeps nodes running and knows where they are.
-What they do, they arrange among themselves.
+The nodes arrange among themselves what they do.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ranks over a process group of torch: gloo for CPUs and what the host exchanges, NCCL for GPUs.
 
-NCCL connects when it is first used: where GPUs reach each other's memory, never.
+NCCL connects when it is first used. It is never used where GPUs reach each other's memory.
 """
 
 from __future__ import annotations
