@@ -83,13 +83,13 @@ class Controller:
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(TICK_S)
-            with going_on("how many nodes serve is not decided"):
+            with going_on("it was not decided how many nodes serve"):
                 self._tick(clock())
 
     async def _prefetch(self) -> None:
         while True:
             await asyncio.sleep(PREFETCH_S)
-            with going_on("adapters don't come to nodes ahead of requests"):
+            with going_on("no adapters were loaded ahead of requests"):
                 await self._fleet.adapters.prefetch(self._fleet.nodes, self._fleet.router.view)
 
     async def _call(self, url: str) -> None:

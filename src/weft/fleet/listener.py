@@ -348,7 +348,7 @@ class NodeListener:
     async def _tick(self) -> None:
         while True:
             await asyncio.sleep(REPORT_S)
-            with going_on("what silent nodes have here is not ended"):
+            with going_on("requests of silent nodes were not ended"):
                 for session in list(self._sessions.values()):
                     session.silent += 1
                     if session.silent > MAX_SILENT:

@@ -90,10 +90,10 @@ class Members:
         while True:
             await asyncio.sleep(REPORT_S)
             if self._fleet.own is not None:
-                with going_on("nobody knows whether the own engine hangs"):
+                with going_on("it was not checked whether this node's engine hangs"):
                     self._fleet.own.tick()
             for link in list(self._links):
-                with going_on(f"nobody knows whether the node at {link.address} hangs"):
+                with going_on(f"it was not checked whether {link.address} hangs"):
                     link.tick()
 
     async def _read(self, where: str) -> None:
@@ -120,10 +120,10 @@ class Members:
                 if await self._link(address):
                     pause_s = RETRY_S
             except ConfigError as error:
-                logger.error("%s: no node can be there", error.message)
+                logger.error("%s: this address is left out", error.message)
                 return
             except Exception:  # of any kind, such as too many open files: that may change
-                logger.exception("there is no link to %s", address)
+                logger.exception("no link to %s could be made", address)
             if address in self._own:
                 return
             await asyncio.sleep(pause_s)
@@ -158,7 +158,7 @@ class Members:
             return False
         self._named[link.node] = address
         node = RemoteNode(client, link)
-        logger.info("node %s at %s is there", node.name, address)
+        logger.info("node %s at %s has joined", node.name, address)
         error: WeftError = EngineDead(f"node {node.name} is not in the list any more")
         try:
             self._fleet.join(node, update_between(None, link.report) if link.report else None)

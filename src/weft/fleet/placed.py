@@ -201,7 +201,7 @@ class PlacedAdapters:
             try:
                 await self.bring(node, [digest])
             except WeftError as error:
-                logger.info("node %s gets no copy of a hot adapter: %s", node.name, error.message)
+                logger.info("node %s could not load a hot adapter: %s", node.name, error.message)
 
     async def _keep(self, digest: str, nodes: Mapping[str, Node], view: FleetView) -> None:
         """Let an adapter be pinned on the nodes that its pin means now, and on no others."""

@@ -122,7 +122,7 @@ class ProcessLink:
         while True:
             report = REPORTS.decode(await self._up.recv())
             self._has_started = self._has_started or isinstance(report, Started)
-            with going_on("a report of the engine was not taken as it should be"):
+            with going_on("a report of the engine was not processed"):
                 self._client.dispatch(report)
 
     def _ended(self) -> None:

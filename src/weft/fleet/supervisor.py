@@ -208,7 +208,7 @@ class Supervisor:
             self._suspects.died(self._engine.lost, error)
             logger.error("%s; it is started again", error.message)
             self._down, self.death = "the engine has died and is being started again", error
-            with going_on("it is not told that the engine died"):
+            with going_on("clients were not told that the engine died"):
                 self.on_pulse()
             if died_s - started_s > MAX_PAUSE_S:
                 pause_s = 0.0

@@ -228,7 +228,7 @@ class Follower:
         def ended(task: asyncio.Task[None]) -> None:
             del self._loading[key]
             if not task.cancelled() and (error := task.exception()) is not None:
-                logger.warning("%s is not loaded: %s", key, error)
+                logger.warning("%s could not be loaded: %s", key, error)
 
         task.add_done_callback(ended)
         return task

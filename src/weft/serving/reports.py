@@ -81,7 +81,7 @@ class Reports:
             self._news.clear()
             seq, digests = self.seq, self._digests()
             # Without reports, what is served here may be removed.
-            with going_on("this server can't report to the registry; it tries again"):
+            with going_on("this server could not report to the registry; it tries again"):
                 try:
                     await asyncio.to_thread(self._lease.renew, digests, seq)
                 except RegistryUnavailable as error:

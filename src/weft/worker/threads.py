@@ -20,7 +20,7 @@ def wait_for(what: str, work: Callable[[], object], timeout_s: float) -> None:
     thread.start()
     thread.join(timeout_s)
     if thread.is_alive():
-        logger.warning("%s has not ended within %.0f s, and is not waited for", what, timeout_s)
+        logger.warning("%s has not ended within %.0f s, and is left behind", what, timeout_s)
 
 
 class WatchedThreads(ThreadPoolExecutor):

@@ -109,7 +109,7 @@ class ControllerActor:
             try:
                 self._keeper.tick()
             except Exception as error:  # of Ray, whatever it is: it may come back
-                logger.warning("nodes are not looked after: %s", error)
+                logger.warning("the nodes could not be checked: %s", error)
             pause.wait(LOOK_S)
 
 
