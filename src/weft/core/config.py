@@ -214,7 +214,7 @@ def engine_args(model: str, **options: object) -> EngineArgs:
     num_threads = _typed(EngineArgs, "num_threads", given.pop("num_threads", None))
     if given:
         name = min(given)
-        raise ConfigError(f"there is no option {name!r}", name)
+        raise ConfigError(f"there is no option {name!r}; weft.core.config lists them", name)
     return EngineArgs(num_threads=num_threads, **parts)  # type: ignore[arg-type]
 
 
