@@ -20,6 +20,8 @@ from test_fidelity import BLOCK, EXPERTS, PARTS, World, check
 from tiny import ADAPTERS
 from watched_ranks import checksums, watch_all
 
+from weft import SamplingParams
+
 __all__ = ["workload"]
 
 FAMILY = "olmo2"
@@ -93,6 +95,13 @@ def test_the_golden_workload(
 @pytest.mark.parametrize("options", [TWO, BOTH_HALVES], ids=["one half", "both halves"])
 def test_a_killed_rank_is_told_to_a_program(options: dict[str, object]) -> None:
     killed(0, {**options, "device": "cpu"})
+
+
+def test_a_model_outlives_the_thread_that_made_it(make_llm: MakeLLM) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        llm = pool.submit(make_llm, **TWO).result()
+    params = SamplingParams(max_tokens=4, ignore_eos=True)
+    assert len(llm.generate([1, 2, 3], params)[0].token_ids) == 4
 
 
 @pytest.fixture(scope="module")

@@ -100,7 +100,7 @@ class Peers:
 
     def __init__(self, args: EngineArgs, on_lost: Callable[[], None]) -> None:
         """`on_lost` is called, on another thread, when a rank is gone or hangs. The processes end
-        with the thread that calls this. Raises ConfigError."""
+        with this one. Raises ConfigError."""
         if sys.platform != "linux":
             message = "--tensor-parallel-size: several ranks are served on Linux only"
             raise ConfigError(message, "tensor_parallel_size")
@@ -127,6 +127,9 @@ class Peers:
 
     def _start(self, args: EngineArgs) -> None:
         others = range(1, self.num_ranks)
+        # The system kills a process with the thread that started it, and others than this may end.
+        lasts = threading.current_thread() is threading.main_thread()
+        parent_pid = os.getpid() if lasts else None
         bells = [os.eventfd(0) for _ in others]
         ring_fd = os.memfd_create("weft-ring")
         os.ftruncate(ring_fd, ring_bytes(RING_BYTES, len(bells)))
@@ -136,7 +139,7 @@ class Peers:
             process, link = spawn([ring_fd, bell, self.host_fd])
             peer = _Peer(rank, process, Connection(link.detach()), time.monotonic())
             self._peers.append(peer)
-            setup = RankSetup(args, rank, os.getpid(), self._folder.name, _logs())
+            setup = RankSetup(args, rank, parent_pid, self._folder.name, _logs())
             with contextlib.suppress(OSError):  # `_listen` sees that it is gone
                 peer.connection.send_bytes(pickle.dumps(setup))
             threading.Thread(target=self._listen, args=(peer,), daemon=True).start()

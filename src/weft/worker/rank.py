@@ -244,7 +244,8 @@ def main() -> None:
     ring_fd, bell, host_fd = files
     connection = Connection(down.detach())
     setup: RankSetup = pickle.loads(connection.recv_bytes())
-    die_with_parent(setup.parent_pid)
+    if setup.parent_pid is not None:
+        die_with_parent(setup.parent_pid)
     for number in (signal.SIGINT, signal.SIGTERM):  # often sent to all; the first rank decides
         signal.signal(number, signal.SIG_IGN)
     if setup.logs is not None:

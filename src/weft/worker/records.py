@@ -26,7 +26,9 @@ class RankSetup(NamedTuple):
 
     args: EngineArgs
     rank: int
-    parent_pid: int
+    parent_pid: int | None
+    """The process whose end kills this one, or None if the thread that started it may end first.
+    Then this process ends by itself when it sees that the first rank is gone."""
     folder: str
     """Where the ranks meet."""
     logs: tuple[str, bool] | None
