@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
+import warnings
 from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
@@ -15,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from engines import MakeLLM
+from patience import PATIENCE_S
 from tiny import ADAPTERS, BASE, answer, ask
 
 from weft import LLM, SamplingParams
@@ -586,3 +590,19 @@ def test_context_manager() -> None:
     ):
         with pytest.raises(EngineDead, match="closed"):
             call()
+
+
+def test_a_forked_process_is_told_that_the_engine_is_not_there(llm: LLM) -> None:
+    with warnings.catch_warnings(action="ignore"):  # there are other threads
+        child = os.fork()
+    if child == 0:
+        signal.alarm(int(PATIENCE_S))
+        try:
+            llm.generate([1, 2, 3], GREEDY)
+        except EngineDead:
+            llm.close()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0) == (child, 0)
+    assert texts(llm.chat(ask("hello"), GREEDY)) == ["hello?"]

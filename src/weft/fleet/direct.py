@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections import deque
 from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
 from contextlib import suppress
@@ -44,6 +45,7 @@ class DirectClient:
         self._wakeups: SimpleQueue[None] = SimpleQueue()
         self._engine = build_engine(args, wake=lambda: self._wakeups.put(None))
         self.alive = True
+        self._pid = os.getpid()
         self.troubles: tuple[str, ...] = ()
         self._call_ids = itertools.count()
         self._replies: dict[int, Reply] = {}
@@ -52,9 +54,11 @@ class DirectClient:
 
     @property
     def engine(self) -> Engine:
-        """Raises EngineDead once it is closed."""
+        """Raises EngineDead once it is closed, and in a process that was forked."""
         if not self.alive:
             raise EngineDead("this engine is closed")
+        if os.getpid() != self._pid:
+            raise EngineDead("this engine stayed in the process that this one was forked from")
         return self._engine
 
     @property
@@ -122,7 +126,8 @@ class DirectClient:
 
     async def close(self) -> None:
         self.alive = False
-        self._take(Tokens(self._engine.close()))
+        if os.getpid() == self._pid:  # else its threads are not here, and its processes not ours
+            self._take(Tokens(self._engine.close()))
 
     def _step(self) -> None:
         reports = self.engine.step()
