@@ -319,6 +319,8 @@ def test_a_missing_base(tmp_path: Path) -> None:
     assert "is no base model" in refusal("serve", str(tmp_path), "--port", "0")
     line = refusal("serve", str(tiny.ADAPTERS["upper"]), "--port", "0")
     assert "upper is an adapter: name its base here, and the adapter with --lora-modules" in line
+    too_long = "a" * 300
+    assert too_long in refusal("serve", too_long, "--port", "0")
 
 
 def test_a_missing_tokenizer(tmp_path: Path) -> None:
