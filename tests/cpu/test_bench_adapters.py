@@ -278,6 +278,13 @@ def test_simulate_a_fleet(tmp_path: Path) -> None:
     assert plot.read_bytes().startswith(PNG)
 
 
+def test_first_tokens_that_never_came_are_null() -> None:
+    """JSON has no infinity."""
+    args = ("simulate", "--fleet", "2", "--seconds", "1", "--adapters", "3", "--no-plot")
+    [row] = report(*args, "--answer", "1e6", "--faults", "0.1", "--policy", "omniscient")["results"]
+    assert row["unserved"] > 0 and row["first_p99_ms"] is None
+
+
 # -- the fewest steps ------------------------------------------------------------------------------
 
 

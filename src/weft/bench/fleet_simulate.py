@@ -97,13 +97,17 @@ def run_fleet(plan: FleetPlan) -> Report:
         benchmark="simulate-fleet",
         title=title,
         config={**asdict(plan), "model": asdict(H200)},
-        results=[
-            {k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()}
-            for row in rows
-        ],
+        results=[{k: _figure(v) for k, v in asdict(row).items()} for row in rows],
         shown=fleet_table(rows),
         plot=lambda: fleet_plot(batches, plan.seats, title),
     )
+
+
+def _figure(value: object) -> object:
+    """A value of a row as JSON knows it: null for the time of a first token that never came."""
+    if not isinstance(value, float):
+        return value
+    return round(value, 4) if math.isfinite(value) else None
 
 
 def setup_of(plan: FleetPlan, policy: str) -> FleetSetup:
