@@ -540,8 +540,11 @@ def test_the_newest_run_that_fits_is_drawn(tmp_path: Path) -> None:
         {**faster, "config": {**CHURN["config"], "load": 0.7}},
         {**faster, "config": {**CHURN["config"], "ranks": [8, 16]}},
         {**faster, "config": {**CHURN["config"], "options": {"quantization": "int4"}}},
+        {**faster, "config": CONFIG},
+        {"benchmark": "churn"},
     ]
     assert png(faster, CHURN, *others) == png(CHURN) != png(CHURN, faster)
+    assert "can't be read" in weft(*history(tmp_path, CHURN, [1])).stderr
 
 
 @pytest.mark.parametrize(

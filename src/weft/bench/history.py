@@ -30,7 +30,7 @@ def draw_history(history: Path, folder: Path) -> list[Path]:
     lines = read_history(history)
     drawn: list[Path] = []
     for name, wanted, draw in _PLOTS:
-        line = next((line for line in reversed(lines) if wanted(line)), None)
+        line = next((line for line in reversed(lines) if _fits(wanted, line)), None)
         if line is not None:
             drawn.append(folder / name)
             try:
@@ -48,8 +48,16 @@ def read_history(path: Path) -> list[Line]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
         return [dict(json.loads(line)) for line in lines if line.strip()]
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise ConfigError(f"--history {path} can't be read: {error}", "history") from None
+
+
+def _fits(wanted: Callable[[Line], bool], line: Line) -> bool:
+    """Whether a line is a run that is wanted, which one without the fields of such a run is not."""
+    try:
+        return wanted(line)
+    except (KeyError, TypeError):
+        return False
 
 
 def is_step_time(line: Line) -> bool:
