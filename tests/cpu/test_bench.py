@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -299,6 +300,16 @@ def test_missing_plots_are_told_before_anything_is_measured(
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     done = weft("bench", "decode", *TINY)
     assert done.exit_code == 1 and "pip install 'weft[bench]'" in done.stderr
+
+
+def test_a_plot_that_may_not_be_replaced_is_refused_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plot = tmp_path / "decode.png"
+    plot.touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != (plot, os.W_OK))
+    done = weft("bench", "decode", "--plot", str(plot), *TINY)
+    assert done.exit_code == 1 and f"--plot {plot} can't be written" in done.stderr
 
 
 # -- the load generator ----------------------------------------------------------------------------

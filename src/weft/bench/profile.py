@@ -12,7 +12,6 @@ The times of all kernels add up to the time in which at least one of them runs.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -39,7 +38,16 @@ from weft.bench.engine import (
     shard_of,
     subject,
 )
-from weft.bench.report import COLOURS, FAINT, INK, Report, new_figure, new_table, progress
+from weft.bench.report import (
+    COLOURS,
+    FAINT,
+    INK,
+    Report,
+    can_be_written,
+    new_figure,
+    new_table,
+    progress,
+)
 from weft.bench.workload import (
     PATTERNS,
     Pattern,
@@ -143,7 +151,7 @@ def run_profile(
     """
     if not on_gpu(options):
         raise ConfigError("weft bench profile needs a GPU: it measures its kernels", "device")
-    if trace is not None and (trace.is_dir() or not os.access(trace.absolute().parent, os.W_OK)):
+    if trace is not None and not can_be_written(trace):
         raise ConfigError(f"--trace {trace} can't be written", "trace")
     name = model or default_model(options)
     with preset_folder(name) as folder:

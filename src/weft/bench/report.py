@@ -81,13 +81,19 @@ def show(
         print(text, flush=True)
 
 
+def can_be_written(file: Path) -> bool:
+    """Whether the file, or a new one of this name, can be opened for writing."""
+    place = file if file.exists() else file.absolute().parent
+    return not file.is_dir() and os.access(place, os.W_OK)
+
+
 def check_plot(plot: Path | None) -> None:
     """Check that the plot can be written, before anything is measured. Raises ConfigError if
     not."""
     if plot is None:
         return
     need("matplotlib", "plots need matplotlib, unless you say --no-plot")
-    if not os.access(plot.absolute().parent, os.W_OK) or plot.is_dir():
+    if not can_be_written(plot):
         raise ConfigError(f"--plot {plot} can't be written", "plot")
     if plot.suffix.lower() != ".png":
         raise ConfigError(f"--plot takes the name of a .png file; got {str(plot)!r}", "plot")
@@ -97,8 +103,7 @@ def check_record(record: Path | None) -> None:
     """Check that the line of JSON can be appended to `record`. Raises ConfigError if not."""
     if record is None:
         return
-    place = record if record.exists() else record.absolute().parent
-    if record.is_dir() or not os.access(place, os.W_OK):
+    if not can_be_written(record):
         raise ConfigError(f"--record {record} can't be written", "record")
 
 

@@ -10,7 +10,6 @@ candidate, and stays unless another one is clearly better.
 from __future__ import annotations
 
 import math
-import os
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +25,7 @@ from triton.runtime.errors import OutOfResources
 
 from weft.bench.bed import Bed, LayerProduct, Timer, deviation, on_device, timer_of
 from weft.bench.engine import default_model
-from weft.bench.report import FILE_WIDTH, new_table, progress
+from weft.bench.report import FILE_WIDTH, can_be_written, new_table, progress
 from weft.bench.workload import adapters_in_batch
 from weft.core.errors import ConfigError
 from weft.kernels import tuned
@@ -134,7 +133,7 @@ def _open(path: Path, device: torch.device) -> tuned.Table:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--output {path}: {error.strerror}", "output") from None
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    if not can_be_written(path):
         raise ConfigError(f"--output {path} can't be written", "output")
     name = tuned.device_name(device)
     known = tuned.read_table(path) if path.exists() else tuned.Table(name)
