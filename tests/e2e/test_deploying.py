@@ -46,7 +46,12 @@ CHOICES: dict[str, dict[str, Any]] = {
         "podMonitor": {"enabled": True},
         "autoscaling": {"kind": "keda"},
     },
-    "on a CPU": {"accelerator": {"count": 0}, "autoscaling": {"kind": "hpa"}},
+    "on a CPU": {
+        "accelerator": {"count": 0},
+        "fleetKeySecret": "fleet",
+        "podMonitor": {"enabled": True},
+        "autoscaling": {"kind": "hpa"},
+    },
 }
 MADE: dict[str, dict[str, Any]] = runpy.run_path(str(DEPLOY / "choices.py"))["CHOICES"]
 """For what `deploy/kubernetes/` was made."""
@@ -121,6 +126,18 @@ def test_the_charts_manifests_are_kubernetes_own(charts: dict[str, Any], number:
             assert {port["targetPort"] for port in doc["spec"]["ports"]} <= ports
     mounted = {mount["name"] for mount in container["volumeMounts"]}
     assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+def test_autoscalers_ask_for_what_the_monitor_collects(charts: dict[str, Any]) -> None:
+    by_kind = [{d["kind"]: d["spec"] for d in documents(files)} for files in charts["rendered"]]
+    _, keda, hpa = by_kind[: len(CHOICES)]
+    for found in (keda, hpa):
+        [endpoint] = found["PodMonitor"]["podMetricsEndpoints"]
+        assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "weft"}]
+    [trigger] = keda["ScaledObject"]["triggers"]
+    assert 'job="weft"' in trigger["metadata"]["query"]
+    [metric] = hpa["HorizontalPodAutoscaler"]["metrics"]
+    assert metric["external"]["metric"]["selector"]["matchLabels"] == {"job": "weft"}
 
 
 def test_the_manifests_in_the_repository_are_the_charts(charts: dict[str, Any]) -> None:
