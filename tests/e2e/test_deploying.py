@@ -136,6 +136,7 @@ def test_autoscalers_ask_for_what_the_monitor_collects(charts: dict[str, Any]) -
         assert endpoint["relabelings"] == [{"targetLabel": "job", "replacement": "weft"}]
     [trigger] = keda["ScaledObject"]["triggers"]
     assert 'job="weft"' in trigger["metadata"]["query"]
+    assert trigger["metadata"]["ignoreNullValues"] == "false", "no metric is not the number 0"
     [metric] = hpa["HorizontalPodAutoscaler"]["metrics"]
     assert metric["external"]["metric"]["selector"]["matchLabels"] == {"job": "weft"}
 
