@@ -128,6 +128,18 @@ def test_the_charts_manifests_are_kubernetes_own(charts: dict[str, Any], number:
     assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ({"autoscaling": {"kind": "KEDA"}}, "autoscaling.kind must be none, keda or hpa"),
+        ({"autoscaling": {"kind": "keda"}}, "autoscaling.kind needs fleetKeySecret"),
+    ],
+)
+def test_values_that_cannot_be(values: dict[str, Any], why: str) -> None:
+    done = run(sys.executable, ROOT / "tests/support/charts.py", CHART, json.dumps(values))
+    assert done.returncode != 0 and why in done.stderr
+
+
 def test_autoscalers_ask_for_what_the_monitor_collects(charts: dict[str, Any]) -> None:
     by_kind = [{d["kind"]: d["spec"] for d in documents(files)} for files in charts["rendered"]]
     _, keda, hpa = by_kind[: len(CHOICES)]
