@@ -49,6 +49,7 @@ CHOICES: dict[str, dict[str, Any]] = {
     "on a CPU": {
         "accelerator": {"count": 0},
         "fleetKeySecret": "fleet",
+        "registry": {"claim": "adapters"},
         "podMonitor": {"enabled": True},
         "autoscaling": {"kind": "hpa"},
     },
@@ -125,6 +126,7 @@ def test_the_charts_manifests_are_kubernetes_own(charts: dict[str, Any], number:
             ports = {port["name"] for port in container["ports"]}
             assert {port["targetPort"] for port in doc["spec"]["ports"]} <= ports
     mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert "registry" not in mounted or "--registry=/registry" in args
     assert mounted == {volume["name"] for volume in pod["volumes"]}
 
 
