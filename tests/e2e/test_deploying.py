@@ -50,6 +50,7 @@ CHOICES: dict[str, dict[str, Any]] = {
         "accelerator": {"count": 0},
         "fleetKeySecret": "fleet",
         "registry": {"claim": "adapters"},
+        "preStopSeconds": 0,
         "podMonitor": {"enabled": True},
         "autoscaling": {"kind": "hpa"},
     },
@@ -112,7 +113,9 @@ def test_the_charts_manifests_are_kubernetes_own(charts: dict[str, Any], number:
     [container] = pod["containers"]
     args = container["args"]
     shutdown_s = int(next(a for a in args if a.startswith("--shutdown-timeout=")).split("=")[1])
-    pause_s = container["lifecycle"]["preStop"]["sleep"]["seconds"]
+    lifecycle = container.get("lifecycle", {"preStop": {"sleep": {"seconds": 0}}})
+    pause_s = lifecycle["preStop"]["sleep"]["seconds"]
+    assert ("lifecycle" in container) == (pause_s > 0), "1.32 refuses a pause of 0"
     # The server needs 5 s more at most, and then its process ends by itself.
     assert pod["terminationGracePeriodSeconds"] > pause_s + shutdown_s + 5
     assert pod["securityContext"]["runAsNonRoot"]
