@@ -204,6 +204,7 @@ def test_the_dockerfile_and_what_runs_it() -> None:
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd here")
 def test_systemd_knows_all_that_the_unit_says(tmp_path: Path) -> None:
     text = (DEPLOY / "systemd/weft.service").read_text()
+    assert re.search(r"^RestrictAddressFamilies=.*AF_NETLINK", text, re.MULTILINE), "ranks need it"
     unit = tmp_path / "weft.service"
     unit.write_text(text.replace("/opt/weft/bin/weft", "/bin/true"))
     done = run("systemd-analyze", "verify", unit)
