@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from weft.core.errors import AdapterInvalid, AdapterNotFound
+from weft.core.errors import AdapterInvalid, AdapterNotFound, ConfigError, InvalidRequest
 from weft.core.files import CONFIG_FILE, WEIGHT_FILES, WEIGHTS_FILE
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def publish(
     *,
     release: bool = True,
     pinned: bool = False,
-    base: str | None = None,
+    base: str | Path | None = None,
     metadata: Mapping[str, str] | None = None,
     actor: str = "",
 ) -> Version:
@@ -51,13 +51,18 @@ def publish(
     from weft.registry.stores import open_store
 
     check_shared_name(name)
+    if not isinstance(cast(object, registry), str | Path | SharedRegistry):
+        message = f"registry must be a folder or a bucket, got {registry!r:.100}"
+        raise ConfigError(message, "registry")
+    if not isinstance(cast(object, metadata), Mapping | None):
+        raise InvalidRequest(f"metadata must be a mapping, got {metadata!r:.100}", "metadata")
     if isinstance(adapter, Mapping):
         files, source = files_of_tensors(config, adapter), ""
     else:
         if config is not None:
             raise AdapterInvalid("config: a folder has its own", "config")
         files, source = files_of_folder(str(adapter)), str(adapter)
-    checked = check(files, base)
+    checked = check(files, None if base is None else str(base))
     with ExitStack() as stack:
         if isinstance(registry, SharedRegistry):
             shared = registry
@@ -102,6 +107,7 @@ def files_of_tensors(config: Mapping[str, object] | None, tensors: Mapping[str, 
         made = files_of(config, tensors)
         return {CONFIG_FILE: made.config, WEIGHTS_FILE: made.weights}
     import numpy as np
+    from safetensors import SafetensorError
     from safetensors.numpy import save
 
     arrays = {}
@@ -110,6 +116,10 @@ def files_of_tensors(config: Mapping[str, object] | None, tensors: Mapping[str, 
             kind = type(tensor).__name__
             raise AdapterInvalid(f"{name}: must be a tensor of torch or numpy, got {kind}", name)
         plain = tensor.astype(np.float32) if tensor.dtype == np.float64 else tensor
+        try:
+            save({name: np.empty(0, plain.dtype)})
+        except (SafetensorError, TypeError, ValueError) as error:
+            raise AdapterInvalid(f"{name!r}: can't be saved: {error}", "tensors") from None
         arrays[name] = np.ascontiguousarray(plain)
     return {CONFIG_FILE: config_file(config), WEIGHTS_FILE: save(arrays, {"format": "pt"})}
 

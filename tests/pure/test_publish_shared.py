@@ -12,7 +12,7 @@ from packed_adapters import CONFIG, adapter, digest, read, written
 
 import weft
 from weft.cli.main import app
-from weft.core.errors import AdapterInvalid, AdapterNotFound, InvalidRequest
+from weft.core.errors import AdapterInvalid, AdapterNotFound, ConfigError, InvalidRequest
 from weft.core.files import CONFIG_FILE, WEIGHTS_FILE
 from weft.registry import sweep
 from weft.registry.blobs import BLOBS, Blobs
@@ -56,6 +56,10 @@ def test_bad_ones_leave_nothing_behind(tmp_path: Path) -> None:
         ({"a": np.ones(1)}, None, "config"),
         ({"a": np.ones(1)}, {"peft_type": "X"}, "peft_type"),
         ({"a": np.ones(1, np.int64)}, CONFIG, "a"),
+        ({"a": np.ones(1)}, [1], "config"),
+        ({"a": np.ones(1, object)}, CONFIG, "tensors"),
+        ({1: np.ones(1)}, CONFIG, "tensors"),
+        ({"\ud800": np.ones(1)}, CONFIG, "tensors"),
     ):
         with pytest.raises(AdapterInvalid) as error:
             weft.publish(place, "a", tensors, config)
@@ -63,6 +67,22 @@ def test_bad_ones_leave_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(AdapterInvalid, match="config"):
         weft.publish(place, "a", tmp_path / "bad", CONFIG)
     assert names_of(place) == {} and not list(DirectoryStore(place).list(BLOBS))
+
+
+def test_arguments_of_other_types_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = written(tmp_path / "a", FILES)
+    monkeypatch.chdir(tmp_path)
+    for registry, name, metadata, param in (
+        (None, "a", None, "registry"),
+        ("registry", 3, None, "lora_name"),
+        ("registry", "a", [1], "metadata"),
+    ):
+        with pytest.raises((ConfigError, InvalidRequest)) as error:
+            weft.publish(registry, name, folder, metadata=metadata)
+        assert error.value.param == param
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
 def run(*args: str | Path, status: int = 0) -> str:

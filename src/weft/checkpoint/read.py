@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -294,9 +294,8 @@ def files_of(config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) 
     """
     from safetensors.torch import save
 
-    for what, given in (("config", config), ("tensors", tensors)):
-        if not isinstance(cast(object, given), Mapping):
-            refuse(what, f"must be a mapping by name, got {given!r:.100}")
+    _check_mapping("config", config)
+    _check_mapping("tensors", tensors)
     copies = {_checked(name): _copy(name, tensor) for name, tensor in tensors.items()}
     return AdapterFiles(config_file(config), save(copies, {"format": "pt"}))
 
@@ -304,6 +303,7 @@ def files_of(config: Mapping[str, object], tensors: Mapping[str, torch.Tensor]) 
 def config_file(config: Mapping[str, object]) -> bytes:
     """The bytes of adapter_config.json with these fields. Raises AdapterInvalid, naming the field
     that can't be in it."""
+    _check_mapping("config", config)
     for field, value in config.items():
         try:
             json.dumps(value, default=_listed)
@@ -311,6 +311,11 @@ def config_file(config: Mapping[str, object]) -> bytes:
             refuse(_checked(field), f"can't be in a {CONFIG_FILE}: {error}")
         _checked(field)
     return json.dumps(dict(config), default=_listed, indent=2, sort_keys=True).encode()
+
+
+def _check_mapping(what: str, given: object) -> None:
+    if not isinstance(given, Mapping):
+        refuse(what, f"must be a mapping by name, got {given!r:.100}")
 
 
 def _listed(value: object) -> list[object]:

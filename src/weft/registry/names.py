@@ -51,7 +51,9 @@ def namespace_of(name: str) -> str:
 
 def check_name(name: str) -> None:
     """Raises InvalidRequest unless a name is safe in URLs, labels, logs and paths."""
-    if not name:
+    if not isinstance(cast(object, name), str):
+        why = f"must be a text, got {name!r:.100}"
+    elif not name:
         why = "must not be empty"
     elif len(name) > MAX_NAME_LENGTH:
         why = f"must not be longer than {MAX_NAME_LENGTH} characters"
