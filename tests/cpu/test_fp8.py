@@ -48,7 +48,7 @@ def test_product_is_that_of_the_rounded_operands(dynamic: bool) -> None:
 
 
 def test_a_gpu_takes_whole_units_of_outputs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank's share of a layer may have any number of outputs, such as a few strengths and decays."""
+    """A rank's share of a layer may have any number of outputs, such as a few strengths."""
     triton_fp8 = pytest.importorskip("weft.kernels.quant.triton_fp8")
     monkeypatch.setattr(triton_fp8, "quantize_rows", e4m3.quantize_rows)
     torch.manual_seed(0)
