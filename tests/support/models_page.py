@@ -223,7 +223,8 @@ mixtures:
 | `nf4-values` | the values of `bitsandbytes`' 4 bits with double quantization, in 16 bits |
 
 Weights are rounded to the nearest value. A GPU keeps 8-bit and 4-bit matrices in their own bits,
-as above. QLoRA adapters are usually trained on the values of `nf4-values`.
+as above. `fp8` needs a GPU that multiplies numbers of 8 bits, such as an L40S or an H100. QLoRA
+adapters are usually trained on the values of `nf4-values`.
 
 A checkpoint that was quantized with calibration data keeps more quality in 4 bits. Weft warns if
 an adapter's `base_model_name_or_path` names a 4-bit checkpoint but the base has 16 bits.
