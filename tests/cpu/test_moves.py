@@ -322,7 +322,7 @@ def test_adapter_memory_in_bytes_or_as_a_fraction() -> None:
         (" .5 ", 0.5),
     ):
         assert parse_memory(text) == value
-        assert LoraArgs(adapter_memory=parse_memory(text)).adapter_memory == value
+        assert engine_args("base", adapter_memory=text).lora.adapter_memory == value
     for bad in ("1.5", "0.0", "nan", "-1", "much", ""):
         with pytest.raises(typer.BadParameter):
             parse_memory(bad)

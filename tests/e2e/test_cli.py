@@ -29,6 +29,7 @@ from weft.cli.args import ServeFlags, parse_lora_modules, spread_lora_modules
 from weft.cli.main import app
 from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs, engine_args
 from weft.core.errors import ConfigError, Unauthorized
+from weft.core.sizes import show_bytes
 from weft.fleet.process import _Spawned
 from weft.fleet.supervisor import start_supervised
 from weft.registry.tenants_file import parse_tenants
@@ -36,7 +37,6 @@ from weft.terminal.options import (
     engine_parameters,
     parse_bytes,
     parse_weights,
-    show_bytes,
     tell_start,
 )
 

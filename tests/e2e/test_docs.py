@@ -19,7 +19,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pytest
@@ -27,6 +27,7 @@ from command_line import CliRunner
 from patience import PATIENCE_S
 from quick_start import start_weft
 
+from weft import RequestOutput, SamplingParams
 from weft.cli.main import app
 from weft.cli.reference import reference
 from weft.core.errors import ConfigError, InvalidRequest, Unreachable, WeftError, type_of_kind
@@ -193,6 +194,13 @@ def test_api_lists_every_route_and_field(server: Server) -> None:
         body = api["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
         for field in body["properties"]:
             assert f"`{field}`" in page, f"{path}: {field}"
+
+
+def test_python_lists_every_field() -> None:
+    page = (DOCS / "python.md").read_text()
+    for kind in (SamplingParams, RequestOutput):
+        for field in fields(kind):
+            assert f"`{field.name}`" in page, f"{kind.__name__}.{field.name}"
 
 
 def test_api_lists_every_error() -> None:

@@ -12,6 +12,7 @@ from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from weft.core.errors import ConfigError
+from weft.core.sizes import parse_bytes, parse_memory
 
 MAX_RANK = 256
 """Largest rank that kernels must take."""
@@ -23,6 +24,17 @@ MAX_ADDED_TOKENS = 256
 """Default of `LoraArgs.max_added_tokens`."""
 LORA_BACKENDS = "weft.lora_backends"
 """The group of entry points of LoRA backends that others bring."""
+
+BYTES = frozenset(
+    {
+        "adapter_memory",
+        "kv_cache_memory",
+        "snapshot_memory",
+        "adapter_host_memory",
+        "adapter_cache_bytes",
+    }
+)
+"""Fields that are sizes of memory."""
 
 
 def _check(holds: bool, name: str, must_be: str, value: float | None) -> None:
@@ -200,7 +212,8 @@ class EngineArgs:
 
 
 def engine_args(model: str, **options: object) -> EngineArgs:
-    """EngineArgs from options by field name; those that are None keep their defaults.
+    """EngineArgs from options by field name; those that are None keep their defaults. A size of
+    memory may be a text such as "8G".
 
     Raises ConfigError for a name that no part has, or a value that a part refuses.
     """
@@ -219,11 +232,20 @@ def engine_args(model: str, **options: object) -> EngineArgs:
 
 
 def _typed(kind: type, name: str, value: object) -> Any:
-    """The value of a field, which must have the field's type. A path may stand for a string."""
-    given = str(value) if isinstance(value, Path) else value
-    if not _is_of(given, get_type_hints(kind)[name]):
-        flag, wanted = "--" + name.replace("_", "-"), kind.__annotations__[name]
-        raise ConfigError(f"{flag} must be of the type {wanted}, got {value!r}", name)
+    """The value of a field, which must have the field's type. A path may stand for a string, and a
+    text for a size of memory."""
+    given: object = str(value) if isinstance(value, Path) else value
+    if name in BYTES and isinstance(given, str):
+        try:
+            given = parse_memory(given) if name == "adapter_memory" else parse_bytes(given)
+        except ValueError as error:
+            raise ConfigError(f"{name}: {error}", name) from None
+    hint = get_type_hints(kind)[name]
+    if not _is_of(given, hint):
+        choices = get_args(hint) if get_origin(hint) is Literal else ()
+        known = ", ".join(map(str, choices))
+        wanted = f"one of {known}" if choices else f"of the type {kind.__annotations__[name]}"
+        raise ConfigError(f"{name} must be {wanted}, got {value!r}", name)
     return given
 
 

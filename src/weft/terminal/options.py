@@ -5,20 +5,30 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
 from functools import wraps
-from typing import Annotated, Any, Literal, get_args, get_type_hints
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 
 import typer
 
-from weft.core.config import CacheArgs, EngineArgs, LoraArgs, ModelArgs, SchedulerArgs, engine_args
+from weft.core import sizes
+from weft.core.config import (
+    BYTES,
+    CacheArgs,
+    EngineArgs,
+    LoraArgs,
+    ModelArgs,
+    SchedulerArgs,
+    engine_args,
+)
 from weft.core.errors import WeftError
 from weft.kernels.quant import FORMATS
 from weft.schedule.policy import POLICIES
+
+T = TypeVar("T")
 
 MODEL, ADAPTERS, MEMORY, BATCH = "Base model", "Adapters", "Memory", "Batching"
 
@@ -97,15 +107,6 @@ HELP: dict[str, str] = {
 _PANEL = {ModelArgs: MODEL, LoraArgs: ADAPTERS, CacheArgs: MEMORY, SchedulerArgs: BATCH}
 _SPELLED = {"num_blocks": "num_gpu_blocks_override", "eviction_policy": "lora_eviction_policy"}
 """Fields whose flag has another name."""
-_BYTES = frozenset(
-    {
-        "adapter_memory",
-        "kv_cache_memory",
-        "snapshot_memory",
-        "adapter_host_memory",
-        "adapter_cache_bytes",
-    }
-)
 
 
 @contextmanager
@@ -217,12 +218,12 @@ def _parameter(hint: Any, field: Field[Any], panel: str) -> inspect.Parameter:
     names = f"{flag}/--no-{flag.removeprefix('--')}" if hint is bool else flag
     special: dict[str, Any] = {}
     default: Any = field.default
-    if field.name in _BYTES:
+    if field.name in BYTES:
         special = {"parser": parse_bytes, "metavar": "BYTES"}
         if float in get_args(hint):
             special = {"parser": parse_memory, "metavar": "BYTES|FRACTION"}
             hint = float | None  # of unions, typer takes only these
-        default = default if default is None else show_bytes(default)
+        default = default if default is None else sizes.show_bytes(default)
     if field.name == "quantization":
         hint = Literal[tuple(FORMATS)] | None
     if field.name == "eviction_policy":
@@ -256,30 +257,18 @@ def _number(value: object) -> float:
     return float(value)
 
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(?:i?B)?|B)?", re.IGNORECASE)
-
-
 def parse_bytes(text: str | int) -> int:
-    """A number of bytes: `1048576`, `512M`, `1.5GiB`; suffixes are powers of 1024."""
-    found = _SIZE.fullmatch(str(text).strip())
-    if found is None:
-        raise typer.BadParameter(f"{text!r} is not a size such as 512M or 2G")
-    power = " KMGT".index((found[2] or " ").upper())
-    return int(float(found[1]) * 1024**power)
+    """`weft.core.sizes.parse_bytes` for a flag."""
+    return _parsed(sizes.parse_bytes, text)
 
 
-def parse_memory(text: str | int | float) -> int | float:
-    """A number of bytes as in `parse_bytes`, or a fraction: `0.1`."""
-    if re.fullmatch(r"\d*\.\d+", str(text).strip()):
-        if not 0.0 < float(text) < 1.0:
-            raise typer.BadParameter(f"{text} is not a fraction between 0 and 1")
-        return float(text)
-    return parse_bytes(str(text))
+def parse_memory(text: str | float) -> int | float:
+    """`weft.core.sizes.parse_memory` for a flag."""
+    return _parsed(sizes.parse_memory, text)
 
 
-def show_bytes(size: int) -> str:
-    """The shortest whole number with a suffix: 1073741824 as 1G."""
-    power = 0
-    while power < 4 and size and size % 1024 == 0:
-        size, power = size // 1024, power + 1
-    return f"{size}{' KMGT'[power]}".rstrip()
+def _parsed(parse: Callable[[str], T], text: object) -> T:
+    try:
+        return parse(str(text))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
