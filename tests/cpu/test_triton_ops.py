@@ -25,7 +25,7 @@ import weft.kernels.triton_ops as kernels
 from weft.core.errors import ConfigError
 from weft.kernels import triton_heads
 from weft.kernels.attention import AttentionBatch, KVCache, make_batch, reference_attend, write_kv
-from weft.kernels.attention.rounds import Rounds
+from weft.kernels.attention.rounds import Rounds, rows_at_once
 from weft.kernels.ops import (
     ClampedSwiglu,
     Ops,
@@ -105,6 +105,16 @@ def test_chunks_after_long_contexts_match_the_oracle(
     assert_same_as_oracle(attend, batch, (4, 2), 16, window, 2, has_sinks=has_sinks)
 
 
+@pytest.mark.parametrize("window", [None, 5])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_rows_of_a_tile_are_shared_by_programs(window: int | None, deterministic: bool) -> None:
+    """In fp32 on a device with little shared memory."""
+    batch = random_batch([(40, 50), (1, 30), (21, 0)], 16, 2)
+    attend = kernels.TritonOps(torch.device("cpu"), deterministic).attend
+    attend._shared_bytes = 8000
+    assert_same_as_oracle(attend, batch, (6, 2), 16, window, 2, has_sinks=window is None)
+
+
 def test_a_context_in_parts_whose_scores_are_all_far_below_zero() -> None:
     batch = random_batch([(1, 130), (5, 130)], 16, 2)
     q, k, v, cache = random_inputs(batch, (4, 2), 16, 2, torch.float32)
@@ -123,6 +133,16 @@ def test_rounds_overlap_as_far_as_shared_memory_goes() -> None:
     assert rounds.within(0, num_rows=64, row_bytes=256) == Rounds(64, 4, 2)
     wide = rounds.within(232_448, num_rows=64, row_bytes=1024)
     assert wide == Rounds(32, 8, 2), "two of 64 tokens would not fit"
+
+
+def test_a_program_has_as_many_rows_as_there_is_room_for() -> None:
+    wide, half = torch.float32, torch.float16
+    assert rows_at_once(232_448, num_rows=64, row_bytes=2048, dtype=wide) == 64
+    assert rows_at_once(166_912, num_rows=64, row_bytes=2048, dtype=wide) == 32
+    assert rows_at_once(101_376, num_rows=64, row_bytes=2048, dtype=wide) == 16
+    assert rows_at_once(101_376, num_rows=64, row_bytes=512, dtype=wide) == 64
+    assert rows_at_once(101_376, num_rows=64, row_bytes=2048, dtype=half) == 64
+    assert rows_at_once(0, num_rows=64, row_bytes=2048, dtype=wide) == 64
 
 
 @pytest.mark.parametrize("window", [None, 6])

@@ -260,3 +260,34 @@ print(len(kernels), max(kernel.metadata.shared for kernel in kernels))
 """
     num, most = map(int, run_without_device(tmp_path, code).split())
     assert num == 6 and most <= kib << 10
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("capability", "kib", "width"), [(80, 163, 256), (80, 163, 512), (89, 99, 256), (89, 99, 512)]
+)
+def test_attention_in_fp32_has_room_on_other_devices(
+    run_without_device: RunWithoutDevice, tmp_path: Path, capability: int, kib: int, width: int
+) -> None:
+    """An A100 and an L40S, for heads as wide as those of Gemma."""
+    code = f"""
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import driver
+from weft.kernels.attention import KVCache, make_batch
+from weft.kernels.attention.paged import PagedAttention
+from weft.kernels.attention.paged_kernels import decode_rows, prefill_tiles
+from weft.kernels.compiling import compiling_ahead
+
+type(driver.active).get_current_target = lambda self: GPUTarget("cuda", {capability}, 32)
+attend = PagedAttention(torch.device("cpu"))
+attend._shared_bytes = {kib} << 10
+q, k = torch.zeros(41, 4, {width}), torch.zeros(8, 16, 2, {width})
+batch = make_batch([40, 1], [40, 20], [[0, 1, 2], [3, 4]], 16)
+with compiling_ahead():
+    attend(q, KVCache(k, k), batch, scale=1.0, window=None)
+made = [k for each in (decode_rows, prefill_tiles) for k in each.device_caches[0][0].values()]
+print(len(made), max(kernel.metadata.shared for kernel in made))
+"""
+    num, most = map(int, run_without_device(tmp_path, code).split())
+    assert num == 2 and most <= kib << 10

@@ -26,7 +26,13 @@ from torch import Tensor
 
 from weft.kernels.attention import AttentionBatch, KVCache, RowWork, row_work, tile_rows
 from weft.kernels.attention.paged_kernels import combine_parts, decode_rows, prefill_tiles
-from weft.kernels.attention.rounds import CHUNKS, FEW_DECODES, few_decodes, many_decodes
+from weft.kernels.attention.rounds import (
+    CHUNKS,
+    FEW_DECODES,
+    few_decodes,
+    many_decodes,
+    rows_at_once,
+)
 from weft.kernels.triton_base import launch_options, meeting_place, processors, starts_early
 
 MAX_PARTS = 16
@@ -116,7 +122,8 @@ class PagedAttention:
         T, H, D = q_THD.shape
         G, block_d = constants["G"], constants["BLOCK_D"]
         K, rows, row_bytes = H // G, tile_rows(G), block_d * q_THD.element_size()
-        rounds = CHUNKS.within(self._shared_bytes, rows, row_bytes)
+        block_m = rows_at_once(self._shared_bytes, rows, row_bytes, q_THD.dtype)
+        rounds = CHUNKS.within(self._shared_bytes, block_m, row_bytes)
         num_parts, acc, sums = 1, out_THD, out_THD
         if not (self._deterministic or constants["WINDOW"]):
             # Tiles of a step are fewer than `num_tiles`, most of which are empty in short steps.
@@ -126,7 +133,7 @@ class PagedAttention:
         if num_parts > 1:
             acc = q_THD.new_empty((T, num_parts, H, D), dtype=torch.float32)
             sums = q_THD.new_zeros((T, num_parts, H, 2), dtype=torch.float32)
-        prefill_tiles[K, num_tiles, num_parts](
+        prefill_tiles[K, num_tiles * (rows // block_m), num_parts](
             *tensors,
             acc,
             sums,
@@ -135,11 +142,12 @@ class PagedAttention:
             tiles,
             sinks,
             *numbers,
-            BLOCK_M=rows,
+            BLOCK_M=block_m,
             BLOCK_N=rounds.tokens,
             ROWS=kind,
             ALIKE=self._deterministic,
             PARTS=num_parts,
+            SHARES=rows // block_m,
             num_warps=rounds.warps,
             num_stages=rounds.stages,
             **constants,

@@ -269,9 +269,10 @@ def prefill_tiles(
     SINKS: tl.constexpr,
     ALIKE: tl.constexpr,
     PARTS: tl.constexpr,
+    SHARES: tl.constexpr,
 ):
-    """A tile of query rows of one sequence, G heads of each, against one part of their context;
-    programs (K, tiles, PARTS).
+    """BLOCK_M of a tile's query rows of one sequence, G heads of each, against one part of their
+    context; programs (K, tiles * SHARES, PARTS), of which each has a share of a tile's rows.
 
     tiles int32 (., 4): sequence, first row, number of rows, position of the first row; with ROWS
     "pairs", pairs as `decode_rows` has them, a tile each; with "all", the sequence of the program's
@@ -280,8 +281,9 @@ def prefill_tiles(
     as `decode_rows` has it.
     """
     head = tl.program_id(0)
+    i = tl.program_id(1) // SHARES
     if ROWS == "tiles":
-        tile = tiles_ptr + 4 * tl.program_id(1)
+        tile = tiles_ptr + 4 * i
         seq = tl.load(tile)
         row = tl.load(tile + 1)
         count = tl.load(tile + 2)
@@ -289,16 +291,18 @@ def prefill_tiles(
         if count == 0:
             return
     else:
-        seq = tl.program_id(1)
+        seq = i
         row = seq
         if ROWS == "pairs":
-            seq = tl.load(tiles_ptr + 2 * tl.program_id(1))
-            row = tl.load(tiles_ptr + 2 * tl.program_id(1) + 1)
+            seq = tl.load(tiles_ptr + 2 * i)
+            row = tl.load(tiles_ptr + 2 * i + 1)
             if seq < 0:
                 return
         position = tl.load(lens_ptr + seq) - 1
         count = 1
     m = tl.arange(0, BLOCK_M)
+    if SHARES > 1:
+        m += tl.program_id(1) % SHARES * BLOCK_M
     d = tl.arange(0, BLOCK_D)
     mask = (m < count * G)[:, None] & (d < D)[None, :]
     rows = (row + m // G).to(tl.int64)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
+
 _MOST_ROW_BYTES = 32 << 10
 """The most bytes of query rows, whose sums in fp32 four warps have registers for."""
+FEWEST_TOKENS = 16
+"""The fewest tokens of a round."""
 
 
 class Rounds(NamedTuple):
@@ -21,11 +25,23 @@ class Rounds(NamedTuple):
         so many dimensions that not even two fit take fewer tokens a round; and where their rows
         would not fit into the registers of so many warps, twice as many warps."""
         room, tokens = shared_bytes - num_rows * row_bytes - 4096, self.tokens
-        while 0 < room < 4 * tokens * row_bytes and tokens > 16:
+        while 0 < room < 4 * tokens * row_bytes and tokens > FEWEST_TOKENS:
             tokens //= 2
         stages = max(2, min(self.stages, room // (2 * tokens * row_bytes)))
         warps = self.warps * (2 if num_rows * row_bytes > _MOST_ROW_BYTES else 1)
         return Rounds(tokens, warps, stages)
+
+
+def rows_at_once(shared_bytes: int, num_rows: int, row_bytes: int, dtype: torch.dtype) -> int:
+    """How many of a tile's rows a program has. In fp32, which is multiplied from shared memory,
+    that is a part where all leave no room for two rounds of the fewest tokens and their weights."""
+
+    def taken(num: int) -> int:
+        return (num + 2 * FEWEST_TOKENS) * row_bytes + 4 * num * (FEWEST_TOKENS + 1)
+
+    while dtype == torch.float32 and 0 < shared_bytes < taken(num_rows) and num_rows > 1:
+        num_rows //= 2
+    return num_rows
 
 
 FEW_DECODES = Rounds(64, 4, 3)
