@@ -224,6 +224,23 @@ def test_a_node_that_does_not_speak_http() -> None:
     )
 
 
+def test_commands_that_change_a_cluster_say_what_they_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    folder_of("default").create(ARGS)
+
+    def said(*args: str) -> str:
+        return CliRunner().invoke(app, ["cluster", *args]).stdout.strip()
+
+    assert said("scale", "3") == "The cluster starts or ends nodes until there are 3."
+    assert said("scale", "0") == "The cluster ends."
+    assert said("status") == "There are no nodes: weft cluster up starts some."
+    monkeypatch.setattr("weft.cli.cluster.ask_any", Mock())
+    assert said("drain", "node-1").startswith("node-1 takes no more requests")
+    assert said("drain", "node-1", "--undo") == "node-1 takes requests again."
+
+
 def test_labels_of_nodes_are_shown_where_there_are_any() -> None:
     node = Placed("n0", "http://h:1", "up")
 

@@ -306,6 +306,9 @@ def status(name: Name = "default", at: At = None, api_key: Key = "") -> None:
         console, said = Console(), dict[str, Any]()
         with contextlib.suppress(Unreachable):  # while all nodes start
             said = ask_any(nodes, "/fleet", api_key)
+        if not nodes:
+            console.print("There are no nodes: weft cluster up starts some.")
+            return
         console.print(nodes_table(nodes, {each["node"]: each for each in said.get("nodes", ())}))
         for pin in said.get("pins", ()):
             lacking = f", and {pin['missing']} nodes more should have it" if pin["missing"] else ""
@@ -325,6 +328,8 @@ def drain(
     with ending_in_one_line():
         body = {"node": node, "draining": not undo}
         ask_any(placed(name, at), "/fleet/drain", api_key, body)
+        moves = "takes no more requests; those that it has move to other nodes"
+        typer.echo(f"{node} {'takes requests again' if undo else moves}.")
 
 
 @cluster.command()
@@ -344,6 +349,8 @@ def scale(
             raise ConfigError(f"scale the nodes at {at} where they were started", "at")
         else:
             folder.scale(nodes)
+        what = f"starts or ends nodes until there are {nodes}" if nodes else "ends"
+        typer.echo(f"The cluster {what}.")
 
 
 @cluster.command()
