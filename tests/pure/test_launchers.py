@@ -235,7 +235,13 @@ def test_commands_that_change_a_cluster_say_what_they_do(
 
     assert said("scale", "3") == "The cluster starts or ends nodes until there are 3."
     assert said("scale", "0") == "The cluster ends."
-    assert said("status") == "There are no nodes: weft cluster up starts some."
+    for command in (["status"], ["top", "--once"], ["drain", "node-1"], ["why", "x"]):
+        done = CliRunner().invoke(app, ["cluster", *command])
+        assert (done.exit_code, done.stderr) == (
+            1,
+            "weft: error: the cluster default has no nodes; weft cluster up starts some\n",
+        )
+    said("scale", "2")
     monkeypatch.setattr("weft.cli.cluster.ask_any", Mock())
     assert said("drain", "node-1").startswith("node-1 takes no more requests")
     assert said("drain", "node-1", "--undo") == "node-1 takes requests again."

@@ -234,19 +234,25 @@ def _on_ray(name: str) -> RayCluster:
 
 
 def placed(name: str, at: str | None) -> Sequence[Placed]:
-    """The nodes of a cluster, whoever started them. Raises ConfigError, Unreachable."""
+    """The nodes of a cluster, whoever started them. Raises ConfigError if there are none, and
+    Unreachable."""
     folder = folder_of(name)
-    if at == ON_RAY or (at is None and folder.is_on_ray):
-        return _on_ray(name).list()
-    if at is not None:
+    if at is not None and at != ON_RAY:
         return find_nodes(at)
-    args = folder.read()
-    ports = [args.port + index for index in range(args.num_nodes)]
-    found = find_nodes(",".join(f"{HOST}:{port}" for port in ports)) if ports else []
-    return [
-        replace(node, name=f"{NODE}{int(node.url.rpartition(':')[2]) - args.port}")
-        for node in found
-    ]
+    nodes: Sequence[Placed]
+    if at == ON_RAY or folder.is_on_ray:
+        nodes = _on_ray(name).list()
+    else:
+        args = folder.read()
+        where = ",".join(f"{HOST}:{args.port + index}" for index in range(args.num_nodes))
+        nodes = [
+            replace(node, name=f"{NODE}{int(node.url.rpartition(':')[2]) - args.port}")
+            for node in (find_nodes(where) if where else ())
+        ]
+    if not nodes:
+        message = f"the cluster {name} has no nodes; weft cluster up starts some"
+        raise ConfigError(message, "name")
+    return nodes
 
 
 # -- questions to nodes --------------------------------------------------------------------------
@@ -306,9 +312,6 @@ def status(name: Name = "default", at: At = None, api_key: Key = "") -> None:
         console, said = Console(), dict[str, Any]()
         with contextlib.suppress(Unreachable):  # while all nodes start
             said = ask_any(nodes, "/fleet", api_key)
-        if not nodes:
-            console.print("There are no nodes: weft cluster up starts some.")
-            return
         console.print(nodes_table(nodes, {each["node"]: each for each in said.get("nodes", ())}))
         for pin in said.get("pins", ()):
             lacking = f", and {pin['missing']} nodes more should have it" if pin["missing"] else ""
