@@ -112,7 +112,11 @@ def test_a_process_is_started_again_once_there_is_room_for_it(
         assert launcher.list()[0].state == "ended"
     now[0] += MAX_PAUSE_S
     launcher.tend()
-    assert launcher.list() == [Placed("node-0", "http://127.0.0.1:9000", "up", 1)]
+    monkeypatch.setattr(local_module, "is_ready", lambda url: False)
+    assert launcher.list()[0].state == "starting"
+    for ready, state in ((True, "up"), (False, "not ready")):
+        monkeypatch.setattr(local_module, "is_ready", lambda url, ready=ready: ready)
+        assert launcher.list() == [Placed("node-0", "http://127.0.0.1:9000", state, 1)]
 
 
 def test_processes_are_started_again_after_growing_pauses(

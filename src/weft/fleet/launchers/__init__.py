@@ -24,8 +24,9 @@ ON_RAY: Final = {"on": "ray"}
 NODE = "node-"
 """The names of nodes are this and their numbers, from 0 on."""
 
-State = Literal["unplaced", "starting", "up", "ended"]
-"""unplaced: no machine of a Ray cluster has room for it yet."""
+State = Literal["unplaced", "starting", "up", "not ready", "ended"]
+"""unplaced: no machine of a Ray cluster has room for it yet. not ready: it was up, and takes no
+requests now, such as one that drains."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,6 +49,8 @@ class _Running:
     """When it is to be started again, if it has ended."""
     log_start: int = 0
     """Where the lines of this process begin in its log."""
+    was_ready: bool = False
+    """Whether this process was ready at some time."""
 
 
 def _pause_s(node: _Running) -> float:
@@ -103,6 +105,7 @@ class LocalLauncher:
                 try:
                     node.process, node.again_s = self._spawn(name, node.port), None
                     node.restarts += 1
+                    node.was_ready = False
                 except OSError as error:  # such as no room for a process
                     logger.warning("%s can't be started again now: %s", name, error)
                     node.again_s = now + _pause_s(node)
@@ -132,8 +135,8 @@ class LocalLauncher:
         if node.process.poll() is not None:
             return "ended"
         if not is_ready(self._url(node.port)):
-            return "starting"
-        self._some_was_ready = True
+            return "not ready" if node.was_ready else "starting"
+        self._some_was_ready = node.was_ready = True
         return "up"
 
     def _url(self, port: int) -> str:
