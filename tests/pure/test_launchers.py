@@ -235,7 +235,7 @@ def test_commands_that_change_a_cluster_say_what_they_do(
     folder_of("default").create(ARGS)
 
     def said(*args: str) -> str:
-        return CliRunner().invoke(app, ["cluster", *args]).stdout.strip()
+        return str(CliRunner().invoke(app, ["cluster", *args]).stdout).strip()
 
     assert said("scale", "3") == "The cluster starts or ends nodes until there are 3."
     assert said("scale", "0") == "The cluster ends."
