@@ -73,10 +73,13 @@ def test_a_gpu_without_products_in_fp8_is_refused_by_name(monkeypatch: pytest.Mo
     """An A100 has none, an L40S does."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     with pytest.raises(ConfigError, match="fp8-weight-only") as caught:
-        fp8.check_products(torch.device("cuda"), 32)
+        fp8.check_products(torch.device("cuda"), 32, torch.bfloat16)
     assert caught.value.param == "quantization"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
-    fp8.check_products(torch.device("cuda"), 32)
+    fp8.check_products(torch.device("cuda"), 32, torch.bfloat16)
+    with pytest.raises(ConfigError, match="bfloat16") as caught:
+        fp8.check_products(torch.device("cuda"), 32, torch.float16)
+    assert caught.value.param == "dtype"
 
 
 def test_relative_error_of_rounding_is_bounded() -> None:

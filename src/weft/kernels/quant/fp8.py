@@ -29,18 +29,22 @@ def quantize_dynamic(weight_OI: Tensor) -> Fp8Weight:
     outputs, inputs = weight_OI.shape
     on_cpu = weight_OI.device.type == "cpu"
     if not on_cpu:
-        check_products(weight_OI.device, inputs)
+        check_products(weight_OI.device, inputs, weight_OI.dtype)
     filled_OI = F.pad(weight_OI, (0, 0, 0, -outputs % UNIT)) if outputs % UNIT else weight_OI
     q_OI, scale_O = quantize_rows(filled_OI)
     dense_OI = dequantized(q_OI[:outputs], scale_O[:outputs], weight_OI.dtype) if on_cpu else None
     return Fp8Weight(q_OI, scale_O, dense_OI, weight_OI.shape)
 
 
-def check_products(device: torch.device, inputs: int) -> None:
-    """Raises ConfigError unless a GPU has products with fp8, for so many inputs."""
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
+def check_products(device: torch.device, inputs: int, dtype: torch.dtype) -> None:
+    """Raises ConfigError unless a GPU has products with fp8, for so many inputs, whose results are
+    of this dtype."""
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    if capability < (8, 9):
         what = "needs a GPU of compute capability 8.9 or later; fp8-weight-only does not"
         raise ConfigError(f"--quantization fp8 {what}", "quantization")
+    if capability != (9, 0) and dtype != torch.bfloat16:  # torch has others for Hopper only
+        raise ConfigError("--quantization fp8 needs --dtype bfloat16 on this GPU", "dtype")
     if inputs % UNIT:
         message = f"--quantization fp8: {inputs} inputs of a layer are no multiple of {UNIT}"
         raise ConfigError(message, "quantization")
