@@ -1,4 +1,4 @@
-"""Turns a model's hidden states into a text's vector, as the model's folder says."""
+"""Turns hidden states into the vector of a text, by the pooling rule in the model's folder."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ _ENCODERS = ("Transformer", "Pooling", "Normalize")
 
 @dataclass(frozen=True, slots=True)
 class EmbeddingRule:
-    """What sentence-transformers keeps beside a model. A model without it is a plain decoder, of
-    which the last token has seen all others."""
+    """How hidden states become a vector, from the files that sentence-transformers saves with a
+    model. The defaults are for a plain decoder, whose last token has seen all others."""
 
     pooling: Pooling = "last"
     normalize: bool = True
-    """Whether vectors get the length 1."""
+    """Whether vectors are scaled to length 1."""
     refused: str = ""
-    """Why no vector is right that could be made here; "": all is served."""
+    """Why this model's vectors can't be made correctly here; "" if they can."""
 
     def check(self) -> None:
-        """Raise InvalidRequest if the model wants what is not served."""
+        """Raise InvalidRequest if vectors of this model are not served."""
         if self.refused:
             raise InvalidRequest(f"vectors of this model are not served: {self.refused}", "model")
 
 
 def embedding_rule(folder: Path) -> EmbeddingRule:
-    """The rule in a model's folder: `modules.json`, and the config of pooling that it names. Raises
-    ConfigError for a file that is no JSON of the right form."""
+    """Read the rule from `modules.json` in a model's folder and the pooling config that it names.
+    Raises ConfigError for a file that is not JSON of the right form."""
     pooling_folder, normalize = "1_Pooling", True
     if (modules := _read(folder / "modules.json")) is not None:
         try:
@@ -65,7 +65,7 @@ def embedding_rule(folder: Path) -> EmbeddingRule:
 
 
 def _modes(stated: Mapping[str, Any]) -> list[str]:
-    """The modes that are on, in either of the two forms that there have been."""
+    """The pooling modes that a config switches on, in its newer or its older form."""
     if isinstance(mode := stated.get("pooling_mode"), str):
         return [mode]
     prefix = "pooling_mode_"
@@ -73,7 +73,7 @@ def _modes(stated: Mapping[str, Any]) -> list[str]:
 
 
 def _read(path: Path) -> Any:
-    """What a JSON file holds; None if there is none."""
+    """The content of a JSON file; None if there is no file."""
     if not path.is_file():
         return None
     try:
@@ -83,24 +83,24 @@ def _read(path: Path) -> Any:
 
 
 DECODER = EmbeddingRule()
-"""That of a model whose folder says nothing."""
+"""The rule for a model whose folder has none."""
 
 
 def as_vectors(pooled: list[bytes]) -> Vectors:
-    """What the engine gave, one row for each request."""
+    """The engine's answers (float32 as bytes) as an array with one row per request."""
     return np.stack([np.frombuffer(each, "<f4") for each in pooled])
 
 
 def normalized(vectors: Vectors) -> Vectors:
-    """Each row with the length 1; one of zeros stays as it is."""
+    """The rows scaled to length 1; a row of zeros stays as it is."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     scaled: Vectors = np.divide(vectors, lengths, out=np.zeros_like(vectors), where=lengths > 0)
     return scaled
 
 
 def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
-    """The first so many numbers of each row, or all if that is None. Raises InvalidRequest for more
-    than there are."""
+    """The first `dimensions` numbers of each row (None: all). Raises InvalidRequest if a row has
+    fewer."""
     size = vectors.shape[1]
     if dimensions is not None and dimensions > size:
         message = f"dimensions must be at most {size}, the model's hidden size, got {dimensions}"
@@ -109,8 +109,8 @@ def shortened(vectors: Vectors, dimensions: int | None) -> Vectors:
 
 
 def probabilities(head: ClassHead, vectors: Vectors) -> Vectors:
-    """(texts, labels): how likely each label is, given the hidden states of texts' last tokens. One
-    label alone is there or not, and of several there is one."""
+    """The probability of each label, (texts, labels), from the hidden states of the texts' last
+    tokens: a softmax over several labels, the sigmoid of a single one."""
     weight_LI = np.frombuffer(head.weight, "<f4").reshape(head.num_labels, -1)
     logits = vectors @ weight_LI.T
     if head.num_labels == 1:

@@ -1,4 +1,4 @@
-"""Lets a process follow a shared registry: loads versions when they are needed, and drops them when
+"""Follows a shared registry in one server: loads versions when they are needed, and drops them when
 no route leads to them any more."""
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from weft.serving.reports import Reports
 logger = logging.getLogger(__name__)
 
 LOOK_EVERY_S = 0.1
-"""Unknown names make this process look into the store at most as often."""
+"""The shortest time between two looks into the store for names that are not known here."""
 LOOK_TIMEOUT_S = 5.0
 """How long a request for an unknown name waits for the store."""
 FAILED_S = 5.0
-"""For how long a version that could not be loaded is not tried again."""
+"""How long requests for a version that could not be loaded get the same error, without a retry."""
 MAX_FAILED = 1024
 STALE_S = 10.0
-"""When the registry has not answered for so long, `/ready` says so."""
+"""`/ready` mentions the registry once it has not answered for this long."""
 BOOT_LOADS = 16
-"""Versions that are loaded side by side when this process starts."""
+"""How many versions are loaded side by side at the start."""
 _ATTEMPTS = 10
-"""How often a version is loaded for a request that finds it gone again, as where releases follow on
-each other faster than adapters are loaded."""
+"""How many loads a request waits for, if each version is dropped again before the request can pin
+it, as when releases follow each other faster than adapters load."""
 
 
 class Follower:
-    """Loads versions of a shared registry into one engine, and lets go of them. All methods are
-    called from one event loop. `check()` states the invariants.
+    """Loads versions of a shared registry into one engine, and drops them. All methods are called
+    from one event loop. `check()` states the invariants.
 
-    A version is known here as `acme/sql@v7`. It is loaded when a request first needs it, or at once
-    if its name is pinned or has another version here already. When a name changes, the versions
-    that its route does not name any more take no new requests.
+    The process's own registry has version 7 of `acme/sql` as `acme/sql@v7`. A version is loaded
+    when a request first needs it, or at once if its name is pinned or another version of it is
+    loaded. Versions that the name's route no longer lists take no new requests.
     """
 
     def __init__(
@@ -64,25 +64,25 @@ class Follower:
         self._publisher = publisher
         self.reports = Reports(shared.store, registry.digests, shared.state.seq)
         self._loop: asyncio.AbstractEventLoop | None = None
-        """The one that all of it is called from; None before the start."""
+        """The event loop that all methods are called from; None before the start."""
         self._here: dict[str, dict[int, bool]] = {}
-        """By name: the versions that are loaded, and whether they are pinned."""
+        """For each name, the versions that are loaded; the value is whether they are pinned."""
         self.pins = Pins()
         for name, entry in self.names.state.names.items():
             self.pins.follow(name, entry)
         self._loading: dict[str, asyncio.Task[None]] = {}
         self._leaving: dict[str, asyncio.Task[None]] = {}
-        """Versions that take no new requests, until their last one has ended."""
+        """Versions that take no new requests and whose last request has not ended."""
         self._failed: dict[str, tuple[float, str]] = {}
-        """Until when a version is not tried again, and why."""
+        """Versions that could not be loaded: until when they are not retried, and the error."""
         self._look: asyncio.Task[None] | None = None
-        """The next look into the store, which has not begun yet."""
+        """A look into the store that is planned but has not begun."""
         self._looked_s = 0.0
         self._looking = asyncio.Lock()
 
     async def start(self, eager: bool) -> None:
-        """Follow the registry from now on, and load what is pinned, or (`eager`) all that routes
-        name. What can't be loaded is logged, and tried again when it is asked for."""
+        """Follow the registry from now on. Load the pinned versions first, and with `eager` all
+        others that routes name. A failed load is logged, and retried when a request needs it."""
         self._loop = asyncio.get_running_loop()
         self.shared.listen(self._told)
         self.shared.start()
@@ -93,7 +93,7 @@ class Follower:
 
         async def load(name: str, number: int) -> None:
             async with place:
-                with suppress(WeftError):  # it is logged where it happens
+                with suppress(WeftError):  # already logged
                     await self.load(name, number)
 
         for names in (pinned, others) if eager else (pinned,):
@@ -102,7 +102,7 @@ class Follower:
         self.reports.start()
 
     async def close(self) -> None:
-        """Stop following. What is loaded stays until the engine ends."""
+        """Stop following. Loaded versions stay until the engine ends."""
         tasks = [*self._loading.values(), *self._leaving.values()]
         for task in tasks:
             task.cancel()
@@ -113,13 +113,12 @@ class Follower:
     # -- requests ------------------------------------------------------------------------------
 
     async def ready(self, access: Access, model: str, sticky: str) -> str:
-        """The name under which the version that answers a request for `model` is loaded here;
-        base models keep theirs.
+        """Choose the version that answers a request for `model`, load it if need be, and return
+        its name here (`acme/sql@v7`). A base model's name is returned as it is.
 
-        `sticky` decides which of several versions it is, as `releases.choose` says. Whoever gets
-        the name pins it before anything else happens. A name that is not known is looked up in the
-        store first. Raises PermissionDenied, ModelNotFound, AdapterUnavailable,
-        RegistryUnavailable.
+        `sticky` decides between several versions, as in `releases.choose`. The caller must pin
+        the name before it awaits anything. An unknown name is looked up in the store once more.
+        Raises PermissionDenied, ModelNotFound, AdapterUnavailable, RegistryUnavailable.
         """
         for _ in range(_ATTEMPTS):
             try:
@@ -136,7 +135,7 @@ class Follower:
         raise AdapterUnavailable(f"{model!r} changes too often to be loaded", "model")
 
     def _find(self, access: Access, model: str, sticky: str) -> tuple[str, int] | None:
-        """The name and the version that a model means; None for a base. Raises ModelNotFound."""
+        """The name and version number that `model` means; None for a base. Raises ModelNotFound."""
         whole = access.find(model)
         if whole is None:
             return None
@@ -152,7 +151,7 @@ class Follower:
         return name, number or choose(name, entry.route, sticky)
 
     async def look_again(self) -> None:
-        """Read what the store has by now. All who ask before a look has begun share it. Raises
+        """Read the store's newest entries. Callers share a look that has not begun yet. Raises
         RegistryUnavailable."""
         if self._look is None:
             self._look = asyncio.create_task(self._look_soon())
@@ -171,7 +170,7 @@ class Follower:
     # -- versions ------------------------------------------------------------------------------
 
     async def load(self, name: str, number: int) -> None:
-        """Load a version unless it is here; all who want it wait for the same load. Raises
+        """Load a version unless it is loaded; concurrent callers wait for the same load. Raises
         ModelNotFound, AdapterUnavailable, Overloaded, EngineDead."""
         key = version_name(name, number)
         until_s, failed = self._failed.get(key, (0.0, ""))
@@ -181,8 +180,8 @@ class Follower:
             await asyncio.shield(self._loading.get(key) or self._begin(name, number))
 
     async def settled(self, name: str) -> None:
-        """Wait until this process does what the registry says of a name now: the routed versions
-        are loaded, and requests of a name that is gone have ended. Raises as `load`."""
+        """Wait until this process serves a name as the registry now says: the routed versions are
+        loaded or, if the name is gone, its requests have ended. Raises what `load` raises."""
         self._follow(self.names.state.seq, [name])
         entry = self.names.entry(name)
         for number in sorted(numbers_of(entry.route)) if entry else ():
@@ -192,9 +191,9 @@ class Follower:
             await asyncio.wait(leaving)
 
     def _told(self, state: State, changed: frozenset[str]) -> None:
-        """On the registry's thread: some names have changed."""
+        """Take note that some names have changed. Called on the registry's thread."""
         assert self._loop is not None
-        with suppress(RuntimeError):  # the event loop has ended
+        with suppress(RuntimeError):  # raised if the event loop has ended
             self._loop.call_soon_threadsafe(self._follow, state.seq, changed)
 
     def _follow(self, seq: int, changed: Collection[str]) -> None:
@@ -205,7 +204,7 @@ class Follower:
         self.reports.follow(seq, [load for key, load in loads if split(key)[0] in changed])
 
     def _settle(self, name: str) -> None:
-        """Begin what makes this process do what the registry says of a name now."""
+        """Begin the loads and drops that a name's newest entry in the registry asks for."""
         entry, here = self.names.entry(name), self._here.get(name, {})
         self.pins.follow(name, entry)
         wanted = numbers_of(entry.route) if entry else set()
@@ -221,7 +220,7 @@ class Follower:
                 self._begin(name, number)
 
     def _begin(self, name: str, number: int) -> asyncio.Task[None]:
-        """Begin to load a version, or to load it with another pin."""
+        """Begin to load a version, or only to change whether it is pinned."""
         key = version_name(name, number)
         task = self._loading[key] = asyncio.create_task(self._load(name, number))
 
@@ -250,11 +249,11 @@ class Follower:
             raise AdapterUnavailable(message, "model") from error
         self._failed.pop(key, None)
         self._here.setdefault(name, {})[number] = pinned
-        if self.names.entry(name) is not entry:  # it has changed meanwhile
+        if self.names.entry(name) is not entry:  # the name has changed meanwhile
             asyncio.get_running_loop().call_soon(self._settle, name)
 
     def _drop(self, name: str, number: int) -> None:
-        """Let a version take no new requests, and forget it after its last one."""
+        """Let a version take no new requests, and forget it when its last request has ended."""
         here, key = self._here[name], version_name(name, number)
         del here[number]
         if not here:
@@ -270,13 +269,13 @@ class Follower:
     # -- the registry --------------------------------------------------------------------------
 
     async def submit(self, change: Change, actor: str) -> Done:
-        """Change the registry. Returns when the change is durable, and this process knows it.
+        """Change the registry. Returns when the change is durable and this process's view has it.
         Raises RegistryUnavailable, AdapterError, InvalidRequest."""
         return await asyncio.shield(asyncio.wrap_future(self.shared.submit(change, actor)))
 
     @property
     def trouble(self) -> str | None:
-        """What is to be said of a registry that has not answered for long."""
+        """A warning for people if the registry has not answered for long, else None."""
         stale_s = self.shared.stale_s()
         if stale_s < STALE_S:
             return None
@@ -292,5 +291,5 @@ class Follower:
 
 
 def version_name(name: str, number: int) -> str:
-    """What this process calls a version."""
+    """The name of a version in this process's own registry, as `acme/sql@v7`."""
     return f"{name}@v{number}"

@@ -30,44 +30,44 @@ from weft.text.tokenizer import bad_token_ids, spellings
 T = TypeVar("T")
 
 _MESSAGE_CHARS = 16
-"""A message counts as at least so many characters, when it is asked how much work it is."""
+"""What `_work` counts, in characters, for each object or list beside its texts."""
 
 
 _ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0.0)
-"""How a pooled request samples the token with which its prompt ends."""
+"""A pooled request ends after its prompt, and samples one token that nobody reads."""
 _CLIENTS = "its client"
-"""Who wrote a template that came with a request."""
+"""Named as the owner of a chat template that came with a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class Language:
-    """The base model's language, or that of an adapter which brings a tokenizer, a chat template
-    or tokens of its own."""
+    """How a model's text becomes tokens. An adapter has its own language if it brings a tokenizer,
+    a chat template or added tokens, else the base model's."""
 
     tokenizer: TokenReader | None
     vocab_size: int
-    """Token ids that the model knows are below this."""
+    """Valid token ids are below this."""
     eos_ids: tuple[int, ...] = ()
-    """These tokens end an output, beside those of the base model."""
+    """Tokens that end an output, in addition to the base model's."""
     takes_forms: bool = True
-    """Whether the model can answer in a given form: forms are made of the base's tokens."""
+    """Whether structured outputs are possible: they are compiled for the base's tokens."""
     author: str = ""
-    """Who brought the chat template, and perhaps the tokenizer: the adapter's namespace, or else
-    its name. They run in worker processes. "": they are the base model's."""
+    """Who brought the chat template, and perhaps the tokenizer: the adapter's namespace or, if it
+    has none, its name. These run in worker processes. "": they are the base model's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pinned(AbstractContextManager["Pinned"]):
-    """The model that a request is for, which stays as it is until `release`."""
+    """The model of a request: a base, an adapter's version or a sum, kept until `release`."""
 
     lease: Lease
     language: Language
     head: ClassHead | None = None
-    """What it classifies with, if it was trained for that."""
+    """The classification head, if the adapter was trained with one."""
 
     @property
     def name(self) -> str | None:
-        """The adapter's name without a version, or those of a sum; None for the base model."""
+        """The adapter's name without a version, or a sum's names; None for the base model."""
         return self.lease.ref.bare if self.lease.ref is not None else None
 
     def release(self) -> None:
@@ -89,8 +89,8 @@ class Intake:
         executor: Executor,
         long_text_chars: int | None = None,
     ) -> None:
-        """Texts of more than `long_text_chars` are left to worker processes; None: only those for
-        tokenizers and templates of adapters."""
+        """Texts of more than `long_text_chars` are tokenized in worker processes; with None, only
+        texts for adapters' own tokenizers and templates are."""
         self._registry = registry
         self._tokenizers = tokenizers
         self._executor = executor
@@ -110,8 +110,8 @@ class Intake:
         return self._pinned(lease, lease.ref.name if lease.ref else None)
 
     def pin_sum(self, access: Access, adapters: Sequence[WeightedAdapter]) -> Pinned:
-        """Pin the weighted sum of several adapters, which speaks the base model's language. One
-        adapter with the scale 1 is itself. Raises PermissionDenied, InvalidRequest,
+        """Pin the weighted sum of several adapters; its language is the base model's. A single
+        adapter with the scale 1 is pinned as in `pin`. Raises PermissionDenied, InvalidRequest,
         ModelNotFound."""
         lease = access.resolve_sum(adapters)
         return self._pinned(lease, lease.ref.name if lease.ref and not lease.parts else None)
@@ -150,8 +150,8 @@ class Intake:
         tenant: str = "",
         seconds: Sequence[str] = (),
     ) -> list[list[int]]:
-        """The token ids of text prompts. Errors name `field_name`, where the texts came from.
-        `seconds`, if there are any, make pairs with the texts, each of which is one prompt.
+        """The token ids of text prompts. Errors name the texts' field, `field_name`. If there are
+        `seconds`, prompt i is the pair of `texts[i]` and `seconds[i]`.
 
         Texts that are plainly too long are refused before they are tokenized, unless `any_length`
         is given. Raises InvalidRequest, ContextLengthExceeded, Overloaded.
@@ -185,9 +185,9 @@ class Intake:
     ) -> list[int]:
         """The prompt ids of a conversation whose messages are as chat templates expect them.
 
-        `own_template` came with the request, and takes the place of the language's; `template` is
-        passed on to `template_options`. If the template knows no developers, their messages become
-        the system's. Raises InvalidRequest, ContextLengthExceeded, Overloaded.
+        `own_template` is the request's own chat template, used instead of the language's;
+        `template` is passed to `template_options`. If the chat template does not mention the role
+        "developer", it becomes "system". Raises InvalidRequest, ContextLengthExceeded, Overloaded.
         """
         tokenizer = self.tokenizer_of(language, "messages")
         if own_template is not None and not tokenizer.is_portable:
@@ -226,19 +226,19 @@ class Intake:
         return self._long_text_chars is not None and size > self._long_text_chars
 
     def _goes_away(self, tokenizer: TokenReader, size: int) -> bool:
-        """Whether so many characters or tokens are too many to be worked on in this process."""
+        """Whether this many characters or tokens are left to a worker process."""
         return tokenizer.is_portable and self._is_long(size)
 
     async def _away(self, call: Call) -> Answer:
-        """The answer of a worker process."""
+        """Have a worker process do the call, and return its answer."""
         return await self._executor.finished(self._tokenizers.sandbox.submit(call))
 
     async def _here(self, size: int, work: Callable[[], T]) -> T:
-        """The result of work in this process."""
+        """The result of `work`, done in this process: on a thread if `size` is large."""
         return await self._executor.blocking(work) if self._is_long(size) else work()
 
     def tokenizer_of(self, language: Language, field_name: str) -> TokenReader:
-        """The tokenizer of a language. Raises InvalidRequest, naming the field, without one."""
+        """The language's tokenizer. Raises InvalidRequest, naming the field, if it has none."""
         if language.tokenizer is None:
             raise InvalidRequest(
                 f"{field_name}: text needs a tokenizer, and the model was loaded without one; "
@@ -283,11 +283,11 @@ class Intake:
         asked_in: str | None = None,
         cache_salt: str = "",
     ) -> list[EngineRequest]:
-        """Checked requests to the engine: the choices of the first prompt, those of the next, and
-        so on. Choice i of a prompt has the seed plus i.
+        """Checked requests to the engine: all choices of the first prompt, then all of the next,
+        and so on. Choice i of a prompt has the seed `params.seed + i`, or a random one.
 
-        `asked_in` is the field in which the client set `max_tokens`; if it is None, nobody did,
-        and fewer tokens may be made. Raises InvalidRequest, ContextLengthExceeded.
+        `asked_in` is the field in which the client set `max_tokens`. If it is None, `max_tokens`
+        is lowered to what fits. Raises InvalidRequest, ContextLengthExceeded.
         """
         lease, language = pinned.lease, pinned.language
         if pinned.head is not None:
@@ -331,7 +331,7 @@ class Intake:
         prompt_field: str,
         cache_salt: str = "",
     ) -> list[EngineRequest]:
-        """Checked requests to the engine, each for the vector of one prompt, which may fill the
+        """Checked requests to the engine, one for the vector of each prompt. A prompt may fill the
         whole context. Raises InvalidRequest, ContextLengthExceeded."""
         for prompt_ids in prompts:
             self.check_ids(prompt_ids, prompt_field, pinned.language)
@@ -406,13 +406,13 @@ def _check_text(text: str, field_name: str) -> None:
 
 
 def _num_chars(messages: Sequence[Mapping[str, Any]]) -> int:
-    """How long the texts of a conversation are together."""
+    """How many characters the texts of a conversation have together."""
     return sum(len(message.get("content") or "") for message in messages)
 
 
 def _work(value: object) -> int:
-    """How much work it may be to write this by a template, in characters."""
-    size, todo = 0, [value]  # without recursion, however deep it is
+    """An estimate of the work to render this value by a chat template, in characters."""
+    size, todo = 0, [value]  # no recursion: clients choose how deep the value is nested
     while todo:
         each = todo.pop()
         size += len(each) if isinstance(each, str) else 1
@@ -426,14 +426,14 @@ def _work(value: object) -> int:
 
 
 def _author(language: Language) -> str:
-    """Who brought the tokenizer; an adapter may have brought a template alone."""
+    """Who brought the tokenizer; "" if it is the base's, even if the template is an adapter's."""
     return "" if isinstance(language.tokenizer, Tokenizer) else language.author
 
 
 def _json(value: object) -> str:
     try:
         return msgspec.json.encode(value).decode()
-    except (ValueError, TypeError, OverflowError):  # numbers that are large, for one
+    except (ValueError, TypeError, OverflowError):  # for example, integers that are too large
         return json.dumps(value)
 
 
@@ -443,7 +443,7 @@ def _ids(answer: Answer) -> list[list[int]]:
 
 
 def _seed(params: SamplingParams, choice: int) -> int:
-    """The seed that was asked for plus the choice's number, or a new one."""
+    """The client's seed plus the choice's number, or a random seed if the client gave none."""
     if params.seed is None:
         return random.getrandbits(63)
     return (params.seed + choice + 2**63) % 2**64 - 2**63

@@ -1,5 +1,5 @@
-"""Publishes adapters, so that what names mean and what the engine holds change together. The work
-runs under an event loop that serves others meanwhile, or in the caller's thread."""
+"""Publishes adapters: keeps the registry's names and the adapters that the engine holds in step.
+The same coroutines run on a server's event loop, or in the caller's thread for the Python API."""
 
 from __future__ import annotations
 
@@ -36,22 +36,22 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_HEAD_BYTES = 1 << 30
-"""What a head that classifies, and what else is only in an adapter's file, may take."""
+"""Room in an adapter's file for what its image lacks, such as a classification head."""
 
 
 class Executor(Protocol):
-    """What a coroutine needs of its surroundings."""
+    """Runs blocking and background work for coroutines, with an event loop or without one."""
 
     async def blocking(self, work: Callable[[], T]) -> T:
-        """The result of a function that blocks its thread."""
+        """The result of a function that blocks its thread. The event loop is not held up."""
         ...
 
     async def finished(self, future: Future[T]) -> T:
-        """The result of what others are at work on."""
+        """The result of a future that another thread or process completes."""
         ...
 
     async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine that ends also when the caller is cancelled."""
+        """The result of a coroutine, which runs to its end even if the caller is cancelled."""
         ...
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:
@@ -60,13 +60,13 @@ class Executor(Protocol):
 
 
 class LoopExecutor:
-    """Work under the running event loop."""
+    """An `Executor` for the running event loop; functions that block run on its threads."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._threads = ThreadPoolExecutor(2 * MAX_LOADS, "weft-blocking")
-        """More than the loads that run side by side. The loop's own threads are few on a small
-        machine, and others wait for them, such as the start of an engine after one has died."""
+        """More than the loads that run side by side. The loop's default threads would be too few
+        on a small machine, where the restart of a dead engine would wait behind loads."""
 
     async def blocking(self, work: Callable[[], T]) -> T:
         run = copy_context().run
@@ -102,15 +102,15 @@ class LoopExecutor:
 
 
 class DirectExecutor:
-    """Runs coroutines in the caller's thread, where nothing ever waits for an event loop. So it
-    also serves where a loop is running already, as in a notebook."""
+    """An `Executor` without an event loop: coroutines run in the caller's thread, in one go. So it
+    also works where a loop is running already, as in a notebook."""
 
     def __init__(self) -> None:
         self._busy = False
         self._pending: deque[Coroutine[Any, Any, None]] = deque()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine, after which what it left for later runs."""
+        """The result of a coroutine. What it passed to `later` runs before this returns."""
         self._busy = True
         try:
             return _result(work)
@@ -138,7 +138,7 @@ class DirectExecutor:
 
 
 def _result(work: Coroutine[Any, Any, T]) -> T:
-    """The result of a coroutine that never waits for an event loop."""
+    """The result of a coroutine that never suspends; RuntimeError if it does."""
     try:
         work.send(None)
     except StopIteration as end:
@@ -149,19 +149,19 @@ def _result(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Tried(NamedTuple):
-    """An adapter that the engine accepts."""
+    """An adapter that the engine has accepted, but that has no name yet."""
 
     folder: Folder
     info: AdapterInfo
     give_place_back: Callable[[], Awaitable[None]]
-    """It counts as a load until then, or until the end of the context."""
+    """Frees its place among the loads that run side by side before `tried`'s context ends."""
 
 
 class Publisher:
-    """Keeps the engine's adapters equal to the registry's.
+    """Loads, replaces and unloads adapters, in the registry and in the engine together.
 
-    A name holds the content of its version in the engine from before the version is published
-    until its last request has ended. Content stays on the device while any of its names pins it.
+    The engine holds a version's content for a name from before the version is published until its
+    last request has ended. Content stays on the device while any of its names pins it.
     """
 
     def __init__(
@@ -173,7 +173,7 @@ class Publisher:
         executor: Executor,
         tenants: Mapping[str, Tenant] = MappingProxyType({}),
     ) -> None:
-        """`tenants` are those whose caps bind; they may change."""
+        """`tenants` are those whose caps are enforced; the mapping may change."""
         self._engine = engine
         self._registry = registry
         self._quotas = Quotas(registry, tenants)
@@ -181,8 +181,8 @@ class Publisher:
         self._sources = sources
         self._executor = executor
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """For each name that changes: one hold or release at a time, so that none is undone by
-        an older one."""
+        """A lock for each name that is changing: holds and releases of a name run one at a time,
+        so that an older one never undoes a newer one."""
 
     async def load(
         self,
@@ -196,9 +196,9 @@ class Publisher:
 
         `path` is a folder or a URI, as `Sources` understands it. With `replace` the name moves to
         the new version: running requests end on the old one. `pinned` keeps the content on the
-        device, until the same name is loaded without it, or unloaded. The load goes on when the
-        caller is cancelled. `sources` says where it may come from, if
-        not from where all may.
+        device, until the same name is loaded without `pinned`, or unloaded. The load goes on when
+        the caller is cancelled. `sources` limits where the adapter may come from, by default to
+        the server's own sources.
         Raises AdapterError, InvalidRequest, Overloaded, EngineDead.
         """
         name, sources = one_form(name), sources or self._sources
@@ -214,11 +214,11 @@ class Publisher:
         replace: bool = False,
         pinned: bool = False,
     ) -> AdapterRef:
-        """Let `name` mean the content that `hold` has the engine hold for it.
+        """Call `hold`, which makes the engine hold content for `name`, and publish that content
+        as the name's version.
 
-        `path`, without what may be secret in it, is shown as where it came from, and `own` is the
-        tokenizer of its texts. Raises what `hold` raises, and AdapterConflict.
-        """
+        `path`, without its secrets, is shown as the adapter's source. `own` is the tokenizer that
+        the adapter brings. Raises what `hold` raises, and AdapterConflict."""
         name, path = one_form(name), shown(path)
 
         def publish(info: AdapterInfo) -> AdapterRef:
@@ -231,8 +231,8 @@ class Publisher:
         self, name: str, number: int, version: Version, open_it: Callable[[], Folder], pinned: bool
     ) -> AdapterRef:
         """Make a version of a shared registry servable as `name@v7`, from the folder that
-        `open_it` finds. To repeat it changes nothing but the pin. It waits for its turn among
-        loads, as what it follows is decided. Raises AdapterError, EngineDead."""
+        `open_it` opens. A repeated call can only change the pin. It is never refused for too many
+        loads, but waits: the registry has already decided. Raises AdapterError, EngineDead."""
         key, source = f"{name}@v{number}", version.source or name
 
         def publish(info: AdapterInfo) -> AdapterRef:
@@ -250,8 +250,8 @@ class Publisher:
     async def tried(
         self, name: str, open_it: Callable[[], Folder], pinned: bool = False
     ) -> AsyncIterator[Tried]:
-        """A context in which the engine has accepted an adapter that is to get this name and pin,
-        and holds it for nobody who makes requests. Raises AdapterError, Overloaded, EngineDead."""
+        """A context in which the engine has checked an adapter and holds it, though no request can
+        name it. `name` says whose load it is. Raises AdapterError, Overloaded, EngineDead."""
         async with AsyncExitStack() as place:
             await place.enter_async_context(self._quotas.place(name))
             async with self.opened(open_it) as (folder, files, _):
@@ -280,17 +280,17 @@ class Publisher:
             return ref
 
     async def unload(self, name: str) -> AdapterRef:
-        """Forget the name at once; returns when its requests have ended and it is released.
+        """Forget the name at once. Returns its last version when that version's requests have
+        ended and the engine has released it.
 
-        It is released also when the caller is cancelled. Raises AdapterNotFound.
-        """
+        It is released even if the caller is cancelled. Raises AdapterNotFound."""
         ref, end = self._retire(one_form(name))
         await self._executor.to_the_end(end)
         return ref
 
     def retire(self, name: str) -> Coroutine[Any, Any, None]:
-        """Forget the name at once. What is returned ends when its requests have ended and it is
-        released. Raises AdapterNotFound."""
+        """Forget the name at once. Await the returned coroutine to wait for its requests and to
+        release its content in the engine. Raises AdapterNotFound."""
         return self._retire(name)[1]
 
     def _retire(self, name: str) -> tuple[AdapterRef, Coroutine[Any, Any, None]]:
@@ -316,7 +316,7 @@ class Publisher:
     async def opened(
         self, open_it: Callable[[], Folder]
     ) -> AsyncIterator[tuple[Folder, Mapping[str, bytes], OwnTokenizer | None]]:
-        """A context with an open folder, the files of its tokenizer, and that."""
+        """A context with an open folder, its tokenizer's files, and the tokenizer, if any."""
         blocking = self._executor.blocking
         with await blocking(open_it) as folder:
             files = await blocking(lambda: self._tokenizers.read(folder))
@@ -331,11 +331,11 @@ class Publisher:
         version: Version | None = None,
         accept: Callable[[AdapterInfo], None] = lambda _: None,
     ) -> AdapterInfo:
-        """Let the engine hold what lies in an open folder. It must be the same folder there, and
-        the tokenizer's `files`, which were read here before, must be the same afterwards: so the
-        two halves of an adapter belong together, whoever writes to the folder meanwhile. With a
-        `version`, the folder must have its content. `accept` raises WeftError for an adapter that
-        may not be had."""
+        """Let the engine hold the adapter in an open folder. The engine checks that it reads the
+        same folder, and the tokenizer's `files`, read before, must still be the same afterwards.
+        So weights and tokenizer belong together even if somebody writes to the folder meanwhile.
+        With a `version`, the folder must have its content. `accept` may raise WeftError to refuse
+        the adapter."""
         digest, listing = (version.digest, version.listing) if version else (None, "")
         source = AdapterSource(
             folder.path, digest, root=folder.root, identity=folder.identity, listing=listing
@@ -353,8 +353,8 @@ class Publisher:
         return with_changes(info, head=head)
 
     async def _let_go(self, name: str, info: AdapterInfo, source: AdapterSource) -> None:
-        """After a load that failed, hold its content no longer; or, if the name had it before, with
-        the pin that it had."""
+        """Undo the hold of a load that failed: release the content or, if it already was the
+        name's content before, restore its pin."""
         for card in self._registry.adapter_cards():
             if (card.ref.name, card.ref.digest) == (name, info.digest):
                 source = source.again(info.digest, info.checked)
@@ -377,7 +377,7 @@ class Publisher:
             await self._release(ref)
 
     async def _release(self, ref: AdapterRef) -> None:
-        """Let go of content that its name does not need; it may need it again meanwhile."""
+        """Release content in the engine, unless its name needs that content (again)."""
         if self._registry.needs(ref):
             return
         try:
@@ -387,6 +387,6 @@ class Publisher:
 
 
 def _read_head(folder: Folder, info: AdapterInfo) -> ClassHead | None:
-    """The head of an adapter whose image is at most as large as the file, in the larger dtype."""
+    """The adapter's classification head, if any. The image's size bounds how much is read."""
     max_bytes = 4 * info.num_bytes + MAX_HEAD_BYTES
     return read_aside(lambda deadline: read_head(folder, info.digest, max_bytes, deadline))

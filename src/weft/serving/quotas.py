@@ -14,16 +14,16 @@ from weft.registry import AdapterRegistry
 from weft.registry.names import namespace_of
 
 MAX_LOADS = 16
-"""Loads that run side by side. A tenant may have three quarters of them, so that its loads never
-keep all others waiting."""
+"""Loads that run side by side. One tenant may have at most three quarters of them, so that its
+loads never block everybody else's."""
 MAX_WAITING = 256
-"""Loads of one tenant that may wait."""
+"""How many loads of one tenant may wait for a place."""
 RETRY_S = 5
 
 
 class Quotas:
-    """Counts adapters and loads by namespace: what a name has before its first "/" if that is a
-    tenant's name. All other names are one tenant's together."""
+    """Counts adapters and loads by tenant. The part of an adapter's name before its first "/" says
+    whose it is. Names for which there is no such tenant count together, as one tenant's."""
 
     def __init__(
         self, registry: AdapterRegistry, tenants: Mapping[str, Tenant], max_loads: int = MAX_LOADS
@@ -35,10 +35,10 @@ class Quotas:
         self._running: Counter[str] = Counter()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         self._coming: Counter[str] = Counter()
-        """Names that are being loaded."""
+        """How many loads of each name have begun and not ended."""
 
     def check_bytes(self, name: str, info: AdapterInfo) -> None:
-        """Raise AdapterConflict if the tenant's adapters are too large with this one."""
+        """Raise AdapterConflict if this adapter would exceed the bytes that its tenant may have."""
         tenant = self._tenant(name)
         most = tenant.caps.max_adapter_bytes
         if most is None:
@@ -55,16 +55,16 @@ class Quotas:
 
     @asynccontextmanager
     async def load(self, name: str) -> AsyncIterator[None]:
-        """Hold a place for a load, for which it may have to wait. Raises AdapterConflict for one
-        adapter too many, and Overloaded for too many loads."""
+        """Hold a place for a load, after a wait if all are taken. Raises AdapterConflict if the
+        tenant has too many adapters, and Overloaded if it has too many loads."""
         with self._counted(name, self._tenant(name)):
             async with self.place(name):
                 yield
 
     @asynccontextmanager
     async def place(self, name: str, patient: bool = False) -> AsyncIterator[None]:
-        """Hold a place for a load that adds no adapter to those of this server. Raises Overloaded
-        for too many loads, unless it is `patient`: then it waits, however many there are."""
+        """Hold a place for a load that is not counted as another adapter of its tenant. Raises
+        Overloaded if the tenant has too many loads; a `patient` load waits instead."""
         tenant = self._tenant(name)
         await self._enter(tenant, patient)
         try:
@@ -91,7 +91,7 @@ class Quotas:
             yield
         finally:
             self._coming[name] -= 1
-            self._coming += Counter()  # names without loads are dropped
+            self._coming += Counter()  # drops the names whose count is 0
 
     async def _enter(self, tenant: Tenant, patient: bool) -> None:
         waiting = self._waiting.setdefault(tenant.name, deque())
@@ -120,14 +120,14 @@ class Quotas:
         return self._running.total() < self._max_loads and self._running[name] < of_one
 
     def _leave(self, name: str) -> None:
-        """Give a place back; it goes to the waiting tenant that has fewest. Where a cap was raised,
-        there may be more places."""
+        """Give a place back. Waiting loads get it, of tenants with the fewest running loads first;
+        several may start, if a cap was raised meanwhile."""
         self._running[name] -= 1
         waiting = [name for name, places in self._waiting.items() if places]
         for name in sorted(waiting, key=lambda name: self._running[name]):
             while self._waiting[name] and self._has_place(name):
                 place = self._waiting[name].popleft()
-                if not place.done():  # else whoever waited has left
+                if not place.done():  # else the waiting load was cancelled
                     self._running[name] += 1
                     place.set_result(None)
 

@@ -1,5 +1,5 @@
-"""Changes a shared registry for a caller, and waits until the change has come as far as the caller
-asked."""
+"""Changes a shared registry for a caller, and waits until the change is durable, or served here, or
+served everywhere, as the caller asks."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from weft.serving.follower import Follower
 from weft.serving.publisher import Executor, Publisher
 
 Wait = Literal["commit", "here", "all"]
-"""What a change waits for: that it is durable; that this server does what it says; that all do."""
+"""What to wait for: the change is durable; this server serves by it; all servers serve by it."""
 WAITS: tuple[Wait, ...] = get_args(Wait)
 _ATTEMPTS = 5
 
 
 class Order(NamedTuple):
-    """What a release is to do; see `registry.releases.released`."""
+    """How a release changes a name's route; see `registry.releases.released`."""
 
     to: str | None = None
     canary: float | None = None
@@ -36,7 +36,7 @@ class Order(NamedTuple):
 
 
 class Releases:
-    """Changes names of a shared registry. `actor` is who asks, for the history."""
+    """Changes names of a shared registry. `actor`, who asks for it, is kept in the history."""
 
     def __init__(self, follower: Follower, publisher: Publisher, executor: Executor) -> None:
         self._follower = follower
@@ -53,10 +53,10 @@ class Releases:
         actor: str,
         wait: Wait,
     ) -> str:
-        """Publish an adapter under a name, and let all its requests go to it. Other content that
-        the name has needs `put_in_place`. Returns the digest.
+        """Publish an adapter as a name's newest version, which all requests for the name then get.
+        If the name has other content, `put_in_place` is needed. Returns the digest.
 
-        The engine here must accept the adapter before anybody gets to know of it. Raises
+        The registry learns of the adapter only after this server's engine has accepted it. Raises
         AdapterError, InvalidRequest, Overloaded, EngineDead, RegistryUnavailable.
         """
         path = sources.plain(path)
@@ -68,13 +68,13 @@ class Releases:
             base = self._follower.names.base
             change = Publish(name, replace(version, source=shown(path), base=base), pinned=pinned)
             await self._publish(change, put_in_place, actor)
-            await tried.give_place_back()  # to load the version for requests takes one too
+            await tried.give_place_back()  # loading the version below needs a place too
             await self.wait(name, wait)
         return version.digest
 
     async def _publish(self, change: Publish, put_in_place: bool, actor: str) -> None:
-        """Make the change. Raises AdapterConflict for a name that has other content, unless that
-        may be replaced."""
+        """Submit the change. Raises AdapterConflict if the name's main version has other content,
+        unless `put_in_place`."""
         for attempt in range(_ATTEMPTS):
             entry = self._follower.names.state.names.get(change.name, Name())
             number = main_number(entry.route)
@@ -91,8 +91,9 @@ class Releases:
                     raise
 
     async def remove(self, name: str, actor: str, wait: Wait) -> str | None:
-        """Forget a name. With the scope `here`, its requests have ended. Returns the digest that
-        most of them got. Raises AdapterNotFound, InvalidRequest, RegistryUnavailable."""
+        """Forget a name. Unless `wait` is "commit", its requests here have ended. Returns the
+        digest that most of them got. Raises AdapterNotFound, InvalidRequest,
+        RegistryUnavailable."""
         if split(name)[1]:
             message = "lora_name: a version can't be unloaded alone; release another one instead"
             raise InvalidRequest(message, "lora_name")
@@ -108,11 +109,11 @@ class Releases:
     async def release(
         self, name: str, order: Order | None, expect: int | None, actor: str, wait: Wait
     ) -> Name:
-        """Change a name's route as ordered, or go back to the one before; `registry.releases` says
-        what that means. Returns what the registry has of the name then.
+        """Change a name's route by an `order`, or roll it back (None); `registry.releases` defines
+        both. Returns the name's entry afterwards.
 
-        The name must be at the generation `expect`, if one is given. Raises InvalidRequest,
-        AdapterNotFound, GenerationConflict, RegistryUnavailable.
+        With `expect`, GenerationConflict is raised unless the name is at that generation. Also
+        raises InvalidRequest, AdapterNotFound, RegistryUnavailable.
         """
         for attempt in range(_ATTEMPTS):
             entry = self.entry(name)
@@ -121,21 +122,21 @@ class Releases:
             try:
                 await self._follower.submit(Release(name, route, generation), actor)
                 break
-            except GenerationConflict:  # by which this process knows the newest state
+            except GenerationConflict:  # this process has now read the newest state
                 if expect is not None or attempt == _ATTEMPTS - 1:
                     raise
         await self.wait(name, wait)
         return self.entry(name)
 
     def entry(self, name: str) -> Name:
-        """What the registry knows of a name. Raises AdapterNotFound."""
+        """The registry's entry for a name. Raises AdapterNotFound."""
         entry = self._follower.names.entry(name)
         if entry is None:
             raise AdapterNotFound(f"The registry has no adapter {name!r}", "name")
         return entry
 
     async def wait(self, name: str, wait: Wait) -> None:
-        """Wait until the newest change of a name has come so far."""
+        """Wait until a name's newest change is where `wait` asks for."""
         if wait == "commit":
             return
         seq = self._follower.names.state.seq

@@ -1,4 +1,4 @@
-"""Reports between the servers of a registry: how far each has followed it."""
+"""Reports how far this server has followed a shared registry, and reads the others' reports."""
 
 from __future__ import annotations
 
@@ -19,40 +19,38 @@ from weft.registry.sweep import LEASE_S, ReplicaLease, running_leases
 logger = logging.getLogger(__name__)
 
 RENEW_S = LEASE_S / 3
-"""How often a server says that it is there."""
+"""How often a server renews its lease if nothing changes."""
 REPORT_EVERY_S = 0.25
-"""It tells of news at most as often."""
+"""The shortest time between two reports."""
 ALL_S = 30.0
-"""How long a change waits until all servers do what it says."""
+"""How long a change may wait for all servers to follow it."""
 _LOOK_S = 0.1
 
 
 class Reports:
-    """The reports of one server, and its view of the others' reports. For one event loop.
-
-    A server that dies is waited for until its lease has run out.
-    """
+    """One server's reports, and its view of the others'. They are leases in the registry's store,
+    so a dead server is waited for until its lease has run out. For one event loop."""
 
     def __init__(self, store: Store, digests: Callable[[], Collection[str]], seq: int) -> None:
-        """`digests` are the contents that it serves, and `seq` is what it knows of the registry."""
+        """`digests` returns the contents served here; `seq` counts the log's entries known here."""
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
         self._store = store
         self._lease = ReplicaLease(store, self.name)
         self._digests = digests
         self._seq = seq
         self._open: dict[asyncio.Task[None], int] = {}
-        """Loads that the change of this number asked for, and that have not ended."""
+        """Loads that have not ended, with the number of the log entry that asked for each."""
         self._news = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
 
     @property
     def seq(self) -> int:
-        """The entries of the registry's log that this server does what they say."""
+        """How many of the log's entries this server has carried out, so that their loads ended."""
         return min(self._open.values(), default=self._seq + 1) - 1
 
     def follow(self, seq: int, loads: Iterable[asyncio.Task[None]]) -> None:
-        """This server knows of `seq` entries now, and does what they say once `loads` have ended,
-        however they end."""
+        """Note that this server knows the first `seq` entries, and has carried them out once
+        `loads` have ended, successfully or not."""
         self._seq = max(self._seq, seq)
         for load in loads:
             if load not in self._open:
@@ -69,7 +67,7 @@ class Reports:
         self._task = asyncio.create_task(self._report())
 
     async def close(self) -> None:
-        """Nobody waits for this server any more."""
+        """Stop reporting, and end the lease, so that nobody waits for this server any more."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -80,7 +78,7 @@ class Reports:
         while True:
             self._news.clear()
             seq, digests = self.seq, self._digests()
-            # Without reports, what is served here may be removed.
+            # Without a lease, contents that are served here could be swept from the store.
             with going_on("this server could not report to the registry; it tries again"):
                 try:
                     await asyncio.to_thread(self._lease.renew, digests, seq)
@@ -92,8 +90,8 @@ class Reports:
                     await self._news.wait()
 
     async def all_follow(self, seq: int) -> None:
-        """Wait until all servers do what the first `seq` entries say. Raises RequestTimeout, naming
-        those that don't, and RegistryUnavailable."""
+        """Wait until all servers have carried out the first `seq` entries. Raises RequestTimeout,
+        naming those that have not, and RegistryUnavailable."""
         end = time.monotonic() + ALL_S
         while behind := await asyncio.to_thread(self._behind, seq):
             if time.monotonic() > end:
