@@ -6,8 +6,8 @@
     base:NAME         the same as NAME
 
 Where there is a shared registry, each of them may be followed by a version: `acme/sql@v7`. All
-routes look names up, list and change them through an `Access`, and nowhere else. What its caller
-may not see is answered as if it did not exist.
+routes look names up, list and change them only through an `Access`. Names that the caller may not
+see are treated as if they did not exist.
 """
 
 from __future__ import annotations
@@ -32,27 +32,27 @@ from weft.registry.registry import AdapterCard, AdapterRegistry, Lease, ModelCar
 from weft.registry.tenants import Caller, Role
 
 _MAX_COMPARED, _MAX_COMPARED_CHARS = 500, 64
-"""How many names are looked at to find the one that was meant, and how long these may be."""
+"""How many names an unknown one is compared with, for a suggestion, and how long these may be."""
 
 
 class Names(Protocol):
-    """Which adapters' names there are: an `AdapterRegistry`'s, or those of a shared registry."""
+    """The adapters' names that exist, in an `AdapterRegistry` or in a shared registry."""
 
     def split(self, name: str) -> tuple[str, str]:
-        """The name, and the version that is named with it, such as `@v7`, or ""."""
+        """Split into the name and its version, such as `@v7`, or "" without one."""
         ...
 
     def has(self, name: str) -> bool:
-        """Whether there is an adapter of this whole name."""
+        """Whether an adapter has this whole name."""
         ...
 
     def digest(self, name: str) -> str | None:
-        """The content that the name has, or most of its requests get; None without one."""
+        """The digest that all or most of the name's requests get; None if there is none."""
         ...
 
     def names(self, namespaces: Collection[str] | None = None, after: str = "") -> Iterator[str]:
-        """The names that come after this one. Those outside of the `namespaces` may be left out;
-        "" is that of names without a "/". Raises InvalidRequest (`after`)."""
+        """The names that follow `after`. Those outside of `namespaces` may be left out; "" is the
+        namespace of names without a "/". Raises InvalidRequest (`after`)."""
         ...
 
     def card(self, model: str) -> ModelCard:
@@ -60,7 +60,7 @@ class Names(Protocol):
         ...
 
     def check_new(self, name: str) -> None:
-        """Raises InvalidRequest or AdapterConflict for a name that nobody may give."""
+        """Raises InvalidRequest or AdapterConflict for a name that no adapter may have."""
         ...
 
 
@@ -72,14 +72,15 @@ class Page(NamedTuple):
 
 
 class Access:
-    """One caller's view of a registry. An admin's names are those of the registry itself."""
+    """One caller's view of a registry. An admin sees the registry's whole names."""
 
     __slots__ = ("_is_admin", "_names", "_registry", "caller")
 
     def __init__(
         self, registry: AdapterRegistry, caller: Caller, names: Names | None = None
     ) -> None:
-        """`names` are those of a shared registry, of whose versions `registry` has some."""
+        """`names` are a shared registry's, if there is one; `registry` has the versions loaded
+        here."""
         self._registry = registry
         self._names: Names = names or registry
         self.caller = caller
@@ -126,8 +127,8 @@ class Access:
             return self._shown(self._names.card(self._model(model)))
 
     def models(self, after: str = "", limit: int | None = None) -> Page:
-        """The base's names, then the adapters that the caller may use, by their whole names: at
-        most `limit` of those that come after one. Raises InvalidRequest (`after`)."""
+        """The base's names, then the whole names of the adapters that the caller may use: at most
+        `limit` of those that follow `after`. Raises InvalidRequest (`after`)."""
         bases = self._registry.base_names
         if after in bases:
             bases, after = bases[bases.index(after) + 1 :], ""
@@ -141,9 +142,9 @@ class Access:
         return Page(cards, limit is not None and next(models, None) is not None)
 
     def adapter_cards(self) -> list[AdapterCard]:
-        """The adapters that the caller may use, of those that this process has loaded. Of the
-        versions of a name, the one that most of its requests get has the name alone. A card is
-        pinned if any of these adapters pins its content."""
+        """The loaded adapters that the caller may use. The version that most requests for a name
+        get has the bare name, others `name@v7`. A card is pinned if any of these adapters pins its
+        content."""
         cards: list[AdapterCard] = []
         for card in self._registry.adapter_cards():
             name, version = self._names.split(card.ref.name)
@@ -156,7 +157,7 @@ class Access:
         return [replace(card, pinned=card.ref.digest in pinned) for card in cards]
 
     def digest_of(self, whole: str) -> str | None:
-        """The content of the adapter of this whole name, if there is one that the caller sees."""
+        """The digest of the adapter with this whole name; None if the caller sees none."""
         return self._names.digest(whole) if self.caller.sees(whole) else None
 
     # -- change --------------------------------------------------------------------------------
@@ -164,7 +165,7 @@ class Access:
     def to_publish(self, name: str) -> str:
         """The whole name under which the caller may load an adapter that it calls `name`.
 
-        Namespaces of others are refused whether or not they exist, or hold that name. Raises
+        Other tenants' namespaces are refused, whether or not they exist or have that name. Raises
         PermissionDenied, InvalidRequest, AdapterConflict.
         """
         self.need("publish")
@@ -204,7 +205,7 @@ class Access:
     # -- names ---------------------------------------------------------------------------------
 
     def _model(self, model: str) -> str:
-        """The name in the registry of what the caller calls `model`. Raises ModelNotFound."""
+        """The registry's name for what the caller calls `model`. Raises ModelNotFound."""
         if model in self._registry.base_names:
             return model
         if whole := self._called(model):
@@ -247,7 +248,7 @@ class Access:
         return found and found + version
 
     def _namespaces(self) -> set[str] | None:
-        """Where the adapters are that the caller may see; None for anywhere."""
+        """The namespaces whose adapters the caller may see; None for all."""
         if self._is_admin:
             return None
         granted = (name.partition("/")[0] for name in self.caller.may_use)

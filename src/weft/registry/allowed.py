@@ -1,4 +1,4 @@
-"""Decides which URIs adapters may be fetched from, as the operator allows."""
+"""The operator's rules for the URIs that adapters may be fetched from."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Allowed:
 
     @classmethod
     def everything(cls) -> Allowed:
-        """What those may read who run this machine."""
+        """Everything: for those who run this machine."""
         allowed = cls(SCHEMES)
         allowed._inside = True
         return allowed
@@ -57,7 +57,7 @@ class Allowed:
 
 
 def shown(uri: str) -> str:
-    """A URI without what may hold a password or a token; paths are as they are."""
+    """A URI without the parts that may hold a password or a token; a path is returned as it is."""
     return uri if "://" not in uri else uri.partition("#")[0].partition("?")[0]
 
 

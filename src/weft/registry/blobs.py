@@ -44,13 +44,13 @@ BLOBS = "blobs/sha256/"
 FILES, DONE = "FILES", "DONE"
 DOOMED = "doomed/"
 RESCUED, SWEPT = b"rescued", b"swept"
-"""The verdicts on a content that a collector has doomed; see `weft.registry.sweep`."""
+"""The two verdicts on content that a collector wants to remove; see `weft.registry.sweep`."""
 ATTEMPTS = 3
-"""How often a download is begun again in vain, each time from where it stopped."""
+"""How many attempts in a row may fail to continue a download."""
 
 
 class Claim(msgspec.Struct, frozen=True):
-    """What FILES and DONE hold."""
+    """The content of the keys FILES and DONE."""
 
     listing: Listing
     made_at: float
@@ -62,7 +62,7 @@ def key_of(digest: str, name: str) -> str:
 
 
 def read_claim(store: Store, digest: str, name: str = DONE) -> Claim | None:
-    """What a blob consists of; None if there is none. Raises RegistryUnavailable."""
+    """The list of a blob's files; None if it is not there. Raises RegistryUnavailable."""
     content = store.get(key_of(digest, name))
     try:
         return None if content is None else msgspec.json.decode(content, type=Claim)
@@ -72,8 +72,8 @@ def read_claim(store: Store, digest: str, name: str = DONE) -> Claim | None:
 
 
 def rescue(store: Store, digest: str) -> None:
-    """Stop the removal of a content that is about to be published. Raises RegistryUnavailable if
-    it has begun."""
+    """Keep content that is about to be published from being removed. Raises RegistryUnavailable if
+    its removal has begun."""
     for key in store.list(f"{DOOMED}{digest}/"):
         if key.endswith(".at"):
             verdict = key.removesuffix(".at") + ".verdict"
@@ -83,16 +83,16 @@ def rescue(store: Store, digest: str) -> None:
 
 
 class ContentPeers(Protocol):
-    """Other nodes that may have a content which this one lacks."""
+    """Fetches content that this node lacks from other nodes."""
 
     def find_listing(self, digest: str, sha256: str, addresses: Sequence[str]) -> Listing | None:
-        """The list of a content's files, with this sha256; None if none of the nodes at these
-        addresses gives it soon."""
+        """The list of a content's files, which must have this sha256; None if no node at these
+        addresses sends it soon."""
         ...
 
     def fetch(self, listing: Listing, stage: Path, addresses: Sequence[str]) -> bool:
-        """Write the files of a content to an empty folder. False, with the folder empty, if none
-        of the nodes at these addresses gives it soon."""
+        """Write a content's files to the empty folder `stage`. False, with the folder still empty,
+        if no node at these addresses sends them soon."""
         ...
 
 
@@ -100,19 +100,19 @@ class Blobs:
     """The blobs of one registry; for any thread."""
 
     def __init__(self, store: Store, contents: Contents | None = None) -> None:
-        """`contents` is where they are downloaded to, unless the store is a directory."""
+        """Blobs are downloaded to `contents`, unless the store is a directory."""
         self._store = store
         self._contents = contents
         self._lock = threading.Lock()
         self.fetched = {"peers": 0, "store": 0}
-        """Bytes that were downloaded, by where they came from."""
+        """Bytes downloaded so far, by source."""
         self.peers: ContentPeers | None = None
         self.holders: Callable[[str], Sequence[str]] = lambda _: ()
-        """Says for a digest at which addresses nodes may have it."""
+        """Returns the addresses of nodes that may have the content of a digest."""
 
     def put(self, files: Folder | Mapping[str, BinaryIO | bytes | memoryview]) -> Version:
-        """Publish the files of an adapter, by name, unless they are there already. A name may
-        point to the version that is returned if that is said within an hour.
+        """Store the files of an adapter, given by name, unless they are stored already. Returns a
+        version, which must be published under a name within an hour: later, it may be swept.
 
         Raises AdapterNotFound and AdapterInvalid for files that can't be an adapter's,
         AdapterConflict if the same weights are there with another tokenizer or chat template, and
@@ -135,11 +135,11 @@ class Blobs:
         return read_claim(self._store, digest) is not None
 
     def open(self, digest: str, holders: Sequence[str] = (), sha256: str = "") -> Folder:
-        """The folder of this machine with exactly that content, which is downloaded if need be:
-        from another node that has it (those at the addresses `holders` may), else from the store.
-        With the `sha256` of the list of its files (`Version.listing`), the store is not asked for
-        what is here or what another node has. This may be slow. Raises AdapterNotFound,
-        AdapterUnavailable, RegistryUnavailable."""
+        """A local folder with exactly this content. It is downloaded if need be: from another node
+        (those at the addresses `holders` may have it), else from the store. With the `sha256` of
+        its list of files (`Version.listing`), the store is only asked if neither this machine nor a
+        node has the content. May be slow. Raises AdapterNotFound, AdapterUnavailable,
+        RegistryUnavailable."""
         path, contents = self._store.folder(f"{BLOBS}{digest}/"), self._contents
         if path is not None:
             _check_sizes(path, self._read_listing(digest))
@@ -185,7 +185,7 @@ class Blobs:
                 raise AdapterUnavailable(f"the content sha256:{digest} is damaged", "lora_path")
 
     def _claim(self, listing: Listing) -> Claim:
-        """Say what files the blob consists of, unless somebody has."""
+        """Write the list of the blob's files, unless it is there; return the one that counts."""
         claim = Claim(listing, time.time())
         if self._store.put(key_of(listing.digest, FILES), msgspec.json.encode(claim)):
             return claim

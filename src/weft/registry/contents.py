@@ -37,11 +37,11 @@ if TYPE_CHECKING:
     from weft.checkpoint.read import AdapterFiles
 
 CHUNK = 1 << 20
-"""Bytes that are read, hashed or written at a time."""
+"""How many bytes are read, hashed or written at a time."""
 MAX_ADAPTER_BYTES = 4 << 30
 """How large an adapter that comes from elsewhere may be by default, packed or not."""
 STALE_S = 24 * 3600.0
-"""What nobody has gone on with for so long is removed."""
+"""Unfinished downloads that nobody has continued for this long are removed."""
 LISTING = "FILES"
 MAX_LISTING_BYTES = 1 << 16
 _DIGEST, _KEY = re.compile(r"[0-9a-f]{64}"), re.compile(r"[0-9a-f]{64}-[0-9a-f]{16}")
@@ -72,7 +72,7 @@ class Listing(Struct, frozen=True):
 
     @property
     def sha256(self) -> str:
-        """That of its JSON. The digest of the content tells nothing of a tokenizer's files."""
+        """The hash of this list as JSON. Unlike `digest`, it also covers the tokenizer's files."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
 
     @property
@@ -87,8 +87,8 @@ def content_key(digest: str, listing: str) -> str:
 
 
 def parse_listing(said: bytes, digest: str, sha256: str) -> Listing | None:
-    """The list of a content's files, which may come from anybody; None unless it is the very list
-    with this sha256."""
+    """Parse a list of a content's files from an untrusted source; None unless it has this
+    sha256."""
     if hashlib.sha256(said).hexdigest() != sha256:
         return None
     with suppress(msgspec.DecodeError):
@@ -133,8 +133,8 @@ def _pieces(file: BinaryIO) -> Iterator[bytes]:
 
 
 def check_files(files: AdapterFiles) -> None:
-    """Raise AdapterInvalid unless these can be the files of an adapter for some base; whether they
-    are for a certain one is for an engine to say."""
+    """Raise AdapterInvalid unless these can be the files of an adapter for some base. Whether they
+    fit a certain base is checked by its engine."""
     from weft.checkpoint.kinds import parse_config  # numpy takes its time to import
     from weft.checkpoint.read import parse_stored
 
@@ -168,8 +168,7 @@ def opened(folder: Path) -> Iterator[dict[str, BinaryIO]]:
 
 
 def cache_folder(images: str | None = None) -> Path | None:
-    """Where contents lie by default, or beside the images of --adapter-cache-dir; None for a
-    server that keeps nothing there (`none`)."""
+    """The folder for contents, in `images` (--adapter-cache-dir) or by default; None for `none`."""
     if images == "none":
         return None
     if images is not None:
@@ -179,8 +178,8 @@ def cache_folder(images: str | None = None) -> Path | None:
 
 
 class Contents:
-    """The folder of contents; for any thread. When it has more than `max_bytes`, those that were
-    opened least recently are removed."""
+    """The folder of contents; for any thread. Beyond `max_bytes`, the contents that were opened
+    longest ago are removed."""
 
     def __init__(
         self,
@@ -188,8 +187,8 @@ class Contents:
         max_bytes: int = 32 << 30,
         used: Callable[[], Collection[str]] = lambda: (),
     ) -> None:
-        """The folder is made when it is needed. None: one that goes with this object. `used`: the
-        digests that this process serves now, which are never removed."""
+        """`root` is created when needed; None means a temporary folder that is removed with this
+        object. `used` returns the digests that this process serves, which are never removed."""
         self._given = root
         self._max_bytes = max_bytes
         self._used = used
@@ -220,13 +219,13 @@ class Contents:
             return None
 
     def find_listing(self, digest: str, sha256: str) -> Listing | None:
-        """The list of files of a content, if it is here, and has this sha256."""
+        """A content's list of files, if the content is here and the list has this sha256."""
         said = self.read_piece(content_key(digest, sha256), LISTING, 0, MAX_LISTING_BYTES)
         return None if said is None else parse_listing(said, digest, sha256)
 
     def read_piece(self, key: str, name: str, start: int, num_bytes: int) -> bytes | None:
-        """So many bytes, or up to the end, of a file of the content with that `Listing.key`, or of
-        its list of files, which is called LISTING; None if it is not here."""
+        """At most `num_bytes` of the file `name` (LISTING: the list of files) of the content with
+        this `Listing.key`, from `start` on; None if the content is not here."""
         if not _KEY.fullmatch(key) or name not in (*ADAPTER_FILES, LISTING) or start < 0:
             return None
         try:
@@ -238,8 +237,8 @@ class Contents:
 
     @contextmanager
     def stage(self) -> Iterator[Path]:
-        """An empty folder to put files into, which is gone at the end of the context. Raises
-        AdapterUnavailable if there can be none."""
+        """An empty folder that is removed at the end of the context. Raises AdapterUnavailable if
+        it can't be created."""
         try:
             folder = tempfile.TemporaryDirectory(dir=self._root / "stage", prefix="new-")
         except OSError as error:
@@ -249,8 +248,9 @@ class Contents:
 
     @contextmanager
     def stage_of(self, listing: Listing) -> Iterator[Path]:
-        """The folder in which this content is put together by one at a time; the others wait. What
-        is in it at the end stays, to be gone on with, unless it was added."""
+        """The folder in which this content is assembled, by one caller at a time; others wait. Its
+        files stay after the context, so that a download can continue, unless `add` took them
+        over."""
         path = self._root / "stage" / listing.key
         with path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -267,8 +267,8 @@ class Contents:
         return self.add(files, listing)
 
     def add(self, stage: Path, listing: Listing) -> Folder:
-        """Take a staged folder over, whose files are these. Raises AdapterUnavailable if there is
-        no room."""
+        """Take over a staged folder that has these files. Raises AdapterUnavailable if there is no
+        room."""
         self._make_room(listing)
         if self.find(listing) is None:
             (stage / LISTING).write_bytes(msgspec.json.encode(listing))
@@ -305,13 +305,13 @@ class Contents:
 
 
 def not_kept(error: OSError) -> AdapterUnavailable:
-    """What is said of an adapter that has no place on this machine."""
+    """The error for an adapter that can't be stored on this machine."""
     message = f"the adapter's files can't be kept on this machine: {error.strerror}"
     return AdapterUnavailable(message, "lora_path")
 
 
 def _clear(stage: Path) -> None:
-    """Remove what was left by processes that died, and by downloads that nobody went on with."""
+    """Remove files of dead processes, and of downloads that nobody has continued."""
     for path in stage.iterdir():
         with suppress(OSError):
             if path.stat().st_mtime < time.time() - STALE_S:

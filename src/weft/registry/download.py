@@ -23,10 +23,10 @@ from weft.registry.stores import open_store
 from weft.registry.unpack import unpack
 
 Get: TypeAlias = Callable[[str, Path, int], bool]
-"""Writes what is at a URI to a new file, if it is at most so large; False if nothing is there."""
+"""Downloads a URI to a new file, within a limit of bytes; False if there is nothing at the URI."""
 
 ATTEMPTS = 5
-"""How often a download from a bucket is begun or gone on with."""
+"""How often a download from a bucket is started or continued."""
 _TARS = (".tar", ".tar.gz", ".tgz")
 _CHECKSUM = re.compile(r"sha256=([0-9a-f]{64})")
 

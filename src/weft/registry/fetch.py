@@ -1,8 +1,8 @@
-"""Downloads files from the web: in pieces that are counted, continuing what broke off, and never
-from an address inside of the operator's network unless the operator has named the host.
+"""Downloads files from the web, within a limit of bytes. Interrupted downloads are continued. Hosts
+inside the operator's network are reached only if the operator has named them.
 
-A name is resolved once, its addresses are checked, and the connection goes to one of those. So a
-name that means another address a moment later leads nowhere else.
+A name is resolved once, and the connection goes to one of the addresses that were checked. So a
+name that resolves to another address a moment later can't evade the check.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 MAX_REDIRECTS = 5
 ATTEMPTS = 5
-"""How often a download is begun or gone on with."""
+"""How often a download is started or continued."""
 CONNECT_S, READ_S = 10.0, 30.0
 """How long a server may take to be reached, and to send the next piece."""
 MIN_BYTES_PER_S = 64 << 10
@@ -75,7 +75,7 @@ class Web:
 
     @contextmanager
     def _asked(self, uri: str, start: int, tag: str) -> Iterator[httpcore.Response]:
-        """The answer of the server to which a URI leads in the end, to the part from `start` on."""
+        """The answer, after redirects, to a request for a URI's content from byte `start` on."""
         headers: dict[bytes | str, bytes | str]
         headers = {"accept-encoding": "identity", "user-agent": "weft"}
         if start:

@@ -1,4 +1,4 @@
-"""Reads labels: which nodes of a fleet should keep an adapter, and which labels nodes have."""
+"""Labels of adapters, which say what nodes of a fleet should keep them, and labels of nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _LABEL = re.compile("([A-Za-z0-9][A-Za-z0-9._/-]{0,62})=([A-Za-z0-9][A-Za-z0-9._
 
 @dataclass(frozen=True, slots=True)
 class NodePin:
-    """The nodes that are to keep an adapter, whatever its load."""
+    """Which nodes keep an adapter at all times, and how many of them at least."""
 
     nodes: tuple[str, ...] = ()
     """Only these may serve it; empty: any."""
@@ -52,7 +52,7 @@ class NodePin:
 
 
 class Pins:
-    """Owner of what the labels of all names say of nodes."""
+    """The node pins of all names, and of their contents."""
 
     def __init__(self) -> None:
         self.by_digest: dict[str, NodePin] = {}
@@ -61,8 +61,8 @@ class Pins:
         one."""
 
     def follow(self, name: str, entry: Name | None) -> None:
-        """`entry`: what the registry knows of the name now; None: it is gone. Of several names with
-        the same content, the one that changed last says where it is kept."""
+        """Update a name from its registry entry (None: it is gone). If several names have the same
+        content, the pin of the one that changed last holds."""
         _, before = self._said.pop(name, (None, set()))
         if entry is not None and entry.labels and (pin := pin_of(entry.labels)) is not None:
             digests = {version.digest for version in entry.versions.values()}
@@ -77,12 +77,12 @@ class Pins:
 
     @property
     def names(self) -> Set[str]:
-        """The names of which something is said."""
+        """The names that have a pin."""
         return self._said.keys()
 
 
 def pin_of(labels: Mapping[str, str]) -> NodePin | None:
-    """What labels ask for; None if nothing. Raises InvalidRequest, which names the label."""
+    """The pin that an adapter's labels ask for, if any. Raises InvalidRequest, naming the label."""
     for key in labels:
         if key.startswith(OWN) and key not in (NODES, NODE_LABELS, REPLICAS):
             known = f"{NODES}, {NODE_LABELS} and {REPLICAS}"
@@ -110,8 +110,8 @@ def pin_of(labels: Mapping[str, str]) -> NodePin | None:
 
 
 def node_labels(given: Iterable[str], where: str) -> dict[str, str]:
-    """Labels of nodes, from KEY=VALUE each. `where`: what gives them, which InvalidRequest, raised
-    for bad ones, names."""
+    """Parse labels of a node, each KEY=VALUE. Raises InvalidRequest, naming their source
+    `where`."""
     found: dict[str, str] = {}
     for each in given:
         match = _LABEL.fullmatch(each)

@@ -7,10 +7,10 @@
 All of it is sans-I/O: an operation is a generator that yields requests to a store and is sent
 their answers, so that tests can interrupt it at every request.
 
-A store has one useful promise, that a key is written once. Deleting old entries breaks it: a writer
-that slept meanwhile would find an old key free again, and believe in its change. So `collect`
-writes the mark of an epoch before it deletes any of its entries, and what is read or written in an
-epoch counts only if its mark is *afterwards* still absent.
+A store has one useful promise: a key is written once. Deleting old entries breaks it: a writer that
+was suspended meanwhile would find an old key free again, write it, and believe its change made. So
+`collect` writes the mark of an epoch before it deletes any of its entries, and what is read or
+written in an epoch counts only if its mark is still absent *afterwards*.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from weft.registry.records import Result
 from weft.registry.state import FORMAT, Entry, Op, State
 
 _MAX_AHEAD: Final = 32
-"""How many entries are read at once by who has fallen behind."""
+"""How many entries a reader that has fallen behind reads at once."""
 _AHEAD_OF_LOSERS: Final = 2
 _MAX_LISTED: Final = 10
 
@@ -45,7 +45,7 @@ class Get(NamedTuple):
 
 
 class ListKeys(NamedTuple):
-    """List the keys that begin so."""
+    """List the keys with this prefix."""
 
     prefix: str
 
@@ -68,7 +68,7 @@ def entry_key(seq: int) -> str:
 
 
 def snapshot_key(epoch: int) -> str:
-    """Where the state after so many epochs is kept."""
+    """The key of the state after this many epochs."""
     return f"snap/{epoch:012d}"
 
 
@@ -82,21 +82,22 @@ class Log:
     def __init__(self, state: State | None = None) -> None:
         self.state = State() if state is None else state
         self._sent: dict[str, int] = {}
-        """By nonce: the last entry that an op was to be in."""
+        """The ops of the last attempt, by nonce, with the number of the entry that was to have
+        them."""
         self._to_save: State | None = None
         """The state at the end of the last epoch, if its snapshot may be missing."""
         self._ended_here = False
-        """Whether it was this writer that ended that epoch."""
+        """Whether this writer wrote that epoch's last entry."""
 
     def boot(self) -> Steps[None]:
-        """Begin with the newest snapshot, if there is one, and read on from there."""
+        """Load the newest snapshot, if there is one, and read the entries after it."""
         if (yield from _list("snap/")):
             yield from self._load(0)
         yield from self.poll()
 
     def poll(self, ahead: int = 1) -> Steps[None]:
-        """Read what is committed by now. If nothing is new, that takes two reads. `ahead`: how many
-        entries are looked for at first."""
+        """Read the entries committed by now. Without new ones, that takes two reads. `ahead` is the
+        number of entries to look for at first."""
         while True:
             first = self.state.seq + 1
             last = min(first + ahead - 1, self._last_of_epoch(first))
@@ -110,9 +111,9 @@ class Log:
             ahead = min(2 * ahead, _MAX_AHEAD)
 
     def commit(self, ops: Sequence[Op], now: float) -> Steps[dict[str, Result | None]]:
-        """Try once to make changes, all in one entry. Returns, by nonce, what has become of those
-        that are settled; None if nobody can tell any more. The others are to be tried again: some
-        other entry came first. `now` is in seconds since 1970."""
+        """Try once to make changes, all in one entry. Returns the results of the ops that are
+        settled, by nonce; None is the result if it can't be known any more. Try the others again:
+        another entry came first. `now` is in seconds since 1970."""
         if settled := self._settled(ops):
             return settled
         seq = self.state.seq + 1
@@ -126,13 +127,12 @@ class Log:
         return self._settled(ops)
 
     def was_sent(self, op: Op) -> bool:
-        """Whether an op that is not settled may be in the log all the same."""
+        """Whether an unsettled op may be in the log nevertheless."""
         return op.nonce in self._sent
 
     def save(self) -> Steps[None]:
-        """Write the snapshot of the last epoch, if it falls to this writer; it is for those who
-        have just committed. Who ended the epoch does it at once, others if it is still missing a
-        while later."""
+        """Write the snapshot of the last epoch, if it is this writer's task. To be called after a
+        commit. The writer that ended the epoch writes it at once, others if it is missing later."""
         state = self._to_save
         if state is None:
             return
@@ -147,8 +147,8 @@ class Log:
         self._to_save, self._ended_here = None, False
 
     def collect(self) -> Steps[list[str]]:
-        """Delete what `needless` says. It may run at any time, several times at once, and end at
-        any place. Returns what was deleted."""
+        """Delete the keys that `needless` lists, and return them. Safe at any time, concurrently,
+        and when interrupted anywhere."""
         keys = yield from self.needless()
         entries = [_number(key) for key in keys if key.startswith("log/")]
         for epoch in sorted({(seq - 1) // self.state.epoch for seq in entries}):
@@ -158,8 +158,7 @@ class Log:
         return keys
 
     def needless(self) -> Steps[list[str]]:
-        """The entries that the newest snapshot stands for, and older snapshots, in the order in
-        which they may be deleted."""
+        """The keys that the newest snapshot replaces, in the order in which they may be deleted."""
         snapshots = sorted((yield from _list("snap/")))
         if not snapshots:
             return []
@@ -173,7 +172,7 @@ class Log:
             self._to_save, self._ended_here = self.state, False
 
     def _after(self, content: bytes) -> State:
-        """The state after an entry that is written so."""
+        """The state after the entry with this content."""
         with _reading(entry_key(self.state.seq + 1)):
             entry = _entries.decode(content)
             if entry.format != FORMAT:
@@ -181,8 +180,8 @@ class Log:
         return self.state.apply(entry)
 
     def _jumped(self, seq: int) -> Steps[bool]:
-        """Whether the epoch of this entry is over, so that nothing seen in it counts. If it is,
-        the state comes from the newest snapshot."""
+        """Whether this entry's epoch has its mark, so that nothing read or written in it counts. If
+        so, the newest snapshot is loaded."""
         over = yield from self._is_over((seq - 1) // self.state.epoch)
         if over:
             yield from self._load(seq)
@@ -212,7 +211,8 @@ class Log:
         return mark is not None
 
     def _settled(self, ops: Iterable[Op]) -> dict[str, Result | None]:
-        """What has become of those ops of which it is known, or can't be known any more."""
+        """The results of settled ops, by nonce; None for those whose result can't be known any
+        more."""
         settled: dict[str, Result | None] = {}
         for op in ops:
             sent = self._sent.get(op.nonce)
@@ -228,7 +228,7 @@ class Log:
 
 @contextmanager
 def _reading(key: str) -> Iterator[None]:
-    """Nobody goes on from what can't be read: it may be of a newer version, or damaged."""
+    """Raise RegistryUnavailable for a key that is damaged, or in a newer version's format."""
     try:
         yield
     except (ValueError, msgspec.DecodeError) as error:

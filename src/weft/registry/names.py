@@ -39,12 +39,12 @@ def one_form(name: str) -> str:
 
 
 def appearance(name: str) -> str:
-    """The same for names that look the same; those in ASCII are told apart."""
+    """A key that is equal for names that look alike; names in ASCII all differ."""
     return name if name.isascii() else one_form(name.translate(_TABLE))
 
 
 def namespace_of(name: str) -> str:
-    """What a name has before its first "/"; "" for one without a namespace."""
+    """The part of a name before its first "/"; "" without one."""
     namespace, slash, _ = name.partition("/")
     return namespace if slash else ""
 
@@ -71,7 +71,7 @@ def check_name(name: str) -> None:
 
 
 def check_prefix(name: str, bases: Iterable[str]) -> None:
-    """Raises InvalidRequest for a name that would stand in the way of `base:adapter`."""
+    """Raises InvalidRequest for a name that could be read as `base:adapter`."""
     for base in bases:
         if name.startswith(f"{base}:"):
             why = f"must not begin with '{base}:', as base:adapter names an adapter"

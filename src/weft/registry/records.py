@@ -1,7 +1,7 @@
 """The records of a shared registry, and the changes that can be made to it.
 
 A *name* such as `acme/sql` has numbered versions (`acme/sql@v7`), which never change, and a
-*route*: to which of them requests for the bare name go, and with which weights. Each change of a
+*route*: the versions that requests for the bare name go to, and their weights. Each change of a
 name raises its *generation* by one; a change may state the generation that it expects, and is
 refused if another came first.
 
@@ -16,7 +16,7 @@ from msgspec import Struct
 
 
 class Version(Struct, frozen=True, omit_defaults=True, gc=False):
-    """One immutable content of an adapter, as one name knows it. Its files are a blob of the same
+    """One immutable content of an adapter, under one name. Its files are a blob of the same
     registry."""
 
     digest: str
@@ -35,12 +35,12 @@ class Version(Struct, frozen=True, omit_defaults=True, gc=False):
 
 
 class Share(Struct, frozen=True, array_like=True, gc=False):
-    """A version that takes a part of a name's requests."""
+    """A version's share of a name's requests."""
 
     number: int
     """1 for `v1`."""
     weight: float
-    """Its part of the requests is this, divided by the sum of the route's weights."""
+    """Its share is this weight divided by the sum of the route's weights."""
 
 
 class Route(Struct, frozen=True, omit_defaults=True, gc=False):
@@ -60,7 +60,7 @@ class HistoryEntry(Struct, frozen=True, array_like=True, gc=False):
     time: float
     """Seconds since 1970, by the clock of whoever made the change; never less than before."""
     actor: str
-    """Who asked for it, as the one who made the change says."""
+    """Who asked for it, as stated by the process that made the change."""
     what: str
     """The change in a few words, such as `publish v7` or `release v7 90, v8 10`."""
     route: Route = Route()
@@ -79,7 +79,7 @@ def shown_route(route: Route) -> str:
 
 
 class Name(Struct, frozen=True, omit_defaults=True, gc=False):
-    """All that a registry knows of one name at one time."""
+    """A registry's entry for one name, at one time."""
 
     generation: int = 0
     """How many changes there were. A name that is not there has generation 0; one that was removed
@@ -91,7 +91,7 @@ class Name(Struct, frozen=True, omit_defaults=True, gc=False):
     pinned: bool = False
     """Whether nodes keep the routed versions on their devices."""
     labels: dict[str, str] = {}
-    """What is said of the name to those who serve it; see `weft.registry.labels`."""
+    """Instructions for the nodes that serve the name; see `weft.registry.labels`."""
     removed_at: float | None = None
     """When it was removed, in seconds since 1970; None while it exists. A removed name keeps its
     versions until somebody publishes it again, but no route leads to them."""
@@ -165,7 +165,7 @@ Change: TypeAlias = Publish | Release | Remove | Label | SetTenant | RemoveTenan
 
 
 class Done(Struct, frozen=True, tag="done", omit_defaults=True):
-    """What an accepted change has brought about."""
+    """The result of an accepted change."""
 
     generation: int
     number: int | None = None

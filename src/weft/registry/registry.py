@@ -4,7 +4,7 @@
                  └──────────────── without leases ─────────────────────────────────┘
 
 A name points to at most one live version. Lookup and pin are one step (`resolve`), so that a
-version can't vanish between them. All of it is called from one event loop; nothing here waits.
+version can't vanish between them. Everything here is called from one event loop, and never waits.
 """
 
 from __future__ import annotations
@@ -103,11 +103,12 @@ class AdapterRegistry:
         self.base_root = base_root
         self._live: dict[str, _Version] = {}
         self._looks = {appearance(name): name for name in self.base_names}
-        """The base's names and the live ones, by what they look like. Versions of a shared registry
-        are not among them: two of its names may look the same."""
+        """The base's names and the live names, by `appearance`. Versions of a shared registry are
+        left out, as two of its names may look alike."""
         self._draining: set[_Version] = set()
         self._last_version: dict[str, int] = {}
-        """Of every name that was ever published here; versions of a shared registry have theirs."""
+        """The last version number of every name ever published here, except a shared registry's
+        names."""
         self._loading: dict[str, list[str]] = {}
 
     def resolve(self, model: str) -> Lease:
@@ -117,8 +118,8 @@ class AdapterRegistry:
         return self._lease(version.ref, [version]) if version else Lease(None)
 
     def resolve_sum(self, adapters: Sequence[WeightedAdapter]) -> Lease:
-        """Look up and pin the adapters of these exact names, whose weighted sum is asked for. One
-        alone with the scale 1 is itself. Raises InvalidRequest, ModelNotFound (`adapters`)."""
+        """Look up and pin the adapters of a weighted sum, by their exact names. One alone with the
+        scale 1 is leased as itself. Raises InvalidRequest, ModelNotFound (`adapters`)."""
         check_parts(adapters)
         versions = [self._live.get(each.name) for each in adapters]
         found = [version for version in versions if version is not None]
@@ -168,11 +169,11 @@ class AdapterRegistry:
         pinned: bool = False,
         number: int | None = None,
     ) -> AdapterRef:
-        """Let `name` point to the content that `info` tells of. `path` is shown as its root;
+        """Let `name` point to the content that `info` describes. `path` is shown as its source;
         `pinned` says whether this name keeps the content on the device.
 
-        The same content again keeps the version. Other content under a taken name needs
-        `replace`: the old version is then retired, and `on_drained` called once it is drained.
+        Content that the name already has keeps its version. Other content needs `replace`: the old
+        version is then retired, and `on_drained` called when it is drained.
         With a `number`, the name is that of a version in a shared registry, such as `acme/sql@v7`,
         which always has the same content. Raises InvalidRequest, AdapterConflict.
         """
@@ -195,13 +196,13 @@ class AdapterRegistry:
         return ref
 
     def arrange(self, names: Iterable[str]) -> None:
-        """List these names, which are live, behind all others and in this order."""
+        """Move these live names to the end of the listing, in this order."""
         for name in names:
             self._live[name] = self._live.pop(name)
 
     def retire(self, name: str, on_drained: OnDrained | None = None) -> AdapterRef:
-        """Stop new leases of `name` now; it can be published again. `on_drained` is called once
-        with the version: when its last lease is released, at once if it has none.
+        """Give no more leases of `name`, which can be published again. `on_drained` is called once,
+        with the version, when its last lease is released (at once if it has none).
 
         Raises AdapterNotFound.
         """
@@ -214,7 +215,7 @@ class AdapterRegistry:
         return version.ref
 
     def info(self, name: str) -> AdapterInfo | None:
-        """What the engine said of the live version of `name`, if there is one."""
+        """The engine's description of the live version of `name`, if there is one."""
         version = self._live.get(name)
         return version.info if version else None
 
@@ -243,11 +244,11 @@ class AdapterRegistry:
     # ------------------------------------------------------------------------------------------
 
     def adapters(self) -> dict[AdapterRef, AdapterInfo]:
-        """What the engine said of each live version."""
+        """The engine's description of each live version."""
         return {version.ref: version.info for version in self._live.values()}
 
     def adapter_cards(self) -> list[AdapterCard]:
-        """The live versions in the order of their publication, with all that is known of them."""
+        """The live versions in the order of their publication, with their sources and pins."""
         return [AdapterCard(v.ref, v.info, v.path, v.pinned) for v in self._live.values()]
 
     def digests(self) -> set[str]:
@@ -329,13 +330,13 @@ class AdapterRegistry:
 
 
 class Holders:
-    """Which content is wanted, and by whom: a set of names for each digest, no counts.
+    """The holders of each content: a set of names for each digest, without counts.
 
     hold ──> held ──(its last holder releases it)──> draining ──(no request uses it)──> forgotten
               ^───────────────(held again)──────────────┘
 
-    To repeat a `hold` or a `release` changes nothing, so all of it can be said again to a new
-    engine. `check()` states the invariants.
+    A repeated `hold` or `release` changes nothing, so all holds can be repeated to a new engine.
+    `check()` states the invariants.
     """
 
     def __init__(self) -> None:
@@ -363,12 +364,12 @@ class Holders:
         return any(self._pins.get(digest, {}).values())
 
     def would_be_pinned(self, digest: str, holder: str, pinned: bool) -> bool:
-        """What `is_pinned` is going to say after `hold` with these arguments."""
+        """What `is_pinned` would return after this `hold`."""
         pins = self._pins.get(digest, {})
         return pinned or any(other for name, other in pins.items() if name != holder)
 
     def take_drained(self, in_use: Callable[[str], bool]) -> list[str]:
-        """Take the content that nobody holds and no request uses any more, to forget it now."""
+        """Remove and return the content that has no holder and is not `in_use`: forget it now."""
         if not self._draining:
             return []
         drained = sorted(digest for digest in self._draining if not in_use(digest))

@@ -39,9 +39,9 @@ def number_of(entry: Name, version: str) -> int | None:
 def choose(name: str, route: Route, sticky: str) -> int:
     """The version that a request for a bare name gets.
 
-    It is the same for the same `sticky`, such as the name of a user. Over many of these each
-    version gets its weight's part, and a change of weights moves only as many as it must: the
-    choice is a weighted rendezvous. `route` must have shares.
+    It is the same for the same `sticky`, such as the name of a user. Over many values of `sticky`,
+    each version gets its share, and a change of weights moves as few of them as possible (weighted
+    rendezvous hashing). `route` must have shares.
     """
     if len(route.shares) == 1:
         return route.shares[0].number
@@ -49,8 +49,8 @@ def choose(name: str, route: Route, sticky: str) -> int:
 
 
 def _score(name: str, share: Share, sticky: str) -> float:
-    """An exponentially distributed draw whose rate is the inverse of the weight: the largest of
-    several is a share's with the probability of its weight."""
+    """A pseudo-random score, such that each share has the largest score with a probability in
+    proportion to its weight."""
     said = f"{name}@v{share.number}\0{sticky}".encode()
     drawn = int.from_bytes(hashlib.blake2b(said, digest_size=8).digest()) >> 12
     return share.weight / -math.log((drawn + 0.5) / 2**52)
@@ -77,10 +77,10 @@ def released(
 ) -> Route:
     """The route of a name after a release.
 
-    `to` then gets all requests, or `canary` percent of them while the versions of the route before
-    share the rest as they did. `shadow` runs them too, and nobody sees its answers; a release
-    without it ends an earlier shadow. Versions are written as `v8`, `8` or `sha256:...`. Raises
-    InvalidRequest, naming the field.
+    `to` gets all requests or, with `canary`, that percentage of them; the versions of the old route
+    share the rest as before. `shadow` also runs the requests, but nobody sees its answers; a
+    release without it ends an earlier shadow. Versions are written as `v8`, `8` or `sha256:...`.
+    Raises InvalidRequest, naming the field.
     """
     if to is None and shadow is None:
         raise InvalidRequest("a release needs a version in 'to' or in 'shadow'", "to")
@@ -122,9 +122,9 @@ def _existing(name: str, entry: Name, version: str, field: str) -> int:
 
 
 def rolled_back(name: str, entry: Name) -> Route:
-    """The route of a name after a rollback: the newest earlier one that does not name all of the
-    versions that answer now. So a canary's version goes away, and so does the one that replaced
-    another, whatever weights it had on its way; a second rollback takes the first one back.
+    """The route of a name after a rollback: the newest earlier route that lacks a version which
+    answers now. So a rollback ends a canary, or a version that has replaced another, through all
+    its steps of weights; a second rollback undoes the first.
 
     Raises InvalidRequest if no such route is known, or its versions are gone.
     """

@@ -1,7 +1,7 @@
 """A process's view of a shared registry, and the way to change it.
 
-A thread reads what is new a few times a second, sooner when something hints that there is news,
-and makes the changes that were asked for: all that wait go into one entry of the log.
+A thread reads new entries of the log a few times a second, or sooner after a hint. It also commits
+changes: all that are waiting go into one entry.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 Told = Callable[[State, frozenset[str]], None]
 
 PATIENCE_S: Final = 5.0
-"""How long a change is tried again while the store does not answer."""
+"""How long a change is retried while the store does not answer."""
 MAX_CHANGE_BYTES: Final = 1 << 20
 _MAX_ENTRY_BYTES: Final = 4 << 20
 _MAX_RIVALS: Final = 16
@@ -56,7 +56,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """A change that somebody waits for."""
+    """A change that is not committed yet."""
 
     op: Op
     num_bytes: int
@@ -66,10 +66,10 @@ class _Waiting:
 
 
 class SharedRegistry:
-    """A view of a registry that follows it, and commits changes to it."""
+    """Follows a registry's state, and commits changes to it."""
 
     def __init__(self, store: Store, *, poll_s: float = 0.25) -> None:
-        """Proves that the store can hold a registry, and reads it. Raises ConfigError,
+        """Checks that the store can hold a registry, and reads it. Raises ConfigError,
         RegistryUnavailable."""
         probe(store)
         self.store = store
@@ -80,11 +80,11 @@ class SharedRegistry:
         self._answered_at = time.monotonic()
         self._poll_s = poll_s
         self._mark = f"{secrets.token_hex(8)}."
-        """What the nonces of this process's changes begin with."""
+        """The prefix of the nonces of this process's changes."""
         self._polls = (0, 0)
         """The numbers of the last poll that was begun, and of the last one that was answered."""
         self._driving = RLock()
-        """Held by whoever works on the log."""
+        """Held by the thread that works on the log."""
         self._queue = _Queue()
         self._turns = _Turns()
         self._told: list[Told] = []
@@ -116,7 +116,7 @@ class SharedRegistry:
                     Thread(target=_watch, args=args, name="registry-watch", daemon=True).start()
 
     def close(self) -> None:
-        """Make the changes that wait, and stop. Later ones are refused."""
+        """Commit the changes that are waiting, and stop. Later changes are refused."""
         self._queue.close()
         self._closed.set()
         self._news.set()
@@ -126,7 +126,7 @@ class SharedRegistry:
     # -- read ----------------------------------------------------------------------------------
 
     def poll(self) -> None:
-        """Read what is committed by now. Raises RegistryUnavailable."""
+        """Read all entries committed by now. Raises RegistryUnavailable."""
         begun, _ = self._polls
         with self._driving:
             last, answered = self._polls
@@ -137,7 +137,7 @@ class SharedRegistry:
             self._polls = (last + 1, last + 1)
 
     def hint(self) -> None:
-        """Read soon, as somebody says that there is news."""
+        """Have the thread read soon: there may be new entries."""
         self._news.set()
 
     def listen(self, told: Told) -> None:
@@ -159,11 +159,12 @@ class SharedRegistry:
     # -- change --------------------------------------------------------------------------------
 
     def change(self, change: Change, actor: str = "") -> Done:
-        """Make a change, and wait until it is committed. Raises what `submit` says."""
+        """Make a change, and wait until it is committed. Raises what the future of `submit`
+        raises."""
         return self.submit(change, actor).result()
 
     def submit(self, change: Change, actor: str = "") -> Future[Done]:
-        """Make a change soon. `actor` is who asks for it, for the history.
+        """Queue a change. `actor`, who asks for it, is kept in the history.
 
         The future raises GenerationConflict, QuotaExceeded, AdapterNotFound, InvalidRequest; and
         RegistryUnavailable if the store does not answer for some seconds: the message says whether
@@ -188,9 +189,8 @@ class SharedRegistry:
         return future
 
     def collect(self, delete: bool = True) -> list[str]:
-        """The keys of the log that nobody needs any more, as a newer snapshot has what they say.
-        They are deleted, unless `delete` is False. It may run beside everything else. Raises
-        RegistryUnavailable."""
+        """Delete the log's keys that a newer snapshot replaces, and return them; `delete=False`
+        only returns them. Safe at any time. Raises RegistryUnavailable."""
         return self._ask.run(self._log.collect() if delete else self._log.needless())
 
     # -- the thread ----------------------------------------------------------------------------
@@ -214,8 +214,8 @@ class SharedRegistry:
             self._news.clear()
 
     def _commit(self) -> bool:
-        """Make what waits, and what comes meanwhile, in as few entries as it takes. Returns whether
-        there was anything."""
+        """Commit the waiting changes, and those that come meanwhile, in few entries. Returns
+        whether there were any."""
         any_waited = False
         while self._queue:
             any_waited = True
@@ -252,7 +252,7 @@ class SharedRegistry:
             each.future.set_exception(RegistryUnavailable(f"{error.message}; {made}"))
 
     def _drive(self, steps: Steps[_T]) -> _T:
-        """Run an operation of the log, and tell others what it has read, even if it fails half
+        """Run an operation of the log, and tell listeners what it has read, even if it fails half
         way."""
         try:
             result = self._ask.run(steps)
@@ -312,9 +312,9 @@ class _Queue:
 
 
 class _Turns:
-    """Lets the writers of several processes come to their turns. Who was held up by entries of
-    others leaves time for as many once it has written its own. Who never is does not know of those
-    who always lose: after a while of writing without a pause, it makes one that is as long."""
+    """Makes writers of several processes take turns. A writer that lost to entries of others
+    pauses, after its own entry, for about as many. A writer that never loses can't know of those
+    that always do: after writing for a while without a pause, it pauses for as long."""
 
     def __init__(self) -> None:
         self._rivals = 0
@@ -328,7 +328,7 @@ class _Turns:
         time.sleep(max(0.0, self._not_before - time.monotonic()))
 
     def took(self, begun: float, others: int, settled: bool) -> None:
-        """An attempt that was begun then has ended, and found so many entries of others."""
+        """Record an attempt, begun at that time, that found `others` entries of other writers."""
         now = time.monotonic()
         seconds = now - begun
         self._ahead += others
@@ -347,7 +347,7 @@ class _Turns:
 
 
 class _Driver:
-    """Asks a store what an operation of the log requests."""
+    """Carries out the requests of a log's operation on a store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -383,8 +383,8 @@ class _Driver:
 
 
 def _watch(folder: Path, registry: SharedRegistry, closed: Event) -> None:
-    """Hint at what this machine writes to a folder. What other machines write to a shared file
-    system is not seen here, so that reading goes on without hints."""
+    """Hint when this machine writes to the folder. Writes of other machines to a shared file system
+    are not seen here, which is why the registry also polls."""
     try:
         import watchfiles
     except ImportError:

@@ -39,8 +39,8 @@ def check_shared_name(name: str) -> None:
 
 
 class SharedNames:
-    """What names there are in a shared registry, as `access.Names`. What is asked of one name is
-    answered from the newest state; lists are sorted, and follow it by `update`."""
+    """A shared registry's names, as `access.Names`. Questions about one name are answered from the
+    newest state. Lists are sorted, and follow that state by `update`."""
 
     def __init__(self, shared: SharedRegistry, base_names: Sequence[str], base_root: str) -> None:
         """The base's names and root are as in `AdapterRegistry`."""
@@ -68,12 +68,12 @@ class SharedNames:
         return self._base_root
 
     def entry(self, name: str) -> Name | None:
-        """What the registry knows of a name that is there."""
+        """The registry's entry for a name; None for a name that is unknown or was removed."""
         entry = self._shared.state.names.get(name)
         return entry if entry is not None and entry.removed_at is None else None
 
     def update(self, changed: Iterable[str]) -> None:
-        """Follow what became of these names."""
+        """Bring the sorted lists up to date with these names."""
         for name in changed:
             names = self._sorted.setdefault(namespace_of(name), [])
             place = bisect_left(names, name)
@@ -100,7 +100,7 @@ class SharedNames:
         return entry.versions[number].digest if entry and number else None
 
     def names(self, namespaces: Collection[str] | None = None, after: str = "") -> Iterator[str]:
-        """They are sorted, and must be gone through before the next `update`."""
+        """The names in sorted order. Iterate over them before the next `update`."""
         chosen = self._sorted if namespaces is None else namespaces
         lists = [self._sorted[each] for each in chosen if each in self._sorted]
         pairs = [(names, bisect_right(names, after)) for names in lists]

@@ -16,10 +16,10 @@ logger = logging.getLogger(__name__)
 
 
 class SharedTenants:
-    """Who shares a server, as its registry says, and the operator's own keys beside them.
+    """The tenants in a server's shared registry, and the operator's own keys.
 
-    Without any key or tenant everybody may do everything. Once there was a tenant, nobody gets in
-    without a key, also when the last one is removed.
+    Without any key or tenant, everybody may do everything. Once there has been a tenant, every
+    request needs a key, even after the last tenant is removed.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class SharedTenants:
         self.update()
 
     def update(self) -> list[Change]:
-        """Follow the registry, and return what is different now. A tenant whose settings can't be
-        used is left out, and the log says why."""
+        """Follow the registry, and return what changed. A tenant whose settings can't be used is
+        left out, and the server's log says why."""
         state = self._shared.state
         if self._read is state.tenants:
             return []

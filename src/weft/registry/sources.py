@@ -33,8 +33,8 @@ _ID = re.compile(r"(\w[\w.-]*/\w[\w.-]*)(?:@(\w[\w./-]*))?", re.ASCII)
 
 
 class AdapterRoots:
-    """The folders below which adapters lie; nothing outside them is ever opened. They are looked at
-    where the first adapter is opened, as their disk may not answer."""
+    """The folders below which adapters lie; nothing outside them is ever opened. They are first
+    accessed when an adapter is opened, as their disk may not answer."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self._given = tuple(roots)
@@ -65,12 +65,12 @@ class AdapterRoots:
         raise AdapterNotFound(self.missing(path), "lora_path")
 
     def missing(self, path: str) -> str:
-        """What an error says of a path under which there is no folder."""
+        """The error message for a path that names no folder."""
         where = "" if path.startswith("/") else " below --lora-root, where relative paths begin"
         return f"lora_path {path[:200]!r}: no such folder{where}"
 
     def contain(self, path: str) -> bool:
-        """Whether a root has something under this relative path, be it allowed or not."""
+        """Whether a root has anything at this relative path, allowed or not."""
         return any(os.path.lexists(Path(root) / path) for root in self._roots.paths)
 
 
@@ -92,7 +92,7 @@ class AnyFolder:
 
 
 class Sources:
-    """Finds adapters by what people call them.
+    """Opens adapters by the paths and URIs that name them.
 
     file   /folder, relative/folder, file:///folder
     hf     hf://org/name[@revision], and org/name[@revision] unless that is a folder
@@ -110,9 +110,9 @@ class Sources:
         contents: Contents | None = None,
         max_bytes: int = MAX_ADAPTER_BYTES,
     ) -> None:
-        """Without `folders`, any folder may be read; without `allowed`, all else may be. What is
-        downloaded is kept in `contents`, by default in the user's cache folder, and may have
-        `max_bytes`, packed or not."""
+        """Without `folders`, any folder may be read; without `allowed`, any URI may. Downloads are
+        kept in `contents`, by default in the user's cache folder. They may have `max_bytes`, packed
+        or not."""
         self._contents = contents or Contents(cache_folder())
         self._folders = folders or AnyFolder()
         self._allowed = allowed or Allowed.everything()

@@ -1,8 +1,8 @@
-"""The state that follows from a registry's log. Everything here is a pure function of its entries,
-refused changes included, so that all who read the same entries know the same.
+"""The state that follows from a registry's log. It is a pure function of the log's entries, refused
+changes included, so that all readers of the same entries have the same state.
 
-A change of these rules, or of the constants, is another format: processes that disagree about them
-would disagree about what the log says.
+A change of these rules or constants needs a new FORMAT: processes that apply different rules would
+disagree about the state.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FORMAT: Final = 1
 EPOCH: Final = 1024
 """Entries from one snapshot to the next."""
 KEPT_VERSIONS: Final = 64
-"""The newest versions that a name keeps, beside those that its route names."""
+"""How many of its newest versions a name keeps, besides those in its route."""
 KEPT_HISTORY: Final = 32
 MAX_NAME_LENGTH: Final = 200
 MAX_LABELS: Final = 16
@@ -58,13 +58,13 @@ class Op(Struct, frozen=True, array_like=True, gc=False):
     """One change that somebody asks for."""
 
     nonce: str
-    """Unlike that of every other one, ever."""
+    """Unique among all ops, ever."""
     actor: str
     change: Change
 
 
 class Entry(Struct, frozen=True, gc=False):
-    """What is written to the log at once: changes that are made one after the other."""
+    """One entry of the log: changes that are applied in this order."""
 
     time: float
     """Seconds since 1970, by the clock of its writer."""
@@ -73,7 +73,7 @@ class Entry(Struct, frozen=True, gc=False):
 
 
 class Usage(Struct, frozen=True, array_like=True, gc=False):
-    """What a namespace takes of its quotas."""
+    """How much of its quotas a namespace uses."""
 
     num_names: int = 0
     num_bytes: int = 0
@@ -89,7 +89,7 @@ class _Caps(Struct, frozen=True):
 
 
 class _Settings(Struct, frozen=True):
-    """The part of a tenant's settings that the log itself goes by."""
+    """The part of a tenant's settings that the rules of the log depend on."""
 
     caps: _Caps = _Caps()
 
@@ -98,10 +98,10 @@ class State(Struct, frozen=True):
     """A registry at one time. It never changes; `apply` makes the next one."""
 
     seq: int = 0
-    """How many entries it is made of."""
+    """How many entries led to this state."""
     time: float = 0.0
-    """When the last one was written. A clock that is behind that of an earlier writer counts as
-    showing the same time."""
+    """When the last entry was written. It never decreases: a writer whose clock is behind an
+    earlier writer's gets the earlier time."""
     names: FrozenMap[Name] = FrozenMap()
     """Removed ones too: their `removed_at` is not None."""
     tenants: FrozenMap[TenantRecord] = FrozenMap()
@@ -110,8 +110,8 @@ class State(Struct, frozen=True):
     usage: FrozenMap[Usage] = FrozenMap()
     """By namespace: what a name has before its first slash."""
     results: FrozenMap[Result] = FrozenMap()
-    """What became of each op of the newest entries, by nonce: those of this epoch so far, or of
-    the whole last one if nothing came after it."""
+    """The results of the newest entries' ops, by nonce: of this epoch so far, or of the whole last
+    epoch if nothing came after it."""
     results_before: FrozenMap[Result] = FrozenMap()
     """The same for the epoch before."""
     epoch: int = EPOCH
@@ -132,7 +132,7 @@ class State(Struct, frozen=True):
         return state
 
     def result(self, nonce: str) -> Result | None:
-        """What became of an op; None if it is in none of the newest entries."""
+        """The result of an op; None if it is not in the newest entries."""
         return self.results.get(nonce) or self.results_before.get(nonce)
 
     def oldest_result(self) -> int:
@@ -287,7 +287,7 @@ def _label(state: State, change: Label, actor: str) -> tuple[State, Done]:
 
 
 def _check_name(name: str) -> None:
-    """Stores and terminals take such a name as it is. Who may have which is not asked here."""
+    """Check that stores and terminals can take the name. Who may have it is not checked here."""
     parts = name.split("/")
     if not name.isprintable() or len(name) > MAX_NAME_LENGTH or {"", ".", ".."} & set(parts):
         _refuse("invalid", f"a name has 1 to {MAX_NAME_LENGTH} printable characters, got {name!r}")
@@ -371,8 +371,8 @@ def _tenant_generation(state: State, name: str, expect: int | None) -> int:
 
 
 def _charge(state: State, key: str, old: Name, new: Name) -> State:
-    """The state in which the namespace of `key` has paid for `new` in place of `old`. What makes
-    it smaller is never refused."""
+    """The state in which the namespace of `key` is charged for `new` instead of `old`. A change
+    that uses less is never refused."""
     space = namespace_of(key)
     if not space:
         return state

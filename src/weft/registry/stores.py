@@ -19,7 +19,7 @@ from typing import BinaryIO, Final, Protocol
 from weft.core.errors import ConfigError, RegistryUnavailable
 
 _STALE_S: Final = 24 * 3600.0
-"""After this time a file that was not finished belongs to nobody."""
+"""An unfinished file of this age was abandoned."""
 
 
 class Store(Protocol):
@@ -40,17 +40,17 @@ class Store(Protocol):
         ...
 
     def put_file(self, key: str, file: BinaryIO) -> bool:
-        """As `put`, with the rest of an open file of any size. Where two write the same key at the
-        same time, their content must be the same."""
+        """As `put`, with the rest of an open file of any size. Concurrent writers of a key must
+        write the same content."""
         ...
 
     def get(self, key: str) -> bytes | None:
-        """What a key holds; None if it is not there."""
+        """The content of a key; None if it is not there."""
         ...
 
     def get_file(self, key: str, file: BinaryIO) -> bool:
-        """Append what a key holds to an open file, from the place on where that file ends. Returns
-        False if the key is not there."""
+        """Append to an open file what it lacks of the key's content, from the file's length on.
+        Returns False if the key is not there."""
         ...
 
     def list(self, prefix: str) -> Iterator[str]:
@@ -62,14 +62,14 @@ class Store(Protocol):
         ...
 
     def folder(self, prefix: str) -> Path | None:
-        """The folder of this machine in which the keys of a prefix lie as files; None for a store
-        that is elsewhere."""
+        """The local folder that has the keys of a prefix as files; None if the store is not on this
+        machine's file system."""
         ...
 
 
 def open_store(uri: str) -> Store:
-    """The store of a URI: `s3://`, `gs://` or `az://` with a bucket and a prefix, else a folder,
-    which is made if it is not there, in one that is. Raises ConfigError."""
+    """Open the store of a URI: `s3://`, `gs://` or `az://` with a bucket and a prefix, or a folder,
+    which is created if its parent exists. Raises ConfigError."""
     scheme, found, rest = uri.partition("://")
     if not found or scheme == "file":
         path = rest if found else uri
@@ -90,8 +90,7 @@ class DirectoryStore:
     once, and fails if the place is taken."""
 
     def __init__(self, root: Path) -> None:
-        """Makes the folder if it is not there, but not the one that it lies in. Raises
-        ConfigError."""
+        """Creates the folder if it is missing, but not its parents. Raises ConfigError."""
         self.uri = str(root)
         self._root = root.absolute()
         self._aside = self._root / "aside"
@@ -194,7 +193,7 @@ class DirectoryStore:
                 return True
 
     def _make_folder(self, folder: Path) -> None:
-        """Never the store's own one: where nothing is mounted, that would hide what is written."""
+        """Create a folder in the store's own, but never that one, which may just not be mounted."""
         if folder != self._root:
             self._make_folder(folder.parent)
             folder.mkdir(exist_ok=True)
@@ -224,8 +223,8 @@ def _flush_folder(folder: Path) -> None:
 
 
 def probe(store: Store) -> None:
-    """Prove that of several who write the same key one wins, and that all see it at once: on this
-    store, with the rights that this process has. Raises ConfigError and RegistryUnavailable."""
+    """Prove that if several writers write the same key, one wins and all see its content at once:
+    on this store, with this process's rights. Raises ConfigError and RegistryUnavailable."""
     key = f"probe/{secrets.token_hex(8)}"
     handles = [store, store.reopen()]
     contents = [f"writer {i}".encode() for i in range(4)]

@@ -1,15 +1,15 @@
 """Removes contents that nobody needs, safely even while others publish the same ones.
 
-A collector first dooms a content, and sweeps it in a run that begins a grace later:
+A collector first dooms a content. A run that begins a grace period later sweeps it:
 
     doomed/DIGEST/TIME.at         "nobody needed it at that time"
     doomed/DIGEST/TIME.verdict    "rescued" by a publisher, or "swept" by a collector
     collecting/NUMBER             who collects: one at a time, as a number is given once
     leases/REPLICA/TIME           what a replica serves until then
 
-The verdict is written once, by whoever comes first, so a publisher and a collector never both
-believe that they have won. A publisher that found no doom has named its content in the log well
-within the grace, and a collector that sweeps has read the log after that grace.
+A verdict is written once, by whoever comes first, so a publisher and a collector never both believe
+that they have won. A publisher that found no doom names its content in the log well within the
+grace period, and a collector reads the log after that period before it sweeps.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ TURN_S = 3600.0
 """A collector that has not ended after so long is taken to be dead. It does nothing in the last
 quarter of that time."""
 MAX_TURNS = 100
-"""As many numbers are kept, lest one be given twice to somebody who sleeps on the way to it."""
+"""How many numbers are kept, so that a suspended collector can't take one a second time."""
 LEASE_S = 10.0
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):
-    """What a replica says of itself."""
+    """A replica's report about itself."""
 
     digests: list[str]
-    """The contents that it serves, whatever names say of them."""
+    """The contents that it serves, whether or not a name still needs them."""
     seq: int
-    """The entries of the log that it does what they say."""
+    """How many of the log's entries it has carried out."""
 
 
 class ReplicaLease:
-    """The lease of one replica; it is good for LEASE_S."""
+    """The lease of one replica. A renewal lasts for LEASE_S."""
 
     def __init__(self, store: Store, replica: str) -> None:
         self._store = store
@@ -61,7 +61,7 @@ class ReplicaLease:
         self._held: str | None = None
 
     def renew(self, digests: Iterable[str], seq: int = 0) -> None:
-        """From now on it says this. Raises RegistryUnavailable."""
+        """Renew the lease with this report. Raises RegistryUnavailable."""
         key = f"{self._prefix}{_millis(time.time() + LEASE_S)}"
         self._store.put(key, msgspec.json.encode(ReplicaReport(sorted(digests), seq)))
         if self._held != key:
@@ -76,7 +76,7 @@ class ReplicaLease:
 
 
 def running_leases(store: Store) -> dict[str, ReplicaReport]:
-    """What the replicas say that are there now. Raises RegistryUnavailable."""
+    """The reports of the replicas whose leases run, by replica. Raises RegistryUnavailable."""
     now, found = _millis(time.time()), dict[str, ReplicaReport]()
     for key in sorted(_leases(store)):
         replica, _, until = key.removeprefix(LEASES).rpartition("/")
@@ -118,8 +118,8 @@ class Collector:
         self._clock = clock
 
     def run(self, names: Callable[[], Iterable[Name]], delete: bool) -> list[Unneeded]:
-        """What is not needed by the names of the registry, which are read in this call, nor by a
-        lease. Without `delete` nothing is changed.
+        """Doom or sweep the contents that neither a name (as `names()` returns them) nor a lease
+        needs, and return them. Without `delete`, nothing is changed.
 
         Raises RegistryUnavailable, also if another collector is at work.
         """
@@ -186,7 +186,7 @@ class Collector:
         self._store.delete(f"{doom}.verdict")
 
     def _facts(self, digest: str) -> tuple[float, int]:
-        """When the publication of a content began, and its size; zeros for the rest of one."""
+        """When the publication of a content began, and its size; zeros if only remains are left."""
         for name in (DONE, FILES):
             with suppress(msgspec.DecodeError):
                 if (content := self._store.get(f"{BLOBS}{digest}/{name}")) is not None:
@@ -195,7 +195,8 @@ class Collector:
         return 0.0, 0
 
     def _leased(self, now: float, change: bool) -> set[str]:
-        """What replicas serve. Their clocks may be off, so a lease counts for a grace longer."""
+        """The contents that replicas serve. Clocks differ, so a lease counts a grace period
+        longer."""
         found: set[str] = set()
         for key in _leases(self._store):
             if int(key.rpartition("/")[2]) / 1000 < now - GRACE_S:

@@ -37,8 +37,8 @@ class Caller:
         return role in self.roles or "admin" in self.roles
 
     def owns(self, adapter: str) -> bool:
-        """Whether the adapter of this whole name is in the caller's namespace, or an admin's to
-        change as all are."""
+        """Whether the adapter of this whole name is in the caller's namespace, or the caller is an
+        admin."""
         return self.may("admin") or adapter.startswith(f"{self.tenant}/")
 
     def sees(self, adapter: str) -> bool:
@@ -51,7 +51,7 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class TenantKey:
-    """One of a tenant's keys. The key itself is nowhere, only its digest."""
+    """One of a tenant's keys. The key itself is not stored, only its digest."""
 
     id: str
     """What logs call it."""
@@ -59,7 +59,7 @@ class TenantKey:
     """The digest of the key, in hex."""
     roles: frozenset[Role]
     expires: datetime | None = None
-    """From this time on it is no key any more. It has a time zone."""
+    """The key is invalid from this time on. It has a time zone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ class Member:
 
 
 class Keychain:
-    """Finds out who sends a request, from the key that comes with it."""
+    """Finds the caller that a request's key belongs to."""
 
     def __init__(self, entries: Iterable[tuple[bytes, Caller, datetime | None]]) -> None:
         """Each entry is the sha256 of a key, whose it is, and when it expires."""
@@ -96,8 +96,8 @@ class Keychain:
         return caller
 
     def _blinded(self, digest: bytes) -> bytes:
-        """What a key is looked up by. As nobody outside knows the salt, the time that a look-up
-        takes tells nothing about the digests that are there."""
+        """The salted hash by which a key is looked up. As nobody outside knows the salt, the time
+        of a look-up says nothing about the digests that exist."""
         return hashlib.blake2b(digest, key=self._salt, digest_size=32).digest()
 
 
@@ -137,7 +137,7 @@ class Directory:
         return member.lora_roots if member else ()
 
     def changes_to(self, new: Directory) -> list[Change]:
-        """What is to be done to this one to make it the new one."""
+        """The differences from this directory to `new`."""
         changes: list[Change] = []
         for name in sorted(self.members.keys() | new.members.keys()):
             before, after = self.members.get(name), new.members.get(name)

@@ -1,5 +1,5 @@
-"""The file that says who shares a server, in TOML. It is read strictly: whatever is not known,
-given twice or out of range is an error that names its place, and nothing of the file is used.
+"""The TOML file that lists a server's tenants. It is read strictly: a value that is unknown, given
+twice or out of range is an error that names its place, and nothing of the file is used.
 
     [tenants.acme]
     weight = 2.0
@@ -69,7 +69,7 @@ class _File(_Strict):
 
 
 class TenantsFile:
-    """A file of tenants, and what it said when it was last read well."""
+    """A file of tenants, and its content when it was last read without an error."""
 
     def __init__(self, path: Path, lora_roots: Sequence[Path] = ()) -> None:
         """A tenant whose folders the file does not name may load what lies in `ROOT/tenant` of
@@ -110,7 +110,7 @@ class TenantsFile:
 
 
 def parse_tenants(text: str, lora_roots: Sequence[Path] = ()) -> Directory:
-    """What a file of tenants says; `lora_roots` are as in `TenantsFile`. Raises ConfigError, whose
+    """Parse a file of tenants; `lora_roots` are as in `TenantsFile`. Raises ConfigError, whose
     `param` is the place, such as `tenants.acme.keys[0].roles`."""
     tables = _tables(text)
     directory = Directory({name: _member(name, t, lora_roots) for name, t in tables.items()})

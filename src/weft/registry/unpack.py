@@ -33,7 +33,7 @@ _GZIP, _TAR_MAGIC_AT, _TAR_MAGIC = b"\x1f\x8b", 257, b"ustar"
 
 
 def unpack(packed: Path, into: Path, max_bytes: int) -> None:
-    """Put the files of the adapter that is packed in a file of our own into an empty folder.
+    """Unpack the adapter in `packed`, a file that nobody else writes to, into an empty folder.
 
     Files of a tar lie in one folder of it, at the top or below; what else it holds is passed over.
     Raises AdapterInvalid, naming the entry or `body`.
