@@ -1,4 +1,4 @@
-"""Calls into xgrammar that may take long, on a thread that can be left alone with them."""
+"""Runs slow calls into xgrammar on a thread of their own, which can be abandoned."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import time
 from collections.abc import Callable
 
 LOOK_S = 0.02
-"""How often somebody looks how long a call has taken."""
+"""How often the time that a call has taken is checked."""
 _LOWEST_PRIORITY = 19
 
 
 def run_aside(call: Callable[[], object], limit_s: float) -> float | None:
-    """Run a call on another thread; the processor's time that it took in seconds.
+    """Run a call on another thread. Returns its CPU time in seconds.
 
-    A call that takes more than `limit_s` is left alone: the result is None, and the thread goes on
-    with what the rest of the machine leaves it. The call must not need the interpreter, and nobody
-    may touch what it works on.
+    If it takes more than `limit_s`, None is returned, and its thread goes on at the lowest
+    priority. The call must not hold the GIL, and nobody may use what it works on.
     """
     aside = _Aside(call)
     aside.start()
@@ -49,7 +48,7 @@ class _Aside(threading.Thread):
             self.ended.set()
 
     def spent_s(self) -> float:
-        """The processor's time that it has taken until now, in seconds."""
+        """The thread's CPU time until now, in seconds."""
         if self._clock is None:
             return 0.0
         try:

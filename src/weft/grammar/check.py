@@ -1,5 +1,5 @@
-"""The limits of a form. They are checked before anything else is done with it, wherever it comes
-from, in time that is linear in its length."""
+"""The limits of a form. They are checked before anything else is done with it, in time that is
+linear in its length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BRACKET = re.compile(r"[\[\]{}]")
 
 
 def check_form(form: StructuredOutputs) -> None:
-    """Raise InvalidRequest for a form that is too large, or whose JSON is none."""
+    """Raise InvalidRequest for a form that is too large, or has invalid JSON."""
     if len(form.choice) > MAX_CHOICES:
         raise refusal(f"more than {MAX_CHOICES} choices")
     texts = [form.json, form.regex, form.grammar, form.structural_tag, *form.choice]

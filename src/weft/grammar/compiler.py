@@ -27,7 +27,7 @@ _CHARACTER = (
 
 
 def refusal_of(error: Exception) -> WeftError:
-    """What to say of a form with which this happened."""
+    """The error to refuse a form with, from what xgrammar raised for it."""
     if isinstance(error, WeftError):
         return error
     reason = " ".join(_LOG_PREFIX.sub("", str(error)).split())
@@ -37,14 +37,14 @@ def refusal_of(error: Exception) -> WeftError:
 
 
 class Limits(NamedTuple):
-    """What the process that compiles one form may take."""
+    """Limits of the process that compiles one form."""
 
     cpu_s: float = 10.0
-    """How long the processor may work on it."""
+    """Its CPU time in seconds."""
     wall_s: float = 60.0
-    """How long that may take by the clock, on a machine that has others to serve too."""
+    """Its time by the clock, which is longer on a busy machine."""
     memory_bytes: int = 1 << 30
-    """How much memory it may take beyond what it was forked with."""
+    """The bytes that it may allocate beyond what it was forked with."""
 
 
 class Compiler:
@@ -70,8 +70,8 @@ class Compiler:
         )
 
     def compile(self, form: StructuredOutputs) -> Any:
-        """The compiled form, without a regard to where it begins. Raises InvalidRequest, saying
-        in one line what is wrong with it."""
+        """Compile a form, regardless of where in an output it begins. Raises InvalidRequest, which
+        says in one line what is wrong."""
         try:
             compiled = self._compile(form)
         except Exception as error:  # of the many kinds that xgrammar raises
@@ -81,7 +81,7 @@ class Compiler:
         return compiled
 
     def revive(self, text: str) -> Any:
-        """A compiled form that another process has written as text."""
+        """Read a compiled form that another process has written as text."""
         return self._xgrammar.CompiledGrammar.deserialize_json(text, self._info)
 
     def matcher(
@@ -90,8 +90,8 @@ class Compiler:
         spec: StructuredOutputs | None = None,
         on_costly: Callable[[WeftError], None] | None = None,
     ) -> GrammarMatcher:
-        """A matcher at its beginning; see `GrammarMatcher`. `spec` says where the form begins;
-        None: at once. Raises InvalidRequest."""
+        """A new matcher; see `GrammarMatcher`. `spec` says where in the output the form begins
+        (None: at once). Raises InvalidRequest."""
         marks = (None, None) if spec is None else (spec.reasoning_token, spec.begin_after_token)
         for mark in marks:
             if mark is not None and not self._can_come_before(mark):
@@ -124,7 +124,8 @@ class Compiler:
         return self._compiler.compile_structural_tag(json.dumps(self._tag(tag)))
 
     def _json_grammar(self, schema: object) -> str:
-        """JSON without white space between its parts: weak models else write little but that."""
+        """JSON without white space between its parts: else weak models may write little but
+        that."""
         text = json.dumps(enforceable(schema), ensure_ascii=False)
         grammar = self._xgrammar.Grammar.from_json_schema(
             text, any_whitespace=False, separators=(",", ":")
@@ -132,7 +133,7 @@ class Compiler:
         return _BOUNDED_STRING.sub(_CHARACTER, str(grammar))
 
     def _tag(self, tag: Any) -> Any:
-        """A structural tag, or a part of one, with what it holds made enforceable."""
+        """A structural tag, or a part of one, with its schemas made enforceable."""
         if isinstance(tag, list):
             return [self._tag(part) for part in tag]
         if not isinstance(tag, dict):

@@ -1,4 +1,4 @@
-"""The process from which workers are forked that compile one form each; see `weft.core.forked`.
+"""The process that forks workers, each of which compiles one form; see `weft.core.forked`.
 
 It reads the vocabulary from its standard input. A worker gets its form as `StructuredOutputs`, and
 answers with a `FormAnswer`.
@@ -30,15 +30,15 @@ from weft.grammar.trial import try_masks
 from weft.grammar.vocabulary import Vocabulary
 
 CHEAP_S = 1.0
-"""Who wants a form that is compiled faster than this compiles it again, which is mostly faster than
-to write and read it as text."""
+"""A form that compiles faster than this is not passed on as text: the engine compiles it again."""
 MAX_COMPILED_BYTES = 32 << 20
 """The longest text of a compiled form."""
 COMMAND = "from weft.grammar.fork_server import main; main()"
 
 
 class Setup(NamedTuple):
-    """What this process finds at its standard input: the parts of the `Vocabulary`, and limits."""
+    """What this process reads from its standard input: the parts of the `Vocabulary`, and
+    limits."""
 
     spelled: list[bytes]
     eos_ids: list[int]
@@ -46,14 +46,14 @@ class Setup(NamedTuple):
 
 
 class FormAnswer(NamedTuple):
-    """What came of a form."""
+    """A worker's answer about its form."""
 
     error: tuple[str, str, str | None] | None = None
     """Why it is refused: see `weft.core.errors.from_wire`."""
     text: str = ""
-    """The compiled form; empty if it is compiled so fast that it need not be passed on."""
+    """The compiled form as text; empty if it compiles so fast that it need not be passed on."""
     resident_bytes: int = 0
-    """How much memory the compiled form takes, about."""
+    """About how many bytes of memory the compiled form takes."""
 
 
 class _StandIn(ModuleType):
@@ -78,8 +78,8 @@ def main() -> NoReturn:
 
 
 def _import_xgrammar() -> None:
-    """Import it without torch and transformers, which take seconds and 300 MB and are of no use
-    here; with them if a version of it can't do without."""
+    """Import xgrammar without torch and transformers, which take seconds and 300 MB and are not
+    needed; with them only if this version of it requires them."""
     if sys.argv[2:] == ["whole"]:
         return
     try:
@@ -103,7 +103,7 @@ def _serve(compiler: Compiler, limits: Limits, connection: socket.socket) -> Non
 
 
 def _resident_bytes() -> int:
-    """How much memory this process has had at most."""
+    """The most memory that this process has had, in bytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

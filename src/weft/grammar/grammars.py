@@ -1,7 +1,7 @@
-"""Outputs of a given form: each form is compiled once, beside the engine's loop, for all requests
-that ask for it.
+"""Has the forms of structured outputs compiled: each form once for all requests that ask for it,
+while the engine's loop goes on.
 
-What a client sends is hostile until proven otherwise. Forms are bounded in size and depth
+A client's form is treated as hostile. Forms are bounded in size and depth
 (`weft.grammar.check`), keywords that would not be enforced are refused (`weft.grammar.schema`), and
 a process that can be killed compiles each form and follows it for a while before this one touches
 it (`weft.grammar.fork_server`). A matcher that costs more time than a step may cost ends its own
@@ -31,19 +31,19 @@ from weft.text import Tokenizer
 
 MAX_AT_ONCE = 4
 MAX_AT_ONCE_EACH = 2
-"""How many forms are compiled at a time: of all, and of one tenant."""
+"""How many forms are compiled at a time: in all, and for one tenant."""
 LIMITS = Limits()
 CACHE_BYTES = 256 << 20
-"""How much memory compiled forms may take that are kept for later requests."""
+"""How much memory the compiled forms kept for later requests may take."""
 ENTRY_BYTES = 1 << 16
-"""What a form takes at least."""
+"""The least that one form counts for."""
 
 Outcome = GrammarMatcher | WeftError
 
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What has become of a form: xgrammar's compiled grammar, or why it is refused."""
+    """The result for a form: xgrammar's compiled grammar, or why the form is refused."""
 
     compiled: Any
     num_bytes: int = ENTRY_BYTES
@@ -51,17 +51,17 @@ class _Result:
 
 @dataclass(slots=True)
 class _Asked:
-    """Who waits for a form."""
+    """The requests that wait for a form."""
 
     requests: list[tuple[str, StructuredOutputs]] = field(default_factory=list)
-    """By id, and what each asks for, which says where the form begins."""
+    """By id, with what each asks for, which also says where in the output the form begins."""
     tenants: set[str] = field(default_factory=set)
     begun: bool = False
     """Whether it is being compiled."""
 
 
 class _Cache:
-    """What has become of the forms that were used last."""
+    """The results for the forms that were used last."""
 
     def __init__(self) -> None:
         self._forms: OrderedDict[StructuredOutputs, _Result] = OrderedDict()
@@ -73,7 +73,7 @@ class _Cache:
         return self._forms.get(key)
 
     def put(self, key: StructuredOutputs, form: _Result) -> None:
-        """Keep it, unless it may turn out better next time."""
+        """Keep a result, unless another attempt may turn out better."""
         if key in self._forms:
             self._num_bytes -= self._forms.pop(key).num_bytes
         if isinstance(form.compiled, WeftError) and not isinstance(form.compiled, InvalidRequest):
@@ -89,7 +89,7 @@ def _typed(error: Exception) -> WeftError:
 
 
 class Grammars:
-    """Compiles the forms of requests; what is ready is polled.
+    """Compiles the forms of requests; `poll` returns what is ready.
 
     Threads and processes start with the first form, which also loads the tokenizer and xgrammar.
     Each thread waits for one process at a time. `wake` is called, on any thread, when there is
@@ -112,7 +112,7 @@ class Grammars:
         self._ready: SimpleQueue[tuple[str, Outcome]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._changed = threading.Condition()
-        """It guards the attributes below."""
+        """Guards the attributes below."""
         self._closed = False
         self._forms = WaitingForms(MAX_AT_ONCE_EACH)
         self._asked: dict[StructuredOutputs, _Asked] = {}
@@ -138,8 +138,8 @@ class Grammars:
             self._report(request_id, self._outcome(key, known, spec))
 
     def _wait(self, key: StructuredOutputs, tenant: str) -> _Asked:
-        """Let a form wait for its turn, which is the first that any of its tenants has. Raises
-        Overloaded."""
+        """Queue a form for a tenant. If several tenants want it, the first of them to have a turn
+        gets it compiled. Raises Overloaded."""
         asked = self._asked.get(key, _Asked())
         if tenant not in asked.tenants:
             self._forms.add(tenant, key)
@@ -157,7 +157,7 @@ class Grammars:
         return [self._ready.get() for _ in range(self._ready.qsize())]
 
     def stuck_s(self) -> float:
-        """For how many seconds no form has got on, though some wait. Any thread."""
+        """For how many seconds no form has made progress, though some wait. For any thread."""
         compilers = self._compilers
         return 0.0 if compilers is None else compilers[1].stuck_s()
 

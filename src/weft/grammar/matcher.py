@@ -18,16 +18,16 @@ from weft.schedule.plan import Words
 
 BURST_S = 0.5
 STEP_S = 0.01
-"""A matcher may take this long for each token, on average, beyond a burst."""
+"""The average time per token that a matcher may take, beyond an initial allowance."""
 MASK_S = 0.25
-"""The most of the processor's time that one mask may take while others wait for the step."""
+"""The most CPU time that one mask may take while other requests wait for the step."""
 SLOW_MASK_S, SLOW_TOKEN_S = 2e-3, 2e-4
-"""After a mask or a token that took longer, the next mask may take much longer. Those of usual
-forms take a tenth of this."""
+"""After a mask or token that took longer than this, the next mask may be very slow. With usual
+forms they take a tenth of this."""
 
 
 class GrammarMatcher:
-    """State of one request's output, for the engine's thread alone."""
+    """Where one request's output is in its form. For the engine's thread alone."""
 
     def __init__(
         self,
@@ -37,13 +37,13 @@ class GrammarMatcher:
         vocabulary: Vocabulary,
         on_costly: Callable[[WeftError], None] | None,
     ) -> None:
-        """The form binds from the token after `begin_after` on; None: at once. If `reasoning` is
-        given, it binds at once unless the output begins with that token. `on_costly` is called
-        with the refusal when the matcher has taken more time than it may; if it is None, nobody
-        waits, and one mask may take as long as it does."""
+        """The form applies from the token after `begin_after` on; None: at once. If `reasoning` is
+        given, the form applies at once unless the output begins with that token. `on_costly` is
+        called with the refusal when the matcher has taken more time than it may; if it is None, no
+        request waits, and a single mask has no time limit."""
         self._matcher = matcher
         self._reasoning = reasoning
-        """A token that may still come first."""
+        """The `reasoning` token while it may still come first."""
         self._begin_after = begin_after
         self._vocabulary = vocabulary
         self._on_costly = on_costly
@@ -55,14 +55,14 @@ class GrammarMatcher:
 
     @property
     def over(self) -> bool:
-        """Whether the output has the form already, or can't go on."""
+        """Whether the output has its form and must end, or can't go on."""
         return self._ended or self._stuck
 
     def accept(self, token_id: int) -> None:
-        """A token was chosen: one that `fill` allowed.
+        """Take note of a chosen token, one that `fill` allowed.
 
-        Raises InvalidRequest, the end of the request, when the grammar can't go on after the
-        output so far, or has cost too much time.
+        Raises InvalidRequest, which ends the request, if no token can follow the output so far, or
+        the grammar has cost too much time.
         """
         if self._reasoning is not None:
             begins, self._reasoning = token_id == self._reasoning, None
@@ -79,9 +79,8 @@ class GrammarMatcher:
             self._advance(token_id)
 
     def fill(self, words: Words) -> None:
-        """Keep the bits of the tokens that may come next, and clear all others. Where none may,
-        all but EOS stay, and `accept` refuses what is chosen. Tokens that an adapter adds are in
-        no form."""
+        """Keep the bits of the tokens that may come next, and clear all others. If none may, all
+        but EOS stay, and `accept` refuses what is chosen. No form has an adapter's added tokens."""
         known = np.zeros_like(self._vocabulary.eos)
         known[: len(words)] = words[: len(known)]
         allowed = self._vocabulary.before
@@ -94,7 +93,7 @@ class GrammarMatcher:
         words[: len(known)] = (allowed & known)[: len(words)]
 
     def _next(self, known: Words) -> Words:
-        """What may come next where the form binds, of the `known` tokens."""
+        """The `known` tokens that may come next where the form applies."""
         if self._ended:
             return self._vocabulary.eos
         allowed = np.zeros_like(known)
@@ -108,7 +107,7 @@ class GrammarMatcher:
         return self._vocabulary.before if self._stuck else allowed
 
     def _fill(self, allowed: Words) -> float:
-        """The processor's time that the mask took; infinity if it was given up."""
+        """Compute the mask. Returns its CPU time in seconds; infinity if it was abandoned."""
         if self._slow and self._on_costly is not None:
             matcher = self._matcher
             taken_s = run_aside(lambda: matcher.fill_next_token_bitmask(allowed), MASK_S)

@@ -20,13 +20,13 @@ _ANSWER = msgspec.msgpack.Decoder(FormAnswer)
 
 
 class CompilerProcesses:
-    """Has forms compiled by processes that can't harm this one. Safe to use from several threads.
+    """Compiles forms in other processes, to protect this one. Safe to use from several threads.
 
     The process that they are forked from starts at once, and again if somebody has killed it.
     """
 
     def __init__(self, vocabulary: Vocabulary, limits: Limits, num_threads: int) -> None:
-        """num_threads: how many forms are compiled at a time, at most."""
+        """`num_threads` is how many forms are compiled at a time, at most."""
         setup = Setup(list(vocabulary.spelled), list(vocabulary.eos_ids), limits)
         self._limits = limits
         self._setup = msgspec.msgpack.encode(setup)
@@ -36,8 +36,8 @@ class CompilerProcesses:
         self._server = ForkServer(COMMAND, self._setup)
 
     def compile(self, form: StructuredOutputs) -> FormAnswer:
-        """The compiled form. Raises InvalidRequest with what is wrong with the form, or if it needs
-        more than it may have, and Overloaded if there can be no process."""
+        """Compile a form. Raises InvalidRequest if the form is wrong, or takes too much time or
+        memory, and Overloaded if no process can be started."""
         question = msgspec.msgpack.encode(form)
         cpu_s, wall_s, _ = self._limits
         try:
@@ -57,7 +57,7 @@ class CompilerProcesses:
         return answer
 
     def stuck_s(self) -> float:
-        """For how many seconds no form has got on, of some that are being compiled."""
+        """For how many seconds none of the forms being compiled has made progress."""
         return max(self._server.stuck_s(), self._stalls.stuck_s())
 
     def close(self) -> None:

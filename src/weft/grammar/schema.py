@@ -1,9 +1,9 @@
 """Rewrites JSON schemas and regular expressions so that xgrammar enforces all that they say.
 
 xgrammar drops what it can't express: `minLength` beside `pattern`, `minimum` beside `$ref`, all of
-`allOf`. A form is served exactly or refused, so each keyword passes through here: what remains is
-enforced, what can't be is refused by its name. Annotations, and keywords that no standard knows,
-are left out. Compiled forms may be narrower than what was asked for, never wider:
+`allOf`. A form is served exactly or refused: a keyword that can't be enforced is refused by name.
+Annotations, and keywords that no standard knows, are left out. Compiled forms may be narrower than
+what was asked for, never wider:
 
 - objects with `properties` hold no others unless `additionalProperties` says so, and hold them in
   the schema's order;
@@ -74,7 +74,7 @@ _PATTERN_OF_FORMAT = {
     "ipv4": f"{_BYTE}(\\.{_BYTE}){{3}}",
     "time": _TIME,
 }
-"""xgrammar's own allow February 31 and leading zeros."""
+"""Used instead of xgrammar's own, which allow February 31 and leading zeros."""
 _FORMATS = _names(
     "duration email hostname ipv6 json-pointer relative-json-pointer uri uri-reference "
     "uri-template uuid"
@@ -104,7 +104,8 @@ def refusal(reason: str) -> InvalidRequest:
 
 
 def enforceable(schema: object) -> Any:
-    """The schema with what binds alone. Raises InvalidRequest for what would not be enforced."""
+    """The schema without what isn't a constraint. Raises InvalidRequest for what can't be
+    enforced."""
     checker = _Checker(schema)
     checked = checker.check(schema)
     if isinstance(schema, dict):
@@ -123,7 +124,7 @@ def check_repeats(pattern: str) -> None:
 
 
 def enforceable_regex(pattern: str, in_json: bool = False) -> str:
-    """The expression in xgrammar's dialect, with the meaning that it has elsewhere.
+    """The expression in xgrammar's dialect, with its usual meaning.
 
     Raises InvalidRequest for anchors inside, for escapes that xgrammar would read as letters, and,
     for a pattern of a JSON string, for characters that JSON must escape.
@@ -283,7 +284,7 @@ class _Checker:
         )
 
     def _resolve(self, schema: object) -> dict[str, Any]:
-        """The schema, one reference followed; an empty one for what is no object."""
+        """The schema, with one reference followed; an empty one if it is not an object."""
         if isinstance(schema, dict) and isinstance(schema.get("$ref"), str):
             _, *path = schema["$ref"].split("/")
             schema = self._root
@@ -293,7 +294,7 @@ class _Checker:
 
 
 def _apart(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether types or listed values alone exclude that a value fits both."""
+    """Whether types or listed values alone show that no value fits both schemas."""
     values_a, values_b = _listed(a), _listed(b)
     if values_a is not None and values_b is not None:
         return values_a.isdisjoint(values_b)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Vocabulary:
     """The tokenizer as xgrammar sees it, and the masks that need no grammar.
 
-    Special tokens are spelled with a byte that no text has: a form can name them, but none has
+    Special tokens are spelled with a byte that no text has: a form can name them, but never matches
     them by chance, since they don't show in the output. Rows of the model without a token are
     never allowed.
     """
@@ -31,7 +31,7 @@ class Vocabulary:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, size: int, eos_ids: Sequence[int]) -> Self:
-        """That of a tokenizer, for a model that has `size` tokens."""
+        """The vocabulary of a tokenizer, for a model with `size` tokens."""
         spelled = [tokenizer.token_bytes(i) for i in range(size)]
         for i in tokenizer.special_ids:
             if i < size:

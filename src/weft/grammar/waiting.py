@@ -15,18 +15,18 @@ MAX_FORMS = 4096
 
 
 class WaitingForms:
-    """Forms that wait, each tenant's in their order; tenants take turns. One of them has at most
-    `most_each` forms compiled at a time, so that there are processes left for others."""
+    """Waiting forms, in order for each tenant; tenants take turns. One tenant has at most
+    `most_each` forms compiled at a time, so that processes are left for others."""
 
     def __init__(self, most_each: int) -> None:
         self._most_each = most_each
         self._waiting: OrderedDict[str, deque[StructuredOutputs]] = OrderedDict()
-        """By tenant; whose turn it is next stands first."""
+        """By tenant; the tenant whose turn is next comes first."""
         self._running: Counter[str] = Counter()
         self._caps: dict[str, int] = {}
 
     def set_tenants(self, tenants: Iterable[Tenant]) -> None:
-        """From now on their `max_forms` hold."""
+        """Apply these tenants' `max_forms` from now on."""
         caps = {tenant.name: tenant.caps.max_forms for tenant in tenants}
         self._caps = {name: cap for name, cap in caps.items() if cap is not None}
 
@@ -39,7 +39,7 @@ class WaitingForms:
         self._waiting.setdefault(tenant, deque()).append(form)
 
     def take(self) -> tuple[str, StructuredOutputs] | None:
-        """The form that is to be compiled now, and whose it is. `ended` must follow."""
+        """The tenant and the form to compile now, if any. `ended` must follow."""
         for tenant, forms in self._waiting.items():
             if self._running[tenant] < self._most_each:
                 form = forms.popleft()
@@ -51,7 +51,7 @@ class WaitingForms:
         return None
 
     def ended(self, tenant: str) -> None:
-        """A form of this tenant is not compiled any more."""
+        """Note that one compilation for this tenant has ended."""
         self._running[tenant] -= 1
         if not self._running[tenant]:
             del self._running[tenant]
