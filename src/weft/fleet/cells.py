@@ -9,8 +9,8 @@ the name of each cell and one number, and decides for itself:
     it is nearly full, and the next one less ──> a part of the requests goes on to that one, the
                                                  larger the fuller the first is; and so on
 
-So an adapter lives in one cell, or in two while its own is full; one that has more requests than
-two cells can serve lives in more. A cell that comes or goes moves only adapters that it has.
+So an adapter lives in one cell, in two while its first cell is full, and in more only if its
+requests need more. A cell that comes or goes moves only the adapters that it serves.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from itertools import pairwise
 from weft.fleet.keys import hash_of
 
 FULL_FROM, FULL_AT = 0.8, 0.95
-"""At the first load of a cell some of its requests begin to go on; at the second all of them do."""
+"""From the first load on, a cell passes some requests to the next cell; from the second, all."""
 
 
 def choose_cell(tenant: str, adapter: str, request_id: str, loads: Mapping[str, float]) -> str:
     """The cell for a request of a tenant for an adapter.
 
-    loads: the part of each living cell's seats that is taken, which may be more than 1 where
+    `loads` has, for each living cell, the fraction of its seats that is taken: more than 1 if
     requests wait. It must not be empty. `adapter` is a name without a version, so that a new
     version is served where the old one was; "" is the base.
     """

@@ -1,7 +1,7 @@
 """An EngineClient that talks to its engine over a link.
 
-The link carries commands down and reports up; that of `weft.fleet.process` leads to a process of
-the engine's own. All of `LinkClient` runs on one event loop.
+The link carries commands to the engine and its reports back. With `weft.fleet.process`, the engine
+is in a process of its own. All of `LinkClient` runs on one event loop.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from weft.fleet.vitals import Vitals
 CLOSE_S = 10.0
 """How long `close` waits for the engine to end by itself."""
 WOKEN_EACH = 8
-"""How many streams of one tenant are woken in one pass of the event loop. Each takes a fifth of a
-millisecond for its tokens, for which all others wait."""
+"""How many streams of one tenant are woken in one pass of the event loop. Each delays all others by
+about a fifth of a millisecond."""
 WOKEN_ALONE = 64
 """The same while no other tenant has a stream."""
 GROUP = 16
-"""How many events a reader is given at a time that takes tokens in groups."""
+"""How many events at a time a reader gets that takes tokens in groups."""
 
 
 class Link(Protocol):
-    """What carries commands to an engine and its reports back."""
+    """Carries commands to an engine, and its reports back."""
 
     def send(self, command: Command) -> None:
         """Send a command, without waiting for anything."""
@@ -59,7 +59,7 @@ class Link(Protocol):
 
 
 class LinkClient:
-    """The streams and calls that wait for one engine; `start_process` makes a client."""
+    """An EngineClient for one engine: owns the streams and calls that wait for it."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -69,8 +69,8 @@ class LinkClient:
         self._dead: WeftError | None = None
         self._ended = asyncio.Event()
         self._streams: dict[str, _Reader] = {}
-        """By request: those of which the engine may still say something. A reader leaves with its
-        last event or its error, so that nothing comes after that, however late it is read."""
+        """The readers of requests that may get more events. A reader is removed with its last event
+        or its error, so that nothing can follow that, however late it is read."""
         self._in_turn = FairCalls(WOKEN_EACH, WOKEN_ALONE)
         self._calls: dict[int, asyncio.Future[Reply]] = {}
         self._call_ids = itertools.count()
@@ -78,13 +78,13 @@ class LinkClient:
         self.lost: list[EngineRequest] = []
         """The requests that were open when the engine died."""
         self.load: EngineLoad | None = None
-        """What the engine told of its load last, if it was asked to."""
+        """The engine's newest report of its load, if it was asked for reports."""
         self.on_pulse: Callable[[], None] | None = None
-        """Called with each sign of life of the engine."""
+        """Called at each sign of life from the engine."""
 
     async def start(self, link: Link) -> LinkClient:
-        """Wait until the engine is ready, and return this client. Raises what the start failed
-        with; nothing is left of one that fails or is cancelled."""
+        """Wait until the engine is ready, and return this client. Raises the error of a failed
+        start; a start that fails or is cancelled leaves nothing behind."""
         self._link = link
         try:
             self._info = await self._started
@@ -124,8 +124,8 @@ class LinkClient:
                 self._end(request.request_id)
 
     def follow(self, request: EngineRequest, put: Put) -> None:
-        """As `generate`, for somebody who passes events on: `put` is called with each, and with
-        the error if the engine dies. `leave` ends it early. Raises EngineDead, InvalidRequest."""
+        """As `generate`, with a callback: `put` is called with each event, and with the error if
+        the engine dies. `leave` ends the request early. Raises EngineDead, InvalidRequest."""
         self._open(_Follower(request, put))
 
     def leave(self, request_id: str, error: WeftError) -> None:
@@ -134,7 +134,7 @@ class LinkClient:
             self._end(request_id).put(error)
 
     def _end(self, request_id: str) -> _Reader:
-        """Let the engine end a request. Its reader hears no more of it."""
+        """Let the engine end a request, and return its reader, which gets no more events."""
         reader = self._streams.pop(request_id)
         if self.alive:
             self._send(Abort(request_id))
@@ -211,7 +211,7 @@ class LinkClient:
                 pass
 
     def died(self, error: WeftError) -> None:
-        """The engine is gone, or given up: everything that waits for it ends with this error."""
+        """The engine is gone, or was given up: end all that waits for it with this error."""
         if self._dead is not None:
             return
         self._dead = error
@@ -244,7 +244,7 @@ class LinkClient:
 
 
 def _is_later(event: TokenEvent) -> bool:
-    """Whether it is not the first event of its request."""
+    """Whether this is not the first event of its request."""
     return event.queue_s is None
 
 
@@ -252,7 +252,7 @@ Put = Callable[[TokenEvent | WeftError], None]
 
 
 class _Reader(Protocol):
-    """Somebody who gets the events of a request."""
+    """Gets the events of one request."""
 
     @property
     def request(self) -> EngineRequest: ...
@@ -283,9 +283,9 @@ class _Stream:
         self.request = request
         self._items: list[TokenEvent | WeftError] = []
         self._due = 1
-        """How many events the reader is woken for, unless the last one has come."""
+        """The reader is woken for this many events, or for the last one."""
         self._is_ready = False
-        """Whether there are so many."""
+        """Whether there are enough events to wake the reader."""
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, item: TokenEvent | WeftError) -> None:
@@ -301,8 +301,8 @@ class _Stream:
             self._waiter.set_result(None)
 
     async def take(self) -> list[TokenEvent | WeftError]:
-        """Wait until there is enough, and the tenant's turn, and take all that is there. The first
-        event is always enough, as it tells how long the request has waited."""
+        """Wait until there are enough events and it is the tenant's turn; take all that are there.
+        The first event is always enough, since it says how long the request has waited."""
         if not self._is_ready:
             self._waiter = self._loop.create_future()
             await self._waiter

@@ -1,9 +1,9 @@
-"""Decides how many nodes serve, which one is emptied, and which nodes hold an adapter. Pure: no
+"""Decides how many nodes serve, which node is emptied, and which nodes hold an adapter. Pure: no
 clock, no I/O.
 
-Requests stay on as few nodes as serve them well: each enabled node is to have `target` of its seats
-taken, so that its weights are read for many at once. The other nodes are idle and ready; they may
-be switched off.
+Requests are kept on as few nodes as serve them well. Each enabled node should have the fraction
+`target` of its seats taken, so that a step reads the weights for many requests at once. The other
+nodes are idle and ready; they may be switched off.
 
     load grows     the nodes that it needs a little later are enabled at once
     load shrinks   when it would have fitted on fewer nodes for a while, one is disabled, the one
@@ -22,40 +22,39 @@ from weft.fleet.keys import COMING, RESIDENT
 from weft.fleet.view import FleetView
 
 TARGET = 0.8
-"""The part of its seats that a node is to have taken."""
+"""The fraction of its seats that should be taken on an enabled node."""
 SLACK = 0.95
-"""Nodes are disabled as long as the others have no more than this part of their targets."""
+"""A node is only disabled if the others then have no more than this fraction of their targets."""
 LEAD_S = 2.0
-"""How far ahead the load is looked at."""
+"""How far ahead the load is predicted."""
 SMOOTH_S, TREND_S = 2.0, 5.0
-"""Over such times the load and its growth are smoothed, as requests come and end by chance."""
+"""The time constants by which the load and its growth are smoothed, as requests come at random."""
 JUMP = 3.0
-"""How many times as much as by chance the load must differ from what was expected to count at
-once."""
+"""A load that differs from the expected one by this many standard deviations is not smoothed."""
 PATIENCE_S = 5.0
-"""For so long the load must have fitted on fewer nodes."""
+"""A node is disabled when the load has fitted on fewer nodes for this long."""
 LATE_S, LATE = 0.1, 0.25
 """If requests wait this long on more than this part of the enabled nodes, another one is enabled
 whatever the load is."""
 WINDOW_S = 300.0
-"""Autoscalers are told the most that was needed within this time."""
+"""Autoscalers are told the most nodes that were needed within this time ..."""
 SPARE = 1
-"""And so many nodes more, as a new one takes long to come."""
+"""... and this many more, as a new node takes long to start."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeLoad:
-    """What matters of a living node for whether it is needed."""
+    """What a living node reports that matters for whether it is needed."""
 
     name: str
     num_open: int
     seats: int
     wait_s: float = 0.0
-    """How long a request that comes now waits there."""
+    """How many seconds a new request would wait there."""
     empty_s: float = 0.0
-    """What its requests would take elsewhere to be computed again."""
+    """How many seconds its requests would take to be computed again elsewhere."""
     idle: bool = False
-    """What it was told by whoever decided before; who decides anew begins with that."""
+    """Whether it was told to be idle, by this or an earlier deciding process."""
 
 
 def loads_of(view: FleetView) -> list[NodeLoad]:
@@ -82,13 +81,13 @@ class Enabled:
 
     names: frozenset[str]
     emptied: str | None
-    """The node whose requests are to move, if one was disabled just now."""
+    """The node that was just disabled, if any; its requests must move."""
     wanted_replicas: int
     """How many nodes there should be, for autoscalers."""
 
 
 class _Most:
-    """The most that a number has been within some time."""
+    """The maximum of a number over a sliding window of time."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
@@ -96,7 +95,7 @@ class _Most:
         """(When, number): each number is more than all later ones."""
 
     def add(self, now: float, number: int) -> int:
-        """The number is this now. Returns the most."""
+        """Add the number's current value. Returns the maximum."""
         seen = self._seen
         while seen and seen[-1][1] <= number:
             seen.pop()
@@ -114,11 +113,11 @@ class _Load:
         self._at_s = -math.inf
         """When it was looked at last."""
         self._level = self._growth = 0.0
-        """Open requests then, and how many more in each second."""
+        """Smoothed open requests at that time, and their growth per second."""
 
     def expect(self, now: float, num_open: int) -> float:
-        """So many requests are open now. Returns how many may be `LEAD_S` later, at least as many
-        as if they grew no fewer."""
+        """Record the number of open requests. Returns how many to expect `LEAD_S` later; a
+        shrinking load counts as constant."""
         passed_s, before = now - self._at_s, self._level
         self._at_s = now
         if passed_s == math.inf:
@@ -146,11 +145,11 @@ class Consolidator:
         self._emptying = ""
         """The node that was disabled last."""
         self._began_s: float | None = None
-        """When the load was looked at first: before, nothing is known of it."""
+        """When the load was first observed."""
         self._fits = _Most(PATIENCE_S)
-        """On how many nodes the load would have fitted, with something to spare."""
+        """The most nodes that the load needed of late, with something to spare."""
         self._needs = _Most(WINDOW_S)
-        """How many nodes were needed."""
+        """The most nodes that were needed of late, for autoscalers."""
 
     @property
     def enabled(self) -> frozenset[str]:
@@ -186,8 +185,8 @@ class Consolidator:
         return Enabled(self.enabled, emptied, self._needs.add(now, need) + SPARE)
 
     def _follow(self, by_name: dict[str, NodeLoad]) -> None:
-        """Nodes died or came; who comes is enabled, as nobody would come unless it were wanted,
-        or has been told to be idle."""
+        """Remove nodes that died, and add new ones. A new node is enabled, unless it reports that
+        it was told to be idle."""
         enabled = [name for name in self._order[: self._num_enabled] if name in by_name]
         idle = [name for name in self._order[self._num_enabled :] if name in by_name]
         for name in sorted(by_name.keys() - set(self._order)):
@@ -210,13 +209,13 @@ class Consolidator:
 # -- placement -------------------------------------------------------------------------------------
 
 HALF_LIFE_S = 60.0
-"""After this time a request counts half for how popular its adapter is."""
+"""The half-life of a request's weight in the popularity of its adapter."""
 FORGOTTEN = 60
-"""After so many half-lives without a request, those before count for nothing."""
+"""After this many half-lives without a request, earlier requests are forgotten."""
 HOT = 0.25
-"""An adapter whose requests make this part of one node's load is kept on two nodes."""
+"""An adapter with this fraction of one node's load is kept on two nodes."""
 COPIES = 1.5
-"""How many times as many nodes hold an adapter as its load would fill."""
+"""How many nodes hold an adapter for each node that its load would fill."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,7 +227,7 @@ class Prefetch:
 
 
 class Placement:
-    """Owner of how popular adapters are, from which follows how many nodes hold them."""
+    """Owner of the popularity of adapters, which decides how many nodes hold each."""
 
     def __init__(self) -> None:
         self._counts: dict[int, float] = {}

@@ -1,11 +1,11 @@
 """Keeps as many nodes busy as the load needs, and hot adapters on several nodes.
 
-Every process with an API looks after the adapters that its own requests ask for. How many nodes
-serve is decided by one process for all, and no election is needed for that: each node names a
-process in its reports, and the one that the first node by name has named decides. If it dies,
-another node is the first, or names another process. For a moment two processes may decide, or none.
-That does no harm, as each node reports what it was told to do: all routers read it there, and the
-next process that decides begins from it.
+Every process with an API places the adapters that its own requests ask for. One process decides how
+many nodes serve. It needs no election: each node names a process in its reports, and the one that
+the first node (by name) has named decides. If either dies, another node is first, or names
+another process. For a moment two processes may decide, or none. That does no harm, as each node
+reports what it was told to do: all routers read it there, and the next process that decides begins
+from it.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ AGAIN_S = 60.0
 
 
 class Controller:
-    """What one process does for its fleet beside serving; see above."""
+    """One process's tasks for its fleet besides serving; see above."""
 
     def __init__(
         self, fleet: FleetClient, target: float | None = None, webhook: str | None = None
     ) -> None:
-        """`target`: the part of its seats that a node is to have taken, so that other nodes can be
-        idle; None: all nodes serve. `webhook`: a URL that is told how many nodes there should be.
+        """`target`: the fraction of seats to be taken, so that other nodes can be idle; None: all
+        serve. `webhook`: a URL that is told the number.
         """
         self._fleet = fleet
         self._target = target
         self._consolidator: Consolidator | None = None
-        """Only while this process is the one that decides."""
+        """None unless this process decides."""
         work = [self._decide_each_tick(), self._prefetch()]
         if webhook is not None:
             work.append(self._call(webhook))
@@ -63,7 +63,7 @@ class Controller:
         return first is not None and first.controller == self._fleet.process
 
     def _tick(self, now: float) -> None:
-        """Decide how many nodes serve, and tell those that do not do so yet."""
+        """Decide which nodes serve, and tell those nodes whose state must change."""
         fleet = self._fleet
         if not self._decides:
             self._consolidator = fleet.figures.wanted_replicas = None

@@ -1,9 +1,9 @@
 """Decides how much the time of a node's other requests counts in its cost.
 
-A second of theirs counts `CROWDING` times a second of the request itself. But a node that has just
-begun to take requests is empty, and all routers see that at once: each would send it all that comes
-until its next report, and most of it would wait for adapters that the node has to load. So such a
-node counts as crowded as the others are on average, and less and less so for `WARM_S`:
+A second of another request counts `CROWDING` times a second of the request itself. But a node that
+has just begun to take requests is empty, and all routers see that at once: each would send it all
+new requests until its next report, and most would wait for adapters to be loaded. So a new node
+counts as crowded as the others are on average, and less and less so for `WARM_S`:
 
     requests    30 ┤─ ─ ─ ╲─ ─ ─ ─ ─ ─ ─ ─  the mean of the others
                    │        ╲      ╱          what the node counts as: the line that falls,
@@ -20,13 +20,13 @@ import numpy as np
 from weft.fleet.keys import Floats
 
 CROWDING = 0.5
-"""What a second of another request on the node counts beside one of the request itself: those
-that run are half done on average."""
+"""How much a second of another request on the node counts, relative to the request's own: running
+requests are half done on average."""
 WARM_S = 3.0
 
 
 class Crowd:
-    """Owner of what each node's open requests count."""
+    """Owner of the weight of each node's open requests."""
 
     def __init__(self) -> None:
         self._weights: Floats = np.zeros(0)
@@ -75,7 +75,7 @@ class Crowd:
         return weights
 
     def check(self, num_open: Floats, closed_s: Floats) -> None:
-        """Raise AssertionError unless it knows these open requests, and who takes some."""
+        """Raise AssertionError unless these are the open requests, and the nodes that take any."""
         assert (self._weights == CROWDING * num_open).all()
         assert not closed_s[list(self._fresh)].any()
         assert list(self._fresh.values()) == sorted(self._fresh.values())

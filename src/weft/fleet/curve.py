@@ -1,5 +1,5 @@
-"""The secret that all processes of a fleet share: links between nodes are encrypted with it, and
-nobody without it gets any answer."""
+"""The secret that all processes of a fleet share. Links between nodes are encrypted with it, and a
+client without it gets no answer."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class FleetKey:
     secret: bytes
 
     def lock(self, socket: Any, server: bool) -> None:
-        """Let a ZeroMQ socket talk to sockets with the same key alone. A server's context needs an
-        authenticator besides, which asks `callback`."""
+        """Let a ZeroMQ socket talk only to sockets with the same key. A server's context also needs
+        an authenticator that asks `callback`."""
         socket.curve_publickey, socket.curve_secretkey = self.public, self.secret
         if server:
             socket.curve_server = True

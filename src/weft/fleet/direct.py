@@ -36,8 +36,8 @@ class _Inbox:
 class DirectClient:
     """EngineClient over an engine in this thread.
 
-    Its coroutines never wait for an event loop: they step the engine until it has the answer. What
-    else comes meanwhile is kept for those who asked for it.
+    Its coroutines never wait for an event loop: they step the engine until it has the answer.
+    Events of other requests that come meanwhile are kept for their readers.
     """
 
     def __init__(self, args: EngineArgs) -> None:

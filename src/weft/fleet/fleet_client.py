@@ -65,20 +65,20 @@ logger = logging.getLogger(__name__)
 
 BUSY = "no node of the fleet could begin with the request soon"
 WAIT_S = 30.0
-"""How long a request that has begun waits for a node that can go on with it."""
+"""How long a request that has begun waits for another node to continue on."""
 FIRST_WAIT_S = 5.0
-"""How long one that has not begun waits."""
+"""How long a request that has not begun waits for a node."""
 MAX_RESUMING = 16
-"""How many requests begin anew at a time: until each has a token, or TURN_S."""
+"""How many requests restart on other nodes at a time: until each has a token, or TURN_S."""
 MAX_DEATHS = 2
-"""A request at so many deaths of engines is taken to be what they died of."""
+"""A request that was open at this many engines' deaths is taken to be their cause."""
 MAX_LOSSES = 20
-"""A request that has lost so many nodes, though it is not to blame, ends."""
+"""A request that has lost this many nodes ends, even if it is not to blame."""
 MAX_REFUSED = 3
 FORGET_S = 600.0
-"""After so long without a link, nothing is remembered of a node."""
+"""A node is forgotten after this long without a link."""
 MAX_WAIT_S = 60.0
-"""A new request that would wait longer is refused."""
+"""A new request is refused if it would wait longer than this."""
 
 
 class Closing(Protocol):
@@ -114,7 +114,7 @@ class FleetClient:
     # -- nodes ---------------------------------------------------------------------------------
 
     def join(self, node: Node, update: ReportUpdate | None) -> None:
-        """A node is there from now on. `update`: all that it has reported."""
+        """A node has joined. `update` is its whole report."""
         self._info = self._info or node.info
         if (ours := kind_of(self._info)) != kind_of(node.info):
             logger.error("node %s serves another model than %s: it is not used", node.name, ours)
@@ -127,7 +127,7 @@ class FleetClient:
             self.reported(node, update)
 
     def reported(self, node: Node, update: ReportUpdate | None) -> None:
-        """A node has told something new of itself; None: it takes no requests for now."""
+        """A node has reported changes (`update`); None: it takes no requests for now."""
         if self.nodes.get(node.name) is not node:
             return
         if update is None:
@@ -165,7 +165,7 @@ class FleetClient:
         node.drain(draining)
 
     def _give_up(self, node: Node) -> None:
-        """All requests on a node have to go on elsewhere: it is lost."""
+        """Treat a node as lost: all its requests continue on other nodes."""
         error = EngineDead(f"node {node.name} gives no sign of life")
         error.killed = True  # no request is to blame
         for live in list(self._live.values()):
@@ -173,7 +173,7 @@ class FleetClient:
                 node.leave(live.attempt.request_id, error)
 
     def _empty(self, node: Node, why: str) -> None:
-        """Let all requests on a node, which still serves them, go elsewhere, if they may."""
+        """Move all requests that may move away from a node that still serves them."""
         usable, avoided = {each.name for each in self._usable(idle=False)}, self.adapters.avoided
         here = [live for live in self._live.values() if live.node is node and not live.leaving]
         found = [live for live in here if usable - avoided(live, self.nodes)]
@@ -181,7 +181,7 @@ class FleetClient:
             self._spawn(self._move(found, why))
 
     async def _move(self, found: Sequence[Live], why: str) -> None:
-        """Let requests go elsewhere. Each goes on where it is until it has its turn."""
+        """Move requests to other nodes. Each continues where it is until its turn to move."""
         for live in found:
             live.leaving = True
         for live, node, attempt in [(live, live.node, live.attempt) for live in found]:
@@ -193,7 +193,7 @@ class FleetClient:
             node.leave(attempt.request_id, EngineDead("the request moves"))
 
     def _usable(self, idle: bool = True) -> Iterable[Node]:
-        """The nodes that may take requests; those that are idle among them, or not."""
+        """The nodes that may take requests, with or without the idle ones."""
         for node in self.nodes.values():
             report = node.report
             if report is not None and not report.draining and (idle or not report.idle):
@@ -250,7 +250,7 @@ class FleetClient:
         live.node = live.attempt = None
 
     def _is_refused(self, live: Live, event: TokenEvent) -> bool:
-        """Whether an event says that the node can't serve the request, which is tried again."""
+        """Whether an event says that the node can't serve the request, to be tried elsewhere."""
         node = live.node
         assert node is not None
         if event.finish_reason == "abort" and not self._closing:
@@ -286,7 +286,7 @@ class FleetClient:
         return failed(live.request, RequestRefused(message, "prompt"))
 
     async def _place(self, live: Live) -> tuple[Node, EngineRequest]:
-        """Choose a node that has the request's adapter, or gets it, and make what it is asked.
+        """Choose a node for a request, and load its adapter there. Returns what to send the node.
 
         Raises EngineDead if there is no node for long, AdapterError if none can have the adapter or
         RegistryUnavailable if none can now, Overloaded if a new request would wait for long.
@@ -336,7 +336,7 @@ class FleetClient:
     def _begin(
         self, live: Live, node: Node, attempt: RoutedRequest, routed: Routed
     ) -> EngineRequest:
-        """An attempt begins on a node. What it is asked for."""
+        """Begin an attempt on a node. Returns the request to send to it."""
         now = asyncio.get_running_loop().time()
         self.router.sent(routed, attempt, now)
         if not live.attempts:
@@ -356,7 +356,7 @@ class FleetClient:
         return self._decisions.explain(request_id, self.router)
 
     def describe(self) -> list[dict[str, object]]:
-        """Each node as it is known here: its state, and its last report."""
+        """The state and the last report of each node, as this process knows them."""
         live = Counter(live.node.name for live in self._live.values() if live.node)
         return [described(node, node is self.own, live[node.name]) for node in self.nodes.values()]
 

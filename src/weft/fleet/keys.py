@@ -1,14 +1,14 @@
-"""Finds for many keys at once which nodes hold them.
+"""An index from keys (of adapters and prefixes) to the nodes that hold them.
 
-For an adapter, it also tells how each node has it. Each key has a row with a small code for each
-node, whose bits say that:
+An adapter's key has a row with a small code for each node. The code's bits say how the node has the
+adapter:
 
     adapter key    node 0      node 1      node 2
     a1             RESIDENT    0           HOST | COMING
     a2             0           RUNNING     0
 
-An element of a row is `NUM_CODES * node + code`, which says where to look in a table with a line
-for each node and code. A prefix takes one bit for each node, so that all nodes are one integer.
+An element of a row is `NUM_CODES * node + code`, an index into a table with a line for each node
+and code. A prefix needs only one bit for each node, so its nodes are one integer.
 
 Rows and integers exist only for keys that some node holds. A key also gives the nodes an order of
 its own (`Orders`), the same wherever it is worked out.

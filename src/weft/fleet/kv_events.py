@@ -83,11 +83,11 @@ def _to_wire(event: CacheEvent, block_size: int) -> Event:
 
 
 class KvEventPublisher:
-    """Publishes for one engine, on the thread that made it. Sending never waits: for a subscriber
-    that is too slow, messages are lost, which it sees by their numbers."""
+    """Publishes for one engine, on the thread that made it. Sending never waits: a subscriber that
+    is too slow loses messages, and sees that by their numbers."""
 
     def __init__(self, args: KvEventsArgs, block_size: int) -> None:
-        """Raises ConfigError if the endpoints can't be had."""
+        """Raises ConfigError if the endpoints can't be bound."""
         self._block_size = block_size
         self._topic = args.topic.encode()
         self._context: Any = zmq.Context()
@@ -103,8 +103,8 @@ class KvEventPublisher:
             threading.Thread(target=self._serve_replays, args=(replays,), daemon=True).start()
 
     def _open(self, kind: int, endpoint: str, field: str) -> Any:
-        """A socket that is bound to an endpoint. As with vLLM, one without a wildcard is that of
-        a subscriber for many engines, to which events are sent."""
+        """A socket that binds to its endpoint or, as with vLLM, connects to it if it has no
+        wildcard: it is then that of a subscriber to many engines."""
         socket = self._context.socket(kind)
         socket.linger = 0
         binds = kind == zmq.ROUTER or "*" in endpoint or "::" in endpoint or "ipc:" in endpoint

@@ -1,9 +1,9 @@
 """Accepts links from other nodes, and runs their requests on this node's engine.
 
-Each link is a *session*. The engine's output for it goes out in one message per step, and never
-waits: a client that does not read is dropped, and so is one that has been silent for long. Its
-requests end with the session. The adapters that it held stay for a while, as the client may only
-have been cut off; those that it has not asked for again by then are released.
+Each link is a *session*. The engine's output for it is sent in one message per step, without
+waiting: a client that does not read is dropped, and so is one that is silent for long. A session's
+requests end with it. The adapters that it held stay for a while, in case the client was only cut
+off.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ logger = logging.getLogger(__name__)
 MAX_SILENT = 40
 """After so many ticks without a message a session ends."""
 KEPT_S = 60.0
-"""For how long adapters stay held that a client held in a session which has ended."""
+"""How long the adapters of a session stay held after its end."""
 MAX_BYTES = 64 << 20
 """The largest message that is taken."""
 
@@ -72,15 +72,15 @@ Locate = Callable[[AdapterSource], Awaitable[AdapterSource]]
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """What one link of a client has here."""
+    """The state of one client's link."""
 
     address: bytes
-    """By which the socket knows the link."""
+    """The socket's identity of the link."""
     client: str
     received: ReceivedRequests = field(default_factory=ReceivedRequests)
     requests: set[str] = field(default_factory=set)
     events: list[TokenEvent] = field(default_factory=list)
-    """What is to be sent with the next message."""
+    """What the next message will carry."""
     welcome: bool = False
     """Whether it was told that the engine is up."""
     silent: int = 0
@@ -102,8 +102,8 @@ class NodeListener:
         locate: Locate,
         contents: Contents,
     ) -> None:
-        """`process`: which one this is. `whole`: the node's newest report, for those who have none.
-        `contents`: what other nodes may fetch here. Raises ConfigError if the address can't be had.
+        """`process` identifies this process. `whole` returns the node's newest report, for new
+        sessions. Other nodes may fetch `contents`. Raises ConfigError for a bad address.
         """
         self._engine = engine
         self._process = process
@@ -116,10 +116,10 @@ class NodeListener:
         self._socket = self._bind(address, key)
         self._sessions: dict[bytes, Session] = {}
         self._left: dict[tuple[str, str], float] = {}
-        """What sessions held that have ended, and when they did."""
+        """What ended sessions held, and when they ended."""
         self._unsent: set[Session] = set()
         self._suspects: dict[str, asyncio.Task[None]] = {}
-        """By id: requests that engines may die of, which wait for their turns or run."""
+        """By id: requests suspected of killing engines, which wait for their turns or run."""
         self._lender = ContentLender(contents, self._send_piece)
         work = (self._receive(), self._tick(), self._lender.serve())
         self._tasks = {asyncio.create_task(each) for each in work}
@@ -315,7 +315,7 @@ class NodeListener:
                 return Reply(call_id, stats=await self._engine.stats())
 
     def _send(self, session: Session, message: bytes) -> bool:
-        """Send a message; a session that takes none is dropped. Whether it was sent."""
+        """Send a message, and drop the session if it takes none. Returns whether it was sent."""
         if self._sessions.get(session.address) is not session:
             return False
         sent = self._socket.send_multipart([session.address, message], zmq.DONTWAIT)
@@ -342,7 +342,7 @@ class NodeListener:
         self._leave(session)
 
     def _leave(self, session: Session) -> None:
-        """What a session held is released after a while, unless another one holds it."""
+        """Have what a session held released after a while, unless another session holds it."""
         self._left.update(dict.fromkeys(session.held, time.monotonic()))
 
     async def _tick(self) -> None:

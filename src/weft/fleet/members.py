@@ -1,7 +1,7 @@
 """Knows the members of a fleet, and keeps a link to each of them.
 
-There is no protocol for membership: a file or DNS says where nodes may be, and is read again and
-again. Whoever answers there, and has the fleet's key, is a node.
+There is no membership protocol: a file or DNS lists where nodes may be, and is read periodically. A
+process that answers there and has the fleet's key is a node.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ async def read_addresses(where: str) -> list[str]:
 
 
 class Members:
-    """Owner of the links to other nodes, which it tells a FleetClient of."""
+    """Owner of the links to other nodes. Tells a FleetClient of them."""
 
     def __init__(self, where: str | None, key: FleetKey, name: str, fleet: FleetClient) -> None:
         """`where`: see `read_addresses`; None: no other node is used. `name`: this node's, "" if it
@@ -130,7 +130,7 @@ class Members:
             pause_s = min(2 * pause_s, MAX_RETRY_S)
 
     async def _link(self, address: str) -> bool:
-        """Link to a node, until it is lost. Whether it answered."""
+        """Link to a node until the link is lost. Returns whether the node answered."""
         client = LinkClient()
         patience = self._patience.setdefault(address, Patience())
         patience.heard()

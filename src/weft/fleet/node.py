@@ -38,7 +38,7 @@ class Node(Protocol):
         """Its newest report; None while it takes no requests: it is down, hangs, or is cut off."""
 
     held: set[str]
-    """Digests of adapters that this process has it hold."""
+    """Digests of the adapters that this process makes the node hold."""
 
     @property
     def address(self) -> str:
@@ -70,7 +70,7 @@ class Node(Protocol):
 
 
 class OwnNode:
-    """The node of this process: its engine, what it reports of it, and who may use it.
+    """This process's own node: its engine, the reports about it, and the sessions that use it.
 
     on_report: called with each report; with None when there are none for now.
     """
@@ -90,7 +90,7 @@ class OwnNode:
         of the host and the port. `has_api`: whether this process routes requests. `labels`: what
         adapters may be kept by. Raises ConfigError if the address can't be had."""
         self.process = uuid.uuid4().hex
-        """Which process this is; see `weft.fleet.wire.Hello`."""
+        """Identifies this process; see `weft.fleet.wire.Hello`."""
         self.held: set[str] = set()
         self.address = ""
         """Where this node has reached itself, as others do."""

@@ -1,8 +1,8 @@
 """Decides after how many ticks a silent node is taken to hang. Pure.
 
-A node says something at each tick, and 4 ticks of silence mean that it hangs. On a machine with
-more to do than it can, healthy nodes pause for as long now and then. So pauses are remembered for
-a while, and a node that has paused may do so again, and for longer:
+A node sends something at each tick, and 4 ticks of silence usually mean that it hangs. On an
+overloaded machine, healthy nodes sometimes pause for as long. So pauses are remembered for a while,
+and a node that has paused may do so again, and for longer:
 
     limit = 4 ticks, or 2.5 times the longest pause of late, but at most 40 ticks
 
@@ -36,7 +36,7 @@ class Patience:
         self._silent = 0
 
     def tick(self) -> bool:
-        """A tick has passed. Whether the node is taken to hang, which is said once."""
+        """A tick has passed. Returns True once, when the node is first taken to hang."""
         self._silent += 1
         return self._silent == self.limit + 1
 

@@ -52,7 +52,7 @@ MAX_ASKED = 3
 PIECE_S = 2.0
 """How long a node may take for the next piece, and to be reached."""
 MIN_BYTES_PER_S, GRACE_S = 8 << 20, 1.0
-"""A node that is slower than this on the whole, after so many seconds, is given up."""
+"""A node whose average speed is below this, after this many seconds, is given up."""
 AVOID_S = 60.0
 """For how long a node that failed is not asked again."""
 
@@ -83,7 +83,7 @@ class PeerContents:
     """Gets contents from other nodes; for any thread."""
 
     def __init__(self, key: FleetKey, asker: str) -> None:
-        """`asker`: what tells this process from others."""
+        """`asker` is a name that tells this process from others."""
         self._key, self._asker = key, asker
         self._context: Any = zmq.Context()
         self._places = threading.BoundedSemaphore(MAX_FETCHES)
@@ -148,7 +148,7 @@ class PeerContents:
             self._places.release()
 
     async def close(self) -> None:
-        """End what is under way, and take no more."""
+        """Cancel the fetches under way, and start no more."""
         self._closed = True
         await asyncio.to_thread(self._context.term)
 

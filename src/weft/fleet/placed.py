@@ -1,8 +1,8 @@
 """Tracks which adapters each node should hold, and which it has.
 
-Every node has all adapters that are pinned. The others come to a node when a request that needs
-them goes there, by their digest: from the folder that the holder named, or, on another machine,
-from the registry. Hot ones come to further nodes ahead of requests.
+Every node has all pinned adapters. A node gets any other with the first request that needs it, by
+its digest: from the folder that the holder named, or, on another machine, from the registry. Hot
+ones are loaded on further nodes ahead of requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HOLDER = "fleet"
-"""Under this name a process holds content on nodes, for all of its own holders."""
+"""The holder's name that a process uses on nodes, for all of its own holders."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ def kept_on(pin: NodePin, digest: str, nodes: Mapping[str, Node], view: FleetVie
 
 
 def _may_serve(pin: NodePin, node: Node) -> bool:
-    """Whether a pin lets a node serve. What labels a node has is not known while it is down."""
+    """Whether a pin lets a node serve. A node's labels are unknown while it is down."""
     return pin.allows(node.name, node.report.labels if node.report else {})
 
 
@@ -74,7 +74,7 @@ def _unmet(pin: NodePin) -> AdapterUnavailable:
 
 
 class PlacedAdapters:
-    """Owner of what this process wants nodes to hold. What each holds is in `Node.held`."""
+    """Owner of what this process wants nodes to hold. `Node.held` has what each node holds."""
 
     def __init__(self, holders: Callable[[str], Sequence[str]]) -> None:
         """`holders`: says for a digest at which addresses nodes have it."""
