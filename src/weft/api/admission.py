@@ -29,7 +29,7 @@ _UNKNOWN_RETRY_S, _MAX_RETRY_S = 5, 30
 
 
 class _Open:
-    """What one tenant has open."""
+    """One tenant's open requests."""
 
     __slots__ = ("ended_s", "num_open", "num_tokens")
 
@@ -40,7 +40,7 @@ class _Open:
         """The times at which its last requests ended, which tell the throughput."""
 
     def retry_after_s(self, needed: int) -> int:
-        """In how many seconds so many places should be free, if requests end as fast as of late."""
+        """The seconds until `needed` places should be free, if requests end as fast as of late."""
         now_s = time.monotonic()
         recent = [ended_s for ended_s in self.ended_s if ended_s > now_s - _RECENT_S]
         if not recent:
@@ -50,11 +50,11 @@ class _Open:
 
 
 class Admission:
-    """Counts open engine requests. What is too much is refused instead of queued, so that those
-    who wait, wait for a bounded time."""
+    """Counts open engine requests. Those beyond the limit are refused instead of queued, so that no
+    accepted request waits for an unbounded time."""
 
     def __init__(self, max_open: int, tenants: Mapping[str, Tenant] | None = None) -> None:
-        """`tenants` may change while the server runs; all who are not there are one tenant."""
+        """`tenants` may change while the server runs; unknown names count as one tenant."""
         self._max_open = max_open
         self._tenants: Mapping[str, Tenant] = {} if tenants is None else tenants
         self._open: dict[str, _Open] = {}
@@ -68,8 +68,8 @@ class Admission:
 
     @contextmanager
     def enter(self, count: int, name: str = "", num_tokens: int = 0) -> Iterator[None]:
-        """Hold `count` places, all or none, for a tenant whose requests may have `num_tokens`
-        together. Raises Overloaded, or InvalidRequest when there never are so many."""
+        """Hold `count` places, all or none, for a tenant's requests that may come to `num_tokens`
+        together. Raises Overloaded, or InvalidRequest if they could never be admitted."""
         tenant = tenant_in(self._tenants, name)
         self._check_size(tenant, count, num_tokens)
         self._check_room(tenant, count, num_tokens)
@@ -86,7 +86,7 @@ class Admission:
             own.ended_s.extend([time.monotonic()] * count)
 
     def _check_size(self, tenant: Tenant, count: int, num_tokens: int) -> None:
-        """Raise InvalidRequest for what could never enter."""
+        """Raise InvalidRequest for requests that could never be admitted."""
         own = tenant.caps.max_open_requests
         if count > min(self._max_open, own or self._max_open):
             limit = f"the server takes {self._max_open} at a time"
@@ -102,7 +102,7 @@ class Admission:
             )
 
     def _check_room(self, tenant: Tenant, count: int, num_tokens: int) -> None:
-        """Raise Overloaded if the tenant has to wait with so many requests."""
+        """Raise Overloaded if there is no room now for this many of the tenant's requests."""
         own, caps = self._open.get(tenant.name) or _Open(), tenant.caps
         total = self.num_open
         room = self._max_open - (total if own.num_open else 0)
@@ -133,7 +133,7 @@ class Admission:
                 )
 
     def _room(self, tenant: Tenant, own: _Open, total: int) -> int:
-        """How many more requests a tenant may open: what is free, and at least its share."""
+        """How many more requests a tenant may open: all that are free, or what its share leaves."""
         active = {name for name, each in self._open.items() if each.num_open}
         weights = sum(tenant_in(self._tenants, name).weight for name in active | {tenant.name})
         share = int(self._max_open * tenant.weight / weights)

@@ -62,12 +62,12 @@ def create_app(
     shared: tuple[SharedRegistry, Blobs] | None = None,
     fleet: Fleet | None = None,
 ) -> FastAPI:
-    """The application; it neither starts nor closes the engine. `tokenizer`: the base's, with
-    those of adapters that are loaded already; None: texts are not served. `sources`: where clients'
-    adapters may come from. `state.metrics_app` is what an address for metrics alone serves,
-    `state.tenant_of_key` tells connections who sends. With a `shared` registry, whose names are
-    then the only ones, `state.follower` is to be started before the application serves. `fleet`:
-    the nodes behind `engine`, if it has several."""
+    """The application; it neither starts nor closes the engine. `tokenizer` is the base's, with
+    those of adapters already loaded; None: texts are not served. `sources` limits where clients'
+    adapters may come from. `state.metrics_app` is for an address with metrics alone, and
+    `state.tenant_of_key` finds the tenant of a connection. With a `shared` registry, all names are
+    its own, and `state.follower` must be started before the application serves. `fleet`: the nodes
+    behind `engine`, if it has several."""
     if tenants is not None:
         settings = replace(settings, tenants=tenants.by_name)
     if not isinstance(tokenizer, AdapterTokenizers):
@@ -115,7 +115,7 @@ def create_app(
 def _add_routes(
     app: FastAPI, service: Service, desk: AdapterDesk, watch: LoopWatch, fleet: Fleet | None
 ) -> None:
-    """Routes are added as they are: including their routers would make each of them again."""
+    """Add the routers' routes themselves: to include the routers would create each route again."""
     routers = [
         *(
             routes(service)
@@ -147,7 +147,7 @@ def _add_routes(
 def _add_middleware(
     app: FastAPI, metrics: Metrics, audit: AuditLog, settings: ApiSettings, tenants: Tenants | None
 ) -> None:
-    """The one added last sees a request first. Preflight requests of browsers carry no key."""
+    """The middleware added last sees a request first. Browsers' preflight requests carry no key."""
     given = keychain_of([parse_key(key) for key in settings.api_keys])
     open_paths = PROBES | ({ABOUT, *page_files()} if settings.page else frozenset())
     if tenants is not None:

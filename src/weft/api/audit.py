@@ -23,10 +23,10 @@ from weft.metrics.logs import request_id_var
 logger = logging.getLogger(__name__)
 
 _MAX_NAME, _MAX_SOURCE = 256, 1024
-"""Characters of what clients send that are kept."""
+"""How many characters of a client's texts are kept."""
 MAX_CLIENTS, MAX_REFUSALS, REFUSALS_S = 32, 10, 60.0
-"""So many addresses have so many lines each about requests that are refused for who sends them, in
-so many seconds; what is more is counted. All other addresses are like one. So nobody fills a disk.
+"""So many addresses get so many lines each about their unauthorized requests, in so many seconds.
+All others share their lines. The rest is only counted, so nobody fills a disk.
 """
 _SECRETS = re.compile(r"(?<=://)[^/?#]*@|[?#].*", re.DOTALL)
 """The parts of a URI that may hold a password or a token."""
@@ -38,10 +38,10 @@ _DONE = {
     "release": "released",
     "rollback": "rolled back",
 }
-"""What the server's own log calls an action that was done."""
+"""How the server's own log words each action."""
 
 told_var: ContextVar[list[AuditEntry] | None] = ContextVar("told", default=None)
-"""What the log has of the HTTP request under way as refused."""
+"""The refusals that the log has already noted for the current HTTP request."""
 
 
 @dataclass(slots=True)
@@ -52,9 +52,9 @@ class AuditEntry:
     """load, replace, unload; refuse, where a key is missing or not good enough; or what changed in
     the file of tenants: grant, `add key`, ..."""
     name: str | None = None
-    """The adapter's, or the key's id, or the route that was refused."""
+    """The adapter's name, the key's id, or the refused route."""
     source: str | None = None
-    """Where the adapter is, in the client's words."""
+    """The adapter's path or URI, as the client gave it."""
     digest: str | None = None
     subject: str | None = None
     """The tenant whose keys or grants changed."""
@@ -66,22 +66,21 @@ class AuditEntry:
 
 @dataclass(slots=True)
 class _Refusals:
-    """Those of one address."""
+    """The refused requests of one address."""
 
     since_s: float
     times: int = 0
 
 
 class AuditLog:
-    """Writes down who changed what, one JSON object a line, and never a secret."""
+    """Writes who changed what, one JSON object a line, and never a secret."""
 
     def __init__(self, path: Path | None) -> None:
-        """A file that is appended to; `-` stands for stderr, and None writes nothing. Raises
-        OSError."""
+        """`path` is a file to append to; `-` is stderr, and None writes nothing. Raises OSError."""
         self._path = path
         self._fd: int | None = None
         self._refused: OrderedDict[str, _Refusals] = OrderedDict()
-        """By address, those first that are counted for longest."""
+        """By address, the one that was first refused longest ago first."""
         self.reopen()
 
     def reopen(self) -> None:
@@ -95,7 +94,8 @@ class AuditLog:
 
     @contextmanager
     def entry(self, action: str, name: str, source: str | None = None) -> Iterator[AuditEntry]:
-        """Write a line at the end of the context, also when it raises: what is known by then."""
+        """Write this entry at the end of the context, even if that raises. Fields may be set until
+        then."""
         made = AuditEntry(action, name, source)
         try:
             yield made
@@ -124,8 +124,8 @@ class AuditLog:
         )
 
     def refuse(self, entry: AuditEntry) -> None:
-        """The request under way is refused for who sends it. If its address has had its lines, it
-        is only counted, which another line tells later."""
+        """Note that the current request's sender is not allowed to make it. If its address has used
+        up its lines, the refusal is only counted; a later line has the count."""
         told = told_var.get()
         if self._path is None or told:
             return

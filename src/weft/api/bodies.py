@@ -17,28 +17,28 @@ from weft.text.templates import joined_text
 T = TypeVar("T")
 
 MAX_MESSAGES = 2048
-"""Messages of a conversation, content parts of a message, calls in one."""
+"""The most messages in a conversation, content parts in a message, and calls in a message."""
 MAX_TOOLS = 512
 MAX_ID_LENGTH = 128
 
 
 def is_id(given: Any) -> TypeGuard[str]:
-    """Whether what a client calls a request or its answer is safe in headers and logs."""
+    """Whether a client's id for a request or an answer is safe in headers and logs."""
     if not isinstance(given, str):
         return False
     return 0 < len(given) <= MAX_ID_LENGTH and given.isascii() and given.isprintable()
 
 
 class Take(Enum):
-    """What becomes of a field that no value makes matter."""
+    """How a field is treated that changes no answer, whatever its value."""
 
     SILENTLY = "it can't change the answer"
     NAMED = "it is a hint that is not followed, and the answer names it as ignored"
 
 
 Known = tuple[Any, ...] | Take
-"""What becomes of a known field that is not served: a tuple has the values that ask for nothing,
-and others are refused."""
+"""How a known but unsupported field is treated. A tuple lists its harmless values; others are
+refused."""
 
 _INSTEAD = {"functions": "; use tools", "function_call": "; use tool_choice"}
 
@@ -49,11 +49,11 @@ def ignored_fields(
     prefix: str = "",
     strict: bool = False,
 ) -> list[str]:
-    """The names of the fields that are accepted without effect, though the client may expect one:
-    hints, and fields that are not known at all. Null asks for nothing.
+    """The names of the given fields that have no effect though the client may expect one: hints
+    that are not followed, and unknown fields. Fields that are null are not listed.
 
-    Raises InvalidRequest, naming the field, for a known one whose value would have to change the
-    answer, and if `strict` for an unknown one.
+    Raises InvalidRequest, naming the field, for a known field with a value that would change the
+    answer and, if `strict`, for an unknown field.
     """
     ignored: list[str] = []
     for name, value in (given or {}).items():
@@ -106,7 +106,7 @@ TextOr = Annotated[
 
 
 FUNCTION_NAME = "^[a-zA-Z0-9_.-]{1,128}$"
-"""Agents join the names of servers and of their tools, which OpenAI's limit of 64 does not hold."""
+"""More than OpenAI's 64: agents join the names of servers and of their tools."""
 
 
 def bounded(most: int, least: int = 0) -> Any:

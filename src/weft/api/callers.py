@@ -1,4 +1,4 @@
-"""Knows the caller of the current request, as its key says."""
+"""The caller of the current request, found by its key."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from weft.core.tenants import Tenant
 from weft.registry.tenants import Caller, Directory, Keychain
 
 caller_var: ContextVar[Caller | None] = ContextVar("caller", default=None)
-"""Who sent the HTTP request under way. None: it needed no key."""
+"""Who sent the current HTTP request. None: it needed no key."""
 client_var: ContextVar[str | None] = ContextVar("client", default=None)
 """The network address from which it came."""
 FAIRNESS = "x-llm-d-inference-fairness-id"
 """The header in which llm-d's gateway says with whom a request shares its place in the queue."""
 fairness_var: ContextVar[str] = ContextVar("fairness", default="")
-"""What it says of the request under way."""
+"""The value of that header in the current request."""
 MAX_FAIRNESS = 128
 
 
@@ -33,18 +33,18 @@ def fairness_of(headers: Mapping[str, str]) -> str:
 
 
 class Tenants(Protocol):
-    """Where the tenants of a server come from. All of it may change at any time."""
+    """A server's tenants. They may change at any time."""
 
     @property
     def by_name(self) -> Mapping[str, Tenant]:
-        """It always is the same mapping, and changes in place."""
+        """The tenants. It is always the same mapping, which changes in place."""
 
     @property
     def directory(self) -> Directory: ...
 
     @property
     def keychain(self) -> Keychain | None:
-        """None: requests need no key, and may do everything."""
+        """The keys; None if requests need no key and may do everything."""
 
 
 def keychain_of(keys: Iterable[tuple[str, str]]) -> Keychain:

@@ -25,13 +25,13 @@ from weft.serving.releases import Order, Releases, Wait
 T = TypeVar("T")
 
 MAX_UPLOADS = 8
-"""Adapters that may come in at a time. A tenant may send three quarters of them."""
+"""How many adapters may be uploaded at a time. One tenant may have three quarters of these."""
 RETRY_S = 5
 
 
 class AdapterDesk:
-    """Loads and unloads adapters as the caller of the request under way may do it. What has begun
-    goes on when the client leaves, and is written down when it has ended."""
+    """Loads and unloads adapters for the caller of the current request, within its rights. A change
+    continues if the client leaves, and is logged when it ends."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class AdapterDesk:
 
     @property
     def max_upload_bytes(self) -> int:
-        """How large an adapter that a client sends may be, packed or not."""
+        """The most bytes that an uploaded adapter may have, packed or not."""
         return self._all.max_bytes
 
     async def upload(
@@ -80,7 +80,7 @@ class AdapterDesk:
         Raises what `load` raises, what `receive` raises, and Overloaded.
         """
         try:
-            self._service.access.to_publish(name)  # before all of it is sent
+            self._service.access.to_publish(name)  # before the upload
         except WeftError:
             with self._audit.entry("load", name, f"{UPLOAD}://"):
                 raise
@@ -111,7 +111,7 @@ class AdapterDesk:
 
     @contextmanager
     def receiving(self) -> Iterator[None]:
-        """Count an adapter that comes in. Raises Overloaded for one too many."""
+        """Count an upload while it runs. Raises Overloaded for one too many."""
         tenant = self._service.access.caller.tenant
         of_one = MAX_UPLOADS - MAX_UPLOADS // 4 if self._tenants else MAX_UPLOADS
         if self._uploads.total() >= MAX_UPLOADS or self._uploads[tenant] >= of_one:

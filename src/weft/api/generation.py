@@ -26,17 +26,17 @@ _FIELDS = [f.name for f in fields(SamplingParams) if f.name in GenerationBody.mo
 
 @dataclass(frozen=True, slots=True)
 class AnswerHead:
-    """The fields that all chunks of an answer begin with."""
+    """The fields at the beginning of all chunks of an answer."""
 
     id: str
     created: int
     model: str
     fingerprint: str | None
-    """It names the adapter version that answers, so that clients can tell when it changes."""
+    """The adapter version that answers, so that clients notice when it changes."""
     include_usage: bool
     """Whether chunks have a field for the usage, which only a last one fills."""
     request_id: str
-    """What the engine calls the request. Nobody else's has that id, whatever clients choose."""
+    """The engine's id of the request. It is unique, whatever ids clients choose."""
 
     @classmethod
     def new(cls, prefix: str, body: GenerationBody, pinned: Pinned) -> AnswerHead:
@@ -65,8 +65,7 @@ class AnswerHead:
 def usage(
     requests: Sequence[EngineRequest], outputs: Sequence[Output], num_choices: int
 ) -> dict[str, Any]:
-    """The tokens used by requests that hold `num_choices` in turn for each prompt. A prompt counts
-    once."""
+    """The tokens used. Each `num_choices` requests in a row share a prompt, which counts once."""
     num_prompt = sum(len(r.prompt_ids) for r in requests[::num_choices])
     num_cached = sum(o.num_cached_tokens for o in outputs[::num_choices])
     num_completion = sum(len(o.token_ids) for o in outputs)
@@ -118,12 +117,12 @@ def naming(fields: Mapping[str, str]) -> Iterator[None]:
 
 def num_choices(service: Service, body: GenerationBody) -> int:
     """How many choices each prompt gets. Raises InvalidRequest, and Overloaded if there is no room
-    for as many: making all their requests first would cost much more than to refuse them."""
+    for them: early, as it would cost much more to build all their requests first."""
     count = 1 if body.n is None else body.n
     limit = service.settings.max_choices
     if not 1 <= count <= limit:
         raise InvalidRequest(f"n must be in [1, {limit}], got {count}", "n")
-    if count > 1:  # one was checked with the name of the model
+    if count > 1:  # one choice was checked with the model's name
         service.admission.check(service.settings.tenant_of(body.model), count)
     return count
 
@@ -131,8 +130,8 @@ def num_choices(service: Service, body: GenerationBody) -> int:
 def truncated(
     service: Service, keep: int | None, prompt_ids: list[int], num_answer: int
 ) -> list[int]:
-    """The end of the prompt that `truncate_prompt_tokens` (`keep`) leaves, beside so many tokens of
-    an answer. Raises InvalidRequest."""
+    """The end of the prompt that `truncate_prompt_tokens` (`keep`) leaves; -1 leaves what fits
+    beside `num_answer` tokens of an answer. Raises InvalidRequest."""
     if keep is None:
         return prompt_ids
     limit = service.intake.max_model_len
@@ -149,8 +148,8 @@ def truncated(
 def check_logprobs(
     service: Service, params: SamplingParams, prompts: Sequence[list[int]], num_choices: int
 ) -> None:
-    """Raises InvalidRequest if more log-probabilities are asked for than are told at a time: in
-    one step, or of all prompts together."""
+    """Raises InvalidRequest if more log-probabilities are asked for than the settings allow in one
+    step, or for all prompts together."""
     settings = service.settings
     if params.logprobs is not None:
         count = len(prompts) * num_choices * (params.logprobs + 1)
@@ -225,8 +224,8 @@ def prompt_logprobs(
 
 
 def call_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call as an object that an answer can hold. Those that are none, as the
-    model's answer was cut off inside them, or are nested too deeply, are empty."""
+    """The arguments of a call as an object. It is empty if they are not one (because the answer was
+    cut off inside them), or are nested too deeply."""
     try:
         arguments = from_json(text)
     except ValueError:

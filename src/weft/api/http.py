@@ -26,10 +26,10 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CLIENT_LEFT = 499
-"""The status under which a request is counted whose client left before the answer."""
+"""The status counted for a request whose client left before the answer."""
 
 READER_TIMEOUT_S = 120.0
-"""How long a stream waits for a client that does not read, at least; it is looked at four times as
+"""The least time that a stream waits for a client that does not read; this is checked four times as
 often. Meanwhile the request goes on, and its tokens, at most max_tokens, are kept."""
 
 WRITE = "weft.write"
@@ -76,8 +76,7 @@ def described(body: type[BaseModel], description: str) -> dict[str, Any]:
 
 
 def error_body(error: BaseException) -> tuple[int, dict[str, Any]]:
-    """The status and the body of an answer. The body tells nothing of an unexpected error, which
-    the log has."""
+    """The status and body of an error's answer. An unexpected error's text is only in the log."""
     if isinstance(error, WeftError):
         plain = error.kind in ("invalid_request_error", "server_error")
         code = None if plain else error.kind
@@ -117,8 +116,8 @@ async def _handle_error(request: Request, error: Exception) -> Response:
 
 
 def _no_route(request: Request, error: HTTPException) -> str:
-    """What a request asked for that no route serves, and what was meant if it is clear: clients
-    often have an address with /v1 where it belongs without, or the other way round."""
+    """The message for a path that no route serves, with the right one if it is clear: clients often
+    have an address with /v1 where it belongs without, or the other way round."""
     path = request.url.path
     told = f"there is no {request.method} {path[:200]}"
     if error.status_code == 405:
@@ -195,7 +194,8 @@ async def answer(
 
 @contextlib.asynccontextmanager
 async def _in_time(scope: Scope) -> AsyncIterator[None]:
-    """Cancel what takes longer than the operator allows. Raises RequestTimeout."""
+    """Cancel the context's work if it takes longer than the operator allows. Raises
+    RequestTimeout."""
     limit_s: float | None = scope["app"].state.request_timeout_s
     timer = asyncio.timeout(limit_s)
     try:
@@ -234,7 +234,7 @@ class EventStream(Response):
         self._started = False
         self._write: Callable[[bytes], bool] = _can_not_write
         self._sending_since_s: float | None = None
-        """When sending began; None while the client has taken all that there was for it."""
+        """When the send under way began; None while the client has taken everything sent."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._write = scope.get("state", {}).get(WRITE, _can_not_write)
@@ -286,7 +286,7 @@ class EventStream(Response):
             await self._pass_on(send, body)
 
     async def _pass_on(self, send: Send, message: Message) -> None:
-        """Send a message by way of the server, which may have to wait for the client."""
+        """Send a message through the ASGI server, which may have to wait for the client."""
         self._sending_since_s = time.monotonic()
         try:
             await send(message)

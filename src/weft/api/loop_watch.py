@@ -17,16 +17,16 @@ BEAT_S = 1.0
 BLOCKED_S = 5.0
 """A loop that does nothing for this long is blocked."""
 REMEMBER_S = 10.0
-"""How long afterwards that is told, as nothing can be told meanwhile."""
+"""How long a block is reported afterwards, as nothing can be answered while it lasts."""
 
 
 class LoopWatch:
-    """The loop has a heartbeat. A thread looks at it, and logs where the loop is when it stops."""
+    """Gives the loop a heartbeat. A thread watches it and logs the loop's stack when it stops."""
 
     def __init__(self) -> None:
         self._beat_s = time.monotonic()
         self._blocked_s = 0.0
-        """How long it was blocked last."""
+        """How long the loop was last blocked."""
         self._free_since_s = -REMEMBER_S
 
     @contextlib.asynccontextmanager
@@ -44,7 +44,7 @@ class LoopWatch:
             beating.cancel()
 
     def troubles(self) -> list[str]:
-        """What was wrong until just now; empty if nothing was."""
+        """What was wrong until recently; empty if nothing was."""
         free_s = time.monotonic() - self._free_since_s
         if free_s > REMEMBER_S:
             return []

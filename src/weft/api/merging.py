@@ -15,8 +15,8 @@ async def merged(
     places: AbstractContextManager[None],
     turn: Callable[[], Awaitable[None]],
 ) -> AsyncGenerator[T, None]:
-    """Items of several streams as they come, in this context. Each waits for its turn to begin. The
-    first error ends all of them."""
+    """The items of several streams as they come. Iteration holds the context `places`. Each stream
+    awaits its `turn` to begin. The first error ends all streams."""
     queue: asyncio.Queue[T | asyncio.Task[None]] = asyncio.Queue()
 
     async def pump(stream: AsyncGenerator[T, None]) -> None:

@@ -1,5 +1,4 @@
-"""What happens to every request, whatever its route: its id, its key, and what of it goes to
-metrics, log and traces."""
+"""What happens to every request, whatever its route: ids, keys, metrics, logs and traces."""
 
 from __future__ import annotations
 
@@ -30,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 REQUEST_ID = "x-request-id"
 PROBES = frozenset({"/health", "/ready"})
-"""These routes always answer without a key, as probes have none."""
+"""Routes that never need a key, as probes have none."""
 STATE = frozenset({"/metrics", "/version"})
-"""These do so unless there are tenants, who must not learn of each other from them."""
+"""Routes that need no key unless there are tenants, who must not learn of each other from them."""
 
 REFUSED = {Unauthorized.status: Unauthorized.kind, PermissionDenied.status: PermissionDenied.kind}
 
@@ -70,8 +69,8 @@ class RequestIds:
 
 
 class Observe:
-    """Counts requests by route and status, has those written down that are refused for who sends
-    them, and answers what nobody expected with a plain 500."""
+    """Counts requests by route and status, has unauthorized ones written to the audit log, and
+    answers an unexpected error with a plain 500."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, audit: AuditLog) -> None:
         self._app = app
@@ -112,13 +111,13 @@ class Observe:
 
 
 class RequireKey:
-    """Lets only requests pass that carry a key, and keeps whose it is."""
+    """Refuses requests without a valid key, and notes the caller of the others."""
 
     def __init__(
         self, app: ASGIApp, keychain: Callable[[], Keychain | None], open_paths: Collection[str]
     ) -> None:
-        """`keychain` is asked at each request, as keys come and go, and None stands for no need of
-        any; `open_paths` never need one."""
+        """`keychain` is called for each request, as keys come and go; None means that no key is
+        needed. `open_paths` never need one."""
         self._app = app
         self._keychain = keychain
         self._open_paths = open_paths
@@ -159,7 +158,7 @@ class TraceSink(Protocol):
 
 
 class TraceHeaders:
-    """Keeps what an HTTP request says of the trace that it is part of."""
+    """Keeps the headers that say which trace an HTTP request is part of."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -176,8 +175,8 @@ class TraceHeaders:
 def watched(
     request: EngineRequest, model_name: str, metrics: Metrics, traces: TraceSink | None
 ) -> Iterator[Watch]:
-    """A context around the life of a request. However it ends, that is told once: to metrics, the
-    log and, if there are any, traces. `model_name` is what the base model is called."""
+    """A context around the life of a request. Its end, however it comes, is recorded once: in
+    metrics, log and, if enabled, traces. `model_name` is the base model's name."""
     watch = Watch(request, model_name, metrics)
     record = watch.record
     try:

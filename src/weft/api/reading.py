@@ -30,7 +30,7 @@ BODY_TIMEOUT_S = 30.0
 """How long a client may take to send its body."""
 
 MIN_BYTES_PER_S = 256 << 10
-"""A body that goes to a file may take this part of a second longer for each of its bytes."""
+"""A body that is written to a file may take a second longer for each this many of its bytes."""
 PIECE_BYTES = 1 << 20
 """A file is written in pieces of at least this size, each on a thread."""
 
@@ -45,7 +45,7 @@ MAX_NAMES, MAX_NAME_LENGTH = 16, 64
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.\[\]-]")
 
 _MAX_FAULTS = 1000
-"""With more faults than this, none is named: pydantic would describe them all first."""
+"""Bodies with more faults than this get no details: pydantic would first describe all of them."""
 
 _BOUNDED = (
     (b"{", MAX_OBJECTS, "objects"),
@@ -119,8 +119,8 @@ async def receive_file(request: Request, path: Path, max_bytes: int) -> str:
 
 
 async def read_request(request: Request, model: type[OpenT], settings: ApiSettings) -> OpenT:
-    """The body as `read_body` reads it. What it has beyond what is served is noted for the answer.
-    Raises InvalidRequest too for fields that must not be ignored."""
+    """Read as `read_body` does, and note the ignored fields for the answer's header. Also raises
+    InvalidRequest for fields that must not be ignored."""
     body = await read_body(request, model, settings.max_body_bytes)
     note_ignored(request, body.ignored(settings.strict_fields))
     return body
@@ -168,9 +168,9 @@ def _check_size(size: int, max_bytes: int) -> None:
 
 
 def check_counts(body: bytes) -> None:
-    """Raise InvalidRequest for JSON of more parts than are read at once without holding up others.
+    """Raise InvalidRequest for JSON with so many parts that parsing would hold up other requests.
 
-    What texts hold does not count: a text of JSON's own signs is one string.
+    Signs within strings don't count.
     """
     if all(body.count(sign) <= most for sign, most, _ in _BOUNDED):
         return

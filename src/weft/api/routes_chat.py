@@ -45,9 +45,9 @@ _TAIL_TOKENS = 16
 class Turn:
     """One chat request: `n` answers to one conversation.
 
-    After `prepare`, `requests` are what the engine is to do, `collect` or `run` has it done, and
-    a `reader()` reads one output.
-    `fields` has what the client calls the fields of SamplingParams, for `generation.naming`.
+    `prepare` makes the engine's `requests`, `collect` or `run` runs them, and a `reader()` parses
+    one output. `fields` maps fields of SamplingParams to the client's names, for
+    `generation.naming`.
     """
 
     def __init__(
@@ -59,8 +59,8 @@ class Turn:
         drops_oldest: bool = False,
         fills: bool = False,
     ) -> None:
-        """`drops_oldest`: a conversation that is too long loses its oldest turns. `fills`: an
-        answer that asks for more tokens than fit behind the prompt gets as many as do."""
+        """`drops_oldest`: drop the oldest turns of a conversation that is too long. `fills`: lower
+        a `max_tokens` that doesn't fit after the prompt, instead of refusing it."""
         self._drops_oldest = drops_oldest
         self._fills = fills
         self._service = service
@@ -196,7 +196,7 @@ class Turn:
         return [tool.to_template() for tool in body.tools]
 
     def _form(self) -> StructuredOutputs | None:
-        """The form that the answer must have: the client's, or that tools are called."""
+        """The form that the answer must have: the client's, or one that makes it call tools."""
         form, name = self._body.form()
         if not self._tools:
             self.fields["structured_outputs"] = name
@@ -265,7 +265,7 @@ class Reader:
         return self._parser.has_reasoning
 
     def _mend(self, piece: Piece, final: bool) -> None:
-        """Leave no halves of surrogate pairs in the arguments of calls."""
+        """Replace halves of surrogate pairs in the arguments of calls."""
         mended: list[TextDelta | ToolCallDelta] = []
         for part in piece.parts:
             if isinstance(part, TextDelta):

@@ -39,8 +39,8 @@ from weft.text.tools import detect_tool_format
 STICKY = "x-weft-sticky"
 """The header whose requests all get the same version of a name."""
 STARTED_EACH, STARTED_ALONE = 8, 16
-"""How many choices of one tenant are started in one pass of the event loop: where others have
-requests, and where they have none. Each takes a tenth of a millisecond, for which all wait."""
+"""How many choices of a tenant start in one pass of the event loop: with other tenants' requests,
+and without. Each start delays all others by a tenth of a millisecond."""
 VERSION, DIGEST = "x-weft-adapter", "x-weft-digest"
 """The headers of answers that name the version that made them."""
 
@@ -57,7 +57,7 @@ def sticky_of(body: ModelBody, headers: Headers) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The marks that a model uses for calls of tools and for reasoning."""
+    """A model's marks for tool calls and reasoning."""
 
     tool_format: str | None = None
     """A key of TOOL_FORMATS, or None for a model that calls no tools."""
@@ -72,7 +72,8 @@ class Dialect:
 
     @classmethod
     def of(cls, tokenizer: TokenReader | None, settings: ApiSettings) -> Dialect:
-        """The dialect that the operator gives, or else the one that the chat template shows."""
+        """The dialect in the operator's settings, or else the one detected from the chat
+        template."""
         if tokenizer is None:
             return cls()
         template = tokenizer.chat_template or ""
@@ -213,16 +214,16 @@ class Service:
     async def _all_ready(
         self, access: Access, named: Sequence[tuple[str, str]], sticky: str
     ) -> list[str]:
-        """As `_ready`, for all models that a request names, each with its field, at one time."""
+        """As `_ready`, for all models of a request, each with its field, together."""
         before: list[str] = []
         while True:
             found = [await self._ready(access, model, sticky, field) for model, field in named]
             if len(named) == 1 or found == before:
                 return found
-            before = found  # one of them may have gone while another one was loaded
+            before = found  # a model may be dropped while another one is loaded
 
     async def _ready(self, access: Access, model: str, sticky: str, field: str) -> str:
-        """As `Follower.ready`, of which there is one."""
+        """As `Follower.ready`, for a server with a shared registry."""
         assert self.follower is not None
         try:
             return await self.follower.ready(access, model, sticky)
@@ -273,14 +274,14 @@ class Service:
         return self.metrics.render(self.engine.info, stats, self._registry.adapters(), view, fleet)
 
     def salt(self, tenant: str, asked: str | None) -> str:
-        """With whom a tenant's request shares cached prefixes: with those of the same salt. Each
-        tenant has one of its own, unless it shares with others that do, and `asked` adds to it."""
+        """The salt of a request, which shares cached prefixes only with requests of the same salt.
+        A tenant has its own, unless it `shares_prefixes`; the client's `asked` adds to it."""
         if not self.settings.tenants or tenant_in(self.settings.tenants, tenant).shares_prefixes:
             return f":{asked}" if asked else ""
         return f"{len(tenant)}:{tenant}:{asked or ''}"
 
     def _pin_beside(self, access: Access, named: Pinned, lora_path: str, sums_too: bool) -> Pinned:
-        """The adapter that SGLang's clients name beside the model, which is given back."""
+        """Pin the adapter in `lora_path`, SGLang's field beside `model`, and release `named`."""
         field = "lora_path"
         with named:
             if sums_too:
@@ -330,7 +331,7 @@ class Service:
         place: AbstractContextManager[None],
         by_token: bool,
     ) -> AsyncGenerator[tuple[int, OutputDelta], None]:
-        """The deltas of one of `run_all`'s requests, which holds this place meanwhile."""
+        """The deltas of one of `run_all`'s requests, which holds `place` meanwhile."""
         output = OutputStream(language.tokenizer, request.params, request.prompt_ids, shown_ids)
         shadows, token_ids = self.shadows, list[int]()
         shadow = shadows.number_of(request.adapter) if shadows is not None else None

@@ -44,7 +44,7 @@ def parse_key(text: str, source: str = "--api-key") -> ApiKey:
 
 @dataclass(frozen=True, slots=True)
 class ApiSettings:
-    """Raises ConfigError when a value is out of range."""
+    """The operator's settings. Raises ConfigError when a value is out of range."""
 
     served_model_names: tuple[str, ...]
     """Names of the base model; the first is the one that answers and adapters' cards give."""
@@ -77,7 +77,7 @@ class ApiSettings:
     max_step_logprobs: int = 4096
     """Log-probabilities that one request may ask for in a step: its sequences x (logprobs + 1)."""
     max_prompt_logprobs: int = 1 << 18
-    """Those of its prompts: their tokens x n x (prompt_logprobs + 1)."""
+    """Log-probabilities of one request's prompts: their tokens x n x (prompt_logprobs + 1)."""
     long_text_chars: int = 10_000
     """Texts beyond this are tokenized on a thread, off the event loop."""
     embedding: EmbeddingRule = DECODER

@@ -1,7 +1,6 @@
-"""Repeats requests on a shadow version of their adapter, and discards the answers.
+"""Repeats requests on a shadow version of their adapter, to compare it, and discards the answers.
 
-A shadow starts when the answer is complete, and only while few requests are open. When more come,
-all shadows end at once.
+A shadow starts when the answer is complete, if few requests are open. When more come, all end.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Shadows:
         """The name of each shadow's adapter."""
 
     def number_of(self, ref: AdapterRef | None) -> int | None:
-        """The shadow of the version that answers a request, if it has one."""
+        """The number of the shadow of the version that answers a request, if there is one."""
         entry = self._follower.names.entry(ref.bare) if ref is not None else None
         if ref is None or entry is None or entry.route.shadow is None:
             return None

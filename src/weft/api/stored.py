@@ -46,7 +46,7 @@ class StoredResponses:
             self.delete(largest, next(iter(self._kept[largest])))
 
     def get(self, tenant: str, response_id: str, field: str | None = None) -> StoredResponse:
-        """One's own response. Raises ResponseNotFound, naming the field."""
+        """A tenant's own response. Raises ResponseNotFound, naming the field."""
         kept = self._kept.get(tenant)
         found = None if kept is None else kept.get(response_id)
         if found is None:

@@ -12,12 +12,12 @@ from weft.core.errors import ContextLengthExceeded
 Messages = list[dict[str, Any]]
 
 _SWITCHES = ("enable_thinking", "thinking")
-"""What templates call the choice whether the model thinks."""
+"""The names of the variable by which templates switch thinking on and off."""
 
 
 def template_kwargs(body: ChatBody, template: str | None) -> Mapping[str, Any]:
-    """The variables for the template: the client's own, and how much it wants the model to think,
-    as far as the template asks for that."""
+    """The template's variables: the client's own, and its choice of how much the model thinks, in
+    the variables that the template has for that."""
     effort, thinks = body.reasoning_effort, body.enable_thinking
     if thinks is None and effort is not None:
         thinks = effort != "none"
@@ -29,8 +29,8 @@ def template_kwargs(body: ChatBody, template: str | None) -> Mapping[str, Any]:
 
 
 def _takes(template: str | None, name: str) -> bool:
-    """Whether the template reads a variable of this name. It may be an attribute of messages in a
-    few, to which one more variable does nothing."""
+    """Whether the template seems to read a variable of this name. In a few templates it is an
+    attribute of messages; an extra variable does no harm there."""
     return re.search(rf"(?<![\w.'\"]){name}(?![\w'\"])", template or "") is not None
 
 
