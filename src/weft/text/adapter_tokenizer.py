@@ -1,8 +1,8 @@
-"""The tokenizer of an adapter, as far as it is used in this process: it only turns token ids into
-text. Its vocabulary was read in a worker process, and texts are encoded in one.
+"""An adapter's tokenizer in the server's process, where it only turns token ids into text. Worker
+processes read its vocabulary and encode texts with it.
 
-Its decoder is built here of a few known parts, each of which takes linear time and adds no more
-than a character to a token. So nothing that an adapter brings can hold up others' outputs.
+Its decoder is built of a few known parts, each of which takes linear time and adds at most one
+character to a token. So nothing that an adapter brings can hold up others' outputs.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class AdapterTokenizer(TokenReader):
         return self._pieces[token_id] if 0 <= token_id < len(self._pieces) else None
 
     def extends(self, base: TokenReader, ids: Mapping[str, int]) -> bool:
-        """Whether all tokens of the base, given by their `ids`, are in it under the same ids."""
+        """Whether this tokenizer has all tokens of the base, given by `ids`, under the same ids."""
         return self.spelling == base.spelling and all(self.piece(i) == t for t, i in ids.items())
 
     @property
@@ -109,8 +109,8 @@ def _refuse(why: str) -> NoReturn:
 
 
 def plain_decoder(state: str) -> Any:
-    """A Rust decoder by its JSON; None if that is empty. Raises AdapterInvalid unless it is made
-    of known parts."""
+    """Build a Rust decoder from its JSON; None if that is empty. Raises AdapterInvalid unless it
+    consists of known parts."""
     if not state:
         return None
     parts = _parts(json.loads(state))

@@ -25,7 +25,7 @@ from weft.text.sandbox.pool import Sandbox
 from weft.text.tokenizer import Tokenizer
 
 MAX_KEPT = 32
-"""How many tokenizers are kept, beside those in use, for adapters that bring the same files."""
+"""How many unused tokenizers are kept, for adapters that will bring the same files."""
 
 NO_FORMS = (
     "structured_outputs are made of the base model's tokens, and the tokenizer of this adapter has"
@@ -36,14 +36,14 @@ NO_FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class OwnTokenizer:
-    """What an adapter's texts are read and written with, in place of the base's."""
+    """The tokenizer and chat template of an adapter, used instead of the base's."""
 
     tokenizer: TokenReader
     """It has the base's chat template if the adapter brings none."""
     eos_ids: tuple[int, ...]
-    """These tokens end its outputs, as the model's own do."""
+    """Tokens that end its outputs, in addition to the model's own."""
     extends_base: bool
-    """Whether all tokens of the base are in it, under the same ids."""
+    """Whether it has all tokens of the base, under the same ids."""
 
 
 class AdapterTokenizers:
@@ -62,7 +62,7 @@ class AdapterTokenizers:
         self._lock = threading.Lock()
 
     def read(self, folder: Folder) -> dict[str, bytes]:
-        """The files in the folder of an adapter that make a tokenizer of its own; for a thread.
+        """Read the tokenizer's files in an adapter's folder. This blocks: call it on a thread.
 
         Raises AdapterError, naming the file that can't be read or is too large.
         """
@@ -71,7 +71,7 @@ class AdapterTokenizers:
         return read_aside(lambda deadline: _read(folder, deadline))
 
     def load(self, files: Mapping[str, bytes]) -> OwnTokenizer | None:
-        """The tokenizer that these files are, or None if it is the base's. This is slow.
+        """The tokenizer made of these files, or None if it is the base's. This is slow.
 
         Raises AdapterInvalid, naming the file, for what is malformed, asks for remote code, or
         takes too much time or memory; if adapters' tokenizers are ignored, for added tokens.

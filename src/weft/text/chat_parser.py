@@ -1,4 +1,4 @@
-"""Reasoning, content and calls of tools, out of the text that a model writes."""
+"""Parses a model's text into reasoning, content and tool calls."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ALL_MARKS = (
     *(mark for style in REASONING.values() for mark in style.marks),
     *(mark for style in TOOL_FORMATS.values() for mark in style.marks),
 )
-"""All marks that a parser may need to see in a text."""
+"""All marks that a parser may have to find in a text."""
 
 
 _ARGUMENTS = ('"arguments"', '"parameters"')
@@ -54,7 +54,7 @@ class TextDelta:
 
 @dataclass(slots=True)
 class Piece:
-    """What a piece of text adds to the message, in the order in which the model wrote it."""
+    """What a piece of the model's text adds to the message, in its order."""
 
     parts: list[TextDelta | ToolCallDelta] = field(default_factory=list)
 
@@ -83,7 +83,7 @@ class Piece:
 
 
 class ChatParser:
-    """Splits one output, in pieces of any size; how it is cut changes nothing but the timing.
+    """Splits one output. It may be fed in pieces of any size, which change only the timing.
 
     Feed all text, then flush. For text to have its marks, the detokenizer must not skip those
     that are special tokens: give `marks` to it. Of the output, only these are left out:
@@ -94,9 +94,9 @@ class ChatParser:
     - marks around calls, with the white space beside them, and what a call has but name and
       arguments; also the mark after a call that is cut off at the end of the output
 
-    A call is given out as soon as its name and the beginning of its arguments are known. What
-    turns out to be no call before that is content, untouched; what follows valid JSON after it,
-    too. Text is held back while it may be part of a mark, or a call not yet known to be one.
+    A call is passed on as soon as its name and the beginning of its arguments are known. Text that
+    turns out before that not to be a call is content, unchanged; so is text after a call's valid
+    JSON. Text is held back while it may be part of a mark, or of a call that is not certain yet.
 
     `reasoning`: a name in REASONING. `starts_in_reasoning`: the prompt ends with its first mark
     (see `opens_reasoning`). `schemas`: the JSON schemas of tools' parameters, by tool and
@@ -119,20 +119,20 @@ class ChatParser:
         self._at_start = True
         """Whether nothing but reasoning has come so far."""
         self._mark = ""
-        """What came before the call that is being read: content, if that is no call after all."""
+        """The text before the call that is being read: content, if that turns out to be no call."""
         self._raw = ""
-        """What was read of that call."""
+        """The text of that call so far."""
         self._in_list = False
         self._call: _Call | None = None
         self._is_blank = True
         """Whether no content has come since the last call."""
         self.num_tool_calls = 0
         self.has_reasoning = False
-        """Whether the output begins with reasoning, be it empty."""
+        """Whether the output begins with reasoning, even if it is empty."""
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """The marks that must show in the text, also where they are special tokens."""
+        """The marks that the text must contain, even those that are special tokens."""
         thinking = self._reasoning.marks if self._reasoning else ()
         return thinking + (self._format.marks if self._format else ())
 
@@ -144,7 +144,7 @@ class ChatParser:
         return piece
 
     def flush(self, piece: Piece | None = None) -> Piece:
-        """Add to the piece what was held back, when the end of the output has come."""
+        """The output has ended: add what was held back to the piece."""
         return self._run(piece or Piece(), final=True)
 
     def _run(self, piece: Piece, final: bool) -> Piece:
@@ -152,7 +152,7 @@ class ChatParser:
             pass
         return piece
 
-    # Each step takes from the text what it can, and says whether another step can go on.
+    # Each step takes what it can from the text, and returns whether another step can follow.
 
     def _begin(self, piece: Piece, final: bool) -> bool:
         assert self._reasoning is not None
@@ -262,7 +262,7 @@ class ChatParser:
         return True
 
     def _new_call(self, char: str) -> _Call | None:
-        """What reads a call that begins so; None if none does."""
+        """A reader for a call that begins with this character; None if there is no such call."""
         assert self._format is not None
         syntax = self._format.syntax
         if syntax == "gemma":
@@ -433,7 +433,7 @@ def in_parts(text: str) -> Iterator[str]:
 
 
 def held(text: str, mark: str) -> int:
-    """How much of the text's end may be the beginning of `mark`."""
+    """How many characters at the text's end may be the beginning of `mark`."""
     for num_chars in range(min(len(mark) - 1, len(text)), 0, -1):
         if text.endswith(mark[:num_chars]):
             return num_chars

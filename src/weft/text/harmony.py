@@ -1,4 +1,4 @@
-"""Reasoning, content and calls out of what gpt-oss writes: messages, each with a header.
+"""Parses what gpt-oss writes: messages with headers, which are reasoning, content or calls.
 
 <|channel|>analysis<|message|>They ask for the weather.<|end|>
 <|start|>assistant<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|call|>
@@ -37,7 +37,7 @@ class HarmonyParser:
         self._needs_mark = True
         """Whether a header begins with a mark here, as at the start and after an end."""
         self._field: TextKind | Literal["call"] = "content"
-        """What the message that is being read belongs to."""
+        """The kind of the message that is being read."""
         self.num_tool_calls = 0
         self.has_reasoning = False
         """Whether any message is reasoning."""

@@ -1,4 +1,4 @@
-"""JSON in what models write, which comes character by character."""
+"""Parses the JSON in a model's output, character by character."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ def _refuse(constant: str) -> None:
 
 
 class WholePairs:
-    """Puts the replacement character for each escaped half of a surrogate pair in JSON that comes
-    in pieces, since most readers of JSON refuse a half."""
+    """Replaces each escaped half of a surrogate pair, in JSON that comes in pieces, by U+FFFD: most
+    readers of JSON refuse a half."""
 
     def __init__(self) -> None:
         self._rest = ""
-        """An escape that has not ended, or a half whose other half may come."""
+        """An incomplete escape, or a half whose other half may follow."""
 
     def feed(self, text: str) -> str:
-        """What can be given out now."""
+        """The text that is complete now."""
         text, end = self._rest + text, 0
         given: list[str] = []
         while found := _PARTS.match(text, end):
@@ -53,13 +53,14 @@ class WholePairs:
         return "".join(given)
 
     def flush(self) -> str:
-        """What was held back, when no more comes."""
+        """The rest, when the text has ended."""
         rest, self._rest = self._rest, ""
         return rest
 
 
 class JsonObject:
-    """Follows one JSON object: whether a character may come, and where it stands.
+    """Follows one JSON object: says whether a character may come next, and where in the object it
+    is.
 
     Between its keys' colons and commas `in_value` is true, and `key` is the key, as JSON text
     with quotes, of the outermost object.
@@ -75,11 +76,11 @@ class JsonObject:
 
     @property
     def depth(self) -> int:
-        """Objects and arrays that are open."""
+        """How many objects and arrays are open."""
         return len(self._stack)
 
     def feed(self, char: str) -> bool:
-        """Whether the text is still the beginning of an object, or all of it."""
+        """Whether the text so far is the beginning of an object, or a whole one."""
         if self._expected in ("string", "key string"):
             return self._in_string(char)
         if self._token:

@@ -73,7 +73,7 @@ class Detokenizer:
         return "".join([self.feed(t) for t in token_ids])
 
     def flush(self) -> str:
-        """The text that still waits, when the end of the output has come."""
+        """The output has ended: the text that was held back."""
         if len(self._window) == self._read:
             return ""
         return self._advance(self._tokenizer.decode(self._window))
@@ -97,7 +97,7 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Passes text on up to the first stop string that is complete.
+    """Passes text on up to the first complete stop string.
 
     Text that may be the beginning of a stop string is held back. The stop that ends first wins,
     of those the longest, however the text was cut into pieces. Each stop string is matched by
@@ -134,7 +134,7 @@ class StopStrings:
         return text[:num_ready]
 
     def flush(self) -> str:
-        """The text that was held back, when the end of the output has come."""
+        """The output has ended: the text that was held back."""
         held, self._held = self._held, ""
         return held
 
@@ -216,11 +216,11 @@ class OutputStream:
         self._num_early = params.min_tokens
         """How many of the next tokens can't end a stop string."""
         self._held: list[int] | None = [] if text_at_end else None
-        """Tokens whose text is to come with the last delta; None: it comes with each."""
+        """Tokens whose text will come with the last delta; None: each delta has its own text."""
 
     def holds(self, event: TokenEvent) -> bool:
-        """Keep the tokens of an event for the end, if it has nothing but tokens and no stop string
-        is to be looked for. Else it is to be fed."""
+        """Keep an event's tokens for the last delta, if it has nothing else and there are no stop
+        strings. Returns False if the event must be fed instead."""
         if self._held is None or self._stops or event.finish_reason is not None:
             return False
         if event.logprobs is not None or event.prompt_logprobs is not None:
@@ -248,7 +248,7 @@ class OutputStream:
         )
 
     def _num_written(self, event: TokenEvent) -> int:
-        """The tokens that are text: a token that ended the output is not, unless asked for."""
+        """How many of the tokens are text. One that ended the output is not, unless asked for."""
         ended = event.finish_reason == "stop" and not self._include_stop
         return max(len(event.token_ids) - ended, 0)
 

@@ -1,16 +1,16 @@
-"""What all readers of a tool's call, in one format or another, have in common."""
+"""The base class of the readers of a tool call, one for each format."""
 
 from __future__ import annotations
 
 
 class ReadCall:
-    """What is read of one call, character by character. Its arguments become JSON, which is taken
-    away as it comes: a copy of all of it for each character would take long."""
+    """Reads one call, character by character. Its arguments become JSON, which is taken away piece
+    by piece: to copy all of it for each character would be slow."""
 
     def __init__(self) -> None:
         self.name = ""
         self.arguments = ""
-        """What was not taken yet."""
+        """The arguments' JSON that was not taken yet."""
         self.done = False
 
     @property
@@ -19,6 +19,6 @@ class ReadCall:
         return bool(self.name)
 
     def take(self) -> str:
-        """More of the arguments."""
+        """Take the arguments' JSON that was read since the last `take`."""
         taken, self.arguments = self.arguments, ""
         return taken

@@ -1,4 +1,4 @@
-"""The parts of a tokenizer that outputs need."""
+"""The part of a tokenizer that outputs need: from token ids to text."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class TokenReader(ABC):
     @property
     @abstractmethod
     def added_tokens(self) -> Mapping[int, str]:
-        """Tokens that are no pieces of the model's, by id."""
+        """Tokens added to the tokenizer's own vocabulary, by id."""
 
     @property
     @abstractmethod
@@ -68,7 +68,7 @@ class TokenReader(ABC):
     @property
     @abstractmethod
     def is_portable(self) -> bool:
-        """Whether worker processes can run it."""
+        """Whether worker processes can run this tokenizer."""
 
     @property
     @abstractmethod

@@ -11,7 +11,7 @@ class ReasoningMarks(NamedTuple):
     begin: str
     end: str
     marks: tuple[str, ...]
-    """The special tokens in these, where they are some; first the one that `begin` begins with."""
+    """The special tokens in `begin` and `end`, if any; first the one that `begin` begins with."""
 
 
 def _between(begin: str, end: str) -> ReasoningMarks:

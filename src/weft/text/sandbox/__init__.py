@@ -1,1 +1,1 @@
-"""Worker processes for texts that nobody trusts: they have limits, and can be killed."""
+"""Worker processes for untrusted texts and tokenizers: they have limits, and can be killed."""

@@ -1,5 +1,5 @@
-"""What is asked of a worker process, and what it answers. All of it is plain data: nothing that a
-worker sends is ever run or unpickled."""
+"""The jobs and the answers of worker processes. All are plain data: nothing that a worker sends is
+ever run or unpickled."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Material(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def key(self) -> str:
-        """Workers keep tokenizers by this."""
+        """The key under which workers keep a tokenizer."""
         said = repr(sorted(self.special_tokens.items())).encode()
         return hashlib.sha256(self.packed + said).hexdigest()
 
@@ -43,7 +43,7 @@ class Encode(msgspec.Struct, frozen=True, tag=True):
     texts: list[str]
     add_special_tokens: bool
     seconds: list[str] = []
-    """What makes a pair with each text; empty: nothing does."""
+    """The second text of each pair; empty if the texts are no pairs."""
 
 
 class Decode(msgspec.Struct, frozen=True, tag=True):
@@ -69,7 +69,7 @@ class LoadTokenizer(msgspec.Struct, frozen=True, tag=True):
     base_class: str
     base_fingerprint: str
     folder: str
-    """An empty one, for copies of the files. The caller removes it."""
+    """An empty folder for copies of the files. The caller removes it."""
     marks: tuple[str, ...]
     """Texts of which the caller wants to know whether they are one token."""
 
@@ -78,7 +78,7 @@ Job = Encode | Decode | Chat | LoadTokenizer
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One job, and how long the processor may work on it."""
+    """One job, and the CPU time that it may take."""
 
     job: Job
     cpu_s: float
@@ -109,7 +109,7 @@ class Text(msgspec.Struct, frozen=True, tag=True):
 
 
 class TokenTable(msgspec.Struct, frozen=True):
-    """All that outputs need of a tokenizer."""
+    """What outputs need of a tokenizer."""
 
     pieces: list[str | None]
     """By token id."""

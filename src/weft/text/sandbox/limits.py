@@ -6,7 +6,7 @@ from enum import IntEnum
 
 
 class WorkerKind(IntEnum):
-    """What a worker can do, which says what must be imported before it is forked."""
+    """What a worker can do, and so what must be imported before it is forked."""
 
     TEXTS = 0
     """Encode and decode."""
@@ -17,17 +17,17 @@ class WorkerKind(IntEnum):
 
 
 CPU_S = 5.0
-"""How long the processor may work on one text or conversation."""
+"""The CPU time for one text or conversation, in seconds."""
 CPU_S_PER_CHAR = 5e-6
-"""As much more it may take for long texts of the base's own tokenizer."""
+"""CPU seconds added for each character of a text for the base's own tokenizer."""
 LOAD_CPU_S = 30.0
-"""How long the processor may work on the files of one adapter."""
+"""The CPU time for the files of one adapter, in seconds."""
 WALL_FACTOR, WALL_S = 4.0, 10.0
-"""By the clock it may take so many times as long, and so much more."""
+"""The time by the clock may be this many times the CPU time, plus this much."""
 MEMORY_BYTES = 2 << 30
 """How much memory a worker may take beyond what it was forked with."""
 FILE_BYTES = 128 << 20
-"""How large a file may be that is written to load a tokenizer."""
+"""The largest file that may be written to load a tokenizer."""
 MAX_ANSWER_BYTES = 128 << 20
 """A worker whose answer is larger is ended."""
 MAX_TEXT_CHARS = 16 << 20
@@ -40,7 +40,7 @@ KEPT_TOKENIZERS = 4
 NUM_WORKERS = 2
 NUM_LOADERS = 2
 IDLE_S = 60.0
-"""A worker without work for so long is ended."""
+"""A worker is ended after this long without work."""
 MAX_WAITING = 256
 """How many texts of one author's adapters may wait for one tenant."""
 MAX_WAIT_S = 10.0

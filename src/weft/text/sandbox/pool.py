@@ -1,4 +1,4 @@
-"""Schedules texts through the worker processes, and refuses those that would wait too long."""
+"""Distributes texts to worker processes, and refuses those that would wait too long."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from weft.text.sandbox.processes import TextProcess
 
 
 class Owner(NamedTuple):
-    """Those who have one text worked on at a time."""
+    """Whom a text belongs to. Only one text of each owner is worked on at a time."""
 
     author: str
     """Whose tokenizer or template is used; "": the operator's own."""
@@ -56,7 +56,7 @@ class Call:
 
     @property
     def trusted(self) -> bool:
-        """Whether it takes long only if its text is long."""
+        """Whether the tokenizer is the operator's own, so that only long texts take long."""
         return not self.owner.author
 
     @property
@@ -66,7 +66,7 @@ class Call:
 
     @property
     def due_s(self) -> float:
-        """Who has the smallest is next: short texts pass long ones, but not for ever."""
+        """The call with the smallest is next: short texts overtake long ones, but not for ever."""
         return self.came_s + 2 * self.size * limits.CPU_S_PER_CHAR
 
 
@@ -89,8 +89,8 @@ class Sandbox:
         self._loaders = threading.BoundedSemaphore(limits.NUM_LOADERS)
 
     def submit(self, call: Call) -> Future[Answer]:
-        """The answer to come. It may end in InvalidRequest, which names the call's field, or in
-        Overloaded, which this raises too."""
+        """The future answer. It may raise InvalidRequest, which names the call's field, or
+        Overloaded, which this method raises too."""
         with self._changed:
             self._waiting = [each for each in self._waiting if not each.answer.cancelled()]
             self._check(call)
@@ -156,7 +156,7 @@ class Sandbox:
                 worker.end()
 
     def _next(self) -> Call | None:
-        """The call to work on now; None if none comes for long, and this thread shall end."""
+        """The next call; None, after a long time without any, if this thread should end."""
         until_s = time.monotonic() + limits.IDLE_S
         with self._changed:
             while True:
@@ -192,7 +192,7 @@ class Sandbox:
 
     @staticmethod
     def _ready(worker: TextProcess | None, call: Call) -> TextProcess:
-        """A worker that can do this: the same or a new one."""
+        """A worker that can do this call: the given one or a new one."""
         kind = WorkerKind.CHATS if isinstance(call.job, Chat) else WorkerKind.TEXTS
         if worker is not None and not worker.spent and worker.kind >= kind:
             return worker

@@ -34,7 +34,7 @@ def shared_fork_server() -> ForkServer:
 
 
 class TextProcess:
-    """One worker process, for one thread. Raises Overloaded if there can be none now."""
+    """One worker process, for one thread. Raises Overloaded if none can be started."""
 
     def __init__(self, kind: WorkerKind) -> None:
         self.kind = kind
@@ -54,7 +54,7 @@ class TextProcess:
         return self._worn or not self._process.alive
 
     def ask(self, job: Job, material: Material | None, cpu_s: float) -> Answer:
-        """Its answer. Raises ProcessEnded if none comes in time."""
+        """Send a job, and return the answer. Raises ProcessEnded if none comes in time."""
         until_s = time.monotonic() + WALL_FACTOR * cpu_s + WALL_S
         key = material.key if material is not None else ""
         answer = self._exchange(

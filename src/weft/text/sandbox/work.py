@@ -1,4 +1,4 @@
-"""The work of a worker process. Only here does anything run that adapters bring."""
+"""The work of a worker process: the only place where what adapters bring is run."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from weft.text.templates import render, template_options
 
 
 def serve(connection: socket.socket) -> None:
-    """Do what comes by this socket, until its other end closes. The processor's time for a task
+    """Do the tasks that come from this socket, until its other end closes. The CPU time for a task
     is limited by a timer whose signal ends the process."""
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     tokenizers = _Tokenizers()
@@ -95,15 +95,15 @@ _ALL_IN_ALL = r"""{%- set n = namespace(a='\u00e9\n') %}{{ n.a | tojson }}{{ str
 
 
 def rehearse() -> None:
-    """Write a template that has much in it. Workers can't open files, so all that jinja imports
-    late must be there before they are forked."""
+    """Render a template with many features. Workers can't open files, so whatever jinja imports
+    late must be imported before they are forked."""
     options = template_options(_ALL_IN_ALL)
     with contextlib.suppress(InvalidRequest):
         render(_shell({}), _ALL_IN_ALL, [{"role": "user"}], options)
 
 
 class _Tokenizers:
-    """Those that were used last."""
+    """The tokenizers that were used last."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, _Kept] = OrderedDict()
