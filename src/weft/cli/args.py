@@ -211,7 +211,7 @@ class ServeFlags:
         return None if self.kv_events_config is None else parse_kv_events(self.kv_events_config)
 
     def modules(self, served: Iterable[str]) -> list[LoraModule]:
-        """The adapters to load at the start, beside models of these names. Raises ConfigError."""
+        """The adapters to load at the start; `served` are the base's names. Raises ConfigError."""
         modules = [m for text in self.lora_modules or () for m in parse_lora_modules(text)]
         names = set(served)
         for module in modules:
@@ -223,7 +223,7 @@ class ServeFlags:
         return modules
 
     def allowed(self) -> Allowed:
-        """From where clients may load adapters beside folders. Raises ConfigError."""
+        """The URIs from which clients may load adapters. Raises ConfigError."""
         return Allowed(e for given in self.allow_sources or () for e in given.split(",") if e)
 
     def tenants_file(self) -> TenantsFile | None:
@@ -239,7 +239,7 @@ class ServeFlags:
         return TenantsFile(self.tenants, roots)
 
     def fleet_args(self) -> FleetArgs | None:
-        """How the server is a part of a fleet; None: it stands alone. Raises ConfigError."""
+        """The server's part in a fleet; None if it is alone. Raises ConfigError."""
         if self.fleet is None or self.fleet_key is None:
             for name in FLEET_ONLY:
                 if getattr(self, name):
@@ -262,7 +262,7 @@ class ServeFlags:
         )
 
     def shared_registry(self) -> SharedRegistry | None:
-        """The registry that this server is to follow, which is read. Raises ConfigError,
+        """Open and read the registry that this server follows. Raises ConfigError,
         RegistryUnavailable."""
         if self.registry is None:
             return None
@@ -280,8 +280,8 @@ class ServeFlags:
         return SharedRegistry(open_store(self.registry))
 
     def shared_tenants(self, shared: SharedRegistry) -> SharedTenants:
-        """The tenants of that registry. A key of --api-key is the operator's, and may do
-        everything beside them."""
+        """The tenants of that registry. Keys of --api-key are the operator's, and may do
+        everything."""
         from weft.api.settings import parse_key
         from weft.registry.shared_tenants import SharedTenants
 
@@ -314,7 +314,7 @@ class ServeFlags:
         return keys
 
     def roots(self, modules: Iterable[LoraModule]) -> AdapterRoots:
-        """What may be read while serving: --lora-root, and the folders of the modules."""
+        """The folders that a running server may read: --lora-root, and those of the modules."""
         roots = [root.expanduser() for root in self.lora_root or ()]
         for root in roots:
             if not root.is_dir():

@@ -1,5 +1,5 @@
-"""The connections of clients: how many there may be, how long one may take to ask something, and
-whose requests are begun next.
+"""The connections of clients: how many may be open, how long a client may take to send a request,
+and which tenant's request is begun next.
 
 uvicorn parses and answers; it has no limits of its own for clients that connect and say nothing.
 `http_config` makes the configuration of all servers of the application.
@@ -40,13 +40,13 @@ KEEP_ALIVE_S = 75
 """How long an idle connection stays open. Clients and proxies keep theirs for up to a minute, and
 must be the first to close: a request that crosses the server's close is lost."""
 MAX_FILES = 1 << 20
-"""The most open files that a process asks for; the system may allow any number."""
+"""The most open files that this process asks for; the system may allow more."""
 RESERVED_FILES = 256
-"""Open files that connections leave to all else, such as an engine that is started again."""
+"""Open files kept free for everything but connections, such as an engine that is restarted."""
 SPARE = 32
 """Connections beyond the limit, on which only probes are answered."""
 WARN_S = 10.0
-"""How often the log tells of refused connections, at most."""
+"""The shortest time between two log lines about refused connections."""
 BEGUN_EACH = 1
 """How many requests of one tenant are begun in one pass of the event loop. Each takes about a
 millisecond, for which all streams wait."""
@@ -56,7 +56,7 @@ _KEY = re.compile(
     rb"\r\n(?:authorization:[ \t]*bearer[ \t]+|x-api-key:[ \t]*)([^\r\n]+)", re.IGNORECASE
 )
 _KEY_WITHIN = 8192
-"""In how many bytes of a head the key is looked for."""
+"""How many bytes of a request's head are searched for the key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,11 +86,11 @@ def connection_limits(per_address: int | None = None) -> ConnectionLimits:
 def http_config(
     app: FastAPI, limits: ConnectionLimits | None = None, **options: Any
 ) -> uvicorn.Config:
-    """What is the same for all servers of the application.
+    """The configuration that all servers of the application share.
 
-    They parse with h11 also where httptools is installed: that takes a fifth less time for a chunk,
-    but loses the body of a request that offers HTTP/2, as Java's client does, and lets a head grow
-    without bound.
+    They parse with h11 even if httptools is installed. httptools takes a fifth less time for a
+    chunk, but loses the body of a request that offers HTTP/2, as Java's client does, and lets a
+    head grow without bound.
     """
     entrance = Entrance(limits or connection_limits(), app.state.tenant_of_key)
     return uvicorn.Config(
@@ -119,7 +119,7 @@ class Places:
         self._open: dict[ClientConnection, str] = {}
         """All connections, with the address that each is counted for."""
         self._waiting: dict[ClientConnection, None] = {}
-        """Those without a request under way, that first which has waited longest."""
+        """Those without a request under way, the one that has been idle for longest first."""
         self._spare: set[ClientConnection] = set()
         """Those that came when all places were taken."""
         self._warned_s = -WARN_S
@@ -204,9 +204,9 @@ class Entrance:
         self._in_turn = FairCalls(BEGUN_EACH, BEGUN_ALONE)
 
     def begin(self, head: bytes, call: Callable[[], object]) -> Callable[[], None]:
-        """Call this when it is the turn of the tenant who sends this head of a request, as far as
-        the head is there. It is only a look at who may send it: nobody is let in for it. What is
-        returned is to be called when the request has ended."""
+        """Have `call` called at the turn of the tenant whose key is in `head`, the part of a
+        request's head received so far. The key only decides the turn, and grants nothing. The
+        returned function must be called when the request has ended."""
         found = _KEY.search(head)
         tenant = self._tenant_of_key(found[1].strip()) if found else ""
         self._in_turn.enter(tenant)
@@ -215,9 +215,9 @@ class Entrance:
 
 
 class ClientConnection(H11Protocol):
-    """A connection whose client has to be done with a head in time. Tenants take turns to have
-    their requests parsed and begun. A request that states its length in two ways is answered, and
-    the last on its connection (RFC 9112, 6.1)."""
+    """A connection whose client must send each head in time. Tenants take turns to have their
+    requests parsed and begun. A request that states its length in two ways is answered, but is the
+    last on its connection (RFC 9112, 6.1)."""
 
     def __init__(self, entrance: Entrance, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -229,7 +229,7 @@ class ClientConnection(H11Protocol):
         """The newest request that `handle_events` found."""
         self._head_timer: asyncio.TimerHandle | None = None
         self._leave: Callable[[], None] | None = None
-        """Says that the request which is under way, or in line, has ended."""
+        """To be called when the request under way, or waiting for its turn, has ended."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -298,7 +298,7 @@ class ClientConnection(H11Protocol):
             self._leave = None
 
     def close_idle(self) -> None:
-        """Close it for others; nothing is under way on it."""
+        """Close the connection, which has no request under way, to make room for others."""
         self.transport.abort()
 
     @property

@@ -1,4 +1,4 @@
-"""Ends a process in time after it was told to end, whatever hangs in it."""
+"""Makes a process end in time once it was told to, whatever hangs in it."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def end_within(limit_s: float) -> None:
     """From now on the process has this long to end by itself. Then it is ended with status 1, and
     stderr tells where its threads were.
 
-    A thread does that, and if none can run since something holds the interpreter, a timer of
-    `faulthandler`, which needs no interpreter.
+    A thread does that or, if none can run because something holds the GIL, a timer of
+    `faulthandler`, which does not need it.
     """
     faulthandler.dump_traceback_later(limit_s, exit=True)
     timer = threading.Timer(max(limit_s - BACKSTOP_S, 0.0), _end, (limit_s,))

@@ -37,8 +37,8 @@ async def start_engine(
 
 
 def leave_fleet(engine: Supervisor | FleetClient) -> None:
-    """If this is a node of a fleet, let all requests that it has go elsewhere, those of its own
-    clients too."""
+    """If this is a node of a fleet, move all its requests to other nodes, including its own
+    clients'."""
     if not isinstance(engine, Supervisor) and engine.own is not None:
         engine.own.drain(True)
 

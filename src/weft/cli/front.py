@@ -55,8 +55,8 @@ class FrontDoor:
         await self._tell()
 
     def renew(self) -> None:
-        """Go on in a new audit log if the old one was moved away, and read the tenants again. What
-        can't be read stays as it was, and the log says why."""
+        """Open a new audit log if the old one was moved away, and read the tenants again. Whatever
+        can't be read stays as it was, and the server's log says why."""
         if not self._reloads:
             logger.info("SIGHUP renews --tenants and --audit-log, and neither is given")
         try:
@@ -76,7 +76,7 @@ class FrontDoor:
         self._changed(changes, source)
 
     def follow(self) -> None:
-        """Take over what the registry says of the tenants by now, if they come from there."""
+        """Take over the newest tenants of the registry, if they come from there."""
         if isinstance(self.tenants, SharedTenants) and (changes := self.tenants.update()):
             self._changed(changes, "the registry")
 

@@ -129,7 +129,7 @@ class _Model(TemplateLM):  # type: ignore[misc]
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that is scored from its first token on."""
+        """The token before a text that is scored from its first token on."""
         bos = self._tokenizer.bos_id
         return self.eot_token_id if bos is None else bos
 

@@ -163,8 +163,8 @@ def migrate(
 
 
 def instead_of(flag: str, own: Iterable[str]) -> str | None:
-    """What takes the place of a flag that other servers have. None if they have none of this name,
-    nor one that is nearer to it than those of `own` are."""
+    """Advice on what to use instead of another server's flag, even if it is misspelled. None for a
+    flag that resembles none of those, or one of `own` more."""
     others = {*BASE, *RENAMED, *NEEDLESS, *MISSING}.difference(own)
     if flag not in others:
         flag = next(iter(get_close_matches(flag, [*own, *others], n=1, cutoff=0.75)), "")

@@ -66,7 +66,7 @@ class Scrape:
         return Scrape(self.time_s, kept)
 
     def since(self, before: Scrape) -> Scrape:
-        """What counters have gained; one that is smaller than before began anew."""
+        """The increases of counters; one that is smaller than before was restarted at 0."""
         gained = {
             name: {
                 labels: value - old if value >= (old := then.get(labels, 0.0)) else value
