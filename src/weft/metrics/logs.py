@@ -19,7 +19,7 @@ from weft.core.adapters import AdapterRef
 from weft.core.sampling import SamplingParams
 
 CHATTY = ("httpx", "httpcore", "asyncio", "opentelemetry", "urllib3")
-"""Loggers of which only warnings are of interest."""
+"""Loggers that are too verbose below warnings."""
 
 request_id_var: ContextVar[str | None] = ContextVar("request_id", default=None)
 """The id of the HTTP request that is being answered, as its client knows it, for logs. Clients
@@ -27,13 +27,13 @@ choose it: it is not unique."""
 
 _requests = logging.getLogger("weft.request")
 _OWN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
-"""What every LogRecord has; all others are somebody's `extra`."""
+"""The attributes of every LogRecord; all others are `extra` fields."""
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What is known of a request to the engine. Times are seconds from `start_unix_s`, or None
-    where it did not get that far."""
+    """What is known of a request to the engine. Times are in seconds from `start_unix_s`; None if
+    the request did not get that far."""
 
     request_id: str
     model: str
@@ -101,9 +101,9 @@ def _extra(record: logging.LogRecord) -> dict[str, object]:
 
 
 class UnblockedHandler(logging.StreamHandler[TextIO]):
-    """Writes to stderr, but does not wait for long if that takes nothing: it may be a pipe that
-    nobody reads any more, or a terminal that was stopped. Until stderr takes something again, lines
-    are left out and counted."""
+    """Writes to stderr, but does not wait for long if stderr is blocked, as a pipe that nobody
+    reads, or a terminal that was stopped. Until it accepts data again, lines are dropped and
+    counted."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -129,7 +129,7 @@ class UnblockedHandler(logging.StreamHandler[TextIO]):
             self.handleError(record)
 
     def _content(self, record: logging.LogRecord) -> bytes:
-        """The record's line, behind one that tells what was lost."""
+        """The record's line, preceded by one that says how many were dropped."""
         text = self.format(record) + self.terminator
         if self._num_lost:
             message = "%d lines of the log are lost, as there was no room for them"

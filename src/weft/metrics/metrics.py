@@ -238,7 +238,7 @@ class Metrics:
         return generate_latest(self._registry) + out.encode()
 
     def _count_evictions(self, stats: EngineStats, names_of: Mapping[str, list[str]]) -> None:
-        """Count what was evicted since the last scrape. A restarted engine counts from 0 again."""
+        """Count the evictions since the last scrape. A restarted engine counts from 0 again."""
         before, self._evictions = self._evictions, {}
         for digest, adapter in stats.adapters.items():
             total = self._evictions[digest] = adapter.num_evictions

@@ -48,7 +48,7 @@ _QUEUE_S = Bounds(0.01, 0.1, 1.0, 10.0)
 
 
 class Tally:
-    """What is counted in the series of one label."""
+    """The counts of one label's series."""
 
     __slots__ = (
         "evictions",
@@ -154,7 +154,7 @@ class Tallies:
             self._leaving[name] = self._own.pop(name)
 
     def _weight(self, name: str) -> tuple[float, str]:
-        """What the busiest are sorted by: requests of late, then the name."""
+        """The key by which adapters are sorted by traffic: recent requests, then the name."""
         return self._score.get(name, 0.0) * (HOLD if name in self._own else 1.0), name
 
     def _fade(self, factor: float) -> None:
