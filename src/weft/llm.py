@@ -32,7 +32,7 @@ AdapterChoice = str | Sequence[WeightedAdapter] | None
 T = TypeVar("T")
 
 _MEMORY = "memory"
-"""The root of adapters that come from no folder."""
+"""Shown as the source of adapters that were loaded from memory."""
 
 
 @dataclass(slots=True)
@@ -162,7 +162,7 @@ class LLM:
         *,
         pinned: bool = False,
     ) -> AdapterRef:
-        """Load an adapter from memory under `name`, and replace what has that name.
+        """Load an adapter from memory under `name`, replacing any earlier version of it.
 
             config = model.peft_config["default"].to_dict()
             tensors = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -332,7 +332,7 @@ def _is_choice(value: object) -> bool:
 def _each(
     given: Any, is_one: Callable[[object], bool], count: int, name: str, what: str
 ) -> list[Any]:
-    """One for each prompt: what is given, if that is one for all, else its items."""
+    """A list with one value for each prompt, from one value for all of them or a sequence."""
     values = [given] * count if is_one(given) else given
     if not (isinstance(values, Sequence) and all(map(is_one, values))):
         raise InvalidRequest(f"{name} must be {what}, or one of these for each prompt", name)

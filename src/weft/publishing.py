@@ -125,8 +125,8 @@ def files_of_tensors(config: Mapping[str, object] | None, tensors: Mapping[str, 
 
 
 def check(files: Files, base: str | None) -> str:
-    """Raise AdapterInvalid for what no server would serve, or none with this base. Returns the
-    base if the adapter was compared with it."""
+    """Raise AdapterInvalid for files that no server would serve, or none with this base. Returns
+    the base if the adapter was checked against it, else ""."""
     from weft.checkpoint.read import AdapterFiles
     from weft.registry.contents import check_files
 
