@@ -41,7 +41,7 @@ class Outcome:
 
     model: str
     due_s: float
-    """When it was to be sent: latency counts from then, also if the client itself was late."""
+    """When it should have been sent: latency counts from then, even if the client was late."""
     sent_s: float | None = None
     chunk_s: list[float] = field(default_factory=list)
     """When each chunk with output came."""

@@ -1,4 +1,4 @@
-"""The engine's scheduler, made fast for simulations: what needs no decision is not planned.
+"""The engine's scheduler, made fast for simulations: steps that need no decision are not planned.
 
 Most of a step's plan is one more token for each running request. In a simulation such requests
 *coast*: it is worked out when they will end, and nothing else is done about them until then.

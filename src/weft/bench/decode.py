@@ -177,7 +177,7 @@ class _DecodeWork:
         return cls(row, prompts, [None if i is None else adapter_name(i) for i in indices])
 
     def seconds(self, llm: LLM, num_tokens: int) -> float:
-        """Run until every request has `count` more tokens, and return how long it took."""
+        """Run until every request has `num_tokens` tokens. Returns how many seconds that took."""
         params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
         started = time.perf_counter()
         outputs = llm.generate(self.prompts, params, self.adapters)

@@ -1,4 +1,4 @@
-"""Runs an engine in this thread: asks it at given times, and notes when its answers come."""
+"""Runs an engine in this thread: submits requests at given times, and notes when answers come."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BENCH = "bench"
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A request: greedy, of exactly so many tokens."""
+    """A greedy request with an output of exactly this many tokens."""
 
     prompt_ids: list[int]
     num_tokens: int
@@ -74,7 +74,7 @@ class Driver:
     def __init__(self, engine: Engine, wakeups: SimpleQueue[None]) -> None:
         self.engine = engine
         self.host_s = 0.0
-        """How long the engine's steps took in all, without what they waited for the device."""
+        """How long all of the engine's steps took, without their waits for the device."""
         self._wakeups = wakeups
         self._ids = itertools.count()
 

@@ -19,11 +19,11 @@ their node is lost, or because theirs is to be left idle, where nobody waits for
 
 @dataclass(frozen=True, slots=True)
 class PlannedMove:
-    """A request goes on at another node."""
+    """A decision to move a request to another node."""
 
     request_id: str
     node: str | None
-    """None: no node takes it now. It stays where it is, or is tried again later."""
+    """The node; None if no node takes it now: it stays where it is, or is tried again later."""
     at_s: float
     """When to send it there. If the node that it leaves is alive, it goes on there until then."""
 

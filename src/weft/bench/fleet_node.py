@@ -141,8 +141,8 @@ class _Scheduler(CoastingScheduler):
 
 
 class _Changes(Generic[T]):
-    """What a node has told of a set, and what of it may have changed since, so that reports need
-    not compare everything."""
+    """What a node has reported of a set, and which elements may have changed since, so that reports
+    need not compare everything."""
 
     def __init__(self, key_of: Callable[[T], int], has: Callable[[T], bool]) -> None:
         """`key_of`: the key by which an element is told. `has`: whether it is in the set now."""

@@ -1,4 +1,4 @@
-"""The fewest loads with which a cache that knows the future serves a sequence of uses."""
+"""The fewest loads that a sequence of uses costs a cache that knows the future."""
 
 from __future__ import annotations
 

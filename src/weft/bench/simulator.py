@@ -317,7 +317,7 @@ def jain(shares: list[float]) -> float:
 
 
 def gap(shares: list[float]) -> float:
-    """How much more than the least the most is, as a part of the mean."""
+    """The difference between the largest and the smallest share, divided by the mean."""
     total = sum(shares)
     return (max(shares) - min(shares)) * len(shares) / total if total else 0.0
 
