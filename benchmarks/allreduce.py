@@ -147,8 +147,8 @@ class Bench:
         return found
 
     def sums(self, rows: int) -> dict[str, Sum]:
-        """By name. Torch's operations sum what lies in shared memory, where it is when they are
-        timed, as a product would write it there."""
+        """The sums by name. Torch's operations sum rows in shared memory, to which a product would
+        write them; copying them there is not timed."""
         torch_ops, group = torch.ops.symm_mem, dist.group.WORLD.group_name
         shared = self.shared[:rows]
 

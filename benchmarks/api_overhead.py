@@ -122,7 +122,7 @@ async def ask(port: int, route: str, body: dict[str, object]) -> int:
 
 @asynccontextmanager
 async def server(step_s: float) -> AsyncIterator[tuple[int, Callable[[], float]]]:
-    """The port of a server in a new process, and what tells how much CPU time it has had."""
+    """The port of a server in a new process, and a function that returns its CPU time so far."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve, args=(theirs, step_s), daemon=True)
@@ -141,7 +141,7 @@ async def server(step_s: float) -> AsyncIterator[tuple[int, Callable[[], float]]
 
 
 class MadeUpEngine:
-    """The link to an engine that has the same to say, over and over."""
+    """The link to an engine that sends the same tokens over and over."""
 
     def __init__(self, client: LinkClient, step_s: float, says: list[int]) -> None:
         self._client = client
@@ -149,7 +149,7 @@ class MadeUpEngine:
         self._says = itertools.cycle(says)
         self._due_s = 0.0
         self._left: dict[str, int] = {}
-        """Tokens to come of each open request."""
+        """How many tokens each open request has yet to get."""
         self._asked = asyncio.Event()
         self._task = asyncio.create_task(self._run())
 

@@ -56,7 +56,7 @@ MAX_SEQS, MAX_GRAPH_TOKENS = 256, 1024
 BATCHES = (1, 8, 32, 64, 256)
 CONTEXTS = (200, 1000, 4000)
 CACHED_BYTES = 256 << 20
-"""Of the layers of a graph, at least: several times what the L2 cache holds."""
+"""The least size of the layers' caches in a graph: several times the L2 cache."""
 MAX_LAYERS = 256
 WORKSPACE_BYTES = 512 << 20
 
@@ -68,7 +68,7 @@ class Case(NamedTuple):
     name: str
     query_lens: list[int]
     lengths: list[int]
-    """Of contexts, including the queries."""
+    """Lengths of the contexts, including the queries."""
 
     @property
     def num_tokens(self) -> int:
@@ -84,12 +84,12 @@ class Case(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """That one layer has to read and write."""
+        """How many bytes one layer has to read and write."""
         return 4 * HEAD_DIM * (KV_HEADS * sum(self.lengths) + HEADS * self.num_tokens)
 
     @property
     def num_flops(self) -> int:
-        """Of one layer, of what the causal mask leaves."""
+        """How many operations one layer takes, for what the causal mask leaves."""
         pairs = zip(self.query_lens, self.lengths, strict=True)
         return 4 * HEADS * HEAD_DIM * sum(q * n - q * (q - 1) // 2 for q, n in pairs)
 
@@ -216,7 +216,7 @@ def num_layers(case: Case) -> int:
 
 
 def work_of(case: Case, batch: AttentionBatch, device: torch.device) -> RowWork | None:
-    """As the graph of a step of that size has it; None: there is none."""
+    """The work as in the graph of a step of that size; None if there is none."""
     if case.is_decode:
         return RowWork(case.num_tokens, None, None)
     if case.num_tokens not in token_sizes(MAX_GRAPH_TOKENS):
@@ -232,7 +232,7 @@ def work_of(case: Case, batch: AttentionBatch, device: torch.device) -> RowWork 
 
 
 def median_ms(bodies: list[Callable[[], Tensor]], replays: int = 25) -> float:
-    """Of a graph of all of them."""
+    """The median time of a graph of all `bodies`, in milliseconds."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -254,7 +254,7 @@ def median_ms(bodies: list[Callable[[], Tensor]], replays: int = 25) -> float:
 
 
 def median_us(call: Callable[[], None], repeats: int = 20) -> float:
-    """Of the host, after one call to warm up."""
+    """The median time on the host, in microseconds, after one call to warm up."""
     times = []
     for _ in range(repeats + 1):
         torch.cuda.synchronize()

@@ -47,7 +47,7 @@ def pieces(pattern: str, count: int, seed: int) -> list[list[int]]:
 
 
 def answer(task: str, piece: Tensor) -> Tensor:
-    """What the model is to say."""
+    """The answer that the model should give."""
     return piece if task == "extract" else piece + (piece % REPLACED == 0).long()
 
 

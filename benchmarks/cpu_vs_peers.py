@@ -99,7 +99,7 @@ class Server:
     """Without the port."""
     environment: dict[str, str]
     body: Callable[[Request], dict[str, object]]
-    """What names the adapter of a request, and whatever else only this server needs."""
+    """The fields that name a request's adapter, and others that only this server needs."""
     tokens: Callable[[str, Request], list[int]]
     """Ask the server at this URL, and return the output tokens."""
 

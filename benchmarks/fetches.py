@@ -48,7 +48,7 @@ FETCHERS = (0, 1, 4)
 
 
 class PacedEngine:
-    """What a node knows of an engine that gives each request a token in each step: the time."""
+    """Stands in for a node's engine: in each step, each request gets a token, the current time."""
 
     def __init__(self) -> None:
         self.info, self.alive, self.restarts = INFO, True, 0

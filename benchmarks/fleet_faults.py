@@ -43,17 +43,17 @@ PATIENCE_S = 60.0
 
 
 class Campaign:
-    """Streams beside each other, and what became of them."""
+    """Concurrent streams, and their results."""
 
     def __init__(self, fleet: RealFleet, requests: list[EngineRequest], expected: list[Outcome]):
         self.fleet = fleet
         self.requests = requests
         self.expected = expected
         self.found: list[tuple[Outcome, Outcome]] = []
-        """What was to be, and what was."""
+        """For each stream, the expected outcome and the actual one."""
         self.faults: Counter[str] = Counter()
         self._suffering: set[str] = set()
-        """The names of nodes to which something happens now."""
+        """The names of the nodes that have a fault now."""
 
     async def run(self, args: argparse.Namespace) -> float:
         """Run the streams, and return how many seconds that took."""

@@ -65,7 +65,7 @@ class Bench:
         self.rows = RowState(size, MAX_MODEL_LEN, BLOCK_SIZE, VOCAB_SIZE)
         self.seconds: dict[str, list[float]] = {"plan": [], "build": [], "commit": []}
         self.order_s: list[float] = []
-        """What it took to pack the order of each step."""
+        """How long it took to pack each step's inputs for other ranks."""
         self._newest: StepInputs | None = None
         refs = [_resident(slots, i) for i in range(NUM_ADAPTERS)]
         for i in range(size):
@@ -102,7 +102,7 @@ class Hit:
         self.seconds: dict[str, list[float]] = {"submit": [], "plan": [], "build": []}
 
     def run(self, name: str) -> int:
-        """Have the prompt answered with one token. How many of its tokens were cached."""
+        """Have the prompt answered with one token. Returns how many of its tokens were cached."""
         request = EngineRequest(name, list(self._prompt), SamplingParams(1), seed=0)
         marks = [time.perf_counter()]
         self._scheduler.add(request)

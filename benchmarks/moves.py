@@ -51,7 +51,8 @@ PATIENCE_S = 100.0
 async def start_node(
     number: int, port: int, model: str, folder: Path, args: argparse.Namespace
 ) -> asyncio.subprocess.Process:
-    """Its KV cache holds a longest context for each seat, whatever others have of the device."""
+    """Start a node with a KV cache for the longest context in each seat, however full the device
+    is."""
     longest = max(map(int, args.contexts.split(","))) + BEFORE + AFTER
     flags = ["--no-api", "--fleet", str(folder / "nodes"), "--fleet-key", str(folder / "key")]
     flags += ["--fleet-listen", f"127.0.0.1:{port}", "--node-name", f"n{number}"]
@@ -77,13 +78,13 @@ async def until_whole(client: FleetClient, nodes: list[asyncio.subprocess.Proces
 
 @dataclass(frozen=True)
 class Streamed:
-    """What became of a request; times in milliseconds."""
+    """A request's output and times, in milliseconds."""
 
     tokens: list[int]
     first_ms: float
     """Until its first token."""
     gap_ms: float
-    """The longest pause since it was to move; 0 if it was not."""
+    """The longest pause since it was told to move; 0 if it was not."""
     usual_ms: float
     """The median pause between two tokens."""
 

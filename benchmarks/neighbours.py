@@ -386,7 +386,7 @@ class Row:
 
 @contextlib.contextmanager
 def serving(command: list[str], root: Path) -> Iterator[str]:
-    """A server that this command starts, with its flags; its URL."""
+    """A context with a server that this command and its flags start; its URL."""
     keys = ["--api-key", f"victim={VICTIM}", "--api-key", f"attacker={ATTACKER}"]
     log = root / "server.log"
     with log.open("wb") as out:
