@@ -46,7 +46,7 @@ DOOMED = "doomed/"
 RESCUED, SWEPT = b"rescued", b"swept"
 """The two verdicts on content that a collector wants to remove; see `weft.registry.sweep`."""
 ATTEMPTS = 3
-"""How many attempts in a row may fail to continue a download."""
+"""How many attempts in a row may fail without a further byte of a download."""
 
 
 class Claim(msgspec.Struct, frozen=True):
