@@ -1,4 +1,4 @@
-"""Records of adapters as requests, registries and engines name them."""
+"""Records by which requests, registries and engines name adapters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class AdapterRef:
     """One immutable adapter version. `digest` (sha256, hex) keys slots, KV and images."""
 
     name: str
-    """That of a version in a shared registry has its number too: `acme/sql@v7`."""
+    """In a shared registry, the name includes the version's number: `acme/sql@v7`."""
     version: int
     digest: str
 
@@ -44,22 +44,22 @@ class AdapterSource:
     root: str = "/"
     """The folder outside of which nothing may be opened."""
     identity: tuple[int, int] | None = None
-    """`Folder.identity` of the folder that is meant, as its name may come to mean another."""
+    """`Folder.identity` of the folder that is meant: later, its path may lead to another one."""
     peers: tuple[str, ...] = ()
     """HOST:PORT of other nodes that have the content."""
     listing: str = ""
     """See `weft.registry.records.Version.listing`."""
 
     def again(self, digest: str | None = None, checked: bool = False) -> AdapterSource:
-        """The same place at a later time, when the content alone says whether it is the same."""
+        """The same folder, to be read later: then its digest alone says whether it is unchanged."""
         listing = self.listing if digest == self.digest else ""
         return AdapterSource(self.path, digest, checked, self.root, listing=listing)
 
 
 @dataclass(frozen=True, slots=True)
 class ClassHead:
-    """What an adapter that was trained to classify texts has for it: a matrix (labels, hidden),
-    which the hidden state of a text's last token is multiplied by."""
+    """The classification head of an adapter that was trained to classify texts: a matrix (labels,
+    hidden), by which the hidden state of a text's last token is multiplied."""
 
     num_labels: int
     weight: bytes
@@ -77,24 +77,24 @@ class AdapterInfo:
     targets: tuple[str, ...]
     """Names of the adapted projections without the layer, e.g. ("q_proj", "v_proj")."""
     conversion_error: float = 0.0
-    """How far the LoRA that is served for an adapter of another kind is off, as the relative
-    Frobenius norm in its worst target; 0 if it is exact."""
+    """For an adapter of another kind that is served as a LoRA: the error of this LoRA, as the
+    relative Frobenius norm in its worst target; 0 if it is exact."""
     conversion_worst: str = ""
     """The target with that error."""
     invocation_token_ids: tuple[int, ...] = ()
     """The tokens that activate it: it is active from where they occur last in the prompt, and
     nowhere without them. Empty if it is active everywhere."""
     vocab_size: int = 0
-    """The size of its vocabulary if that is another than the base's, else 0."""
+    """The size of its vocabulary if it differs from the base's, else 0."""
     checked: bool = False
-    """Whether the device was seen to compute it as its files say."""
+    """Whether a check has shown that the device computes it as its files say."""
     head: ClassHead | None = None
-    """It is applied by who publishes the adapter: engines know nothing of it."""
+    """It is applied outside of the engine, which knows nothing of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterPart:
-    """One of several adapters that are summed, and what its part is multiplied by."""
+    """One of several adapters that are summed, and the factor of its part."""
 
     ref: AdapterRef
     scale: float
@@ -102,8 +102,8 @@ class AdapterPart:
 
 @dataclass(frozen=True, slots=True)
 class WeightedAdapter:
-    """An adapter by its name, and what its part of a sum is multiplied by: any number from
-    -MAX_SCALE to MAX_SCALE. Raises InvalidRequest."""
+    """An adapter by its name, and the factor of its part in a sum: a number from -MAX_SCALE to
+    MAX_SCALE. Raises InvalidRequest for any other scale."""
 
     name: str
     scale: float = 1.0
@@ -119,7 +119,7 @@ class WeightedAdapter:
 
 
 def check_parts(adapters: Sequence[WeightedAdapter]) -> None:
-    """Raises InvalidRequest unless there are 1 to MAX_PARTS of them, each under its own name."""
+    """Raises InvalidRequest unless there are 1 to MAX_PARTS adapters, all with different names."""
     if not 1 <= len(adapters) <= MAX_PARTS:
         message = f"adapters must hold 1 to {MAX_PARTS} adapters, got {len(adapters)}"
         raise InvalidRequest(message, "adapters")
@@ -131,11 +131,11 @@ def check_parts(adapters: Sequence[WeightedAdapter]) -> None:
 
 
 def sum_of(parts: Sequence[AdapterPart]) -> tuple[AdapterRef, tuple[AdapterPart, ...]]:
-    """What stands for the weighted sum of these, in whatever order they are, and the parts in
-    the order in which they are added up.
+    """The AdapterRef of a weighted sum, whatever the order of `parts`, and the parts in the order
+    in which they are added up.
 
-    Its digest is of the parts' digests and scales. Its name is of all names, joined by commas,
-    which are in no adapter's own; its version is 0.
+    The digest is made of the parts' digests and scales. The name is all their names, joined by
+    commas, which no adapter's own name contains. The version is 0.
     """
     ordered = tuple(sorted(parts, key=lambda part: (part.ref.digest, part.scale)))
     said = ["weighted sum", *([part.ref.digest, float(part.scale).hex()] for part in ordered)]

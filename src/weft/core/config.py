@@ -1,6 +1,6 @@
-"""Configuration of the engine: frozen, validated where built, never changed afterwards.
+"""Configuration of the engine: frozen dataclasses that validate themselves when they are built.
 
-`weft serve --help` says what each field does; docstrings here add what that leaves out.
+`weft serve --help` says what each field does; docstrings here add what the help leaves out.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_THREADS = 1024
 MAX_ADDED_TOKENS = 256
 """Default of `LoraArgs.max_added_tokens`."""
 LORA_BACKENDS = "weft.lora_backends"
-"""The group of entry points of LoRA backends that others bring."""
+"""The group of entry points by which other packages bring LoRA backends."""
 
 BYTES = frozenset(
     {
@@ -82,20 +82,20 @@ class LoraArgs:
     """Limits of the adapter memory."""
 
     max_loras: int = 256
-    """Distinct adapters in one batch; sizes no buffer."""
+    """The most distinct adapters in one batch; no buffer's size depends on it."""
     adapter_host_memory: int | None = None
-    """Bytes. Pinned adapters and those that have no folder are held besides."""
+    """Bytes. Pinned adapters, and those that have no folder, come on top."""
     adapter_cache_dir: str | None = None
     adapter_cache_bytes: int = 32 << 30
     max_lora_rank: int = MAX_RANK
     conversion_tolerance: float = 1e-3
     max_added_tokens: int = MAX_ADDED_TOKENS
     adapter_memory: int | float | None = None
-    """Bytes, or a fraction (below 1) of all that the device has, of the machine's on a CPU."""
+    """Bytes, or a fraction (below 1) of the device's whole memory, or of the machine's on a CPU."""
     eviction_policy: str = "cost"
     """A name in the table of `weft.schedule.policy`."""
     max_adapter_wait: float = 2.0
-    """Half of that before, the other adapter takes no new requests."""
+    """Seconds. After half of them, the adapters that have to make way take no new requests."""
     self_check: bool = True
     fully_sharded_loras: bool = False
     lora_backend: str = "auto"
@@ -185,7 +185,7 @@ class KvEventsArgs:
     replay_endpoint: str | None = None
     """Where missed messages can be asked for."""
     buffer_steps: int = 10_000
-    """How many messages are kept for that."""
+    """How many messages are kept for `replay_endpoint`."""
     hwm: int = 100_000
     """How many messages may wait for a subscriber."""
     topic: str = ""
@@ -196,7 +196,7 @@ class KvEventsArgs:
 
 @dataclass(frozen=True, slots=True)
 class EngineArgs:
-    """All that starts an engine."""
+    """All arguments of an engine."""
 
     model: ModelArgs
     lora: LoraArgs = field(default_factory=LoraArgs)

@@ -1,4 +1,4 @@
-"""Lets what a process does again and again go on after an error that nobody expected."""
+"""Lets work that a process repeats continue after an unexpected error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def going_on(trouble: str) -> Iterator[None]:
-    """A context that any error ends early, and that the program goes on behind. The error is logged
+    """A context that swallows any Exception: the program continues behind it. The error is logged
     with `trouble`, which says what is not done because of it."""
     try:
         yield

@@ -1,4 +1,4 @@
-"""Runs callers' work on the event loop in turns, so that none has to wait for all of another's."""
+"""Runs tenants' work on the event loop in turns, so that none waits for all work of another."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ Call = Callable[[], object]
 
 
 class FairCalls:
-    """Calls on the running event loop, of which each pass of the loop makes a few for each tenant.
+    """Makes calls on the running event loop: in each pass of the loop, a few for each tenant.
 
-    One pass does all that is ready before it looks at anything else, so what a tenant has ready is
-    what others wait for. The rest of a tenant's calls waits here, in its order:
+    A pass of the loop runs everything that is ready, so without this, each tenant would wait for
+    all that another has ready. Here, the rest of a tenant's calls waits, in order:
 
         ready at once    a1 a2 a3 a4 a5 a6   b1
         passes           a1 a2 b1 │ a3 a4 │ a5 a6        with two of each tenant
 
-    Tenants enter before their calls, and leave after them. One who is alone there makes nobody
-    wait but those who are still to come, and has more calls made in a pass, as fewer passes for
-    the same calls cost less.
+    Tenants enter before their calls, and leave after them. A tenant that is alone keeps only
+    newcomers waiting, so it has more calls made in a pass: fewer passes for the same calls cost
+    less.
     """
 
     def __init__(self, most_each: int, most_alone: int) -> None:
@@ -33,7 +33,7 @@ class FairCalls:
         """How often each tenant has entered and not left."""
 
     def enter(self, tenant: str) -> None:
-        """The tenant is there until it has left as often as it entered."""
+        """The tenant counts as present until it has left as often as it entered."""
         self._there[tenant] += 1
 
     def leave(self, tenant: str) -> None:
@@ -42,7 +42,7 @@ class FairCalls:
             del self._there[tenant]
 
     def call(self, tenant: str, call: Call) -> None:
-        """Call this now, or in a later pass if the tenant has had its calls in this one."""
+        """Make this call now, or in a later pass if the tenant has had its calls in this one."""
         made = self._made.get(tenant, 0)
         if made < self._most(tenant) and tenant not in self._waiting:
             if not self._made:

@@ -30,14 +30,14 @@ MAX_BYTES = {
     "added_tokens.json": 8 << 20,
     "chat_template.jinja": 1 << 20,
 }
-"""How large these files may be. What the weights may have depends on where they go."""
+"""How large these files may be. The limit of the weights depends on where they go."""
 
 
 def content_digest(config: bytes, weights: Iterable[bytes | memoryview], num_bytes: int) -> str:
-    """The digest by which an adapter's content is known everywhere: sha256 (hex) over, for the
-    config and the weights in this order, the length as 8 bytes, little endian, then the bytes.
+    """The digest by which an adapter's content is known everywhere: sha256 (hex) of the config and
+    then the weights, each preceded by its length in 8 bytes, little endian.
 
-    `weights` are the bytes of that file in as many pieces as they come, `num_bytes` in all.
+    `weights` are the bytes of the weights' file in any number of pieces, `num_bytes` in all.
     """
     sha = hashlib.sha256(len(config).to_bytes(8, "little"))
     sha.update(config)

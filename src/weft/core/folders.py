@@ -1,7 +1,7 @@
-"""Opens folders that strangers may write to beneath a root, and reads them by descriptor.
+"""Opens folders beneath a root that strangers may write to, and reads them by descriptor.
 
-A path is only a name: what it names may be another file at each look. So a path is followed part
-by part, each part opened in the folder before it, and everything later is asked of the descriptors:
+A path may lead to another file at each look. So it is followed part by part, each part is opened
+in the folder before it, and everything later uses these descriptors instead of the path:
 
     /srv/adapters (the root)        "..", and links, lead to descriptors that are held already
       └─ acme                       or are opened in the same way, so that no step can leave the
@@ -9,8 +9,8 @@ by part, each part opened in the folder before it, and everything later is asked
                 └─ adapter_config.json
 
 A link may lead anywhere beneath the root. The kernel's openat2 with RESOLVE_BENEATH would refuse
-the absolute ones of these and those of a file that lies beside its folder, as in the cache of the
-Hugging Face hub; and not every kernel has it.
+absolute links, and links to a file outside of the folder, as in the cache of the Hugging Face hub;
+and not every kernel has it.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from weft.core.errors import AdapterInvalid, AdapterNotFound, AdapterPathRefused
 READ_S = 30.0
 """How long the files of a folder may take to be read, besides what their sizes allow."""
 READ_BYTES_PER_S = 16 << 20
-"""Each byte allows this part of a second more."""
+"""Each file extends the deadline by its size divided by this."""
 MAX_LINKS = 40
 """Links that one path may lead over."""
 
 _CHUNK = 16 << 20
 _FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_NOCTTY | os.O_CLOEXEC
-"""O_NONBLOCK: to open a FIFO that nobody writes to would wait for ever."""
+"""O_NONBLOCK, because opening a FIFO that nobody writes to would wait for ever."""
 
 Parts = tuple[str, ...]
 """The names on the way from "/" to a folder or a file."""
@@ -47,7 +47,7 @@ Result = TypeVar("Result")
 
 
 class Deadline:
-    """Until when something must be read. It moves as the sizes of files become known."""
+    """The time by which something must be read. It moves as the sizes of files become known."""
 
     def __init__(self, seconds: float = READ_S) -> None:
         self._at_s = time.monotonic() + seconds
@@ -66,9 +66,8 @@ class Deadline:
 
 
 def read_aside(work: Callable[[Deadline], Result], seconds: float = READ_S) -> Result:
-    """The result of `work`, which runs on a thread of its own, so that a disk or a network that
-    does not answer holds up nobody for longer than the deadline. Then AdapterUnavailable is raised,
-    and the thread is left to itself."""
+    """The result of `work`, or its error, from a thread of its own. If a disk or network does not
+    answer by the deadline, AdapterUnavailable is raised, and the thread is left to itself."""
     deadline, ended = Deadline(seconds), Future[Result]()
 
     def run() -> None:
@@ -86,7 +85,7 @@ def read_aside(work: Callable[[Deadline], Result], seconds: float = READ_S) -> R
 
 
 class Roots:
-    """The folders that must not be left. "/" allows all."""
+    """The folders within which paths must stay. "/" allows all."""
 
     def __init__(self, paths: Iterable[str] = ("/",)) -> None:
         """`paths` are absolute and free of links."""
@@ -111,12 +110,12 @@ class _Trail:
         self._roots = roots
         self.names = list(names)
         self.descriptors = descriptors
-        """One more than there are names; the last one is of the place that was reached."""
+        """The descriptor of "/", then one for each name; the last is the place that was reached."""
         self.opened: list[int] = []
 
     def follow(self, path: str, flags: int) -> None:
-        """Go on along `path`, and open its last part with these flags. Raises OSError, which is
-        EXDEV for all that goes wrong outside the roots: nobody learns what there is."""
+        """Go on along `path`, and open its last part with these flags. Raises OSError, and always
+        EXDEV outside the roots, so that nobody learns what exists there."""
         todo, num_links = self._begin(path), 0
         while todo:
             part = todo.pop()
@@ -157,7 +156,7 @@ class _Trail:
             os.close(self.opened.pop())
 
     def _begin(self, path: str) -> list[str]:
-        """The parts of a path, the last one first; an absolute one begins anew."""
+        """The parts of a path, the last one first. An absolute path first goes back to "/"."""
         if path.startswith("/"):
             del self.names[:], self.descriptors[1:]
         return [part for part in reversed(path.split("/")) if part not in ("", ".")]
@@ -215,7 +214,7 @@ class Folder:
             trail.close()
 
     def names(self) -> list[str]:
-        """What lies in it; nothing if it can't be listed."""
+        """The sorted names of all that lies in the folder; empty if it can't be listed."""
         flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
         try:
             listed = os.open(".", flags, dir_fd=self._descriptor)

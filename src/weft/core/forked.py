@@ -5,8 +5,7 @@
     ForkedProcess.ask ◀─────────────────────────────────────▶ by one connection
 
 The fork server has imported what workers need, so that one starts within a millisecond. It never
-looks at what anybody handed in. It is told what to do over a socket that keeps the borders of
-messages:
+reads untrusted input. It takes commands by a socket that preserves message boundaries:
 
     b"F" + kind, and a connection    fork a worker for this connection  -> its pid; -1: it can't
     b"E" + pid                       end a worker                       -> its wait status
@@ -37,19 +36,19 @@ from weft.core.seccomp import allow_only_computing
 from weft.core.stalls import StallWatch, process_clock
 
 START_S = 120.0
-"""How long the fork server may take to answer: at first it imports."""
+"""How long the fork server may take to answer: before its first answer it imports."""
 NICENESS = 5
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "LC_TIME", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 _NUMBER = struct.Struct("<i")
 
 
 class ForkServer:
-    """The process that forks workers, as others know it. It starts at once. Safe to use from
-    several threads. Raises OSError where it can't do what it is asked."""
+    """A handle of the process that forks workers; making it starts the process. Safe to use from
+    several threads. Methods raise OSError if the process can't do what it is asked."""
 
     def __init__(self, command: str, given: bytes = b"", **environment: str) -> None:
-        """command: the Python that it runs, which calls `run_fork_server`. given: what it finds at
-        its standard input. It has no secrets: neither keys nor tokens are in its environment."""
+        """command: the Python code of the process, which calls `run_fork_server`. given: the bytes
+        at its standard input. It gets `environment`, but none of this process's keys and tokens."""
         self._turn = threading.Lock()
         self._stalls = StallWatch(1)
         self._control, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -77,7 +76,7 @@ class ForkServer:
         return self._process.poll() is None
 
     def stuck_s(self) -> float:
-        """For how many seconds it has kept somebody waiting and has computed nothing."""
+        """For how many seconds it has kept a caller waiting without computing anything."""
         return self._stalls.stuck_s()
 
     def fork(self, kind: bytes, connection: socket.socket) -> int:
@@ -117,7 +116,7 @@ class ProcessEnded(Exception):
 
 
 class ForkedProcess:
-    """One worker, for one thread. Raises OSError if there can be none now."""
+    """One worker, to be used by one thread. Raises OSError if none can be started."""
 
     def __init__(self, server: ForkServer, kind: bytes = b"") -> None:
         self._server = server
@@ -133,7 +132,7 @@ class ForkedProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether it has not ended, as far as can be seen between two questions."""
+        """Whether it has not ended, as far as can be seen between two calls of `ask`."""
         if self._status is not None:
             return False
         self._connection.setblocking(False)
@@ -144,8 +143,8 @@ class ForkedProcess:
         return False
 
     def ask(self, question: bytes, most: int, until_s: float, cpu_s: float) -> bytes:
-        """Its answer, of at most so many bytes. Raises ProcessEnded if none comes until then, on
-        the monotonic clock. cpu_s: what it limits its work to, as far as it is told."""
+        """Its answer, of at most `most` bytes. Raises ProcessEnded if there is none by `until_s` on
+        the monotonic clock. cpu_s: the worker's own time limit, only for the error's message."""
         try:
             self._connection.settimeout(max(until_s - time.monotonic(), 1e-3))
             frames.send(self._connection, question)
@@ -179,19 +178,19 @@ class ForkedProcess:
 
 
 class WorkerTask(NamedTuple):
-    """What a worker does, and what it may take."""
+    """What a worker does, and its limits."""
 
     run: Callable[[socket.socket], None]
-    """It serves a connection; the worker ends when it returns."""
+    """Serves the connection; the worker ends when this returns."""
     memory_bytes: int
-    """Beyond what it was forked with."""
+    """Beyond the memory that it was forked with."""
     file_bytes: int = 0
-    """How large a file may be that it writes; 0: it may not even open one."""
+    """The largest file that it may write; 0: it may not even open one."""
 
 
 def run_fork_server(prepare: Callable[[bytes], WorkerTask]) -> NoReturn:
-    """Fork workers until the other end of the socket closes whose number is the command's argument.
-    `prepare` says what a worker of this kind does, and imports what that needs."""
+    """Serve a ForkServer until it closes its socket, whose descriptor is this command's argument.
+    `prepare` gets a worker's kind, imports what it needs, and returns its task."""
     control = socket.socket(fileno=int(sys.argv[1]))
     children: set[int] = set()
     while True:
@@ -226,7 +225,7 @@ def _fork(control: socket.socket, connection: socket.socket, work: WorkerTask) -
 
 
 def _confine(server_pid: int, connection: int, work: WorkerTask) -> None:
-    """Take from this process all that it does not need: it may compute, and speak by its socket."""
+    """Restrict this process to computing, using its socket and, if `work` allows it, files."""
     die_with_parent(server_pid)
     forbid_new_privileges()
     null = os.open(os.devnull, os.O_RDWR)

@@ -56,7 +56,7 @@ class EngineLoad:
     kv_usage: float = 0.0
     """Blocks in use over all blocks, 0 to 1."""
     free_adapter_bytes: int = 0
-    """Room in adapter memory; what comes beyond it evicts others."""
+    """Free adapter memory. An adapter that does not fit into it evicts others."""
     running_adapters: frozenset[int] = frozenset()
     """Keys of the adapters in the batch."""
     loading: dict[int, float] = field(default_factory=dict)

@@ -23,8 +23,8 @@ class Submit:
 
 @dataclass(frozen=True, slots=True)
 class SubmitAgain:
-    """The same as the last Submit but for these, on a link between processes: another choice or
-    prompt of one request of a client."""
+    """The last Submit with these fields changed, on a link between processes: for another choice
+    or prompt of the same request of a client."""
 
     request_id: str
     seed: int
@@ -39,7 +39,7 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Read an adapter, and keep its content for `holder` until a Release of the two."""
+    """Read an adapter, and keep its content for `holder` until its Release by this holder."""
 
     call_id: int
     source: AdapterSource
@@ -106,12 +106,12 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Pulse:
-    """A sign of life, sent every second; each `report_s` by an engine that was asked for it."""
+    """A sign of life, sent every second, or every `report_s` by an engine that reports its load."""
 
     busy_s: dict[str, float]
-    """For how many seconds parts of the engine have not got on: `step`, and its threads."""
+    """For how many seconds each part of the engine has made no progress: `step`, and threads."""
     load: EngineLoad | None = None
-    """Its load, if that was asked for and is another than the last time."""
+    """Its load, if that was asked for and has changed since the last Pulse."""
 
 
 Report = Started | StartFailed | Tokens | Reply | Pulse
@@ -143,24 +143,24 @@ class EngineClient(Protocol):
         """Read, validate, pack and check an adapter; the engine serves it by its digest as long
         as anybody holds it. `holder` is any name, such as the one that requests use.
 
-        To repeat a hold changes nothing but its pin. Content that any of its holders pins is
+        Repeating a hold changes nothing but its pin. Content that any of its holders pins is
         brought to the device as soon as there is room, and stays there. A failure changes
-        nothing. Raises AdapterInvalid (`param` names the field or tensor), AdapterConflict
-        (`pinned`: too much would be), AdapterNotFound, AdapterUnavailable (the source has other
-        content than it must have), AdapterQuarantined, EngineDead.
+        nothing. Raises AdapterInvalid (`param` names the field or tensor), AdapterConflict (too
+        much would be pinned), AdapterNotFound, AdapterUnavailable (the source's content is not the
+        one that `source.digest` states), AdapterQuarantined, EngineDead.
         """
 
     async def release(self, digest: str, holder: str) -> None:
         """This holder does not need that content any more; nothing happens if it never held it.
 
-        After the last holder the adapter takes no new requests, and its memory is free once its
-        running ones have ended.
+        Once its last holder has released it, the adapter takes no new requests, and its memory is
+        freed when its running ones have ended.
         """
 
     async def set_tenants(self, tenants: Sequence[Tenant]) -> None:
-        """Let these tenants share the device by their weights, each within its `max_seats`, instead
-        of those that were told before. Without any, tenants that are named in requests differ in
-        the order in which they are served alone. Raises EngineDead."""
+        """Let these tenants, and no longer those of an earlier call, share the device by their
+        weights, each within its `max_seats`. If there are none, the tenants named in requests only
+        determine the order of service. Raises EngineDead."""
 
     async def stats(self) -> EngineStats:
         """Ask for the engine's figures. Raises EngineDead."""

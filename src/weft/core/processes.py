@@ -1,4 +1,4 @@
-"""Functions that all processes that serve others share."""
+"""Settings that server and helper processes apply to themselves."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _PR_SET_PDEATHSIG, _PR_SET_NO_NEW_PRIVS = 1, 38
 
 
 def die_with_parent(parent_pid: int) -> None:
-    """From now on the system kills this process when its parent is gone, or rather the thread that
-    started it, even where this one is stopped or hangs. Does nothing on systems other than Linux.
+    """From now on the kernel kills this process when the parent's thread that started it ends, even
+    if this process is stopped or hangs. Does nothing on systems other than Linux.
     """
     if sys.platform != "linux":
         return
@@ -32,14 +32,14 @@ def forbid_new_privileges() -> None:
 
 
 def freeze_heap() -> None:
-    """Leave all objects that exist by now out of the garbage collector's rounds. Each round would
-    look at everything that was imported, for a tenth of a second."""
+    """Exclude all objects that exist by now from garbage collection. Each collection would look at
+    everything that was imported, for a tenth of a second."""
     gc.collect()
     gc.freeze()
 
 
 def leave_out_torch() -> None:
-    """From now on this process does without torch, unless it has imported that already. Tokenizers
+    """Make imports of torch fail in this process, unless it has imported torch already. Tokenizers
     of transformers work without it, and importing both together takes seconds and 300 MB."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]  # importing it fails from now on

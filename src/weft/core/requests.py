@@ -1,6 +1,6 @@
-"""Requests that go down to an engine (`EngineRequest`) and tokens that come up (`TokenEvent`).
+"""What an engine is asked for (`EngineRequest`) and the tokens that it answers (`TokenEvent`).
 
-Both are plain records of plain values, so that any codec can carry them between processes.
+Both are records of plain values, so that any codec can carry them between processes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from weft.core.sampling import SamplingParams
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 TokenArray: TypeAlias = "array[int]"
-"""Token ids in 64 bits each, whose bytes can be hashed and copied as they are. An `array("Q")` is
-made of a list in half the time of other arrays."""
+"""Token ids of 64 bits each, whose bytes can be hashed and copied as they are. To make an
+`array("Q")` of a list takes half the time of other arrays."""
 Pooling = Literal["last", "mean"]
 """Which hidden states of a prompt make its vector: that of its last token, or the mean of all."""
 
@@ -24,9 +24,8 @@ Pooling = Literal["last", "mean"]
 class EngineRequest:
     """One sequence to continue. `adapter` None means the base model.
 
-    A request can move: with the tokens that one engine has made of it as `output_ids`, another
-    one goes on as the first would have done. The tokens of both together are those that one
-    engine alone would have made, up to rounding.
+    A request can move to another engine, with the tokens that the first has made as `output_ids`.
+    The second engine then continues as the first would have done, up to rounding.
     """
 
     request_id: str
@@ -50,10 +49,10 @@ class EngineRequest:
     cache_salt: str = ""
     """Cached prefixes are shared only among requests with the same salt."""
     pooling: Pooling | None = None
-    """If it is set, the request ends after its prompt, and yields a vector instead of tokens."""
+    """If set, the request ends after its prompt, and yields a vector instead of tokens."""
     in_groups: bool = False
-    """Whether its reader needs no token before the answer is whole, so that it may be given many at
-    a time, which costs less than each by itself."""
+    """Whether its reader needs tokens only when the answer is complete. Then many may be sent at a
+    time, which costs less."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,30 +73,31 @@ class TokenEvent(NamedTuple):
     token_ids: list[int]
     logprobs: list[TokenLogprob] | None = None
     finish_reason: FinishReason | None = None
-    """"stop": its last token ended it."""
+    """"stop": the last token ended the request."""
     stop_reason: int | str | None = None
     """The stop token or stop string that ended the request; None for EOS."""
     num_cached_tokens: int = 0
     """Prompt tokens that were taken from the prefix cache."""
     num_tokens: int = 0
-    """With tokens: how many the request has with these, those of its prompt too. A reader who
-    counts knows by it that no token is missing, and none comes twice."""
+    """With tokens: how many the request has now, prompt included. By it, a reader who counts sees
+    that no token is missing or comes twice."""
     error: tuple[str, str, str | None] | None = None
     """With finish_reason "error": see `weft.core.errors.from_wire`."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
-    """With the first event, if asked for: one for each token of the prompt, None for its first."""
+    """With the first event, if asked for: one for each token of the prompt; None for the first."""
     queue_s: float | None = None
     """With the first event: seconds from the engine's receipt of the request to its first step."""
     adapter_wait_s: float | None = None
     """With `queue_s`: the part of it in which the request was passed over because its adapter was
-    not on the device, or not to be had in this batch."""
+    not on the device, or could not join the batch."""
     vector: bytes | None = None
     """With the only event of a request that has `pooling`: the pooled hidden states after the
     model's last norm, as little-endian float32."""
 
 
 def each_token(event: TokenEvent) -> list[TokenEvent]:
-    """The same as events of one token each, if the event has several with log-probabilities."""
+    """An event of several tokens with log-probabilities, split into one event for each token; any
+    other event, unchanged, in a list of its own."""
     ids, logprobs = event.token_ids, event.logprobs
     if logprobs is None or len(ids) < 2:
         return [event]
@@ -118,8 +118,8 @@ def next_tokens(
     num_cached_tokens: int,
     num_tokens: int,
 ) -> TokenEvent:
-    """The event of a request that goes on. As each step makes one for each of its requests, it is
-    made as any tuple is, which takes half the time of a call of the class."""
+    """The event of a request that continues. Each step makes one for each request, so it is made
+    with `tuple.__new__`, which takes half the time of calling the class."""
     return _new(TokenEvent, (
         request_id, token_ids, logprobs, None, None, num_cached_tokens, num_tokens,
         None, None, None, None, None,

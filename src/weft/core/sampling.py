@@ -22,8 +22,8 @@ LEAST_DIVISOR = 1e-15
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputs:
-    """The form that an output must have. Raises InvalidRequest unless exactly one is given; whether
-    a schema, regex or grammar is valid shows when the engine compiles it."""
+    """The form that an output must have. Raises InvalidRequest unless exactly one form is given.
+    Whether a schema, regex or grammar is valid is only known when the engine compiles it."""
 
     json: str | None = None
     """A JSON schema, as JSON text."""
@@ -36,10 +36,10 @@ class StructuredOutputs:
     structural_tag: str | None = None
     """xgrammar's structural tag, as JSON text: free text with constrained parts."""
     begin_after_token: int | None = None
-    """The form binds from the token after this one on: the end of the reasoning."""
+    """The token that ends the reasoning: the form holds from the token after it on."""
     reasoning_token: int | None = None
-    """The token that reasoning begins with. If an output begins with another one, it has the form
-    from there on. None: the reasoning has begun."""
+    """The token that begins the reasoning. If an output begins with another one, the form holds
+    from its start. None: the prompt has begun the reasoning."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "choice", tuple(self.choice))
@@ -57,14 +57,14 @@ SPECULATIVE = ("off", "ngram", "mtp")
 class SamplingParams:
     """How to choose the tokens of one request.
 
-    temperature 0 is greedy, and so is what is hardly more. `top_k` 0 or -1, `top_p` 1 and `min_p` 0
-    switch the filter off. `seed` makes a request's tokens reproducible whoever shares its batch.
+    `temperature` below LEAST_DIVISOR is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 switch the
+    filter off. `seed` makes a request's tokens reproducible, whatever else is in its batch.
     `logprobs` is the number of alternatives to report beside the chosen token (None: no
     log-probabilities at all), `prompt_logprobs` likewise at each position of the prompt.
 
-    Rules about tokens that leave none to choose are refused where that is plain beforehand. Where
-    it comes about later, the strongest hold: `structured_outputs`, then `allowed_token_ids`, bad
-    words of one token, `min_tokens`, and other bad words last.
+    If the rules leave no token to choose, the request is refused where that can be seen beforehand.
+    Otherwise the stronger rules hold, in this order: `structured_outputs`, `allowed_token_ids`, bad
+    words of one token, `min_tokens`, other bad words.
 
     Raises InvalidRequest, naming the field, for a value out of range.
     """
@@ -79,13 +79,13 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     """Above 1: logits of tokens in prompt or output are divided by it (multiplied if negative)."""
     presence_penalty: float = 0.0
-    """Taken once from the logits of tokens in the output."""
+    """Subtracted once from the logit of each token that is in the output."""
     frequency_penalty: float = 0.0
-    """Taken from the logits of tokens in the output as often as they are there."""
+    """Subtracted from a token's logit as often as the token is in the output."""
     logit_bias: dict[int, float] = field(default_factory=dict)
     """Added to the logits, by token id."""
     min_tokens: int = 0
-    """Tokens before which neither EOS nor a stop token can be chosen, and no stop string ends."""
+    """Before so many, neither EOS nor a stop token can be chosen, and no stop string counts."""
     bad_words: tuple[str, ...] = ()
     allowed_token_ids: tuple[int, ...] = ()
     """Only these can be chosen; empty: all."""
@@ -99,8 +99,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     speculative: str | None = None
-    """Whether the next tokens are guessed, which changes their speed only: "ngram", "mtp" or "off";
-    None: as the server does by default."""
+    """How the next tokens are guessed, which only changes their speed: "ngram", "mtp" or "off";
+    None: the server's default."""
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -158,14 +158,14 @@ class SamplingParams:
 
 
 def _several(value: object) -> tuple[Any, ...]:
-    """What a field has that takes one value, several, or None for none of them."""
+    """The values of a field that takes one value, several, or None for none."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, str) else (value,)
 
 
 def as_int(value: Any) -> int | None:
-    """The integer that a value is, such as one of numpy's; None if it is no integer."""
+    """The value as an int, if it is an integer of any type, such as numpy's; else None."""
     try:
         return None if isinstance(value, bool) else index(value)
     except TypeError:
@@ -192,7 +192,7 @@ def _check_strings(name: str, values: tuple[str, ...], max_strings: int, max_cha
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a value is a real number, such as one of numpy's."""
+    """Whether a value is a real number of any type, such as numpy's; False for bools and NaN."""
     known = isinstance(value, int | float | Real)  # the first two are found faster
     return known and not isinstance(value, bool) and value == value  # no NaN
 

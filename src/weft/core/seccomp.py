@@ -16,11 +16,11 @@ _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER = 22, 2
 _ALLOW, _REFUSE, _KILL = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
 _LOAD, _JUMP_IF_EQUAL, _JUMP_IF_AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _NUMBER_AT, _MACHINE_AT = 0, 4
-"""Where the kernel's record of a call has its number and its architecture."""
+"""The offsets of a call's number and architecture in the kernel's record of it."""
 _X32 = 0x40000000
-"""Calls from here on are those of another table, by the same instruction."""
+"""Numbers from here on are of the x32 ABI, another table under the same architecture."""
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""The column of the tables below, and what the kernel calls the architecture."""
+"""By machine: the column of the tables below, and the kernel's number of the architecture."""
 
 _COMPUTE = """
 read 0 63, write 1 64, close 3 57, fstat 5 80, poll 7 -, lseek 8 62, mmap 9 222, mprotect 10 226,
@@ -34,8 +34,8 @@ restart_syscall 219 128, clock_gettime 228 113, clock_getres 229 114, clock_nano
 exit_group 231 94, ppoll 271 73, set_robust_list 273 99, getrandom 318 278, membarrier 324 283,
 rseq 334 293
 """
-"""By name, the numbers on x86-64 and on 64-bit Arm. With these a process computes, takes memory,
-and speaks by what is open already: no file, connection, program or process is opened or begun."""
+"""By name, the numbers on x86-64 and on 64-bit Arm. These calls compute, take memory, and use what
+is open already; none of them opens a file or connection, or starts a program or process."""
 _FILES = """
 open 2 -, stat 4 -, lstat 6 -, ioctl 16 29, pread64 17 67, pwrite64 18 68, access 21 -, dup 32 23,
 fcntl 72 25, flock 73 32, fsync 74 82, ftruncate 77 46, getcwd 79 17, mkdir 83 -, rmdir 84 -,
@@ -43,7 +43,7 @@ unlink 87 -, readlink 89 -, getdents64 217 61, openat 257 56, mkdirat 258 34, ne
 unlinkat 263 35, renameat 264 38, readlinkat 267 78, faccessat 269 48, statx 332 291,
 faccessat2 439 439
 """
-"""With these it uses files too."""
+"""The further calls of a process that may use files."""
 
 
 class _Filter(ctypes.Structure):
@@ -51,8 +51,8 @@ class _Filter(ctypes.Structure):
 
 
 def allow_only_computing(files: bool) -> bool:
-    """From now on this process may only compute, and with `files` use files. Privileges must have
-    been forbidden. False where the system has no such filter: then all is as it was."""
+    """From now on this process may only compute, and with `files` use files. Call
+    `forbid_new_privileges` before. Returns False, and changes nothing, without such a filter."""
     machine = platform.machine()
     if sys.platform != "linux" or machine not in _MACHINES or sys.byteorder != "little":
         return False
@@ -71,7 +71,7 @@ def _numbers(column: int, table: str) -> list[int]:
 
 
 def _program(allowed: list[int], architecture: int) -> bytes:
-    """The instructions, of 8 bytes each. A jump counts the instructions that it leaves out."""
+    """The filter's instructions, of 8 bytes each. A jump states how many of them it skips."""
 
     def instruction(code: int, value: int, then: int = 0) -> bytes:
         return struct.pack("<HBBI", code, then, 0, value)

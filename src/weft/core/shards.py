@@ -1,24 +1,23 @@
-"""Describes how a model is divided over ranks: which rows, columns and entries each has.
+"""Describes how a model is divided over ranks (GPUs): which rows, columns and entries each has.
 
-The table of the whole model and that of one rank's share have the same rows, and all cuts follow
+The table of the whole model and that of one rank's share list the same layers, and all cuts follow
 from their sizes. A *column* layer gives each rank a share of every part of its output, a *row*
-layer a share of its input, so that a column layer's output is what the row layer behind it takes:
+layer a share of its input. So a column layer's output is the input of the row layer behind it:
 
     x ──> q, k, v of some heads ──> attention ──> o of these heads ──┐
     x ──> ...                                                        (+) the sum over ranks
     x ──> gate, up of some columns ──> silu, times ──> down ─────────┘
 
 If there are fewer key and value heads than ranks, several ranks hold the same ones. Experts are cut
-in one of two ways. Either each expert is cut as gate, up and down are, by its columns. Or each rank
+in one of two ways. Either each expert is cut by columns, as gate, up and down are. Or each rank
 has some of the experts, whole: its table counts only these, and its part of the sum leaves out the
-others. The base's tensors and those of adapters are cut alike: A as the columns of W, B as its
-rows. Only the vocabulary is not. Embeddings are whole on every rank; the head's weight is cut by
-tokens, but its logits are gathered before adapters change them, so that what adapters have for the
-head is whole, too.
+others. Adapters are cut as the base is: A like the columns of W, B like its rows. The vocabulary is
+an exception. Embeddings are whole on every rank; the head's weight is cut by tokens, but its logits
+are gathered before adapters change them, so that the adapters' tensors for the head are whole.
 
-So one half of each pair is whole on every rank: A of a column layer, and B of a row layer. Of an
-expert that is whole, both are, on its rank alone. With *fully sharded* adapters the half that every
-rank has is cut as well, A by its inputs and B by its outputs, and all ranks' parts of x A^T are
+So one half of each pair of A and B is whole on every rank: A of a column layer, B of a row layer.
+Both halves of a whole expert are on its rank alone. With *fully sharded* adapters, the half that
+every rank has is cut too, A by its inputs and B by its outputs, and the ranks' parts of x A^T are
 summed in between:
 
     column   x[share] A[share]^T ──(+)──> v ──> v B^T, the rank's columns of the output
@@ -73,8 +72,8 @@ class Shard:
         return [(self.copies(each.kind), self.a_columns(each), self.b_rows(each)) for each in own]
 
     def copies(self, kind: Kind) -> slice:
-        """Which of the A or B of a target are the rank's, of as many as `TargetTable.copies` says:
-        those of its experts."""
+        """Which of a target's `TargetTable.copies` of A or B are the rank's: those of the experts
+        that it has."""
         return self._share(self.whole.copies(kind), self.own.copies(kind))
 
     def norm(self, norm: Norm) -> tuple[slice, ...]:
@@ -87,15 +86,15 @@ class Shard:
         return self._slices(self.whole.vectors[index].parts, self.own.vectors[index].parts)
 
     def weight_rows(self, target: Target) -> tuple[slice, ...]:
-        """The rows of W that the rank has: those of `outputs`, but for the head its own tokens."""
+        """The rows of W that the rank has: those of `outputs`, except that the head has a share."""
         if target.kind == "head":
             vocab = target.out_features
             return (self._share(vocab, vocab // self.size),)
         return self.outputs(target)
 
     def adds_vectors(self, target: Target) -> bool:
-        """Whether the rank adds what is added to the output once: a bias, or an adapter's shift.
-        The outputs of row layers are summed, so there the first rank alone does."""
+        """Whether the rank adds the bias or an adapter's shift to the output. The ranks' outputs of
+        a row layer are summed, so there only the first rank adds them."""
         return self.rank == 0 or self.own.groups[target.group].packed.axis != "row"
 
     def _slices(self, whole: tuple[int, ...], own: tuple[int, ...]) -> tuple[slice, ...]:
@@ -108,7 +107,7 @@ class Shard:
         return tuple(found)
 
     def _share(self, whole: int, own: int) -> slice:
-        """Equal shares in the order of ranks; where there are fewer, neighbours have the same."""
+        """The rank's share. With fewer shares than ranks, neighbouring ranks have the same one."""
         start = self.rank * whole // self.size // own * own
         return slice(start, start + own)
 

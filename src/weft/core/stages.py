@@ -1,4 +1,4 @@
-"""Measures how long the stages of a start take."""
+"""Measures how long the stages of an engine's start take."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ logger = logging.getLogger(__name__)
 
 
 class Stages:
-    """Seconds of things that are done one after the other, by name."""
+    """The seconds that each of several consecutive stages takes, by the stage's name."""
 
     def __init__(self, on_end: Callable[[str], None] = lambda _: None) -> None:
         """`on_end` is called with the name of each stage when it has ended."""
@@ -19,7 +19,7 @@ class Stages:
         self._since = time.perf_counter()
 
     def end(self, name: str) -> None:
-        """What was done since the last end, or since the beginning, was this."""
+        """End the stage `name`, which began with the end of the one before, or with this object."""
         now = time.perf_counter()
         self.seconds[name] = now - self._since
         self._since = now
@@ -28,6 +28,6 @@ class Stages:
 
 
 def in_words(seconds: Mapping[str, float]) -> str:
-    """Such as "3.4 s: model 1.2, compile 2.2"."""
+    """The sum and each stage's seconds, such as "3.4 s: model 1.2, compile 2.2"."""
     parts = ", ".join(f"{name} {of:.1f}" for name, of in seconds.items())
     return f"{sum(seconds.values()):.1f} s: {parts}"

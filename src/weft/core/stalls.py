@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 Clock = Callable[[], float]
-"""What somebody has computed until now, in seconds of the processor."""
+"""Returns the CPU seconds that a thread or process has taken until now."""
 
 LONG_S = 60.0
-"""Work that takes longer counts as stuck, though it computes."""
+"""Work that takes longer counts as stuck, even while it computes."""
 
 
 @dataclass(slots=True)
@@ -20,14 +20,14 @@ class _UnderWay:
     clock: Clock
     begun_s: float
     cpu_s: float
-    """What had been computed when somebody looked last."""
+    """What `clock` returned last."""
     moved_s: float
-    """When somebody saw last that it computed."""
+    """When `clock` was last seen to have changed."""
 
 
 class StallWatch:
-    """Work that is under way at a number of places. It is stuck while it computes nothing, or takes
-    very long; all is stuck while every place has such work, so that nothing else can begin."""
+    """Watches work at a number of places, such as threads. Work is stuck while it computes nothing,
+    or if it takes very long; all is stuck while every place has stuck work."""
 
     def __init__(self, num_places: int) -> None:
         self._num_places = num_places
@@ -36,7 +36,7 @@ class StallWatch:
 
     @contextmanager
     def watching(self, clock: Clock) -> Iterator[None]:
-        """A context in which one place is taken by work whose clock this is."""
+        """A context in which work with this clock takes one place."""
         number, now = next(self._numbers), time.monotonic()
         self._works[number] = _UnderWay(clock, now, 0.0, now)
         try:
@@ -45,8 +45,8 @@ class StallWatch:
             del self._works[number]
 
     def stuck_s(self) -> float:
-        """For how many seconds every place has been stuck; 0 if any gets on, or is free. To be
-        asked again and again, by one thread."""
+        """For how many seconds every place has been stuck; 0 if any makes progress or is free. Call
+        it regularly, from one thread: progress is what has changed since the last call."""
         now = time.monotonic()
         stuck_s: list[float] = []
         for work in list(self._works.values()):

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 LOAD_STAGES = ("read", "pack", "copy")
-"""A load is read from a folder or image file, packed if it was a folder, copied to the device."""
+"""The stages of a load: read a folder or image file, pack a folder, copy to the device."""
 LOAD_BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0, 60.0)
-"""Buckets of `Spread`s of seconds."""
+"""The upper bounds of a `Spread`'s buckets."""
 
 CheckResult = Literal["passed", "failed", "skipped"]
 """How the check of a new adapter ended; skipped means that it could not be made."""
@@ -31,15 +31,15 @@ class AdapterStats:
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """How values are spread: their sum, and their number in each bucket, of which there is one
-    more than `LOAD_BOUNDS_S`."""
+    """A histogram of seconds: their sum, and their number in each bucket of `LOAD_BOUNDS_S` and in
+    one beyond."""
 
     counts: tuple[int, ...]
     sum: float
 
 
 class Times:
-    """A histogram of seconds, as it grows."""
+    """Builds a `Spread` of seconds."""
 
     def __init__(self) -> None:
         self._counts = [0] * (len(LOAD_BOUNDS_S) + 1)
@@ -71,7 +71,7 @@ class StageTimes:
 
 @dataclass(frozen=True, slots=True)
 class TierStats:
-    """A place of adapters: device, host or disk. Counters since the start."""
+    """Figures of one place of adapters: device, host or disk. Counters since the start."""
 
     num_bytes: int
     max_bytes: int
@@ -115,7 +115,7 @@ class FleetFigures:
     losses: int = 0
     """Requests of this process that lost their node."""
     wanted_replicas: int | None = None
-    """How many nodes there should be; None: another process says it."""
+    """How many nodes there should be; None: another process reports that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class EngineStats:
     running_adapters: tuple[str, ...] = ()
     waiting_adapters: tuple[str, ...] = ()
     resident_adapters: tuple[str, ...] = ()
-    """Digests on the device; the next two hold those in the host cache and those never evicted."""
+    """Digests on the device; the next two fields: those on the host, and those never evicted."""
     host_adapters: tuple[str, ...] = ()
     pinned_adapters: tuple[str, ...] = ()
     adapters: dict[str, AdapterStats] = field(default_factory=dict)
@@ -142,14 +142,14 @@ class EngineStats:
     device_load_s: Spread | None = None
     """Seconds of loads to the device, from the order to the residency."""
     adapter_wait_s: Spread | None = None
-    """Seconds for which requests were passed over because their adapters were not to be had."""
+    """Seconds for which requests were passed over because their adapters were not available."""
     self_checks: dict[str, int] = field(default_factory=dict)
     """Checks of registered adapters by result (CHECK_RESULTS); empty if none are made."""
     self_check_s: Spread | None = None
     quarantined_adapters: tuple[str, ...] = ()
-    """Digests of those that failed one, and were not loaded again since."""
+    """Digests of adapters that failed their check and were not loaded again since."""
     adapter_copy_faults: int = 0
-    """Adapters that did not come to the device as they were packed: found by their checksum."""
+    """Copies to the device whose checksum was wrong."""
     steps: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0

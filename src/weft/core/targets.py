@@ -2,22 +2,21 @@
 
 A *target* is one projection as PEFT names it (`model.layers.0.self_attn.q_proj`). The model
 computes some of them packed (q, k, v; gate, up): such a packed layer is a *group*, and a target
-is one *slice* of its group's output. Everything about layout is data in this table; the loading
-of weights, the checkpoint reader, the kernels and the models all derive what they need from it.
+is one *slice* of its group's output. This table describes all of the layout; the loading of
+weights, the checkpoint reader, the kernels and the models derive from it what they need.
 
 An adapter's *image* is one flat buffer:
 
     group 0: A (R, in)   B of slice 0 (out_0, r_0)   B of slice 1 ...   group 1: ...
 
-with R the sum of the group's slice ranks, A's rows stacked in slice order, absent slices taking
-nothing, the scale folded into B, and each matrix starting at a multiple of ALIGN elements. An
-embedding's A is stored transposed, (vocab, r), so that a token id selects a row. In a group of
-experts A and B are there for each expert in turn, all of the same rank.
+R is the sum of the group's slice ranks, and A's rows are stacked in slice order. Absent slices take
+no room, the scale is folded into B, and each matrix starts at a multiple of ALIGN elements. An
+embedding's A is stored transposed, (vocab, r), so that a token id selects a row. A group of experts
+has A and B for each expert in turn, all of the same rank.
 
-Behind these come, for the few adapters that hold more than A and B, its *extras*: vectors that
-scale and shift a slice's output, norms, and rows of the embedding and of the head (see
-`ImageLayout`). Numbers that are not of the serving dtype (fp32 vectors, int32 token ids) lie there
-with their own bits.
+Behind these, the few adapters that hold more than A and B have *extras*: vectors that scale and
+shift a slice's output, norms, and rows of the embedding and of the head (see `ImageLayout`).
+Numbers that are not of the serving dtype (fp32 vectors, int32 token ids) keep their own bits.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ ALIGN = 64
 """Elements; 128 bytes in a 2-byte dtype."""
 
 Kind = Literal["linear", "embedding", "head", "experts"]
-"""experts: a linear layer that is there `TargetTable.num_experts` times."""
+"""experts: a linear layer of which there are `TargetTable.num_experts`."""
 
 Axis = Literal["column", "row", "vocab", "expert"]
 """How a weight is cut for several ranks; see `weft.core.shards`. column: each takes a share of
 every part of the output. row: each takes a share of the input, and the outputs are summed. vocab:
-each takes some tokens. expert: each takes some experts, and all of these."""
+each takes some tokens. expert: each takes some whole experts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """One row of a model's table: a layer whose weight is one matrix for several projections, which
-    `names` calls as PEFT and checkpoints do. `parts` are the output features of what is packed.
+    """One row of a model's table: a layer whose weight is one matrix for one or more projections.
+    `names` are the projections' names in PEFT and checkpoints, `parts` the output features:
 
                      in_features                 names, where there is
                    +-------------+            one for each   one for all
@@ -53,7 +52,7 @@ class Packed:
     """
 
     key: str
-    """The name of its weight: "3.qkv". Experts' gate and up share one, packed and as two."""
+    """The name of its weight, such as "3.qkv". Experts' gate and up share one, even as two rows."""
     kind: Kind
     in_features: int
     parts: tuple[int, ...]
@@ -62,13 +61,13 @@ class Packed:
     axis: Axis | None = None
     """None: every rank has all of it."""
     pair_ranks: int = 1
-    """Over how many ranks that half of A and B is divided which does not follow the weight: A of a
+    """Over how many ranks the half of A and B is divided that is not cut with the weight: A of a
     column layer by its inputs, B of a row layer by its outputs. 1: each rank has all of that half.
     """
 
     @property
     def parts_of(self) -> tuple[tuple[int, ...], ...]:
-        """The parts of each projection. Where there are fewer of these, the first has several."""
+        """The parts of each projection. With more parts than projections, the first has several."""
         first = len(self.parts) - len(self.names) + 1
         return self.parts[:first], *((part,) for part in self.parts[first:])
 
@@ -125,7 +124,7 @@ class Group:
         return self.in_features // (self.packed.pair_ranks if self.packed.axis == "column" else 1)
 
     def a_columns(self, rank: int) -> slice:
-        """The columns of x that a rank's A is for."""
+        """The columns of x that a rank's A is multiplied with."""
         start = rank * self.a_features if self.a_features < self.in_features else 0
         return slice(start, start + self.a_features)
 
@@ -150,7 +149,7 @@ class Vector(NamedTuple):
     name: str
     shape: tuple[int, ...]
     parts: tuple[int, ...]
-    """What its first dimension consists of, of each of which a rank has a share."""
+    """The sizes that its first dimension consists of; each rank has a share of each."""
     of_tokens: bool = False
     """Whether it has a row for each token of the vocabulary."""
 
@@ -167,7 +166,7 @@ class TargetTable:
     vectors: tuple[Vector, ...] = ()
 
     def copies(self, kind: Kind) -> int:
-        """How many A or B of a target there are."""
+        """How many copies of A and B a target of this kind has: one, or one for each expert."""
         return self.num_experts if kind == "experts" else 1
 
     @property
@@ -244,14 +243,14 @@ TEXT_PREFIXES: tuple[tuple[str, str | None], ...] = (
     ("vision_tower.", None),
     ("multi_modal_projector.", None),
 )
-"""How names of modules begin in models that see images too, and in their text model alone; None
-for what is no part of that. transformers has had two ways to call the text model."""
+"""Prefixes of module names in models that see images too, each with its prefix in the text model
+alone; None: it is no part of that. transformers has named the text model in two ways."""
 _PREFIXES = tuple(prefix for prefix, _ in TEXT_PREFIXES)
 
 
 def text_name(name: str) -> str | None:
-    """What a text model alone calls a module, tensor or parameter of a model that may see images
-    too; None if it belongs to another part of that model."""
+    """The name in the text model alone of a module, tensor or parameter of a model that may see
+    images too; None if it belongs to another part of that model."""
     if not name.startswith(_PREFIXES):
         return name
     prefix, own = next(each for each in TEXT_PREFIXES if name.startswith(each[0]))
@@ -260,8 +259,8 @@ def text_name(name: str) -> str | None:
 
 @dataclass(frozen=True)
 class ImageLayout:
-    """Where the parts of one adapter lie in its image, in elements from its start; what a slice,
-    group or norm lacks is at -1, and fields of extras that it lacks altogether are ()."""
+    """Where the parts of one adapter lie in its image, in elements from its start. The offset of a
+    part that is absent is -1; a field of extras is () if the adapter has none of them."""
 
     rank: tuple[int, ...]
     """Per slice; 0 where it is not adapted."""
@@ -271,20 +270,20 @@ class ImageLayout:
     """Per slice."""
     num_elements: int
     scale_offset: tuple[int, ...] = ()
-    """Per slice: fp32 (out_features,) that the output, with A's and B's part, is multiplied by."""
+    """Per slice: fp32 (out_features,), the factors of the output including A's and B's part."""
     shift_offset: tuple[int, ...] = ()
     """Per slice: fp32 (out_features,) that is then added to the output."""
     norm_offset: tuple[int, ...] = ()
     """Per norm of the table: the weight in place of the base's."""
     embedding_rows: tuple[int, ...] = ()
-    """(first row, token ids, number of rows): offset of rows in place of the base's, offset of
-    their int32 ids, rising; -1 when all rows are there."""
+    """(offset of the rows that replace the base's, offset of their ascending int32 token ids, or -1
+    if all rows are there, number of rows)."""
     head_rows: tuple[int, ...] = ()
     """The same for the head; these may be the embedding's own."""
     vocab_size: int = 0
     """The number of tokens if it differs from the base's, else 0. If tokens were added, the last
-    rows of embedding and head are theirs, final, with all that the adapter adds to them. If there
-    are fewer, what A, B and vectors have for the tokens beyond does nothing."""
+    rows of embedding and head are theirs, and include what the adapter's A and B add to them. If
+    there are fewer, A, B and vectors have no effect for the tokens beyond."""
     has_experts: bool = False
     """Whether it changes experts."""
 
@@ -301,7 +300,7 @@ class ImageLayout:
 
 @dataclass(frozen=True)
 class Extras:
-    """What an adapter holds beside A and B: indices of slices and norms, and numbers of rows."""
+    """What an adapter has besides A and B: indices of slices and norms, and numbers of rows."""
 
     scaled: frozenset[int] = frozenset()
     shifted: frozenset[int] = frozenset()
@@ -337,7 +336,7 @@ def layout_of(
 
 
 def _with_extras(plain: ImageLayout, table: TargetTable, extras: Extras, word: int) -> ImageLayout:
-    """`plain` with the extras placed behind; `word` is the number of elements that 32 bits take."""
+    """`plain` with the extras behind it. `word`: how many elements 32 bits take."""
     end = plain.num_elements
 
     def place(size: int) -> int:

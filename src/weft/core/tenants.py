@@ -10,8 +10,8 @@ from weft.core.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Caps:
-    """The most that one tenant may have at a time. None means no cap of its own: the server's
-    limits hold for it as for everybody. Raises ConfigError for a cap below 1."""
+    """The most that one tenant may have at a time. None: only the server's general limits hold.
+    Raises ConfigError for a cap below 1."""
 
     max_open_requests: int | None = None
     """Requests that run or wait; each prompt and each of its `n` choices counts."""
@@ -30,8 +30,8 @@ class Caps:
     max_stored_bytes: int | None = None
     """Bytes of all versions that its names keep in a shared registry."""
     max_publishes_per_hour: int | None = None
-    """Versions that it may add to a shared registry. So many may come at once; the allowance is
-    whole again an hour later."""
+    """Versions that it may add to a shared registry. All may come at once; the allowance is full
+    again an hour later."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
@@ -42,16 +42,16 @@ class Caps:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """One of those who share the server. Raises ConfigError for a weight that is not positive."""
+    """A customer or team that shares the server. Raises ConfigError unless 0 < weight < inf."""
 
     name: str
-    """It is also the namespace of its adapters: `name/adapter`."""
+    """Also the namespace of its adapters: `name/adapter`."""
     weight: float = 1.0
     """Its share of the device beside others that want it too: twice the weight, twice the share."""
     caps: Caps = Caps()
     shares_prefixes: bool = False
-    """Whether its prompts may use, and leave, cached prefixes that other such tenants use too.
-    Else nobody can tell from the time of an answer what it has asked."""
+    """Whether its prompts share cached prefixes with those of other such tenants. If not, nobody
+    can infer its prompts from how fast answers come."""
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < float("inf"):
@@ -62,5 +62,5 @@ NOBODY = Tenant("")
 
 
 def tenant_in(tenants: Mapping[str, Tenant], name: str) -> Tenant:
-    """The tenant of this name. All whose names nobody has configured are one, named ""."""
+    """The tenant of this name. Unconfigured names all belong to one tenant, named ""."""
     return tenants.get(name) or tenants.get("") or NOBODY

@@ -1,15 +1,15 @@
-"""How much kernels take at once: sizes with which other modules plan."""
+"""Sizes of what kernels compute at once, which other modules need for their plans."""
 
 SHORT = 16
-"""The most tokens of a prompt with a recurrent state that one kernel takes, in place of several for
-whole chunks. As many may come behind a snapshot in the step that takes it."""
+"""For recurrent states: the most tokens of a prompt that a single kernel computes; longer chunks
+take several kernels. As many tokens may follow a snapshot in the step that takes it."""
 
 MAX_GUESSES = 7
-"""Tokens that are guessed of a request at a time. With the next token they are eight rows, which
-take hardly longer than one. A recurrent state keeps the inputs of as many."""
+"""The most tokens that are guessed for a request at a time. With the last token they are eight
+rows, which take hardly longer than one. A recurrent state keeps the inputs of as many."""
 
 NUM_DRAFTS = 3
-"""Tokens that a model's own head for several tokens drafts at a time."""
+"""How many tokens a model's own multi-token prediction head drafts at a time."""
 
 EXPERT_UNIT = 32
-"""Kernels that read only the experts that are chosen take widths of whole units of this many."""
+"""Kernels that read only the chosen experts need widths that are multiples of this."""
