@@ -14,21 +14,21 @@ from weft.engine.residency import Residency
 from weft.registry import Holders
 
 MAX_SUMS = 256
-"""Sums that are known at a time, besides those that running requests use."""
+"""The most sums that are held at a time; running requests may use further ones."""
 REQUESTS = "requests"
-"""The holder of all sums: a sum has no name of its own."""
+"""The holder of all sums, as a sum has no name of its own."""
 
 
 class Adapters:
-    """Holds adapters for their holders, and forgets what nobody holds once its last request has
-    ended. `check()` states the invariants.
+    """Knows who holds which adapter, and forgets an adapter that nobody holds once its last request
+    has ended. `check()` states the invariants.
 
-    A weighted sum is an adapter like others, made of some that are held. It is released when it
-    was used least recently of too many, and when one of its parts is.
+    A weighted sum is an adapter like others, made of adapters that are held. It is released with
+    any of its parts, or when there are too many sums and it was used least recently.
     """
 
     def __init__(self, residency: Residency, in_use: Callable[[str], bool]) -> None:
-        """`in_use` tells whether any request in the engine uses this content."""
+        """`in_use` tells whether any request in the engine uses the content of a digest."""
         self._residency = residency
         self._catalog = residency.catalog
         self._in_use = in_use
@@ -40,8 +40,8 @@ class Adapters:
     # -- holders -------------------------------------------------------------------------------
 
     def hold(self, call: Hold) -> None:
-        """Begin to read what is to be held; `take_replies` has the answer once it is. Content
-        that is known to be here already need not be read."""
+        """Begin a hold; `take_replies` later returns the answer. Content that is held already is
+        not read again."""
         digest = call.source.digest
         if digest is not None and self._serves(digest):
             self._answer(call, partial(self._hold_known, call, digest))
@@ -56,8 +56,8 @@ class Adapters:
         pinned: bool,
         checked: bool,
     ) -> AdapterInfo:
-        """Hold what is packed already, at once; the arguments and errors are those of
-        `Catalog.add`. After an error, who held what before holds it still."""
+        """Hold a packed adapter at once; the arguments and errors are those of `Catalog.add`. An
+        error leaves all holders as they were."""
         pin = self._pin(image.digest, holder, pinned)
         info = self._catalog.add(image, source, pin, checked)
         self._holders.hold(image.digest, holder, pinned)
@@ -82,8 +82,8 @@ class Adapters:
         return self._catalog.info(digest)
 
     def _pin(self, digest: str, holder: str, pinned: bool) -> bool:
-        """Whether content is to be pinned with this hold. Pinned adapters leave room for the
-        largest one known, among which sums that nobody uses are not to count."""
+        """Whether content is to be pinned with this hold. If so, sums are released first: pinned
+        adapters leave room for the largest known adapter, and unused sums should not count."""
         pin = self._holders.would_be_pinned(digest, holder, pinned)
         if pin:
             self._release_sums(lambda _: True)
@@ -93,8 +93,8 @@ class Adapters:
     # -- requests ------------------------------------------------------------------------------
 
     def admit(self, ref: AdapterRef, parts: tuple[AdapterPart, ...]) -> None:
-        """A request for an adapter, or the sum of `parts`, has come. Raises InvalidRequest (what
-        can't be summed), AdapterUnavailable (nobody holds it)."""
+        """Accept a request for an adapter, or for the sum of `parts`. Raises InvalidRequest (they
+        can't be summed), AdapterUnavailable (nobody holds the adapter or a part)."""
         for each in [part.ref for part in parts] or [ref]:
             if not self._holders.is_held(each.digest):
                 field = "adapters" if parts else "model"
@@ -121,7 +121,7 @@ class Adapters:
     # -- between steps -------------------------------------------------------------------------
 
     def poll(self) -> list[LoadEnded]:
-        """Apply what loader threads have finished, and return the loads among it."""
+        """Apply the registrations and loads that other threads have finished; return the loads."""
         loads: list[LoadEnded] = []
         for end in self._residency.inbox.empty():
             if isinstance(end, LoadEnded):
@@ -143,7 +143,7 @@ class Adapters:
             self._replies.append(Reply(call.call_id, error=to_wire(error)))
 
     def take_replies(self) -> list[Reply]:
-        """The answers to calls of `hold` that have ended since the last call."""
+        """The answers to `hold`s that have ended since the last call of this."""
         replies, self._replies = self._replies, []
         return replies
 

@@ -33,9 +33,9 @@ def build_engine(
     wake: Callable[[], None] = lambda: None,
     on_lost: Callable[[], None] = lambda: None,
 ) -> Engine:
-    """Start an engine. On other threads, `wake` is called when there is something to apply while
-    no step runs, and `on_lost` when a device that the model is spread over is gone; all that is
-    asked of it raises EngineDead then. Raises ConfigError if it can't start like this."""
+    """Start an engine. Raises ConfigError if these arguments don't allow it. Other threads call
+    `wake` when an idle engine should run a step, as there are results to apply, and `on_lost` when
+    another rank is gone, after which all that is asked of the worker raises EngineDead."""
     policy = find_policy(args.lora.eviction_policy)
     stages = Stages()
     worker = build_worker(args, stages, on_lost)

@@ -1,8 +1,7 @@
-"""What the engine knows of adapters: what each one is, where it can be read from, and how it was
-registered.
+"""What the engine knows of adapters: what each one is, and where it can be read from.
 
-New content is read, packed, and probed on the device: the kernels must compute what the image says.
-Content that fails is not registered.
+To register new content, it is read, packed, and probed on the device: the serving kernels must
+compute what the image says. Content that fails is not registered.
 """
 
 from __future__ import annotations
@@ -32,14 +31,14 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 MAX_PATHS = 16
-"""Folders remembered for one content; the newest ones."""
+"""How many folders are remembered for one content; the newest ones are."""
 MAX_REGISTERING = 8
-"""Registrations begun at a time: each has its image in memory until it was checked."""
+"""The most registrations under way: each keeps its image in memory until it is checked."""
 
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A registration has ended: with the image, which is not known yet, or an error."""
+    """A registration has ended, with an error or an image that is still to be added."""
 
     call: Hold
     result: AdapterImage | WeftError
@@ -58,16 +57,16 @@ Ended = Registered | LoadEnded
 
 
 class Inbox:
-    """Any thread leaves here what is left to do, and the engine's thread does it between two
-    steps: so all state belongs to that thread."""
+    """A queue by which other threads leave work to the engine's thread, which does it between two
+    steps. So only that thread touches the state of adapters."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
-        """`wake` is called on other threads when there is something to do."""
+        """Other threads call `wake` when they have left something to do."""
         self._wake = wake
         self._left: SimpleQueue[Callable[[], Ended | None]] = SimpleQueue()
 
     def expect(self, future: Future[Result], apply: Callable[[Result], Ended | None]) -> None:
-        """When the future has its result, it is to be applied. One that is cancelled never is."""
+        """Have `apply` called with the future's result once it is there; never if cancelled."""
 
         def leave(done: Future[Result]) -> None:
             if not done.cancelled():
@@ -77,12 +76,12 @@ class Inbox:
         future.add_done_callback(leave)
 
     def put(self, ended: Ended) -> None:
-        """Leave an end that is known already; on the engine's thread."""
+        """Leave an end that is known already. For the engine's thread, so it does not `wake`."""
         self._left.put(lambda: ended)
 
     def empty(self) -> Iterator[Ended]:
-        """Do all that is left to do, one after another: the next is done when it is asked for, so
-        that what was registered can be added before."""
+        """Do all that is left to do and yield the ends. Each is done only when the iterator is
+        asked for it, so that the caller can first add what was registered before."""
         while True:
             try:
                 ended = self._left.get_nowait()()
@@ -94,30 +93,30 @@ class Inbox:
 
 @dataclass(slots=True)
 class KnownAdapter:
-    """A registered adapter, or a sum of some."""
+    """A registered adapter, or a weighted sum of registered adapters."""
 
     num_bytes: int
     summand: Summand | None = None
     """None: it is a sum itself."""
     parts: tuple[AdapterPart, ...] = ()
     sources: tuple[AdapterSource, ...] = ()
-    """Where it may be read again, newest first: any of them may have changed since, or be gone."""
+    """Where it may be read again, newest first; any of these may have changed or be gone."""
     from_memory: bool = False
-    """Whether a registration of it has no folder."""
+    """Whether it was ever registered from memory, without a folder."""
     pinned: bool = False
     info: AdapterInfo | None = None
-    """What is told of it, but for `checked`; None: it is a sum."""
+    """Its facts as reported, except `checked`; None: it is a sum."""
     checked: bool = False
     stats: AdapterStats = field(default_factory=AdapterStats)
 
     @property
     def kept(self) -> bool:
-        """Whether its image stays on the host."""
+        """Whether its image must stay on the host."""
         return self.from_memory or self.pinned
 
 
 class Catalog:
-    """Owner of what is known of adapters, in the slots' and the host's books too."""
+    """Owner of what is known of adapters. It keeps `slots` and `host` in step with that."""
 
     def __init__(self, slots: AdapterSlots, host: HostTier, worker: Worker, inbox: Inbox) -> None:
         self.slots = slots
@@ -129,8 +128,8 @@ class Catalog:
     def add(
         self, image: AdapterImage, source: AdapterSource | None, pinned: bool, checked: bool = False
     ) -> AdapterInfo:
-        """Make an image known, from the folder of `source` or (None) from memory; at once. Raises
-        AdapterInvalid, AdapterConflict; what was known before then stays as it is."""
+        """Make an image known at once. `source`: its folder; None: it comes from memory. Raises
+        AdapterInvalid, AdapterConflict; then nothing changes."""
         self.slots.add(image.digest, image.layout.num_elements, pinned)
         known = KnownAdapter(image.num_bytes, summand_of(image))
         known = self.known.setdefault(image.digest, known)
@@ -155,7 +154,7 @@ class Catalog:
         return self.info(image.digest)
 
     def add_source(self, digest: str, source: AdapterSource) -> None:
-        """Let a known adapter be read from this folder first from now on."""
+        """From now on, read a known adapter from this folder first."""
         known = self.known[digest]
         others = [other for other in known.sources if other.path != source.path]
         known.sources = (source.again(), *others[: MAX_PATHS - 1])
@@ -169,14 +168,14 @@ class Catalog:
             self.host.keep(digest, known.kept)
 
     def info(self, digest: str) -> AdapterInfo:
-        """What is known of an adapter that was added."""
+        """The facts of an adapter that was added with `add`."""
         known = self.known[digest]
         assert known.info is not None, "a sum"
         return replace(known.info, checked=known.checked)
 
     def compose(self, digest: str, parts: Sequence[AdapterPart]) -> None:
-        """Make the weighted sum of registered adapters known under `digest`, which must name it
-        alone; at once, as it is made by its loads. Raises InvalidRequest, AdapterUnavailable."""
+        """Make the weighted sum of registered adapters known under `digest`, which must be unique
+        to it. Only its loads compute it. Raises InvalidRequest, AdapterUnavailable."""
         summands: list[tuple[str, Summand]] = []
         for part in parts:
             known = self.known.get(part.ref.digest)
@@ -197,7 +196,7 @@ class Catalog:
         self.known[digest] = KnownAdapter(num_bytes, parts=tuple(parts))
 
     def forget(self, digest: str) -> None:
-        """Free all that an adapter without leases takes, in all tiers but the disk."""
+        """Forget an adapter without leases, and free its memory on the device and the host."""
         slot = self.slots.remove(digest)
         if slot is not None:
             self._worker.clear((slot,))
@@ -209,14 +208,14 @@ class Catalog:
         return known is not None and known.checked
 
     def refuse(self, digest: str, error: WeftError) -> None:
-        """If this content is known, serve nothing of it any more, until it is added again."""
+        """Serve this content no more until it is added again; nothing happens if it is unknown."""
         if digest in self.known:
             self.known[digest].checked = False
             self.slots.refuse(digest, error)
             self._inbox.put(LoadEnded(digest, error))
 
     def open(self, digest: str) -> tuple[Origin, Held | None]:
-        """Where an adapter is to be had from. What is held stays until the host's `close`."""
+        """Where to load an adapter from. A Held image stays as it is until `HostTier.close`."""
         known = self.known.get(digest)
         if known is None:
             return Origin(digest, None, ()), None
@@ -224,7 +223,8 @@ class Catalog:
         return Origin(digest, held.image if held else None, known.sources), held
 
     def put(self, image: AdapterImage, extent: Extent | None, came_s: float = 0.0) -> None:
-        """Hold an image that was brought to the host, unless it was forgotten meanwhile."""
+        """Hold an image that a load brought to the host in `came_s` seconds, unless its adapter was
+        forgotten meanwhile."""
         known = self.known.get(image.digest)
         if known is None:
             self.host.cancel(extent)
@@ -239,7 +239,7 @@ class Catalog:
         assert all(map(self.slots.knows, self.known))
 
     def _hold(self, image: AdapterImage, kept: bool) -> None:
-        """Put an image on the host; if it is to have a place there, a copy of it comes later."""
+        """Put an image on the host. If it can have an extent, a copy there replaces it later."""
         if self.host.extents is None or image.digest in self.host:
             self.host.put(image, kept)
             return
@@ -252,7 +252,7 @@ class Catalog:
 
 
 class Registrations:
-    """Owner of the registrations that wait or are under way, and of what probes have found."""
+    """Owner of the registrations that wait or are under way, and of the counts of probes."""
 
     def __init__(
         self, catalog: Catalog, worker: Worker, inbox: Inbox, stage_times: StageTimes
@@ -272,8 +272,8 @@ class Registrations:
         self._begin()
 
     def probe(self, image: AdapterImage) -> bool:
-        """Probe what comes from memory, at once, unless it was checked before. Whether it is right,
-        as far as is known; raises AdapterQuarantined."""
+        """Probe an image that comes from memory, at once, unless it was checked before. Returns
+        whether a probe has shown it to be right. Raises AdapterQuarantined if it is wrong."""
         if self._catalog.is_checked(image.digest):
             return True
         if not self._worker.facts.has_checks:
@@ -285,7 +285,7 @@ class Registrations:
         return verdict.result == "passed"
 
     def results(self) -> dict[str, int]:
-        """How many probes ended how; empty if there are none."""
+        """The number of probes by result (CHECK_RESULTS); empty if the worker makes none."""
         if not self._worker.facts.has_checks:
             return {}
         return {result: self._results[result] for result in CHECK_RESULTS}
@@ -295,7 +295,7 @@ class Registrations:
         return self._check_times.spread
 
     def close(self) -> None:
-        """Begin no more."""
+        """Begin no more registrations."""
         self._waiting.clear()
 
     def check(self) -> None:
@@ -333,8 +333,8 @@ class Registrations:
         return self._end(Registered(call, image, verdict.result == "passed"))
 
     def _judge(self, digest: str, path: str, verdict: ProbeResult) -> None:
-        """Count what a probe has found. Raises AdapterQuarantined if it failed; content that is
-        known already, by another probe that was skipped or went on beside, is served no more."""
+        """Count a probe's result. If it failed, raise AdapterQuarantined, and stop serving content
+        that is known already, as another probe of it was skipped or ended meanwhile."""
         self._results[verdict.result] += 1
         self._check_times.add(verdict.seconds)
         error = verdict.error

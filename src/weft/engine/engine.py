@@ -38,7 +38,7 @@ from weft.worker.protocol import Worker
 
 
 class Engine:
-    """What a node computes with, over parts that `weft.engine.build` puts together."""
+    """Carries out commands and steps with the parts that `weft.engine.build` puts together."""
 
     def __init__(
         self,
@@ -67,18 +67,18 @@ class Engine:
 
     @property
     def waited_s(self) -> float:
-        """How long steps have waited for the device, in all."""
+        """For how many seconds the host has waited for the device, in all."""
         return self._loop.waited_s
 
     def spare_s(self, has_some: bool) -> float:
-        """For how many seconds commands may be waited for before the next step. `has_some`: whether
-        some have come already."""
+        """For how many seconds the caller may still wait for commands before the next step.
+        `has_some`: whether some have come already."""
         return self._loop.spare_s(has_some)
 
     # -- commands ------------------------------------------------------------------------------
 
     def apply(self, command: Command) -> Report | None:
-        """Carry out a command other than Stop; its immediate report, if it has one."""
+        """Carry out a command other than Stop. Returns its immediate report, if it has one."""
         match command:
             case Submit(request):
                 return _tokens(self.submit(request))
@@ -137,13 +137,13 @@ class Engine:
     def hold_image(
         self, image: AdapterImage, holder: str, pinned: bool = False, checked: bool = False
     ) -> AdapterInfo:
-        """Hold an adapter that is packed already, without a check; its digest must name that
-        content alone. Raises AdapterConflict."""
+        """Hold an adapter that is packed already, without probing it; its digest must be unique to
+        its content. Raises AdapterInvalid, AdapterConflict."""
         return self._adapters.hold_image(image, None, holder, pinned, checked)
 
     def stay_on_host(self, image: AdapterImage) -> AdapterImage:
-        """Copy an image to the host's memory for as long as the engine lives, so that parts of it
-        can be held as images that devices read at full speed. The image itself if there is no
+        """A copy of an image in the host tier's memory, for as long as the engine lives, so that
+        devices read images made of its parts at full speed. The image itself if there is no
         room."""
         extent = self._residency.host.reserve(image.num_bytes)
         return image if extent is None else self._worker.stage(image, extent).result()
@@ -186,21 +186,21 @@ class Engine:
         )
 
     def measure(self) -> None:
-        """From now on, let `load` know what steps and loads take, and which prefixes there are."""
+        """From now on, measure steps and loads and track cached prefixes, as `load` needs them."""
         self._loop.meter = self._residency.meter = self._loop.meter or Meter()
         self._cache.sketch = PrefixSketch()
 
     def record_cache(self) -> None:
-        """From now on, let `take_cache_events` know what happens to the prefix index."""
+        """From now on, record the changes of the prefix index for `take_cache_events`."""
         self._cache.journal = Journal()
 
     def take_cache_events(self) -> list[CacheEvent]:
-        """What has happened since the last call; `record_cache` was called."""
+        """The changes of the prefix index since the last call. Call `record_cache` before."""
         assert self._cache.journal is not None
         return self._cache.journal.take()
 
     def load(self) -> EngineLoad:
-        """What others need to know to decide what to send here; `measure` was called."""
+        """What others need in order to decide what to send here. Call `measure` before."""
         scheduler, slots, meter = self.scheduler, self._residency.slots, self._loop.meter
         assert meter is not None and self._cache.sketch is not None
         free_elements = slots.capacity - slots.used_elements
@@ -231,7 +231,7 @@ class Engine:
         return reports
 
     def stuck_s(self) -> dict[str, float]:
-        """For how many seconds parts beside the step have not got on; see `Worker.stuck_s`."""
+        """By name, how many seconds other parts than the step are stuck; see `Worker.stuck_s`."""
         return {**self._worker.stuck_s(), "compilers": self._grammars.stuck_s()}
 
     def check(self) -> None:
@@ -241,7 +241,7 @@ class Engine:
         self._adapters.check()
 
     def close(self) -> list[TokenEvent]:
-        """Stop for good: abort all requests and end the threads."""
+        """Stop for good: abort all requests, whose last events it returns, and end the threads."""
         events = self._loop.queue_times.stamp(self.scheduler.abort_all())
         self._grammars.close()
         self._residency.registrations.close()

@@ -1,4 +1,4 @@
-"""Tracks which images are in host memory, within a limit of bytes. Images are handles here."""
+"""Tracks which images are in host memory, within a limit of bytes. It never reads their data."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class Held:
     """See `Candidate.floor`."""
     reload_s: float
     extent: Extent | None
-    """Its place in the host's memory; None: its data have memory of their own."""
+    """Its place in the host tier's memory; None: the image has memory of its own."""
     num_readers: int = 0
     gone: bool = False
-    """Dropped, but for its extent, which readers need."""
+    """Whether it was dropped; readers may still need its extent."""
 
 
 class HostTier:
-    """Owner of which images are on the host. What is put out of it is read from disk again.
+    """Decides which images are on the host. An evicted one has to be read from disk again.
 
-    Without `extents` images stay in the memory that they have. Those that are *kept* never go:
-    they come on top of `max_bytes`, or take memory of their own when all extents are taken.
+    Without `extents`, images stay in the memory that they have. Images that are *kept* are never
+    evicted: they come on top of `max_bytes`, or have memory of their own if no extent is free.
     """
 
     def __init__(
@@ -46,14 +46,14 @@ class HostTier:
         self._reserved: set[Extent] = set()
         self._num_bytes = 0
         self._loose_bytes = 0
-        """Bytes of those that are not kept."""
+        """Bytes of the images that are not kept."""
         self._uses: dict[str, int] = {}
         self._floor = 0.0
         self._hits = self._misses = self._evictions = 0
         self._now = 0
 
     def open(self, digest: str) -> Held | None:
-        """Read an image: until `close`, its data stay as they are."""
+        """Begin to read an image: until `close`, its data don't change. None: it is not here."""
         self._uses[digest] = self._uses.get(digest, 0) + 1
         held = self._held.get(digest)
         if held is None:
@@ -73,7 +73,7 @@ class HostTier:
                 self._give(held)
 
     def reserve(self, num_bytes: int) -> Extent | None:
-        """Room for an image to come, which `put` or `cancel` ends; None if there is none."""
+        """Reserve room until `put` or `cancel`, evicting others if need be. None: there is none."""
         if self.extents is None or num_bytes > self.extents.num_bytes:
             return None
         while (extent := self.extents.take(num_bytes)) is None:
@@ -95,9 +95,9 @@ class HostTier:
         extent: Extent | None = None,
         reload_s: float = 0.0,
     ) -> None:
-        """Hold an image, whose data lie in `extent` if that is given and which took `reload_s` to
-        come, or change whether it is kept. One that is there already stays, unless it only now got
-        its place in an extent."""
+        """Hold an image. `extent`: where its data lie, if in the host tier's memory. `reload_s`:
+        how long reading it took. If it is here already, only `kept` and the time of its last use
+        change, unless it gets its extent only now."""
         now = self._tick()
         held = self._held.get(image.digest)
         if held is not None and (extent is None or held.extent is not None):
@@ -163,7 +163,7 @@ class HostTier:
             pass
 
     def _evict(self) -> bool:
-        """Put out what the policy says; False when nothing may go."""
+        """Evict the image that the policy chooses; False if none may go."""
         loose = [h for h in self._held.values() if not h.kept and not h.num_readers]
         if not loose:
             return False

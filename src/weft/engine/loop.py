@@ -1,8 +1,8 @@
 """One step of the engine: plan, start loads, build, launch, commit.
 
 The plain loop commits each step before it plans the next. The overlapped loop commits step N
-after step N+1 was launched, so that planning and building hide behind the device. If a step
-has guesses, or drafts those of the next step, it is committed first, as in the plain loop.
+after it has launched step N+1, so that the device computes while the host plans. A step that has
+guesses, or drafts those of the next step, is always committed before the next is planned.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ logger = logging.getLogger(__name__)
 
 PollGrammars = Callable[[], Sequence[tuple[str, Matcher | WeftError]]]
 PollAdapters = Callable[[], Sequence[LoadEnded]]
-"""What has ended since the last call: compilations of grammars, by request; loads of adapters."""
+"""Both return what has ended since the last call: grammars by request id, or loads of adapters."""
 
 
 class QueueTimes:
-    """How long requests waited for their first step. Each request ends with an event, after which
-    nothing of it is kept."""
+    """Measures how long requests wait for their first step. A request's last event makes it forget
+    the request."""
 
     def __init__(self) -> None:
         self._received: dict[str, float] = {}
         self._waited: dict[str, tuple[float, float]] = {}
         """`queue_s` and `adapter_wait_s` of requests that have begun and have had no event."""
         self.adapter_waits = Times()
-        """How long those requests waited that were passed over for their adapters."""
+        """How long requests waited for their adapters, of those that had to."""
 
     def receive(self, request_id: str) -> None:
         self._received[request_id] = time.monotonic()
 
     def begin(self, admitted: Admitted, now: float) -> None:
-        """The request is in a step; its first one counts."""
+        """The request was admitted to a step; only its first one counts."""
         received = self._received.pop(admitted.request_id, None)
         if received is not None:
             self._waited[admitted.request_id] = (now - received, admitted.adapter_wait_s)
@@ -56,7 +56,7 @@ class QueueTimes:
                 self.adapter_waits.add(admitted.adapter_wait_s)
 
     def stamp(self, events: list[TokenEvent]) -> list[TokenEvent]:
-        """The events, the first of each request with what it waited."""
+        """The events, the first of each request with `queue_s` and `adapter_wait_s`."""
         if not self._waited and not self._received:
             return events
         return [self._stamped(event) for event in events]
@@ -75,7 +75,7 @@ def _has_decodes(plan: StepPlan) -> bool:
 
 
 class _Failed:
-    """A step that could not be launched."""
+    """The Flight of a step that could not be launched."""
 
     def __init__(self, error: Exception) -> None:
         self._error = error
@@ -105,21 +105,21 @@ class Loop:
         self._poll_adapters = poll_adapters
         self._ahead = 1 if overlap else 0
         self._flights: deque[tuple[StepPlan, Flight]] = deque()
-        """What was launched."""
+        """The steps that were launched and are not committed, the oldest first."""
         self.queue_times = QueueTimes()
         self.steps = 0
         self.waited_s = 0.0
-        """How long steps have waited for the device, in all."""
+        """For how many seconds the host has waited for the device, in all."""
         self.idle = True
         """Whether the last step had nothing to run and nothing to wait for on the device."""
         self._delay = PlanDelay()
         self.meter: Meter | None = None
-        """Measures steps, if anybody wants to know."""
+        """Measures steps; None: nobody needs that."""
         self._ended_s = 0.0
-        """When the last step ended, or the first one behind a pause began."""
+        """When the last step ended, or, after a pause, when the first step began."""
 
     def step(self) -> list[TokenEvent]:
-        """One step, and the tokens that came of this one or earlier ones."""
+        """Run one step. Returns the events of the steps that have ended by now."""
         if self.idle:
             self._ended_s = time.monotonic()
         events = self._apply_loads() + self._apply_grammars()
@@ -139,7 +139,7 @@ class Loop:
         return self.queue_times.stamp(events)
 
     def _land(self, ahead: int) -> list[TokenEvent]:
-        """Wait for the steps in flight but the last `ahead` of them, and commit them."""
+        """Wait for all steps in flight except the last `ahead`, and commit them."""
         events: list[TokenEvent] = []
         while len(self._flights) > ahead:
             planned, flight = self._flights.popleft()
@@ -155,14 +155,13 @@ class Loop:
         return events
 
     def spare_s(self, begins: bool) -> float:
-        """For how many seconds the next step, which may begin a request, need not be planned yet:
-        where tenants share the batch, a request of another one may come, which is not to wait for
-        one more step."""
+        """For how many seconds the next step need not be planned yet, as a request of another
+        tenant may come that should be in it. `begins`: whether the step may begin a request."""
         shared = self._scheduler.batch.waiting.shared
         return self._delay.left_s(time.monotonic(), begins) if shared else 0.0
 
     def _note_wait(self, begun_s: float, ended: StepPlan) -> None:
-        """The host has waited for a step since then."""
+        """Note that the host has waited since `begun_s` for the step `ended`."""
         now = time.monotonic()
         self.waited_s += now - begun_s
         if self._scheduler.batch.waiting.shared:
@@ -172,7 +171,7 @@ class Loop:
             self._delay.ended(now, now - begun_s, alike, short)
 
     def _measure(self, plan: StepPlan) -> None:
-        """A step has ended, which took the time since the end of the one before it."""
+        """Measure a step that has just ended: it took the time since the one before it ended."""
         begun_s, self._ended_s = self._ended_s, time.monotonic()
         seconds = self._ended_s - begun_s
         self._scheduler.lengths.measure(plan, seconds)
@@ -180,7 +179,7 @@ class Loop:
             self._tell(self.meter, plan, seconds)
 
     def _tell(self, meter: Meter, plan: StepPlan, seconds: float) -> None:
-        """Let those know what a step took who foresee what others will take."""
+        """Give a step's time to the meter, and to the pace of chunks if there is one."""
         rows = sum(1 for count in plan.num_samples if count)
         adapters = len(self._scheduler.running_adapters())
         tokens = max(plan.num_tokens - rows, 0)
@@ -196,8 +195,8 @@ class Loop:
             return _Failed(error)
 
     def _recover(self, plan: StepPlan, error: Exception) -> list[TokenEvent]:
-        """A step has failed; those launched after it computed with what it should have made, so
-        they are void too. Raises an error if the device, or every step, fails from now on."""
+        """Recover from a failed step: later ones in flight are void too, as they need its tokens.
+        Returns events. Raises an error if the device is lost or every step fails from now on."""
         logger.error("a step failed; its requests are tried again in parts", exc_info=error)
         plans = [plan, *(planned for planned, _ in self._flights)]
         for _, flight in self._flights:

@@ -1,9 +1,9 @@
 """Measures how long an engine's steps and loads take, for `weft.core.load.Costs`.
 
-A step's seconds are a sum of a few terms, each a coefficient times a count that is known of the
-step. The coefficients are found by least squares over what was seen lately, so that each says what
-one more row, adapter or token would add. Where little was seen of a term, its coefficient stays
-near what was assumed of it at first.
+A step's seconds are a sum of a few terms, each a coefficient times a count: of rows, adapters or
+tokens in the step. The coefficients are found by least squares over recent steps, so that each says
+what one more row, adapter or token adds. As long as a term was seldom measured, its coefficient
+stays near the assumed one.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ import numpy as np
 from weft.core.load import Costs
 
 STEPS = 500
-"""How many steps back a measurement has lost most of its weight."""
+"""After how many later steps a measurement has lost most of its weight; of loads, LOADS."""
 LOADS = 100
 REFRESH = 8
-"""After how many steps with chunks of prompts the coefficients of decodes are found anew."""
+"""After how many calls of `Meter.chunk_delay` it computes its coefficients anew."""
 TRUST = 3.0
-"""For how many typical measurements an assumption counts."""
+"""An assumed coefficient counts as much as this many typical measurements."""
 
 
 class LeastSquares:
-    """Coefficients of a sum, from measurements of which older ones count less and less."""
+    """Finds the coefficients of a sum from measurements, of which older ones count less."""
 
     def __init__(self, assumed: Sequence[float], typical: Sequence[float], memory: float) -> None:
-        """`assumed`: the coefficients until much was measured. `typical`: how large the counts
-        usually are, which says how soon measurements outweigh the assumption. `memory`: how many
-        measurements count."""
+        """`assumed`: the coefficients until enough was measured. `typical`: how large the counts
+        usually are, so how soon measurements outweigh the assumption. `memory`: after how many
+        measurements one has lost most of its weight."""
         self._assumed = np.array(assumed)
         self._keep = 1.0 - 1.0 / memory
         self._ridge = np.diag(TRUST * np.array(typical) ** 2)
@@ -44,8 +44,8 @@ class LeastSquares:
         self._products += seconds * x
 
     def solve(self) -> list[float]:
-        """The coefficients, none of which is negative: one that would be counts as zero, and the
-        others are found again without it."""
+        """The coefficients. Those that would be negative are zero, and the others are found again
+        without them."""
         scale = 1.0 / np.sqrt(np.diag(self._ridge))
         squares = (self._squares + self._ridge) * np.outer(scale, scale)
         products = (self._products + self._ridge @ self._assumed) * scale
@@ -61,7 +61,7 @@ class LeastSquares:
 
 
 class Meter:
-    """What was measured of one engine."""
+    """The measured times of one engine's steps and loads."""
 
     def __init__(self) -> None:
         costs = Costs()
@@ -69,20 +69,20 @@ class Meter:
             (costs.step_s, costs.row_s, costs.adapter_s, costs.token_s), (1, 8, 4, 64), STEPS
         )
         self._decode_s = (costs.step_s, costs.row_s, costs.adapter_s)
-        """What steps without prompts take, as it was found last."""
+        """The coefficients of steps without prompts, as `chunk_delay` computed them last."""
         self._steps_left = REFRESH
-        """How many steps are measured before it is found anew."""
+        """After how many further calls it computes them anew."""
         self._loads = LeastSquares(
             (costs.load_s, costs.host_byte_s, costs.disk_byte_s), (1, 1e7, 1e7), LOADS
         )
 
     def step(self, rows: int, adapters: int, tokens: int, seconds: float) -> None:
-        """A step has given this many rows a token each, with so many distinct adapters, and has
-        computed so many tokens of prompts."""
+        """Add a step: `rows` sequences got a token, `adapters` distinct adapters were running, and
+        `tokens` tokens of prompts were computed."""
         self._steps.add((1, rows, adapters, tokens), seconds)
 
     def chunk_delay(self, rows: int, adapters: int, seconds: float) -> float:
-        """How much longer a step took than decodes of so many rows and adapters would have."""
+        """By how many seconds a step took longer than without prompts, by the coefficients."""
         self._steps_left -= 1
         if self._steps_left <= 0:
             self._steps_left = REFRESH

@@ -29,15 +29,15 @@ class _Loading:
 
     load: Load
     held: Held | None
-    """What the host has of it; else it comes to `extent`, if there is one."""
+    """Its image on the host; None: it is to be read, into `extent` if there is one."""
     parts: tuple[Held, ...]
-    """What the host has of the adapters that are to be summed."""
+    """For a sum: those of its parts' images that the host has."""
     extent: Extent | None
     ordered_s: float
 
 
 class Residency:
-    """Owner of the loads under way; the decisions on the device are those of `AdapterSlots`."""
+    """Owner of the loads under way. `AdapterSlots` decides which adapters are on the device."""
 
     def __init__(
         self,
@@ -47,22 +47,22 @@ class Residency:
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`wake` is called, on other threads, when there is something in `inbox` to apply."""
+        """Other threads call `wake` when there is something in `inbox` to apply."""
         self._worker = worker
         self._clock = clock
         self.inbox = Inbox(wake)
         self.stage_times = StageTimes()
         self.load_times = Times()
-        """How long loads to the device took, from the order to the residency."""
+        """Seconds of loads, from the order until the adapter was on the device."""
         self.catalog = Catalog(slots, host, worker, self.inbox)
         self.registrations = Registrations(self.catalog, worker, self.inbox, self.stage_times)
         self._loading: dict[str, _Loading] = {}
         """By digest: an adapter has one load at a time."""
         self._hits = self._misses = 0
         self.copy_faults = 0
-        """Images that did not come to the device as they were packed."""
+        """Copies to the device whose checksum was wrong."""
         self.meter: Meter | None = None
-        """Measures loads, if anybody wants to know."""
+        """Measures loads; None: nobody needs that."""
 
     @property
     def slots(self) -> AdapterSlots:
@@ -73,14 +73,14 @@ class Residency:
         return self.catalog.host
 
     def ask(self, digest: str) -> None:
-        """Count that a request came for an adapter."""
+        """Count a request for an adapter as a hit or miss of the device tier."""
         if self.slots.is_resident(digest):
             self._hits += 1
         else:
             self._misses += 1
 
     def start(self, loads: list[Load]) -> None:
-        """Carry out what the scheduler ordered; a LoadEnded comes to `inbox` for each."""
+        """Begin the ordered loads, their evictions and moves. Each puts a LoadEnded in `inbox`."""
         for load in loads:
             if load.evicted_slots:
                 self._worker.clear(load.evicted_slots)
@@ -109,7 +109,7 @@ class Residency:
         self.inbox.expect(ended, partial(self._ended, loading))
 
     def stats(self) -> dict[str, AdapterStats]:
-        """Figures by digest, of what is registered and has been on the device."""
+        """Figures by digest, of all known adapters that have been on the device."""
         known = self.catalog.known.items()
         return {digest: each.stats for digest, each in known if each.stats.num_loads}
 
@@ -119,7 +119,7 @@ class Residency:
         return {digest: now - loading.ordered_s for digest, loading in self._loading.items()}
 
     def tiers(self) -> dict[str, TierStats]:
-        """Figures by device, host and disk; no disk if images are not kept there."""
+        """Figures by "device", "host" and "disk"; no "disk" if images are not kept there."""
         slots, size = self.slots, self._worker.facts.element_bytes
         device = TierStats(
             num_bytes=slots.used_elements * size,
@@ -169,7 +169,7 @@ class Residency:
         return LoadEnded(load.digest, None)
 
     def _keep(self, loading: _Loading, result: LoadResult, image: AdapterImage) -> None:
-        """Hold on the host what was loaded."""
+        """Hold the image that was loaded on the host."""
         held = loading.held
         if held is None:
             came_s = sum(s for stage, s in result.stage_s.items() if stage != "copy")

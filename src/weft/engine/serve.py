@@ -21,18 +21,18 @@ from weft.engine.engine import Engine
 from weft.schedule.journal import CacheEvent
 
 SWITCH_S = 5e-4
-"""How long a thread keeps the interpreter while others want it: a tenth of Python's own choice."""
+"""How long a thread keeps the GIL while others want it: a tenth of Python's default."""
 PULSE_S = 1.0
 """The time between two signs of life."""
 WAIT_S = 0.02
-"""How long a step without work waits for a command while requests wait for something else."""
+"""How long an engine without work waits for a command while requests wait for something else."""
 
 
 PublishCache = Callable[[Sequence[CacheEvent]], None]
 
 
 class Progress:
-    """When the engine's thread began what it is at, and the engine's load; any thread may ask."""
+    """For how long the engine's thread has been busy, and the engine's load; any thread may ask."""
 
     def __init__(self, report_s: float | None = None) -> None:
         """`report_s`: how often the load is to be published; None: never."""
@@ -43,16 +43,16 @@ class Progress:
         """The newest load that was published."""
 
     def begin(self) -> None:
-        """It begins a step, and the commands ahead of it."""
+        """The engine's thread begins a step or a command."""
         self._since_s = time.monotonic()
 
     def rest(self) -> None:
-        """It waits for something to do."""
+        """The engine's thread waits for something to do."""
         self._since_s = None
 
     def publish(self, engine: Engine) -> None:
-        """Let other threads know the engine's load, unless they were told lately; before the
-        engine's thread may wait for long, they always are."""
+        """Update `load`, unless that was done within `report_s`; always when the engine has no more
+        work, as its thread may then wait for long."""
         now = time.monotonic()
         if self.report_s and (not engine.working or now - self._published_s >= self.report_s):
             self._published_s, self.load = now, engine.load()
@@ -64,9 +64,9 @@ class Progress:
 
 
 def settle_process() -> None:
-    """Prepare a process of the engine's own for serving, once the engine is there. The garbage
-    collector leaves out what exists by then, and Python changes between threads more often, so that
-    those that load adapters hold up the one that steps for less time."""
+    """Prepare a process that has just built its engine for serving. The garbage collector leaves
+    out what exists by now, and Python switches threads more often, so that threads that load
+    adapters hold up the engine's thread for less time."""
     freeze_heap()
     sys.setswitchinterval(SWITCH_S)
 
@@ -79,10 +79,10 @@ def run_engine(
     report_s: float | None = None,
     open_publisher: Callable[[], PublishCache] | None = None,
 ) -> None:
-    """Build an engine and serve until Stop, or report why not. In a process of its own it has a
-    `pulse`, which is called on another thread, and the process ends when a rank is gone. With
-    `report_s`, pulses come so often and tell the engine's load. What `open_publisher` returns is
-    told what happens to the prefix index; it may raise WeftError."""
+    """Build an engine and serve until Stop; if it can't be built, emit StartFailed. `pulse`: only
+    for an engine in a process of its own, which then ends when another rank is gone; called
+    regularly on another thread. `report_s`: how often; pulses then have the engine's load.
+    `open_publisher` returns what gets the prefix index's changes; it may raise WeftError."""
     on_lost = (lambda: None) if pulse is None else lambda: os._exit(1)
     try:
         publish = None if open_publisher is None else open_publisher()
@@ -147,8 +147,8 @@ def _beat(engine: Engine, progress: Progress, pulse: Callable[[Pulse], None]) ->
 
 
 def _commands(inbox: SimpleQueue[Command], engine: Engine) -> Iterator[Command]:
-    """The commands that are there, or come before the next step has to be planned, each at once:
-    what it takes to apply them is done by then. Waits for one if there is nothing else to do."""
+    """Yields the commands that are there or come before the next step has to be planned, each as
+    soon as it comes. If there is nothing else to do, waits for one."""
     some = False
     with suppress(Empty):
         if engine.working:
